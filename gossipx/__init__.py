@@ -1,0 +1,1 @@
+"""Decentralized peer-to-peer gossip training for PyTorch."""

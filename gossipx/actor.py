@@ -1,0 +1,216 @@
+"""Events that roles are told of and effects that they ask for.
+
+A role is a state machine, ``handle(event, now) -> effects``. A driver (``drive/`` in real processes, ``sim/`` in
+virtual time) tells it of events and carries out the effects in their order. ``now`` is in seconds on a monotonic clock of
+the driver's; a ticket names one request, a key one received request, both chosen by whoever makes them.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from gossipx.messages import Reply, Request
+
+# --- events ---------------------------------------------------------------------------------------------------------
+
+
+class Fault(enum.Enum):
+    """Why a request of ours failed."""
+
+    UNREACHABLE = "nothing answers at its address"
+    TIMEOUT = "no whole answer within the deadline"
+    PROTOCOL = "it sent what the protocol does not allow"
+    POISONED = "its model holds NaN or Inf"
+
+
+@dataclass(frozen=True)
+class JoinRun:
+    """The peer is listening and wants a model to begin with."""
+
+
+@dataclass(frozen=True)
+class StepDone:
+    """One optimizer step is done.
+
+    Attributes:
+        step: iterations finished, from 1.
+        delta: ‖x_t − x_{t−1}‖₂ over all trainable parameters (Adaptive Communication, Eq. 6).
+        drift: ‖x_t − x_r‖₂, the way from the last retrieval, own steps alone; None unless the policy uses it.
+    """
+
+    step: int
+    delta: float
+    drift: float | None = None
+
+
+@dataclass(frozen=True)
+class TrainingEnded:
+    """The last iteration is done; what comes next is the finish."""
+
+
+@dataclass(frozen=True)
+class FiguresReady:
+    """The final figures of this peer are known; ``report`` goes to all others."""
+
+    report: dict[str, object]
+
+
+@dataclass(frozen=True)
+class LeaveRun:
+    """This peer is asked to take no further part (SIGTERM, or an error of its own)."""
+
+
+@dataclass(frozen=True)
+class Received:
+    """A request from another peer; it must be answered once, by :class:`Answer` with the same key."""
+
+    sender: int
+    key: Hashable
+    request: Request
+
+
+@dataclass(frozen=True)
+class Replied:
+    """Our request ``ticket`` was answered whole; a model's bytes wait under the same ticket."""
+
+    ticket: int
+    reply: Reply
+
+
+@dataclass(frozen=True)
+class Failed:
+    """Our request ``ticket`` was not answered."""
+
+    ticket: int
+    fault: Fault
+
+
+@dataclass(frozen=True)
+class Answered:
+    """Our answer to ``key`` has been handed over whole, or can no longer be (``whole`` is False)."""
+
+    key: Hashable
+    whole: bool
+
+
+@dataclass(frozen=True)
+class Poisoned:
+    """The model under ``ticket`` was not mixed: it holds NaN or Inf."""
+
+    ticket: int
+
+
+@dataclass(frozen=True)
+class TimerFired:
+    """The time of the last :class:`SetTimer` of this name has come."""
+
+    name: str
+
+
+Event = (
+    JoinRun
+    | StepDone
+    | TrainingEnded
+    | FiguresReady
+    | LeaveRun
+    | Received
+    | Replied
+    | Failed
+    | Answered
+    | Poisoned
+    | TimerFired
+)
+
+# --- effects --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Send:
+    """Send ``request``; exactly one of :class:`Replied` and :class:`Failed` follows, at the latest at ``deadline``.
+
+    Attributes:
+        capture: keep a copy of the model as it is now, the base of the change when the reply is mixed.
+    """
+
+    ticket: int
+    to: int
+    request: Request
+    deadline: float
+    capture: bool = False
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Answer the received request ``key``; :class:`Answered` follows.
+
+    Attributes:
+        deadline: the answer is given up if it is not handed over whole by then.
+    """
+
+    key: Hashable
+    reply: Reply
+    deadline: float
+    whole_model: bool = False
+
+
+@dataclass(frozen=True)
+class Mix:
+    """Mix the model under ``ticket``: x += share · (x_j − base), base the captured copy or else x itself.
+
+    All of it or nothing; :class:`Poisoned` follows if it is refused. Then forget the ticket.
+    """
+
+    ticket: int
+    share: float
+
+
+@dataclass(frozen=True)
+class Adopt:
+    """Take the whole model under ``ticket`` as one's own, then forget the ticket."""
+
+    ticket: int
+
+
+@dataclass(frozen=True)
+class Forget:
+    """The bytes and the captured copy under ``ticket`` are no longer needed."""
+
+    ticket: int
+
+
+@dataclass(frozen=True)
+class SetTimer:
+    """Tell :class:`TimerFired` at ``at``; a timer of the same name is replaced."""
+
+    name: str
+    at: float
+
+
+@dataclass(frozen=True)
+class Wait:
+    """The training thread may not go on before :class:`Resume`; other events go on being told."""
+
+
+@dataclass(frozen=True)
+class Resume:
+    """The training thread may go on."""
+
+
+@dataclass(frozen=True)
+class Note:
+    """One line for the log; ``topic`` limits how often a cause that repeats is told."""
+
+    topic: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Training cannot go on: too few peers are left, or no model could be had to begin with."""
+
+    reason: str
+
+
+Effect = Send | Answer | Mix | Adopt | Forget | SetTimer | Wait | Resume | Note | Stop

@@ -1,0 +1,57 @@
+"""Errors that gossipx raises, each with the exit code that a command ends with.
+
+One error is one line: the cause, the place and the knob to turn. Errors of other libraries are turned
+into these at the border where they arise.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+class GossipxError(Exception):
+    """Anything that gossipx itself refuses or fails at."""
+
+    exit_code = 1
+
+
+class UsageError(GossipxError):
+    """Wrong usage, configuration or data: the caller's to mend.
+
+    Args:
+        message: one line.
+        file: where the mistake stands, if it stands in a file.
+        line: its line number, from 1.
+    """
+
+    exit_code = 2
+
+    def __init__(self, message: str, file: Path | str | None = None, line: int | None = None):
+        place = "" if file is None else f"{file}: " if line is None else f"{file}:{line}: "
+        super().__init__(place + message)
+
+
+class NotEnoughPeersError(GossipxError):
+    """Fewer peers are left than ``min_peers`` asks for."""
+
+    exit_code = 4
+
+
+class PeerFaultError(GossipxError):
+    """A request to another peer failed, through that peer or the way to it; this peer goes on."""
+
+
+class PeerUnreachableError(PeerFaultError):
+    """Nothing answers at the peer's address: its process is gone, or not there yet."""
+
+
+class PeerTimeoutError(PeerFaultError):
+    """The peer did not answer whole within its deadline."""
+
+
+class ProtocolError(PeerFaultError):
+    """The peer sent what the protocol does not allow."""
+
+
+class ModelMismatchError(UsageError):
+    """Two peers hold models that differ in a tensor's name, shape or dtype."""

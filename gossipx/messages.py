@@ -1,0 +1,100 @@
+"""What peers say to each other: requests, each answered by exactly one reply.
+
+A message is small and plain; a model travels beside it as one contiguous payload (see :mod:`gossipx.wire.frames`).
+Every field is checked when a message is read from the wire, so roles may trust the types, not the intentions.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+
+class Stage(enum.IntEnum):
+    """How far a peer has come. Peers wait for each other when they enter START, FINISH and DONE."""
+
+    JOINING = 0  # has no model yet; contributes none
+    START = 1  # has a model, waits for the others
+    TRAIN = 2
+    FINISH = 3  # has done its iterations
+    AGREE = 4  # averages in pairs
+    DONE = 5  # has its final figures
+    LEFT = 6  # takes no further part
+
+
+@dataclass(frozen=True)
+class InitialRequest:
+    """Asks for a whole model (frozen parameters and all buffers too) to begin with."""
+
+
+@dataclass(frozen=True)
+class PullRequest:
+    """Asks for the model as it is now.
+
+    Attributes:
+        step: iterations that the requester has done.
+    """
+
+    step: int
+
+
+@dataclass(frozen=True)
+class AgreeRequest:
+    """Asks for the partner's model of one round of the agreement that ends a run.
+
+    Attributes:
+        round: from 0.
+        members: ranks that take part, ascending; partners must mean the same ones.
+    """
+
+    round: int
+    members: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ArriveRequest:
+    """Tells that the sender has reached ``stage``, and its figures where it has final ones.
+
+    Attributes:
+        report: plain figures by name; empty before DONE.
+    """
+
+    stage: Stage
+    report: dict[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class LeaveRequest:
+    """Tells that the sender takes no further part."""
+
+
+@dataclass(frozen=True)
+class ModelReply:
+    """A model; its bytes are the frame's payload.
+
+    Attributes:
+        step: iterations that this model has seen.
+        weight: how many peers' models are averaged in it (1 outside an agreement).
+    """
+
+    step: int
+    weight: int = 1
+
+
+@dataclass(frozen=True)
+class HereReply:
+    """Answers :class:`ArriveRequest` and :class:`LeaveRequest` with the answerer's own stage and figures."""
+
+    stage: Stage
+    report: dict[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class NotReadyReply:
+    """There is no model to give now; ``reason`` is one line for a person."""
+
+    reason: str
+
+
+Request = InitialRequest | PullRequest | AgreeRequest | ArriveRequest | LeaveRequest
+Reply = ModelReply | HereReply | NotReadyReply

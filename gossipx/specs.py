@@ -1,0 +1,108 @@
+"""Spec strings, ``name[:key=value,...]``, as they read on the command line, in TOML and in Python.
+
+A lone value is the first key: ``tau:10`` is ``tau:period=10``. A class that can be named by a spec is a frozen
+dataclass; its fields are the keys, in order, with their types and defaults.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, get_type_hints
+
+from gossipx.errors import UsageError
+
+T = TypeVar("T")
+
+
+def build(spec: str, table: Mapping[str, Callable[..., T]], what: str) -> T:
+    """The object that ``spec`` names in ``table``.
+
+    Args:
+        spec: for example ``adaptive:threshold=0.02``.
+        table: name to dataclass (keys from its fields) or to any callable (keys passed as text).
+        what: the kind of thing, for messages: ``policy``.
+
+    Raises:
+        UsageError: an unknown name or key, or a bad value; the message names what would have been right.
+    """
+    name, _, rest = spec.strip().partition(":")
+    if name not in table:
+        raise UsageError(
+            f"unknown {what} '{name}'{suggest(name, table)}: one of {', '.join(sorted(table))}"
+        )
+    factory = table[name]
+    keys = _keys(factory)
+    given: dict[str, Any] = {}
+    for index, part in enumerate(part.strip() for part in rest.split(",") if rest.strip()):
+        key, equals, text = part.partition("=")
+        if not equals:
+            if index or not keys:
+                raise UsageError(
+                    f"{what} '{spec}': '{part}' is not key=value; {_usage(name, keys)}"
+                )
+            key, text = next(iter(keys)), part
+        key, text = key.strip(), text.strip()
+        if key not in keys:
+            raise UsageError(
+                f"{what} '{spec}': unknown key '{key}'{suggest(key, keys)}; {_usage(name, keys)}"
+            )
+        if key in given:
+            raise UsageError(f"{what} '{spec}': key '{key}' is given twice")
+        given[key] = _value(text, keys[key], f"{what} '{spec}': {key}")
+    try:
+        return factory(**given)
+    except TypeError as error:
+        raise UsageError(f"{what} '{spec}': a value is missing; {_usage(name, keys)}") from error
+    except ValueError as error:
+        raise UsageError(f"{what} '{spec}': {error}; {_usage(name, keys)}") from error
+
+
+def text(value: Any, name: str) -> str:
+    """The spec of a dataclass instance, with every key that differs from its default."""
+    parts = []
+    for field in dataclasses.fields(value):
+        held = getattr(value, field.name)
+        if held != field.default:
+            shown = str(held).lower() if isinstance(held, bool) else str(held)
+            parts.append(f"{field.name}={shown}")
+    return name + (":" + ",".join(parts) if parts else "")
+
+
+def suggest(word: str, known: Mapping[str, Any]) -> str:
+    """`` (did you mean 'x'?)`` where something near is known, else nothing."""
+    near = difflib.get_close_matches(word, list(known), n=1)
+    return f" (did you mean '{near[0]}'?)" if near else ""
+
+
+def _keys(factory: Callable[..., Any]) -> dict[str, type]:
+    if not dataclasses.is_dataclass(factory):
+        return {}
+    hints = get_type_hints(factory)
+    return {field.name: hints[field.name] for field in dataclasses.fields(factory)}
+
+
+def _usage(name: str, keys: Mapping[str, type]) -> str:
+    if not keys:
+        return f"'{name}' takes no keys"
+    return f"'{name}' takes {', '.join(f'{key}={kind_name(kind)}' for key, kind in keys.items())}"
+
+
+def kind_name(kind: type) -> str:
+    """A type in a user's words."""
+    return {int: "INTEGER", float: "NUMBER", bool: "true|false"}.get(kind, "TEXT")
+
+
+def _value(text: str, kind: type, place: str) -> Any:
+    if kind is bool:
+        if text.lower() in ("true", "false"):
+            return text.lower() == "true"
+    elif kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    else:
+        return text
+    raise UsageError(f"{place}='{text}' is not {kind_name(kind)}")
