@@ -1,8 +1,8 @@
 """Events that roles are told of and effects that they ask for.
 
 A role is a state machine, ``handle(event, now) -> effects``. A driver (``drive/`` in real processes, ``sim/`` in
-virtual time) tells it of events and carries out the effects in their order. ``now`` is in seconds on a monotonic clock of
-the driver's; a ticket names one request, a key one received request, both chosen by whoever makes them.
+virtual time) tells it of events and carries out the effects in their order. ``now`` is in seconds on a monotonic clock
+of the driver's; a ticket names one request, a key one received request, both chosen by whoever makes them.
 """
 
 from __future__ import annotations
@@ -96,6 +96,13 @@ class Answered:
 
 
 @dataclass(frozen=True)
+class Mixed:
+    """The model under ``ticket`` has been mixed or adopted."""
+
+    ticket: int
+
+
+@dataclass(frozen=True)
 class Poisoned:
     """The model under ``ticket`` was not mixed: it holds NaN or Inf."""
 
@@ -119,6 +126,7 @@ Event = (
     | Replied
     | Failed
     | Answered
+    | Mixed
     | Poisoned
     | TimerFired
 )
@@ -159,7 +167,7 @@ class Answer:
 class Mix:
     """Mix the model under ``ticket``: x += share · (x_j − base), base the captured copy or else x itself.
 
-    All of it or nothing; :class:`Poisoned` follows if it is refused. Then forget the ticket.
+    All of it or nothing; :class:`Mixed` or :class:`Poisoned` follows. Then forget the ticket.
     """
 
     ticket: int
@@ -168,7 +176,7 @@ class Mix:
 
 @dataclass(frozen=True)
 class Adopt:
-    """Take the whole model under ``ticket`` as one's own, then forget the ticket."""
+    """Take the whole model under ``ticket`` as one's own; :class:`Mixed` follows. Then forget the ticket."""
 
     ticket: int
 

@@ -29,9 +29,7 @@ def build(spec: str, table: Mapping[str, Callable[..., T]], what: str) -> T:
     """
     name, _, rest = spec.strip().partition(":")
     if name not in table:
-        raise UsageError(
-            f"unknown {what} '{name}'{suggest(name, table)}: one of {', '.join(sorted(table))}"
-        )
+        raise UsageError(f"unknown {what} '{name}'{suggest(name, table)}: one of {', '.join(sorted(table))}")
     factory = table[name]
     keys = _keys(factory)
     given: dict[str, Any] = {}
@@ -39,15 +37,11 @@ def build(spec: str, table: Mapping[str, Callable[..., T]], what: str) -> T:
         key, equals, text = part.partition("=")
         if not equals:
             if index or not keys:
-                raise UsageError(
-                    f"{what} '{spec}': '{part}' is not key=value; {_usage(name, keys)}"
-                )
+                raise UsageError(f"{what} '{spec}': '{part}' is not key=value; {_usage(name, keys)}")
             key, text = next(iter(keys)), part
         key, text = key.strip(), text.strip()
         if key not in keys:
-            raise UsageError(
-                f"{what} '{spec}': unknown key '{key}'{suggest(key, keys)}; {_usage(name, keys)}"
-            )
+            raise UsageError(f"{what} '{spec}': unknown key '{key}'{suggest(key, keys)}; {_usage(name, keys)}")
         if key in given:
             raise UsageError(f"{what} '{spec}': key '{key}' is given twice")
         given[key] = _value(text, keys[key], f"{what} '{spec}': {key}")
@@ -62,7 +56,7 @@ def build(spec: str, table: Mapping[str, Callable[..., T]], what: str) -> T:
 def text(value: Any, name: str) -> str:
     """The spec of a dataclass instance, with every key that differs from its default."""
     parts = []
-    for field in dataclasses.fields(value):
+    for field in _own_first(value):
         held = getattr(value, field.name)
         if held != field.default:
             shown = str(held).lower() if isinstance(held, bool) else str(held)
@@ -80,7 +74,12 @@ def _keys(factory: Callable[..., Any]) -> dict[str, type]:
     if not dataclasses.is_dataclass(factory):
         return {}
     hints = get_type_hints(factory)
-    return {field.name: hints[field.name] for field in dataclasses.fields(factory)}
+    return {field.name: hints[field.name] for field in _own_first(factory)}
+
+
+def _own_first(kind: Any) -> list[dataclasses.Field[Any]]:
+    """Fields in the order in which a spec names them: keyword-only ones, shared by a whole family, come last."""
+    return sorted(dataclasses.fields(kind), key=lambda field: bool(field.kw_only))
 
 
 def _usage(name: str, keys: Mapping[str, type]) -> str:

@@ -1,0 +1,232 @@
+"""Policies: when to pull another peer's model.
+
+A policy is an immutable value with explicit, plain state: ``init() -> state`` and
+``decide(state, observation) -> (pull, state)``. What every policy may look at is measured by the
+:class:`~gossipx.sync.SyncManager` and given in an :class:`Observation`, so the built-in ones are one line each and
+hold no state. A policy of your own is a subclass of :class:`Policy`, or just a function ``observation -> bool``.
+"""
+
+from __future__ import annotations
+
+import abc
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib.metadata import entry_points
+from typing import Any, ClassVar, final
+
+from gossipx import specs
+from gossipx.errors import UsageError
+
+State = Any
+"""Plain data: None, numbers, strings, and lists and dicts of them, so that a checkpoint can hold it."""
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What a policy sees after iteration ``step``. Before the first retrieval, "since" counts from the start.
+
+    Attributes:
+        step: t, iterations finished, from 1.
+        delta: Δ_t = ‖x_t − x_{t−1}‖₂ of the optimizer's step (Adaptive Communication, Eq. 6).
+        delta_at_retrieval: Δ_r, the delta when the last retrieval's request went out; 0 before the first.
+        travelled: the sum of all deltas since the last retrieval, this one included.
+        drift: ‖x_t − x_r‖₂, how far own steps have led since the last retrieval; None unless the policy ``uses_drift``.
+        silence: iterations since the last retrieval, this one included.
+        uniform: a fresh number in [0, 1) from the peer's seeded generator, for policies that toss a coin.
+    """
+
+    step: int
+    delta: float
+    delta_at_retrieval: float
+    travelled: float
+    drift: float | None
+    silence: int
+    uniform: float
+
+    @property
+    def difference(self) -> float:
+        """The difference of delta, |Δ_t − Δ_r| (Adaptive Communication, section V-B)."""
+        return abs(self.delta - self.delta_at_retrieval)
+
+
+@dataclass(frozen=True)
+class Policy(abc.ABC):
+    """Decides when to pull.
+
+    Attributes:
+        warmup: no pull in this many first iterations; 0: none.
+        max_silence: pull at the latest after this many iterations without a retrieval; 0: no such limit.
+        uses_drift: whether :attr:`Observation.drift` is to be measured (one more pass over the model a step, and one
+            more copy of it).
+    """
+
+    warmup: int = field(default=0, kw_only=True)
+    max_silence: int = field(default=0, kw_only=True)
+    uses_drift: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if self.warmup < 0 or self.max_silence < 0:
+            raise ValueError("warmup and max_silence count iterations and are not negative")
+
+    def init(self) -> State:
+        """The state before the first iteration."""
+        return None
+
+    @abc.abstractmethod
+    def decide(self, state: State, observation: Observation) -> tuple[bool, State]:
+        """Whether to pull now, and the state from here on."""
+
+
+@final
+@dataclass(frozen=True)
+class Never(Policy):
+    """Never pull: gossiping SGD with τ = ∞ (Figure 6)."""
+
+    def decide(self, state: State, observation: Observation) -> tuple[bool, State]:
+        return False, state
+
+
+@final
+@dataclass(frozen=True)
+class Tau(Policy):
+    """Pull when τ divides t (Algorithm 2, line 3)."""
+
+    period: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.period < 1:
+            raise ValueError("period counts iterations and is at least 1")
+
+    def decide(self, state: State, observation: Observation) -> tuple[bool, State]:
+        return observation.step % self.period == 0, state
+
+
+@final
+@dataclass(frozen=True)
+class Random(Policy):
+    """Pull with probability p after each iteration (section IV: "a probability distribution")."""
+
+    p: float
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.p <= 1:
+            raise ValueError("p is a probability, from 0 to 1")
+
+    def decide(self, state: State, observation: Observation) -> tuple[bool, State]:
+        return observation.uniform < self.p, state
+
+
+@final
+@dataclass(frozen=True)
+class Adaptive(Policy):
+    """Pull when the difference of delta exceeds a threshold: |Δ_t − Δ_r| > threshold (section V-B).
+
+    Attributes:
+        threshold: in the units of the weights; the paper's are 0.025, 0.02 and 0.01 (section VI).
+        relative: the threshold is a fraction of Δ_r instead.
+    """
+
+    threshold: float = 0.02
+    relative: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _at_least_zero("threshold", self.threshold)
+
+    def decide(self, state: State, observation: Observation) -> tuple[bool, State]:
+        threshold = self.threshold * (observation.delta_at_retrieval if self.relative else 1.0)
+        return observation.difference > threshold, state
+
+
+@final
+@dataclass(frozen=True)
+class Travel(Policy):
+    """Pull when the path since the last retrieval, Σ Δ, is longer than ``distance``."""
+
+    distance: float
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _at_least_zero("distance", self.distance)
+
+    def decide(self, state: State, observation: Observation) -> tuple[bool, State]:
+        return observation.travelled > self.distance, state
+
+
+@final
+@dataclass(frozen=True)
+class Drift(Policy):
+    """Pull when own steps have led further than ``distance`` from the last retrieval: ‖x_t − x_r‖₂ > distance."""
+
+    distance: float
+    uses_drift: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _at_least_zero("distance", self.distance)
+
+    def decide(self, state: State, observation: Observation) -> tuple[bool, State]:
+        assert observation.drift is not None, "uses_drift asks for it"
+        return observation.drift > self.distance, state
+
+
+@final
+@dataclass(frozen=True)
+class FunctionPolicy(Policy):
+    """Pull when ``function(observation)`` is true."""
+
+    function: Callable[[Observation], bool]
+
+    def decide(self, state: State, observation: Observation) -> tuple[bool, State]:
+        return bool(self.function(observation)), state
+
+
+BUILT_IN: dict[str, Callable[..., Policy]] = {
+    "never": Never,
+    "tau": Tau,
+    "random": Random,
+    "adaptive": Adaptive,
+    "travel": Travel,
+    "drift": Drift,
+}
+ENTRY_POINT_GROUP = "gossipx.policies"
+
+
+def parse(spec: str | Policy | Callable[[Observation], bool]) -> Policy:
+    """The policy that ``spec`` means.
+
+    Args:
+        spec: ``tau:10``, ``adaptive:threshold=0.02``, ``travel:distance=2,max_silence=500``; a policy; or a function.
+            Installed packages add names by entry points of the group ``gossipx.policies``.
+
+    Raises:
+        UsageError: naming what would have been right.
+    """
+    if isinstance(spec, Policy):
+        return spec
+    if callable(spec):
+        return FunctionPolicy(spec)
+    table: dict[str, Callable[..., Any]] = {point.name: _unused for point in entry_points(group=ENTRY_POINT_GROUP)}
+    table.update(BUILT_IN)
+    name = spec.partition(":")[0].strip()
+    if table.get(name) is _unused:  # only the one that is asked for is imported
+        (point,) = entry_points(group=ENTRY_POINT_GROUP, name=name)
+        table[name] = point.load()
+    made = specs.build(spec, table, "policy")
+    if isinstance(made, Policy):
+        return made
+    if callable(made):
+        return FunctionPolicy(made)
+    raise UsageError(f"policy '{spec}': its entry point makes a {type(made).__name__}, not a policy or a function")
+
+
+def _unused(**_: Any) -> None:
+    """Stands for an installed policy that was not asked for."""
+
+
+def _at_least_zero(name: str, value: float) -> None:
+    if not (value >= 0 and math.isfinite(value)):
+        raise ValueError(f"{name} is a length in the units of the weights, a finite number from 0")

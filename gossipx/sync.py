@@ -1,0 +1,141 @@
+"""The SyncManager: decides after each iteration whether to pull a model (Adaptive Communication, section IV)."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from dataclasses import dataclass
+from typing import Any
+
+from gossipx.policies import Observation, Policy
+
+
+@dataclass
+class _Since:
+    """What is counted from the last retrieval."""
+
+    delta: float = 0.0  # Δ_r
+    travelled: float = 0.0
+    silence: int = 0
+
+
+class SyncManager:
+    """Asks the policy, and keeps what policies count from the last retrieval.
+
+    The count starts anew when a request goes out. If that request fails it is as if it had never gone out: Δ_r is again
+    what it was, and the way travelled goes on from the earlier start.
+
+    Args:
+        policy: see :mod:`gossipx.policies`.
+        seed: of the coin that :attr:`Observation.uniform` shows.
+
+    Attributes:
+        retrievals: pulls that were completed and mixed.
+        skipped: decisions to pull that fell while a pull was under way.
+        failed: pulls that were begun and not completed.
+    """
+
+    def __init__(self, policy: Policy, seed: int = 0):
+        self.policy = policy
+        self.retrievals = 0
+        self.skipped = 0
+        self.failed = 0
+        self._coin = random.Random(seed)
+        self._policy_state = policy.init()
+        self._since = _Since()
+        self._before_request: _Since | None = None
+        self._delta = 0.0
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a pull is under way."""
+        return self._before_request is not None
+
+    @property
+    def difference(self) -> float:
+        """|Δ_t − Δ_r| after the last step."""
+        return abs(self._delta - self._since.delta)
+
+    def step(self, step: int, delta: float, drift: float | None = None) -> bool:
+        """Note one finished iteration and decide whether to pull now.
+
+        Args:
+            step: t, from 1.
+            delta: Δ_t (Eq. 6).
+            drift: ‖x_t − x_r‖₂, for policies that use it.
+
+        Returns:
+            True if a request is to go out now; the caller then calls :meth:`requested`.
+        """
+        self._delta = delta
+        self._since.travelled += delta
+        self._since.silence += 1
+        observation = Observation(
+            step=step,
+            delta=delta,
+            delta_at_retrieval=self._since.delta,
+            travelled=self._since.travelled,
+            drift=drift,
+            silence=self._since.silence,
+            uniform=self._coin.random(),
+        )
+        wanted, self._policy_state = self.policy.decide(self._policy_state, observation)
+        if self.policy.max_silence and self._since.silence >= self.policy.max_silence:
+            wanted = True
+        if not wanted or step <= self.policy.warmup:
+            return False
+        if self.in_flight:
+            self.skipped += 1
+            return False
+        return True
+
+    def requested(self) -> None:
+        """A pull goes out now: count from here."""
+        self._before_request = self._since
+        self._since = _Since(delta=self._delta)
+
+    def completed(self) -> None:
+        """The pull that was under way is mixed."""
+        self._before_request = None
+        self.retrievals += 1
+
+    def abandoned(self, *, failed: bool = True) -> None:
+        """The pull that was under way came to nothing: count on from where it began.
+
+        Args:
+            failed: whether that counts as a failure (not when it was given up because training ended).
+        """
+        if self._before_request is None:
+            return
+        before, self._before_request = self._before_request, None
+        self._since = _Since(
+            delta=before.delta,
+            travelled=before.travelled + self._since.travelled,
+            silence=before.silence + self._since.silence,
+        )
+        self.failed += failed
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything the next decision depends on, as plain data. A pull under way counts as not begun."""
+        since = self._since
+        if self._before_request is not None:
+            before = self._before_request
+            since = _Since(before.delta, before.travelled + since.travelled, before.silence + since.silence)
+        version, words, gauss = self._coin.getstate()
+        return {
+            "policy": self._policy_state,
+            "since": dataclasses.asdict(since),
+            "delta": self._delta,
+            "coin": [version, list(words), gauss],
+            "counts": [self.retrievals, self.skipped, self.failed],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what :meth:`state_dict` gave."""
+        version, words, gauss = state["coin"]
+        self._coin.setstate((version, tuple(words), gauss))
+        self._policy_state = state["policy"]
+        self._since = _Since(**state["since"])
+        self._before_request = None
+        self._delta = state["delta"]
+        self.retrievals, self.skipped, self.failed = state["counts"]
