@@ -71,7 +71,7 @@ class HostBuffer:
         self.whole = whole
         sizes = [length * dtype.itemsize for dtype, length in lengths]
         raw = torch.empty(sum(sizes), dtype=torch.uint8)
-        self.view = memoryview(raw.numpy())
+        self.view = raw.numpy().data
         ends = itertools.accumulate(sizes)  # multiples of ALIGNMENT: every part is aligned to its dtype
         self.vectors = [
             raw[end - size : end].view(dtype) for end, size, (dtype, _) in zip(ends, sizes, lengths, strict=True)

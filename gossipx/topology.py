@@ -75,12 +75,14 @@ class Meeting:
 
     Attributes:
         partner: position of the one met.
-        takes: whether this peer takes the partner's model in (it always gives its own).
+        takes: whether this peer takes the partner's model in.
+        gives: whether the partner takes this peer's.
         whole: whether it takes that model in its own's place, rather than average.
     """
 
     partner: int
     takes: bool = True
+    gives: bool = True
     whole: bool = False
 
 
@@ -108,7 +110,7 @@ def agreement_meeting(position: int, round: int, size: int) -> Meeting | None:
         if round in (0, agreement_rounds(size) - 1):
             last = round > 0
             if position >= core:
-                return Meeting(position - core, takes=last, whole=last)
-            return Meeting(position + core, takes=not last) if position < extra else None
+                return Meeting(position - core, takes=last, gives=not last, whole=last)
+            return Meeting(position + core, takes=not last, gives=last) if position < extra else None
         round -= 1
     return Meeting(position ^ (1 << round)) if position < core else None

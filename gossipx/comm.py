@@ -1,0 +1,400 @@
+"""Requests to other peers and answers to theirs, over real connections.
+
+One request, from end to end::
+
+    request()     here    queues a job, wakes or starts a worker, returns
+      _work       here    the worker takes the job
+      _exchange   here    on an idle connection to that peer, or one from _open (Hello, Welcome):
+      Link.ask    here    the request goes out ...
+        _ask      there   ... comes in on the connection's own thread, which tells on_request of it
+        answer()  there   and waits until it is answered, then sends the reply
+      Link.ask    here    ... the reply comes in, a model straight into the payload buffer
+      _finish     here    done(reply), or done(error)
+
+A connection carries one request at a time, always from the side that opened it. No callback is
+called while a lock is held.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from gossipx.errors import GossipxError, PeerFaultError, PeerUnreachableError, ProtocolError
+from gossipx.messages import Reply, Request
+from gossipx.transports import Address, Link, Links, Listener, Stream, Transport, tcp
+from gossipx.wire import DescribeRequest, Description, Hello, frames, manifest_bytes
+
+log = logging.getLogger("gossipx")
+
+# Seconds. How often a thread that waits for an answer looks whether the requester is still there.
+_LOOK = 1.0
+# Seconds within which a reused connection must fail for the request to be tried on a new one: it
+# was dead before. Later, the peer may have been at work on the request.
+_AT_ONCE = 1.0
+# Seconds that a worker without work stays: longer than between two pulls of a fast loop.
+_REST = 30.0
+# Seconds to wait before accepting again when the system lacks something: first, and at most.
+_PAUSE = (0.05, 1.0)
+# Seconds that close() gives its threads: it wakes all but those in a callback or in connect.
+_CLOSE = 5.0
+
+
+@dataclass(eq=False)
+class _Job:
+    """A request of ours; fields as the arguments of ``request``."""
+
+    to: int
+    request: Request
+    deadline: float
+    payload: memoryview | None
+    done: Callable[[Reply | GossipxError], None]
+
+
+@dataclass(eq=False)
+class _Slot:
+    """A received request that waits for its answer."""
+
+    number: int
+    ready: threading.Event = field(default_factory=threading.Event)
+    # The frame, its deadline, and whom to tell; None as long as there is no answer.
+    answer: tuple[Iterable[frames.Buffers], float, Callable[[bool], None]] | None = None
+
+
+class CommManager:
+    """Sends requests to the peers of a run and receives theirs.
+
+    Args:
+        rank: this peer's own.
+        names: of all peers, by rank.
+        addresses: of all peers, by rank; looked up whenever a connection is opened.
+        bind: where to listen; port 0 lets the system choose.
+        peers_digest: of the list of peers; peers with another are refused.
+        manifest: one line a tensor, ``name dtype shape stride``; all peers must have the same.
+        on_request: told (sender's rank, key, request) from a connection's thread; each key is to
+            be given to :meth:`answer` once, then or later.
+        peer_timeout: seconds within which a handshake, and a request once begun, must be whole.
+        transport: makes the connections.
+        max_connections: inbound ones at a time, the newest is closed above it; by default 32 for
+            strangers and four a peer (two that it keeps, and two that it uses meanwhile).
+
+    Raises:
+        UsageError: the manifest is larger than the 16 MiB that can be sent.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        names: Sequence[str],
+        addresses: Sequence[Address],
+        bind: Address,
+        peers_digest: str,
+        manifest: Sequence[str],
+        on_request: Callable[[int, Hashable, Request], None],
+        peer_timeout: float,
+        transport: Transport = tcp,
+        max_connections: int | None = None,
+    ):
+        self._names, self._addresses, self._bind = names, addresses, bind
+        self._manifest = manifest_bytes(manifest)
+        model = hashlib.sha256(self._manifest).hexdigest()
+        self._me = Hello(rank, names[rank], len(names), peers_digest, model)
+        self._on_request = on_request
+        self._timeout = peer_timeout
+        self._transport = transport
+        self._most = 32 + 4 * len(names) if max_connections is None else max_connections
+        self._links = Links(names[rank], len(names), peer_timeout)
+        self._numbers = itertools.count(1)
+        self._listener: Listener | None = None
+        # Everything below is touched under the lock alone.
+        self._lock = threading.Lock()
+        self._arrived = threading.Condition(self._lock)  # a job, or the end
+        self._jobs: deque[_Job] = deque()
+        self._unfinished: set[_Job] = set()
+        self._resting = 0  # workers without a job
+        self._slots: dict[Hashable, _Slot] = {}
+        self._inbound = 0
+
+    # --- for the driver -------------------------------------------------------------------------
+
+    @property
+    def address(self) -> Address:
+        """Where it listens; RuntimeError before it is started."""
+        if self._listener is None:
+            raise RuntimeError("not started")
+        return self._listener.address
+
+    @property
+    def bytes_sent(self) -> int:
+        """Of the whole wire: models, messages, handshakes."""
+        return self._links.sent
+
+    @property
+    def bytes_received(self) -> int:
+        """Of the whole wire, with what was dropped later."""
+        return self._links.received
+
+    def start(self) -> None:
+        """Listen and answer from now on; GossipxError if the address cannot be had."""
+        self._listener = self._transport.listen(self._bind)
+        self._links.spawn("accept", self._accept, self._listener)
+
+    def request(
+        self,
+        to: int,
+        request: Request,
+        *,
+        deadline: float,
+        payload: memoryview | None,
+        done: Callable[[Reply | GossipxError], None],
+    ) -> None:
+        """Ask peer ``to``; never blocks.
+
+        Args:
+            deadline: absolute, on time.monotonic(), for everything until the last byte.
+            payload: writable, contiguous; a ModelReply must carry exactly as many bytes (None:
+                none). It is written to until ``done`` is called, and holds nothing of worth unless
+                a ModelReply came.
+            done: called once, from a thread of the manager's, with the reply or with
+                PeerUnreachableError, PeerTimeoutError, ProtocolError or ModelMismatchError.
+
+        Raises:
+            ValueError: the request is not one that a peer would accept.
+        """
+        if to == self._me.rank or not 0 <= to < self._me.size:
+            raise ValueError(f"rank {to} is not another peer's")
+        frames.encode(request, 0)  # raises here, where the mistake is
+        job = _Job(to, request, deadline, payload, done)
+        with self._lock:
+            if not self._links.closed.is_set():
+                # As many workers as requests, no cap: under one, requests to peers that are gone
+                # would keep a request to a living peer waiting past its deadline.
+                if self._resting <= len(self._jobs):
+                    self._links.spawn("ask", self._work)
+                self._jobs.append(job)
+                self._unfinished.add(job)
+                self._arrived.notify()
+                return
+        _tell_aside(done, self._links.gone())
+
+    def answer(
+        self,
+        key: Hashable,
+        reply: Reply,
+        *,
+        payload: memoryview | None,
+        deadline: float,
+        done: Callable[[bool], None],
+    ) -> None:
+        """Answer a received request; never blocks.
+
+        Args:
+            key: as told to ``on_request``.
+            payload: a ModelReply's bytes; they must not change until ``done`` is called.
+            deadline: absolute; the answer is given up if its last byte has not gone out by then.
+            done: called once, from a thread of the manager's: whether the last byte went out.
+
+        Raises:
+            ValueError: the reply is not one that a peer would accept.
+        """
+        with self._lock:
+            slot = self._slots.get(key)
+            if slot is not None:
+                slot.answer = frames.encode(reply, slot.number, payload), deadline, done
+                del self._slots[key]
+                slot.ready.set()
+                return
+        _tell_aside(done, False)
+
+    def close(self) -> None:
+        """End everything; what is pending is told an error or False. Any number of times."""
+        with self._lock:
+            self._links.abort()
+            for slot in self._slots.values():
+                slot.ready.set()
+            self._slots.clear()
+            self._arrived.notify_all()
+        if self._listener is not None:
+            self._listener.close()
+        self._links.join(_CLOSE)
+        with self._lock:
+            left = list(self._unfinished)
+        for job in left:
+            self._finish(job, self._links.gone())
+
+    # --- requests of ours -----------------------------------------------------------------------
+
+    def _work(self) -> None:
+        """A worker: one job after the other, until there is none for a while."""
+        while True:
+            with self._arrived:
+                self._resting += 1
+                self._arrived.wait_for(lambda: self._jobs or self._links.closed.is_set(), _REST)
+                self._resting -= 1
+                if not self._jobs:
+                    return
+                job = self._jobs.popleft()
+            self._finish(job, self._outcome(job))
+
+    def _outcome(self, job: _Job) -> Reply | GossipxError:
+        try:
+            return self._exchange(job)
+        except PeerFaultError as error:
+            if self._links.closed.is_set():
+                return self._links.gone()
+            return type(error)(f"{self._names[job.to]}: {error}")
+        except GossipxError as error:
+            return error
+        except Exception as error:  # a fault of ours; the driver still has to hear of its request
+            log.exception("a request to %s failed", self._names[job.to])
+            return GossipxError(f"{self._names[job.to]}: {error!r}")
+
+    def _finish(self, job: _Job, result: Reply | GossipxError) -> None:
+        with self._lock:
+            if job not in self._unfinished:
+                return
+            self._unfinished.remove(job)
+        _tell(job.done, result)
+
+    def _exchange(self, job: _Job) -> Reply:
+        link = self._links.take(job.to)
+        if link is not None:
+            began = time.monotonic()
+            try:
+                return self._ask_over(link, job)
+            except PeerUnreachableError:
+                if link.heard or time.monotonic() - began > _AT_ONCE:
+                    raise
+        return self._ask_over(self._open(job.to, job.deadline), job)
+
+    def _ask_over(self, link: Link, job: _Job) -> Reply:
+        try:
+            frame = link.ask(job.request, next(self._numbers), job.deadline, job.payload)
+        except BaseException:
+            self._links.drop(link)
+            raise
+        self._links.keep(job.to, link)
+        return cast(Reply, frame.message)
+
+    def _open(self, to: int, deadline: float) -> Link:
+        """A new connection to peer ``to``, both sides having said who they are."""
+        deadline = min(deadline, time.monotonic() + self._timeout)
+        link = self._links.add(self._transport.connect(self._addresses[to], deadline))
+        try:
+            link.greet(self._me, to, self._names[to], self._manifest, deadline)
+        except BaseException:
+            self._links.drop(link)
+            raise
+        return link
+
+    # --- requests of others ---------------------------------------------------------------------
+
+    def _accept(self, listener: Listener) -> None:
+        pause, full = _PAUSE[0], False
+        while not self._links.closed.is_set():
+            try:
+                stream = listener.accept()
+            except GossipxError as error:
+                if pause == _PAUSE[0] and not self._links.closed.is_set():
+                    log.warning("%s; trying again until it can", error)
+                self._links.closed.wait(pause)
+                pause = min(2 * pause, _PAUSE[1])
+                continue
+            pause = _PAUSE[0]
+            served = self._serve_beside(stream)
+            if not served and not full:
+                log.warning("%d connections are open: closing new ones", self._most)
+            full = not served
+        listener.close()
+
+    def _serve_beside(self, stream: Stream) -> bool:
+        """Give a connection its thread, or close it."""
+        with self._lock:
+            if self._inbound < self._most:
+                with contextlib.suppress(RuntimeError):  # the system has no thread left
+                    self._links.spawn("serve", self._serve, stream)
+                    self._inbound += 1
+                    return True
+        stream.abort()
+        return False
+
+    def _serve(self, stream: Stream) -> None:
+        """All of an inbound connection."""
+        try:
+            link = self._links.add(stream)
+            try:
+                they = link.admit(self._me, self._names, time.monotonic() + self._timeout)
+                while True:
+                    self._serve_one(link, they)
+            finally:
+                self._links.drop(link)
+        except GossipxError as error:
+            # Peers come and go, and anything may knock: not worth a user's attention.
+            log.debug("the connection from %s has ended: %s", stream.remote, error)
+        except Exception:
+            log.exception("serving %s has failed", stream.remote)
+        finally:
+            with self._lock:
+                self._inbound -= 1
+
+    def _serve_one(self, link: Link, they: Hello) -> None:
+        frame = link.receive(math.inf)
+        deadline = time.monotonic() + self._timeout
+        if isinstance(frame.message, DescribeRequest):
+            described = Description(len(self._manifest))
+            manifest = memoryview(self._manifest)
+            link.send(frames.encode(described, frame.request, manifest), deadline)
+        elif they.model != self._me.model:
+            raise link.refuse("the models differ", deadline)
+        elif isinstance(frame.message, Request):
+            self._ask(link, they.rank, frame.request, frame.message)
+        else:
+            raise ProtocolError(f"it sent {type(frame.message).__name__}, not a request")
+
+    def _ask(self, link: Link, sender: int, number: int, request: Request) -> None:
+        """Tell of a request, wait until it is answered, send the answer."""
+        key, slot, whole = next(self._numbers), _Slot(number), False
+        with self._lock:
+            if self._links.closed.is_set():
+                raise self._links.gone()
+            self._slots[key] = slot
+        try:
+            self._on_request(sender, key, request)
+            while not slot.ready.wait(_LOOK) and link.stream.quiet():
+                pass
+            self._forget(key)
+            if slot.answer is None:
+                raise PeerUnreachableError("it hung up before its request was answered")
+            link.send(slot.answer[0], slot.answer[1])
+            whole = True
+        finally:
+            self._forget(key)
+            if slot.answer is not None:
+                _tell(slot.answer[2], whole)
+
+    def _forget(self, key: Hashable) -> None:
+        """No answer to ``key`` is taken from now on."""
+        with self._lock:
+            self._slots.pop(key, None)
+
+
+def _tell(done: Callable[[Any], None], result: object) -> None:
+    try:
+        done(result)
+    except Exception:
+        log.exception("a callback has failed")
+
+
+def _tell_aside(done: Callable[[Any], None], result: object) -> None:
+    """Tell from a thread of its own: the caller may hold locks that ``done`` takes."""
+    threading.Thread(target=_tell, args=(done, result), name="gossipx-tell", daemon=True).start()

@@ -1,0 +1,5 @@
+"""The peer: one model replica that trains on its own data and pulls models of others, as a pure state machine."""
+
+from gossipx.peer.role import PeerRole, PeerSettings
+
+__all__ = ["PeerRole", "PeerSettings"]

@@ -1,0 +1,113 @@
+"""What a peer knows of the others: how far they have come, and whom it does not ask for a while."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+from gossipx.actor import Fault
+from gossipx.messages import Stage
+
+REST_FIRST = 1 / 100
+"""Share of ``peer_timeout`` (0.3 s of 30 s) that a peer is left alone after a fault; doubled with each further."""
+REST_LONGEST = 1 / 4
+"""... and the longest such rest, so that a partition's end is noticed soon."""
+REFUSALS = 3
+"""A peer that was here before and whose address refuses this often in a row is lost: its process is gone."""
+
+
+@dataclass
+class Other:
+    """One other peer, as far as it is known.
+
+    Attributes:
+        stage: the furthest stage that it told of.
+        report: its final figures, once it has some.
+        faults: requests to it that failed in a row.
+        refusals: how many of these found nothing at its address.
+        silent_since: when the first of these failed; None while it answers.
+        rests_until: it is not asked before then.
+        lost: it is not waited for.
+    """
+
+    stage: Stage | None = None
+    report: dict[str, Any] = field(default_factory=dict)
+    faults: int = 0
+    refusals: int = 0
+    silent_since: float | None = None
+    rests_until: float = 0.0
+    lost: bool = False
+
+
+class Membership:
+    """The other peers of a run.
+
+    Args:
+        rank: one's own.
+        size: peers in the run.
+        neighbours: ranks that may be pulled from.
+        peer_timeout: seconds, see :class:`~gossipx.peer.role.PeerSettings`.
+        rng: for draws and for the jitter of rests.
+    """
+
+    def __init__(
+        self, rank: int, size: int, neighbours: tuple[int, ...], peer_timeout: float, rng: random.Random
+    ) -> None:
+        self.others = {other: Other() for other in range(size) if other != rank}
+        self._neighbours = neighbours
+        self._timeout = peer_timeout
+        self._rng = rng
+
+    def draw(self, now: float, besides: frozenset[int] = frozenset()) -> int | None:
+        """A random neighbour that may be asked now, or None."""
+        free = [
+            rank
+            for rank in self._neighbours
+            if rank not in besides
+            and self.others[rank].stage is not Stage.LEFT
+            and self.others[rank].rests_until <= now
+        ]
+        return self._rng.choice(free) if free else None
+
+    def alive(self) -> int:
+        """Peers that are not lost and have not left, oneself included."""
+        return 1 + sum(not other.lost and other.stage is not Stage.LEFT for other in self.others.values())
+
+    def awaited(self) -> list[int]:
+        """Ranks that are neither lost nor have left."""
+        return [rank for rank, other in self.others.items() if not other.lost and other.stage is not Stage.LEFT]
+
+    def heard(self, rank: int) -> None:
+        """``rank`` answered or asked: it lives."""
+        other = self.others[rank]
+        other.faults = other.refusals = 0
+        other.silent_since = None
+        other.rests_until = 0.0
+        other.lost = False
+
+    def rest(self, rank: int, now: float) -> float:
+        """Leave ``rank`` alone for a while, longer each time; returns until when."""
+        other = self.others[rank]
+        pause = min(REST_FIRST * 2**other.faults, REST_LONGEST) * self._timeout
+        other.faults = min(other.faults + 1, 30)  # 2**30 is far beyond the longest rest
+        other.rests_until = now + pause * self._rng.uniform(0.5, 1.5)
+        return other.rests_until
+
+    def failed(self, rank: int, fault: Fault, now: float) -> bool:
+        """A request to ``rank`` failed.
+
+        Returns:
+            True if that peer is lost from now on and was not before.
+        """
+        other = self.others[rank]
+        other.refusals = other.refusals + 1 if fault is Fault.UNREACHABLE else 0
+        if other.silent_since is None:
+            other.silent_since = now
+        self.rest(rank, now)
+        gone = other.refusals >= REFUSALS and other.stage is not None
+        silent = now - other.silent_since >= self._timeout
+        if other.lost or other.stage is Stage.LEFT or not (gone or silent):
+            return False
+        other.lost = True
+        return True

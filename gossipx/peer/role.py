@@ -1,0 +1,562 @@
+"""The peer's state machine.
+
+A peer's life: JOINING (it has no model yet) → START (waits for the others) → TRAIN → FINISH (waits for the others) →
+AGREE (averages in pairs) → DONE (tells its figures) → LEFT. Each part below is one section of the class.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from gossipx.actor import (
+    Adopt,
+    Answer,
+    Answered,
+    Effect,
+    Event,
+    Failed,
+    FiguresReady,
+    Forget,
+    JoinRun,
+    LeaveRun,
+    Mix,
+    Mixed,
+    Note,
+    Poisoned,
+    Received,
+    Replied,
+    Resume,
+    Send,
+    SetTimer,
+    StepDone,
+    Stop,
+    TimerFired,
+    TrainingEnded,
+    Wait,
+)
+from gossipx.messages import (
+    AgreeRequest,
+    ArriveRequest,
+    HereReply,
+    InitialRequest,
+    LeaveRequest,
+    ModelReply,
+    NotReadyReply,
+    PullRequest,
+    Reply,
+    Request,
+    Stage,
+)
+from gossipx.mixing import Average, Mixing
+from gossipx.peer.agreement import Agreement, Round
+from gossipx.peer.membership import Membership
+from gossipx.sync import SyncManager
+from gossipx.topology import Topology
+
+
+@dataclass(frozen=True)
+class PeerSettings:
+    """How a peer behaves.
+
+    Attributes:
+        peer_timeout: seconds after which another peer is no longer waited for. Every deadline is this or a fixed share
+            of it. 30 s: several times what a model of 100 MB takes at 100 Mbit/s, short enough for a person to wait.
+        blocking: wait for each pull, as Algorithm 2 is printed, instead of training on meanwhile.
+        finish: ``consensus``: average all models at the end; ``none``: do not, as in the paper.
+        init: ``first``: all begin with one peer's weights; ``own``: each with its own, as Algorithm 2 is printed.
+        min_peers: stop (exit code 4) when fewer are left, oneself included; 1: go on alone.
+    """
+
+    peer_timeout: float = 30.0
+    blocking: bool = False
+    finish: Literal["consensus", "none"] = "consensus"
+    init: Literal["first", "own"] = "first"
+    min_peers: int = 1
+
+
+@dataclass
+class _Pull:
+    """A pull under way. ``reply`` is there once the model has arrived and waits for a step boundary."""
+
+    ticket: int
+    to: int
+    tried: frozenset[int]
+    reply: ModelReply | None = None
+
+
+@dataclass
+class Counts:
+    """What a peer counts beside what its SyncManager counts.
+
+    Attributes:
+        poisoned: received models that held NaN or Inf and were refused.
+        alone: decisions to pull when no neighbour could be asked.
+        agreement_rounds_lost: rounds of the finish that a missing partner cost.
+    """
+
+    poisoned: int = 0
+    alone: int = 0
+    agreement_rounds_lost: int = 0
+
+
+@dataclass
+class PeerRole:
+    """One peer, decided purely: tell it of events by :meth:`handle`, carry out what it asks for.
+
+    Args:
+        rank: from 0 to ``size`` − 1.
+        size: peers in the run.
+        sync: decides when to pull; not shared with any other peer.
+        topology: whom to pull from.
+        rng: this peer's own generator.
+    """
+
+    rank: int
+    size: int
+    sync: SyncManager
+    topology: Topology
+    rng: random.Random
+    mixing: Mixing = Average()
+    settings: PeerSettings = PeerSettings()
+
+    stage: Stage = field(default=Stage.JOINING, init=False)
+    step: int = field(default=0, init=False)
+    counts: Counts = field(default_factory=Counts, init=False)
+    _report: dict[str, Any] = field(default_factory=dict, init=False)
+    _pull: _Pull | None = field(default=None, init=False)
+    _decide_after_mix: StepDone | None = field(default=None, init=False)
+    _finish_after_mix: bool = field(default=False, init=False)
+    _tickets: dict[int, tuple[int, Request]] = field(default_factory=dict, init=False)  # ours, not yet answered
+    _last_ticket: int = field(default=0, init=False)
+    _deadline: float = field(default=0.0, init=False)  # of the stage that others are waited for in
+    _gathering: bool = field(default=False, init=False)  # others are waited for
+    _answering: set[Hashable] = field(default_factory=set, init=False)  # DONE: answers that hold our figures
+    _adopting: int | None = field(default=None, init=False)
+    _agreement: Agreement | None = field(default=None, init=False)
+    _held: list[Received] = field(default_factory=list, init=False)  # requests of a later round than ours
+
+    def __post_init__(self) -> None:
+        neighbours = self.topology.neighbours[self.rank]
+        self.members = Membership(self.rank, self.size, neighbours, self.settings.peer_timeout, self.rng)
+
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        """Take one event in and say what is to be done about it, in order."""
+        match event:
+            case StepDone():
+                return self._step_done(event, now)
+            case Received():
+                return self._received(event, now)
+            case Replied():
+                return self._replied(event, now)
+            case Failed():
+                return self._failed(event, now)
+            case Mixed():
+                return self._mixed(event.ticket, now)
+            case Poisoned():
+                return self._poisoned(event.ticket, now)
+            case Answered():
+                return self._answered(event, now)
+            case TimerFired():
+                return self._timer(event.name, now)
+            case JoinRun():
+                return self._join(now)
+            case TrainingEnded():
+                return self._training_ended(now)
+            case FiguresReady():
+                self._report = event.report
+                return [Wait(), *self._gather(Stage.DONE, now)]
+            case LeaveRun():
+                return self._leave(now)
+
+    def missing(self) -> list[int]:
+        """Ranks whose final figures have not come."""
+        return [rank for rank, other in self.members.others.items() if other.stage is not Stage.DONE]
+
+    # --- requests in general ----------------------------------------------------------------------
+
+    def _send(self, to: int, request: Request, deadline: float, capture: bool = False) -> Send:
+        self._last_ticket += 1
+        self._tickets[self._last_ticket] = (to, request)
+        return Send(self._last_ticket, to, request, deadline, capture)
+
+    def _received(self, event: Received, now: float) -> list[Effect]:
+        self.members.heard(event.sender)
+        other = self.members.others[event.sender]
+        match event.request:
+            case ArriveRequest(stage, report):
+                # Taken as it is, not as the furthest: a peer that was restarted begins again at JOINING.
+                other.stage, other.report = stage, report
+                return [self._answer(event.key, HereReply(self._told_stage(), self._report), now), *self._look(now)]
+            case LeaveRequest():
+                other.stage = Stage.LEFT
+                left: list[Effect] = [self._answer(event.key, HereReply(self._told_stage()), now)]
+                return [*left, Note("left", f"peer {event.sender} has left"), *self._enough(), *self._look(now)]
+            case AgreeRequest():
+                return self._agree_requested(event, now)
+            case InitialRequest() | PullRequest() if self.stage in (Stage.JOINING, Stage.LEFT):
+                return [self._answer(event.key, NotReadyReply("it has no model to give yet"), now)]
+            case InitialRequest():
+                return [self._answer(event.key, ModelReply(self.step), now, whole=True)]
+            case PullRequest():
+                return [self._answer(event.key, ModelReply(self.step), now)]
+
+    def _answer(self, key: Hashable, reply: Reply, now: float, whole: bool = False) -> Answer:
+        if self.stage is Stage.DONE:
+            self._answering.add(key)
+        return Answer(key, reply, now + self.settings.peer_timeout, whole)
+
+    def _replied(self, event: Replied, now: float) -> list[Effect]:
+        to, request = self._tickets.pop(event.ticket)
+        self.members.heard(to)
+        match request, event.reply:
+            case ArriveRequest(), HereReply(stage, report):
+                other = self.members.others[to]
+                other.stage = stage if other.stage is None else max(stage, other.stage)
+                other.report = report or other.report
+                return self._look(now)
+            case InitialRequest(), ModelReply(step) if self._adopting == event.ticket:
+                self.step = step
+                return [Adopt(event.ticket)]
+            case PullRequest(), ModelReply() if self._pull and self._pull.ticket == event.ticket:
+                return self._arrived(event.reply, now)
+            case AgreeRequest(), ModelReply(_, weight) if self._is_current(event.ticket):
+                return self._partner_model(weight, now)
+            case LeaveRequest(), _:
+                return self._gone_if_told()
+            case _, NotReadyReply() if not isinstance(request, ArriveRequest):
+                self.members.rest(to, now)
+                return self._came_to_nothing(event.ticket, to, request, now)
+            case _:  # the answer of a request that is no longer of interest
+                return [Forget(event.ticket)]
+
+    def _failed(self, event: Failed, now: float) -> list[Effect]:
+        to, request = self._tickets.pop(event.ticket)
+        if isinstance(request, LeaveRequest):
+            return self._gone_if_told()
+        effects: list[Effect] = []
+        if self.members.failed(to, event.fault, now):
+            effects.append(Note("lost", f"peer {to} is lost: {event.fault.value}"))
+            effects += self._enough()
+        elif not isinstance(request, ArriveRequest):
+            effects.append(Note("fault", f"a request to peer {to} failed: {event.fault.value}"))
+        return effects + self._came_to_nothing(event.ticket, to, request, now)
+
+    def _came_to_nothing(self, ticket: int, to: int, request: Request, now: float) -> list[Effect]:
+        """Our request got no useful answer; what now?"""
+        match request:
+            case ArriveRequest():
+                again = min(self.members.others[to].rests_until, self._deadline)
+                return [SetTimer(f"announce {to}", again), *self._look(now)] if self._gathering else []
+            case InitialRequest() if self._adopting == ticket:
+                self._adopting = None
+                return [Forget(ticket), SetTimer(f"announce {to}", self.members.others[to].rests_until)]
+            case PullRequest() if self._pull and self._pull.ticket == ticket:
+                return [Forget(ticket), *self._pull_elsewhere(to, now)]
+            case AgreeRequest() if self._is_current(ticket):
+                return [Forget(ticket), *self._partner_lost(now)]
+            case _:
+                return [Forget(ticket)]
+
+    def _timer(self, name: str, now: float) -> list[Effect]:
+        what, _, rank = name.partition(" ")
+        if what == "announce":
+            return [self._announce(int(rank), now)] if self._gathering and not self._has_come(int(rank)) else []
+        if what == "gather":
+            return self._gather_timer(now) if self._gathering else []
+        if what == "round" and self._agreement and self._agreement.number == int(rank):
+            return self._partner_lost(now)
+        return []
+
+    def _enough(self) -> list[Effect]:
+        alive = self.members.alive()
+        if alive >= self.settings.min_peers:
+            return []
+        return [Stop(f"{alive} of {self.size} peers left, fewer than min_peers = {self.settings.min_peers}"), Resume()]
+
+    # --- waiting for the others: START, FINISH, DONE, and JOINING ---------------------------------
+
+    def _gather(self, stage: Stage, now: float) -> list[Effect]:
+        """Enter ``stage``, tell all others, and wait until they have come too, or peer_timeout has passed."""
+        self.stage = stage
+        self._gathering = True
+        self._deadline = now + self.settings.peer_timeout
+        announced: list[Effect] = [self._announce(rank, now) for rank in self.members.awaited()]
+        return [*announced, SetTimer("gather", self._deadline), *self._look(now)]
+
+    def _announce(self, rank: int, now: float) -> Send:
+        return self._send(rank, ArriveRequest(self._told_stage(), self._report), now + self.settings.peer_timeout)
+
+    def _told_stage(self) -> Stage:
+        return self.stage
+
+    def _has_come(self, rank: int) -> bool:
+        stage = self.members.others[rank].stage
+        return stage is not None and stage >= self.stage
+
+    def _look(self, now: float) -> list[Effect]:
+        """Something was heard while waiting: is the wait over?"""
+        if not self._gathering:
+            return []
+        if self.stage is Stage.JOINING:
+            return self._look_for_a_model(now)
+        if all(self._has_come(rank) for rank in self.members.awaited()) and not self._answering:
+            return self._gathered(now)
+        return []
+
+    def _gather_timer(self, now: float) -> list[Effect]:
+        if self.stage is Stage.JOINING:
+            return self._no_model(now)
+        absent = [rank for rank in self.members.awaited() if not self._has_come(rank)]
+        names = ", ".join(map(str, absent))
+        late = f"no longer waiting for peer {names} at {self.stage.name}: not there within peer_timeout"
+        return [*([Note("absent", late)] if absent else []), *self._gathered(now)]
+
+    def _gathered(self, now: float) -> list[Effect]:
+        self._gathering = False
+        if self.stage is Stage.START:
+            self.stage = Stage.TRAIN
+            return [Resume()]
+        if self.stage is Stage.FINISH:
+            return self._agree(now)
+        return [Resume()]  # DONE
+
+    # --- joining ----------------------------------------------------------------------------------
+
+    def _join(self, now: float) -> list[Effect]:
+        if self.settings.init == "own" or self.size == 1:
+            return [Wait(), *self._gather(Stage.START, now)]
+        return [Wait(), *self._gather(Stage.JOINING, now)]
+
+    def _look_for_a_model(self, now: float) -> list[Effect]:
+        """Take the model of whoever has one. Rank 0 begins with its own once it knows that nobody has."""
+        if self._adopting is not None:
+            return []
+        others = self.members.others
+        givers = [
+            rank
+            for rank, other in others.items()
+            if other.stage is not None and Stage.JOINING < other.stage < Stage.LEFT and other.rests_until <= now
+        ]
+        if givers:
+            request = self._send(min(givers), InitialRequest(), now + self.settings.peer_timeout)
+            self._adopting = request.ticket
+            return [request]
+        asked = {to for to, request in self._tickets.values() if isinstance(request, ArriveRequest)}
+        known = all(rank not in asked or other.stage is not None for rank, other in others.items())
+        return self._gather(Stage.START, now) if self.rank == 0 and known else []
+
+    def _no_model(self, now: float) -> list[Effect]:
+        """peer_timeout has passed without a model: the lowest rank that is here begins with its own, then."""
+        here = [rank for rank, other in self.members.others.items() if other.stage is Stage.JOINING]
+        if self._adopting is not None or (here and min(here) < self.rank):
+            self._deadline = now + self.settings.peer_timeout
+            return [SetTimer("gather", self._deadline)]
+        if not here and self.rank:
+            self._gathering = False
+            waited = f"no peer gave a model to begin with within peer_timeout = {self.settings.peer_timeout:g} s"
+            return [Stop(f"{waited}: is any other running? Raise --peer-timeout, or --init own"), Resume()]
+        return self._gather(Stage.START, now)
+
+    # --- training: policy, pull, mix --------------------------------------------------------------
+
+    def _step_done(self, event: StepDone, now: float) -> list[Effect]:
+        self.step = event.step
+        if self._pull and self._pull.reply:
+            self._decide_after_mix = event
+            return [self._mix_pulled(self._pull, self._pull.reply)]
+        return self._decide(event, now)
+
+    def _decide(self, event: StepDone, now: float) -> list[Effect]:
+        if not self.sync.step(event.step, event.delta, event.drift):
+            return []
+        to = self.members.draw(now)
+        if to is None:
+            self.counts.alone += 1
+            return []
+        self.sync.requested()
+        request = self._pull_from(to, frozenset(), now)
+        return [Wait(), request] if self.settings.blocking else [request]
+
+    def _pull_from(self, to: int, tried: frozenset[int], now: float) -> Send:
+        request = PullRequest(self.step)
+        send = self._send(to, request, now + self.settings.peer_timeout, capture=not self.settings.blocking)
+        self._pull = _Pull(send.ticket, to, tried | {to})
+        return send
+
+    def _pull_elsewhere(self, failed: int, now: float) -> list[Effect]:
+        """The pull from ``failed`` came to nothing: another neighbour meanwhile, if there is one."""
+        assert self._pull is not None
+        to = self.members.draw(now, besides=self._pull.tried)
+        if to is not None and self.stage is Stage.TRAIN:
+            return [self._pull_from(to, self._pull.tried, now)]
+        self._pull = None
+        self.sync.abandoned()
+        return [Resume()] if self.settings.blocking else []
+
+    def _arrived(self, reply: ModelReply, now: float) -> list[Effect]:
+        assert self._pull is not None
+        self._pull.reply = reply
+        return [self._mix_pulled(self._pull, reply)] if self.settings.blocking else []
+
+    def _mix_pulled(self, pull: _Pull, reply: ModelReply) -> Mix:
+        return Mix(pull.ticket, self.mixing.share(self.step, reply.step))
+
+    def _mixed(self, ticket: int, now: float) -> list[Effect]:
+        if self._adopting == ticket:
+            self._adopting = None
+            return self._gather(Stage.START, now)
+        if self._is_current(ticket):
+            assert self._agreement is not None
+            self._agreement.mixed()
+            return self._next_round(now)
+        if self._pull and self._pull.ticket == ticket:
+            self.sync.completed()
+        return self._after_mix(now)
+
+    def _poisoned(self, ticket: int, now: float) -> list[Effect]:
+        self.counts.poisoned += 1
+        if self._is_current(ticket):
+            return [Note("poisoned", "a partner's model holds NaN or Inf and is not mixed"), *self._next_round(now)]
+        assert self._pull is not None
+        sender = self._pull.to
+        self.sync.abandoned()
+        self.members.others[sender].rests_until = now + self.settings.peer_timeout
+        note = Note(
+            "poisoned", f"the model of peer {sender} holds NaN or Inf: not mixed, and it is set aside for a while"
+        )
+        return [note, *self._after_mix(now)]
+
+    def _after_mix(self, now: float) -> list[Effect]:
+        self._pull = None
+        if self._finish_after_mix:
+            self._finish_after_mix = False
+            return self._finish(now)
+        event, self._decide_after_mix = self._decide_after_mix, None
+        if event:
+            return self._decide(event, now)
+        return [Resume()] if self.settings.blocking else []
+
+    # --- the finish -------------------------------------------------------------------------------
+
+    def _training_ended(self, now: float) -> list[Effect]:
+        if self._pull and self._pull.reply:
+            self._finish_after_mix = True
+            return [Wait(), self._mix_pulled(self._pull, self._pull.reply)]
+        self._pull = None  # its answer, should it still come, is forgotten
+        self.sync.abandoned(failed=False)
+        return [Wait(), *self._finish(now)]
+
+    def _finish(self, now: float) -> list[Effect]:
+        if self.settings.finish == "none":
+            return [Resume()]
+        return self._gather(Stage.FINISH, now)
+
+    def _agree(self, now: float) -> list[Effect]:
+        self.stage = Stage.AGREE
+        here = [r for r in self.members.awaited() if self.members.others[r].stage in (Stage.FINISH, Stage.AGREE)]
+        self._agreement = Agreement(self.rank, tuple(sorted([self.rank, *here])))
+        return self._next_round(now)
+
+    def _next_round(self, now: float) -> list[Effect]:
+        assert self._agreement is not None
+        step = self._agreement.next_meeting()
+        effects: list[Effect] = []
+        if step is None:
+            self.counts.agreement_rounds_lost = self._agreement.lost
+            effects.append(Resume())
+        else:
+            partner, meeting = step
+            deadline = now + self.settings.peer_timeout
+            number = self._agreement.number
+            ticket = None
+            if meeting.takes:
+                send = self._send(partner, AgreeRequest(number, self._agreement.members), deadline)
+                ticket = send.ticket
+                effects.append(send)
+            self._agreement.round = Round(partner, meeting, ticket, taken=not meeting.takes, given=not meeting.gives)
+            effects.append(SetTimer(f"round {number}", deadline))
+        held, self._held = self._held, []
+        for event in held:
+            effects += self._agree_requested(event, now)
+        return effects
+
+    def _agree_requested(self, event: Received, now: float) -> list[Effect]:
+        assert isinstance(event.request, AgreeRequest)
+        agreement = self._agreement
+        if agreement is None:
+            if self.stage in (Stage.START, Stage.TRAIN, Stage.FINISH):
+                self._held.append(event)
+                return []
+            return [self._answer(event.key, NotReadyReply("it takes part in no agreement"), now)]
+        match agreement.wants(event.sender, event.request):
+            case "answer":
+                assert agreement.round is not None
+                agreement.round.answering = event.key
+                return [self._answer(event.key, ModelReply(self.step, agreement.weight), now)]
+            case "hold":
+                self._held.append(event)
+                return []
+            case _:
+                return [self._answer(event.key, NotReadyReply("it is not in that round, or not with these peers"), now)]
+
+    def _is_current(self, ticket: int) -> bool:
+        current = self._agreement.round if self._agreement else None
+        return current is not None and current.ticket == ticket
+
+    def _partner_model(self, weight: int, now: float) -> list[Effect]:
+        assert self._agreement is not None and self._agreement.round is not None
+        self._agreement.round.taken = True
+        self._agreement.round.weight = weight
+        return self._round_complete(now)
+
+    def _answered(self, event: Answered, now: float) -> list[Effect]:
+        self._answering.discard(event.key)
+        current = self._agreement.round if self._agreement else None
+        if current is not None and event.key == current.answering:
+            current.answering = None
+            current.given = event.whole  # if not, the partner may ask again
+            return self._round_complete(now)
+        return self._look(now)
+
+    def _round_complete(self, now: float) -> list[Effect]:
+        """Once both models have crossed, mix; neither partner changes what the other is still to read."""
+        assert self._agreement is not None
+        current = self._agreement.round
+        if current is None or current.mixing or not (current.taken and current.given):
+            return []
+        if not current.weight:
+            return self._next_round(now)
+        assert current.ticket is not None
+        current.mixing = True
+        return [Mix(current.ticket, self._agreement.share())]
+
+    def _partner_lost(self, now: float) -> list[Effect]:
+        """The partner did not come, or not whole: the round is lost, and no further one is spent on waiting for it."""
+        assert self._agreement is not None
+        current = self._agreement.round
+        if current is None or current.mixing:
+            return []
+        note = Note("round", f"peer {current.partner} did not come to a round of the finish")
+        self._agreement.missing.add(current.partner)
+        if current.weight:  # its model is here, only ours did not reach it
+            current.given = True
+            return [note, *self._round_complete(now)]
+        self._agreement.lost += 1
+        return [note, *self._next_round(now)]
+
+    # --- leaving ----------------------------------------------------------------------------------
+
+    def _leave(self, now: float) -> list[Effect]:
+        self.stage = Stage.LEFT
+        self._gathering = False
+        deadline = now + self.settings.peer_timeout / 10
+        told: list[Effect] = [self._send(rank, LeaveRequest(), deadline) for rank in self.members.awaited()]
+        return [Wait(), *told, *self._gone_if_told()]
+
+    def _gone_if_told(self) -> list[Effect]:
+        """Resume once every peer that could be told has been told."""
+        telling = any(isinstance(request, LeaveRequest) for _, request in self._tickets.values())
+        return [] if telling or self.stage is not Stage.LEFT else [Resume()]
