@@ -1,0 +1,338 @@
+"""Data sets: whole in memory as normalised tensors, in shuffled batches, read from the files as published.
+
+Shapes: N images, C channels, H×W pixels, B images a batch.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import importlib.resources
+import math
+import os
+import tarfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from gossipx.errors import UsageError
+from gossipx.specs import suggest
+from gossipx.tasks.seeds import seeded
+
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Labelled images, whole in memory.
+
+    Attributes:
+        images: (N, C, H, W) float32, normalised channel by channel by the mean and standard deviation of the task.
+        labels: (N,) int64, each below ``classes``.
+        classes: how many classes the task has.
+    """
+
+    images: Tensor
+    labels: Tensor
+    classes: int
+
+    def __post_init__(self) -> None:
+        if self.images.ndim != 4 or self.labels.shape != self.images.shape[:1]:
+            raise ValueError(f"images {tuple(self.images.shape)} and labels {tuple(self.labels.shape)} do not match")
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def take(self, indices: npt.NDArray[np.int64] | Tensor) -> Dataset:
+        """A copy of the samples at ``indices`` alone, for example a peer's part of a partition."""
+        index = torch.as_tensor(indices)
+        return Dataset(self.images.index_select(0, index), self.labels.index_select(0, index), self.classes)
+
+
+class Batches:
+    """Shuffled batches without end: ``images (B, C, H, W), labels (B,)``, each batch of exactly ``batch_size``.
+
+    The samples come as one stream, a fresh shuffle of the whole set after another, cut every ``batch_size``. So a batch
+    may hold the end of one epoch and the start of the next, no sample is ever left out, and a set smaller than a batch
+    is gone through several times for one.
+
+    Args:
+        dataset: at least one sample.
+        batch_size: B, from 1.
+        generator_seed: fixes the order of all batches.
+
+    Raises:
+        UsageError: no samples, or a batch size below 1.
+    """
+
+    def __init__(self, dataset: Dataset, batch_size: int, generator_seed: int):
+        if not len(dataset):
+            raise UsageError("no training images for this peer: take fewer peers or more data")
+        if batch_size < 1:
+            raise UsageError(f"a batch has at least one image, not {batch_size}")
+        self._dataset, self._size, self._seed = dataset, batch_size, generator_seed
+        self.seek(0)
+
+    def __iter__(self) -> Batches:
+        return self
+
+    def __next__(self) -> tuple[Tensor, Tensor]:
+        pieces, missing = [], self._size
+        while missing:
+            if self._at == len(self._order):
+                self._open(self._epoch + 1)
+            piece = self._order[self._at : self._at + missing]
+            self._at += len(piece)
+            missing -= len(piece)
+            pieces.append(piece)
+        index = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        return self._dataset.images.index_select(0, index), self._dataset.labels.index_select(0, index)
+
+    def seek(self, batch: int) -> None:
+        """Let batch number ``batch``, from 0, be the next: a resumed run goes on with the batches it would have had."""
+        epoch, at = divmod(batch * self._size, len(self._dataset))
+        self._open(epoch)
+        self._at = at
+
+    def _open(self, epoch: int) -> None:
+        self._epoch, self._at = epoch, 0
+        self._order = torch.from_numpy(seeded(self._seed, epoch).permutation(len(self._dataset)))
+
+
+@dataclass(frozen=True)
+class Task:
+    """A built-in task: where its data come from and what a model of it has to fit.
+
+    Attributes:
+        classes: number of classes.
+        channels: C.
+        pixels: H = W.
+        mean: of the full training set, for each channel, with pixels from 0 to 1.
+        std: its standard deviation, alike.
+        model: the model to train if none is named.
+        source: what to get, and where, in a user's words.
+        files: a name in ``--data-dir`` to the md5 sums that it may have.
+    """
+
+    classes: int
+    channels: int
+    pixels: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    model: str
+    source: str
+    files: dict[str, tuple[str, ...]]
+
+
+IDX_FILES = (
+    "train-images-idx3-ubyte.gz",
+    "train-labels-idx1-ubyte.gz",
+    "t10k-images-idx3-ubyte.gz",
+    "t10k-labels-idx1-ubyte.gz",
+)
+_FOUR_FILES = f"the four files {', '.join(IDX_FILES)}"
+CIFAR10_ARCHIVE = "cifar-10-binary.tar.gz"
+CIFAR10_FOLDER = "cifar-10-batches-bin"
+CIFAR10_FILES = (*(f"data_batch_{number}.bin" for number in range(1, 6)), "test_batch.bin")
+CIFAR10_RECORDS = 10_000
+"""In each file: a label byte, then 32×32 red, green and blue bytes."""
+
+TASKS: dict[str, Task] = {
+    "fashion-mnist": Task(
+        classes=10,
+        channels=1,
+        pixels=28,
+        mean=(0.2860,),
+        std=(0.3530,),
+        model="lenet",
+        source=f"{_FOUR_FILES} of https://github.com/zalandoresearch/fashion-mnist "
+        "(on Debian: apt install dataset-fashion-mnist; they are in /usr/share/datasets/fashion-mnist)",
+        # First the sums that the project states, then those of Debian's dataset-fashion-mnist: the same compressed
+        # streams, without the name and time in gzip's header.
+        files={
+            IDX_FILES[0]: ("8d4fb7e6c68d591d4c3dfef9ec88bf0d", "cf8536b0aa1a6ac5fa3f23001093305c"),
+            IDX_FILES[1]: ("25c81989df183df01b3e8a0aad5dffbe", "10bea18fdb374794d4bb42e356e600c9"),
+            IDX_FILES[2]: ("bef4ecab320f06d8554ea6380940ec79", "f78720b4224f21cce2f2ccf2d7a94c9a"),
+            IDX_FILES[3]: ("bb300cfdad3c16e7a12a480ee83cd310", "0d30e22e447f3c33dab9ed536400ac01"),
+        },
+    ),
+    "mnist": Task(
+        classes=10,
+        channels=1,
+        pixels=28,
+        mean=(0.1307,),
+        std=(0.3081,),
+        model="lenet",
+        source=f"{_FOUR_FILES} of http://yann.lecun.com/exdb/mnist "
+        "(a mirror: https://ossci-datasets.s3.amazonaws.com/mnist)",
+        files={
+            IDX_FILES[0]: ("f68b3c2dcbeaaa9fbdd348bbdeb94873",),
+            IDX_FILES[1]: ("d53e105ee54ea40749a09fcbcd1e9432",),
+            IDX_FILES[2]: ("9fb629c4189551a2d022fa330f9573f3",),
+            IDX_FILES[3]: ("ec29112dd5afa0611ce80d1b7f02629c",),
+        },
+    ),
+    "cifar10": Task(
+        classes=10,
+        channels=3,
+        pixels=32,
+        mean=(0.4914, 0.4822, 0.4465),
+        std=(0.2470, 0.2435, 0.2616),
+        model="convnet",
+        source=f"the binary version {CIFAR10_ARCHIVE} of https://www.cs.toronto.edu/~kriz/cifar.html",
+        files={CIFAR10_ARCHIVE: ("c32a1d4ab5d03f1284b67883e8d87530",)},
+    ),
+}
+
+
+def load(task_name: str, data_dir: Path | None = None) -> tuple[Dataset, Dataset]:
+    """The training and the test set of a built-in task.
+
+    Args:
+        task_name: a key of ``TASKS``.
+        data_dir: where the published files lie: the four ``.gz`` files of ``fashion-mnist`` or ``mnist``, whose md5 is
+            checked; for ``cifar10`` the archive of the binary version (md5 checked too), or else, unpacked, its folder,
+            of which only the files' sizes can be checked. None: ``fashion-mnist``'s embedded subset, 12,000 training
+            images and all test images.
+
+    Raises:
+        UsageError: an unknown task, or a file that is missing, damaged or not the published one; the message names it.
+    """
+    if task_name not in TASKS:
+        raise UsageError(f"unknown task '{task_name}'{suggest(task_name, TASKS)}: one of {', '.join(sorted(TASKS))}")
+    task = TASKS[task_name]
+    if data_dir is not None:
+        return _load_cifar10(task, data_dir) if task_name == "cifar10" else _load_idx(task, data_dir)
+    if task_name != "fashion-mnist":
+        raise UsageError(
+            f"task '{task_name}' is not shipped with gossipx: get {task.source}, and name their directory by --data-dir"
+        )
+    with importlib.resources.as_file(importlib.resources.files("gossipx.tasks") / "embedded") as folder:
+        return _read_idx_sets(task, folder)
+
+
+def read_idx(path: Path) -> Bytes:
+    """The bytes in an IDX file, plain or gzipped, in the shape that its header states (at most four dimensions).
+
+    The format is described at http://yann.lecun.com/exdb/mnist. Nothing is allocated for a size that the file cannot
+    hold.
+
+    Raises:
+        UsageError: the file cannot be read, is not IDX of unsigned bytes, or is longer or shorter than it states.
+    """
+    with _reading(path), path.open("rb") as raw:
+        packed = raw.read(2) == b"\x1f\x8b"
+        raw.seek(0)
+        stream = gzip.GzipFile(fileobj=raw) if packed else raw
+        head = stream.read(4)
+        if len(head) < 4 or head[:3] != b"\0\0\x08" or not 1 <= head[3] <= 4:
+            raise UsageError("is not an IDX file of unsigned bytes: get it again", file=path)
+        sizes = stream.read(4 * head[3])
+        shape = tuple(int.from_bytes(sizes[at : at + 4], "big") for at in range(0, len(sizes), 4))
+        expected = math.prod(shape)
+        # Deflate packs 1032:1 at best, so that a header cannot ask for more than that.
+        largest = os.fstat(raw.fileno()).st_size * (1032 if packed else 1)
+        if len(sizes) < 4 * head[3] or not 0 < expected <= largest:
+            raise UsageError(f"states {'×'.join(map(str, shape))} bytes but cannot hold them: get it again", file=path)
+        content = stream.read(expected + 1)  # the byte too many also lets gzip come to its checksum
+        if len(content) != expected:
+            how = "ends early" if len(content) < expected else "goes on after its last item"
+            raise UsageError(f"states {'×'.join(map(str, shape))} bytes but {how}: get it again", file=path)
+    return np.frombuffer(content, np.uint8).reshape(shape)
+
+
+@contextmanager
+def _reading(path: Path, source: str = "it again") -> Iterator[None]:
+    """Say in one line what went wrong with ``path``, whichever library found it, and what to get."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise UsageError(f"no such file: get {source}", file=path) from error
+    except PermissionError as error:
+        raise UsageError("may not be read: see its permissions", file=path) from error
+    except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
+        raise UsageError(f"cannot be read ({error}): get {source}", file=path) from error
+
+
+def _load_idx(task: Task, folder: Path) -> tuple[Dataset, Dataset]:
+    for name, sums in task.files.items():
+        _check_md5(folder / name, sums, task.source)
+    return _read_idx_sets(task, folder)
+
+
+def _read_idx_sets(task: Task, folder: Path) -> tuple[Dataset, Dataset]:
+    train_images, train_labels, test_images, test_labels = (folder / name for name in IDX_FILES)
+    return _read_idx_set(task, train_images, train_labels), _read_idx_set(task, test_images, test_labels)
+
+
+def _read_idx_set(task: Task, images_path: Path, labels_path: Path) -> Dataset:
+    images, labels = read_idx(images_path), read_idx(labels_path)
+    if images.shape[1:] != (task.pixels, task.pixels):
+        raise UsageError(f"holds no images of {task.pixels}×{task.pixels} pixels: get it again", file=images_path)
+    if labels.shape != images.shape[:1] or labels.max() >= task.classes:
+        raise UsageError(
+            f"holds no {len(images)} labels from 0 to {task.classes - 1}: get it and {images_path.name} again",
+            file=labels_path,
+        )
+    values = torch.from_numpy(images[:, np.newaxis].astype(np.float32))
+    return Dataset(_normalise(values, task), torch.from_numpy(labels.astype(np.int64)), task.classes)
+
+
+def _load_cifar10(task: Task, folder: Path) -> tuple[Dataset, Dataset]:
+    values = torch.empty(len(CIFAR10_FILES) * CIFAR10_RECORDS, task.channels, task.pixels, task.pixels)
+    labels = torch.empty(len(values), dtype=torch.int64)
+    for path, content in _cifar10_files(task, folder):
+        records = np.frombuffer(content, np.uint8).reshape(CIFAR10_RECORDS, -1)
+        if records[:, 0].max() >= task.classes:
+            raise UsageError(f"holds a label above {task.classes - 1}: get {task.source} again", file=path)
+        start = CIFAR10_FILES.index(path.name) * CIFAR10_RECORDS
+        place = slice(start, start + CIFAR10_RECORDS)
+        values[place].numpy()[:] = records[:, 1:].reshape(-1, *values.shape[1:])
+        labels[place].numpy()[:] = records[:, 0]
+    _normalise(values, task)
+    cut = len(values) - CIFAR10_RECORDS
+    return Dataset(values[:cut], labels[:cut], task.classes), Dataset(values[cut:], labels[cut:], task.classes)
+
+
+def _cifar10_files(task: Task, folder: Path) -> Iterator[tuple[Path, bytes]]:
+    """Each of ``CIFAR10_FILES`` once, with its content, of the right size."""
+    size = CIFAR10_RECORDS * (1 + task.channels * task.pixels**2)
+    archive, unpacked = folder / CIFAR10_ARCHIVE, folder / CIFAR10_FOLDER
+    if not archive.exists() and not unpacked.exists():
+        raise UsageError(f"no {CIFAR10_ARCHIVE} and no {CIFAR10_FOLDER} there: get {task.source}", file=folder)
+    if not archive.exists():
+        for path in (unpacked / name for name in CIFAR10_FILES):
+            with _reading(path, task.source):
+                if path.stat().st_size != size:
+                    raise UsageError(f"is not of {size} bytes: get {task.source} again", file=path)
+                yield path, path.read_bytes()
+        return
+    _check_md5(archive, task.files[CIFAR10_ARCHIVE], task.source)
+    with _reading(archive, task.source), tarfile.open(archive, "r:gz") as tar:
+        # In the archive's order: a member before the last one read costs unpacking it all from the start.
+        for member in tar:
+            content = tar.extractfile(member) if Path(member.name).name in CIFAR10_FILES else None
+            if content is not None:
+                yield archive / member.name, content.read(size)
+
+
+def _normalise(values: Tensor, task: Task) -> Tensor:
+    """Bytes as float32 (N, C, H, W) to zero mean and unit deviation, in place."""
+    mean, std = (torch.tensor(numbers).mul_(255).view(1, -1, 1, 1) for numbers in (task.mean, task.std))
+    return values.sub_(mean).div_(std)
+
+
+def _check_md5(path: Path, known: tuple[str, ...], source: str) -> None:
+    found = hashlib.md5(usedforsecurity=False)  # the published sums are md5; they guard against damage, not malice
+    with _reading(path, source), path.open("rb") as file:
+        while block := file.read(1 << 20):
+            found.update(block)
+    if found.hexdigest() not in known:
+        raise UsageError(f"its md5 is {found.hexdigest()}, not {known[0]}: get {source} again", file=path)

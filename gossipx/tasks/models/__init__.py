@@ -1,0 +1,88 @@
+"""Built-in models, in plain torch, each with its parameter count beside the one that the paper states.
+
+Initial weights come from torch's global generator, so that ``torch.manual_seed`` fixes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from torch import nn
+
+from gossipx.errors import UsageError
+from gossipx.specs import suggest
+from gossipx.tasks.models.alexnet import AlexNet
+from gossipx.tasks.models.convnet import ConvNet
+from gossipx.tasks.models.googlenet import GoogLeNet
+from gossipx.tasks.models.lenet import LeNet
+from gossipx.tasks.models.resnet import ResNet
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of a built-in model.
+
+    Attributes:
+        parameters: how many it has, at the published input that the next three state.
+        classes: of the published input.
+        channels: of the published input.
+        pixels: of the published input, a side.
+        smallest: the smallest side that the model can take.
+        paper: about how many parameters Adaptive Communication (section VI) says that it has, if it names the model.
+        source: the publication that it follows.
+    """
+
+    parameters: int
+    classes: int
+    channels: int
+    pixels: int
+    smallest: int
+    paper: int | None
+    source: str
+
+
+@dataclass(frozen=True)
+class Model:
+    """An entry of ``MODELS``: ``make(classes, channels, pixels)`` and the facts."""
+
+    make: Callable[[int, int, int], nn.Module]
+    facts: Facts
+
+
+_HE = "He et al. 2015, arXiv:1512.03385, section 4.2, option A"
+
+MODELS: dict[str, Model] = {
+    "lenet": Model(LeNet, Facts(102_882, 10, 1, 28, 16, None, "LeCun et al. 1998, with more maps")),
+    "convnet": Model(ConvNet, Facts(89_578, 10, 3, 32, 8, 2_000_000, "cuda-convnet; Caffe's cifar10_full")),
+    "resnet20": Model(partial(ResNet, 20), Facts(269_722, 10, 3, 32, 8, None, _HE)),
+    "resnet56": Model(partial(ResNet, 56), Facts(853_018, 10, 3, 32, 8, None, _HE)),
+    "resnet110": Model(partial(ResNet, 110), Facts(1_727_962, 10, 3, 32, 8, None, _HE)),
+    "alexnet": Model(AlexNet, Facts(60_965_224, 1000, 3, 227, 39, 60_000_000, "Krizhevsky et al. 2012; bvlc_alexnet")),
+    "googlenet": Model(
+        GoogLeNet,
+        Facts(6_998_552, 1000, 3, 224, 31, 11_000_000, "Szegedy et al. 2014, without auxiliary heads; bvlc_googlenet"),
+    ),
+}
+
+
+def build_model(name: str, *, classes: int, channels: int, pixels: int) -> nn.Module:
+    """A fresh model that maps images (N, ``channels``, ``pixels``, ``pixels``) to logits (N, ``classes``).
+
+    Raises:
+        UsageError: an unknown name, or images that are too small for the model.
+    """
+    if name not in MODELS:
+        raise UsageError(f"unknown model '{name}'{suggest(name, MODELS)}: one of {', '.join(sorted(MODELS))}")
+    model = MODELS[name]
+    if pixels < model.facts.smallest:
+        raise UsageError(
+            f"model '{name}' needs images of at least {model.facts.smallest}×{model.facts.smallest} pixels, "
+            f"and these have {pixels}×{pixels}: take {', '.join(_that_take(pixels)) or 'larger ones'}"
+        )
+    return model.make(classes, channels, pixels)
+
+
+def _that_take(pixels: int) -> list[str]:
+    return sorted(name for name, model in MODELS.items() if model.facts.smallest <= pixels)

@@ -1,0 +1,397 @@
+"""Data sets: what is embedded, what the readers refuse, how batches come."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import tarfile
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gossipx.errors import UsageError
+from gossipx.tasks import TASKS, Batches, Dataset, data, load, read_idx
+
+EMBEDDED = Path(data.__file__).parent / "embedded"
+DEBIAN = Path("/usr/share/datasets/fashion-mnist")
+needs_debian = pytest.mark.skipif(
+    not DEBIAN.exists(),
+    reason="Debian's dataset-fashion-mnist is not installed: the full set to compare with is missing",
+)
+
+
+def idx(array: np.ndarray) -> bytes:
+    sizes = b"".join(size.to_bytes(4, "big") for size in array.shape)
+    return bytes([0, 0, 8, array.ndim]) + sizes + array.astype(np.uint8).tobytes()
+
+
+def numbered(count: int) -> Dataset:
+    """Images whose one pixel is their number, so that a batch tells which samples it has."""
+    numbers = torch.arange(count)
+    return Dataset(numbers.float().view(-1, 1, 1, 1), numbers % 10, 10)
+
+
+# The embedded set
+
+
+def test_embedded_set_is_stratified_normalised_and_of_the_stated_sizes() -> None:
+    train, test = load("fashion-mnist")
+    assert train.images.shape == (12_000, 1, 28, 28)
+    assert test.images.shape == (10_000, 1, 28, 28)
+    assert train.labels.bincount().tolist() == [1_200] * 10
+    assert test.labels.bincount().tolist() == [1_000] * 10
+    assert (train.images.dtype, train.labels.dtype, train.classes, len(train)) == (
+        torch.float32,
+        torch.int64,
+        10,
+        12_000,
+    )
+    # The constants are the full training set's; a fifth of it and the test set come within a hundredth.
+    for part in (train, test):
+        assert abs(float(part.images.mean())) < 0.01
+        assert abs(float(part.images.std()) - 1) < 0.01
+
+
+def test_embedded_labels_are_in_shuffled_order() -> None:
+    labels = load("fashion-mnist")[0].labels
+    # Sorted labels change 9 times, random ones in nine places of ten.
+    assert 0.85 < float((labels[1:] != labels[:-1]).float().mean()) < 0.95
+
+
+def test_embedded_pixels_undo_to_the_bytes_in_the_file() -> None:
+    task, raw = TASKS["fashion-mnist"], read_idx(EMBEDDED / "t10k-images-idx3-ubyte.gz")
+    pixels = (load("fashion-mnist")[1].images * task.std[0] + task.mean[0]) * 255
+    assert torch.equal(pixels.round().to(torch.uint8)[:, 0], torch.from_numpy(raw.copy()))
+
+
+def test_embedded_set_is_about_ten_megabytes_and_carries_its_notice() -> None:
+    assert sum(path.stat().st_size for path in EMBEDDED.glob("*.gz")) < 10_500_000
+    notice = (EMBEDDED / "NOTICE").read_text()
+    assert "Copyright (c) 2017 Zalando SE" in notice
+    assert "Permission is hereby granted, free of charge" in notice
+
+
+@needs_debian
+def test_embedded_images_are_distinct_samples_of_the_full_set_with_their_labels() -> None:
+    def samples(folder: Path, part: str) -> list[bytes]:
+        images, labels = (
+            read_idx(folder / f"{part}-images-idx3-ubyte.gz"),
+            read_idx(folder / f"{part}-labels-idx1-ubyte.gz"),
+        )
+        return [image.tobytes() + bytes([label]) for image, label in zip(images, labels, strict=True)]
+
+    taken, full = samples(EMBEDDED, "train"), samples(DEBIAN, "train")
+    assert set(taken) <= set(full)
+    assert len(set(taken)) == len(taken)
+    assert samples(EMBEDDED, "t10k") == samples(DEBIAN, "t10k")
+
+
+@needs_debian
+def test_debians_files_are_accepted_as_the_full_set() -> None:
+    train, test = load("fashion-mnist", DEBIAN)
+    assert (len(train), len(test)) == (60_000, 10_000)
+    # The constants are this set's own, to their four digits.
+    assert abs(float(train.images.mean())) < 1e-3
+    assert abs(float(train.images.std()) - 1) < 1e-3
+
+
+# Files that are not what they should be
+
+
+def test_unknown_task_is_told_with_the_near_one() -> None:
+    with pytest.raises(UsageError, match=r"unknown task 'fashion_mnist' .did you mean 'fashion-mnist'"):
+        load("fashion_mnist")
+
+
+@pytest.mark.parametrize("name", ["mnist", "cifar10"])
+def test_tasks_that_are_not_shipped_name_their_source_and_the_option(name: str) -> None:
+    with pytest.raises(UsageError, match=r"https?://.*--data-dir") as caught:
+        load(name)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["fashion-mnist", "mnist", "cifar10"])
+def test_missing_files_are_named_with_their_source(name: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"https?://") as caught:
+        load(name, tmp_path)
+    assert str(caught.value).startswith(str(tmp_path))
+
+
+@pytest.mark.parametrize("broken", data.IDX_FILES)
+def test_wrong_md5_names_the_file_and_both_sums(broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    contents = {name: gzip.compress(name.encode()) for name in data.IDX_FILES}
+    sums = {name: (hashlib.md5(content).hexdigest(),) for name, content in contents.items()}
+    monkeypatch.setitem(TASKS, "mnist", replace(TASKS["mnist"], files=sums))
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content + (b"!" if name == broken else b""))
+    with pytest.raises(UsageError) as caught:
+        load("mnist", tmp_path)
+    found = hashlib.md5(contents[broken] + b"!").hexdigest()
+    assert str(caught.value).startswith(f"{tmp_path / broken}: its md5 is {found}, not {sums[broken][0]}: get ")
+    assert caught.value.exit_code == 2
+
+
+def write_mnist(folder: Path, monkeypatch: pytest.MonkeyPatch, arrays: list[np.ndarray]) -> None:
+    contents = [gzip.compress(idx(array)) for array in arrays]
+    sums = [(hashlib.md5(content).hexdigest(),) for content in contents]
+    monkeypatch.setitem(TASKS, "mnist", replace(TASKS["mnist"], files=dict(zip(data.IDX_FILES, sums, strict=True))))
+    for name, content in zip(data.IDX_FILES, contents, strict=True):
+        (folder / name).write_bytes(content)
+
+
+def test_a_directory_of_idx_files_is_read_in_order_and_normalised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images = np.random.RandomState(0).randint(0, 256, (5, 28, 28))
+    write_mnist(tmp_path, monkeypatch, [images[:3], np.array([3, 1, 4]), images[3:], np.array([1, 5])])
+    train, test = load("mnist", tmp_path)
+    assert train.labels.tolist() == [3, 1, 4]
+    assert test.labels.tolist() == [1, 5]
+    expected = (torch.from_numpy(images).double() / 255 - 0.1307) / 0.3081
+    torch.testing.assert_close(torch.cat([train.images, test.images])[:, 0].double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("images", "labels", "file"),
+    [
+        (np.zeros((2, 27, 28)), np.zeros(2), "train-images"),
+        (np.zeros((2, 28)), np.zeros(2), "train-images"),
+        (np.zeros((2, 28, 28)), np.zeros(3), "train-labels"),
+        (np.zeros((2, 28, 28)), np.array([0, 10]), "train-labels"),
+    ],
+)
+def test_images_and_labels_that_do_not_match_are_refused(
+    images: np.ndarray, labels: np.ndarray, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_mnist(tmp_path, monkeypatch, [images, labels, images, labels])
+    with pytest.raises(UsageError, match=f"{file}.*get it"):
+        load("mnist", tmp_path)
+
+
+# IDX
+
+
+@settings(deadline=None)
+@given(
+    shape=st.lists(st.integers(1, 6), min_size=1, max_size=4).map(tuple),
+    seed=st.integers(0, 2**32 - 1),
+    packed=st.booleans(),
+)
+def test_idx_round_trip(
+    shape: tuple[int, ...], seed: int, packed: bool, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    array = np.random.RandomState(seed).randint(0, 256, shape).astype(np.uint8)
+    path = tmp_path_factory.getbasetemp() / "round-trip"
+    path.write_bytes(gzip.compress(idx(array), 1) if packed else idx(array))
+    assert np.array_equal(read_idx(path), array)
+
+
+WHOLE = idx(np.random.RandomState(1).randint(0, 256, (3, 4, 5)))
+
+
+@settings(deadline=None)
+@given(cut=st.integers(0, len(WHOLE) - 1), packed=st.booleans())
+def test_idx_that_ends_early_is_refused_at_every_length(
+    cut: int, packed: bool, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "short"
+    path.write_bytes(gzip.compress(WHOLE[:cut], 1) if packed else WHOLE[:cut])
+    with pytest.raises(UsageError, match=r"short: .*get it again"):
+        read_idx(path)
+
+
+@settings(deadline=None)
+@given(choice=st.data())
+def test_gzip_that_is_cut_or_damaged_is_refused_or_reads_the_same(
+    choice: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    packed = bytearray(gzip.compress(WHOLE, mtime=0))
+    if choice.draw(st.booleans(), "cut"):
+        del packed[choice.draw(st.integers(2, len(packed) - 1), "length") :]
+    else:
+        packed[choice.draw(st.integers(0, len(packed) - 1), "place")] ^= choice.draw(st.integers(1, 255), "flip")
+    path = tmp_path_factory.getbasetemp() / "damaged"
+    path.write_bytes(packed)
+    try:  # a flip in the header's time or flags may do no harm
+        assert read_idx(path).tobytes() == WHOLE[16:]
+    except UsageError as error:
+        assert str(error).startswith(f"{path}: ")
+        assert "\n" not in str(error)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"", "not an IDX file"),
+        (b"\0\0\x08", "not an IDX file"),
+        (b"PNG\x01" + bytes(12), "not an IDX file"),
+        (b"\0\0\x0d\x01\0\0\0\x01" + bytes(4), "not an IDX file of unsigned bytes"),  # floats
+        (b"\0\0\x08\x00" + bytes(4), "not an IDX file"),
+        (b"\0\0\x08\x05" + b"\0\0\0\x01" * 5 + b"!", "not an IDX file"),
+        (b"\0\0\x08\x02\0\0\0\x01", "cannot hold them"),  # a dimension is missing
+        (b"\0\0\x08\x01\0\0\0\0", "cannot hold them"),
+        (WHOLE + b"!", "goes on after its last item"),
+    ],
+)
+@pytest.mark.parametrize("packed", [False, True])
+def test_malformed_idx_is_refused(content: bytes, says: str, packed: bool, tmp_path: Path) -> None:
+    path = tmp_path / "some-idx"
+    path.write_bytes(gzip.compress(content) if packed else content)
+    with pytest.raises(UsageError, match=f"some-idx: .*{says}.*get it again"):
+        read_idx(path)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_huge_dimensions_are_refused_before_anything_is_allocated(packed: bool, tmp_path: Path) -> None:
+    huge = (
+        b"\0\0\x08\x04" + b"\xff" * 16 + bytes(100)
+    )  # 2^128 bytes: an attempt would raise MemoryError or OverflowError
+    path = tmp_path / "huge"
+    path.write_bytes(gzip.compress(huge) if packed else huge)
+    with pytest.raises(UsageError, match="cannot hold them"):
+        read_idx(path)
+
+
+def test_an_idx_path_that_is_a_folder_or_missing_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot be read"):
+        read_idx(tmp_path)
+    with pytest.raises(UsageError, match="no such file: get it again"):
+        read_idx(tmp_path / "missing")
+
+
+# CIFAR-10
+
+
+@pytest.fixture
+def cifar10(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Six small files in the binary version's format, four images each, in its folder."""
+    monkeypatch.setattr(data, "CIFAR10_RECORDS", 4)
+    folder = tmp_path / data.CIFAR10_FOLDER
+    folder.mkdir()
+    generator = np.random.RandomState(3)
+    for number, name in enumerate(data.CIFAR10_FILES):
+        records = generator.randint(0, 256, (4, 3073)).astype(np.uint8)
+        records[:, 0] = number
+        (folder / name).write_bytes(records.tobytes())
+    return tmp_path
+
+
+def pack_cifar10(folder: Path, names: list[str]) -> str:
+    """Make the archive of the folder, its members in the order of ``names``; returns its md5."""
+    archive = folder / data.CIFAR10_ARCHIVE
+    with tarfile.open(archive, "w:gz") as tar:
+        for name in names:
+            tar.add(folder / data.CIFAR10_FOLDER / name, f"{data.CIFAR10_FOLDER}/{name}")
+        readme = tarfile.TarInfo(f"{data.CIFAR10_FOLDER}/readme.html")
+        readme.size = 5
+        tar.addfile(readme, io.BytesIO(b"hello"))
+    return hashlib.md5(archive.read_bytes()).hexdigest()
+
+
+def test_cifar10_folder_is_read_in_order_as_red_green_blue(cifar10: Path) -> None:
+    train, test = load("cifar10", cifar10)
+    assert train.labels.tolist() == [label for label in range(5) for _ in range(4)]
+    assert test.labels.tolist() == [5] * 4
+    raw = np.frombuffer((cifar10 / data.CIFAR10_FOLDER / "data_batch_2.bin").read_bytes(), np.uint8)[1:3073]
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (TASKS["cifar10"].mean, TASKS["cifar10"].std))
+    expected = (torch.from_numpy(raw.reshape(3, 32, 32).copy()) / 255 - mean) / std
+    torch.testing.assert_close(train.images[4], expected, atol=1e-5, rtol=1e-5)
+
+
+def test_cifar10_archive_is_checked_and_reads_the_same_as_the_folder_whatever_its_order(
+    cifar10: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from_folder = load("cifar10", cifar10)
+    found = pack_cifar10(cifar10, [*reversed(data.CIFAR10_FILES)])
+    with pytest.raises(UsageError, match=f"{data.CIFAR10_ARCHIVE}: its md5 is {found}, not c32a1d4ab5d03f12"):
+        load("cifar10", cifar10)
+    monkeypatch.setitem(TASKS, "cifar10", replace(TASKS["cifar10"], files={data.CIFAR10_ARCHIVE: (found,)}))
+    for ours, theirs in zip(load("cifar10", cifar10), from_folder, strict=True):
+        assert torch.equal(ours.images, theirs.images)
+        assert torch.equal(ours.labels, theirs.labels)
+
+
+def test_cifar10_file_of_another_size_or_with_an_unknown_label_is_named(cifar10: Path) -> None:
+    path = cifar10 / data.CIFAR10_FOLDER / "data_batch_3.bin"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1])
+    with pytest.raises(UsageError, match=r"data_batch_3\.bin: is not of 12292 bytes: get .*https"):
+        load("cifar10", cifar10)
+    path.write_bytes(b"\x0a" + whole[1:])
+    with pytest.raises(UsageError, match=r"data_batch_3\.bin: holds a label above 9"):
+        load("cifar10", cifar10)
+    path.unlink()
+    with pytest.raises(UsageError, match=r"data_batch_3\.bin: no such file: get .*https"):
+        load("cifar10", cifar10)
+
+
+# Batches
+
+
+@settings(deadline=None)
+@given(count=st.integers(1, 40), size=st.integers(1, 50), seed=st.integers(0, 2**64 - 1), epochs=st.integers(1, 3))
+def test_every_epoch_has_every_sample_once_however_batches_are_cut(
+    count: int, size: int, seed: int, epochs: int
+) -> None:
+    batches = Batches(numbered(count), size, seed)
+    drawn = [next(batches) for _ in range(-(-count * epochs // size))]
+    assert all(images.shape == (size, 1, 1, 1) for images, _ in drawn)
+    stream = torch.cat([images.flatten() for images, _ in drawn]).long()
+    assert torch.equal(torch.cat([labels for _, labels in drawn]), stream % 10)
+    for epoch in range(epochs):
+        assert sorted(stream[epoch * count : (epoch + 1) * count].tolist()) == list(range(count))
+
+
+def test_epochs_and_seeds_shuffle_differently_and_one_seed_alike() -> None:
+    def order(seed: int) -> list[list[float]]:
+        batches = Batches(numbered(50), 50, seed)
+        return [next(batches)[0].flatten().tolist() for _ in range(3)]
+
+    assert order(7) == order(7)
+    orders = [tuple(epoch) for seed in (7, 8, -7) for epoch in order(seed)]
+    assert len(set(orders)) == 9
+
+
+def test_batches_do_not_draw_from_the_global_generators() -> None:
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    next(Batches(numbered(10), 4, 2))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@settings(deadline=None)
+@given(count=st.integers(1, 20), size=st.integers(1, 25), batch=st.integers(0, 30))
+def test_seek_goes_on_where_an_unbroken_run_would_be(count: int, size: int, batch: int) -> None:
+    unbroken, resumed = Batches(numbered(count), size, 5), Batches(numbered(count), size, 5)
+    for _ in range(batch):
+        next(unbroken)
+    resumed.seek(batch)
+    for _ in range(3):
+        assert torch.equal(next(resumed)[0], next(unbroken)[0])
+
+
+def test_batches_of_nothing_are_refused() -> None:
+    with pytest.raises(UsageError, match="no training images"):
+        Batches(numbered(3).take(np.empty(0, np.int64)), 4, 0)
+    with pytest.raises(UsageError, match="not 0"):
+        Batches(numbered(3), 0, 0)
+
+
+def test_take_copies_the_named_samples_in_order() -> None:
+    whole = numbered(10)
+    part = whole.take(np.array([7, 2]))
+    assert part.images.flatten().tolist() == [7, 2]
+    assert part.labels.tolist() == [7, 2]
+    part.images.zero_()
+    assert whole.images.flatten().tolist() == list(range(10))
+
+
+def test_dataset_refuses_labels_of_another_number() -> None:
+    with pytest.raises(ValueError, match="do not match"):
+        Dataset(torch.zeros(3, 1, 2, 2), torch.zeros(4, dtype=torch.int64), 10)

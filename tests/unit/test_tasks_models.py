@@ -1,0 +1,268 @@
+"""Models: parameter counts from the published layer shapes, forward and backward; presets and their schedules."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from gossipx import policies
+from gossipx.errors import UsageError
+from gossipx.tasks import MODELS, PRESETS, TASKS, Preset, build_model, learning_rate, load
+from gossipx.tasks.models.convnet import LocalResponseNorm
+
+
+def conv(before: int, maps: int, size: int, bias: bool = True) -> int:
+    return maps * (before * size * size + bias)
+
+
+def linear(before: int, units: int) -> int:
+    return units * (before + 1)
+
+
+def resnet(depth: int) -> int:
+    """16 maps from the image; n blocks each of 16, 32, 64 maps; two numbers a map for each normalisation."""
+    blocks = (depth - 2) // 6
+    total, before = conv(3, 16, 3, bias=False) + 2 * 16, 16
+    for maps in (16, 32, 64):
+        for _ in range(blocks):
+            total += conv(before, maps, 3, bias=False) + conv(maps, maps, 3, bias=False) + 2 * 2 * maps
+            before = maps
+    return total + linear(64, 10)
+
+
+def inception(before: int, one: int, reduce3: int, three: int, reduce5: int, five: int, pooled: int) -> int:
+    return (
+        conv(before, one, 1)
+        + conv(before, reduce3, 1)
+        + conv(reduce3, three, 3)
+        + conv(before, reduce5, 1)
+        + conv(reduce5, five, 5)
+        + conv(before, pooled, 1)
+    )
+
+
+BY_HAND = {
+    "lenet": conv(1, 8, 5) + conv(8, 32, 5) + linear(32 * 4 * 4, 184) + linear(184, 10),
+    "convnet": conv(3, 32, 5) + conv(32, 32, 5) + conv(32, 64, 5) + linear(64 * 4 * 4, 10),
+    "resnet20": resnet(20),
+    "resnet56": resnet(56),
+    "resnet110": resnet(110),
+    # In two groups a map sees half of the maps before.
+    "alexnet": conv(3, 96, 11)
+    + conv(96 // 2, 256, 5)
+    + conv(256, 384, 3)
+    + conv(384 // 2, 384, 3)
+    + conv(384 // 2, 256, 3)
+    + linear(256 * 6 * 6, 4096)
+    + linear(4096, 4096)
+    + linear(4096, 1000),
+    # Szegedy et al. 2014, Table 1.
+    "googlenet": conv(3, 64, 7)
+    + conv(64, 64, 1)
+    + conv(64, 192, 3)
+    + inception(192, 64, 96, 128, 16, 32, 32)
+    + inception(256, 128, 128, 192, 32, 96, 64)
+    + inception(480, 192, 96, 208, 16, 48, 64)
+    + inception(512, 160, 112, 224, 24, 64, 64)
+    + inception(512, 128, 128, 256, 24, 64, 64)
+    + inception(512, 112, 144, 288, 32, 64, 64)
+    + inception(528, 256, 160, 320, 32, 128, 128)
+    + inception(832, 256, 160, 320, 32, 128, 128)
+    + inception(832, 384, 192, 384, 48, 128, 128)
+    + linear(1024, 1000),
+}
+
+# The figures that the publications (or Caffe's files) state, in parameters, and how exactly they state them.
+PUBLISHED = {
+    "convnet": (89_578, 0),
+    "resnet20": (270_000, 5_000),
+    "resnet56": (850_000, 5_000),
+    "resnet110": (1_700_000, 50_000),
+    "alexnet": (60_965_224, 0),
+    "googlenet": (7_000_000, 50_000),
+}
+
+
+def published(name: str) -> nn.Module:
+    facts = MODELS[name].facts
+    return build_model(name, classes=facts.classes, channels=facts.channels, pixels=facts.pixels)
+
+
+def count(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_parameter_count_is_that_of_the_layer_shapes_and_the_stated_one(name: str) -> None:
+    with torch.device("meta"):
+        model = published(name)
+        facts = MODELS[name].facts
+        logits = model(torch.empty(2, facts.channels, facts.pixels, facts.pixels))
+    assert count(model) == BY_HAND[name] == facts.parameters
+    assert logits.shape == (2, facts.classes)
+    if name in PUBLISHED:
+        stated, exactness = PUBLISHED[name]
+        assert abs(count(model) - stated) <= exactness
+
+
+def test_the_papers_figures_stand_beside_ours() -> None:
+    figures = {name: model.facts.paper for name, model in MODELS.items() if model.facts.paper is not None}
+    assert figures == {"alexnet": 60_000_000, "googlenet": 11_000_000, "convnet": 2_000_000}
+
+
+SIZES = [
+    ("lenet", 1, 28),
+    ("lenet", 3, 32),
+    ("lenet", 1, 16),
+    ("convnet", 1, 28),
+    ("convnet", 3, 32),
+    ("convnet", 1, 8),
+    ("resnet20", 1, 28),
+    ("resnet20", 3, 8),
+    ("resnet56", 3, 32),
+    ("resnet110", 3, 32),
+    ("googlenet", 3, 31),
+    ("googlenet", 1, 64),
+    ("alexnet", 3, 39),
+    pytest.param("alexnet", 3, 227, marks=pytest.mark.slow),
+    pytest.param("googlenet", 3, 224, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("name", "channels", "pixels"), SIZES)
+def test_forward_and_backward_reach_every_parameter(name: str, channels: int, pixels: int) -> None:
+    torch.manual_seed(0)
+    model = build_model(name, classes=7, channels=channels, pixels=pixels)
+    model.eval()  # dropout could leave a unit out by chance
+    logits = model(torch.randn(2, channels, pixels, pixels))
+    assert logits.shape == (2, 7)
+    nn.functional.cross_entropy(logits, torch.tensor([0, 6])).backward()
+    for parameter_name, parameter in model.named_parameters():
+        gradient = parameter.grad
+        assert gradient is not None, parameter_name
+        assert gradient.isfinite().all(), parameter_name
+        assert gradient.any(), parameter_name
+        assert gradient.is_contiguous() and parameter.is_contiguous(), parameter_name  # channels last stays inside
+
+
+@pytest.mark.parametrize("name", ["lenet", "convnet", "resnet20", "googlenet"])
+def test_the_global_seed_fixes_the_initial_weights(name: str) -> None:
+    def weights(seed: int) -> torch.Tensor:
+        torch.manual_seed(seed)
+        model = build_model(name, classes=10, channels=1, pixels=32)
+        return nn.utils.parameters_to_vector(model.parameters())
+
+    assert torch.equal(weights(3), weights(3))
+    assert not torch.equal(weights(3), weights(4))
+
+
+@pytest.mark.parametrize(("name", "pixels"), [("alexnet", 38), ("googlenet", 30), ("lenet", 15), ("convnet", 7)])
+def test_images_that_are_too_small_are_one_line_with_what_would_do(name: str, pixels: int) -> None:
+    with pytest.raises(UsageError, match=rf"model '{name}' needs images of at least {pixels + 1}×{pixels + 1} pixels"):
+        build_model(name, classes=10, channels=1, pixels=pixels)
+    with pytest.raises(UsageError, match="take convnet, lenet, resnet110"):
+        build_model("alexnet", classes=10, channels=1, pixels=28)
+
+
+def test_an_unknown_model_is_told_with_the_near_one() -> None:
+    with pytest.raises(UsageError, match=r"unknown model 'resnet21' .did you mean 'resnet20'.*googlenet"):
+        build_model("resnet21", classes=10, channels=1, pixels=28)
+
+
+def test_convnets_normalisation_is_caffes_within_channel() -> None:
+    maps = torch.rand(1, 2, 3, 3) * 100
+    # Caffe sums the window's squares, zeros beyond the border, and divides by its full size.
+    corner = maps[0, 1, :2, :2].square().sum() / 9
+    expected = maps[0, 1, 0, 0] / (1 + 5e-5 * corner) ** 0.75
+    torch.testing.assert_close(LocalResponseNorm()(maps)[0, 1, 0, 0], expected)
+
+
+def test_residual_shortcut_pads_new_maps_evenly_on_both_sides() -> None:
+    model = build_model("resnet20", classes=10, channels=1, pixels=8).eval()
+    block = next(module for module in model.modules() if getattr(module, "grown", 0) == 16)
+    nn.init.zeros_(block.second.weight)  # what is left is the shortcut
+    maps = torch.rand(1, 16, 8, 8)
+    out = block(maps)
+    assert torch.equal(out[:, 8:24], maps[:, :, ::2, ::2])
+    assert not out[:, :8].any() and not out[:, 24:].any()
+
+
+def test_lenet_learns_the_embedded_set() -> None:
+    torch.manual_seed(0)
+    train, test = load("fashion-mnist")
+    task, preset = TASKS["fashion-mnist"], PRESETS["lenet"]
+    model = build_model(task.model, classes=task.classes, channels=task.channels, pixels=task.pixels)
+    optimizer = torch.optim.SGD(
+        model.parameters(), preset.base_lr, momentum=preset.momentum, weight_decay=preset.weight_decay
+    )
+    for images, labels in zip(train.images[:6_400].split(32), train.labels[:6_400].split(32), strict=True):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(images), labels).backward()
+        optimizer.step()
+    with torch.no_grad():
+        right = model(test.images).argmax(1) == test.labels
+    # A nearest-class-mean classifier, computed here, is what a net has to beat.
+    means = torch.stack([train.images[train.labels == label].mean(0) for label in range(10)]).flatten(1)
+    reference = torch.cdist(test.images.flatten(1), means).argmin(1) == test.labels
+    assert right.float().mean() > reference.float().mean()
+
+
+# Presets
+
+
+def test_every_model_has_a_preset_and_every_task_a_model() -> None:
+    assert PRESETS.keys() == MODELS.keys()
+    assert {task.model for task in TASKS.values()} <= MODELS.keys()
+
+
+def test_table_1_of_the_paper() -> None:
+    def row(preset: Preset) -> tuple[float, ...]:
+        return preset.base_lr, preset.gamma, preset.momentum, preset.weight_decay
+
+    assert row(PRESETS["alexnet"]) == (0.01, 0.1, 0.9, 0.0005)
+    assert row(PRESETS["googlenet"]) == (0.01, 0.96, 0.9, 0.0002)
+    assert row(PRESETS["convnet"]) == (0.001, 0.1, 0.9, 0.004)
+    thresholds = {name: preset.policies["adaptive"] for name, preset in PRESETS.items()}
+    assert thresholds["alexnet"] == "adaptive:threshold=0.025"
+    assert thresholds["googlenet"] == "adaptive:threshold=0.02"
+    assert thresholds["convnet"] == "adaptive:threshold=0.01"
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_names_a_valid_spec_for_every_built_in_policy(name: str) -> None:
+    specs = PRESETS[name].policies
+    assert specs.keys() == policies.BUILT_IN.keys()
+    for policy, spec in specs.items():
+        assert type(policies.parse(spec)) is policies.BUILT_IN[policy]
+
+
+@pytest.mark.parametrize("iterations", [450, 50_000, 450_000])
+def test_alexnets_schedule_is_caffes_step_scaled(iterations: int) -> None:
+    """Caffe's "step": base · gamma^floor(iteration / stepsize), stepsize 100,000 of 450,000."""
+    preset = PRESETS["alexnet"]
+    for step in range(0, iterations, max(1, iterations // 900)):
+        expected = 0.01 * 0.1 ** (step * 450_000 // (iterations * 100_000))
+        assert learning_rate(preset, step, iterations) == pytest.approx(expected)
+
+
+def test_googlenets_schedule_is_caffes_step_at_the_published_length() -> None:
+    preset = PRESETS["googlenet"]
+    for edge in range(0, 10_000_000, 320_000):
+        for step in (edge, edge + 319_999):
+            if step < 10_000_000:
+                assert learning_rate(preset, step, 10_000_000) == pytest.approx(0.01 * 0.96 ** (step // 320_000))
+
+
+def test_convnets_and_the_residual_nets_schedules_at_their_published_lengths() -> None:
+    convnet = {step: learning_rate(PRESETS["convnet"], step, 70_000) for step in (0, 59_999, 60_000, 64_999, 65_000)}
+    assert list(convnet.values()) == pytest.approx([1e-3, 1e-3, 1e-4, 1e-4, 1e-5])
+    resnet20 = [learning_rate(PRESETS["resnet20"], step, 64_000) for step in (31_999, 32_000, 47_999, 48_000)]
+    assert resnet20 == pytest.approx([0.1, 0.01, 0.01, 0.001])
+
+
+def test_the_schedule_reads_any_settings_with_its_three_fields() -> None:
+    settings = SimpleNamespace(base_lr=2.0, gamma=0.5, lr_steps=(0.7,))
+    assert [learning_rate(settings, step, 10) for step in (0, 6, 7, 9)] == [2.0, 2.0, 1.0, 1.0]
