@@ -108,7 +108,7 @@ class ParameterArena:
         manifest: one line a tensor; two peers may exchange models if these are equal.
         digest: SHA-256 of the manifest, hexadecimal.
         step: iterations done.
-        lock: held while weights change; whoever reads them whole holds it too.
+        lock: held at step boundaries, while weights are measured, copied or mixed.
 
     Raises:
         UsageError: a parameter that cannot be laid out, by its name and the reason.
@@ -128,9 +128,9 @@ class ParameterArena:
             self.sections.append(_lay_out([slot for slot in slots if slot.tensor.dtype == dtype]))
         self._current: dict[bool, Snapshot] = {}
         self._free: dict[bool, list[HostBuffer]] = {False: [], True: []}
-        self._before_step = [section.storage[: section.trainable].clone() for section in self.sections]
-        # Forward passes change buffers outside the lock; snapshots read them as they were at the last boundary.
-        self._buffers = [section.storage[section.trainable : section.mixed].clone() for section in self.sections]
+        # The model as it was at the last step boundary, what others are given: the training thread changes weights
+        # (and forward passes change buffers) at any time without asking anyone.
+        self._boundary = [section.storage[: section.mixed].clone() for section in self.sections]
 
     @property
     def parameters(self) -> int:
@@ -141,30 +141,23 @@ class ParameterArena:
         """Bytes of a model on the wire: as a retrieval exchanges it, or whole."""
         return sum(length * dtype.itemsize for dtype, length in self._lengths(whole))
 
-    # --- the optimizer's step -------------------------------------------------------------------------------------
+    # --- step boundaries --------------------------------------------------------------------------
 
-    def step_begins(self) -> None:
-        """Called before the optimizer changes weights. Nobody reads them until :meth:`step_ends`."""
-        self.lock.acquire()
-        for section, before in zip(self.sections, self._before_step, strict=True):
-            before.copy_(section.storage[: section.trainable])
-
-    def step_ends(self) -> float:
-        """Called after the optimizer has changed weights.
+    def step_done(self) -> float:
+        """Called by the training thread after each change of the weights, the optimizer's step.
 
         Returns:
-            Δ_t = ‖x_t − x_{t−1}‖₂ over the trained values (Adaptive Communication, Eq. 6).
+            Δ_t = ‖x_t − x_{t−1}‖₂ over the trained values (Adaptive Communication, Eq. 6), x_{t−1} taken after any mixing.
         """
-        try:
-            squared = 0.0
-            for section, before in zip(self.sections, self._before_step, strict=True):
-                before.sub_(section.storage[: section.trainable])
-                squared += _squared_norm(before)
+        squared = 0.0
+        with self.lock:
+            for section, before in zip(self.sections, self._boundary, strict=True):
+                trained = before[: section.trainable]
+                trained.sub_(section.storage[: section.trainable])
+                squared += _squared_norm(trained)
             self.step += 1
             self._changed()
-            return math.sqrt(squared)
-        finally:
-            self.lock.release()
+        return math.sqrt(squared)
 
     # --- copies -----------------------------------------------------------------------------------------------------
 
@@ -180,14 +173,17 @@ class ParameterArena:
             self._free[buffer.whole].append(buffer)
 
     def snapshot(self, whole: bool = False) -> Snapshot:
-        """The model as it is now, never torn: copied at most once a version, and shared. Release it after use."""
+        """The model as of the last step boundary, never torn: copied at most once a boundary, and shared.
+
+        Release it after use. Of a whole model the frozen parameters and local buffers are read as they are now.
+        """
         with self.lock:
             current = self._current.get(whole)
             if current is None:
                 buffer = self.buffer(whole)
-                for section, vector, buffers in zip(self.sections, buffer.vectors, self._buffers, strict=True):
-                    vector.copy_(section.storage[: len(vector)])
-                    vector[section.trainable : section.mixed].copy_(buffers)
+                for section, vector, boundary in zip(self.sections, buffer.vectors, self._boundary, strict=True):
+                    vector[: section.mixed].copy_(boundary)
+                    vector[section.mixed :].copy_(section.storage[section.mixed : len(vector)])
                 current = self._current[whole] = Snapshot(buffer, self.step, self)
             current._holders += 1
             return current
@@ -253,10 +249,9 @@ class ParameterArena:
                     tensor.data = tensor.detach().clone(memory_format=torch.preserve_format)
 
     def _changed(self) -> None:
-        """Weights have changed, under the lock: what was copied before is no longer the current version."""
-        for section, buffers in zip(self.sections, self._buffers, strict=True):
-            if len(buffers):
-                buffers.copy_(section.storage[section.trainable : section.mixed])
+        """Weights have changed and this is a boundary, under the lock: what was copied before is out of date."""
+        for section, boundary in zip(self.sections, self._boundary, strict=True):
+            boundary.copy_(section.storage[: section.mixed])
         while self._current:
             self._current.popitem()[1].release()
 

@@ -11,8 +11,7 @@ One request, from end to end::
       Link.ask    here    ... the reply comes in, a model straight into the payload buffer
       _finish     here    done(reply), or done(error)
 
-A connection carries one request at a time, always from the side that opened it. No callback is
-called while a lock is held.
+A connection carries one request at a time, of the side that opened it. Callbacks hold no lock.
 """
 
 from __future__ import annotations
