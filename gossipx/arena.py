@@ -147,7 +147,8 @@ class ParameterArena:
         """Called by the training thread after each change of the weights, the optimizer's step.
 
         Returns:
-            Δ_t = ‖x_t − x_{t−1}‖₂ over the trained values (Adaptive Communication, Eq. 6), x_{t−1} taken after any mixing.
+            Δ_t = ‖x_t − x_{t−1}‖₂ over the trained values (Adaptive Communication, Eq. 6); x_{t−1} is taken after any
+            mixing.
         """
         squared = 0.0
         with self.lock:

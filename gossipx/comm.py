@@ -30,7 +30,8 @@ from typing import Any, cast
 
 from gossipx.errors import GossipxError, PeerFaultError, PeerUnreachableError, ProtocolError
 from gossipx.messages import Reply, Request
-from gossipx.transports import Address, Link, Links, Listener, Stream, Transport, tcp
+from gossipx.transports import Address, Listener, Stream, Transport, tcp
+from gossipx.transports.link import Link, Links
 from gossipx.wire import DescribeRequest, Description, Hello, frames, manifest_bytes
 
 log = logging.getLogger("gossipx")

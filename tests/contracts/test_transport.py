@@ -1,0 +1,405 @@
+"""What every transport keeps to (the protocols in gossipx.transports), and what is TCP's own.
+
+Numbers in brackets are rows of the project's fault list.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from gossipx.errors import GossipxError, PeerTimeoutError, PeerUnreachableError
+from gossipx.transports import Address, Listener, Stream, Transport, tcp
+
+Pair = tuple[Stream, Stream]
+Beside = Callable[..., "Future[Any]"]
+
+TRANSPORTS: dict[str, tuple[Transport, Address]] = {"tcp": (tcp, Address("127.0.0.1", 0))}
+LONG = 60.0  # seconds: ends a test that hangs
+SHORT = 0.2  # seconds: a deadline that is meant to pass
+
+
+def soon(seconds: float = LONG) -> float:
+    return time.monotonic() + seconds
+
+
+@pytest.fixture(params=TRANSPORTS)
+def transport(request: pytest.FixtureRequest) -> Transport:
+    return TRANSPORTS[request.param][0]
+
+
+@pytest.fixture
+def listener(transport: Transport, request: pytest.FixtureRequest) -> Iterator[Listener]:
+    place = next(place for known, place in TRANSPORTS.values() if known is transport)
+    listening = transport.listen(place)
+    yield listening
+    listening.close()
+
+
+@pytest.fixture
+def pair(transport: Transport, listener: Listener) -> Iterator[Pair]:
+    ours = transport.connect(listener.address, soon())
+    theirs = listener.accept()
+    yield ours, theirs
+    ours.abort()
+    theirs.abort()
+
+
+@pytest.fixture
+def beside() -> Iterator[Beside]:
+    """Runs a call in another thread."""
+    with ThreadPoolExecutor(4) as pool:
+        yield pool.submit
+
+
+def read(stream: Stream, count: int, deadline: float | None = None) -> bytes:
+    data = memoryview(bytearray(count))
+    done = 0
+    while done < count:
+        done += stream.receive_into(data[done:], deadline or soon())
+    return bytes(data)
+
+
+# --- the contract -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 7, 65_536, 5_000_001])
+def test_bytes_arrive_as_they_were(pair: Pair, beside: Beside, size: int) -> None:
+    ours, theirs = pair
+    data = os.urandom(size)
+    sent = beside(ours.send, [data], soon())
+    assert read(theirs, size) == data
+    sent.result(LONG)
+
+
+def test_buffers_arrive_in_order_and_empty_ones_are_nothing(pair: Pair, beside: Beside) -> None:
+    ours, theirs = pair
+    buffers: list[bytes | memoryview] = [b"", b"first", memoryview(b""), memoryview(b"second")]
+    buffers += [index.to_bytes(4, "big") for index in range(3000)]
+    sent = [beside(ours.send, buffers, soon())]
+    expected = b"".join(buffers)
+    assert read(theirs, len(expected)) == expected
+    ours.send([], soon())
+    ours.send([b""], soon())
+    for index in range(100):
+        ours.send([index.to_bytes(4, "big")], soon())
+    assert read(theirs, 400) == b"".join(index.to_bytes(4, "big") for index in range(100))
+    sent[0].result(LONG)
+
+
+def test_views_of_numbers_are_sent_as_bytes(pair: Pair) -> None:
+    ours, theirs = pair
+    ours.send([memoryview(bytes(range(16))).cast("I")], soon())
+    assert read(theirs, 16) == bytes(range(16))
+
+
+def test_buffers_may_change_once_sent(pair: Pair) -> None:
+    ours, theirs = pair
+    data = bytearray(b"before")
+    ours.send([memoryview(data)], soon())
+    data[:] = b"after!"
+    assert read(theirs, 6) == b"before"
+
+
+def test_receiving_takes_no_more_than_there_is_room_for(pair: Pair) -> None:
+    ours, theirs = pair
+    ours.send([b"abcdef"], soon())
+    room = bytearray(b"......")
+    assert theirs.receive_into(memoryview(room)[2:3], soon()) == 1
+    assert room == b"..a..."
+    assert read(theirs, 5) == b"bcdef"
+
+
+def test_both_ways_at_once(pair: Pair, beside: Beside) -> None:
+    there, back = os.urandom(6_000_000), os.urandom(6_000_000)
+    ours, theirs = pair
+    sent = [beside(ours.send, [there], soon()), beside(theirs.send, [back], soon())]
+    received = beside(read, ours, len(back))
+    assert read(theirs, len(there)) == there
+    assert received.result(LONG) == back
+    for each in sent:
+        each.result(LONG)
+
+
+def test_64_connections_at_once(transport: Transport, listener: Listener) -> None:
+    def call(number: int) -> bytes:
+        stream = transport.connect(listener.address, soon())
+        stream.send([number.to_bytes(4, "big") * 1000], soon())
+        try:
+            return read(stream, 4)
+        finally:
+            stream.abort()
+
+    with ThreadPoolExecutor(64) as pool:
+        calls = [pool.submit(call, number) for number in range(64)]
+        accepted = [listener.accept() for _ in calls]
+        for stream in accepted:
+            stream.send([read(stream, 4000)[-4:]], soon())
+        assert [int.from_bytes(each.result(LONG), "big") for each in calls] == list(range(64))
+    for stream in accepted:
+        stream.abort()
+
+
+def test_what_was_sent_before_closing_still_arrives(pair: Pair) -> None:
+    ours, theirs = pair
+    ours.send([b"last words"], soon())
+    ours.abort()
+    assert read(theirs, 10) == b"last words"
+    with pytest.raises(PeerUnreachableError, match="closed the connection"):
+        read(theirs, 1)
+    assert not theirs.quiet()
+
+
+def test_sending_to_one_who_has_gone_ends(pair: Pair) -> None:  # [2]
+    ours, theirs = pair
+    theirs.abort()
+    with pytest.raises(PeerUnreachableError):
+        ours.send([bytes(64_000_000)], soon())
+
+
+def test_nothing_comes_by_the_deadline(pair: Pair) -> None:  # [7]
+    ours, theirs = pair
+    with pytest.raises(PeerTimeoutError):
+        read(theirs, 1, soon(SHORT))
+    ours.send([b"late"], soon())
+    assert read(theirs, 4) == b"late"
+
+
+def test_a_deadline_that_has_passed_ends_at_once(pair: Pair) -> None:
+    ours, theirs = pair
+    with pytest.raises(PeerTimeoutError):
+        ours.send([b"a"], time.monotonic())
+    with pytest.raises(PeerTimeoutError):
+        read(theirs, 1, time.monotonic())
+
+
+def test_a_trickle_does_not_stretch_the_deadline(pair: Pair, beside: Beside) -> None:  # [8]
+    ours, theirs = pair
+    more, over = threading.Semaphore(1), threading.Event()
+
+    def trickle() -> None:
+        while more.acquire(timeout=LONG) and not over.is_set():
+            ours.send([b"a"], soon())
+
+    sender = beside(trickle)
+    deadline, received = soon(SHORT), 0
+    with pytest.raises(PeerTimeoutError):
+        while True:
+            received += theirs.receive_into(memoryview(bytearray(1)), deadline)
+            more.release()
+    over.set()
+    more.release()
+    sender.result(LONG)
+    assert received > 0
+
+
+def test_a_receiver_that_never_reads_ends_the_sending(pair: Pair) -> None:  # [9]
+    with pytest.raises(PeerTimeoutError):
+        pair[0].send([bytes(64_000_000)], soon(SHORT))
+
+
+def test_a_receiver_that_sips_does_not_stretch_the_deadline(pair: Pair, beside: Beside) -> None:  # [9]
+    ours, theirs = pair
+    over = threading.Event()
+
+    def sip() -> int:
+        count = 0
+        while not over.is_set():
+            count += theirs.receive_into(memoryview(bytearray(10)), soon())
+        return count
+
+    sipped = beside(sip)
+    with pytest.raises(PeerTimeoutError):
+        ours.send([bytes(256_000_000)], soon(SHORT))
+    over.set()
+    assert sipped.result(LONG) > 0
+
+
+@pytest.mark.parametrize("blocked", ["receive", "send"])
+def test_abort_wakes_a_blocked_call(pair: Pair, beside: Beside, blocked: str) -> None:
+    ours, theirs = pair
+    started = threading.Event()
+
+    def block() -> None:
+        started.set()
+        if blocked == "send":
+            ours.send([bytes(64_000_000)], soon())
+        else:
+            read(ours, 1)
+
+    call = beside(block)
+    assert started.wait(LONG)
+    if blocked == "send":
+        read(theirs, 1)  # it is under way
+    ours.abort()
+    with pytest.raises(PeerUnreachableError):
+        call.result(LONG)
+    ours.abort()
+    with pytest.raises(PeerUnreachableError):
+        ours.send([b"a"], soon())
+    with pytest.raises(PeerUnreachableError):
+        read(ours, 1)
+    assert not ours.quiet()
+
+
+def test_quiet_until_something_comes(pair: Pair) -> None:
+    ours, theirs = pair
+    assert theirs.quiet()
+    ours.send([b"ab"], soon())
+    assert read(theirs, 1) == b"a"
+    assert not theirs.quiet()
+    assert read(theirs, 1) == b"b"
+    assert theirs.quiet()
+
+
+def test_closing_wakes_a_blocked_accept(listener: Listener, beside: Beside) -> None:
+    accepting = beside(listener.accept)
+    listener.close()
+    with pytest.raises(GossipxError):
+        accepting.result(LONG)
+    listener.close()
+    with pytest.raises(GossipxError):
+        listener.accept()
+
+
+def test_nobody_listens(transport: Transport, listener: Listener) -> None:
+    place = listener.address
+    listener.close()
+    with pytest.raises(PeerUnreachableError, match=str(place.port)):
+        transport.connect(place, soon())
+    again = transport.listen(place)  # and the place is free
+    again.close()
+
+
+def test_an_address_in_use_is_named(transport: Transport, listener: Listener) -> None:  # [33]
+    with pytest.raises(GossipxError, match=f"{listener.address}.* in use.* another port") as caught:
+        transport.listen(listener.address)
+    assert caught.value.exit_code == 1
+
+
+# --- TCP ----------------------------------------------------------------------------------------
+
+
+def test_addresses_read_as_people_write_them() -> None:
+    assert str(Address("node1", 7000)) == "node1:7000"
+    assert str(Address("fe80::1", 7000)) == "[fe80::1]:7000"
+
+
+def test_ipv6() -> None:
+    try:
+        listening = tcp.listen(Address("::1", 0))
+    except GossipxError as error:
+        pytest.skip(f"this machine has no IPv6: {error}")
+    assert str(listening.address).startswith("[::1]:")
+    ours = tcp.connect(listening.address, soon())
+    theirs = listening.accept()
+    ours.send([b"six"], soon())
+    assert read(theirs, 3) == b"six"
+    for each in (ours, theirs):
+        each.abort()
+    listening.close()
+
+
+def test_an_address_of_another_machine_cannot_be_listened_at() -> None:
+    with pytest.raises(GossipxError, match=r"192\.0\.2\.1:0: this machine has no such address"):
+        tcp.listen(Address("192.0.2.1", 0))
+
+
+def test_a_half_closed_peer_can_still_be_answered() -> None:  # [7]
+    listening = tcp.listen(Address("127.0.0.1", 0))
+    with socket.create_connection((listening.address.host, listening.address.port)) as peer:
+        stream = listening.accept()
+        peer.shutdown(socket.SHUT_WR)
+        with pytest.raises(PeerUnreachableError, match="closed the connection"):
+            read(stream, 1)
+        stream.send([b"answer"], soon())
+        assert peer.recv(6) == b"answer"
+    stream.abort()
+    listening.close()
+
+
+def test_a_reset_connection_is_unreachable() -> None:
+    listening = tcp.listen(Address("127.0.0.1", 0))
+    peer = socket.create_connection((listening.address.host, listening.address.port))
+    stream = listening.accept()
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+    peer.close()
+    with pytest.raises(PeerUnreachableError, match="lost the connection"):
+        read(stream, 1)
+    stream.abort()
+    listening.close()
+
+
+def test_a_name_that_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:  # [35]
+    def unknown(host: str, *rest: object, **named: object) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    with pytest.raises(PeerUnreachableError, match="no address is known for node9:7000"):
+        tcp.connect(Address("node9", 7000), soon())
+
+
+def test_a_look_up_that_hangs_keeps_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    over = threading.Event()
+
+    def hang(*given: object, flags: int = 0, **named: object) -> None:
+        if not flags:
+            over.wait(LONG)
+        raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+
+    monkeypatch.setattr(socket, "getaddrinfo", hang)
+    with pytest.raises(PeerTimeoutError, match="node9:7000"):
+        tcp.connect(Address("node9", 7000), soon(SHORT))
+    over.set()
+
+
+def test_a_listener_that_never_accepts_keeps_the_deadline() -> None:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen(0)
+        place = Address(*listening.getsockname())
+        waiting = [socket.socket() for _ in range(4)]  # more than its queue takes
+        for each in waiting:
+            each.setblocking(False)
+            assert each.connect_ex((place.host, place.port)) in (0, errno.EINPROGRESS)
+        with pytest.raises(PeerTimeoutError, match=str(place)):
+            tcp.connect(place, soon(SHORT))
+        for each in waiting:
+            each.close()
+
+
+def test_a_socket_connected_to_itself_is_nobody() -> None:
+    with socket.socket() as alone:
+        alone.bind(("127.0.0.1", 0))
+        place = alone.getsockname()
+        with pytest.raises(ConnectionRefusedError):
+            tcp._connect(alone, place, Address(*place), soon())
+
+
+def test_out_of_descriptors_accepting_fails_and_recovers() -> None:  # [40]
+    listening = tcp.listen(Address("127.0.0.1", 0))
+    peer = socket.create_connection((listening.address.host, listening.address.port))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.dup(0)
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
+    try:
+        with pytest.raises(GossipxError, match="Too many open files"):
+            listening.accept()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    stream = listening.accept()
+    peer.sendall(b"here")
+    assert read(stream, 4) == b"here"
+    stream.abort()
+    peer.close()
+    listening.close()

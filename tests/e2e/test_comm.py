@@ -1,0 +1,679 @@
+"""Several CommManagers in one process, over real sockets.
+
+Numbers in brackets are rows of the project's fault list.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import queue
+import resource
+import socket
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from gossipx.comm import CommManager
+from gossipx.errors import (
+    GossipxError,
+    ModelMismatchError,
+    PeerTimeoutError,
+    PeerUnreachableError,
+    ProtocolError,
+)
+from gossipx.messages import (
+    ArriveRequest,
+    HereReply,
+    LeaveRequest,
+    ModelReply,
+    NotReadyReply,
+    PullRequest,
+    Reply,
+    Request,
+    Stage,
+)
+from gossipx.transports import Address, tcp
+from gossipx.wire import Hello, Refused, Welcome, frames, no_payload
+
+HERE = Address("127.0.0.1", 0)
+MANIFEST = ("weight float32 (10, 5) (5, 1)", "bias float32 (10,) (1,)")
+LONG = 60.0  # seconds: ends a test that hangs
+SHORT = 1.0  # seconds: a deadline that is meant to pass, but not before a request has arrived
+
+Received = tuple[int, Hashable, Request]
+
+
+def soon(seconds: float = LONG) -> float:
+    return time.monotonic() + seconds
+
+
+class Host:
+    """A manager whose requests are put into ``received``, or answered by ``react``."""
+
+    def __init__(self, run: Run, rank: int, **settings: Any):
+        self.received: queue.Queue[Received] = queue.Queue()
+        self.answered: queue.Queue[bool] = queue.Queue()
+        self.react: Callable[[Hashable, Request], None] | None = None
+        given: dict[str, Any] = {
+            "rank": rank,
+            "names": run.names,
+            "addresses": run.addresses,
+            "bind": HERE,
+            "peers_digest": "the same list",
+            "manifest": MANIFEST,
+            "on_request": self._requested,
+            "peer_timeout": LONG,
+        }
+        self.comm = CommManager(**(given | settings))
+        self.comm.start()
+        run.addresses[rank] = self.comm.address
+
+    def _requested(self, sender: int, key: Hashable, request: Request) -> None:
+        self.received.put((sender, key, request))
+        if self.react is not None:
+            self.react(key, request)
+
+    def ask(
+        self, to: int, request: Request, payload: bytearray | None = None, seconds: float = LONG
+    ) -> queue.Queue[Reply | GossipxError]:
+        results: queue.Queue[Reply | GossipxError] = queue.Queue()
+        room = None if payload is None else memoryview(payload)
+        self.comm.request(to, request, deadline=soon(seconds), payload=room, done=results.put)
+        return results
+
+    def answer(self, key: Hashable, reply: Reply, payload: bytes | None = None) -> None:
+        model = None if payload is None else memoryview(payload)
+        self.comm.answer(key, reply, payload=model, deadline=soon(), done=self.answered.put)
+
+    def serve(self, model: bytes) -> None:
+        """Answer every pull with ``model``, all else with HereReply."""
+
+        def react(key: Hashable, request: Request) -> None:
+            if isinstance(request, PullRequest):
+                self.answer(key, ModelReply(request.step), model)
+            else:
+                self.answer(key, HereReply(Stage.TRAIN))
+
+        self.react = react
+
+
+class Run:
+    """Peers of one run; addresses become known as they start."""
+
+    def __init__(self, size: int):
+        self.names = [f"peer-{rank:02}" for rank in range(size)]
+        self.addresses = [Address("127.0.0.1", 1)] * size
+        self.hosts: list[Host] = []
+
+    def host(self, rank: int, **settings: Any) -> Host:
+        self.hosts.append(Host(self, rank, **settings))
+        return self.hosts[-1]
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[[int], Run]]:
+    """Makes runs; all end with the test and leave no thread."""
+    before = set(threading.enumerate())
+    runs: list[Run] = []
+
+    def make(size: int) -> Run:
+        runs.append(Run(size))
+        return runs[-1]
+
+    yield make
+    for run in runs:
+        for host in run.hosts:
+            host.comm.close()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(LONG)
+        assert not thread.is_alive(), thread
+
+
+@pytest.fixture
+def two(start: Callable[[int], Run]) -> tuple[Host, Host]:
+    run = start(2)
+    return run.host(0), run.host(1)
+
+
+class Heard(logging.Handler):
+    """Log records of gossipx, to be waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: queue.Queue[logging.LogRecord] = queue.Queue()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.put(record)
+
+    def wait(self, text: str, failed: bool = False) -> logging.LogRecord:
+        while True:
+            record = self.records.get(timeout=LONG)
+            assert failed or record.exc_info is None
+            if text in record.getMessage():
+                return record
+
+
+@pytest.fixture
+def heard() -> Iterator[Heard]:
+    handler, log = Heard(), logging.getLogger("gossipx")
+    level = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.DEBUG)
+    yield handler
+    log.setLevel(level)
+    log.removeHandler(handler)
+
+
+def knock(host: Host) -> socket.socket:
+    address = host.comm.address
+    return socket.create_connection((address.host, address.port), timeout=LONG)
+
+
+def frame(message: Any, number: int = 0) -> bytes:
+    return b"".join(b"".join(buffers) for buffers in frames.encode(message, number))
+
+
+def read_frame(stream: socket.socket) -> frames.Frame | None:
+    """The next frame without payload; None at the end of the stream."""
+    decoder = frames.Decoder(no_payload)
+    while True:
+        count = stream.recv_into(decoder.next_buffer())
+        if not count:
+            return None
+        found = decoder.received(count)
+        if found is not None:
+            return found
+
+
+def introduced(host: Host, rank: int, names: Sequence[str]) -> socket.socket:
+    """A connection past its handshake, by someone who says he is ``rank``."""
+    stream = knock(host)
+    model = host.comm._me.model
+    stream.sendall(frame(Hello(rank, names[rank], len(names), "the same list", model)))
+    assert read_frame(stream) is not None
+    return stream
+
+
+# --- requests and answers -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 4, 3_000_001])
+def test_a_model_is_pulled(two: tuple[Host, Host], size: int) -> None:
+    a, b = two
+    model, room = os.urandom(size), bytearray(size)
+    b.serve(model)
+    for step in (1, 2):
+        results = a.ask(1, PullRequest(step), room)
+        assert results.get(timeout=LONG) == ModelReply(step)
+        assert room == model
+        assert b.received.get(timeout=LONG)[::2] == (0, PullRequest(step))
+        assert b.answered.get(timeout=LONG) is True
+        assert results.empty()
+        room[:] = bytes(size)
+    overhead = a.comm.bytes_received - 2 * size
+    assert 0 < overhead < 1000
+    assert b.comm.bytes_sent == a.comm.bytes_received
+    assert a.comm.bytes_sent == b.comm.bytes_received
+
+
+def test_a_message_is_answered_later_and_others_meanwhile(two: tuple[Host, Host]) -> None:
+    a, b = two
+    first = a.ask(1, ArriveRequest(Stage.START))
+    _, first_key, _ = b.received.get(timeout=LONG)
+    second = a.ask(1, LeaveRequest())
+    _, second_key, _ = b.received.get(timeout=LONG)
+    b.answer(second_key, HereReply(Stage.TRAIN, {"accuracy": 0.5}))
+    assert second.get(timeout=LONG) == HereReply(Stage.TRAIN, {"accuracy": 0.5})
+    assert first.empty()
+    b.answer(first_key, NotReadyReply("not yet"))
+    assert first.get(timeout=LONG) == NotReadyReply("not yet")
+
+
+def test_an_answer_that_lasts_longer_than_a_look_at_the_requester(
+    two: tuple[Host, Host], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks, quiet = threading.Semaphore(0), tcp.TcpStream.quiet
+
+    def look(stream: tcp.TcpStream) -> bool:
+        looks.release()
+        return quiet(stream)
+
+    monkeypatch.setattr("gossipx.comm._LOOK", 0.01)
+    monkeypatch.setattr(tcp.TcpStream, "quiet", look)
+    a, b = two
+    results = a.ask(1, LeaveRequest())
+    _, key, _ = b.received.get(timeout=LONG)
+    for _ in range(3):
+        assert looks.acquire(timeout=LONG)
+    b.answer(key, HereReply(Stage.TRAIN))
+    assert results.get(timeout=LONG) == HereReply(Stage.TRAIN)
+
+
+def test_a_key_is_answered_once(two: tuple[Host, Host]) -> None:
+    a, b = two
+    results = a.ask(1, LeaveRequest())
+    _, key, _ = b.received.get(timeout=LONG)
+    b.answer(key, HereReply(Stage.TRAIN))
+    assert b.answered.get(timeout=LONG) is True
+    b.answer(key, HereReply(Stage.TRAIN))
+    assert b.answered.get(timeout=LONG) is False
+    assert results.get(timeout=LONG) == HereReply(Stage.TRAIN)
+
+
+def test_what_no_peer_would_accept_is_refused_where_it_is_said(two: tuple[Host, Host]) -> None:
+    a, b = two
+    with pytest.raises(ValueError, match="step"):
+        a.ask(1, PullRequest(-1))
+    for to in (0, 2, -1):
+        with pytest.raises(ValueError, match=f"rank {to}"):
+            a.ask(to, PullRequest(1))
+    results = a.ask(1, LeaveRequest())
+    _, key, _ = b.received.get(timeout=LONG)
+    with pytest.raises(ValueError, match="reason"):
+        b.answer(key, NotReadyReply("two\nlines"))
+    b.answer(key, NotReadyReply("one line"))
+    assert results.get(timeout=LONG) == NotReadyReply("one line")
+
+
+def test_a_model_of_another_size_is_refused(two: tuple[Host, Host]) -> None:  # [24]
+    a, b = two
+    b.serve(b"12345")
+    room = bytearray(4)
+    error = a.ask(1, PullRequest(1), room).get(timeout=LONG)
+    assert isinstance(error, ProtocolError)
+    assert "peer-01" in str(error)
+    assert room == bytes(4)
+    assert isinstance(a.ask(1, PullRequest(1)).get(timeout=LONG), ProtocolError)
+
+
+def test_pulls_across_and_around_do_not_wait_for_each_other(start: Callable[[int], Run]) -> None:
+    """A pulls B while B pulls A, and a ring of four, at once. [27]"""
+    run = start(4)
+    models = [os.urandom(2_000_000) for _ in range(4)]
+    for rank, model in enumerate(models):
+        run.host(rank).serve(model)
+    pulls = []
+    for _ in range(3):
+        for rank in range(4):
+            for to in ((rank + 1) % 4, rank ^ 1):
+                room = bytearray(2_000_000)
+                pulls.append((to, room, run.hosts[rank].ask(to, PullRequest(1), room)))
+    for to, room, results in pulls:
+        assert results.get(timeout=LONG) == ModelReply(1)
+        assert room == models[to]
+
+
+def test_callbacks_may_call_the_manager(two: tuple[Host, Host]) -> None:
+    a, b = two
+    b.serve(b"")
+    results: queue.Queue[object] = queue.Queue()
+
+    def again(reply: object) -> None:
+        a.comm.request(1, LeaveRequest(), deadline=soon(), payload=None, done=lambda reply: chain(reply))
+
+    def chain(reply: object) -> None:
+        results.put(reply)
+        a.comm.close()
+
+    a.comm.request(1, LeaveRequest(), deadline=soon(), payload=None, done=again)
+    assert results.get(timeout=LONG) == HereReply(Stage.TRAIN)
+
+
+def test_a_callback_that_fails_is_logged_and_its_answer_told(two: tuple[Host, Host], heard: Heard) -> None:
+    a, b = two
+
+    def react(key: Hashable, request: Request) -> None:
+        b.answer(key, HereReply(Stage.TRAIN))
+        raise RuntimeError("a driver's mistake")
+
+    def done(result: Reply | GossipxError) -> None:
+        assert isinstance(result, PeerUnreachableError)
+        raise RuntimeError("another mistake")
+
+    b.react = react
+    a.comm.request(1, LeaveRequest(), deadline=soon(), payload=None, done=done)
+    assert b.answered.get(timeout=LONG) is False
+    texts = [str(heard.wait(text, failed=True).exc_info) for text in ("failed", "failed")]
+    assert any("a driver's mistake" in text for text in texts)
+    assert any("another mistake" in text for text in texts)
+
+
+# --- deadlines and deaths -----------------------------------------------------------------------
+
+
+def test_no_answer_within_the_deadline(two: tuple[Host, Host]) -> None:
+    a, b = two
+    error = a.ask(1, PullRequest(1), bytearray(4), SHORT).get(timeout=LONG)
+    assert isinstance(error, PeerTimeoutError)
+    assert str(error).startswith("peer-01: ")
+    _, key, _ = b.received.get(timeout=LONG)
+    b.comm.answer(key, ModelReply(1), payload=memoryview(b"1234"), deadline=0.0, done=b.answered.put)
+    assert b.answered.get(timeout=LONG) is False
+
+
+def test_a_requester_that_hangs_up_is_noticed(  # [2]
+    two: tuple[Host, Host], heard: Heard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gossipx.comm._LOOK", 0.01)
+    a, b = two
+    a.ask(1, PullRequest(1), bytearray(4))
+    _, key, _ = b.received.get(timeout=LONG)
+    a.comm.close()
+    heard.wait("hung up before its request was answered")
+    b.answer(key, ModelReply(1), b"1234")
+    assert b.answered.get(timeout=LONG) is False
+
+
+def test_a_requester_that_never_reads_is_given_up(start: Callable[[int], Run]) -> None:  # [9]
+    run = start(2)
+    a = run.host(0)
+    with introduced(a, 1, run.names) as stream:
+        stream.sendall(frame(PullRequest(1), 5))
+        _, key, _ = a.received.get(timeout=LONG)
+        model = memoryview(bytes(64_000_000))
+        a.comm.answer(key, ModelReply(1), payload=model, deadline=soon(SHORT), done=a.answered.put)
+        assert a.answered.get(timeout=LONG) is False
+
+
+def test_a_sender_that_dies_in_mid_transfer(start: Callable[[int], Run]) -> None:  # [1]
+    run = start(2)
+    a = run.host(0)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        run.addresses[1] = Address(*listening.getsockname())
+        room = bytearray(1000)
+        results = a.ask(1, PullRequest(1), room)
+        stream, _ = listening.accept()
+        with stream:
+            hello = read_frame(stream)
+            assert hello is not None
+            assert isinstance(hello.message, Hello)
+            stream.sendall(frame(Welcome(1, run.names[1], hello.message.model)))
+            request = read_frame(stream)
+            assert request is not None
+            model = frames.encode(ModelReply(1), request.request, memoryview(bytes(1000)))
+            stream.sendall(b"".join(next(model))[:-500])
+    error = results.get(timeout=LONG)
+    assert isinstance(error, PeerUnreachableError)
+    assert "closed the connection" in str(error)
+    assert results.empty()
+
+
+def test_nobody_listens(start: Callable[[int], Run]) -> None:
+    run = start(2)
+    error = run.host(0).ask(1, PullRequest(1), bytearray(4)).get(timeout=LONG)
+    assert isinstance(error, PeerUnreachableError)
+    assert "peer-01: cannot connect to 127.0.0.1:1" in str(error)
+
+
+def test_a_peer_that_restarted_is_asked_anew(start: Callable[[int], Run]) -> None:  # [36]
+    run = start(2)
+    a, b = run.host(0), run.host(1)
+    for _ in range(3):
+        b.serve(b"model")
+        room = bytearray(5)
+        assert a.ask(1, PullRequest(1), room).get(timeout=LONG) == ModelReply(1)
+        b.comm.close()
+        b = run.host(1, bind=b.comm.address)
+
+
+def test_a_request_whose_connection_dies_under_it_is_tried_once_more(
+    start: Callable[[int], Run],
+) -> None:
+    run = start(2)
+    a = run.host(0)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        run.addresses[1] = Address(*listening.getsockname())
+
+        def accept() -> socket.socket:
+            stream, _ = listening.accept()
+            hello = read_frame(stream)
+            assert hello is not None
+            assert isinstance(hello.message, Hello)
+            stream.sendall(frame(Welcome(1, run.names[1], hello.message.model)))
+            return stream
+
+        def request(stream: socket.socket) -> int:
+            found = read_frame(stream)
+            assert found is not None
+            return found.request
+
+        first = a.ask(1, LeaveRequest())
+        old = accept()
+        old.sendall(frame(HereReply(Stage.TRAIN), request(old)))
+        assert first.get(timeout=LONG) == HereReply(Stage.TRAIN)
+        second = a.ask(1, LeaveRequest())
+        request(old)  # on the connection that was kept ...
+        old.close()  # ... which ends without a word
+        with accept() as new:
+            new.sendall(frame(HereReply(Stage.DONE), request(new)))
+            assert second.get(timeout=LONG) == HereReply(Stage.DONE)
+        third = a.ask(1, LeaveRequest())
+        with accept() as new:
+            request(new)  # a new connection that fails is not tried again
+        assert isinstance(third.get(timeout=LONG), PeerUnreachableError)
+
+
+def test_closing_ends_all_that_is_pending(two: tuple[Host, Host]) -> None:
+    a, b = two
+    asked = [a.ask(1, PullRequest(1), bytearray(4)) for _ in range(5)]
+    asking = [b.ask(0, ArriveRequest(Stage.START)) for _ in range(5)]
+    keys = [b.received.get(timeout=LONG)[1] for _ in asked]
+    for _ in asking:
+        a.received.get(timeout=LONG)
+    b.comm.close()
+    b.comm.close()
+    for results in asking + asked:
+        assert isinstance(results.get(timeout=LONG), PeerUnreachableError)
+        assert results.empty()
+    for key in keys:
+        b.answer(key, ModelReply(1), b"1234")
+        assert b.answered.get(timeout=LONG) is False
+    error = b.ask(0, LeaveRequest()).get(timeout=LONG)
+    assert "peer-01 has ended its connections" in str(error)
+
+
+def test_closing_does_not_wait_for_a_connection_that_is_being_opened(
+    start: Callable[[int], Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gossipx.comm._CLOSE", 0.1)
+    entered, over = threading.Event(), threading.Event()
+
+    class Slow:
+        def listen(self, address: Address) -> Any:
+            return tcp.listen(address)
+
+        def connect(self, address: Address, deadline: float) -> Any:
+            entered.set()
+            over.wait(LONG)
+            raise PeerUnreachableError("too late")
+
+    a = start(2).host(0, transport=Slow())
+    results = a.ask(1, LeaveRequest())
+    assert entered.wait(LONG)
+    a.comm.close()
+    assert isinstance(results.get(timeout=LONG), PeerUnreachableError)
+    over.set()
+    for thread in threading.enumerate():
+        if thread.name.startswith("gossipx-ask"):
+            thread.join(LONG)
+    assert results.empty()
+
+
+# --- who is let in ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("garbage", [b"GET / HTTP/1.1\r\nHost: a\r\n\r\n", bytes(100), b"GSPX\x00\x01" + b"\xff" * 50])
+def test_garbage_is_closed_quietly(two: tuple[Host, Host], heard: Heard, garbage: bytes) -> None:
+    """[15]"""
+    a, b = two
+    with knock(b) as stream:
+        stream.sendall(garbage)
+        with contextlib.suppress(ConnectionResetError):
+            assert stream.recv(100) == b""
+    assert heard.wait("the connection from 127.0.0.1").levelno == logging.DEBUG
+    b.serve(b"")
+    assert a.ask(1, LeaveRequest()).get(timeout=LONG) == HereReply(Stage.TRAIN)
+
+
+def test_another_version_is_told_ours_in_a_frame(two: tuple[Host, Host]) -> None:  # [16]
+    with knock(two[0]) as stream:
+        hello = bytearray(frame(Hello(1, "peer-01", 2, "the same list", "m")))
+        hello[4:6] = b"\x00\x63"
+        stream.sendall(hello)
+        refused = read_frame(stream)
+    assert refused is not None
+    assert isinstance(refused.message, Refused)
+    assert "version 99" in refused.message.reason
+    assert f"version {frames.VERSION}" in refused.message.reason
+
+
+def test_a_client_of_another_version_names_both(start: Callable[[int], Run]) -> None:  # [16]
+    run = start(2)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        run.addresses[1] = Address(*listening.getsockname())
+        results = run.host(0).ask(1, LeaveRequest())
+        stream, _ = listening.accept()
+        with stream:
+            refused = bytearray(frame(Refused("what a newer version says")))
+            refused[4:6] = b"\x00\x02"
+            stream.sendall(refused)
+            error = results.get(timeout=LONG)
+    assert isinstance(error, ProtocolError)
+    assert "version 2 " in str(error)
+    assert f"version {frames.VERSION}:" in str(error)
+
+
+def test_another_hosts_file_is_refused(start: Callable[[int], Run]) -> None:
+    run = start(2)
+    a = run.host(0)
+    run.host(1, peers_digest="another list")
+    error = a.ask(1, LeaveRequest()).get(timeout=LONG)
+    assert isinstance(error, ProtocolError)
+    assert "hosts files of peer-00 (2 peers) and peer-01 (2 peers) differ" in str(error)
+
+
+def test_another_peer_at_the_address_is_refused(start: Callable[[int], Run]) -> None:
+    run = start(3)
+    a, b = run.host(0), run.host(1)
+    run.addresses[2] = b.comm.address
+    assert "answers peer-01, rank 1, not rank 2" in str(a.ask(2, LeaveRequest()).get(timeout=LONG))
+    run.addresses[2] = a.comm.address
+    assert "is this peer itself" in str(a.ask(2, LeaveRequest()).get(timeout=LONG))
+
+
+def test_another_model_names_the_first_tensor(start: Callable[[int], Run]) -> None:  # [21]
+    run = start(2)
+    a = run.host(0)
+    b = run.host(1, manifest=[MANIFEST[0], "bias float32 (11,) (1,)"])
+    for asking, other in ((a, 1), (b, 0)):
+        error = asking.ask(other, PullRequest(1), bytearray(4)).get(timeout=LONG)
+        assert isinstance(error, ModelMismatchError)
+        assert error.exit_code == 2
+    assert str(error) == (
+        "the models of peer-01 and peer-00 differ: tensor 1 is 'bias float32 (11,) (1,)' here and"
+        " 'bias float32 (10,) (1,)' there; build the same model on every host"
+    )
+    assert a.received.empty()
+    assert b.received.empty()
+
+
+def test_a_peer_of_another_model_is_not_served(start: Callable[[int], Run]) -> None:
+    run = start(2)
+    a = run.host(0)
+    with knock(a) as stream:
+        stream.sendall(frame(Hello(1, "peer-01", 2, "the same list", "another model")))
+        assert read_frame(stream) is not None
+        stream.sendall(frame(PullRequest(1), 1))
+        refused = read_frame(stream)
+    assert refused is not None
+    assert refused.message == Refused("the models differ")
+    assert a.received.empty()
+
+
+def test_only_requests_are_served(start: Callable[[int], Run], heard: Heard) -> None:
+    run = start(2)
+    a = run.host(0)
+    with introduced(a, 1, run.names) as stream:
+        stream.sendall(frame(HereReply(Stage.DONE)))
+        assert read_frame(stream) is None
+    heard.wait("it sent HereReply, not a request")
+    with knock(a) as stream:
+        stream.sendall(frame(LeaveRequest()))
+        assert read_frame(stream) is None
+    heard.wait("it began with LeaveRequest, not Hello")
+    assert a.received.empty()
+
+
+# --- too much of everything ---------------------------------------------------------------------
+
+
+def test_idle_strangers_are_shown_the_door_in_time(start: Callable[[int], Run]) -> None:  # [25]
+    b = start(2).host(1, peer_timeout=SHORT)
+    strangers = [knock(b) for _ in range(20)]
+    for stranger in strangers:
+        with stranger:
+            assert stranger.recv(1) == b""
+
+
+def test_a_request_that_trickles_in_is_given_up(start: Callable[[int], Run]) -> None:  # [8]
+    run = start(2)
+    b = run.host(1, peer_timeout=SHORT)
+    with introduced(b, 0, run.names) as stream:
+        stream.sendall(frame(LeaveRequest())[:10])
+        assert stream.recv(1) == b""
+
+
+def test_above_the_cap_the_newest_is_closed(start: Callable[[int], Run], heard: Heard) -> None:  # [25]
+    run = start(2)
+    a, b = run.host(0), run.host(1, max_connections=3)
+    b.serve(b"")
+    assert a.ask(1, LeaveRequest()).get(timeout=LONG) == HereReply(Stage.TRAIN)
+    kept = [knock(b) for _ in range(2)]
+    for _ in range(10):
+        with knock(b) as stream:
+            assert stream.recv(1) == b""
+    assert heard.wait("3 connections are open").levelno == logging.WARNING
+    # The peer that was there before is served on.
+    assert a.ask(1, LeaveRequest()).get(timeout=LONG) == HereReply(Stage.TRAIN)
+    for stranger in kept:
+        stranger.close()
+    refused = None
+    while refused is None:  # until their threads have ended
+        with knock(b) as stream, contextlib.suppress(ConnectionError):
+            stream.sendall(frame(Hello(0, "peer-00", 2, "another list", "m")))
+            refused = read_frame(stream)
+    while not heard.records.empty():
+        assert heard.records.get().levelno == logging.DEBUG  # the warning came once
+
+
+def test_out_of_descriptors_then_well_again(  # [40]
+    start: Callable[[int], Run], heard: Heard
+) -> None:
+    b = start(2).host(1)
+    place = b.comm.address
+    with socket.socket() as stranger:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        lowest = os.dup(0)
+        os.close(lowest)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
+        try:
+            stranger.settimeout(LONG)
+            stranger.connect((place.host, place.port))
+            warning = heard.wait(os.strerror(errno.EMFILE))
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert warning.levelno == logging.WARNING
+        stranger.sendall(frame(Hello(0, "peer-00", 2, "another list", "m")))
+        assert read_frame(stranger) is not None
+
+
+def test_the_port_in_use_is_named(two: tuple[Host, Host], start: Callable[[int], Run]) -> None:
+    place = two[0].comm.address  # [33]
+    with pytest.raises(GossipxError, match=f"{place}.* in use"):
+        start(2).host(0, bind=place)

@@ -1,0 +1,442 @@
+"""The protocol, bytes in and events out. Numbers in brackets are rows of the project's fault list."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import pickle
+import re
+import struct
+import tracemalloc
+
+import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gossipx.errors import ProtocolError, UsageError
+from gossipx.messages import (
+    AgreeRequest,
+    ArriveRequest,
+    HereReply,
+    InitialRequest,
+    LeaveRequest,
+    ModelReply,
+    NotReadyReply,
+    PullRequest,
+    Stage,
+)
+from gossipx.wire import (
+    ANSWERS,
+    DescribeRequest,
+    Description,
+    Hello,
+    Message,
+    Refused,
+    Welcome,
+    answer_to,
+    difference,
+    manifest_bytes,
+    no_payload,
+    objection,
+)
+from gossipx.wire.frames import (
+    HEADER_BYTES,
+    MAX_METADATA,
+    PIECE,
+    SMALL_METADATA,
+    VERSION,
+    Decoder,
+    Frame,
+    VersionError,
+    encode,
+)
+
+ranks = st.integers(0, 65_535)
+counts = st.integers(0, 2**63 - 1)
+lines = st.text(max_size=40).filter(str.isprintable)
+figures = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(2**63) + 1, 2**63 - 1),
+    st.floats(allow_nan=False, allow_infinity=False),
+    lines,
+)
+reports = st.dictionaries(lines, figures | st.lists(figures, max_size=5), max_size=8)
+standing = {"stage": st.sampled_from(Stage), "report": reports}
+messages = st.one_of(
+    st.builds(Hello, rank=ranks, name=lines, size=st.integers(1, 65_536), peers=lines, model=lines),
+    st.builds(Welcome, rank=ranks, name=lines, model=lines),
+    st.builds(Refused, reason=lines),
+    st.just(DescribeRequest()),
+    st.builds(Description, size=st.just(0)),
+    st.just(InitialRequest()),
+    st.builds(PullRequest, step=counts),
+    st.builds(
+        AgreeRequest,
+        round=counts,
+        members=st.sets(ranks, max_size=20).map(lambda found: tuple(sorted(found))),
+    ),
+    st.builds(ArriveRequest, **standing),
+    st.just(LeaveRequest()),
+    st.builds(ModelReply, step=counts, weight=st.integers(1, 65_536)),
+    st.builds(HereReply, **standing),
+    st.builds(NotReadyReply, reason=lines),
+)
+
+
+def whole(message: Message, request: int = 0, payload: memoryview | None = None) -> bytes:
+    return b"".join(b"".join(buffers) for buffers in encode(message, request, payload))
+
+
+def feed(decoder: Decoder, data: bytes, step: int = 2**30) -> list[Frame]:
+    """All frames in ``data``, fed at most ``step`` bytes at a time."""
+    frames: list[Frame] = []
+    source = io.BytesIO(data)
+    while True:
+        buffer = decoder.next_buffer()
+        assert len(buffer) > 0
+        count = source.readinto(buffer[:step])
+        if not count:
+            return frames
+        frame = decoder.received(count)
+        if frame is not None:
+            frames.append(frame)
+
+
+def forged(
+    kind: int,
+    metadata: bytes,
+    *,
+    payload: int = 0,
+    magic: bytes = b"GSPX",
+    version: int = VERSION,
+    announced: int | None = None,
+) -> bytes:
+    """A frame with a right checksum around whatever it is given."""
+    length = len(metadata) if announced is None else announced
+    header = struct.pack("!4sHHQIQ", magic, version, kind, 7, length, payload)
+    return header + struct.pack("!Q", xxhash.xxh3_64_intdigest(header + metadata)) + metadata
+
+
+# --- what is right ------------------------------------------------------------------------------
+
+
+def test_the_bytes_of_one_frame() -> None:
+    expected = bytes.fromhex(
+        "47535058"  # GSPX
+        "0001"  # version
+        "0020"  # kind: ModelReply
+        "0000000000000005"  # request
+        "00000016"  # bytes of metadata
+        "0000000000000008"  # bytes of payload
+        "825221eab0a53988"  # checksum of all this and the metadata
+        "7b2273746570223a31322c22776569676874223a317d"  # {"step":12,"weight":1}
+        "0000803f00000040"  # 1.0, 2.0
+        "4de8d78f7134f4b7"  # checksum of the payload
+    )
+    model = memoryview(struct.pack("<2f", 1.0, 2.0))
+    assert whole(ModelReply(step=12, weight=1), 5, model) == expected
+    (frame,) = feed(Decoder(lambda *_: memoryview(bytearray(8))), expected)
+    assert frame == Frame(5, ModelReply(step=12, weight=1), model)
+
+
+@given(message=messages, request=st.integers(0, 2**64 - 1), step=st.integers(1, 50))
+def test_every_message_comes_back_as_it_was(message: Message, request: int, step: int) -> None:
+    data = whole(message, request) * 2
+    assert feed(Decoder(no_payload), data, step) == [Frame(request, message, None)] * 2
+
+
+@given(payload=st.binary(min_size=1, max_size=100), step=st.integers(1, 120))
+def test_a_payload_lands_in_the_buffer_that_was_given(payload: bytes, step: int) -> None:
+    room = memoryview(bytearray(len(payload)))
+    data = whole(ModelReply(3), 9, memoryview(payload))
+    (frame,) = feed(Decoder(answer_to(PullRequest(0), 9, room)), data, step)
+    assert frame.payload is room
+    assert bytes(room) == payload
+
+
+def test_a_payload_goes_out_in_pieces_without_a_copy() -> None:
+    payload = memoryview(bytearray(2 * PIECE + 1))
+    sent = [buffer for buffers in encode(ModelReply(1), 1, payload) for buffer in buffers]
+    pieces = [buffer for buffer in sent if isinstance(buffer, memoryview)]
+    assert [len(piece) for piece in pieces] == [PIECE, PIECE, 1]
+    assert all(piece.obj is payload.obj for piece in pieces)
+
+
+def test_an_empty_model_has_no_trailer() -> None:
+    empty = memoryview(bytearray())
+    data = whole(ModelReply(1), 1, empty)
+    assert [frame.message for frame in feed(Decoder(lambda *_: empty), data)] == [ModelReply(1)]
+
+
+def test_the_largest_honest_metadata_fit() -> None:
+    everyone = AgreeRequest(2**63 - 1, tuple(range(65_536)))
+    figures: dict[str, object] = {f"figure {name}": [0.123456789012345] * 100 for name in range(200)}
+    for message in (everyone, ArriveRequest(Stage.DONE, figures)):
+        assert feed(Decoder(no_payload), whole(message)) == [Frame(0, message, None)]
+
+
+def test_figures_that_are_not_finite_go_as_none() -> None:
+    report: dict[str, object] = {"loss": math.nan, "rates": [1.0, math.inf, -math.inf]}
+    (frame,) = feed(Decoder(no_payload), whole(HereReply(Stage.DONE, report)))
+    assert frame.message == HereReply(Stage.DONE, {"loss": None, "rates": [1.0, None, None]})
+
+
+# --- what is refused ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "metadata"),
+    [
+        (17, b'{"step":-1}'),
+        (17, b'{"step":9223372036854775808}'),
+        (17, b'{"step":1.0}'),
+        (17, b'{"step":true}'),
+        (17, b'{"step":"1"}'),
+        (17, b'{"step":null}'),
+        (17, b'{"step":' + b"9" * 5000 + b"}"),
+        (17, b"{}"),
+        (17, b'{"step":1,"more":1}'),
+        (17, b'{"step":1,"step":2}'),
+        (17, b'{"step":1'),
+        (17, b"[1]"),
+        (17, b"12"),
+        (17, b'\xff{"step":1}'),
+        (17, b'{"step":1}\x00'),
+        (18, b'{"round":0,"members":[1,1]}'),
+        (18, b'{"round":0,"members":[2,1]}'),
+        (18, b'{"round":0,"members":[65536]}'),
+        (18, b'{"round":0,"members":[true]}'),
+        (18, b'{"round":0,"members":{"1":1}}'),
+        (18, b'{"round":0,"members":[' + b"0," * 65_536 + b"0]}"),
+        (19, b'{"stage":7,"report":{}}'),
+        (19, b'{"stage":4.0,"report":{}}'),
+        (19, b'{"stage":5,"report":[]}'),
+        (19, b'{"stage":5,"report":{"loss":NaN}}'),
+        (19, b'{"stage":5,"report":{"loss":-Infinity}}'),
+        (19, b'{"stage":5,"report":{"loss":1e999}}'),
+        (19, b'{"stage":5,"report":{"loss":{"a":1}}}'),
+        (19, b'{"stage":5,"report":{"loss":[[1]]}}'),
+        (19, b'{"stage":5,"report":{"a":1,"a":2}}'),
+        (19, b'{"stage":5,"report":' + b'{"a":' * 90_000 + b"1" + b"}" * 90_000 + b"}"),
+        (19, b'{"stage":5,"report":{"a":' + b"[" * 200_000 + b"]" * 200_000 + b"}}"),
+        (34, b'{"reason":"' + b"a" * 1001 + b'"}'),
+        (34, b'{"reason":"two\\nlines"}'),
+        (34, b'{"reason":"\\u001b[31m"}'),
+        (34, b'{"reason":"\\udcff"}'),
+        (32, b'{"step":1,"weight":0}'),
+        (5, b'{"size":16777217}'),
+        (1, b'{"rank":0,"name":"a","size":0,"peers":"","model":""}'),
+        (0, b"{}"),
+        (99, b"{}"),
+    ],
+)
+def test_metadata_of_any_other_form_is_refused_in_one_line(kind: int, metadata: bytes) -> None:
+    decoder = Decoder(no_payload)
+    with pytest.raises(ProtocolError) as caught:
+        feed(decoder, forged(kind, metadata))
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 300
+    with pytest.raises(ProtocolError):
+        decoder.next_buffer()
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        PullRequest(-1),
+        PullRequest(2**63),
+        AgreeRequest(0, (2, 1)),
+        NotReadyReply("two\nlines"),
+        HereReply(Stage.DONE, {"a": {"b": 1}}),
+        HereReply(Stage.DONE, {"a": object()}),
+        HereReply(Stage.DONE, {f"{name}": "a" * 1000 for name in range(900)}),
+        HereReply(Stage.DONE, {f"{name}": 0 for name in range(1001)}),
+        ModelReply(1, weight=0),
+    ],
+)
+def test_what_a_peer_would_refuse_is_not_sent(message: Message) -> None:
+    with pytest.raises(ValueError):
+        encode(message, 0)
+
+
+def test_only_a_model_may_carry_a_payload() -> None:
+    with pytest.raises(ValueError, match="PullRequest"):
+        encode(PullRequest(1), 0, memoryview(b"model"))
+    with pytest.raises(ProtocolError, match="payload"):
+        feed(Decoder(no_payload), forged(17, b'{"step":1}', payload=5))
+
+
+@pytest.mark.parametrize("payload", [2**63, 2**64 - 1, 2**40 + 1])
+def test_a_monstrous_payload_is_refused_before_anything_is_allocated(payload: int) -> None:  # [14]
+    asked: list[object] = []
+    decoder = Decoder(lambda *given: asked.append(given))
+    with pytest.raises(ProtocolError, match=str(payload)):
+        feed(decoder, forged(32, b'{"step":1,"weight":1}', payload=payload)[:HEADER_BYTES])
+    assert asked == []
+
+
+@pytest.mark.parametrize("kind", [1, 17, 18])
+def test_monstrous_metadata_are_refused_before_anything_is_allocated(kind: int) -> None:  # [14]
+    bound = MAX_METADATA if kind == 18 else SMALL_METADATA
+    header = forged(kind, b"", announced=bound + 1)
+    tracemalloc.start()
+    with pytest.raises(ProtocolError, match=str(bound)):
+        feed(Decoder(no_payload), header)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 100_000
+
+
+@pytest.mark.parametrize("size", [0, 7, 9])
+def test_a_payload_of_another_size_than_expected_is_refused(size: int) -> None:  # [24]
+    room = memoryview(bytearray(8))
+    data = whole(ModelReply(1), 1, memoryview(bytes(size)))
+    with pytest.raises(ProtocolError, match=f"{size} bytes where 8"):
+        feed(Decoder(lambda *_: room), data)
+    assert bytes(room) == bytes(8)
+
+
+@pytest.mark.parametrize("bit", range(0, 64, 5))
+def test_a_flipped_bit_of_the_payload_is_refused(bit: int) -> None:  # [12]
+    data = bytearray(whole(ModelReply(1), 1, memoryview(b"8 bytes.")))
+    data[-16 + bit // 8] ^= 1 << bit % 8
+    with pytest.raises(ProtocolError, match="payload that does not match its checksum"):
+        feed(Decoder(lambda *_: memoryview(bytearray(8))), bytes(data))
+
+
+def test_a_truncated_frame_is_no_frame() -> None:  # [13]
+    data = whole(ModelReply(1), 1, memoryview(b"8 bytes."))
+    for end in range(len(data)):
+        assert feed(Decoder(lambda *_: memoryview(bytearray(8))), data[:end]) == []
+
+
+@pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\n", b"\x16\x03\x01", b"SSH-2.0", b"GS\n"])
+def test_strangers_are_refused_by_their_first_bytes(data: bytes) -> None:  # [15]
+    with pytest.raises(ProtocolError, match="no gossipx peer"):
+        feed(Decoder(no_payload), data, 1)
+
+
+def test_another_version_is_refused_by_six_bytes_and_both_are_named() -> None:  # [16]
+    with pytest.raises(VersionError, match=f"version 515 .* version {VERSION}:"):
+        feed(Decoder(no_payload), b"GSPX\x02\x03")
+
+
+class Bomb:
+    went_off = False
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return setattr, (Bomb, "went_off", True)
+
+
+def test_a_pickle_is_never_unpickled() -> None:  # [17]
+    bomb = pickle.dumps(Bomb())
+    for data in (bomb, forged(17, bomb), forged(17, b'{"step":1}', payload=len(bomb)) + bomb):
+        with pytest.raises(ProtocolError):
+            feed(Decoder(no_payload), data)
+    room = memoryview(bytearray(len(bomb)))
+    feed(Decoder(lambda *_: room), whole(ModelReply(1), 1, memoryview(bomb)))
+    assert bytes(room) == bomb  # a model's bytes are bytes, whatever they look like
+    assert not Bomb.went_off
+    pickle.loads(bomb)
+    assert Bomb.went_off  # the bomb was live
+
+
+# --- fuzz: nothing but ProtocolError, never a larger buffer than allowed --------------------------
+
+
+def digest(data: bytes) -> None:
+    room = memoryview(bytearray(8))
+    decoder = Decoder(lambda message, _: room if isinstance(message, ModelReply) else None)
+    source = io.BytesIO(data)
+    try:
+        while True:
+            buffer = decoder.next_buffer()
+            assert 0 < len(buffer) <= MAX_METADATA
+            count = source.readinto(buffer)
+            if not count:
+                return
+            decoder.received(count)
+    except ProtocolError as error:
+        assert str(error).isprintable()
+
+
+@given(data=st.binary(max_size=200))
+def test_random_bytes(data: bytes) -> None:
+    digest(data)
+
+
+@given(kind=st.integers(0, 40), metadata=st.binary(max_size=80), payload=st.integers(0, 2**64 - 1))
+def test_random_metadata(kind: int, metadata: bytes, payload: int) -> None:
+    digest(forged(kind, metadata, payload=payload))
+
+
+nested = st.recursive(figures, lambda inner: st.lists(inner) | st.dictionaries(lines, inner), max_leaves=10)
+
+
+@given(kind=st.sampled_from([1, 2, 5, 17, 18, 19, 32, 33, 34]), fields=st.data())
+def test_random_json(kind: int, fields: st.DataObject) -> None:
+    names = ["rank", "name", "size", "step", "weight", "round", "members", "stage", "report"]
+    plain = fields.draw(st.dictionaries(st.sampled_from(names), nested, max_size=4))
+    digest(forged(kind, json.dumps(plain).encode()))
+
+
+@settings(max_examples=300)
+@given(message=messages, changes=st.lists(st.tuples(st.integers(0), st.integers(1, 255)), min_size=1))
+def test_mutated_frames_are_refused(message: Message, changes: list[tuple[int, int]]) -> None:
+    payload = memoryview(b"8 bytes.") if isinstance(message, ModelReply) else None
+    data = bytearray(whole(message, 3, payload))
+    for place, change in changes:
+        data[place % len(data)] ^= change
+    digest(bytes(data))
+
+
+# --- who may talk to whom -----------------------------------------------------------------------
+
+
+def test_only_the_answer_to_the_question_is_accepted() -> None:
+    for asked, answers in ANSWERS.items():
+        assert asked not in answers
+    expect = answer_to(PullRequest(1), 4, None)
+    assert expect(NotReadyReply("later"), 4) is None
+    with pytest.raises(ProtocolError, match="PullRequest by HereReply"):
+        expect(HereReply(Stage.TRAIN), 4)
+    with pytest.raises(ProtocolError, match="PullRequest by ModelReply"):
+        expect(ModelReply(1), 5)
+    with pytest.raises(ProtocolError, match="refused: full"):
+        expect(Refused("full"), 0)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "why"),
+    [
+        (Hello(1, "b", 2, "list", "model"), None),
+        (Hello(1, "b", 2, "list", "another model"), None),
+        (Hello(1, "b", 2, "another list", "model"), "hosts files of b .* differ"),
+        (Hello(1, "b", 3, "list", "model"), "hosts files of b .* differ"),
+        (Hello(0, "a", 2, "list", "model"), "this peer itself"),
+        (Hello(2, "c", 2, "list", "model"), "not rank 2 of this run"),
+        (Hello(1, "c", 2, "list", "model"), "not rank 1 of this run"),
+    ],
+)
+def test_who_may_connect(theirs: Hello, why: str | None) -> None:
+    reason = objection(Hello(0, "a", 2, "list", "model"), theirs, ["a", "b"])
+    assert (reason is None) if why is None else re.search(why, str(reason))
+
+
+def test_the_first_differing_tensor_is_named_on_both_sides() -> None:  # [21]
+    own = b"a float32 (3,) (1,)\nb float32 (5,) (1,)"
+    assert difference(own, own.replace(b"(5,)", b"(6,)")) == (
+        "tensor 1 is 'b float32 (5,) (1,)' here and 'b float32 (6,) (1,)' there"
+    )
+    assert "here and 'no such tensor' there" in difference(own, b"a float32 (3,) (1,)")
+    assert "\x1b" not in difference(own, b"\x1b[31m\xff" * 1000)
+    assert len(difference(own, b"a" * 10_000)) < 400
+
+
+def test_a_manifest_that_cannot_be_sent_is_refused_at_home() -> None:
+    assert manifest_bytes(["a", "b"]) == b"a\nb"
+    with pytest.raises(UsageError, match="too many tensors"):
+        manifest_bytes(["a" * 2**20] * 17)
