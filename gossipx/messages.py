@@ -56,10 +56,13 @@ class ArriveRequest:
     """Tells that the sender has reached ``stage``, and its figures where it has final ones.
 
     Attributes:
+        incarnation: of the sender; a peer that was restarted has another one. Messages of one incarnation may overtake
+            each other, and its furthest stage counts.
         report: plain figures by name; empty before DONE.
     """
 
     stage: Stage
+    incarnation: int
     report: dict[str, object] = field(default_factory=dict)
 
 

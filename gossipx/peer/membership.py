@@ -22,8 +22,10 @@ class Other:
     """One other peer, as far as it is known.
 
     Attributes:
-        stage: the furthest stage that it told of.
+        stage: the furthest stage that it told of in this incarnation.
+        incarnation: of the peer that last told its stage.
         report: its final figures, once it has some.
+        knows: whether it has our final figures.
         faults: requests to it that failed in a row.
         refusals: how many of these found nothing at its address.
         silent_since: when the first of these failed; None while it answers.
@@ -32,12 +34,20 @@ class Other:
     """
 
     stage: Stage | None = None
+    incarnation: int | None = None
     report: dict[str, Any] = field(default_factory=dict)
+    knows: bool = False
     faults: int = 0
     refusals: int = 0
     silent_since: float | None = None
     rests_until: float = 0.0
     lost: bool = False
+
+    def came_to(self, stage: Stage, incarnation: int, report: dict[str, Any]) -> None:
+        """It told that it has reached ``stage``. What an earlier incarnation told counts no longer."""
+        if self.incarnation not in (None, incarnation) or self.stage is None or stage > self.stage:
+            self.stage, self.report = stage, report
+        self.incarnation = incarnation
 
 
 class Membership:

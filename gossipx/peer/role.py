@@ -112,6 +112,7 @@ class PeerRole:
         sync: decides when to pull; not shared with any other peer.
         topology: whom to pull from.
         rng: this peer's own generator.
+        incarnation: tells this life of the peer from an earlier one under the same rank.
     """
 
     rank: int
@@ -119,13 +120,14 @@ class PeerRole:
     sync: SyncManager
     topology: Topology
     rng: random.Random
+    incarnation: int
     mixing: Mixing = Average()
     settings: PeerSettings = PeerSettings()
 
     stage: Stage = field(default=Stage.JOINING, init=False)
     step: int = field(default=0, init=False)
     counts: Counts = field(default_factory=Counts, init=False)
-    _report: dict[str, Any] = field(default_factory=dict, init=False)
+    report: dict[str, Any] = field(default_factory=dict, init=False)  # our final figures, once known
     _pull: _Pull | None = field(default=None, init=False)
     _decide_after_mix: StepDone | None = field(default=None, init=False)
     _finish_after_mix: bool = field(default=False, init=False)
@@ -133,7 +135,7 @@ class PeerRole:
     _last_ticket: int = field(default=0, init=False)
     _deadline: float = field(default=0.0, init=False)  # of the stage that others are waited for in
     _gathering: bool = field(default=False, init=False)  # others are waited for
-    _answering: set[Hashable] = field(default_factory=set, init=False)  # DONE: answers that hold our figures
+    _telling: dict[Hashable, int] = field(default_factory=dict, init=False)  # answers with our figures, and to whom
     _adopting: int | None = field(default=None, init=False)
     _agreement: Agreement | None = field(default=None, init=False)
     _held: list[Received] = field(default_factory=list, init=False)  # requests of a later round than ours
@@ -166,7 +168,7 @@ class PeerRole:
             case TrainingEnded():
                 return self._training_ended(now)
             case FiguresReady():
-                self._report = event.report
+                self.report = event.report
                 return [Wait(), *self._gather(Stage.DONE, now)]
             case LeaveRun():
                 return self._leave(now)
@@ -186,13 +188,14 @@ class PeerRole:
         self.members.heard(event.sender)
         other = self.members.others[event.sender]
         match event.request:
-            case ArriveRequest(stage, report):
-                # Taken as it is, not as the furthest: a peer that was restarted begins again at JOINING.
-                other.stage, other.report = stage, report
-                return [self._answer(event.key, HereReply(self._told_stage(), self._report), now), *self._look(now)]
+            case ArriveRequest(stage, incarnation, report):
+                other.came_to(stage, incarnation, report)
+                if self.stage is Stage.DONE:
+                    self._telling[event.key] = event.sender
+                return [self._answer(event.key, HereReply(self.stage, self.report), now), *self._look(now)]
             case LeaveRequest():
                 other.stage = Stage.LEFT
-                left: list[Effect] = [self._answer(event.key, HereReply(self._told_stage()), now)]
+                left: list[Effect] = [self._answer(event.key, HereReply(self.stage), now)]
                 return [*left, Note("left", f"peer {event.sender} has left"), *self._enough(), *self._look(now)]
             case AgreeRequest():
                 return self._agree_requested(event, now)
@@ -204,8 +207,6 @@ class PeerRole:
                 return [self._answer(event.key, ModelReply(self.step), now)]
 
     def _answer(self, key: Hashable, reply: Reply, now: float, whole: bool = False) -> Answer:
-        if self.stage is Stage.DONE:
-            self._answering.add(key)
         return Answer(key, reply, now + self.settings.peer_timeout, whole)
 
     def _replied(self, event: Replied, now: float) -> list[Effect]:
@@ -216,6 +217,7 @@ class PeerRole:
                 other = self.members.others[to]
                 other.stage = stage if other.stage is None else max(stage, other.stage)
                 other.report = report or other.report
+                other.knows = other.knows or request.stage is Stage.DONE
                 return self._look(now)
             case InitialRequest(), ModelReply(step) if self._adopting == event.ticket:
                 self.step = step
@@ -287,14 +289,12 @@ class PeerRole:
         return [*announced, SetTimer("gather", self._deadline), *self._look(now)]
 
     def _announce(self, rank: int, now: float) -> Send:
-        return self._send(rank, ArriveRequest(self._told_stage(), self._report), now + self.settings.peer_timeout)
-
-    def _told_stage(self) -> Stage:
-        return self.stage
+        return self._send(rank, ArriveRequest(self.stage, self.incarnation, self.report), now + self.settings.peer_timeout)
 
     def _has_come(self, rank: int) -> bool:
-        stage = self.members.others[rank].stage
-        return stage is not None and stage >= self.stage
+        other = self.members.others[rank]
+        # After DONE this peer is gone: whoever does not know its figures by then would wait for them in vain.
+        return other.stage is not None and other.stage >= self.stage and (self.stage < Stage.DONE or other.knows)
 
     def _look(self, now: float) -> list[Effect]:
         """Something was heard while waiting: is the wait over?"""
@@ -302,7 +302,7 @@ class PeerRole:
             return []
         if self.stage is Stage.JOINING:
             return self._look_for_a_model(now)
-        if all(self._has_come(rank) for rank in self.members.awaited()) and not self._answering:
+        if all(self._has_come(rank) for rank in self.members.awaited()):
             return self._gathered(now)
         return []
 
@@ -513,7 +513,9 @@ class PeerRole:
         return self._round_complete(now)
 
     def _answered(self, event: Answered, now: float) -> list[Effect]:
-        self._answering.discard(event.key)
+        told = self._telling.pop(event.key, None)
+        if told is not None and event.whole:
+            self.members.others[told].knows = True
         current = self._agreement.round if self._agreement else None
         if current is not None and event.key == current.answering:
             current.answering = None

@@ -153,7 +153,7 @@ _KINDS = {
     16: _Kind(InitialRequest, {}),
     17: _Kind(PullRequest, {"step": _count}),
     18: _Kind(AgreeRequest, {"round": _count, "members": _members}, MAX_METADATA),
-    19: _Kind(ArriveRequest, _STANDING, MAX_METADATA),
+    19: _Kind(ArriveRequest, {**_STANDING, "incarnation": _count}, MAX_METADATA),
     20: _Kind(LeaveRequest, {}),
     32: _Kind(ModelReply, {"step": _count, "weight": _size}, payload=MAX_MODEL),
     33: _Kind(HereReply, _STANDING, MAX_METADATA),

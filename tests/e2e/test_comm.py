@@ -224,7 +224,7 @@ def test_a_model_is_pulled(two: tuple[Host, Host], size: int) -> None:
 
 def test_a_message_is_answered_later_and_others_meanwhile(two: tuple[Host, Host]) -> None:
     a, b = two
-    first = a.ask(1, ArriveRequest(Stage.START))
+    first = a.ask(1, ArriveRequest(Stage.START, 1))
     _, first_key, _ = b.received.get(timeout=LONG)
     second = a.ask(1, LeaveRequest())
     _, second_key, _ = b.received.get(timeout=LONG)
@@ -462,7 +462,7 @@ def test_a_request_whose_connection_dies_under_it_is_tried_once_more(
 def test_closing_ends_all_that_is_pending(two: tuple[Host, Host]) -> None:
     a, b = two
     asked = [a.ask(1, PullRequest(1), bytearray(4)) for _ in range(5)]
-    asking = [b.ask(0, ArriveRequest(Stage.START)) for _ in range(5)]
+    asking = [b.ask(0, ArriveRequest(Stage.START, 1)) for _ in range(5)]
     keys = [b.received.get(timeout=LONG)[1] for _ in asked]
     for _ in asking:
         a.received.get(timeout=LONG)

@@ -78,7 +78,7 @@ messages = st.one_of(
         round=counts,
         members=st.sets(ranks, max_size=20).map(lambda found: tuple(sorted(found))),
     ),
-    st.builds(ArriveRequest, **standing),
+    st.builds(ArriveRequest, incarnation=counts, **standing),
     st.just(LeaveRequest()),
     st.builds(ModelReply, step=counts, weight=st.integers(1, 65_536)),
     st.builds(HereReply, **standing),
@@ -174,7 +174,7 @@ def test_an_empty_model_has_no_trailer() -> None:
 def test_the_largest_honest_metadata_fit() -> None:
     everyone = AgreeRequest(2**63 - 1, tuple(range(65_536)))
     figures: dict[str, object] = {f"figure {name}": [0.123456789012345] * 100 for name in range(200)}
-    for message in (everyone, ArriveRequest(Stage.DONE, figures)):
+    for message in (everyone, ArriveRequest(Stage.DONE, 1, figures)):
         assert feed(Decoder(no_payload), whole(message)) == [Frame(0, message, None)]
 
 

@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gossipx.errors import UsageError
-from gossipx.tasks import TASKS, Batches, Dataset, data, load, read_idx
+from gossipx.tasks import data
+from gossipx.tasks.data import TASKS, Batches, Dataset, load, read_idx
 
 EMBEDDED = Path(data.__file__).parent / "embedded"
 DEBIAN = Path("/usr/share/datasets/fashion-mnist")

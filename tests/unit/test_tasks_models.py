@@ -10,7 +10,9 @@ from torch import nn
 
 from gossipx import policies
 from gossipx.errors import UsageError
-from gossipx.tasks import MODELS, PRESETS, TASKS, Preset, build_model, learning_rate, load
+from gossipx.tasks.data import TASKS, load
+from gossipx.tasks.models import MODELS, build_model
+from gossipx.tasks.presets import PRESETS, Preset, learning_rate
 from gossipx.tasks.models.convnet import LocalResponseNorm
 
 

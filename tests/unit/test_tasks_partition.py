@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gossipx.errors import UsageError
-from gossipx.tasks import IID, Dirichlet, Partition, parse_partition
+from gossipx.tasks.partition import IID, Dirichlet, Partition
+from gossipx.tasks.partition import parse as parse_partition
 
 partitions = st.one_of(
     st.just(IID()), st.floats(1e-6, 1e6).map(Dirichlet), st.sampled_from([Dirichlet(1e-6), Dirichlet(1e308)])

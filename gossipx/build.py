@@ -1,0 +1,165 @@
+"""The one place that names concrete classes and puts a peer together."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from gossipx import mixing, policies, topology
+from gossipx.arena import ParameterArena
+from gossipx.comm import CommManager
+from gossipx.config import RunConfig
+from gossipx.drive.driver import Driver
+from gossipx.drive.peer import Peer, PeerOptions
+from gossipx.drive.progress import Progress
+from gossipx.errors import UsageError
+from gossipx.metrics import TensorBoardRecorder
+from gossipx.peer import PeerRole, PeerSettings
+from gossipx.policies import Policy
+from gossipx.record import NullRecorder, Recorder
+from gossipx.specs import suggest
+from gossipx.sync import SyncManager
+from gossipx.tasks import partition
+from gossipx.tasks.presets import PRESETS
+from gossipx.transports import Address
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a peer stands among the others.
+
+    Attributes:
+        rank: from 0.
+        names: of all peers, by rank.
+        addresses: of all peers, by rank.
+        bind: where this peer listens.
+        digest: of the list of peers; those with another one are refused.
+        directory: the run's; None: nothing is written.
+        progress: to the parent process.
+        under_run: whether ``gossipx run`` started this process.
+    """
+
+    rank: int
+    names: tuple[str, ...]
+    addresses: tuple[Address, ...]
+    bind: Address
+    digest: str
+    directory: Path | None
+    progress: Progress
+    under_run: bool
+
+
+def peer(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    config: RunConfig,
+    place: Place,
+    policy: Policy | None = None,
+    evaluate: Callable[[nn.Module], float] | None = None,
+) -> Peer:
+    """Put a peer together; it takes part once it is started.
+
+    Args:
+        module: as for :func:`gossipx.join`.
+        policy: in place of the one that the configuration names.
+
+    Raises:
+        UsageError: settings that do not fit, or a parameter that cannot be joined.
+    """
+    size = len(place.names)
+    run, sync = config.run, config.sync
+    arena = ParameterArena(module, mix_buffers=sync.buffers == "mix")
+    # Each peer draws from generators of its own; the split of the data is the same for all.
+    rng = random.Random(f"peer {run.seed} {place.rank}")
+    role = PeerRole(
+        rank=place.rank,
+        size=size,
+        sync=SyncManager(policy or policies.parse(sync.policy), seed=rng.getrandbits(64)),
+        topology=topology.load(sync.topology, size),
+        rng=rng,
+        incarnation=secrets.randbits(48),
+        mixing=mixing.parse(sync.mixing),
+        settings=PeerSettings(
+            peer_timeout=config.exchange.peer_timeout,
+            blocking=sync.blocking,
+            finish=sync.finish,
+            init=sync.init,
+            min_peers=sync.min_peers,
+        ),
+    )
+    driver = Driver(role, arena)
+    comm = driver.comm = CommManager(
+        rank=place.rank,
+        names=place.names,
+        addresses=place.addresses,
+        bind=place.bind,
+        peers_digest=place.digest,
+        manifest=arena.manifest,
+        on_request=driver.received,
+        peer_timeout=config.exchange.peer_timeout,
+    )
+    split = partition.parse(config.task.partition)
+    options = PeerOptions(
+        name=place.names[place.rank],
+        directory=place.directory,
+        iterations=run.iterations,
+        log_interval=run.log_interval,
+        distance_interval=sync.distance_interval,
+        split=lambda labels: split.split(labels, size, run.seed),
+        save_model=run.save_model,
+        under_run=place.under_run,
+    )
+    recorder = _recorder(config, place)
+    return Peer(module, optimizer, driver, comm, recorder, place.progress, options, evaluate)
+
+
+def _recorder(config: RunConfig, place: Place) -> Recorder:
+    if place.directory is None:
+        return NullRecorder()
+    settings = {
+        f"{section}.{key}": value
+        for section, values in dataclasses.asdict(config).items()
+        for key, value in values.items()
+        if isinstance(value, str | int | float | bool)
+    }
+    return TensorBoardRecorder(place.directory / f"peer-{place.rank:02d}", hparams={**settings, "rank": place.rank})
+
+
+def effective(config: RunConfig, has_script: bool) -> RunConfig:
+    """The configuration with the model's preset filled in where nothing was given.
+
+    Args:
+        has_script: whether a user's script is trained; the built-in models' presets say nothing about its model then.
+
+    Raises:
+        UsageError: a value that would be refused when peers start, so that it is refused before any does.
+    """
+    if not has_script:
+        config = _with_preset(config)
+    policies.parse(config.sync.policy)
+    mixing.parse(config.sync.mixing)
+    partition.parse(config.task.partition)
+    return config
+
+
+def _with_preset(config: RunConfig) -> RunConfig:
+    task = config.task
+    if task.model not in PRESETS:
+        known = ", ".join(sorted(PRESETS))
+        raise UsageError(f"unknown model '{task.model}'{suggest(task.model, PRESETS)}: one of {known}")
+    preset = PRESETS[task.model]
+    keys = ("batch_size", "base_lr", "gamma", "momentum", "weight_decay", "lr_steps")
+    filled = {key: getattr(preset, key) for key in keys if getattr(task, key) is None}
+    # A policy named without arguments gets the model's; one with arguments stands as it was given.
+    policy = preset.policies.get(config.sync.policy, config.sync.policy)
+    return dataclasses.replace(
+        config,
+        task=dataclasses.replace(task, **filled),
+        sync=dataclasses.replace(config.sync, policy=policy),
+    )

@@ -1,0 +1,296 @@
+"""Runs one peer role in a real process: tells it of events and carries out its effects.
+
+Events come from the training thread, from the CommManager's threads and from the timers' thread. Each is decided under
+one lock; what is to be done is done after it is released, by the thread that told the event. Only whether the training
+thread may go on is set under the lock, so that it always follows the order of the decisions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+import time
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+
+import torch
+
+from gossipx.actor import (
+    Adopt,
+    Answer,
+    Answered,
+    Effect,
+    Event,
+    Failed,
+    Fault,
+    Forget,
+    Mix,
+    Mixed,
+    Note,
+    Poisoned,
+    Received,
+    Replied,
+    Resume,
+    Send,
+    SetTimer,
+    Stop,
+    TimerFired,
+    Wait,
+)
+from gossipx.arena import HostBuffer, ParameterArena, Snapshot
+from gossipx.comm import CommManager
+from gossipx.drive.timers import Timers
+from gossipx.errors import (
+    GossipxError,
+    NotEnoughPeersError,
+    PeerTimeoutError,
+    PeerUnreachableError,
+    UsageError,
+)
+from gossipx.messages import AgreeRequest, InitialRequest, ModelReply, PullRequest, Reply, Request
+from gossipx.peer import PeerRole
+
+log = logging.getLogger("gossipx")
+
+NOTE_EVERY = 10.0
+"""Seconds between two log lines of one topic; what falls between is counted and told with the next."""
+LOOK_EVERY = 0.5
+"""Seconds between two looks at signals and errors while the training thread waits."""
+
+
+@dataclass
+class _Transfer:
+    """A model on its way to us."""
+
+    buffer: HostBuffer
+    base: Snapshot | None
+    began: float
+    seconds: float = 0.0
+    their_step: int = 0
+
+
+@dataclass(frozen=True)
+class Retrieval:
+    """One model that was mixed while training.
+
+    Attributes:
+        seconds: from the request to the last byte.
+        staleness: own iterations minus those that the model had seen.
+        distance: ‖x_j − base‖₂ over the trained values.
+    """
+
+    seconds: float
+    staleness: int
+    distance: float
+
+
+class Driver:
+    """One role, its arena and its CommManager in one process.
+
+    Args:
+        role: told of every event.
+        arena: whose weights are given and mixed.
+
+    Attributes:
+        comm: made with ``on_request`` = :meth:`received`; set, started and closed by the caller.
+        on_retrieval: told of each model mixed while training, from the thread that mixed it.
+        error: why training cannot go on, once it cannot.
+    """
+
+    def __init__(self, role: PeerRole, arena: ParameterArena):
+        self.role = role
+        self.arena = arena
+        self.comm: CommManager | None = None
+        self.on_retrieval: Callable[[Retrieval], None] = lambda retrieval: None
+        self.error: GossipxError | None = None
+        self._lock = threading.Lock()
+        self._may_go_on = threading.Event()
+        self._may_go_on.set()
+        self._transfers: dict[int, _Transfer] = {}
+        self._reference: HostBuffer | None = None
+        self._notes: dict[str, tuple[float, int]] = {}
+        self._timers = Timers(lambda name: self.tell(TimerFired(name)), str(role.rank))
+        self._closed = False
+
+    # --- events -------------------------------------------------------------------------------------
+
+    def tell(self, event: Event) -> None:
+        """Tell the role of ``event`` and carry out what follows, in this thread."""
+        with self._lock:
+            if self._closed:
+                return
+            effects = self.role.handle(event, time.monotonic())
+            for effect in effects:
+                if isinstance(effect, Wait):
+                    self._may_go_on.clear()
+                elif isinstance(effect, Resume):
+                    self._may_go_on.set()
+        for effect in effects:
+            self._carry_out(effect)
+
+    def received(self, sender: int, key: Hashable, request: Request) -> None:
+        """A request came in; for the CommManager."""
+        self.tell(Received(sender, key, request))
+
+    @property
+    def waiting(self) -> bool:
+        """Whether the training thread may not go on."""
+        return not self._may_go_on.is_set()
+
+    def wait(self, interrupted: Callable[[], bool] = lambda: False) -> None:
+        """Keep the training thread here until it may go on. The role's timers bound it.
+
+        Args:
+            interrupted: looked at now and then; the wait ends early when it is true.
+
+        Raises:
+            GossipxError: training cannot go on.
+        """
+        while not self._may_go_on.wait(LOOK_EVERY) and self.error is None and not interrupted():
+            pass
+        if self.error is not None:
+            raise self.error
+
+    def fail(self, error: GossipxError) -> None:
+        """Training cannot go on: the training thread raises ``error`` at its next step or wait."""
+        self.error = self.error or error
+        self._may_go_on.set()
+
+    def close(self) -> None:
+        """Decide nothing any more."""
+        with self._lock:
+            self._closed = True
+        self._timers.close()
+
+    # --- effects ------------------------------------------------------------------------------------
+
+    def _carry_out(self, effect: Effect) -> None:
+        match effect:
+            case Send():
+                self._send(effect)
+            case Answer():
+                self._answer(effect)
+            case Mix(ticket, share):
+                self._mix(ticket, share)
+            case Adopt(ticket):
+                transfer = self._transfers.pop(ticket)
+                self.arena.adopt(transfer.buffer, transfer.their_step)
+                self._release(transfer)
+                self.tell(Mixed(ticket))
+            case Forget(ticket):
+                self._forget(ticket)
+            case SetTimer(name, at):
+                self._timers.set(name, at)
+            case Note(topic, text):
+                self._note(topic, text)
+            case Stop(reason):
+                self.fail(NotEnoughPeersError(reason))
+            case Wait() | Resume():
+                pass  # done while deciding
+
+    def _send(self, send: Send) -> None:
+        payload = None
+        if isinstance(send.request, InitialRequest | PullRequest | AgreeRequest):
+            buffer = self.arena.buffer(whole=isinstance(send.request, InitialRequest))
+            base = self.arena.snapshot() if send.capture else None
+            self._transfers[send.ticket] = _Transfer(buffer, base, time.monotonic())
+            payload = buffer.view
+        assert self.comm is not None
+
+        def done(result: Reply | GossipxError) -> None:
+            self._replied(send.ticket, result)
+
+        self.comm.request(send.to, send.request, deadline=send.deadline, payload=payload, done=done)
+
+    def _replied(self, ticket: int, result: Reply | GossipxError) -> None:
+        if isinstance(result, ModelReply):
+            transfer = self._transfers[ticket]
+            transfer.seconds = time.monotonic() - transfer.began
+            transfer.their_step = result.step
+        match result:
+            case UsageError():
+                self.fail(result)
+            case PeerUnreachableError():
+                self.tell(Failed(ticket, Fault.UNREACHABLE))
+            case PeerTimeoutError():
+                self.tell(Failed(ticket, Fault.TIMEOUT))
+            case GossipxError():
+                self._note("protocol", str(result))
+                self.tell(Failed(ticket, Fault.PROTOCOL))
+            case _:
+                self.tell(Replied(ticket, result))
+
+    def _answer(self, answer: Answer) -> None:
+        snapshot: Snapshot | None = None
+        reply = answer.reply
+        if isinstance(reply, ModelReply):
+            snapshot = self.arena.snapshot(answer.whole_model)
+            reply = dataclasses.replace(reply, step=snapshot.step)
+        assert self.comm is not None
+
+        def done(whole: bool) -> None:
+            if snapshot is not None:
+                snapshot.release()
+            self.tell(Answered(answer.key, whole))
+
+        payload = None if snapshot is None else snapshot.buffer.view
+        self.comm.answer(answer.key, reply, payload=payload, deadline=answer.deadline, done=done)
+
+    def _mix(self, ticket: int, share: float) -> None:
+        transfer = self._transfers.pop(ticket)
+        base = transfer.base.buffer if transfer.base else None
+        distance = self.arena.mix(transfer.buffer, share, base)
+        poisoned = distance != distance
+        if not poisoned and self.role.sync.in_flight:
+            self.on_retrieval(Retrieval(transfer.seconds, self.arena.step - transfer.their_step, distance))
+            if self.role.sync.policy.uses_drift:
+                self._move_reference(transfer)
+        self._release(transfer)
+        self.tell(Poisoned(ticket) if poisoned else Mixed(ticket))
+
+    def _forget(self, ticket: int) -> None:
+        transfer = self._transfers.pop(ticket, None)
+        if transfer is not None:
+            self._release(transfer)
+
+    def _release(self, transfer: _Transfer) -> None:
+        self.arena.free(transfer.buffer)
+        if transfer.base is not None:
+            transfer.base.release()
+
+    def _note(self, topic: str, text: str) -> None:
+        now = time.monotonic()
+        told, held_back = self._notes.get(topic, (-NOTE_EVERY, 0))
+        if now - told < NOTE_EVERY:
+            self._notes[topic] = (told, held_back + 1)
+            return
+        self._notes[topic] = (now, 0)
+        log.warning("%s%s", text, f" ({held_back} more like it before)" if held_back else "")
+
+    # --- drift --------------------------------------------------------------------------------------
+
+    def drift(self) -> float:
+        """‖x_t − x_r‖₂, the way that own steps have led since the last retrieval."""
+        if self._reference is None:
+            self.set_reference()
+        assert self._reference is not None
+        return self.arena.distance(self._reference)
+
+    def set_reference(self) -> None:
+        """Count drift from the model as of the last boundary."""
+        now = self.arena.snapshot()
+        self._reference = self._reference or self.arena.buffer()
+        for reference, vector in zip(self._reference.vectors, now.buffer.vectors, strict=True):
+            reference.copy_(vector)
+        now.release()
+
+    def _move_reference(self, transfer: _Transfer) -> None:
+        """x_r ← the model at the request plus the change that was mixed: mixing itself is no drift."""
+        if transfer.base is None:  # a blocking pull: no own step came between
+            self.set_reference()
+            return
+        self._reference = self._reference or self.arena.buffer()
+        rows = zip(self._reference.vectors, transfer.base.buffer.vectors, transfer.buffer.vectors, strict=True)
+        for reference, base, change in rows:
+            torch.add(base, change, out=reference)

@@ -1,0 +1,58 @@
+"""What a peer tells ``gossipx run``, its parent process: JSON lines on a pipe."""
+
+from __future__ import annotations
+
+import _thread
+import json
+import os
+import sys
+import time
+from types import TracebackType
+from typing import Any
+
+from gossipx.errors import GossipxError
+
+EVERY = 0.25
+"""Seconds between two lines of progress: as often as a person can follow."""
+
+
+class Progress:
+    """The pipe to the parent.
+
+    Args:
+        fd: its write end; None: nobody listens.
+    """
+
+    def __init__(self, fd: int | None):
+        self._fd = fd
+        self._last = 0.0
+
+    @property
+    def due(self) -> bool:
+        """Whether the next line of progress is to be told."""
+        return self._fd is not None and time.monotonic() - self._last >= EVERY
+
+    def tell(self, **line: Any) -> None:
+        """Tell one line. If the parent is gone this process is interrupted: no peer outlives its run."""
+        if self._fd is None:
+            return
+        self._last = time.monotonic()
+        data = json.dumps(line).encode() + b"\n"
+        try:
+            while data:
+                data = data[os.write(self._fd, data) :]
+        except OSError:
+            self._fd = None
+            _thread.interrupt_main()
+
+    def take_errors(self) -> None:
+        """Tell the parent, rather than print, errors that end this process: one line each, an interruption none."""
+        print_others = sys.excepthook
+
+        def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+            if isinstance(error, GossipxError):
+                self.tell(error=str(error), exit=error.exit_code)
+            if not isinstance(error, GossipxError | KeyboardInterrupt):
+                print_others(kind, error, trace)
+
+        sys.excepthook = hook

@@ -1,0 +1,122 @@
+"""``gossipx.join``: one line that makes a training script a peer."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from gossipx import build, config, policies
+from gossipx.config import RunConfig
+from gossipx.drive.peer import Peer
+from gossipx.drive.progress import Progress
+from gossipx.errors import UsageError
+from gossipx.launch.hosts import PeerLine, bind_host, local_ranks, peers_digest, read_hosts
+from gossipx.policies import Observation, Policy
+from gossipx.transports import Address
+
+ENV_CONFIG, ENV_PEERS, ENV_RANK, ENV_PROGRESS = (
+    "GOSSIPX_CONFIG",
+    "GOSSIPX_PEERS",
+    "GOSSIPX_RANK",
+    "GOSSIPX_PROGRESS_FD",
+)
+"""What ``gossipx run`` tells the processes that it starts."""
+
+
+def join(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    peers: str | Path | None = None,
+    policy: str | Policy | Callable[[Observation], bool] | None = None,
+    rank: int | None = None,
+    evaluate: Callable[[nn.Module], float] | None = None,
+    config_file: str | Path | None = None,
+    **settings: Any,
+) -> Peer:
+    """Make this process a peer: from here on, each step of ``optimizer`` is an iteration of the run.
+
+    The model's parameters become views of one flat buffer (the Parameter objects stay the same), and take the values of
+    the peer that began. Returns once the other peers are there too, or ``peer_timeout`` has passed.
+
+    Under ``gossipx run`` nothing but the model and the optimizer is needed, and the run's own configuration comes before
+    what is given here.
+
+    Args:
+        model: any module whose parameters are dense, on one device.
+        optimizer: None for a loop without one; it then calls :meth:`Peer.step` after each update.
+        peers: the hosts file.
+        policy: a spec such as ``adaptive:threshold=0.02``, a policy, or a function of an observation.
+        rank: which line of the hosts file this process is, from 0; needed where several lines are this machine.
+        evaluate: gives a model's accuracy from 0 to 1, for the figures before and after the finish.
+        config_file: a TOML file of settings.
+        settings: any other setting of ``gossipx run`` by its name, ``seed=1``, ``peer_timeout=10``.
+
+    Raises:
+        UsageError: settings that do not fit, a parameter that cannot be joined (by its name), or peers whose models
+            differ (the first tensor that does).
+        GossipxError: no peer gave a model to begin with, or the port is in use.
+    """
+    progress = Progress(int(os.environ[ENV_PROGRESS]) if ENV_PROGRESS in os.environ else None)
+    under_run = ENV_CONFIG in os.environ
+    if under_run:
+        progress.take_errors()
+    own = None if policy is None or isinstance(policy, str) else policies.parse(policy)
+    if isinstance(policy, str):
+        settings["policy"] = policy
+    given = config.load(Path(config_file)) if config_file else {}
+    run = config.resolve({}, given, settings) if not under_run else _config_of_the_run()
+    place = _place(run, _hosts_file(peers), rank, progress, under_run)
+    # A policy object in the script is the script's, unless the command line names one.
+    peer = build.peer(model, optimizer, run, place, own, evaluate)
+    peer.start()
+    return peer
+
+
+def _config_of_the_run() -> RunConfig:
+    return config.resolve({}, config.load(Path(os.environ[ENV_CONFIG])), {})
+
+
+def _hosts_file(peers: str | Path | None) -> Path:
+    if ENV_PEERS in os.environ:
+        return Path(os.environ[ENV_PEERS])
+    if peers is None:
+        raise UsageError(
+            "join needs to know the other peers: start the script by 'gossipx run --peers hosts.txt SCRIPT', "
+            "or give peers='hosts.txt'"
+        )
+    return Path(peers)
+
+
+def _place(run: RunConfig, hosts: Path, rank: int | None, progress: Progress, under_run: bool) -> build.Place:
+    lines = read_hosts(hosts)
+    here = local_ranks(lines, run.exchange.advertise)
+    if rank is None and ENV_RANK in os.environ:
+        rank = int(os.environ[ENV_RANK])
+    if rank is None:
+        rank = _only_one(here, lines, hosts)
+    if not 0 <= rank < len(lines):
+        raise UsageError(f"rank {rank} is none of the {len(lines)} peers in the hosts file (0 to {len(lines) - 1})", hosts)
+    directory = Path(run.run.logdir) / (run.run.name or "joined")
+    return build.Place(
+        rank=rank,
+        names=tuple(line.name for line in lines),
+        addresses=tuple(Address(line.host, line.port) for line in lines),
+        bind=Address(bind_host(lines[rank], run.exchange.bind), lines[rank].port),
+        digest=peers_digest(lines),
+        directory=Path(os.environ[ENV_CONFIG]).parent if under_run else directory,
+        progress=progress,
+        under_run=under_run,
+    )
+
+
+def _only_one(here: list[int], lines: list[PeerLine], hosts: Path) -> int:
+    if len(here) == 1:
+        return here[0]
+    ranks = ", ".join(f"{rank} ({lines[rank].name})" for rank in here)
+    raise UsageError(f"several lines are this machine, ranks {ranks}: give rank= or set {ENV_RANK}", hosts)
