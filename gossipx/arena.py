@@ -26,6 +26,8 @@ ALIGNMENT = 64
 """Bytes: every tensor begins on a cache line."""
 PIECE = 1 << 20
 """Elements that are worked on at once: 4 MiB of float32, so that several passes over a piece stay in cache."""
+BLOCK = 1024
+"""Elements whose squares are summed in the vector's own precision; blocks are summed in float64."""
 
 
 @dataclass(frozen=True)
@@ -79,22 +81,36 @@ class HostBuffer:
 
 
 class Snapshot:
-    """A model as it was at one moment, shared by all who ask for the same version.
+    """A model as it was at one step boundary, shared by all who ask for it and not changed while anyone holds it.
 
     Attributes:
-        buffer: its bytes; not to be changed.
+        vectors: for each section its elements, on the module's device.
         step: iterations that it has seen.
     """
 
-    def __init__(self, buffer: HostBuffer, step: int, arena: ParameterArena):
-        self.buffer = buffer
+    def __init__(self, arena: ParameterArena, vectors: list[Tensor], step: int, buffer: HostBuffer | None):
+        self.vectors = vectors
         self.step = step
+        self.holders = 1
         self._arena = arena
-        self._holders = 1
+        self._buffer = buffer
+
+    @property
+    def buffer(self) -> HostBuffer:
+        """Its bytes in host memory: the vectors themselves on a CPU, else a copy made when it is first asked for."""
+        with self._arena.copying:
+            if self._buffer is None:
+                self._buffer = self._arena.buffer()
+                for ours, theirs in zip(self._buffer.vectors, self.vectors, strict=True):
+                    ours.copy_(theirs)
+            return self._buffer
 
     def release(self) -> None:
-        """Give it back; the last holder's call frees the buffer for reuse."""
-        self._arena._release(self)
+        """Give it back; after the last holder's call its memory is used again."""
+        with self._arena.lock:
+            self.holders -= 1
+            if self.holders == 0:
+                self._arena.reuse(self.vectors, self._buffer)
 
 
 class ParameterArena:
@@ -108,7 +124,8 @@ class ParameterArena:
         manifest: one line a tensor; two peers may exchange models if these are equal.
         digest: SHA-256 of the manifest, hexadecimal.
         step: iterations done.
-        lock: held at step boundaries, while weights are measured, copied or mixed.
+        lock: guards who holds what; never held while a vector is worked on.
+        copying: guards copies from the device to host memory.
 
     Raises:
         UsageError: a parameter that cannot be laid out, by its name and the reason.
@@ -126,11 +143,15 @@ class ParameterArena:
         self._tensors = [slot.tensor for slot in slots]
         for dtype in sorted({slot.tensor.dtype for slot in slots}, key=str):
             self.sections.append(_lay_out([slot for slot in slots if slot.tensor.dtype == dtype]))
-        self._current: dict[bool, Snapshot] = {}
+        self.copying = threading.Lock()
+        self._on_host = all(section.storage.device.type == "cpu" for section in self.sections)
         self._free: dict[bool, list[HostBuffer]] = {False: [], True: []}
-        # The model as it was at the last step boundary, what others are given: the training thread changes weights
-        # (and forward passes change buffers) at any time without asking anyone.
-        self._boundary = [section.storage[: section.mixed].clone() for section in self.sections]
+        self._free_vectors: list[list[Tensor]] = []
+        # The model as of the last step boundary is what others are given: the training thread changes weights, and
+        # forward passes change buffers, at any time without asking anyone. Each boundary is written to memory that
+        # nobody holds, so that giving it away costs no copy.
+        self._now = self._boundary(*self._room())
+        self._whole: Snapshot | None = None
 
     @property
     def parameters(self) -> int:
@@ -151,14 +172,39 @@ class ParameterArena:
             mixing.
         """
         squared = 0.0
-        with self.lock:
-            for section, before in zip(self.sections, self._boundary, strict=True):
-                trained = before[: section.trainable]
-                trained.sub_(section.storage[: section.trainable])
-                squared += _squared_norm(trained)
-            self.step += 1
-            self._changed()
+        vectors, buffer = self._room()
+        for section, before, after in zip(self.sections, self._now.vectors, vectors, strict=True):
+            change = after[: section.trainable]
+            torch.sub(section.storage[: section.trainable], before[: section.trainable], out=change)
+            squared += _squared_norm(change)
+        self.step += 1
+        self._advance(vectors, buffer)
         return math.sqrt(squared)
+
+    def _room(self) -> tuple[list[Tensor], HostBuffer | None]:
+        """Memory for one boundary on the module's device, that nobody holds."""
+        if self._on_host:
+            buffer = self.buffer()
+            return buffer.vectors, buffer
+        with self.lock:
+            if self._free_vectors:
+                return self._free_vectors.pop(), None
+        return [torch.empty_like(section.storage[: section.mixed]) for section in self.sections], None
+
+    def _boundary(self, vectors: list[Tensor], buffer: HostBuffer | None) -> Snapshot:
+        for section, vector in zip(self.sections, vectors, strict=True):
+            vector.copy_(section.storage[: section.mixed])
+        return Snapshot(self, vectors, self.step, buffer)
+
+    def _advance(self, vectors: list[Tensor], buffer: HostBuffer | None) -> None:
+        """This is a new boundary: what was given away before is out of date."""
+        now = self._boundary(vectors, buffer)
+        with self.lock:
+            before, self._now = self._now, now
+            whole, self._whole = self._whole, None
+        before.release()
+        if whole is not None:
+            whole.release()
 
     # --- copies -----------------------------------------------------------------------------------------------------
 
@@ -179,59 +225,82 @@ class ParameterArena:
         Release it after use. Of a whole model the frozen parameters and local buffers are read as they are now.
         """
         with self.lock:
-            current = self._current.get(whole)
-            if current is None:
-                buffer = self.buffer(whole)
-                for section, vector, boundary in zip(self.sections, buffer.vectors, self._boundary, strict=True):
-                    vector[: section.mixed].copy_(boundary)
-                    vector[section.mixed :].copy_(section.storage[section.mixed : len(vector)])
-                current = self._current[whole] = Snapshot(buffer, self.step, self)
-            current._holders += 1
-            return current
+            if not whole:
+                snapshot = self._now
+            elif self._whole is not None:
+                snapshot = self._whole
+            else:
+                snapshot = self._whole = self._copy_whole()
+            snapshot.holders += 1
+            return snapshot
 
-    def _release(self, snapshot: Snapshot) -> None:
-        with self.lock:
-            snapshot._holders -= 1
-            if snapshot._holders == 0:
-                self.free(snapshot.buffer)
+    def _copy_whole(self) -> Snapshot:
+        buffer = self.buffer(whole=True)
+        for section, vector, boundary in zip(self.sections, buffer.vectors, self._now.vectors, strict=True):
+            vector[: section.mixed].copy_(boundary)
+            vector[section.mixed :].copy_(section.storage[section.mixed :])
+        return Snapshot(self, buffer.vectors, self._now.step, buffer)
+
+    def reuse(self, vectors: list[Tensor], buffer: HostBuffer | None) -> None:
+        """Take back what a snapshot held; for :meth:`Snapshot.release`."""
+        if buffer is not None:
+            self.free(buffer)
+        if buffer is None or buffer.vectors is not vectors:
+            self._free_vectors.append(vectors)
 
     # --- other models come in -----------------------------------------------------------------------------------
 
     def mix(self, received: HostBuffer, share: float, base: HostBuffer | None = None) -> float:
-        """x ← x + share · (x_j − base), whole or not at all. Turns ``received`` into the change that was made.
-
-        Args:
-            received: x_j.
-            share: β, see :mod:`gossipx.mixing`.
-            base: the model that x_j is compared with; None: x as it is now.
+        """x ← x + share · (x_j − base), whole or not at all: :meth:`compare` and :meth:`commit` in one.
 
         Returns:
-            ‖x_j − base‖₂ over the trained values; NaN if x_j holds NaN or Inf, and then nothing was changed.
+            As :meth:`compare`.
         """
-        with self.lock:
-            return self._mix(received, share, base)
+        distance = self.compare(received, base)
+        if math.isfinite(distance):
+            self.commit(received, share)
+        return distance
 
-    def _mix(self, received: HostBuffer, share: float, base: HostBuffer | None) -> float:
+    def compare(self, received: HostBuffer, base: HostBuffer | None = None) -> float:
+        """Turn a received model into its difference to another, in place. Changes no weights; any thread may do it.
+
+        Args:
+            received: x_j; becomes x_j − base.
+            base: None: x as of the last boundary.
+
+        Returns:
+            ‖x_j − base‖₂ over the trained values; NaN if any value is not finite: the model is to be refused then.
+        """
         trained = others = 0.0
-        for index, section in enumerate(self.sections):
-            change = received.vectors[index]
-            against = base.vectors[index] if base else section.storage[: section.mixed].cpu()
-            trained += _form_change(change[: section.trainable], against[: section.trainable], share)
-            others += _form_change(change[section.trainable :], against[section.trainable :], share)
-        if not math.isfinite(trained + others):
-            return math.nan
-        for section, change in zip(self.sections, received.vectors, strict=True):
-            section.storage[: section.mixed].add_(change.to(section.storage.device))
-        self._changed()
-        return math.sqrt(trained)
+        against = base.vectors if base else [vector.cpu() for vector in self._now.vectors]
+        for section, theirs, ours in zip(self.sections, received.vectors, against, strict=True):
+            cut = section.trainable
+            trained += _subtract(theirs[:cut], ours[:cut])
+            # A buffer may hold −∞ on both sides, as attention masks do: equal values are no difference.
+            equal = theirs[cut:] == ours[cut:]
+            others += _subtract(theirs[cut:].masked_fill_(equal, 0), ours[cut:].masked_fill(equal, 0))
+        return math.sqrt(trained) if math.isfinite(trained + others) else math.nan
 
-    def adopt(self, received: HostBuffer, step: int) -> None:
-        """Take another peer's whole model, that has seen ``step`` iterations, in place of one's own."""
-        with self.lock:
-            for section, vector in zip(self.sections, received.vectors, strict=True):
-                section.storage.copy_(vector)
-            self.step = step
-            self._changed()
+    def commit(self, difference: HostBuffer, share: float) -> None:
+        """x ← x + share · difference: a step boundary, for the training thread or while it waits."""
+        for section, vector in zip(self.sections, difference.vectors, strict=True):
+            section.storage[: section.mixed].add_(vector.to(section.storage.device), alpha=share)
+        self._advance(*self._room())
+
+    def adopt(self, received: HostBuffer, step: int) -> bool:
+        """Take another peer's whole model, that has seen ``step`` iterations, in place of one's own.
+
+        Returns:
+            False if its trained values hold NaN or Inf: nothing was changed then.
+        """
+        rows = list(zip(self.sections, received.vectors, strict=True))
+        if not all(math.isfinite(_squared_norm(vector[: section.trainable])) for section, vector in rows):
+            return False
+        for section, vector in rows:
+            section.storage.copy_(vector)
+        self.step = step
+        self._advance(*self._room())
+        return True
 
     def distance(self, reference: HostBuffer) -> float:
         """‖x − reference‖₂ over the trained values."""
@@ -244,39 +313,20 @@ class ParameterArena:
 
     def detach(self) -> None:
         """Give every tensor storage of its own again, as it was before; the arena is not used any further."""
-        with self.lock:
-            for tensor in self._tensors:
-                with torch.no_grad():
-                    tensor.data = tensor.detach().clone(memory_format=torch.preserve_format)
-
-    def _changed(self) -> None:
-        """Weights have changed and this is a boundary, under the lock: what was copied before is out of date."""
-        for section, boundary in zip(self.sections, self._boundary, strict=True):
-            boundary.copy_(section.storage[: section.mixed])
-        while self._current:
-            self._current.popitem()[1].release()
+        own: dict[tuple[int, torch.Size], Tensor] = {}  # by place: tied tensors stay tied
+        for tensor in self._tensors:
+            place = tensor.data_ptr(), tensor.shape
+            if place not in own:
+                own[place] = tensor.detach().clone(memory_format=torch.preserve_format)
+            tensor.data = own[place]
 
     def _lengths(self, whole: bool) -> list[tuple[torch.dtype, int]]:
         return [(section.storage.dtype, len(section.storage) if whole else section.mixed) for section in self.sections]
 
 
-def _form_change(received: Tensor, base: Tensor, share: float) -> float:
-    """Turn a received model into the change it makes, in place: ``received ← share · (received − base)``.
-
-    Args:
-        received: flat vector x_j; overwritten.
-        base: flat vector of the same length, the model that x_j is compared with.
-        share: β.
-
-    Returns:
-        ‖x_j − base‖₂², NaN or Inf if any element is not finite: the caller refuses the model then.
-    """
-    squared = 0.0
-    for theirs, ours in zip(_pieces(received), _pieces(base), strict=True):
-        theirs.sub_(ours)
-        squared += _squared_norm(theirs)
-        theirs.mul_(share)
-    return squared
+def _subtract(theirs: Tensor, ours: Tensor) -> float:
+    """``theirs ← theirs − ours`` in place, piece by piece; returns the squared norm, NaN or Inf if any value is."""
+    return sum(_squared_norm(one.sub_(other)) for one, other in zip(_pieces(theirs), _pieces(ours), strict=True))
 
 
 def _pieces(vector: Tensor) -> Iterator[Tensor]:
@@ -284,11 +334,19 @@ def _pieces(vector: Tensor) -> Iterator[Tensor]:
 
 
 def _squared_norm(vector: Tensor) -> float:
-    return float(torch.linalg.vector_norm(vector, dtype=_wide(vector.dtype))) ** 2
+    """‖vector‖₂², summed in float64 over blocks: as fast as float32 and as exact as is needed."""
+    whole = len(vector) // BLOCK * BLOCK
+    total = 0.0
+    for part in (vector[:whole].view(-1, BLOCK), vector[whole:].view(1, -1)):
+        if part.numel():
+            norms = torch.linalg.vector_norm(part, dim=1, dtype=_norm_dtype(part.dtype))
+            total += float(norms.double().square().sum())
+    return total
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.complex128 if dtype.is_complex else torch.float64
+def _norm_dtype(dtype: torch.dtype) -> torch.dtype:
+    """In what a block's norm is computed: at least float32."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _slots(module: nn.Module, mix_buffers: bool) -> Iterator[_Slot]:
@@ -339,6 +397,8 @@ def _refusal(tensor: Tensor) -> str | None:
 
 def _is_dense(tensor: Tensor) -> bool:
     """Whether the elements fill one block of memory, in any order of the dimensions (channels-last, say)."""
+    if not tensor.numel():
+        return True
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size == 1:

@@ -214,7 +214,10 @@ def parse(spec: str | Policy | Callable[[Observation], bool]) -> Policy:
     name = spec.partition(":")[0].strip()
     if table.get(name) is _unused:  # only the one that is asked for is imported
         (point,) = entry_points(group=ENTRY_POINT_GROUP, name=name)
-        table[name] = point.load()
+        try:
+            table[name] = point.load()
+        except (ImportError, AttributeError) as error:
+            raise UsageError(f"policy '{name}' is installed and cannot be loaded: {error}") from error
     made = specs.build(spec, table, "policy")
     if isinstance(made, Policy):
         return made

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, get_type_hints
 
@@ -21,13 +22,15 @@ def build(spec: str, table: Mapping[str, Callable[..., T]], what: str) -> T:
 
     Args:
         spec: for example ``adaptive:threshold=0.02``.
-        table: name to dataclass (keys from its fields) or to any callable (keys passed as text).
+        table: name to dataclass (keys from its fields) or to any callable (keys from its parameters; text unless they
+            are annotated as int, float or bool).
         what: the kind of thing, for messages: ``policy``.
 
     Raises:
         UsageError: an unknown name or key, or a bad value; the message names what would have been right.
     """
-    name, _, rest = spec.strip().partition(":")
+    name, _, rest = spec.partition(":")
+    name = name.strip()
     if name not in table:
         raise UsageError(f"unknown {what} '{name}'{suggest(name, table)}: one of {', '.join(sorted(table))}")
     factory = table[name]
@@ -46,9 +49,11 @@ def build(spec: str, table: Mapping[str, Callable[..., T]], what: str) -> T:
             raise UsageError(f"{what} '{spec}': key '{key}' is given twice")
         given[key] = _value(text, keys[key], f"{what} '{spec}': {key}")
     try:
-        return factory(**given)
+        inspect.signature(factory).bind(**given)
     except TypeError as error:
         raise UsageError(f"{what} '{spec}': a value is missing; {_usage(name, keys)}") from error
+    try:
+        return factory(**given)
     except ValueError as error:
         raise UsageError(f"{what} '{spec}': {error}; {_usage(name, keys)}") from error
 
@@ -71,10 +76,12 @@ def suggest(word: str, known: Mapping[str, Any]) -> str:
 
 
 def _keys(factory: Callable[..., Any]) -> dict[str, type]:
-    if not dataclasses.is_dataclass(factory):
-        return {}
-    hints = get_type_hints(factory)
-    return {field.name: hints[field.name] for field in _own_first(factory)}
+    """Names and types of what a dataclass, another class or a function takes, in the order in which a spec goes."""
+    plain_class = isinstance(factory, type) and not dataclasses.is_dataclass(factory)
+    hints = get_type_hints(factory.__init__ if plain_class else factory)
+    taken = inspect.signature(factory).parameters.values()
+    rest = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return {one.name: hints.get(one.name, str) for one in taken if one.kind not in rest}
 
 
 def _own_first(kind: Any) -> list[dataclasses.Field[Any]]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import math
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,7 +126,7 @@ class SyncManager:
             since = _Since(before.delta, before.travelled + since.travelled, before.silence + since.silence)
         version, words, gauss = self._coin.getstate()
         return {
-            "policy": self._policy_state,
+            "policy": copy.deepcopy(self._policy_state),  # the policy may update its own in place
             "since": dataclasses.asdict(since),
             "delta": self._delta,
             "coin": [version, list(words), gauss],
@@ -134,8 +137,28 @@ class SyncManager:
         """Go on from what :meth:`state_dict` gave."""
         version, words, gauss = state["coin"]
         self._coin.setstate((version, tuple(words), gauss))
-        self._policy_state = state["policy"]
+        self._policy_state = copy.deepcopy(state["policy"])
         self._since = _Since(**state["since"])
         self._before_request = None
         self._delta = state["delta"]
         self.retrievals, self.skipped, self.failed = state["counts"]
+
+
+def consensus_distance(squared_distances: Sequence[float], peers: int) -> float:
+    """An estimate of D, how far a peer's model is from the mean of all (Adaptive Communication, Eq. 8).
+
+    No peer ever sees that mean; what it sees is ‖x_j − x_i‖ to those that it pulled from. With e_i the deviation of
+    x_i from the mean, and Σ e_i = 0: Σ_{i≠j} ‖x_i − x_j‖² = Σ_i ‖e_i‖² + N ‖e_j‖². For exchangeable peers each ‖e_i‖²
+    is D² in expectation, so that (N − 1) · mean ‖x_i − x_j‖² = 2N · D²: the square of this estimate is unbiased.
+
+    Args:
+        squared_distances: ‖x_j − x_i‖² of some retrievals from peers drawn at random.
+        peers: N.
+
+    Returns:
+        √((N − 1) / (2N) · mean of the squares), in the units of the weights; NaN of no retrievals.
+    """
+    if not squared_distances:
+        return math.nan
+    mean = math.fsum(squared_distances) / len(squared_distances)
+    return math.sqrt((peers - 1) / (2 * peers) * mean)

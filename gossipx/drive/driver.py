@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
+import queue
 import threading
 import time
 from collections.abc import Callable, Hashable
@@ -66,6 +68,7 @@ class _Transfer:
     buffer: HostBuffer
     base: Snapshot | None
     began: float
+    distance: float | None = None  # to the base, once the buffer holds the difference to it
     seconds: float = 0.0
     their_step: int = 0
 
@@ -110,6 +113,9 @@ class Driver:
         self._transfers: dict[int, _Transfer] = {}
         self._reference: HostBuffer | None = None
         self._notes: dict[str, tuple[float, int]] = {}
+        # Handing a request to the CommManager wakes its threads, which would take the processor from a training step.
+        self._outbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._post, name=f"gossipx-outbox-{role.rank}", daemon=True).start()
         self._timers = Timers(lambda name: self.tell(TimerFired(name)), str(role.rank))
         self._closed = False
 
@@ -162,6 +168,7 @@ class Driver:
         with self._lock:
             self._closed = True
         self._timers.close()
+        self._outbox.put(None)
 
     # --- effects ------------------------------------------------------------------------------------
 
@@ -201,13 +208,20 @@ class Driver:
         def done(result: Reply | GossipxError) -> None:
             self._replied(send.ticket, result)
 
-        self.comm.request(send.to, send.request, deadline=send.deadline, payload=payload, done=done)
+        request = self.comm.request
+        self._outbox.put(lambda: request(send.to, send.request, deadline=send.deadline, payload=payload, done=done))
+
+    def _post(self) -> None:
+        while (request := self._outbox.get()) is not None:
+            request()
 
     def _replied(self, ticket: int, result: Reply | GossipxError) -> None:
         if isinstance(result, ModelReply):
             transfer = self._transfers[ticket]
             transfer.seconds = time.monotonic() - transfer.began
             transfer.their_step = result.step
+            if transfer.base is not None:  # all but the last pass over the model is done outside the training thread
+                transfer.distance = self.arena.compare(transfer.buffer, transfer.base.buffer)
         match result:
             case UsageError():
                 self.fail(result)
@@ -239,13 +253,16 @@ class Driver:
 
     def _mix(self, ticket: int, share: float) -> None:
         transfer = self._transfers.pop(ticket)
-        base = transfer.base.buffer if transfer.base else None
-        distance = self.arena.mix(transfer.buffer, share, base)
-        poisoned = distance != distance
+        distance = transfer.distance
+        if distance is None:
+            distance = self.arena.compare(transfer.buffer)
+        poisoned = math.isnan(distance)
+        if not poisoned:
+            self.arena.commit(transfer.buffer, share)
         if not poisoned and self.role.sync.in_flight:
             self.on_retrieval(Retrieval(transfer.seconds, self.arena.step - transfer.their_step, distance))
             if self.role.sync.policy.uses_drift:
-                self._move_reference(transfer)
+                self._move_reference(transfer, share)
         self._release(transfer)
         self.tell(Poisoned(ticket) if poisoned else Mixed(ticket))
 
@@ -285,12 +302,12 @@ class Driver:
             reference.copy_(vector)
         now.release()
 
-    def _move_reference(self, transfer: _Transfer) -> None:
+    def _move_reference(self, transfer: _Transfer, share: float) -> None:
         """x_r ← the model at the request plus the change that was mixed: mixing itself is no drift."""
         if transfer.base is None:  # a blocking pull: no own step came between
             self.set_reference()
             return
         self._reference = self._reference or self.arena.buffer()
         rows = zip(self._reference.vectors, transfer.base.buffer.vectors, transfer.buffer.vectors, strict=True)
-        for reference, base, change in rows:
-            torch.add(base, change, out=reference)
+        for reference, base, difference in rows:
+            torch.add(base, difference, alpha=share, out=reference)

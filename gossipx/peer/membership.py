@@ -29,7 +29,8 @@ class Other:
         faults: requests to it that failed in a row.
         refusals: how many of these found nothing at its address.
         silent_since: when the first of these failed; None while it answers.
-        rests_until: it is not asked before then.
+        rests_until: it is not asked before then, unless it is heard of.
+        aside_until: it is not asked for a model before then, since its last one could not be used.
         lost: it is not waited for.
     """
 
@@ -41,7 +42,12 @@ class Other:
     refusals: int = 0
     silent_since: float | None = None
     rests_until: float = 0.0
+    aside_until: float = 0.0
     lost: bool = False
+
+    def may_be_asked(self, now: float) -> bool:
+        """Whether it may be asked for its model now."""
+        return self.stage is not Stage.LEFT and max(self.rests_until, self.aside_until) <= now
 
     def came_to(self, stage: Stage, incarnation: int, report: dict[str, Any]) -> None:
         """It told that it has reached ``stage``. What an earlier incarnation told counts no longer."""
@@ -71,13 +77,7 @@ class Membership:
 
     def draw(self, now: float, besides: frozenset[int] = frozenset()) -> int | None:
         """A random neighbour that may be asked now, or None."""
-        free = [
-            rank
-            for rank in self._neighbours
-            if rank not in besides
-            and self.others[rank].stage is not Stage.LEFT
-            and self.others[rank].rests_until <= now
-        ]
+        free = [rank for rank in self._neighbours if rank not in besides and self.others[rank].may_be_asked(now)]
         return self._rng.choice(free) if free else None
 
     def alive(self) -> int:

@@ -136,7 +136,8 @@ class PeerRole:
     _deadline: float = field(default=0.0, init=False)  # of the stage that others are waited for in
     _gathering: bool = field(default=False, init=False)  # others are waited for
     _telling: dict[Hashable, int] = field(default_factory=dict, init=False)  # answers with our figures, and to whom
-    _adopting: int | None = field(default=None, init=False)
+    _adopting: int | None = field(default=None, init=False)  # JOINING: the ticket of a first model
+    _giver: int = field(default=-1, init=False)  # ... and who was asked for it
     _agreement: Agreement | None = field(default=None, init=False)
     _held: list[Received] = field(default_factory=list, init=False)  # requests of a later round than ours
 
@@ -265,7 +266,7 @@ class PeerRole:
     def _timer(self, name: str, now: float) -> list[Effect]:
         what, _, rank = name.partition(" ")
         if what == "announce":
-            return [self._announce(int(rank), now)] if self._gathering and not self._has_come(int(rank)) else []
+            return self._announce_again(int(rank), now) if self._gathering else []
         if what == "gather":
             return self._gather_timer(now) if self._gathering else []
         if what == "round" and self._agreement and self._agreement.number == int(rank):
@@ -285,11 +286,21 @@ class PeerRole:
         self.stage = stage
         self._gathering = True
         self._deadline = now + self.settings.peer_timeout
-        announced: list[Effect] = [self._announce(rank, now) for rank in self.members.awaited()]
+        others = self.members.others
+        announced: list[Effect] = [self._announce(rank, now) for rank in others if others[rank].stage is not Stage.LEFT]
         return [*announced, SetTimer("gather", self._deadline), *self._look(now)]
 
     def _announce(self, rank: int, now: float) -> Send:
-        return self._send(rank, ArriveRequest(self.stage, self.incarnation, self.report), now + self.settings.peer_timeout)
+        # One that is lost may be back, but is not waited for as long again.
+        patience = self.settings.peer_timeout / (10 if self.members.others[rank].lost else 1)
+        return self._send(rank, ArriveRequest(self.stage, self.incarnation, self.report), now + patience)
+
+    def _announce_again(self, rank: int, now: float) -> list[Effect]:
+        """A rest after a fault of ``rank`` is over: it may be told again, or asked again for its model."""
+        unsure = self.stage is Stage.JOINING and self.members.others[rank].silent_since is not None
+        if unsure or not self._has_come(rank):
+            return [self._announce(rank, now)]
+        return self._look(now)
 
     def _has_come(self, rank: int) -> bool:
         other = self.members.others[rank]
@@ -302,9 +313,12 @@ class PeerRole:
             return []
         if self.stage is Stage.JOINING:
             return self._look_for_a_model(now)
-        if all(self._has_come(rank) for rank in self.members.awaited()):
-            return self._gathered(now)
-        return []
+        if not all(self._has_come(rank) for rank in self.members.awaited()):
+            return []
+        asked = {to for to, request in self._tickets.values() if isinstance(request, ArriveRequest)}
+        if any(self.members.others[rank].lost for rank in asked):
+            return []  # it is being asked whether it is back
+        return self._gathered(now)
 
     def _gather_timer(self, now: float) -> list[Effect]:
         if self.stage is Stage.JOINING:
@@ -338,11 +352,11 @@ class PeerRole:
         givers = [
             rank
             for rank, other in others.items()
-            if other.stage is not None and Stage.JOINING < other.stage < Stage.LEFT and other.rests_until <= now
+            if other.stage not in (None, Stage.JOINING) and other.may_be_asked(now) and not other.lost
         ]
         if givers:
             request = self._send(min(givers), InitialRequest(), now + self.settings.peer_timeout)
-            self._adopting = request.ticket
+            self._adopting, self._giver = request.ticket, request.to
             return [request]
         asked = {to for to, request in self._tickets.values() if isinstance(request, ArriveRequest)}
         known = all(rank not in asked or other.stage is not None for rank, other in others.items())
@@ -350,10 +364,13 @@ class PeerRole:
 
     def _no_model(self, now: float) -> list[Effect]:
         """peer_timeout has passed without a model: the lowest rank that is here begins with its own, then."""
-        here = [rank for rank, other in self.members.others.items() if other.stage is Stage.JOINING]
+        others = self.members.others
+        here = [rank for rank in self.members.awaited() if others[rank].stage is Stage.JOINING]
         if self._adopting is not None or (here and min(here) < self.rank):
             self._deadline = now + self.settings.peer_timeout
-            return [SetTimer("gather", self._deadline)]
+            # They may have died since they were heard of: ask.
+            asked: list[Effect] = [self._announce(rank, now) for rank in here if rank < self.rank]
+            return [*asked, SetTimer("gather", self._deadline)]
         if not here and self.rank:
             self._gathering = False
             waited = f"no peer gave a model to begin with within peer_timeout = {self.settings.peer_timeout:g} s"
@@ -420,13 +437,17 @@ class PeerRole:
         self.counts.poisoned += 1
         if self._is_current(ticket):
             return [Note("poisoned", "a partner's model holds NaN or Inf and is not mixed"), *self._next_round(now)]
-        assert self._pull is not None
-        sender = self._pull.to
-        self.sync.abandoned()
-        self.members.others[sender].rests_until = now + self.settings.peer_timeout
+        adopting = self._adopting == ticket
+        assert adopting or self._pull is not None
+        sender = self._giver if adopting or self._pull is None else self._pull.to
+        aside = self.members.others[sender].aside_until = now + self.settings.peer_timeout
         note = Note(
             "poisoned", f"the model of peer {sender} holds NaN or Inf: not mixed, and it is set aside for a while"
         )
+        if adopting:
+            self._adopting = None
+            return [note, SetTimer(f"announce {sender}", aside), *self._look(now)]
+        self.sync.abandoned()
         return [note, *self._after_mix(now)]
 
     def _after_mix(self, now: float) -> list[Effect]:
@@ -454,11 +475,20 @@ class PeerRole:
             return [Resume()]
         return self._gather(Stage.FINISH, now)
 
-    def _agree(self, now: float) -> list[Effect]:
+    def _agree(self, now: float, members: tuple[int, ...] | None = None) -> list[Effect]:
+        """Begin the agreement with ``members``; None: all that are here."""
         self.stage = Stage.AGREE
         here = [r for r in self.members.awaited() if self.members.others[r].stage in (Stage.FINISH, Stage.AGREE)]
-        self._agreement = Agreement(self.rank, tuple(sorted([self.rank, *here])))
+        self._agreement = Agreement(self.rank, members or tuple(sorted([self.rank, *here])))
         return self._next_round(now)
+
+    def _may_follow(self, event: Received) -> bool:
+        """Still waiting at FINISH, and one that no longer does asks: all must mean the same members, so follow it."""
+        assert isinstance(event.request, AgreeRequest)
+        members = event.request.members
+        known = {self.rank, *self.members.others}
+        sound = {self.rank, event.sender} <= set(members) <= known and members == tuple(sorted(set(members)))
+        return sound and self._gathering and self.stage is Stage.FINISH
 
     def _next_round(self, now: float) -> list[Effect]:
         assert self._agreement is not None
@@ -487,6 +517,10 @@ class PeerRole:
         assert isinstance(event.request, AgreeRequest)
         agreement = self._agreement
         if agreement is None:
+            if self._may_follow(event):
+                self._held.append(event)
+                self._gathering = False
+                return self._agree(now, event.request.members)
             if self.stage in (Stage.START, Stage.TRAIN, Stage.FINISH):
                 self._held.append(event)
                 return []
