@@ -15,17 +15,10 @@ from gossipx.config import RunConfig
 from gossipx.drive.peer import Peer
 from gossipx.drive.progress import Progress
 from gossipx.errors import UsageError
+from gossipx.launch.environment import ENV_CONFIG, ENV_PEERS, ENV_RANK, progress
 from gossipx.launch.hosts import PeerLine, bind_host, local_ranks, peers_digest, read_hosts
 from gossipx.policies import Observation, Policy
 from gossipx.transports import Address
-
-ENV_CONFIG, ENV_PEERS, ENV_RANK, ENV_PROGRESS = (
-    "GOSSIPX_CONFIG",
-    "GOSSIPX_PEERS",
-    "GOSSIPX_RANK",
-    "GOSSIPX_PROGRESS_FD",
-)
-"""What ``gossipx run`` tells the processes that it starts."""
 
 
 def join(
@@ -44,7 +37,7 @@ def join(
     The model's parameters become views of one flat buffer (the Parameter objects stay the same), and take the values of
     the peer that began. Returns once the other peers are there too, or ``peer_timeout`` has passed.
 
-    Under ``gossipx run`` nothing but the model and the optimizer is needed, and the run's own configuration comes before
+    Under ``gossipx run`` nothing but the model and the optimizer is needed, and the run's configuration comes before
     what is given here.
 
     Args:
@@ -62,17 +55,14 @@ def join(
             differ (the first tensor that does).
         GossipxError: no peer gave a model to begin with, or the port is in use.
     """
-    progress = Progress(int(os.environ[ENV_PROGRESS]) if ENV_PROGRESS in os.environ else None)
+    told = progress()
     under_run = ENV_CONFIG in os.environ
-    if under_run:
-        progress.take_errors()
     own = None if policy is None or isinstance(policy, str) else policies.parse(policy)
     if isinstance(policy, str):
         settings["policy"] = policy
     given = config.load(Path(config_file)) if config_file else {}
     run = config.resolve({}, given, settings) if not under_run else _config_of_the_run()
-    place = _place(run, _hosts_file(peers), rank, progress, under_run)
-    # A policy object in the script is the script's, unless the command line names one.
+    place = _place(run, _hosts_file(peers), rank, told, under_run)
     peer = build.peer(model, optimizer, run, place, own, evaluate)
     peer.start()
     return peer
@@ -93,24 +83,26 @@ def _hosts_file(peers: str | Path | None) -> Path:
     return Path(peers)
 
 
-def _place(run: RunConfig, hosts: Path, rank: int | None, progress: Progress, under_run: bool) -> build.Place:
+def _place(run: RunConfig, hosts: Path, rank: int | None, told: Progress, under_run: bool) -> build.Place:
     lines = read_hosts(hosts)
-    here = local_ranks(lines, run.exchange.advertise)
+    here = local_ranks(lines, run.exchange.advertise, hosts)
     if rank is None and ENV_RANK in os.environ:
         rank = int(os.environ[ENV_RANK])
     if rank is None:
         rank = _only_one(here, lines, hosts)
     if not 0 <= rank < len(lines):
-        raise UsageError(f"rank {rank} is none of the {len(lines)} peers in the hosts file (0 to {len(lines) - 1})", hosts)
+        raise UsageError(
+            f"rank {rank} is none of the {len(lines)} peers in the hosts file (0 to {len(lines) - 1})", hosts
+        )
     directory = Path(run.run.logdir) / (run.run.name or "joined")
     return build.Place(
         rank=rank,
         names=tuple(line.name for line in lines),
         addresses=tuple(Address(line.host, line.port) for line in lines),
-        bind=Address(bind_host(lines[rank], run.exchange.bind), lines[rank].port),
+        bind=Address(bind_host(lines[rank], run.exchange.bind, hosts), lines[rank].port),
         digest=peers_digest(lines),
         directory=Path(os.environ[ENV_CONFIG]).parent if under_run else directory,
-        progress=progress,
+        progress=told,
         under_run=under_run,
     )
 

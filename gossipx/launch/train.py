@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -16,7 +17,8 @@ from torch.nn import functional
 from gossipx import config
 from gossipx.config import RunConfig
 from gossipx.drive.peer import Peer
-from gossipx.launch.join import ENV_CONFIG, ENV_RANK, join
+from gossipx.launch.environment import ENV_CONFIG, ENV_DEVICE, ENV_RANK, progress
+from gossipx.launch.join import join
 from gossipx.tasks.data import TASKS, Batches, Dataset, load
 from gossipx.tasks.models import build_model
 from gossipx.tasks.partition import parse
@@ -28,8 +30,18 @@ LIVE_IMAGES = 2000
 """Images of the test set that an accuracy while training is measured on; the final ones use all."""
 
 
+@dataclass(frozen=True)
+class Steps:
+    """The learning rate's course: see :func:`gossipx.tasks.presets.learning_rate`."""
+
+    base_lr: float
+    gamma: float
+    lr_steps: tuple[float, ...]
+
+
 def main() -> None:
     """Train one peer; told by the environment which (see :mod:`gossipx.launch.join`)."""
+    progress()
     run = config.resolve({}, config.load(Path(os.environ[ENV_CONFIG])), {})
     try:
         train(run, int(os.environ[ENV_RANK]))
@@ -40,7 +52,7 @@ def main() -> None:
 def train(run: RunConfig, rank: int) -> None:
     """Train the configured task as peer ``rank``, to the end."""
     torch.set_num_threads(run.run.threads)
-    device = torch.device(run.run.device)
+    device = torch.device(os.environ.get(ENV_DEVICE, run.run.device))
     task = run.task
     spec = TASKS[task.task]
     everything, test = load(task.task, None if task.data_dir is None else Path(task.data_dir))
@@ -61,21 +73,24 @@ def loop(
 ) -> None:
     """The training loop: batches of this peer's own images, SGD, and now and then a look at the test set."""
     settings = run.run
-    device = torch.device(settings.device)
-    assert run.task.batch_size is not None
-    batches = Batches(own, run.task.batch_size, settings.seed * 1000 + peer.rank)
+    device = next(model.parameters()).device
+    task = run.task
+    assert task.batch_size is not None and task.base_lr is not None
+    assert task.gamma is not None and task.lr_steps is not None
+    schedule = Steps(task.base_lr, task.gamma, task.lr_steps)
+    batches = Batches(own, task.batch_size, settings.seed * 1000 + peer.rank)
     batches.seek(peer.iteration)
     live = Dataset(test.images[:LIVE_IMAGES], test.labels[:LIVE_IMAGES], test.classes)
     while peer.iteration < settings.iterations:
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(run.task, peer.iteration, settings.iterations)
+            group["lr"] = learning_rate(schedule, peer.iteration, settings.iterations)
         images, labels = next(batches)
         optimizer.zero_grad(set_to_none=True)
         loss = functional.cross_entropy(model(images.to(device)), labels.to(device))
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         if peer.iteration % settings.log_interval == 0:
-            peer.log("train/loss", float(loss))
+            peer.log("train/loss", float(loss.detach()))
         if settings.eval_interval and peer.iteration % settings.eval_interval == 0:
             peer.log("test/accuracy", accuracy(model, live, device))
 
@@ -86,7 +101,8 @@ def accuracy(model: nn.Module, data: Dataset, device: torch.device) -> float:
     training = model.training
     model.eval()
     right = 0
-    for images, labels in zip(data.images.split(TEST_BATCH), data.labels.split(TEST_BATCH), strict=True):
+    for start in range(0, len(data), TEST_BATCH):
+        images, labels = data.images[start : start + TEST_BATCH], data.labels[start : start + TEST_BATCH]
         right += int((model(images.to(device)).argmax(1) == labels.to(device)).sum())
     model.train(training)
     return right / len(data)

@@ -121,8 +121,8 @@ class PeerRole:
     topology: Topology
     rng: random.Random
     incarnation: int
-    mixing: Mixing = Average()
-    settings: PeerSettings = PeerSettings()
+    mixing: Mixing = field(default_factory=Average)
+    settings: PeerSettings = field(default_factory=PeerSettings)
 
     stage: Stage = field(default=Stage.JOINING, init=False)
     step: int = field(default=0, init=False)
@@ -422,6 +422,8 @@ class PeerRole:
         return Mix(pull.ticket, self.mixing.share(self.step, reply.step))
 
     def _mixed(self, ticket: int, now: float) -> list[Effect]:
+        if self.stage is Stage.LEFT:
+            return []
         if self._adopting == ticket:
             self._adopting = None
             return self._gather(Stage.START, now)
@@ -435,6 +437,8 @@ class PeerRole:
 
     def _poisoned(self, ticket: int, now: float) -> list[Effect]:
         self.counts.poisoned += 1
+        if self.stage is Stage.LEFT:
+            return []
         if self._is_current(ticket):
             return [Note("poisoned", "a partner's model holds NaN or Inf and is not mixed"), *self._next_round(now)]
         adopting = self._adopting == ticket
@@ -588,8 +592,13 @@ class PeerRole:
     def _leave(self, now: float) -> list[Effect]:
         self.stage = Stage.LEFT
         self._gathering = False
+        # Models that still come are forgotten: whoever has been told that this peer leaves counts on its last word.
+        self._pull = self._adopting = self._agreement = None
+        self.sync.abandoned(failed=False)
         deadline = now + self.settings.peer_timeout / 10
         told: list[Effect] = [self._send(rank, LeaveRequest(), deadline) for rank in self.members.awaited()]
+        held, self._held = self._held, []
+        told += [self._answer(event.key, NotReadyReply("it leaves"), now) for event in held]
         return [Wait(), *told, *self._gone_if_told()]
 
     def _gone_if_told(self) -> list[Effect]:

@@ -1,0 +1,5 @@
+"""``python -m gossipx``."""
+
+from gossipx.cli import main
+
+main()

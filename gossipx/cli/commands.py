@@ -1,0 +1,149 @@
+"""The commands, made with click. Options of ``run`` come from the declarations in :mod:`gossipx.config`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from gossipx import config
+from gossipx.config import KEYS, Key
+from gossipx.errors import GossipxError
+from gossipx.metrics import summary
+from gossipx.metrics.compare import Row, compare
+
+
+class _Main(click.Group):
+    """Turns every error of gossipx into one line and its exit code."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except GossipxError as error:
+            if ctx.params.get("debug"):
+                raise
+            print(error, file=sys.stderr)
+            sys.exit(error.exit_code)
+        except KeyboardInterrupt:
+            sys.exit(130)
+
+
+@click.group(cls=_Main, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(package_name="gossipx")
+@click.option("--debug", is_flag=True, help="Show a traceback with an error.")
+def main(debug: bool) -> None:
+    """Decentralized peer-to-peer gossip training for PyTorch.
+
+    \b
+    gossipx run --peers hosts.txt --policy adaptive
+    gossipx compare runs/tau runs/adaptive
+    """
+
+
+def _option(key: Key) -> Callable[[Any], Any]:
+    names = f"{key.option}/--no-{key.name.replace('_', '-')}" if key.kind is bool else key.option
+    default = "" if key.default is None else f"  [default: {str(key.default).lower()}]"
+    kind: Any = (
+        click.Choice(key.choices) if key.choices else str if key.many else None if key.kind is bool else key.kind
+    )
+    text = key.help + default
+    return click.option(names, key.name, default=None, type=kind, help=text)
+
+
+def _all_settings(command: Callable[..., None]) -> Callable[..., None]:
+    for key in reversed(KEYS.values()):
+        command = _option(key)(command)
+    return command
+
+
+@main.command(context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False})
+@click.option("--peers", type=click.Path(path_type=Path), required=True, help="The hosts file, a line a host.")
+@click.option("--config", "config_file", type=click.Path(path_type=Path), help="A TOML file of these settings.")
+@_all_settings
+@click.argument("script", nargs=-1, type=click.UNPROCESSED, metavar="[SCRIPT [ARGS]...]")
+def run(peers: Path, config_file: Path | None, script: tuple[str, ...], **settings: Any) -> None:
+    """Train the built-in task, or your own SCRIPT, as every peer of this machine.
+
+    \b
+    echo 'localhost slots=4' > hosts.txt
+    gossipx run --peers hosts.txt --policy adaptive
+    gossipx run --peers hosts.txt --policy tau:10 train.py --epochs 3
+    """
+    from gossipx.launch.local import launch
+
+    given = config.load(config_file) if config_file else {}
+    sys.exit(launch(config.resolve(given, settings), peers, list(script)))
+
+
+@main.command("compare")
+@click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="RUN...")
+@click.option("--json", "as_json", is_flag=True, help="For programs.")
+def compare_command(runs: tuple[Path, ...], as_json: bool) -> None:
+    """Lay runs side by side; reductions are against the first one named.
+
+    \b
+    gossipx compare runs/tau runs/adaptive runs/travel
+    """
+    rows = compare([summary.read(path) for path in runs])
+    if as_json:
+        print(json.dumps([dataclasses.asdict(row) for row in rows], indent=2))
+    else:
+        _print_table(rows)
+
+
+HEADINGS = (
+    "run",
+    "policy",
+    "retrievals\na peer",
+    "reduction",
+    "MB\na peer",
+    "finish\nMB",
+    "accuracy\nmean",
+    "worst\npeer",
+    "before\nfinish",
+    "averaged\nmodel",
+    "wall\ns",
+    "blocked",
+    "lost",
+)
+
+
+def _print_table(rows: list[Row]) -> None:
+    table = Table()
+    for index, heading in enumerate(HEADINGS):
+        table.add_column(heading, justify="left" if index < 2 else "right")
+    for row in rows:
+        table.add_row(
+            row.name,
+            row.policy,
+            _shown(row.retrievals, "{:.1f}"),
+            _shown(row.reduction, "{:.1%}"),
+            _shown(row.received_mb, "{:.1f}"),
+            _shown(row.finish_mb, "{:.2f}"),
+            *(
+                _shown(accuracy, "{:.4f}")
+                for accuracy in (
+                    row.accuracy,
+                    row.accuracy_worst,
+                    row.accuracy_before_finish,
+                    row.accuracy_averaged,
+                )
+            ),
+            f"{row.wall_seconds:.1f}",
+            _shown(row.blocked, "{:.2%}"),
+            str(row.lost),
+        )
+    console = Console(highlight=False)
+    # A table in a file or a pipe is not cut to a terminal's width.
+    console.print(table, width=None if console.is_terminal else 160)
+
+
+def _shown(value: float | None, form: str) -> str:
+    return "–" if value is None else form.format(value)

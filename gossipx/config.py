@@ -1,0 +1,252 @@
+"""The settings of a run: one declaration each, from which the command line's option and the TOML key both come.
+
+A run's settings are the tables of its TOML file; on the command line they stand side by side. Values given on the
+command line come before those of the file, those before the defaults.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import tomli_w
+
+from gossipx.errors import UsageError
+from gossipx.specs import suggest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+def setting(default: Any, help: str, least: float | None = None) -> Any:
+    """A setting: its default, what it means, and the least value that makes sense."""
+    return field(default=default, metadata={"help": help, "least": least})
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """The run as a whole; the TOML table ``[run]``."""
+
+    name: str | None = setting(
+        None, "Name of the run, its directory under logdir. Default: the policy's, with a number."
+    )
+    logdir: str = setting("runs", "Directory of runs; point TensorBoard at it.")
+    overwrite: bool = setting(False, "Replace a run of the same name.")
+    seed: int = setting(0, "Seed of everything random: data split, batches, weights, draws.", 0)
+    iterations: int = setting(3000, "Iterations a peer.", 1)
+    threads: int = setting(1, "Computing threads a peer; with one a core, peers on one machine do not fight.", 1)
+    device: str = setting("cpu", "Device to train on; a device= in the hosts file comes first.")
+    log_interval: int = setting(10, "Iterations between two records of loss and delta.", 1)
+    eval_interval: int = setting(250, "Iterations between two test accuracies while training; 0: none.", 0)
+    save_model: bool = setting(True, "Keep each peer's final model in the run's directory.")
+
+
+@dataclass(frozen=True)
+class TaskSettings:
+    """What is trained; the TOML table ``[task]``. What is not given is the model's preset (Table I for its models)."""
+
+    task: str = setting("fashion-mnist", "Data set: fashion-mnist, mnist or cifar10.")
+    data_dir: str | None = setting(None, "Directory with the full data set's files; fashion-mnist needs none.")
+    model: str = setting("lenet", "lenet, convnet, resnet20, resnet56, resnet110, alexnet or googlenet.")
+    batch_size: int | None = setting(None, "Images a batch and peer.", 1)
+    base_lr: float | None = setting(None, "Learning rate at the start.", 0)
+    gamma: float | None = setting(None, "Factor of the learning rate at each step of lr_steps.", 0)
+    momentum: float | None = setting(None, "Momentum of SGD.", 0)
+    weight_decay: float | None = setting(None, "Weight decay of SGD.", 0)
+    lr_steps: tuple[float, ...] | None = setting(None, "Where the rate steps, as fractions of the run: 0.5,0.75.")
+    partition: str = setting("iid", "How the data are dealt out: iid or dirichlet:alpha=0.3.")
+
+
+@dataclass(frozen=True)
+class SyncSettings:
+    """When and with whom models are exchanged; the TOML table ``[sync]``."""
+
+    policy: str = setting("adaptive", "never, tau:N, random:p, adaptive:threshold, travel:distance, drift:distance.")
+    topology: str = setting("full", "Who may pull from whom: full, ring, star, or an edge list file.")
+    mixing: str = setting("average", "How a model enters: average:beta=0.5 or aged:beta=0.5,half_life=100.")
+    blocking: bool = setting(False, "Wait for each pull (Algorithm 2 as printed) instead of training on meanwhile.")
+    finish: Literal["consensus", "none"] = setting("consensus", "Average all models at the end, or (the paper) do not.")
+    init: Literal["first", "own"] = setting("first", "Begin with one peer's weights, or each with its own.")
+    buffers: Literal["mix", "local"] = setting("mix", "Exchange BatchNorm's statistics, or keep them local.")
+    min_peers: int = setting(1, "Stop with exit code 4 when fewer peers are left; 1: go on alone.", 1)
+    distance_interval: int = setting(50, "Iterations between two estimates of the consensus distance (Eq. 8).", 1)
+
+
+@dataclass(frozen=True)
+class ExchangeSettings:
+    """How peers reach each other; the TOML table ``[exchange]``."""
+
+    bind: str = setting("127.0.0.1", "Address to listen on; anything but loopback only on a network you trust.")
+    advertise: str | None = setting(None, "This machine's host in the hosts file, where it cannot be told by itself.")
+    peer_timeout: float = setting(30.0, "Seconds after which another peer is no longer waited for.", 0.1)
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """All settings of a run."""
+
+    run: RunSettings = RunSettings()
+    task: TaskSettings = TaskSettings()
+    sync: SyncSettings = SyncSettings()
+    exchange: ExchangeSettings = ExchangeSettings()
+
+
+@dataclass(frozen=True)
+class Key:
+    """One setting as command line and TOML see it.
+
+    Attributes:
+        table: ``run``, ``task``, ``sync`` or ``exchange``.
+        name: ``peer_timeout``; on the command line ``--peer-timeout``.
+        kind: of one value, None aside.
+        choices: the values it may take, if these are few.
+        many: whether it is a list of values.
+    """
+
+    table: str
+    name: str
+    kind: type
+    choices: tuple[str, ...]
+    many: bool
+    default: Any
+    help: str
+    least: float | None
+
+    @property
+    def option(self) -> str:
+        """How it reads on the command line."""
+        return "--" + self.name.replace("_", "-")
+
+
+def _keys() -> dict[str, Key]:
+    keys = {}
+    for table, section in get_type_hints(RunConfig).items():
+        hints = get_type_hints(section)
+        for one in dataclasses.fields(section):
+            kind = next((part for part in get_args(hints[one.name]) if part is not type(None)), None)
+            kind = hints[one.name] if kind is None or get_origin(hints[one.name]) is Literal else kind
+            choices = get_args(kind) if get_origin(kind) is Literal else ()
+            many = get_origin(kind) is tuple
+            plain = str if choices else float if many else kind
+            meta = one.metadata
+            keys[one.name] = Key(table, one.name, plain, choices, many, one.default, meta["help"], meta["least"])
+    return keys
+
+
+KEYS: dict[str, Key] = _keys()
+"""All settings by name; no two tables have one of the same name."""
+
+
+def load(path: Path) -> dict[str, Any]:
+    """The values that a TOML file gives, by setting.
+
+    Raises:
+        UsageError: the file and line of what is wrong in it, and what would have been right.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise UsageError(f"cannot read the configuration: {reason}", path) from error
+    try:
+        tables = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        at = re.search(r"line (\d+)", str(error))
+        raise UsageError(f"not TOML: {error}", path, int(at.group(1)) if at else 1) from error
+    values: dict[str, Any] = {}
+    known = dict.fromkeys(key.table for key in KEYS.values())
+    for table, content in tables.items():
+        if table not in known or not isinstance(content, dict):
+            here = _line(text, None, table)
+            raise UsageError(f"unknown table '{table}'{suggest(table, known)}: one of {', '.join(known)}", path, here)
+        for name, value in content.items():
+            place = (path, _line(text, table, name))
+            key = KEYS.get(name)
+            if key is None or key.table != table:
+                own = {key.name: key for key in KEYS.values() if key.table == table}
+                hint = f": it belongs in [{key.table}]" if key else suggest(name, own)
+                raise UsageError(f"unknown setting '{name}' in [{table}]{hint}", *place)
+            values[name] = _checked(key, value, name, place)
+    return values
+
+
+def resolve(*layers: Mapping[str, Any]) -> RunConfig:
+    """A configuration from layers of given values, the later ones before the earlier; None is not given.
+
+    Raises:
+        UsageError: an unknown setting or a bad value.
+    """
+    given: dict[str, Any] = {}
+    for layer in layers:
+        given.update({name: value for name, value in layer.items() if value is not None})
+    sections: dict[str, dict[str, Any]] = {}
+    for name, value in given.items():
+        if name not in KEYS:
+            raise UsageError(f"unknown setting '{name}'{suggest(name, KEYS)}")
+        key = KEYS[name]
+        sections.setdefault(key.table, {})[name] = _checked(key, value, key.option, (None, None))
+    kinds = get_type_hints(RunConfig)
+    return RunConfig(**{table: kinds[table](**values) for table, values in sections.items()})
+
+
+def dump(config: RunConfig) -> str:
+    """The whole configuration as TOML; what is None is left out. :func:`load` reads it back."""
+    tables = {
+        table: {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+        for table, values in dataclasses.asdict(config).items()
+    }
+    present = {table: {n: v for n, v in values.items() if v is not None} for table, values in tables.items()}
+    return tomli_w.dumps(present)
+
+
+def _checked(key: Key, value: Any, called: str, place: tuple[Path | None, int | None]) -> Any:
+    if key.many:
+        parts = [part for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+        if not isinstance(parts, list | tuple):
+            raise UsageError(f"{called} is not a list of numbers: {value!r}", *place)
+        return tuple(_checked(dataclasses.replace(key, many=False), part, called, place) for part in parts)
+    try:
+        made = _converted(key.kind, value)
+    except (TypeError, ValueError):
+        wanted = {int: "an integer", float: "a number", bool: "true or false"}.get(key.kind, "text")
+        raise UsageError(f"{called} is not {wanted}: {value!r}", *place) from None
+    if key.choices and made not in key.choices:
+        raise UsageError(f"{called} is '{made}': one of {', '.join(key.choices)}", *place)
+    if key.least is not None and not made >= key.least:
+        raise UsageError(f"{called} is {made}: at least {key.least:g}", *place)
+    return made
+
+
+def _converted(kind: type, value: Any) -> Any:
+    if kind is bool or isinstance(value, bool):
+        if kind is bool and isinstance(value, bool):
+            return value
+        raise TypeError
+    if kind is str:
+        if isinstance(value, str | Path):
+            return str(value)
+        raise TypeError
+    if kind is int and isinstance(value, float):
+        raise TypeError
+    return kind(value)
+
+
+def _line(text: str, table: str | None, name: str) -> int:
+    """The line where a table begins, or a key of it stands; 1 where that cannot be told."""
+    current: str | None = None
+    for number, line in enumerate(text.splitlines(), 1):
+        header = re.match(r"\s*\[+\s*([^\]]+?)\s*\]", line)
+        if header:
+            current = header.group(1)
+            if table is None and current.split(".")[0] == name:
+                return number
+        elif current == table and re.match(rf"\s*[\"']?{re.escape(name)}[\"']?\s*=", line):
+            return number
+    return 1

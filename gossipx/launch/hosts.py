@@ -1,0 +1,198 @@
+"""The hosts file: a line per host, ``host[:port] [slots=N] [device=cuda:0] [name=...]``."""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import re
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from gossipx.errors import UsageError
+from gossipx.specs import suggest
+
+DEFAULT_PORT = 29400
+"""Of the first peer of a host: above the registered services that are common, below those that systems give away."""
+_LINE = re.compile(r"(?P<host>\[[^\]]*\]|[^\s:\[\]]+)(?::(?P<port>\S*))?")
+_KEYS = {"slots": "slots=N", "device": "device=cuda:0", "name": "name=TEXT"}
+
+
+@dataclass(frozen=True)
+class PeerLine:
+    """One peer of a hosts file.
+
+    Attributes:
+        rank: its place in the file, from 0.
+        host: a name or an address, without brackets.
+        port: where it listens.
+        device: what it trains on; None: what the run's settings say.
+        name: how it is called in what a run tells and writes.
+        line: of the file, from 1.
+    """
+
+    rank: int
+    host: str
+    port: int
+    device: str | None
+    name: str
+    line: int
+
+
+def read_hosts(path: Path) -> list[PeerLine]:
+    """All peers of a hosts file, by rank. ``slots=N`` is N peers, on consecutive ports.
+
+    Raises:
+        UsageError: with file and line.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise UsageError("no such hosts file: one line a host, such as 'localhost slots=4'", path) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read the hosts file: {error}", path) from error
+    peers: list[PeerLine] = []
+    seen: dict[object, int] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        content = line.split("#", 1)[0].strip()
+        for peer in _parse(content, path, number, len(peers)) if content else []:
+            for what, key in (("address", (peer.host, peer.port)), ("name", peer.name)):
+                if key in seen:
+                    shown = key if isinstance(key, str) else _shown(*key)
+                    raise UsageError(f"{what} '{shown}' is on line {seen[key]} already", path, number)
+                seen[key] = number
+            peers.append(peer)
+    if not peers:
+        raise UsageError("no peers in it: one line a host, such as 'localhost slots=4'", path, 1)
+    return peers
+
+
+def _parse(content: str, path: Path, number: int, rank: int) -> list[PeerLine]:
+    first, *rest = content.split()
+    match = _LINE.fullmatch(first)
+    if match is None:
+        raise UsageError(f"'{first}' is not host[:port] (an IPv6 address stands in brackets)", path, number)
+    host = match["host"].strip("[]")
+    if match["host"].startswith("["):
+        try:
+            ipaddress.IPv6Address(host)
+        except ValueError:
+            raise UsageError(f"'{match['host']}' is not an IPv6 address", path, number) from None
+    port = DEFAULT_PORT if match["port"] is None else _number(match["port"], "port", 1, 65535, path, number)
+    given: dict[str, str] = {}
+    for part in rest:
+        key, equals, value = part.partition("=")
+        if not equals or key not in _KEYS or not value:
+            known = ", ".join(_KEYS.values())
+            raise UsageError(f"'{part}' is none of {known}{suggest(key, _KEYS)}", path, number)
+        if key in given:
+            raise UsageError(f"'{key}' is given twice", path, number)
+        given[key] = value
+    slots = _number(given.get("slots", "1"), "slots", 1, 65536 - port, path, number)
+    peers = []
+    for slot in range(slots):
+        name = given.get("name")
+        name = _shown(host, port + slot) if name is None else name if slots == 1 else f"{name}-{slot}"
+        peers.append(PeerLine(rank + slot, host, port + slot, given.get("device"), name, number))
+    return peers
+
+
+def _number(text: str, what: str, least: int, most: int, path: Path, line: int) -> int:
+    if not text.isascii() or not text.isdigit() or not least <= int(text) <= most:
+        raise UsageError(f"{what} '{text}' is not an integer from {least} to {most}", path, line)
+    return int(text)
+
+
+def _shown(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def peers_digest(peers: Sequence[PeerLine]) -> str:
+    """A digest of who takes part, and where; peers of one run must agree on it."""
+    text = "\n".join(f"{peer.name} {_shown(peer.host, peer.port)}" for peer in peers)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def local_ranks(peers: Sequence[PeerLine], advertise: str | None, path: Path) -> list[int]:
+    """Which peers are this machine's.
+
+    Args:
+        advertise: the host whose lines these are, where that cannot be told from addresses.
+        path: the hosts file, for messages.
+
+    Raises:
+        UsageError: none is, a name does not resolve, or loopback stands beside other machines.
+    """
+    if advertise is not None:
+        ranks = [peer.rank for peer in peers if peer.host == advertise.strip("[]")]
+        if not ranks:
+            raise UsageError(f"no line has the host '{advertise}' that --advertise names", path)
+        return ranks
+    addresses = {peer.host: _resolve(peer, path) for peer in peers}
+    loopback = [peer for peer in peers if addresses[peer.host].is_loopback]
+    if loopback and len(loopback) < len(peers):
+        first = loopback[0]
+        raise UsageError(
+            f"'{first.host}' is loopback, which other machines cannot reach: give its address in the network",
+            path,
+            first.line,
+        )
+    ranks = [peer.rank for peer in peers if _is_here(addresses[peer.host])]
+    if not ranks:
+        raise UsageError("no line is this machine: add one, or say which by --advertise HOST", path)
+    return ranks
+
+
+def bind_host(peer: PeerLine, bind: str, path: Path) -> str:
+    """Where a peer listens: ``bind``, or loopback of the kind that its line names.
+
+    Raises:
+        UsageError: others could not reach it there.
+    """
+    address = _resolve(peer, path)
+    chosen = ipaddress.ip_address(bind) if _is_address(bind) else None
+    if address.is_loopback:
+        return str(address) if chosen is not None and chosen.is_loopback else bind
+    if chosen is not None and chosen.is_loopback:
+        raise UsageError(
+            f"peers listen on loopback alone, where nobody reaches '{peer.host}': give --bind 0.0.0.0 (or one "
+            "address), on a network that you trust",
+            path,
+            peer.line,
+        )
+    return bind
+
+
+_Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _resolve(peer: PeerLine, path: Path) -> _Address:
+    if _is_address(peer.host):
+        return ipaddress.ip_address(peer.host)
+    try:
+        found = socket.getaddrinfo(peer.host, peer.port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        reason = f"host '{peer.host}' does not resolve ({error.strerror or error})"
+        raise UsageError(f"{reason}: correct it, or add it to /etc/hosts", path, peer.line) from error
+    # IPv4 first: 'localhost' is to mean the same address for those who bind and those who connect.
+    best = min(found, key=lambda entry: entry[0] != socket.AF_INET)
+    return ipaddress.ip_address(str(best[4][0]).partition("%")[0])
+
+
+def _is_here(address: _Address) -> bool:
+    """An address is this machine's if one can bind to it."""
+    with socket.socket(socket.AF_INET if address.version == 4 else socket.AF_INET6) as probe:
+        try:
+            probe.bind((str(address), 0))
+        except OSError:
+            return False
+    return True

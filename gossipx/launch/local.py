@@ -1,0 +1,289 @@
+"""``gossipx run``: the parent process of the peers on this machine. It starts them, shows them, and sums them up.
+
+It does not restart peers, and it takes no part in what they tell each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import selectors
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from gossipx import build, config
+from gossipx.config import RunConfig
+from gossipx.errors import UsageError
+from gossipx.launch.children import Child, command_of, script_exists
+from gossipx.launch.environment import ENV_CONFIG, ENV_DEVICE, ENV_PEERS, ENV_PROGRESS, ENV_RANK
+from gossipx.launch.hosts import PeerLine, bind_host, local_ranks, read_hosts
+from gossipx.launch.progress import Display, Standing
+from gossipx.metrics.summary import FILE as SUMMARY_FILE
+from gossipx.metrics.summary import Summary, per_peer
+
+LOOK_EVERY = 0.1
+"""Seconds between two looks at processes that may have ended."""
+INTERRUPT_GRACE = 3.0
+"""Seconds that interrupted peers have before they are killed."""
+CONFIG_FILE = "config.toml"
+HOSTS_FILE = "hosts.txt"
+
+
+def launch(given: RunConfig, hosts: Path, script: list[str]) -> int:
+    """Run the peers of this machine to their end.
+
+    Args:
+        given: settings, presets not yet filled in.
+        hosts: the hosts file.
+        script: a user's script and its arguments; empty: the built-in task.
+
+    Returns:
+        The exit code: 0 if a peer finished, 1 if none did, 2, 4 or 5 if a peer ended so, 130 if interrupted.
+
+    Raises:
+        UsageError: settings, hosts file or script are not right; nothing was started then.
+    """
+    settings = build.effective(given, bool(script))
+    peers = read_hosts(hosts)
+    here = local_ranks(peers, settings.exchange.advertise, hosts)
+    for rank in here:
+        bind_host(peers[rank], settings.exchange.bind, hosts)
+    if not script_exists(script):
+        raise UsageError("no such script", file=script[0])
+    settings = _named(settings)
+    directory = _make_directory(settings, hosts)
+    return _Run(settings, directory, peers, here, script).go()
+
+
+def _named(settings: RunConfig) -> RunConfig:
+    """A name for a run that was given none: its policy's, with the first number that is free."""
+    if settings.run.name is not None:
+        return settings
+    stem = re.split(r"\W", settings.sync.policy)[0]
+    name, number = stem, 1
+    while (Path(settings.run.logdir) / name).exists():
+        number += 1
+        name = f"{stem}-{number}"
+    return replace(settings, run=replace(settings.run, name=name))
+
+
+def _make_directory(settings: RunConfig, hosts: Path) -> Path:
+    assert settings.run.name is not None
+    if not re.fullmatch(r"[\w.,=+-]+", settings.run.name) or settings.run.name.startswith("."):
+        raise UsageError(f"--name '{settings.run.name}': letters, digits and . , = + - _ make a name")
+    directory = Path(settings.run.logdir) / settings.run.name
+    if directory.exists():
+        if not settings.run.overwrite:
+            raise UsageError(
+                f"a run '{settings.run.name}' is there already: give another --name, or --overwrite", directory
+            )
+        if any(directory.iterdir()) and not (directory / CONFIG_FILE).is_file():
+            raise UsageError("not the directory of a run, so it is not overwritten: give another --name", directory)
+    content = hosts.read_bytes()
+    try:
+        if directory.exists():
+            shutil.rmtree(directory)
+        directory.mkdir(parents=True)
+        (directory / CONFIG_FILE).write_text(config.dump(settings), encoding="utf-8")
+        (directory / HOSTS_FILE).write_bytes(content)
+    except OSError as error:
+        raise UsageError(f"cannot write the run: {error.strerror}; give another --logdir", directory) from error
+    return directory
+
+
+class _Run:
+    """The peers of this machine, from their start to their end."""
+
+    def __init__(
+        self, settings: RunConfig, directory: Path, peers: list[PeerLine], here: list[int], script: list[str]
+    ) -> None:
+        self._settings = settings
+        self._directory = directory
+        self._peers = peers
+        self._script = script
+        self._standings = {rank: Standing(peers[rank].name, iterations=settings.run.iterations) for rank in here}
+        title = f"{settings.run.name}: policy {settings.sync.policy}, {len(peers)} peers"
+        self._display = Display(title, self._standings)
+        self._children: dict[int, Child] = {}
+        self._results: dict[int, dict[str, Any]] = {}
+        self._left: set[int] = set()
+        self._exit: int | None = None  # why all are stopped, once they are
+        self._stop_by: float | None = None
+        self._interrupts = 0
+        self._began: float | None = None
+
+    def go(self) -> int:
+        """Start them, follow them, sum them up."""
+        with selectors.DefaultSelector() as selector, self._signals(), self._display:
+            try:
+                for rank in self._standings:
+                    self._start(rank, selector)
+                self._follow(selector)
+            finally:
+                for child in self._children.values():
+                    child.signal(signal.SIGKILL)
+                    child.process.wait()
+        ended = time.monotonic()
+        if self._exit is not None:
+            return self._exit
+        if self._left and not self._results:
+            return 0
+        summary = self._sum_up(ended - (self._began or ended))
+        summary.write(self._directory)
+        self._tell_end(summary)
+        return 0 if self._results else 1
+
+    # --- processes ----------------------------------------------------------------------------------
+
+    def _start(self, rank: int, selector: selectors.BaseSelector) -> None:
+        threads = str(self._settings.run.threads)
+        environment = {
+            "OMP_NUM_THREADS": threads,
+            **os.environ,
+            "PYTHONUNBUFFERED": "1",
+            ENV_CONFIG: str((self._directory / CONFIG_FILE).resolve()),
+            ENV_PEERS: str((self._directory / HOSTS_FILE).resolve()),
+            ENV_RANK: str(rank),
+            ENV_DEVICE: self._peers[rank].device or self._settings.run.device,
+        }
+        name = self._peers[rank].name
+        child = Child(
+            command_of(self._script),
+            environment,
+            ENV_PROGRESS,
+            on_line=lambda line: self._display.line(f"[{name}] {line}"),
+            on_word=lambda word: self._told(rank, word),
+        )
+        child.register(selector)
+        self._children[rank] = child
+
+    def _follow(self, selector: selectors.BaseSelector) -> None:
+        running = dict(self._children)
+        while running:
+            for key, _ in selector.select(LOOK_EVERY):
+                if key.fd in selector.get_map():
+                    key.data()
+            for rank, child in list(running.items()):
+                if child.process.poll() is not None:
+                    del running[rank]
+                    child.drain(selector)
+                    self._ended(rank, child)
+            self._display.refresh()
+            if self._stop_by is not None and time.monotonic() > self._stop_by:
+                for child in running.values():
+                    child.signal(signal.SIGKILL)
+
+    def _told(self, rank: int, word: dict[str, Any]) -> None:
+        standing = self._standings[rank]
+        if "error" in word:
+            self._failed(rank, str(word["error"]), int(word["exit"]))
+        elif "result" in word:
+            self._results[rank] = word["result"]
+            standing.state = "done"
+        elif "state" in word:
+            for key, value in word.items():
+                setattr(standing, key, value)
+            if standing.state == "train" and self._began is None:
+                self._began = time.monotonic()
+            if standing.state == "left":
+                self._left.add(rank)
+
+    def _failed(self, rank: int, error: str, code: int) -> None:
+        """A peer ended with an error of its own. One that the user must mend ends the run, and is told once."""
+        self._standings[rank].state = "failed"
+        if code == 1 or self._exit is not None:
+            if self._exit is None:
+                self._display.line(f"{self._peers[rank].name}: {error}")
+            return
+        sys.stdout.flush()
+        print(error, file=sys.stderr, flush=True)
+        self._stop(code, signal.SIGINT)
+
+    def _ended(self, rank: int, child: Child) -> None:
+        if rank in self._results or rank in self._left or self._exit is not None:
+            return
+        self._standings[rank].state = "lost"
+        self._display.line(f"peer {self._peers[rank].name} is lost: {child.how_it_ended()}")
+        alive = len(self._peers) - sum(standing.state in ("lost", "failed") for standing in self._standings.values())
+        least = self._settings.sync.min_peers
+        if alive < least:
+            print(f"{alive} of {len(self._peers)} peers left, fewer than --min-peers {least}", file=sys.stderr)
+            self._stop(4, signal.SIGTERM)
+
+    # --- stopping -----------------------------------------------------------------------------------
+
+    def _stop(self, code: int, number: int) -> None:
+        self._exit = code
+        self._stop_by = time.monotonic() + INTERRUPT_GRACE
+        for child in self._children.values():
+            child.signal(number)
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        """Ctrl-C stops every peer at once, a second one without grace; SIGTERM asks them to leave."""
+        before = {
+            number: signal.signal(number, handler)
+            for number, handler in ((signal.SIGINT, self._interrupted), (signal.SIGTERM, self._terminated))
+        }
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _interrupted(self, number: int, frame: FrameType | None) -> None:
+        self._interrupts += 1
+        self._stop(130, signal.SIGINT if self._interrupts == 1 else signal.SIGKILL)
+
+    def _terminated(self, number: int, frame: FrameType | None) -> None:
+        self._stop_by = time.monotonic() + self._settings.exchange.peer_timeout + INTERRUPT_GRACE
+        for child in self._children.values():
+            child.signal(signal.SIGTERM)
+
+    # --- figures ------------------------------------------------------------------------------------
+
+    def _sum_up(self, seconds: float) -> Summary:
+        reports: list[dict[str, Any] | None] = [None] * len(self._peers)
+        accuracy = None
+        for rank, result in self._results.items():
+            reports[rank] = result["report"]
+            # Peers on other machines have told theirs to these.
+            for other, report in result["reports"].items():
+                reports[int(other)] = reports[int(other)] or report
+            accuracy = result["consensus_accuracy"] if accuracy is None else accuracy
+        built_in = not self._script
+        settings = self._settings
+        assert settings.run.name is not None
+        return Summary(
+            name=settings.run.name,
+            policy=settings.sync.policy,
+            codec="none",
+            seed=settings.run.seed,
+            peers=len(self._peers),
+            task=settings.task.task if built_in else None,
+            model=settings.task.model if built_in else None,
+            partition=settings.task.partition,
+            iterations=settings.run.iterations,
+            consensus_accuracy=accuracy,
+            lost=[self._peers[rank].name for rank, report in enumerate(reports) if report is None],
+            wall_seconds=seconds,
+            **per_peer(reports),
+        )
+
+    def _tell_end(self, summary: Summary) -> None:
+        tell = self._display.line
+        if summary.lost:
+            tell(f"lost: {', '.join(summary.lost)}")
+        if not self._results:
+            tell("no peer finished")
+            return
+        tell(f"{self._directory / SUMMARY_FILE} is written; compare runs: gossipx compare {self._directory} ...")
+        tell(f"curves: tensorboard --logdir {self._settings.run.logdir}")

@@ -1,0 +1,102 @@
+"""Live progress of the peers on this machine: a table on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+
+LINES_EVERY = 2.0
+"""Seconds between two rounds of plain lines."""
+
+
+@dataclass
+class Standing:
+    """Where one peer stands; figures as it last told them."""
+
+    name: str
+    state: str = "starting"
+    step: int = 0
+    iterations: int = 0
+    loss: float | None = None
+    accuracy: float | None = None
+    retrievals: int = 0
+    bytes: int = 0
+
+
+class Display:
+    """Shows standings while a run goes on.
+
+    Args:
+        title: of the run.
+        standings: of the peers shown, by rank; read whenever something is drawn.
+    """
+
+    def __init__(self, title: str, standings: dict[int, Standing]):
+        self.console = Console(highlight=False)
+        self._title = title
+        self._standings = standings
+        self._live: Live | None = None
+        self._last = ""
+        self._next = 0.0
+
+    def __enter__(self) -> Display:
+        if self.console.is_terminal:
+            self._live = Live(
+                self._table(), console=self.console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False
+            )
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            self._live.update(self._table(), refresh=True)
+            self._live.stop()
+
+    def line(self, text: str) -> None:
+        """Tell one line, above the table."""
+        self.console.print(text, markup=False, soft_wrap=True)
+
+    def refresh(self) -> None:
+        """Draw, if it is time."""
+        now = time.monotonic()
+        if now < self._next:
+            return
+        self._next = now + (0.2 if self._live is not None else LINES_EVERY)
+        if self._live is not None:
+            self._live.update(self._table(), refresh=True)
+            return
+        text = "  ".join(self._plain(standing) for standing in self._standings.values())
+        if text != self._last:
+            self._last = text
+            self.line(text)
+
+    def _plain(self, standing: Standing) -> str:
+        if not standing.step:
+            return f"{standing.name} {standing.state}"
+        accuracy = "" if standing.accuracy is None else f" acc {standing.accuracy:.3f}"
+        return (
+            f"{standing.name} {standing.state} {standing.step}/{standing.iterations}{accuracy} "
+            f"pulls {standing.retrievals}"
+        )
+
+    def _table(self) -> Table:
+        table = Table(title=self._title, title_justify="left", expand=False)
+        for heading in ("peer", "state", "", "iteration", "loss", "accuracy", "retrievals", "MB received"):
+            table.add_column(heading, justify="left" if heading in ("peer", "state", "") else "right")
+        for one in self._standings.values():
+            table.add_row(
+                one.name,
+                one.state,
+                ProgressBar(total=max(one.iterations, 1), completed=one.step, width=20),
+                f"{one.step}/{one.iterations}" if one.iterations else str(one.step),
+                "" if one.loss is None else f"{one.loss:.3f}",
+                "" if one.accuracy is None else f"{one.accuracy:.3f}",
+                str(one.retrievals),
+                f"{one.bytes / 1e6:.1f}",
+            )
+        return table

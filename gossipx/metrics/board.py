@@ -1,0 +1,50 @@
+"""Curves in TensorBoard."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+PAGE = {
+    "gossipx": {
+        "Accuracy against iterations": ["Multiline", ["test/accuracy"]],
+        "Accumulated retrievals (Figure 7)": ["Multiline", ["sync/retrievals"]],
+        "Delta (Figure 3)": ["Multiline", ["sync/delta$"]],
+        "Consensus distance (Eq. 8, Figure 4)": ["Multiline", ["sync/consensus_distance"]],
+        "Difference of delta (Figure 5)": ["Multiline", ["sync/delta_difference"]],
+        "Training loss": ["Multiline", ["train/loss"]],
+        "Bytes received": ["Multiline", ["comm/bytes_received"]],
+        "Share of time blocked": ["Multiline", ["time/blocked_fraction"]],
+    }
+}
+"""The custom-scalars page: each chart lays all peers of all runs over each other. Figures are the paper's."""
+
+
+class TensorBoardRecorder:
+    """Writes scalars to a TensorBoard directory (a :class:`~gossipx.record.Recorder`).
+
+    Args:
+        directory: of this peer.
+        hparams: settings that TensorBoard's HPARAMS page compares runs by.
+    """
+
+    def __init__(self, directory: Path, hparams: Mapping[str, Any]):
+        # Imported here: reading summaries and comparing runs needs no torch.
+        from torch.utils.tensorboard import SummaryWriter
+        from torch.utils.tensorboard.summary import hparams as hparams_summary
+
+        self._writer = SummaryWriter(str(directory))
+        self._writer.add_custom_scalars(PAGE)
+        # SummaryWriter.add_hparams would write a run of its own beside this one.
+        file_writer = self._writer._get_file_writer()  # type: ignore[no-untyped-call]
+        for part in hparams_summary(dict(hparams), {"test/accuracy": 0.0}):  # type: ignore[no-untyped-call]
+            file_writer.add_summary(part)
+
+    def scalar(self, tag: str, value: float, step: int) -> None:
+        """Keep ``value`` under ``tag`` at iteration ``step``."""
+        self._writer.add_scalar(tag, value, step)
+
+    def close(self) -> None:
+        """Write out what is still held back."""
+        self._writer.close()

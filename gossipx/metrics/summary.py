@@ -1,0 +1,106 @@
+"""``summary.json``: the figures of a finished run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gossipx.errors import UsageError
+
+FILE = "summary.json"
+Figures = list[float | None]
+"""One number a peer, by rank; None for a peer that did not finish."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The figures of a run. Lists have an entry a peer, by rank, None for a peer that is lost.
+
+    Attributes:
+        name: of the run.
+        policy: as a spec.
+        codec: of models on the wire.
+        seed: of the run.
+        peers: how many began.
+        task, model, partition: what was trained; None for a user's script.
+        iterations: the run's length.
+        retrievals: pulls completed while training.
+        bytes_received: while training, on the wire.
+        finish_bytes: received in the finish.
+        test_accuracy: each peer's own model, after the finish.
+        test_accuracy_before_finish: the same before it.
+        consensus_accuracy: of the average of all final models.
+        consensus_distance: estimate of Eq. 8 at the end of training, each peer's.
+        lost: names of peers that did not finish.
+        wall_seconds: from the first peer's first iteration to the last peer's end.
+        train_seconds: each peer's, from its first iteration to its last.
+        blocked_seconds: the training thread stopped by gossipx, while training.
+        overhead_seconds: the training thread measuring its own model.
+        skipped: decisions to pull while a pull was under way.
+        failed: pulls begun and not completed.
+        poisoned: received models refused for NaN or Inf.
+    """
+
+    name: str
+    policy: str
+    codec: str
+    seed: int
+    peers: int
+    task: str | None
+    model: str | None
+    partition: str
+    iterations: int
+    retrievals: Figures
+    bytes_received: Figures
+    finish_bytes: Figures
+    test_accuracy: Figures
+    test_accuracy_before_finish: Figures
+    consensus_accuracy: float | None
+    consensus_distance: Figures
+    lost: list[str]
+    wall_seconds: float
+    train_seconds: Figures
+    blocked_seconds: Figures
+    overhead_seconds: Figures
+    skipped: Figures
+    failed: Figures
+    poisoned: Figures
+
+    def write(self, directory: Path) -> None:
+        """Write it whole, or leave what was there."""
+        unfinished = directory / (FILE + ".tmp")
+        unfinished.write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n", encoding="utf-8")
+        unfinished.replace(directory / FILE)
+
+
+PER_PEER = tuple(field.name for field in dataclasses.fields(Summary) if field.type == "Figures")
+"""The fields that have an entry a peer; reports of peers have a figure under each of these names."""
+
+
+def per_peer(reports: Sequence[Mapping[str, Any] | None]) -> dict[str, Figures]:
+    """The lists of a summary from the peers' reports, by rank; None for a peer without one."""
+    return {name: [None if report is None else report.get(name) for report in reports] for name in PER_PEER}
+
+
+def read(path: Path) -> Summary:
+    """The summary of a run, from its directory or its file.
+
+    Raises:
+        UsageError: there is none, or it is not one.
+    """
+    file = path / FILE if path.is_dir() else path
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError("no summary here: name the directory of a run that has ended", file) from error
+    except ValueError as error:
+        raise UsageError(f"not a summary: {error}", file) from error
+    names = {field.name for field in dataclasses.fields(Summary)}
+    if not isinstance(data, dict) or not names <= data.keys():
+        missing = sorted(names - data.keys())[0] if isinstance(data, dict) else "everything"
+        raise UsageError(f"not a summary: it lacks '{missing}'", file)
+    return Summary(**{name: data[name] for name in names})

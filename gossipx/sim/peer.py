@@ -1,0 +1,392 @@
+"""The driver of one peer role in virtual time, over a real arena of a real module."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import deque
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from gossipx import actor
+from gossipx.actor import Fault
+from gossipx.arena import HostBuffer, ParameterArena, Snapshot
+from gossipx.messages import AgreeRequest, InitialRequest, ModelReply, PullRequest, Reply, Stage
+from gossipx.peer import PeerRole
+
+if TYPE_CHECKING:
+    from gossipx.sim.world import World
+
+
+@dataclass
+class _Exchange:
+    """A request of ours: open until it is answered or has failed, kept until it is forgotten."""
+
+    send: actor.Send
+    began: float
+    base: Snapshot | None
+    open: bool = True
+    buffer: HostBuffer | None = None
+    their_step: int = 0
+    arrived: float = 0.0
+
+
+@dataclass(frozen=True)
+class Retrieval:
+    """One model mixed while training: at ``time``, after own iteration ``step``.
+
+    ``seconds`` from the request to the last byte; ``staleness`` own iterations minus the model's; ``distance``
+    ‖x_j − base‖₂ over the trained values.
+    """
+
+    time: float
+    step: int
+    sender: int
+    seconds: float
+    staleness: int
+    distance: float
+
+
+class SimPeer:
+    """One peer: its life is join, train, finish, tell its figures, end.
+
+    Args:
+        role: fresh, with this peer's rank.
+        module: laid out in an arena here.
+        gradient_step: one real optimizer step on ``peer.module``; called when the step's time has passed.
+        iterations: steps in all, those counted that an adopted model has seen.
+        compute_seconds: virtual seconds a step takes.
+        mix_buffers: see :class:`~gossipx.arena.ParameterArena`.
+
+    Attributes:
+        down_since: when it ended or crashed; None while it runs.
+        before_finish: trained values as it entered the finish; None before.
+        reason: why it had to stop, if it had to.
+        bytes_received, finish_bytes: of models, while training and in the finish.
+        blocked_seconds: how long training stood still for the role, from the first step to the last.
+    """
+
+    def __init__(
+        self,
+        role: PeerRole,
+        module: nn.Module,
+        gradient_step: Callable[[SimPeer], None],
+        iterations: int,
+        compute_seconds: float = 1.0,
+        mix_buffers: bool = True,
+    ):
+        self.role = role
+        self.rank = role.rank
+        self.module = module
+        self.arena = ParameterArena(module, mix_buffers)
+        self.compute_seconds = compute_seconds
+        self.iterations = iterations
+        self.down_since: float | None = None
+        self.paused_until = 0.0
+        self.poisoned = False
+        self.reason: str | None = None
+        self.before_finish: Tensor | None = None
+        self.retrievals: list[Retrieval] = []
+        self.bytes_received = self.finish_bytes = 0
+        self.blocked_seconds = 0.0
+        self._gradient_step = gradient_step
+        self._events: deque[actor.Event] = deque()
+        self._handling = False
+        self._exchanges: dict[int, _Exchange] = {}
+        self._requests = 0  # received so far: the keys of requests
+        self._requesters: dict[Hashable, tuple[SimPeer, int]] = {}
+        self._timers: dict[str, float] = {}
+        self._phase = "join"
+        self._leaving = False
+        self._waits_since: float | None = None
+        self._stepping = False
+        self._reference: HostBuffer | None = None  # x_r, for policies that use drift
+
+    def weights(self) -> Tensor:
+        """All trained values, one float64 vector."""
+        parts = [section.storage[: section.trainable].double() for section in self.arena.sections]
+        return torch.cat(parts).clone()
+
+    # --- its life -----------------------------------------------------------------------------------
+
+    def begin(self, world: World) -> None:
+        """Join the run; called by the world."""
+        self._world = world
+        self._tell(actor.JoinRun())
+
+    def ask_to_leave(self) -> None:
+        """SIGTERM."""
+        self._leaving = True
+        self._later(self._world.now, self._go_on)
+
+    def _go_on(self) -> None:
+        """What the training thread does next, if it may."""
+        if self._stepping or self.down_since is not None:
+            return
+        if self.reason is not None:
+            self._world.end(self, "stops")
+        elif self._leaving and self._phase != "leave":
+            self._phase = "leave"
+            self._tell(actor.LeaveRun())
+        elif self._waits_since is None:
+            self._next_phase()
+
+    def _next_phase(self) -> None:
+        match self._phase:
+            case "join":
+                self._phase = "train"
+                self._set_reference()
+                self._go_on()
+            case "train" if self.arena.step < self.iterations:
+                self._stepping = True
+                self._later(self._world.now + self.compute_seconds, self._step)
+            case "train":
+                self._phase = "finish"
+                self._tell(actor.TrainingEnded())
+            case "finish":
+                self._phase = "figures"
+                report: dict[str, object] = {"iterations": self.arena.step, "retrievals": self.role.sync.retrievals}
+                self._tell(actor.FiguresReady(report))
+            case "figures":
+                self._world.end(self, "ends")
+            case "leave":
+                self._world.end(self, "has left")
+
+    def _step(self) -> None:
+        self._stepping = False
+        self._gradient_step(self)
+        delta = self.arena.step_done()
+        self._world.note(self.rank, f"step {self.arena.step}")
+        self._tell(actor.StepDone(self.arena.step, delta, self._drift()))
+
+    def _later(self, time: float, action: Callable[[], None]) -> None:
+        """Do ``action`` at ``time`` if this process then lives, or when it is no longer paused."""
+
+        def act() -> None:
+            if self.down_since is not None:
+                return
+            if self.paused_until > self._world.now:
+                self._world.at(self.paused_until, act)
+            else:
+                action()
+
+        self._world.at(time, act)
+
+    # --- events and effects ---------------------------------------------------------------------------
+
+    def _tell(self, event: actor.Event) -> None:
+        """Tell the role, carry out what follows, and let training go on if it may."""
+        self._events.append(event)
+        if self._handling:
+            return
+        self._handling = True
+        while self._events:
+            stage = self.role.stage
+            for effect in self.role.handle(self._events.popleft(), self._world.now):
+                self._carry_out(effect)
+            if self.role.stage is not stage:
+                self._world.note(self.rank, f"is {self.role.stage.name}")
+                if stage < Stage.FINISH <= self.role.stage < Stage.LEFT:
+                    self.before_finish = self.weights()
+        self._handling = False
+        self._go_on()
+
+    def _carry_out(self, effect: actor.Effect) -> None:
+        now = self._world.now
+        match effect:
+            case actor.Send():
+                self._send(effect)
+            case actor.Answer():
+                self._answer(effect)
+            case actor.Mix(ticket, share):
+                self._mix(ticket, share)
+            case actor.Adopt(ticket):
+                self._adopt(ticket)
+            case actor.Forget(ticket):
+                self._forget(ticket)
+            case actor.SetTimer(name, at):
+                self._timers[name] = at
+                self._later(at, lambda: self._fire(name, at))
+            case actor.Wait():
+                self._waits_since = now if self._waits_since is None else self._waits_since
+            case actor.Resume():
+                if self._waits_since is not None and self._phase == "train":
+                    self.blocked_seconds += now - self._waits_since
+                self._waits_since = None
+            case actor.Note(_, text):
+                self._world.note(self.rank, text)
+            case actor.Stop(reason):
+                self._world.note(self.rank, f"must stop: {reason}")
+                self.reason = self.reason or reason
+
+    def _fire(self, name: str, at: float) -> None:
+        if self._timers.get(name) == at:
+            del self._timers[name]
+            self._tell(actor.TimerFired(name))
+
+    # --- requests of its own ----------------------------------------------------------------------------
+
+    def _send(self, send: actor.Send) -> None:
+        exchange = _Exchange(send, self._world.now, self.arena.snapshot() if send.capture else None)
+        self._exchanges[send.ticket] = exchange
+        match send.request:
+            case InitialRequest():
+                self._world.note(self.rank, f"asks {send.to} for a model to begin with")
+            case PullRequest():
+                self._world.note(self.rank, f"pulls {send.to}")
+            case AgreeRequest(number):
+                self._world.note(self.rank, f"meets {send.to} in round {number}")
+        self._world.carry(self, send.to, 0, lambda: self._arrive(send))
+        self._later(send.deadline, lambda: self.fail(send.ticket, Fault.TIMEOUT))
+
+    def _arrive(self, send: actor.Send) -> None:
+        """Our request is at the other's address."""
+        other = self._world.peers.get(send.to)
+        if other is None or other.down_since is not None:
+            self._world.refuse(self, send.ticket, send.to)
+        else:
+            other.receive(self, send)
+
+    def waiting_for(self, rank: int) -> list[int]:
+        """Tickets of open requests to ``rank``."""
+        return [ticket for ticket, exchange in self._exchanges.items() if exchange.open and exchange.send.to == rank]
+
+    def fail(self, ticket: int, fault: Fault) -> None:
+        """Our request ``ticket`` gets no answer; nothing if it had one before."""
+
+        def failed() -> None:
+            exchange = self._exchanges.get(ticket)
+            if exchange is not None and exchange.open:
+                exchange.open = False
+                self._world.note(self.rank, f"has no answer of {exchange.send.to}: {fault.name}")
+                self._tell(actor.Failed(ticket, fault))
+                self._forget(ticket)
+
+        self._later(self._world.now, failed)
+
+    def replied(self, ticket: int, reply: Reply, payload: list[Tensor]) -> bool:
+        """The last byte of an answer is here; returns whether it was still wanted."""
+        exchange = self._exchanges.get(ticket)
+        if self.down_since is not None or exchange is None or not exchange.open:
+            return False
+        exchange.open = False
+        if isinstance(reply, ModelReply):
+            whole = isinstance(exchange.send.request, InitialRequest)
+            exchange.buffer = self.arena.buffer(whole)
+            exchange.their_step = reply.step
+            exchange.arrived = self._world.now
+            for vector, sent in zip(exchange.buffer.vectors, payload, strict=True):
+                vector.copy_(sent)
+            if isinstance(exchange.send.request, PullRequest):
+                self.bytes_received += exchange.buffer.view.nbytes
+            elif isinstance(exchange.send.request, AgreeRequest):
+                self.finish_bytes += exchange.buffer.view.nbytes
+
+        def told() -> None:
+            self._tell(actor.Replied(ticket, reply))
+            if not isinstance(reply, ModelReply):
+                self._forget(ticket)
+
+        self._later(self._world.now, told)
+        return True
+
+    # --- requests of others -----------------------------------------------------------------------------
+
+    def receive(self, sender: SimPeer, send: actor.Send) -> None:
+        """A request is here."""
+        self._requests += 1
+        key = self._requests
+        self._requesters[key] = (sender, send.ticket)
+        self._later(self._world.now, lambda: self._tell(actor.Received(sender.rank, key, send.request)))
+
+    def _answer(self, answer: actor.Answer) -> None:
+        requester, ticket = self._requesters.pop(answer.key)
+        reply = answer.reply
+        payload: list[Tensor] = []
+        nbytes = 0
+        if isinstance(reply, ModelReply):
+            snapshot = self.arena.snapshot(answer.whole_model)
+            reply = dataclasses.replace(reply, step=snapshot.step)
+            payload = [vector.clone() for vector in snapshot.buffer.vectors]
+            nbytes = snapshot.buffer.view.nbytes
+            snapshot.release()
+            if self.poisoned:
+                self._world.fired["poison"] += 1
+                next(vector for vector in payload if vector.is_floating_point())[0] = math.nan
+        told = False
+
+        def answered(whole: bool) -> None:
+            nonlocal told
+            if not told:
+                told = True
+                self._later(self._world.now, lambda: self._tell(actor.Answered(answer.key, whole)))
+
+        self._world.carry(self, requester.rank, nbytes, lambda: answered(requester.replied(ticket, reply, payload)))
+        self._later(answer.deadline, lambda: answered(False))
+
+    # --- models come in -----------------------------------------------------------------------------------
+
+    def _mix(self, ticket: int, share: float) -> None:
+        exchange = self._exchanges[ticket]
+        assert exchange.buffer is not None
+        distance = self.arena.mix(exchange.buffer, share, exchange.base.buffer if exchange.base else None)
+        if math.isnan(distance):
+            self._world.note(self.rank, f"refuses the model of {exchange.send.to}")
+            self._events.append(actor.Poisoned(ticket))
+        else:
+            self._world.note(self.rank, f"mixes {exchange.send.to}")
+            if isinstance(exchange.send.request, PullRequest):
+                self._retrieved(exchange, distance, share)
+            self._events.append(actor.Mixed(ticket))
+        self._forget(ticket)
+
+    def _retrieved(self, exchange: _Exchange, distance: float, share: float) -> None:
+        now, step = self._world.now, self.arena.step
+        staleness = step - exchange.their_step
+        seconds = exchange.arrived - exchange.began
+        self.retrievals.append(Retrieval(now, step, exchange.send.to, seconds, staleness, distance))
+        self._set_reference()
+        if exchange.base is not None and self._reference is not None:
+            assert exchange.buffer is not None  # it holds the difference now, of which a share was added
+            rows = zip(self._reference.vectors, exchange.base.buffer.vectors, exchange.buffer.vectors, strict=True)
+            for reference, base, difference in rows:
+                torch.add(base, difference, alpha=share, out=reference)
+
+    def _adopt(self, ticket: int) -> None:
+        exchange = self._exchanges[ticket]
+        assert exchange.buffer is not None
+        taken = self.arena.adopt(exchange.buffer, exchange.their_step)
+        self._world.note(self.rank, f"{'adopts' if taken else 'refuses'} the model of {exchange.send.to}")
+        self._events.append(actor.Mixed(ticket) if taken else actor.Poisoned(ticket))
+        self._forget(ticket)
+
+    def _forget(self, ticket: int) -> None:
+        exchange = self._exchanges.pop(ticket, None)
+        if exchange is None:
+            return
+        if exchange.base is not None:
+            exchange.base.release()
+        if exchange.buffer is not None:
+            self.arena.free(exchange.buffer)
+
+    def _drift(self) -> float | None:
+        """‖x_t − x_r‖₂: from the request that is under way, which is forgotten if it fails, or the last retrieval."""
+        if not self.role.sync.policy.uses_drift:
+            return None
+        bases = [exchange.base.buffer for exchange in self._exchanges.values() if exchange.base]
+        reference = bases[-1] if bases else self._reference
+        assert reference is not None
+        return self.arena.distance(reference)
+
+    def _set_reference(self) -> None:
+        """Count drift from the model as it is now."""
+        if self.role.sync.policy.uses_drift:
+            now = self.arena.snapshot()
+            self._reference = self._reference or self.arena.buffer()
+            for reference, vector in zip(self._reference.vectors, now.buffer.vectors, strict=True):
+                reference.copy_(vector)
+            now.release()

@@ -1,0 +1,299 @@
+"""Adaptive Communication for Distributed Deep Learning: each test names the equation or section that it holds to."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from toy import SIZE, Point, alone, ended, make, sgd, until, world
+
+from gossipx import policies
+from gossipx.arena import ParameterArena
+from gossipx.policies import Observation, Policy
+from gossipx.sim import Network, World
+from gossipx.sync import SyncManager, consensus_distance
+
+
+def net(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def pulls(manager: SyncManager, deltas: list[float], first: int = 1) -> list[int]:
+    """The iterations at which it pulls, each pull done at once."""
+    found = []
+    for step, delta in enumerate(deltas, first):
+        if manager.step(step, delta):
+            manager.requested()
+            manager.completed()
+            found.append(step)
+    return found
+
+
+# --- Eq. 5 to 7: the delta --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rate", [0.5, 0.01])
+def test_delta_is_rate_times_gradient_norm(rate: float):
+    """Eq. 5, 7: with plain SGD Δ_t = η‖g_{t−1}‖."""
+    module = net()
+    arena = ParameterArena(module)
+    optimizer = torch.optim.SGD(module.parameters(), lr=rate)
+    for seed in range(5):
+        optimizer.zero_grad()
+        module(torch.randn(4, 6, generator=torch.Generator().manual_seed(seed))).square().sum().backward()
+        norm = math.sqrt(sum(float(p.grad.double().square().sum()) for p in module.parameters()))
+        optimizer.step()
+        assert arena.step_done() == pytest.approx(rate * norm, rel=1e-5)
+
+
+def test_delta_is_the_distance_between_two_iterates():
+    """Eq. 6, whatever the optimizer."""
+    module = net()
+    arena = ParameterArena(module)
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
+    for _ in range(5):
+        before = torch.cat([p.detach().double().flatten() for p in module.parameters()])
+        optimizer.zero_grad()
+        module(torch.ones(4, 6)).square().sum().backward()
+        optimizer.step()
+        after = torch.cat([p.detach().double().flatten() for p in module.parameters()])
+        assert arena.step_done() == pytest.approx(float((after - before).norm()), rel=1e-5)
+
+
+def test_mixing_is_no_part_of_the_delta():
+    """Eq. 7: Δ_t is of the optimizer's step alone; x_{t−1} is taken after any mixing."""
+    module, other = Point(0), Point(1)
+    arena, theirs = ParameterArena(module), ParameterArena(other)
+    received = arena.buffer()
+    received.vectors[0].copy_(theirs.snapshot().buffer.vectors[0])
+    arena.mix(received, 0.5)
+    before = module.x.detach().double()
+    sgd(module)
+    assert arena.step_done() == pytest.approx(float((module.x.detach().double() - before).norm()), rel=1e-6)
+
+
+# --- Eq. 3, 4 and Algorithm 2 -----------------------------------------------------------------------
+
+
+def test_a_pull_averages_the_two_models():
+    """Algorithm 2, line 5: x_i = (x_i + x_j) / 2; Eq. 4 with the sign that makes it that, β = ½."""
+    module, other = Point(0), Point(1)
+    mine, theirs_x = module.x.detach().clone(), other.x.detach().clone()
+    arena, theirs = ParameterArena(module), ParameterArena(other)
+    received = arena.buffer()
+    received.vectors[0].copy_(theirs.snapshot().buffer.vectors[0])
+    far = arena.mix(received, 0.5)
+    torch.testing.assert_close(module.x.detach(), (mine + theirs_x) / 2, rtol=0, atol=1e-6)
+    assert far == pytest.approx(float((theirs_x - mine).norm()), rel=1e-6), "‖x_j − x_i‖"
+
+
+def test_blocking_run_is_algorithm_2():
+    """Algorithm 2, line by line in numpy, with the targets j of line 4 as they were drawn.
+
+    All peers reach an iteration at one moment and ask then, so that all give the model they had at that moment. At
+    t = 0 nobody mixes: there is no iteration behind it to decide after.
+    """
+    size, period, last, rate = 4, 3, 20, 0.05
+    made = world(size, policy=f"tau:{period}", iterations=last, blocking=True, init="own", finish="none")
+    ended(made, 200.0)
+    targets = {(peer.rank, pull.step): pull.sender for peer in made.peers.values() for pull in peer.retrievals}
+    assert len(targets) == size * (last // period)
+
+    x = np.stack([Point(rank).x.detach().numpy() for rank in range(size)])
+    goal = np.stack([Point(rank).target.numpy() for rank in range(size)])
+    for t in range(last):
+        if t and t % period == 0:  # line 3
+            j = [targets[rank, t] for rank in range(size)]  # line 4
+            x = (x + x[j]) / 2  # line 5
+        x = x - np.float32(rate) * (x - goal)  # line 7
+    got = np.stack([made.peers[rank].weights().numpy() for rank in range(size)])
+    np.testing.assert_allclose(got, x, rtol=0, atol=1e-6)
+
+
+def test_overlapped_pull_keeps_the_progress_made_meanwhile():
+    """x += ½ (x_j − x_at_request): own steps between request and reply are kept whole."""
+    made = until(world(2, network=Network(bandwidth=4 * SIZE / 2.5), policy="tau:4", init="own"), 0, "pulls 1")
+    peer = made.peers[0]
+    base, step = peer.weights(), peer.arena.step
+    made.run(made.now + 0.5)  # the request has arrived, and 1 has not stepped since
+    theirs = made.peers[1].weights()
+    until(made, 0, "mixes 1")
+    steps = peer.arena.step - step
+    assert steps == 3
+    progress = alone(0, steps, base)
+    torch.testing.assert_close(peer.weights(), progress + (theirs - base) / 2, rtol=0, atol=1e-6)
+    assert peer.retrievals[0].distance == pytest.approx(float((theirs - base).norm()), rel=1e-6)
+
+
+def test_tau_divides_t():
+    """Algorithm 2, line 3."""
+    assert pulls(SyncManager(policies.parse("tau:10")), [1.0] * 35) == [10, 20, 30]
+    assert pulls(SyncManager(policies.parse("tau:1")), [1.0] * 3) == [1, 2, 3]
+    assert pulls(SyncManager(policies.parse("never")), [1.0] * 35) == [], "τ = ∞ (Figure 6)"
+
+
+# --- Section V-B: the difference of delta -----------------------------------------------------------
+
+
+def test_pulls_when_the_difference_of_delta_exceeds_the_threshold():
+    """Section V-B: |Δ_t − Δ_r| > threshold, either way; Δ_r is 0 before the first retrieval."""
+    manager = SyncManager(policies.parse("adaptive:threshold=0.25"))
+    #         |Δ−0|  exceeds  equals  within  below   within  above
+    deltas = [0.125, 0.5, 0.75, 0.625, 0.125, 0.25, 0.75]
+    assert pulls(manager, deltas) == [2, 5, 7]
+    assert manager.difference == 0 and manager.retrievals == 3
+
+
+def test_relative_threshold_is_a_share_of_the_delta_at_the_retrieval():
+    manager = SyncManager(policies.parse("adaptive:threshold=0.5,relative=true"))
+    assert pulls(manager, [4.0, 5.0, 6.0, 6.5, 3.25, 3.0]) == [1, 4, 6]
+
+
+def test_delta_at_retrieval_is_that_of_the_request():
+    """Δ_r is set when the request goes out, not when the model comes; decisions meanwhile reset nothing."""
+    manager = SyncManager(policies.parse("adaptive:threshold=0.25"))
+    assert manager.step(1, 1.0)
+    manager.requested()
+    assert not manager.step(2, 2.0) and not manager.step(3, 1.125)
+    assert manager.skipped == 1
+    manager.completed()
+    assert manager.difference == 0.125
+    assert not manager.step(4, 1.25) and manager.step(5, 1.5)
+
+
+def test_delta_at_retrieval_is_restored_when_the_request_fails():
+    manager = SyncManager(policies.parse("adaptive:threshold=0.25"))
+    assert pulls(manager, [1.0]) == [1]
+    assert manager.step(2, 3.0)
+    manager.requested()
+    assert manager.difference == 0.0
+    manager.abandoned()
+    assert manager.difference == 2.0 and (manager.retrievals, manager.failed) == (1, 1)
+    assert not manager.step(3, 1.25), "it is compared with 1.0 again"
+
+
+def test_way_travelled_goes_on_when_the_request_fails():
+    manager = SyncManager(policies.parse("travel:distance=3.5"))
+    assert [manager.step(t, 1.0) for t in (1, 2, 3, 4)] == [False, False, False, True]
+    manager.requested()
+    assert not manager.step(5, 1.0)
+    manager.abandoned()
+    assert manager.step(6, 1.0), "6 long: nothing is forgotten"
+    manager.requested()
+    manager.completed()
+    assert [manager.step(t, 1.0) for t in (7, 8, 9, 10)] == [False, False, False, True]
+
+
+def test_retrievals_become_rare_as_the_model_settles():
+    """Figure 7: the adaptive rule pulls while the model changes, and less once it is stable."""
+    made = World(0)
+    for rank in range(4):
+        module = Point(rank)
+        module.target = Point(0).target  # one optimum for all, so that models do settle
+        made.start(
+            rank,
+            lambda _, rank=rank, module=module: make(
+                rank, 4, policy="adaptive:threshold=0.02", iterations=80, init="own", module=module
+            ),
+        )
+    ended(made, 300.0)
+    for peer in made.peers.values():
+        early = sum(pull.step <= 40 for pull in peer.retrievals)
+        assert early >= 3 and early >= 3 * (len(peer.retrievals) - early)
+
+
+@dataclass(frozen=True)
+class Watch(Policy):
+    """Pulls when 4 divides t, and keeps what it was shown."""
+
+    uses_drift: ClassVar[bool] = True
+    seen: list[Observation] = field(default_factory=list)
+
+    def decide(self, state: None, observation: Observation) -> tuple[bool, None]:
+        self.seen.append(observation)
+        return observation.step % 4 == 0, state
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+def test_drift_is_the_way_that_own_steps_have_led(blocking: bool):
+    """‖x_t − x_r‖ with x_r the model at the request plus the change once mixed: own steps alone, Σ (x_t − x_{t−1})."""
+    policy = Watch()
+    ways: list[torch.Tensor] = []
+
+    def step(peer) -> None:
+        before = peer.weights()
+        sgd(peer.module)
+        ways.append(peer.weights() - before)
+
+    made = World(0, Network(bandwidth=4 * SIZE / 1.5))
+    made.start(1, lambda _: make(1, 2, policy="never", init="own"))
+    watched = make(0, 2, policy=policy, blocking=blocking, init="own")
+    watched._gradient_step = step
+    made.start(0, lambda _: watched)
+    ended(made, 200.0)
+    assert len(watched.retrievals) == (5 if blocking else 4)
+    for seen in policy.seen:  # requests go out after steps 4, 8, ...; overlapped, models come in two steps later
+        began = (seen.step - 1) // 4 * 4
+        assert seen.drift == pytest.approx(float(sum(ways[began : seen.step]).norm()), rel=1e-4)
+
+
+def test_drift_goes_on_from_the_earlier_retrieval_when_the_request_fails():
+    made = World(0)
+    made.start(1, lambda _: make(1, 2, policy="never", init="own"))
+    policy = Watch()
+    made.start(0, lambda _: make(0, 2, policy=policy, init="own"))
+    made.run(6.5)
+    made.network.cut([0], [1], 6.5)  # the request after step 8, and all later ones, fail; that after step 4 did not
+    made.run(20.5)
+    assert made.fired["cut"] > 0 and made.peers[0].role.sync.failed == 1
+    reference = made.peers[0]._reference
+    assert reference is not None
+    assert made.peers[0].role.sync.in_flight is False
+    assert policy.seen[-1].drift == pytest.approx(made.peers[0].arena.distance(reference), rel=1e-6)
+    assert policy.seen[-1].drift > policy.seen[7].drift, "it counts on from step 4"
+
+
+# --- Eq. 8: the distance to the averaged models -----------------------------------------------------
+
+
+@pytest.mark.parametrize("peers", [2, 3, 4, 9, 100])
+def test_consensus_distance_is_exact_over_all_pairs(peers: int):
+    """Eq. 8: over all j and i ≠ j the estimate of D² is the mean of D_j², exactly; so it is unbiased in the square."""
+    models = np.random.default_rng(peers).normal(size=(peers, 7)) * np.linspace(0.1, 3, peers)[:, None]
+    true = np.mean(np.sum((models - models.mean(0)) ** 2, axis=1))
+    pairs = [float(np.sum((models[i] - models[j]) ** 2)) for i, j in itertools.permutations(range(peers), 2)]
+    assert consensus_distance(pairs, peers) ** 2 == pytest.approx(true, rel=1e-12)
+    each = [consensus_distance([pair], peers) ** 2 for pair in pairs]
+    assert np.mean(each) == pytest.approx(true, rel=1e-12)
+
+
+def test_consensus_distance_of_what_retrievals_saw():
+    """Eq. 8: measured from retrievals alone it is near what a look at all models says."""
+
+    def lockstep() -> World:
+        """Steps of all peers fall together; models come 0.6 s later."""
+        network = Network(bandwidth=1e15, delay=0.3)
+        return world(4, network=network, policy="tau:1", blocking=True, init="own", iterations=30)
+
+    made = ended(lockstep(), 200.0)
+    late = [pull for peer in made.peers.values() for pull in peer.retrievals if pull.step > 10]
+    estimate = consensus_distance([pull.distance**2 for pull in late], 4)
+
+    again = lockstep()
+    squares = []
+    for step in range(11, 31):  # after the step, before the mix
+        until(again, 3, f"step {step}").run(again.now + 0.1)
+        rows = torch.stack([peer.weights() for peer in again.peers.values()])
+        squares.append(float((rows - rows.mean(0)).square().sum(1).mean()))
+    assert estimate == pytest.approx(math.sqrt(sum(squares) / len(squares)), rel=0.15)
+
+
+def test_consensus_distance_of_nothing():
+    assert math.isnan(consensus_distance([], 4))

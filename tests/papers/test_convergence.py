@@ -1,0 +1,137 @@
+"""Section VI in small: pulling makes each peer's own model good on all data, the finish makes it everybody's."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor, nn
+from toy import ended
+
+from gossipx import policies, topology
+from gossipx.peer import PeerRole, PeerSettings
+from gossipx.sim import SimPeer, World
+from gossipx.sync import SyncManager
+
+PEERS = 4
+ITERATIONS = 200
+BATCH = 16
+RATE = 0.1
+
+
+def blobs() -> tuple[Tensor, Tensor]:
+    """Four overlapping clouds of 250 points each in the plane, ordered by class."""
+    generator = torch.Generator().manual_seed(5)
+    centres = torch.tensor([[1.5, 0.0], [0.0, 1.5], [-1.5, 0.0], [0.0, -1.5]])
+    classes = torch.arange(PEERS).repeat_interleave(250)
+    return centres[classes] + torch.randn(1000, 2, generator=generator), classes
+
+
+POINTS, CLASSES = blobs()
+
+
+def shard(rank: int) -> tuple[Tensor, Tensor]:
+    """Far from iid: nine in ten of a peer's points are of its own class."""
+    generator = torch.Generator().manual_seed(rank)
+    own = CLASSES.eq(rank).nonzero().flatten()
+    others = CLASSES.ne(rank).nonzero().flatten()
+    rows = torch.cat([own, others[torch.randperm(len(others), generator=generator)[: len(own) // 9]]])
+    return POINTS[rows], CLASSES[rows]
+
+
+def model() -> nn.Module:
+    made = nn.Linear(2, PEERS)
+    nn.init.zeros_(made.weight)
+    nn.init.zeros_(made.bias)
+    return made
+
+
+def trainer(points: Tensor, classes: Tensor, module: nn.Module, seed: int):
+    """One step of SGD on a random batch, each time it is called."""
+    generator = torch.Generator().manual_seed(seed)
+    optimizer = torch.optim.SGD(module.parameters(), lr=RATE)
+
+    def step(_: object = None) -> None:
+        rows = torch.randint(len(points), (BATCH,), generator=generator)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(module(points[rows]), classes[rows]).backward()
+        optimizer.step()
+
+    return step
+
+
+def loss(module: nn.Module) -> float:
+    """On all data."""
+    with torch.no_grad():
+        return float(nn.functional.cross_entropy(module(POINTS), CLASSES))
+
+
+def loss_of(weights: Tensor) -> float:
+    module = model()
+    torch.nn.utils.vector_to_parameters(weights.float(), module.parameters())
+    return loss(module)
+
+
+def run(policy: str) -> World:
+    made = World(0)
+    full = topology.load("full", PEERS)
+
+    def start(rank: int) -> None:
+        def maker(incarnation: int) -> SimPeer:
+            module = model()
+            manager = SyncManager(policies.parse(policy), seed=rank)
+            role = PeerRole(
+                rank, PEERS, manager, full, random.Random(rank), incarnation, settings=PeerSettings(peer_timeout=10)
+            )
+            return SimPeer(role, module, trainer(*shard(rank), module, rank), ITERATIONS)
+
+        made.start(rank, maker)
+
+    for rank in range(PEERS):
+        start(rank)
+    return ended(made, ITERATIONS + 100.0)
+
+
+def before_finish(made: World) -> list[float]:
+    """Each peer's loss on all data, of its own model as it entered the finish."""
+    return [loss_of(ordered(made, rank)) for rank in range(PEERS)]
+
+
+def ordered(made: World, rank: int) -> Tensor:
+    """Weights before the finish, without the arena's padding."""
+    peer = made.peers[rank]
+    assert peer.before_finish is not None
+    start = peer.arena.sections[0].storage.data_ptr()
+    places = [((p.data_ptr() - start) // 4, p.numel()) for p in peer.module.parameters()]
+    return torch.cat([peer.before_finish[place : place + count] for place, count in places])
+
+
+@pytest.fixture(scope="module")
+def never() -> World:
+    return run("never")
+
+
+@pytest.mark.parametrize("policy", ["tau:5", "adaptive:threshold=0.01", "travel:distance=0.2"])
+def test_pulling_beats_training_alone(policy: str, never: World):
+    """Table II, Figure 6: each peer's own model, on all data, against τ = ∞ and against plain SGD in one place."""
+    module = model()
+    step = trainer(POINTS, CLASSES, module, 99)
+    for _ in range(ITERATIONS):
+        step()
+    reference = loss(module)
+
+    pulling, training_alone = before_finish(run(policy)), before_finish(never)
+    for own, by_itself in zip(pulling, training_alone, strict=True):
+        assert own < by_itself
+    assert sum(pulling) / PEERS - reference < (sum(training_alone) / PEERS - reference) / 2
+
+
+def test_the_finish_makes_own_and_averaged_model_one(never: World):
+    for made in (never, run("tau:5")):
+        mean = torch.stack([ordered(made, rank) for rank in range(PEERS)]).mean(0)
+        for peer in made.peers.values():
+            got = torch.nn.utils.parameters_to_vector(peer.module.parameters()).detach().double()
+            torch.testing.assert_close(got, mean, rtol=1e-5, atol=1e-6)
+            assert loss(peer.module) == pytest.approx(loss_of(mean), rel=1e-4)
+        assert loss_of(mean) < min(before_finish(made)) * 1.05

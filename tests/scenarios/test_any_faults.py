@@ -1,0 +1,58 @@
+"""Any faults at any times: every peer comes to an end in bounded time, and no model is partly applied."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from toy import SIZE, TIMEOUT, bound, world
+
+from gossipx.sim import Network
+
+ITERATIONS = 10
+PULLS = 5
+
+times = st.floats(0, 40, allow_nan=False)
+ranks = st.integers(0, 4)
+FAULTS = st.one_of(
+    st.tuples(st.sampled_from(["crash", "restart", "leave"]), ranks, times),
+    st.tuples(st.just("pause"), ranks, times, st.floats(0, 30)),
+    st.tuples(st.just("poison"), ranks, times, st.floats(0, 30)),
+    st.tuples(st.just("cut"), ranks, times, st.floats(0, 30), ranks, st.booleans()),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    size=st.integers(2, 5),
+    seed=st.integers(0, 100),
+    faults=st.lists(FAULTS, max_size=5),
+    paces=st.lists(st.floats(0.5, 3), min_size=5, max_size=5),
+    loss=st.sampled_from([0.0, 0.0, 0.05]),
+    bandwidth=st.sampled_from([4.0 * SIZE, 1e9]),
+    options=st.fixed_dictionaries({"blocking": st.booleans(), "init": st.sampled_from(["first", "own"])}),
+)
+def test_every_run_ends(size, seed, faults, paces, loss, bandwidth, options):
+    network = Network(bandwidth=bandwidth, loss=loss)
+    made = world(size, seed, network, dict(enumerate(paces)), policy="tau:2", iterations=ITERATIONS, **options)
+    made.run(0.0)  # all have started
+    for name, rank, at, *more in faults:
+        rank %= size
+        match name:
+            case "crash" | "restart" | "leave":
+                getattr(made, name)(rank, at)
+            case "pause" | "poison":
+                getattr(made, name)(rank, at, at + more[0])
+            case "cut":
+                network.cut([rank], [more[1] % size], at, at + more[0], one_way=more[2])
+    # The last life begins at 40 s at the latest and may stand still for 30 s; a blocked pull asks all neighbours.
+    waits = (40 + 5 * 30) / TIMEOUT + 2 + PULLS * (size - 1) * options["blocking"]
+    limit = bound(size, ITERATIONS, 3.0, waits)
+    assert made.run(limit), "\n".join(map(str, made.log[-40:]))
+    for rank, peer in made.peers.items():
+        life = made.lines(rank)
+        begun = len(life) - life[::-1].index("starts")  # its last life
+        gone = life.index("is LEFT", begun) if "is LEFT" in life[begun:] else len(life)
+        assert not [line for line in life[gone:] if line.startswith(("mixes", "adopts", "pulls"))]
+        assert torch.isfinite(peer.weights()).all()
+        assert peer.weights().abs().max() < 10  # every model is an average of steps towards targets within this

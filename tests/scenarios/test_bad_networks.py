@@ -1,0 +1,247 @@
+"""Partitions, lost messages, stragglers, pauses, bad models. Numbers in brackets are rows of the fault list."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from toy import ITERATIONS, SIZE, TIMEOUT, alone, before, bound, ended, maker, models, spread, until, within, world
+
+from gossipx.sim import Network, World
+
+
+def agree(made: World, ranks: list[int]) -> None:
+    """These peers hold the mean of their models before the finish."""
+    mean = before(made, ranks).mean(0)
+    torch.testing.assert_close(models(made, ranks), mean.expand(len(ranks), -1), rtol=1e-5, atol=1e-6)
+
+
+def lost_rounds(made: World) -> int:
+    return sum(peer.role.counts.agreement_rounds_lost for peer in made.peers.values())
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+def test_partition_that_heals(blocking: bool):
+    """[5] Both sides train on; once it has healed the models come together again."""
+    made = world(4, policy="tau:3", iterations=40, blocking=blocking, peer_timeout=4.0)
+    made.network.cut([0, 1], [2, 3], 5.0, 25.0)
+    made.run(5.0)
+    steps = [made.peers[rank].arena.step for rank in range(4)]
+    made.run(25.0)
+    assert made.fired["cut"] > 0
+    apart = spread(models(made))
+    assert all(made.peers[rank].arena.step > steps[rank] + 5 for rank in range(4))
+    assert all(made.peers[rank].role.sync.retrievals > 2 for rank in range(4)), "each side goes on pulling"
+    ended(made, bound(4, 40, waits=4))
+    healed = spread(before(made))
+    assert healed < 0.8 * apart
+    if blocking:  # blocked pulls have held them up by more than peer_timeout, unequally: not all wait for all
+        assert within(models(made), before(made))
+    else:
+        agree(made, [0, 1, 2, 3])
+
+
+def test_partition_at_the_finish():
+    """[5] Each side agrees on its own mean, and nobody hangs."""
+    made = world(4, iterations=10)
+    made.network.cut([0, 1], [2, 3], 8.5)
+    ended(made, bound(4, 10))
+    assert made.fired["cut"] > 0
+    agree(made, [0, 1])
+    agree(made, [2, 3])
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+def test_one_way_partition(blocking: bool):
+    """[6] Nothing passes from 0 to 1 for a while: both live on, for themselves and for the others."""
+    made = world(4, policy="tau:2", iterations=50, blocking=blocking, peer_timeout=3.0)
+    made.network.cut([0], [1], 5.0, 15.0, one_way=True)
+    ended(made, bound(4, 50, waits=6))
+    assert made.fired["cut"] > 0
+    assert made.peers[2].role.sync.failed == made.peers[3].role.sync.failed == 0
+    for rank, peer in made.peers.items():
+        assert {r.sender for r in peer.retrievals if r.time > 18} == {0, 1, 2, 3} - {rank}, "nobody is buried"
+    if blocking:  # 0 and 1 come later than the others wait
+        assert within(models(made), before(made))
+    else:
+        agree(made, [0, 1, 2, 3])
+
+
+def test_one_way_partition_for_good():
+    """[6] The finish costs the rounds of that pair alone, and everybody's model is an average."""
+    made = world(4, policy="tau:2", iterations=10)
+    made.network.cut([0], [1], 3.0, one_way=True)
+    ended(made, bound(4, 10))
+    assert made.fired["cut"] > 0
+    assert within(models(made), before(made))
+    assert all(made.lines(rank, "ends") for rank in range(4))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_one_message_in_ten_is_lost(seed: int):
+    made = world(4, seed, Network(loss=0.1), policy="tau:2", iterations=40, peer_timeout=3.0)
+    ended(made, bound(4, 40))
+    assert made.fired["lost"] > 0
+    for peer in made.peers.values():
+        sync = peer.role.sync
+        assert sync.retrievals > 5 and peer.arena.step == 40
+        assert sync.retrievals + sync.failed <= len(made.lines(peer.rank, "pulls"))
+    assert within(models(made), before(made)), "no model is partly applied"
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+def test_straggler_in_time(blocking: bool):
+    """Three times slower: the others train at their own pace and wait for it at the finish alone."""
+    made = world(4, slow={3: 3.0}, iterations=20, peer_timeout=50.0, blocking=blocking)
+    ended(made, 20 * 3.0 + 50.0)
+    fast, straggler = [made.peers[rank] for rank in (0, 1, 2)], made.peers[3]
+    for peer in fast:
+        trained = next(entry.time for entry in made.log if entry.rank == peer.rank and entry.what == "step 20")
+        assert trained < 21
+        assert peer.blocked_seconds < 0.1 if blocking else peer.blocked_seconds == 0
+    assert straggler.role.sync.retrievals >= 3
+    stale = [retrieval.staleness for peer in fast for retrieval in peer.retrievals if retrieval.sender == 3]
+    assert stale and max(stale) > 5
+    agree(made, [0, 1, 2, 3])
+    assert made.now < 61
+
+
+def test_straggler_counts_less_when_mixing_by_age():
+    made = world(2, slow={1: 4.0}, policy="tau:8", mix="aged:half_life=1", iterations=17, peer_timeout=60.0)
+    ended(made, 200.0)
+    peer = made.peers[0]
+    assert [retrieval.staleness for retrieval in peer.retrievals] == [8 - 1, 16 - 3]
+    plain = world(2, slow={1: 4.0}, policy="tau:8", iterations=17, peer_timeout=60.0)
+    ended(plain, 200.0)
+    own = alone(0, 17)
+    moved = (peer.before_finish - own).norm()
+    assert 0 < moved < 0.1 * (plain.peers[0].before_finish - own).norm()
+
+
+def test_straggler_slower_than_peer_timeout():
+    """The others wait for it for peer_timeout, then finish without it; it ends too."""
+    made = ended(world(4, slow={3: 3.0}), bound(4, compute=3.0))
+    agree(made, [0, 1, 2])
+    for rank in (0, 1, 2):
+        assert made.lines(rank, "no longer waiting for peer 3 at FINISH")
+    times = [entry.time for entry in made.log if entry.rank < 3 and entry.what == "is DONE"]
+    assert len(times) == 3 and max(times) < ITERATIONS + TIMEOUT + 1
+    assert made.peers[3].arena.step == ITERATIONS
+    assert within(models(made, [3]), models(made, [3])) and made.lines(3, "ends")
+
+
+@pytest.mark.parametrize("pace", [1.501, 1.52, 1.53, 1.55])
+def test_straggler_that_comes_while_others_give_it_up(pace: float):
+    """The others' patience ends at 30.0, 30.4 and 30.8 s; whoever still waits follows those who do not."""
+    made = ended(world(4, slow={1: 1.02, 2: 1.04, 3: pace}, policy="never"), bound(4))
+    agree(made, [0, 1, 2])
+
+
+def test_a_hundred_peers_on_a_ring_of_bad_links():
+    made = world(100, 1, Network(loss=0.01), graph="ring", policy="tau:2", iterations=6, peer_timeout=3.0)
+    ended(made, bound(100, 6))
+    assert made.fired["lost"] > 0
+    assert sum(peer.role.sync.retrievals for peer in made.peers.values()) > 150
+    assert within(models(made), before(made))
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+def test_paused_peer_comes_back(blocking: bool):
+    """[3] Stopped for longer than peer_timeout: given up meanwhile, then taken in again."""
+    made = world(4, policy="tau:2", iterations=80, blocking=blocking, peer_timeout=5.0)
+    made.pause(2, 10.5, 40.5)
+    made.run(40.4)
+    assert made.fired["pause"] == 1 and made.peers[2].arena.step == 10
+    others = [made.peers[rank] for rank in (0, 1, 3)]
+    assert all(peer.arena.step > (15 if blocking else 30) for peer in others)
+    assert any(peer.role.members.others[2].lost for peer in others)
+    ended(made, bound(4, 80, waits=8))
+    assert any(entry.what == "mixes 2" for entry in made.log if entry.time > 41)
+    assert made.peers[2].arena.step == 80
+    assert len(made.lines(2, "ends")) == 1
+
+
+def test_peer_paused_over_the_end_finds_nobody_and_ends():
+    """[3]"""
+    made = world(4)
+    made.pause(2, 10.5, 200.0)
+    ended(made, 200.0 + bound(4))
+    assert made.fired["pause"] == 1
+    agree(made, [0, 1, 3])
+    ends = {entry.rank: entry.time for entry in made.log if entry.what == "ends"}
+    assert max(ends[rank] for rank in (0, 1, 3)) < bound(4)
+    assert made.peers[2].arena.step == ITERATIONS
+
+
+def test_model_with_nan_is_not_mixed():
+    """[22] Refused and counted, its sender set aside for a while."""
+    made = world(3, policy="tau:2", iterations=30)
+    made.poison(1, 4.0, 20.0)
+    ended(made, bound(3, 30))
+    assert made.fired["poison"] > 0
+    hurt = [made.peers[rank] for rank in (0, 2)]
+    assert sum(peer.role.counts.poisoned for peer in hurt) == made.fired["poison"]
+    for peer in hurt:
+        mine = [entry for entry in made.log if entry.rank == peer.rank]
+        refused = [entry.time for entry in mine if entry.what == "refuses the model of 1"]
+        pulls = [entry.time for entry in mine if entry.what == "pulls 1"]
+        assert refused
+        for time in refused:
+            assert not [pull for pull in pulls if time < pull < time + TIMEOUT]
+    assert models(made).isfinite().all()
+    agree(made, [0, 1, 2])
+
+
+def test_first_model_with_nan_is_not_taken():
+    """[22] Someone else's is."""
+    made = world(3, absent=[2], policy="tau:2", iterations=30)
+    made.poison(0, 0.5, 14.0)
+    made.start(2, maker(2, 3, policy="tau:2", iterations=30), at=12.0)
+    ended(made, bound(3, 30, waits=1))
+    assert made.lines(2, "refuses the model of 0") and made.lines(2, "adopts the model of 1")
+    assert models(made).isfinite().all()
+    agree(made, [0, 1, 2])
+
+
+@pytest.mark.parametrize("size", [2, 4, 5])
+def test_models_with_nan_in_the_finish(size: int):
+    """[22] A round with that peer changes nothing, and all others come to an end with finite averages."""
+    made = world(size, policy="never", iterations=5)
+    made.poison(1, 4.0)
+    ended(made, bound(size, 5))
+    assert made.fired["poison"] > 0
+    assert sum(peer.role.counts.poisoned for peer in made.peers.values()) == made.fired["poison"]
+    assert within(models(made), before(made))
+
+
+@pytest.mark.parametrize(("size", "graph"), [(2, "full"), (5, "ring"), (6, "full")])
+def test_mutual_blocking_pulls(size: int, graph: str):
+    """[27] A pulls B while B pulls A, and rings of it: a blocked peer still serves others."""
+    network = Network(bandwidth=4 * SIZE * 10)  # a model takes 0.1 s
+    made = world(size, network=network, graph=graph, policy="tau:1", blocking=True)
+    ended(made, bound(size, waits=2))
+    for peer in made.peers.values():
+        assert peer.role.sync.retrievals == ITERATIONS and peer.role.sync.failed == 0
+        assert peer.blocked_seconds >= ITERATIONS * 0.1
+    agree(made, list(range(size)))
+
+
+def test_overlapped_pulls_do_not_block():
+    """Training goes on while a model is under way, and decisions meanwhile are counted."""
+    made = ended(world(2, network=Network(bandwidth=4 * SIZE / 2.5), policy="tau:1"), bound(2))
+    for peer in made.peers.values():
+        assert peer.blocked_seconds == 0
+        assert all(retrieval.seconds >= 2.5 for retrieval in peer.retrievals)
+        assert peer.role.sync.skipped > 5
+    agree(made, [0, 1])
+
+
+def test_too_slow_a_transfer_ends_at_its_deadline():
+    """[8] The deadline is one of the whole transfer. Weights are as if nothing had been asked for."""
+    made = until(world(2, policy="tau:8", init="own"), 0, "pulls 1")
+    made.network.bandwidth = SIZE * 4 / (2 * TIMEOUT)
+    made.run(made.now + TIMEOUT + 1)
+    assert made.lines(0, "has no answer of 1: TIMEOUT")
+    assert torch.equal(made.peers[0].weights(), alone(0, made.peers[0].arena.step))
+    ended(made, bound(2))
+    for peer in made.peers.values():
+        assert peer.role.sync.retrievals == 0 and peer.bytes_received == 0

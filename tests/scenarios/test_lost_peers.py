@@ -1,0 +1,257 @@
+"""Peers that crash, leave, come late or come again. Numbers in brackets are rows of the project's fault list."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from toy import (
+    ITERATIONS,
+    SIZE,
+    TIMEOUT,
+    Point,
+    alone,
+    before,
+    bound,
+    ended,
+    maker,
+    models,
+    spread,
+    until,
+    within,
+    world,
+)
+
+from gossipx.messages import Stage
+from gossipx.sim import Network
+
+
+def slow() -> Network:
+    return Network(bandwidth=4 * SIZE)
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+def test_crash_of_the_sender_in_mid_pull(blocking: bool):
+    """[1] The receiver drops the part; its weights are, bit for bit, those that it would have had alone."""
+    made = until(world(2, network=slow(), blocking=blocking), 0, "pulls 1")
+    made.crash(1, made.now + 0.5)
+    ended(made, bound(2))
+    assert made.fired["crash"] == made.fired["broken"] == 1
+    assert made.lines(0, "has no answer of 1: UNREACHABLE")
+    peer = made.peers[0]
+    assert (peer.role.sync.retrievals, peer.bytes_received) == (0, 0)
+    pulls = len(made.lines(0, "pulls 1"))  # one at the last iteration is given up, which is no failure
+    assert 0 < peer.role.sync.failed in (pulls - 1, pulls)
+    assert torch.equal(peer.weights(), alone(0, ITERATIONS))
+
+
+def test_after_a_crash_in_mid_pull_another_neighbour_is_asked_and_the_rest_agree():
+    """[1, 10]"""
+    made = until(world(4, network=slow(), policy="tau:9"), 0, "pulls")
+    sender = int(made.lines(0, "pulls")[0].split()[1])
+    made.crash(sender, made.now + 0.5)
+    ended(made, bound(4))
+    assert made.fired["broken"] >= 1
+    first, second = made.lines(0, "pulls")[:2]
+    assert first != second and made.lines(0, f"mixes {second.split()[1]}")
+    left = sorted({0, 1, 2, 3} - {sender})
+    torch.testing.assert_close(models(made, left), before(made, left).mean(0).expand(3, -1), rtol=1e-5, atol=1e-6)
+
+
+def test_crash_of_the_receiver_in_mid_pull():
+    """[2] The sender goes on and ends; nothing of the exchange is left with it."""
+    made = until(world(2, network=slow(), policy="tau:9"), 0, "pulls 1")
+    made.crash(0, made.now + 0.5)
+    ended(made, bound(2))
+    peer = made.peers[1]
+    assert made.fired["crash"] == 1
+    assert torch.equal(peer.weights(), alone(1, ITERATIONS, Point(0).x)), "it began with 0's weights and mixed nothing"
+    assert not peer._exchanges and not peer._requesters
+
+
+def test_crash_before_the_finish():
+    made = world(4)
+    made.crash(2, 12.5)
+    ended(made, bound(4))
+    assert made.fired["crash"] == 1
+    assert made.peers[2].arena.step == 12
+    left = [0, 1, 3]
+    torch.testing.assert_close(models(made, left), before(made, left).mean(0).expand(3, -1), rtol=1e-5, atol=1e-6)
+    assert made.now < ITERATIONS + TIMEOUT, "its address refuses, so nobody waits the whole peer_timeout"
+
+
+@pytest.mark.parametrize(("size", "number"), [(2, 0), (4, 0), (4, 1), (5, 1), (5, 2), (8, 2)])
+def test_crash_in_each_round_of_the_finish(size: int, number: int):
+    """The round is lost, not the run; nobody applies a part of a model."""
+    network = Network(bandwidth=4 * SIZE, delay=0.01)
+    made = until(world(size, network=network, policy="never"), 1, f"meets {_partner(size, number)} in round {number}")
+    made.crash(1, made.now + 0.5)
+    ended(made, bound(size))
+    assert made.fired["crash"] == 1
+    left = [rank for rank in range(size) if rank != 1]
+    assert sum(made.peers[rank].role.counts.agreement_rounds_lost for rank in left) >= 1
+    assert within(models(made, left), before(made))
+    assert all(made.lines(rank, "ends") for rank in left)
+
+
+def _partner(size: int, number: int) -> str:
+    """Whom peer 1 asks in that round; of 5 peers 4 gives its model to 0 in a round before the first of these."""
+    return str(1 ^ (1 << (number - (size == 5))))
+
+
+def test_restarted_peer_takes_a_model_before_it_contributes():
+    """[36, 37]"""
+    made = world(4)
+    made.crash(2, 8.5)
+    made.restart(2, 10.2)
+    ended(made, bound(4, waits=1))
+    assert (made.fired["crash"], made.fired["restart"]) == (1, 1)
+    life = [entry.what for entry in made.log if entry.rank == 2 and entry.time >= 10.2]
+    assert life[0] == "starts" and life.index("adopts the model of 0") < life.index("is TRAIN")
+    assert f"step {ITERATIONS}" in life and "step 1" not in life, "it goes on where the giver is"
+    torch.testing.assert_close(models(made), before(made).mean(0).expand(4, -1), rtol=1e-5, atol=1e-6)
+
+
+def test_restarted_first_peer_takes_the_others_model_too():
+    """[36]"""
+    made = world(3)
+    made.restart(0, 8.5)
+    ended(made, bound(3, waits=1))
+    life = [entry.what for entry in made.log if entry.rank == 0 and entry.time >= 8.5]
+    assert "adopts the model of 1" in life
+    torch.testing.assert_close(models(made), before(made).mean(0).expand(3, -1), rtol=1e-5, atol=1e-6)
+
+
+def test_late_joiner_takes_a_model_before_it_contributes():
+    """[37]"""
+    made = world(4, absent=[3])
+    made.start(3, maker(3, 4), at=15.0)
+    ended(made, bound(4, waits=1))
+    life = made.lines(3)
+    assert life.index("adopts the model of 0") < life.index("is TRAIN")
+    asked = [entry for entry in made.log if entry.what == "mixes 3"]
+    assert asked and all(entry.time > 15 for entry in asked)
+    torch.testing.assert_close(models(made), before(made).mean(0).expand(4, -1), rtol=1e-5, atol=1e-6)
+
+
+def test_first_peer_never_comes():
+    """The lowest rank that is there begins with its own weights."""
+    made = ended(world(4, absent=[0], iterations=3), bound(4, 3))
+    left = [1, 2, 3]
+    assert made.lines(2, "adopts the model of 1") and made.lines(3, "adopts the model of")
+    torch.testing.assert_close(models(made, left), before(made, left).mean(0).expand(3, -1), rtol=1e-5, atol=1e-6)
+
+
+def test_first_peer_crashes_while_it_gives_the_first_model():
+    made = until(world(4, network=slow(), iterations=3), 1, "asks 0")
+    made.crash(0, made.now + 0.5)
+    ended(made, bound(4, 3, waits=1))
+    assert made.fired["broken"] >= 1
+    left = [1, 2, 3]
+    torch.testing.assert_close(models(made, left), before(made, left).mean(0).expand(3, -1), rtol=1e-5, atol=1e-6)
+    assert torch.equal(made.peers[1].arena.sections[0].storage.isfinite(), torch.ones(SIZE, dtype=torch.bool))
+
+
+def test_peer_that_the_others_look_to_crashes_while_joining():
+    """Rank 0 never comes, and 1, which would begin in its place, crashes before it does."""
+    made = world(4, absent=[0], iterations=3)
+    made.crash(1, 5.0)
+    ended(made, bound(4, 3, waits=2))
+    left = [2, 3]
+    assert made.lines(3, "adopts the model of 2")
+    torch.testing.assert_close(models(made, left), before(made, left).mean(0).expand(2, -1), rtol=1e-5, atol=1e-6)
+
+
+def test_first_model_is_asked_for_again():
+    """One failed request for it does not end the run."""
+    made = until(world(2, network=slow(), policy="never", iterations=15), 1, "asks 0")
+    made.network.cut([0], [1], made.now + 0.9, made.now + 1.1)  # nothing but the model falls into that
+    ended(made, bound(2, 15, waits=1))
+    assert made.fired["cut"] == 1
+    assert len(made.lines(1, "asks 0")) == 2 and made.lines(1, "adopts the model of 0")
+    assert spread(models(made)) < 1e-6
+
+
+def test_all_others_gone_trains_alone():
+    """[11]"""
+    made = world(4, policy="tau:7")
+    for rank in (1, 2, 3):
+        made.crash(rank, 3.5)
+    ended(made, bound(4))
+    assert made.fired["crash"] == 3
+    peer = made.peers[0]
+    assert peer.arena.step == ITERATIONS and peer.reason is None
+    assert (peer.role.sync.retrievals, peer.role.members.alive()) == (0, 1)
+    assert torch.equal(peer.weights(), alone(0, ITERATIONS))
+
+
+def test_too_few_left_stops():
+    """[11] By a setting."""
+    made = world(4, policy="tau:2", min_peers=3)
+    for rank in (1, 2):
+        made.crash(rank, 3.5)
+    ended(made, bound(4))
+    for rank in (0, 3):
+        reason = made.peers[rank].reason
+        assert reason is not None and "min_peers = 3" in reason
+        assert made.peers[rank].arena.step < ITERATIONS, "it does not train to the end"
+
+
+def test_first_model_nowhere_to_be_had_stops():
+    made = ended(world(3, absent=[0, 2]), bound(3))
+    reason = made.peers[1].reason
+    assert reason is not None and "--peer-timeout" in reason and "--init own" in reason
+    assert torch.equal(made.peers[1].weights(), alone(1, 0))
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+def test_a_peer_leaves(blocking: bool):
+    """[4] It finishes its step, tells the others, and is neither asked nor waited for from then on."""
+    made = world(4, blocking=blocking)
+    made.leave(2, 12.5)
+    ended(made, bound(4))
+    assert made.lines(2)[-1] == "has left" and made.peers[2].arena.step == 13
+    left = [0, 1, 3]
+    went = next(entry.time for entry in made.log if entry.what == "has left")
+    for rank in left:
+        assert made.lines(rank, "peer 2 has left")
+        assert made.peers[rank].role.members.others[2].stage is Stage.LEFT
+        assert not [entry for entry in made.log if entry.time > went and entry.what == "pulls 2"]
+    torch.testing.assert_close(models(made, left), before(made, left).mean(0).expand(3, -1), rtol=1e-5, atol=1e-6)
+    assert made.now < ITERATIONS + 1, "nobody waits for it"
+
+
+@pytest.mark.parametrize("what", ["asks 0", "pulls", "meets"])
+def test_a_peer_leaves_while_a_model_is_on_its_way(what: str):
+    """[4] Nothing is taken in after it has said that it leaves, and it does not wait for the others for long."""
+    made = until(world(3, network=slow(), blocking=True, iterations=6), 2, what)
+    made.leave(2, made.now + 0.5)
+    for rank in (0, 1):
+        made.pause(rank, made.now + 0.4, made.now + 3.0)  # so that they hear it late
+    ended(made, bound(3, 6, waits=2))
+    life = made.lines(2)
+    said = life.index("is LEFT")
+    assert not [line for line in life[said:] if line.startswith(("mixes", "adopts", "meets", "pulls"))]
+    assert life[-1] == "has left"
+    assert all(made.lines(rank, "ends") for rank in (0, 1))
+
+
+@pytest.mark.parametrize("what", ["starts", "is START", "is FINISH", "is AGREE", "is DONE"])
+def test_a_peer_leaves_at_any_stage(what: str):
+    made = world(4, network=slow(), slow={1: 1.3}, iterations=4)
+    until(made, 2, what)
+    made.leave(2, made.now + 0.01)
+    ended(made, bound(4, 4))
+    left = [0, 1, 3]
+    assert made.lines(2)[-1] in ("has left", "ends")
+    assert all(made.lines(rank, "ends") for rank in left)
+    finished = [rank for rank in range(4) if made.peers[rank].before_finish is not None]
+    assert within(models(made, left), before(made, finished))
+
+
+def test_the_last_two_leave_at_once():
+    made = world(2)
+    made.leave(0, 5.5)
+    made.leave(1, 5.5)
+    ended(made, bound(2))
+    assert all(made.lines(rank)[-1] == "has left" for rank in (0, 1))
+    assert made.now < 5.5 + TIMEOUT

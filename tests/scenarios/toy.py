@@ -1,0 +1,161 @@
+"""A small real problem for runs in virtual time: each peer is drawn to a target of its own by SGD."""
+
+from __future__ import annotations
+
+import functools
+import math
+import random
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gossipx import mixing, policies, topology
+from gossipx.peer import PeerRole, PeerSettings
+from gossipx.sim import Network, SimPeer, World
+from gossipx.sync import SyncManager
+
+SIZE = 16
+"""Trained values of the model: 64 bytes of float32."""
+TIMEOUT = 10.0
+"""peer_timeout of these runs, in virtual seconds."""
+ITERATIONS = 20
+
+
+class Point(nn.Module):
+    """A point in space: its loss is ½‖x − target‖²."""
+
+    def __init__(self, rank: int):
+        super().__init__()
+        generator = torch.Generator().manual_seed(rank)
+        self.x = nn.Parameter(torch.randn(SIZE, generator=generator))
+        self.target = torch.randn(SIZE, generator=generator)
+
+    def forward(self) -> Tensor:
+        return 0.5 * (self.x - self.target).square().sum()
+
+
+def sgd(module: nn.Module, lr: float = 0.05) -> None:
+    """One step of plain SGD."""
+    module.zero_grad()
+    module().backward()
+    torch.optim.SGD(module.parameters(), lr=lr).step()
+
+
+def alone(rank: int, steps: int, begin: Tensor | None = None) -> Tensor:
+    """Where a peer comes to in ``steps`` without ever mixing, as float64."""
+    module = Point(rank)
+    if begin is not None:
+        module.x.data.copy_(begin)
+    for _ in range(steps):
+        sgd(module)
+    return module.x.detach().double()
+
+
+@functools.cache
+def _graph(name: str, size: int) -> topology.Topology:
+    return topology.load(name, size)
+
+
+def make(
+    rank: int,
+    size: int,
+    incarnation: int = 0,
+    policy: Any = "tau:5",
+    iterations: int = ITERATIONS,
+    compute: float = 1.0,
+    graph: str = "full",
+    mix: str = "average",
+    module: nn.Module | None = None,
+    **settings: Any,
+) -> SimPeer:
+    """One peer, not started."""
+    role = PeerRole(
+        rank,
+        size,
+        SyncManager(policies.parse(policy), seed=rank),
+        _graph(graph, size),
+        random.Random(1000 + rank),
+        incarnation,
+        mixing.parse(mix),
+        PeerSettings(**{"peer_timeout": TIMEOUT, **settings}),
+    )
+    return SimPeer(role, module or Point(rank), lambda peer: sgd(peer.module), iterations, compute)
+
+
+def maker(rank: int, size: int, **options: Any) -> Callable[[int], SimPeer]:
+    """Makes the peer ``rank``, given its incarnation."""
+    return lambda incarnation: make(rank, size, incarnation, **options)
+
+
+def world(
+    size: int,
+    seed: int = 0,
+    network: Network | None = None,
+    slow: dict[int, float] | None = None,
+    absent: Iterable[int] = (),
+    **options: Any,
+) -> World:
+    """A world in which ``size`` peers start at 0; ``slow`` gives seconds a step, ``absent`` ranks never start."""
+    made = World(seed, network)
+    for rank in set(range(size)) - set(absent):
+        pace = {"compute": (slow or {}).get(rank, options.get("compute", 1.0))}
+        made.start(rank, maker(rank, size, **{**options, **pace}))
+    return made
+
+
+def bound(size: int, iterations: int = ITERATIONS, compute: float = 1.0, waits: float = 0.0) -> float:
+    """Virtual seconds within which any run ends, whatever fails: each wait for others is peer_timeout at most.
+
+    Joining and START (three: a model is asked for, asked for again, and START), the finish, its rounds, the figures,
+    and ``waits`` more (blocked pulls, restarts).
+    """
+    rounds = topology.agreement_rounds(size)
+    return iterations * compute + TIMEOUT * (3 + 1 + rounds + 1 + waits)
+
+
+def models(made: World, ranks: Iterable[int] | None = None) -> Tensor:
+    """Weights of the peers, one row each."""
+    return torch.stack([made.peers[rank].weights() for rank in (ranks if ranks is not None else sorted(made.peers))])
+
+
+def before(made: World, ranks: Iterable[int] | None = None) -> Tensor:
+    """The same, as they entered the finish."""
+    rows = [made.peers[rank].before_finish for rank in (ranks if ranks is not None else sorted(made.peers))]
+    assert all(row is not None for row in rows)
+    return torch.stack(rows)  # type: ignore[arg-type]
+
+
+def spread(rows: Tensor) -> float:
+    """How far the models are from their mean, relative to it: the root mean square of Eq. 8."""
+    mean = rows.mean(0)
+    return float((rows - mean).square().sum(1).mean().sqrt() / mean.norm())
+
+
+def until(made: World, rank: int, what: str, limit: float = 1000.0) -> World:
+    """Run until the log says ``what`` of ``rank``."""
+    seen = 0
+
+    def said() -> bool:
+        nonlocal seen
+        new, seen = made.log[seen:], len(made.log)
+        return any(entry.rank == rank and entry.what.startswith(what) for entry in new)
+
+    made.run(limit, until=said)
+    assert made.lines(rank, what), f"peer {rank} never {what}"
+    return made
+
+
+def within(rows: Tensor, hull: Tensor) -> bool:
+    """Whether each value lies between the least and the greatest of ``hull``: as all averages of its rows do."""
+    return bool(((rows >= hull.amin(0) - 1e-5) & (rows <= hull.amax(0) + 1e-5)).all())
+
+
+def ended(made: World, limit: float) -> World:
+    """Run, and see that every peer came to an end in time."""
+    assert limit < math.inf
+    done = made.run(limit)
+    running = [rank for rank, peer in made.peers.items() if peer.down_since is None]
+    assert done, f"peers {running} still run at {made.now} s:\n" + "\n".join(map(str, made.log[-30:]))
+    return made

@@ -1,0 +1,418 @@
+"""The arena: laying out, measuring, copying, mixing."""
+
+from __future__ import annotations
+
+import math
+import threading
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gossipx.arena import HostBuffer, ParameterArena
+from gossipx.errors import UsageError
+
+
+class Net(nn.Module):
+    """A bit of everything that is laid out in ways of its own."""
+
+    def __init__(self, seed: int = 0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.conv = nn.Conv2d(3, 5, 3, padding=1).to(memory_format=torch.channels_last)
+        self.norm = nn.BatchNorm2d(5)
+        self.body = nn.Linear(5, 7)
+        self.head = nn.Linear(7, 2).double()
+        self.frozen = nn.Parameter(torch.randn(4), requires_grad=False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        features = self.norm(self.conv(images)).mean((2, 3))
+        return self.head(torch.tanh(self.body(features)).double())
+
+
+def train(module: nn.Module, optimizer: torch.optim.Optimizer, seed: int = 0) -> None:
+    images = torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(seed))
+    optimizer.zero_grad()
+    module(images).square().sum().backward()
+    optimizer.step()
+
+
+def received(arena: ParameterArena, other: ParameterArena, whole: bool = False) -> HostBuffer:
+    """The other's model as it comes over the wire: bytes."""
+    assert arena.digest == other.digest
+    buffer = arena.buffer(whole)
+    snapshot = other.snapshot(whole)
+    buffer.view[:] = snapshot.buffer.view
+    snapshot.release()
+    return buffer
+
+
+def values(module: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in module.state_dict().items()}
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+# --- laying out ---------------------------------------------------------------------------------------
+
+
+def test_laying_out_changes_no_value_shape_stride_or_object():
+    module = Net()
+    before, parameters = values(module), dict(module.named_parameters())
+    strides = {name: tensor.stride() for name, tensor in module.state_dict().items()}
+    arena = ParameterArena(module)
+    assert same(values(module), before)
+    assert {name: tensor.stride() for name, tensor in module.state_dict().items()} == strides
+    assert all(parameter is parameters[name] for name, parameter in module.named_parameters())
+    assert module.conv.weight.is_contiguous(memory_format=torch.channels_last)
+    assert not module.conv.weight.is_contiguous()
+    assert arena.parameters >= sum(p.numel() for p in module.parameters() if p.requires_grad)
+
+
+def test_one_buffer_for_each_dtype():
+    module = Net()
+    module.low = nn.Parameter(torch.randn(3).bfloat16())
+    arena = ParameterArena(module)
+    assert {section.storage.dtype for section in arena.sections} == {torch.float32, torch.float64, torch.bfloat16}
+    for section in arena.sections:
+        start, end = section.storage.data_ptr(), section.storage.data_ptr() + section.storage.nbytes
+        ours = [p for p in module.parameters() if p.dtype == section.storage.dtype]
+        assert ours and all(start <= p.data_ptr() and p.data_ptr() + p.nbytes <= end for p in ours)
+    assert arena.nbytes() == arena.snapshot().buffer.view.nbytes
+    assert arena.nbytes(whole=True) == arena.snapshot(whole=True).buffer.view.nbytes > arena.nbytes()
+
+
+@pytest.mark.parametrize("optimizer_first", [False, True])
+def test_training_goes_as_without_it(optimizer_first: bool):
+    """Optimizers keep working, with parameter groups, made before or after; each step is as it would have been."""
+
+    def optimizer(module: Net) -> torch.optim.Optimizer:
+        groups = [{"params": [*module.conv.parameters()], "lr": 0.1}, {"params": [*module.head.parameters()]}]
+        return torch.optim.SGD(groups, lr=0.01, momentum=0.9)
+
+    plain, laid_out = Net(), Net()
+    reference = optimizer(plain)
+    tested = optimizer(laid_out) if optimizer_first else None
+    arena = ParameterArena(laid_out)
+    tested = tested or optimizer(laid_out)
+    for seed in range(3):
+        train(plain, reference, seed)
+        train(laid_out, tested, seed)
+        assert arena.step_done() > 0
+    assert same(values(laid_out), values(plain))
+
+
+def test_state_dict_goes_in_and_out():
+    module, other = Net(0), Net(1)
+    arena = ParameterArena(module)
+    module.load_state_dict(other.state_dict())
+    arena.step_done()
+    assert same(values(module), values(other))
+    assert torch.equal(arena.snapshot().buffer.vectors[0], ParameterArena(other).snapshot().buffer.vectors[0])
+
+
+@pytest.mark.parametrize("by_data", [False, True])
+def test_tied_weights_lie_once_and_stay_tied(by_data: bool):
+    one, other = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+    if by_data:
+        other.weight.data = one.weight.data
+    else:
+        other.weight = one.weight
+    module = nn.Sequential(one, other)
+    arena = ParameterArena(module)
+    assert arena.parameters == 16
+    with torch.no_grad():
+        one.weight.fill_(3.0)
+    assert torch.equal(other.weight, one.weight)
+    arena.detach()
+    with torch.no_grad():
+        one.weight.fill_(4.0)
+    assert torch.equal(other.weight, one.weight)
+
+
+def test_compiled_module_has_the_same_manifest():
+    module = Net()
+    compiled = torch.compile(module)
+    assert ParameterArena(compiled).manifest == ParameterArena(Net()).manifest
+
+
+def test_manifest_names_what_differs():
+    wide = Net()
+    wide.body = nn.Linear(5, 9)
+    plain, other = ParameterArena(Net()), ParameterArena(wide)
+    assert plain.digest != other.digest
+    differing = [line for line in other.manifest if line not in plain.manifest]
+    assert any(line.startswith("body.weight float32 9x5") for line in differing)
+    frozen = Net()
+    frozen.body.weight.requires_grad_(False)
+    assert ParameterArena(frozen).digest != plain.digest
+
+
+def test_detach_gives_every_tensor_its_own_storage():
+    module = Net()
+    before = values(module)
+    arena = ParameterArena(module)
+    strides = {name: tensor.stride() for name, tensor in module.state_dict().items()}
+    arena.detach()
+    assert same(values(module), before)
+    assert {name: tensor.stride() for name, tensor in module.state_dict().items()} == strides
+    tensors = [*module.parameters(), *module.buffers()]
+    assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == len(tensors)
+    with torch.no_grad():
+        module.body.weight.fill_(1.0)
+    assert torch.equal(module.frozen, before["frozen"])
+
+
+def broken_stride() -> nn.Module:
+    module = nn.Linear(4, 4)
+    module.weight = nn.Parameter(torch.randn(4, 8)[:, ::2])
+    return module
+
+
+def expanded() -> nn.Module:
+    module = nn.Linear(4, 4)
+    module.weight = nn.Parameter(torch.randn(4, 1).expand(4, 4))
+    return module
+
+
+def sparse() -> nn.Module:
+    module = nn.Linear(4, 4)
+    module.weight = nn.Parameter(torch.eye(4).to_sparse())
+    return module
+
+
+def partly_shared() -> nn.Module:
+    module = nn.Linear(4, 4)
+    whole = torch.randn(24)
+    module.weight = nn.Parameter(whole[:16].view(4, 4))
+    module.bias = nn.Parameter(whole[12:16])
+    return module
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "reason"),
+    [
+        (broken_stride, "weight", "make it contiguous"),
+        (expanded, "weight", "make it contiguous"),
+        (sparse, "weight", "dense"),
+        (partly_shared, "bias", "shares a part of its memory with 'weight'"),
+        (lambda: nn.LazyLinear(3), "weight", "run one batch"),
+        (lambda: nn.Linear(4, 4, device="meta"), "weight", "materialise"),
+    ],
+)
+def test_what_cannot_be_laid_out_is_refused_by_name(make, name: str, reason: str):
+    with pytest.raises(UsageError, match=f"'(0.)?{name}'.*{reason}") as raised:
+        ParameterArena(make())
+    assert "\n" not in str(raised.value)
+
+
+def test_module_without_trained_parameters_is_refused():
+    with pytest.raises(UsageError, match="no parameter that is trained"):
+        ParameterArena(nn.ReLU())
+
+
+def test_empty_and_integer_parameters_are_no_trouble():
+    module = nn.Linear(4, 4)
+    module.empty = nn.Parameter(torch.zeros(3, 0))
+    module.table = nn.Parameter(torch.arange(5), requires_grad=False)
+    arena = ParameterArena(module)
+    with torch.no_grad():
+        module.weight.add_(1.0)
+    assert arena.step_done() == pytest.approx(4.0)
+    assert torch.equal(module.table, torch.arange(5)) and module.empty.shape == (3, 0)
+
+
+# --- copies -----------------------------------------------------------------------------------------
+
+
+def test_a_snapshot_is_shared_until_the_next_boundary():
+    module = Net()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    arena = ParameterArena(module)
+    one, two = arena.snapshot(), arena.snapshot()
+    assert one.buffer is two.buffer and one.step == 0
+    content = bytes(one.buffer.view)
+    train(module, optimizer)
+    assert bytes(arena.snapshot().buffer.view) == content, "a step that is not done yet is not seen"
+    arena.step_done()
+    three = arena.snapshot()
+    assert three.buffer is not one.buffer and three.step == 1
+    assert bytes(three.buffer.view) != content == bytes(one.buffer.view)
+
+
+def test_nothing_is_allocated_once_it_has_run_for_a_while():
+    module = Net()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    arena, other = ParameterArena(module), ParameterArena(Net(1))
+    seen: list[set[int]] = []
+    for step in range(8):
+        places = set()
+        for whole in (False, True):
+            snapshot, again = arena.snapshot(whole), arena.snapshot(whole)
+            places.add(snapshot.buffer.vectors[0].data_ptr())
+            snapshot.release()
+            again.release()
+        buffer = received(arena, other)
+        places.add(buffer.vectors[0].data_ptr())
+        train(module, optimizer, step)
+        arena.step_done()
+        arena.mix(buffer, 0.5)
+        arena.free(buffer)
+        seen.append(places)
+    warm = set().union(*seen[:3])
+    assert set().union(*seen[3:]) <= warm
+
+
+def test_a_snapshot_is_never_torn_while_another_thread_steps():
+    """Each boundary is one constant everywhere, BatchNorm's buffers too; between boundaries it is a mixture."""
+    module = nn.Sequential(nn.Linear(300, 300), nn.BatchNorm1d(300))
+    arena = ParameterArena(module)
+    tensors = [*module.parameters(), *(b for b in module.buffers() if b.is_floating_point())]
+
+    def fill(value: float) -> None:
+        with torch.no_grad():
+            for tensor in tensors:
+                tensor.fill_(value)
+
+    fill(1.0)
+    arena.step_done()
+    ended = threading.Event()
+
+    def steps() -> None:
+        for step in range(2, 1500):
+            fill(float(step))
+            arena.step_done()
+        ended.set()
+
+    thread = threading.Thread(target=steps)
+    held = arena.snapshot()
+    thread.start()
+    taken = 0
+    while not ended.is_set() or not taken:
+        for whole in (False, True):
+            snapshot = arena.snapshot(whole)
+            vector = snapshot.buffer.vectors[0]
+            present = set(vector.unique().tolist()) - {0.0}  # 0: the padding between tensors
+            assert present == {float(snapshot.step)}
+            snapshot.release()
+            taken += 1
+    thread.join()
+    assert set(held.buffer.vectors[0].unique().tolist()) - {0.0} == {1.0}, "one that is held does not change"
+
+
+# --- mixing -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("share", [0.5, 0.25, 1.0])
+def test_mixing_is_between_the_two_models(share: float):
+    module, other = Net(0), Net(1)
+    mine, theirs = values(module), values(other)
+    arena, their_arena = ParameterArena(module), ParameterArena(other)
+    distance = arena.mix(received(arena, their_arena), share)
+    after = values(module)
+    for name in ("conv.weight", "norm.running_mean", "body.bias", "head.weight"):
+        torch.testing.assert_close(after[name], (1 - share) * mine[name] + share * theirs[name], rtol=1e-6, atol=1e-6)
+    assert torch.equal(after["frozen"], mine["frozen"])
+    trained = [name for name, p in module.named_parameters() if p.requires_grad]
+    expected = math.sqrt(sum(float((mine[n].double() - theirs[n].double()).square().sum()) for n in trained))
+    assert distance == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("mixed", [True, False])
+def test_batchnorm_statistics_are_mixed_or_stay_local(mixed: bool):
+    modules = [Net(0), Net(0)]
+    modules[1].norm.running_mean.fill_(4.0)
+    arena, other = [ParameterArena(module, mix_buffers=mixed) for module in modules]
+    before = modules[0].norm.running_var.clone()
+    arena.mix(received(arena, other), 0.5)
+    assert torch.equal(modules[0].norm.running_mean, torch.full((5,), 2.0 if mixed else 0.0))
+    assert torch.equal(modules[0].norm.running_var, before)
+    arena.adopt(received(arena, other, whole=True), 7)
+    assert torch.equal(modules[0].norm.running_mean, torch.full((5,), 4.0)), "a joining peer takes them in any case"
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", ["conv.weight", "head.bias", "norm.running_var"])
+@pytest.mark.parametrize("with_base", [False, True])
+def test_mixing_is_all_or_nothing(name: str, value: float, with_base: bool):
+    """Whatever tensor holds it, of the first or the last dtype: no other is touched either."""
+    module, other = Net(0), Net(1)
+    tensor = other.state_dict()[name]
+    tensor[(-1,) * tensor.dim()] = value
+    arena, their_arena = ParameterArena(module), ParameterArena(other)
+    before = values(module)
+    base = arena.snapshot().buffer if with_base else None
+    assert math.isnan(arena.mix(received(arena, their_arena), 0.5, base))
+    assert same(values(module), before)
+
+
+def test_mixing_with_a_base_keeps_the_progress_made_since():
+    module, other = Net(0), Net(1)
+    arena, their_arena = ParameterArena(module), ParameterArena(other)
+    base = arena.snapshot()
+    at_request, theirs = values(module), values(other)
+    train(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    arena.step_done()
+    progressed = values(module)
+    arena.mix(received(arena, their_arena), 0.5, base.buffer)
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            expected = progressed[name] + 0.5 * (theirs[name] - at_request[name])
+            torch.testing.assert_close(parameter.detach(), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_masks_of_minus_infinity_do_not_keep_models_apart():
+    """A causal mask is a float buffer with −∞ in it, on both sides."""
+
+    def masked(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        module = nn.Linear(3, 3)
+        module.register_buffer("mask", torch.full((3, 3), -math.inf).triu(1))
+        return module
+
+    module, other = masked(0), masked(1)
+    mask, expected = module.mask.clone(), (module.weight + other.weight).detach() / 2
+    arena, their_arena = ParameterArena(module), ParameterArena(other)
+    assert arena.mix(received(arena, their_arena), 0.5) > 0
+    assert torch.equal(module.mask, mask)
+    torch.testing.assert_close(module.weight.detach(), expected)
+
+
+def test_enormous_values_are_refused_and_raise_nothing():
+    module, other = nn.Linear(2, 2).double(), nn.Linear(2, 2).double()
+    other.weight.data.fill_(1e200)
+    arena, their_arena = ParameterArena(module), ParameterArena(other)
+    before = values(module)
+    assert math.isnan(arena.mix(received(arena, their_arena), 0.5))
+    assert same(values(module), before)
+
+
+def test_a_whole_model_is_adopted():
+    module, other = Net(0), Net(1)
+    arena, their_arena = ParameterArena(module), ParameterArena(other)
+    assert arena.adopt(received(arena, their_arena, whole=True), 12)
+    theirs = values(other)
+    for name, tensor in values(module).items():
+        if tensor.is_floating_point():
+            assert torch.equal(tensor, theirs[name]), name
+    assert (arena.step, arena.snapshot().step) == (12, 12)
+
+
+def test_a_model_with_nan_is_not_adopted():
+    module, other = Net(0), Net(1)
+    other.head.weight.data[0, 0] = math.nan
+    arena, their_arena = ParameterArena(module), ParameterArena(other)
+    before = values(module)
+    assert not arena.adopt(received(arena, their_arena, whole=True), 12)
+    assert same(values(module), before) and arena.step == 0
+
+
+def test_distance_to_a_reference():
+    module, other = Net(0), Net(1)
+    arena, their_arena = ParameterArena(module), ParameterArena(other)
+    reference = received(arena, their_arena)
+    far = arena.distance(reference)
+    assert far == pytest.approx(arena.mix(reference, 0.5), rel=1e-6)
+    assert arena.distance(arena.snapshot().buffer) == 0.0

@@ -1,0 +1,182 @@
+"""Policies: what a spec means, and when each pulls. The paper's own rules are in tests/papers."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import math
+import sys
+import types
+from dataclasses import dataclass
+
+import pytest
+
+from gossipx import policies, specs
+from gossipx.errors import GossipxError, UsageError
+from gossipx.policies import Adaptive, Drift, FunctionPolicy, Never, Observation, Policy, Random, Tau, Travel
+from gossipx.sync import SyncManager
+
+
+def observed(step: int = 1, **values: float) -> Observation:
+    shown = {"delta": 1.0, "delta_at_retrieval": 0.0, "travelled": 1.0, "drift": None, "silence": 1, "uniform": 0.5}
+    return Observation(step=step, **{**shown, **values})
+
+
+def wants(policy: Policy, **values: float) -> bool:
+    return policy.decide(policy.init(), observed(**values))[0]
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        ("tau:10", Tau(10)),
+        ("tau:period=10,warmup=5", Tau(10, warmup=5)),
+        ("adaptive", Adaptive(0.02)),
+        ("adaptive:threshold=0.02", Adaptive(0.02)),
+        ("adaptive:0.5,relative=true", Adaptive(0.5, relative=True)),
+        ("travel:distance=2,max_silence=500", Travel(2.0, max_silence=500)),
+        ("drift:distance=2", Drift(2.0)),
+        ("random:p=0.1", Random(0.1)),
+        ("never", Never()),
+    ],
+)
+def test_what_a_spec_means(spec: str, expected: Policy):
+    assert policies.parse(spec) == expected
+    assert policies.parse(specs.text(expected, spec.partition(":")[0])) == expected
+
+
+@pytest.mark.parametrize(
+    ("spec", "told"),
+    [
+        ("adaptiv:0.02", "did you mean 'adaptive'?"),
+        ("adaptive:treshold=0.02", "did you mean 'threshold'?"),
+        ("tau", "'tau' takes period=INTEGER"),
+        ("tau:0", "at least 1"),
+        ("tau:2.5", "not INTEGER"),
+        ("tau:5,warmup=-1", "not negative"),
+        ("random:p=1.5", "from 0 to 1"),
+        ("random:p=nan", "from 0 to 1"),
+        ("adaptive:threshold=-1", "a finite number from 0"),
+        ("travel:distance=inf", "a finite number from 0"),
+        ("nothing-like-it", "one of adaptive, drift, never, random, tau, travel"),
+    ],
+)
+def test_what_a_wrong_spec_is_told(spec: str, told: str):
+    with pytest.raises(UsageError) as raised:
+        policies.parse(spec)
+    assert told in str(raised.value) and raised.value.exit_code == 2
+
+
+def test_a_policy_and_a_function_are_taken_as_they_are():
+    assert policies.parse(Tau(3)) is not None and policies.parse(Tau(3)) == Tau(3)
+    policy = policies.parse(lambda seen: seen.step > 4 and seen.difference > 1)
+    assert isinstance(policy, FunctionPolicy)
+    assert not wants(policy, step=4, delta=3.0)
+    assert wants(policy, step=5, delta=3.0) and not wants(policy, step=5, delta=0.5)
+
+
+def test_when_each_pulls():
+    assert wants(Random(1.0), uniform=0.999) and not wants(Random(0.0), uniform=0.0)
+    assert wants(Random(0.3), uniform=0.29) and not wants(Random(0.3), uniform=0.3)
+    assert wants(Travel(2.0), travelled=2.1) and not wants(Travel(2.0), travelled=2.0)
+    assert wants(Drift(2.0), drift=2.1) and not wants(Drift(2.0), drift=2.0)
+    assert wants(Adaptive(0.5), delta=1.0, delta_at_retrieval=1.75)
+    assert not wants(Adaptive(0.5), delta=math.nan), "a model that has diverged has nothing to compare"
+
+
+def pulls(manager: SyncManager, steps: int, fail: bool = False) -> list[int]:
+    found = []
+    for step in range(1, steps + 1):
+        if manager.step(step, 1.0):
+            manager.requested()
+            (manager.abandoned if fail else manager.completed)()
+            found.append(step)
+    return found
+
+
+def test_warmup_holds_pulls_back():
+    assert pulls(SyncManager(Tau(2, warmup=5)), 10) == [6, 8, 10]
+    assert pulls(SyncManager(Never(warmup=3, max_silence=1)), 5) == [4, 5]
+
+
+def test_max_silence_pulls_at_the_latest_then():
+    assert pulls(SyncManager(Never(max_silence=4)), 13) == [4, 8, 12]
+    assert pulls(SyncManager(Tau(10, max_silence=4)), 20) == [4, 8, 10, 14, 18, 20]
+    assert pulls(SyncManager(Never(max_silence=4)), 6, fail=True) == [4, 5, 6], "a failure is no retrieval"
+
+
+class EntryPoint:
+    """As importlib.metadata gives them; loads only what is asked for."""
+
+    def __init__(self, name: str, value: object, loaded: list[str]):
+        self.name, self._value, self._loaded = name, value, loaded
+
+    def load(self) -> object:
+        self._loaded.append(self.name)
+        if isinstance(self._value, Exception):
+            raise self._value
+        return self._value
+
+
+@dataclass(frozen=True)
+class Every(Policy):
+    """A policy of some other package."""
+
+    third: int = 3
+
+    def decide(self, state: None, observation: Observation) -> tuple[bool, None]:
+        return observation.step % self.third == 0, state
+
+
+def at_least(length: float):
+    return lambda seen: seen.travelled >= length
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    loaded: list[str] = []
+    points = [
+        EntryPoint("every", Every, loaded),
+        EntryPoint("at-least", at_least, loaded),
+        EntryPoint("wrong", lambda: 7, loaded),
+        EntryPoint("gone", ImportError("no module named gone"), loaded),
+        EntryPoint("tau", Every, loaded),
+    ]
+
+    def entry_points(group: str, name: str | None = None) -> list[EntryPoint]:
+        assert group == "gossipx.policies"
+        return [point for point in points if name in (None, point.name)]
+
+    monkeypatch.setattr(policies, "entry_points", entry_points)
+    return loaded
+
+
+def test_installed_policies_have_names_too(installed: list[str]):
+    assert policies.parse("every:4,warmup=2") == Every(4, warmup=2)
+    policy = policies.parse("at-least:length=2.5")
+    assert wants(policy, travelled=2.5) and not wants(policy, travelled=2.4)
+    assert installed == ["every", "at-least"], "others are not imported"
+
+
+def test_installed_policies_do_not_replace_built_in_ones(installed: list[str]):
+    assert policies.parse("tau:3") == Tau(3)
+    assert installed == []
+
+
+def test_installed_policies_are_named_when_a_spec_is_wrong(installed: list[str]):
+    with pytest.raises(UsageError, match="did you mean 'every'"):
+        policies.parse("evry")
+    with pytest.raises(UsageError, match="makes a int, not a policy or a function"):
+        policies.parse("wrong")
+    with pytest.raises(UsageError, match=r"'gone'.*no module named gone") as raised:
+        policies.parse("gone:1")
+    assert isinstance(raised.value, GossipxError)
+
+
+def test_real_entry_points_are_looked_up(monkeypatch: pytest.MonkeyPatch):
+    module = types.ModuleType("some_package_of_policies")
+    module.Every = Every  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    point = importlib.metadata.EntryPoint("every", f"{module.__name__}:Every", policies.ENTRY_POINT_GROUP)
+    found = importlib.metadata.EntryPoints([point])
+    monkeypatch.setattr(policies, "entry_points", lambda **select: found.select(**select))
+    assert policies.parse("every:2") == Every(2)

@@ -1,0 +1,111 @@
+"""The SyncManager's own state. When it pulls is in tests/papers and test_policies."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gossipx import policies
+from gossipx.policies import Observation, Policy
+from gossipx.sync import SyncManager
+
+
+@dataclass(frozen=True)
+class Growing(Policy):
+    """Pulls at 1, 3, 6, 10, ...: its state is a list that it updates in place."""
+
+    def init(self) -> list[int]:
+        return [1, 2]
+
+    def decide(self, state: list[int], observation: Observation) -> tuple[bool, list[int]]:
+        if observation.step < state[0]:
+            return False, state
+        state[0] += state[1]
+        state[1] += 1
+        return True, state
+
+
+SPECS = ["random:p=0.3", "adaptive:threshold=0.3", "travel:distance=2,max_silence=5", Growing()]
+
+
+def play(manager: SyncManager, deltas: list[float], first: int) -> list[bool]:
+    """Decisions, where each pull takes two iterations and every third one fails."""
+    decisions = []
+    for step, delta in enumerate(deltas, first):
+        if manager.in_flight and step % 2:
+            if step % 3:
+                manager.completed()
+            else:
+                manager.abandoned()
+        decisions.append(manager.step(step, delta))
+        if decisions[-1]:
+            manager.requested()
+    return decisions
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+@given(deltas=st.lists(st.floats(0, 2), min_size=2, max_size=40), data=st.data())
+def test_from_its_state_it_decides_the_same(spec, deltas: list[float], data: st.DataObject):
+    """Through JSON, as a checkpoint might; a pull under way when the state is taken counts as not begun."""
+    cut = data.draw(st.integers(0, len(deltas)))
+    manager = SyncManager(policies.parse(spec), seed=4)
+    play(manager, deltas[:cut], 1)
+    state = json.dumps(manager.state_dict())
+    manager.abandoned(failed=False)
+
+    again = SyncManager(policies.parse(spec), seed=99)
+    again.load_state_dict(json.loads(state))
+    assert play(again, deltas[cut:], cut + 1) == play(manager, deltas[cut:], cut + 1)
+    assert (again.retrievals, again.skipped, again.failed) == (manager.retrievals, manager.skipped, manager.failed)
+    assert again.difference == manager.difference
+    assert again.state_dict() == manager.state_dict()
+
+
+def test_a_state_once_taken_does_not_change():
+    manager = SyncManager(Growing())
+    manager.step(1, 1.0)
+    state = manager.state_dict()
+    before = json.dumps(state)
+    manager.step(3, 1.0)
+    assert json.dumps(state) == before
+    again = SyncManager(Growing())
+    again.load_state_dict(state)
+    again.step(3, 1.0)
+    assert json.dumps(state) == before
+
+
+def test_counts():
+    manager = SyncManager(policies.parse("tau:1"))
+    assert manager.step(1, 1.0) and not manager.in_flight
+    manager.requested()
+    assert manager.in_flight
+    assert not manager.step(2, 1.0) and not manager.step(3, 1.0)
+    manager.completed()
+    assert (manager.retrievals, manager.skipped, manager.failed) == (1, 2, 0)
+    assert manager.step(4, 1.0)
+    manager.requested()
+    manager.abandoned()
+    assert manager.step(5, 1.0)
+    manager.requested()
+    manager.abandoned(failed=False)
+    manager.abandoned()
+    assert (manager.retrievals, manager.skipped, manager.failed) == (1, 2, 1)
+
+
+def test_a_decision_that_is_not_followed_resets_nothing():
+    """The caller found nobody to ask: it does not call requested(), and it is as if nothing had been decided."""
+    manager = SyncManager(policies.parse("travel:distance=2.5"))
+    assert [manager.step(step, 1.0) for step in (1, 2, 3, 4)] == [False, False, True, True]
+
+
+def test_two_seeds_toss_two_coins():
+    runs = [
+        [manager.step(step, 1.0) for step in range(1, 65)]
+        for manager in (SyncManager(policies.parse("random:p=0.5"), seed) for seed in (1, 1, 2))
+    ]
+    assert runs[0] == runs[1] != runs[2]
+    assert 16 < sum(runs[0]) < 48
