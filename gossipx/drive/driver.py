@@ -182,9 +182,9 @@ class Driver:
                 self._mix(ticket, share)
             case Adopt(ticket):
                 transfer = self._transfers.pop(ticket)
-                self.arena.adopt(transfer.buffer, transfer.their_step)
+                taken = self.arena.adopt(transfer.buffer, transfer.their_step)
                 self._release(transfer)
-                self.tell(Mixed(ticket))
+                self.tell(Mixed(ticket) if taken else Poisoned(ticket))
             case Forget(ticket):
                 self._forget(ticket)
             case SetTimer(name, at):
@@ -288,7 +288,10 @@ class Driver:
     # --- drift --------------------------------------------------------------------------------------
 
     def drift(self) -> float:
-        """‖x_t − x_r‖₂, the way that own steps have led since the last retrieval."""
+        """‖x_t − x_r‖₂, the way that own steps have led since the last retrieval's request went out."""
+        under_way = next((t.base for t in list(self._transfers.values()) if t.base is not None), None)
+        if under_way is not None:
+            return self.arena.distance(under_way.buffer)
         if self._reference is None:
             self.set_reference()
         assert self._reference is not None

@@ -1,0 +1,50 @@
+"""Tables and JSON of the benchmarks: one schema for all."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+
+def figure(
+    name: str,
+    value: float,
+    unit: str,
+    *,
+    reference: float | None = None,
+    goal: float | None = None,
+    met: bool | None = None,
+) -> dict[str, Any]:
+    """One measured figure; ``ratio`` is of the value to what was measured beside it."""
+    ratio = value / reference if reference else None
+    return {
+        "name": name,
+        "value": value,
+        "unit": unit,
+        "reference": reference,
+        "ratio": ratio,
+        "goal": goal,
+        "met": met,
+    }
+
+
+def report(
+    title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], figures: list[Any], as_json: bool
+) -> None:
+    """Print the table, or the figures alone for programs."""
+    if as_json:
+        print(json.dumps({"figures": figures}, indent=2))
+        return
+    table = Table(*headings, title=title, title_justify="left")
+    for row in rows:
+        table.add_row(*row)
+    console = Console(highlight=False)
+    console.print(table, width=None if console.is_terminal else 150)
+    for one in figures:
+        if one["met"] is not None:
+            goal = f"goal {one['goal']:g} {one['unit']}: {'met' if one['met'] else 'NOT met'}"
+            console.print(f"{one['name']}: {one['value']:.4g} {one['unit']}, {goal}")

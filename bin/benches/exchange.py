@@ -1,0 +1,67 @@
+"""What exchanging costs the training: the share of wall time in which gossipx stops the training thread.
+
+bin/bench exchange            tau:10 overlapped and blocking, and never, one peer a core (about 1 minute)
+bin/bench exchange --full     three runs of each
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+from pathlib import Path
+
+from _report import figure, report
+from _runs import train
+
+GOAL = 0.02
+KINDS = (
+    ("never", ("--policy", "never")),
+    ("tau:10, overlapped", ("--policy", "tau:10")),
+    ("tau:10, blocking", ("--policy", "tau:10", "--blocking")),
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="bin/bench exchange", description=__doc__)
+    parser.add_argument("--full", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--iterations", type=int, default=2000)
+    parser.add_argument("--peers", type=int, default=max(2, os.cpu_count() or 2), help="default: one a core")
+    arguments = parser.parse_args()
+    rows, figures = [], []
+    with tempfile.TemporaryDirectory() as scratch:
+        measured = {name: _measure(Path(scratch), options, arguments) for name, options in KINDS}
+    undisturbed = measured["never"][1]
+    for name, (blocked, seconds, measuring, pulls) in measured.items():
+        per_step = seconds / arguments.iterations * 1e3
+        rows.append((name, f"{pulls:.0f}", f"{blocked:.2%}", f"{measuring:.2%}", f"{per_step:.2f}"))
+        goal = GOAL if name == "tau:10, overlapped" else None
+        met = blocked < GOAL if goal else None
+        figures.append(figure(f"{name}: blocked", blocked, "of wall time", goal=goal, met=met))
+        figures.append(figure(f"{name}: training", seconds, "s", reference=undisturbed))
+    headings = ("policy", "pulls a peer", "blocked", "measuring delta", "ms an iteration")
+    title = f"lenet, {arguments.peers} peers on {os.cpu_count()} cores, {arguments.iterations} iterations, medians"
+    report(title, headings, rows, figures, arguments.json)
+
+
+def _measure(
+    scratch: Path, options: tuple[str, ...], arguments: argparse.Namespace
+) -> tuple[float, float, float, float]:
+    """Medians over runs and peers: blocked share, seconds of training, share of measuring, pulls."""
+    blocked, seconds, measuring, pulls = [], [], [], []
+    for run in range(3 if arguments.full else 1):
+        common = ("--iterations", str(arguments.iterations), "--eval-interval", "0", "--seed", str(run))
+        one = train(scratch, "run", arguments.peers, *options, *common)
+        for rank in range(arguments.peers):
+            wall = float(one.train_seconds[rank] or 0.0)
+            seconds.append(wall)
+            blocked.append(float(one.blocked_seconds[rank] or 0.0) / wall)
+            measuring.append(float(one.overhead_seconds[rank] or 0.0) / wall)
+            pulls.append(float(one.retrievals[rank] or 0.0))
+    return tuple(statistics.median(values) for values in (blocked, seconds, measuring, pulls))  # type: ignore[return-value]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""Retrievals and accuracy of the policies, as the README's tables have them.
+
+bin/bench policies            one seed of each policy, iid (about 3 minutes on 2 cores)
+bin/bench policies --full     five seeds, iid and Dirichlet 0.3 (about half an hour)
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+from pathlib import Path
+
+from _report import figure, report
+from _runs import train
+
+from gossipx.metrics.summary import Summary
+
+POLICIES = ("tau:10", "tau:100", "adaptive", "travel", "drift", "never")
+PEERS = 4
+T_95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}
+"""Student's t for a two-sided 95 % interval, by the number of seeds."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="bin/bench policies", description=__doc__)
+    parser.add_argument("--full", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--iterations", type=int, default=3000)
+    arguments = parser.parse_args()
+    seeds = range(5 if arguments.full else 1)
+    partitions = ("iid", "dirichlet:alpha=0.3") if arguments.full else ("iid",)
+    for partition in partitions:
+        with tempfile.TemporaryDirectory() as scratch:
+            runs = {policy: _train(Path(scratch), policy, partition, seeds, arguments) for policy in POLICIES}
+        _report(partition, runs, arguments)
+
+
+def _train(scratch: Path, policy: str, partition: str, seeds: range, arguments: argparse.Namespace) -> list[Summary]:
+    options = ("--policy", policy, "--partition", partition, "--iterations", str(arguments.iterations))
+    return [train(scratch, "run", PEERS, *options, "--eval-interval", "0", "--seed", str(seed)) for seed in seeds]
+
+
+def _report(partition: str, runs: dict[str, list[Summary]], arguments: argparse.Namespace) -> None:
+    rows, figures = [], []
+    reference = _mean(runs["tau:10"], "retrievals")
+    accuracy = _mean(runs["tau:10"], "test_accuracy")
+    for policy, summaries in runs.items():
+        pulls = _mean(summaries, "retrievals")
+        saved = 1 - pulls / reference
+        own = _mean(summaries, "test_accuracy")
+        averaged = statistics.fmean(float(one.consensus_accuracy or 0.0) for one in summaries)
+        rows.append(
+            (
+                summaries[0].policy,
+                f"{pulls:.1f}",
+                f"{saved:.1%}",
+                f"{_mean(summaries, 'bytes_received') / 1e6:.1f}",
+                f"{_mean(summaries, 'test_accuracy_before_finish'):.4f}",
+                f"{own:.4f}{_interval(summaries)}",
+                f"{averaged:.4f}",
+            )
+        )
+        goals = {"adaptive": (0.90, 0.010), "travel": (0.85, 0.005)}.get(policy) if partition == "iid" else None
+        figures.append(figure(f"{partition} {policy} retrievals a peer", pulls, "", reference=reference))
+        figures.append(
+            figure(
+                f"{partition} {policy} retrievals saved",
+                saved,
+                "of tau:10's",
+                goal=goals[0] if goals else None,
+                met=saved >= goals[0] if goals else None,
+            )
+        )
+        figures.append(
+            figure(
+                f"{partition} {policy} accuracy lost",
+                accuracy - own,
+                "against tau:10",
+                goal=goals[1] if goals else None,
+                met=accuracy - own <= goals[1] if goals else None,
+            )
+        )
+    headings = ("policy", "pulls a peer", "saved", "MB a peer", "own, before finish", "own, after", "averaged")
+    count = len(runs["tau:10"])
+    title = f"{partition}: {PEERS} peers, {arguments.iterations} iterations, {count} seeds, 10,000 test images"
+    report(title, headings, rows, figures, arguments.json)
+
+
+def _mean(summaries: list[Summary], key: str) -> float:
+    """Of a figure a peer, over peers and seeds."""
+    return statistics.fmean(statistics.fmean(getattr(one, key)) for one in summaries)
+
+
+def _interval(summaries: list[Summary]) -> str:
+    """Half the 95 % interval of the mean accuracy over seeds."""
+    if len(summaries) < 2:
+        return ""
+    means = [statistics.fmean(float(value or 0.0) for value in one.test_accuracy) for one in summaries]
+    return f" ± {T_95[len(means)] * statistics.stdev(means) / len(means) ** 0.5:.4f}"
+
+
+if __name__ == "__main__":
+    main()
