@@ -234,8 +234,7 @@ def test_drift_is_the_way_that_own_steps_have_led(blocking: bool):
 
     made = World(0, Network(bandwidth=4 * SIZE / 1.5))
     made.start(1, lambda _: make(1, 2, policy="never", init="own"))
-    watched = make(0, 2, policy=policy, blocking=blocking, init="own")
-    watched._gradient_step = step
+    watched = make(0, 2, policy=policy, blocking=blocking, init="own", gradient_step=step)
     made.start(0, lambda _: watched)
     ended(made, 200.0)
     assert len(watched.retrievals) == (5 if blocking else 4)

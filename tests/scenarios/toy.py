@@ -68,6 +68,7 @@ def make(
     graph: str = "full",
     mix: str = "average",
     module: nn.Module | None = None,
+    gradient_step: Callable[[SimPeer], None] = lambda peer: sgd(peer.module),
     **settings: Any,
 ) -> SimPeer:
     """One peer, not started."""
@@ -81,7 +82,7 @@ def make(
         mixing.parse(mix),
         PeerSettings(**{"peer_timeout": TIMEOUT, **settings}),
     )
-    return SimPeer(role, module or Point(rank), lambda peer: sgd(peer.module), iterations, compute)
+    return SimPeer(role, module or Point(rank), gradient_step, iterations, compute)
 
 
 def maker(rank: int, size: int, **options: Any) -> Callable[[int], SimPeer]:

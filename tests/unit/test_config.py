@@ -1,0 +1,316 @@
+"""The settings: from TOML, from the command line, and back to TOML."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gossipx.config import KEYS, RunConfig, dump, load, resolve
+from gossipx.errors import UsageError
+
+EVERY_KEY: dict[str, dict[str, Any]] = {
+    "run": {
+        "name": "mine",
+        "logdir": "elsewhere",
+        "overwrite": True,
+        "seed": 7,
+        "iterations": 11,
+        "threads": 2,
+        "device": "cuda:0",
+        "log_interval": 3,
+        "eval_interval": 0,
+        "save_model": False,
+    },
+    "task": {
+        "task": "mnist",
+        "data_dir": "data",
+        "model": "convnet",
+        "batch_size": 16,
+        "base_lr": 0.5,
+        "gamma": 0.25,
+        "momentum": 0.75,
+        "weight_decay": 0.125,
+        "lr_steps": (0.5, 0.75),
+        "partition": "dirichlet:alpha=0.3",
+    },
+    "sync": {
+        "policy": "tau:10",
+        "topology": "ring",
+        "mixing": "average:beta=0.25",
+        "blocking": True,
+        "finish": "none",
+        "init": "own",
+        "buffers": "local",
+        "min_peers": 2,
+        "distance_interval": 5,
+    },
+    "exchange": {"bind": "0.0.0.0", "advertise": "me.example", "peer_timeout": 1.5},
+}
+"""Every setting with a value that is not its default, as TOML holds it."""
+
+CONFIG_TOML = """\
+[run]
+name = "mine"
+logdir = "elsewhere"
+overwrite = true
+seed = 7
+iterations = 11
+threads = 2
+device = "cuda:0"
+log_interval = 3
+eval_interval = 0
+save_model = false
+
+[task]
+task = "mnist"
+data_dir = "data"
+model = "convnet"
+batch_size = 16
+base_lr = 0.5
+gamma = 0.25
+momentum = 0.75
+weight_decay = 0.125
+lr_steps = [0.5, 0.75]
+partition = "dirichlet:alpha=0.3"
+
+[sync]
+policy = "tau:10"
+topology = "ring"
+mixing = "average:beta=0.25"
+blocking = true
+finish = "none"
+init = "own"
+buffers = "local"
+min_peers = 2
+distance_interval = 5
+
+[exchange]
+bind = "0.0.0.0"
+advertise = "me.example"
+peer_timeout = 1.5
+"""
+
+
+def written(tmp_path: Path, text: str) -> Path:
+    file = tmp_path / "run.toml"
+    file.write_text(text, encoding="utf-8")
+    return file
+
+
+def refusal(tmp_path: Path, text: str) -> tuple[str, str]:
+    """Where a configuration is refused, the file's directory aside, and the message."""
+    file = written(tmp_path, text)
+    with pytest.raises(UsageError) as caught:
+        load(file)
+    assert caught.value.exit_code == 2
+    message = str(caught.value)
+    assert "\n" not in message
+    assert message.startswith(f"{file}:")
+    line, _, rest = message.removeprefix(f"{file}:").partition(": ")
+    return line, rest
+
+
+# --- loading and writing ------------------------------------------------------------------------------
+
+
+def test_the_example_has_every_setting_with_another_value_than_its_default() -> None:
+    flat = {name: value for values in EVERY_KEY.values() for name, value in values.items()}
+    assert flat.keys() == KEYS.keys()
+    for name, value in flat.items():
+        assert value != KEYS[name].default, name
+        assert KEYS[name].table in EVERY_KEY and name in EVERY_KEY[KEYS[name].table]
+
+
+def test_every_key_is_loaded(tmp_path: Path) -> None:
+    values = load(written(tmp_path, CONFIG_TOML))
+    assert values == {name: value for table in EVERY_KEY.values() for name, value in table.items()}
+    config = resolve(values)
+    for table, expected in EVERY_KEY.items():
+        for name, value in expected.items():
+            held = getattr(getattr(config, table), name)
+            assert held == value and type(held) is type(value), name
+
+
+@pytest.mark.parametrize("text", [CONFIG_TOML, ""], ids=["every key", "defaults"])
+def test_what_is_written_is_read_back_as_it_was(tmp_path: Path, text: str) -> None:
+    config = resolve(load(written(tmp_path, text)))
+    again = resolve(load(written(tmp_path, dump(config))))
+    assert again == config
+    assert dump(again) == dump(config)
+
+
+def test_text_that_toml_escapes_is_read_back(tmp_path: Path) -> None:
+    config = resolve({"logdir": 'a "b"\\c # [run] ä', "lr_steps": []})
+    assert resolve(load(written(tmp_path, dump(config)))) == config
+    assert config.task.lr_steps == ()
+
+
+def test_nothing_given_is_the_defaults() -> None:
+    assert resolve() == resolve({}, {}) == resolve({"seed": None, "policy": None}) == RunConfig()
+
+
+def test_what_is_none_is_not_written() -> None:
+    assert "name" not in dump(RunConfig()) and "lr_steps" not in dump(RunConfig())
+    assert "policy" in dump(RunConfig())
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("[task]\nlr_steps = [0.5, 0.75]", (0.5, 0.75)),
+        ("[task]\nlr_steps = [\n  0.5, # half\n  1,\n]", (0.5, 1.0)),
+        ("[task]\nlr_steps = []", ()),
+        ('[task]\nlr_steps = "0.5,0.75"', (0.5, 0.75)),
+    ],
+)
+def test_a_list_is_loaded(tmp_path: Path, text: str, expected: tuple[float, ...]) -> None:
+    held = resolve(load(written(tmp_path, text))).task.lr_steps
+    assert held == expected
+    assert all(type(value) is float for value in held)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"), [("0.5,0.75", (0.5, 0.75)), ("0.5", (0.5,)), ("0.5, 0.75,", (0.5, 0.75)), ("", ())]
+)
+def test_a_list_on_the_command_line_has_commas(given: str, expected: tuple[float, ...]) -> None:
+    assert resolve({"lr_steps": given}).task.lr_steps == expected
+
+
+def test_an_integer_does_for_a_number(tmp_path: Path) -> None:
+    values = load(written(tmp_path, "[exchange]\npeer_timeout = 10"))
+    assert values == {"peer_timeout": 10.0} and type(values["peer_timeout"]) is float
+
+
+# --- which value counts -------------------------------------------------------------------------------
+
+
+def test_the_command_line_comes_before_the_file_and_the_file_before_the_default(tmp_path: Path) -> None:
+    file = load(written(tmp_path, '[run]\nseed = 1\niterations = 5\n[sync]\npolicy = "tau:10"\n[task]\nlr_steps=[0.1]'))
+    config = resolve(file, {"seed": 2, "iterations": None, "lr_steps": "0.9"})
+    assert config.run.seed == 2
+    assert config.run.iterations == 5
+    assert config.sync.policy == "tau:10"
+    assert config.task.lr_steps == (0.9,)
+    assert config.exchange.peer_timeout == KEYS["peer_timeout"].default
+
+
+def test_what_is_given_counts_even_if_it_is_the_default_or_false(tmp_path: Path) -> None:
+    file = load(written(tmp_path, "[run]\nseed = 1\n[sync]\nblocking = true"))
+    config = resolve(file, {"seed": 0, "blocking": False})
+    assert config.run.seed == 0 and config.sync.blocking is False
+
+
+# --- what is refused ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "parts"),
+    [
+        # Unknown tables.
+        ("[run]\nseed = 1\n\n[snyc]\npolicy = 'never'\n", "4", ["unknown table 'snyc'", "did you mean 'sync'?"]),
+        ("[zzz]\n", "1", ["unknown table 'zzz'", "one of run, task, sync, exchange"]),
+        ("[[run]]\nseed = 1\n", "1", ["'run'", "table"]),
+        # Settings outside tables, unknown ones, and ones in the wrong table.
+        ("# mine\nseed = 3\n[run]\n", "2", ["'seed'", "it belongs in [run]"]),
+        ("# mine\n\nsede = 3\n", "3", ["'sede'", "did you mean 'seed'?"]),
+        ("run = 3\n", "1", ["'run'", "table"]),
+        ("[run]\nsede = 3\n", "2", ["unknown setting 'sede' in [run]", "did you mean 'seed'?"]),
+        ("[run]\nseed = 1\n[run.deeper]\nx = 1\n", "3", ["unknown setting 'deeper' in [run]"]),
+        ("[run]\nname = 'a'\n# policy\npolicy = 'never'\n", "4", ["unknown setting 'policy' in [run]", "[sync]"]),
+        ("[sync]\nseed = 1\n[run]\n\nmomentum = 1\n", "2", ["unknown setting 'seed' in [sync]", "[run]"]),
+        # Wrong types.
+        ("[run]\nseed = 'one'\n", "2", ["seed is not an integer: 'one'"]),
+        ("[run]\nseed = 1.5\n", "2", ["seed is not an integer: 1.5"]),
+        ("[run]\nseed = true\n", "2", ["seed is not an integer: True"]),
+        ("[run]\nseed = [1]\n", "2", ["seed is not an integer: [1]"]),
+        ("[run]\nname = 5\n", "2", ["name is not text: 5"]),
+        ("[run]\noverwrite = 1\n", "2", ["overwrite is not true or false: 1"]),
+        ("[run]\noverwrite = 'yes'\n", "2", ["overwrite is not true or false: 'yes'"]),
+        ("[exchange]\npeer_timeout = 'long'\n", "2", ["peer_timeout is not a number: 'long'"]),
+        ("[exchange]\npeer_timeout = 1979-05-27\n", "2", ["peer_timeout is not a number"]),
+        (f"[exchange]\npeer_timeout = 1{'0' * 400}\n", "2", ["peer_timeout is not a number"]),
+        ("[task]\nlr_steps = 0.5\n", "2", ["lr_steps is not a list of numbers: 0.5"]),
+        ("[task]\nlr_steps = [0.5, 'x']\n", "2", ["lr_steps is not a number: 'x'"]),
+        ("[task]\nlr_steps = [true]\n", "2", ["lr_steps is not a number: True"]),
+        # Choices and least values.
+        ("[sync]\nfinish = 'consenus'\n", "2", ["finish is 'consenus'", "consensus, none"]),
+        ("[sync]\ninit = 'all'\n", "2", ["init is 'all'", "first, own"]),
+        ("[sync]\n'buffers' = ''\n", "2", ["buffers is ''", "mix, local"]),
+        ("[run]\n\n  iterations = 0\n", "3", ["iterations is 0: at least 1"]),
+        ("[run]\nseed = -1\n", "2", ["seed is -1: at least 0"]),
+        ("[exchange]\npeer_timeout = 0.05\n", "2", ["peer_timeout is 0.05: at least 0.1"]),
+        ("[exchange]\npeer_timeout = nan\n", "2", ["peer_timeout is nan: at least 0.1"]),
+        ("[task]\nmomentum = -0.5\n", "2", ["momentum is -0.5: at least 0"]),
+        # Not TOML.
+        ("[run]\nseed = \n", "2", ["not TOML"]),
+        ("[run]\nseed = 1\nseed = 2\n", "3", ["not TOML"]),
+        ("[run]\nname = 'a'\nlogdir = \"open", "3", ["not TOML"]),
+        ("[run]\n[sync]\n[run]\n", "3", ["not TOML"]),
+    ],
+)
+def test_what_is_wrong_in_the_file_is_told_with_its_line(tmp_path: Path, text: str, line: str, parts: list[str]) -> None:
+    at, message = refusal(tmp_path, text)
+    assert at == line, message
+    for part in parts:
+        assert part in message
+
+
+def test_the_line_is_the_one_in_its_own_table(tmp_path: Path) -> None:
+    """The same word elsewhere, in another table or in a comment, is not taken for it."""
+    text = "[task]\npartition = 'seed = -1'\n# seed = -1\n[ run ] # seed = -1\nseeds_are = 1\nseed = -1\n"
+    with_stranger = text.replace("seeds_are = 1\n", "")
+    assert refusal(tmp_path, with_stranger) == ("5", "seed is -1: at least 0")
+
+
+def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
+    for path, reason in ((tmp_path / "none.toml", "No such file"), (tmp_path, "Is a directory")):
+        with pytest.raises(UsageError, match=reason) as caught:
+            load(path)
+        assert str(caught.value).startswith(f"{path}: ") and "\n" not in str(caught.value)
+    binary = tmp_path / "binary.toml"
+    binary.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UsageError, match="not UTF-8 text"):
+        load(binary)
+
+
+@pytest.mark.parametrize(
+    ("given", "parts"),
+    [
+        ({"polcy": "never"}, ["unknown setting 'polcy'", "did you mean 'policy'?"]),
+        ({"iterations": 0}, ["--iterations is 0: at least 1"]),
+        ({"peer_timeout": "soon"}, ["--peer-timeout is not a number: 'soon'"]),
+        ({"lr_steps": "0.5;0.7"}, ["--lr-steps is not a number: '0.5;0.7'"]),
+        ({"finish": "never"}, ["--finish is 'never': one of consensus, none"]),
+        ({"blocking": "true"}, ["--blocking is not true or false"]),
+        ({"name": 5}, ["--name is not text: 5"]),
+    ],
+)
+def test_what_is_wrong_on_the_command_line_is_told_by_its_option(given: dict[str, Any], parts: list[str]) -> None:
+    with pytest.raises(UsageError) as caught:
+        resolve({}, given)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+# --- no torch -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("module", ["gossipx", "gossipx.config", "gossipx.cli", "gossipx.launch.hosts"])
+def test_importing_it_does_not_import_torch(module: str) -> None:
+    program = f"import sys, {module}; print(sorted({{'torch', 'numpy', 'tensorboard'}} & sys.modules.keys()))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == "[]\n"
+
+
+def test_help_does_not_import_torch() -> None:
+    for arguments in (["--help"], ["run", "--help"], ["compare", "--help"]):
+        command = [sys.executable, "-X", "importtime", "-m", "gossipx", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+        assert done.stdout.startswith("Usage: ")
+        imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+        assert "gossipx.cli" in imported
+        assert not imported & {"torch", "numpy", "tensorboard"}
