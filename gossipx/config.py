@@ -159,12 +159,17 @@ def load(path: Path) -> dict[str, Any]:
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         at = re.search(r"line (\d+)", str(error))
-        raise UsageError(f"not TOML: {error}", path, int(at.group(1)) if at else 1) from error
+        last = max(1, len(text.splitlines()))  # "at end of document" has no number
+        raise UsageError(f"not TOML: {error}", path, int(at.group(1)) if at else last) from error
     values: dict[str, Any] = {}
     known = dict.fromkeys(key.table for key in KEYS.values())
     for table, content in tables.items():
-        if table not in known or not isinstance(content, dict):
-            here = _line(text, None, table)
+        here = _line(text, None, table)
+        if not isinstance(content, dict):
+            outside = KEYS.get(table)
+            hint = f": it belongs in [{outside.table}]" if outside else suggest(table, KEYS)
+            raise UsageError(f"'{table}' is not a table{hint}", path, here)
+        if table not in known:
             raise UsageError(f"unknown table '{table}'{suggest(table, known)}: one of {', '.join(known)}", path, here)
         for name, value in content.items():
             place = (path, _line(text, table, name))
@@ -214,7 +219,7 @@ def _checked(key: Key, value: Any, called: str, place: tuple[Path | None, int | 
         return tuple(_checked(dataclasses.replace(key, many=False), part, called, place) for part in parts)
     try:
         made = _converted(key.kind, value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         wanted = {int: "an integer", float: "a number", bool: "true or false"}.get(key.kind, "text")
         raise UsageError(f"{called} is not {wanted}: {value!r}", *place) from None
     if key.choices and made not in key.choices:
@@ -245,7 +250,7 @@ def _line(text: str, table: str | None, name: str) -> int:
         header = re.match(r"\s*\[+\s*([^\]]+?)\s*\]", line)
         if header:
             current = header.group(1)
-            if table is None and current.split(".")[0] == name:
+            if current == f"{table}.{name}" or (table is None and current.split(".")[0] == name):
                 return number
         elif current == table and re.match(rf"\s*[\"']?{re.escape(name)}[\"']?\s*=", line):
             return number

@@ -15,7 +15,7 @@ from gossipx.specs import suggest
 
 DEFAULT_PORT = 29400
 """Of the first peer of a host: above the registered services that are common, below those that systems give away."""
-_LINE = re.compile(r"(?P<host>\[[^\]]*\]|[^\s:\[\]]+)(?::(?P<port>\S*))?")
+_LINE = re.compile(r"(?P<host>\[[^\]]*\]|[^\s:\[\]]+)(?::(?P<port>[^\s:]*))?")
 _KEYS = {"slots": "slots=N", "device": "device=cuda:0", "name": "name=TEXT"}
 
 
@@ -180,8 +180,8 @@ def _resolve(peer: PeerLine, path: Path) -> _Address:
         return ipaddress.ip_address(peer.host)
     try:
         found = socket.getaddrinfo(peer.host, peer.port, type=socket.SOCK_STREAM)
-    except OSError as error:
-        reason = f"host '{peer.host}' does not resolve ({error.strerror or error})"
+    except (OSError, UnicodeError) as error:  # UnicodeError: what no name can be, such as 'two..dots'
+        reason = f"host '{peer.host}' does not resolve ({getattr(error, 'strerror', None) or error})"
         raise UsageError(f"{reason}: correct it, or add it to /etc/hosts", path, peer.line) from error
     # IPv4 first: 'localhost' is to mean the same address for those who bind and those who connect.
     best = min(found, key=lambda entry: entry[0] != socket.AF_INET)
@@ -190,9 +190,9 @@ def _resolve(peer: PeerLine, path: Path) -> _Address:
 
 def _is_here(address: _Address) -> bool:
     """An address is this machine's if one can bind to it."""
-    with socket.socket(socket.AF_INET if address.version == 4 else socket.AF_INET6) as probe:
-        try:
+    try:
+        with socket.socket(socket.AF_INET if address.version == 4 else socket.AF_INET6) as probe:
             probe.bind((str(address), 0))
-        except OSError:
-            return False
+    except OSError:  # also where the system has no IPv6
+        return False
     return True

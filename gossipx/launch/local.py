@@ -159,7 +159,7 @@ class _Run:
             command_of(self._script),
             environment,
             ENV_PROGRESS,
-            on_line=lambda line: self._display.line(f"[{name}] {line}"),
+            on_line=lambda line: self._printed(name, line),
             on_word=lambda word: self._told(rank, word),
         )
         child.register(selector)
@@ -180,6 +180,10 @@ class _Run:
             if self._stop_by is not None and time.monotonic() > self._stop_by:
                 for child in running.values():
                     child.signal(signal.SIGKILL)
+
+    def _printed(self, name: str, line: str) -> None:
+        if self._exit is None:  # what interrupted processes still print are tracebacks of the interruption
+            self._display.line(f"[{name}] {line}")
 
     def _told(self, rank: int, word: dict[str, Any]) -> None:
         standing = self._standings[rank]
@@ -205,7 +209,7 @@ class _Run:
             return
         sys.stdout.flush()
         print(error, file=sys.stderr, flush=True)
-        self._stop(code, signal.SIGINT)
+        self._stop(code, signal.SIGKILL)
 
     def _ended(self, rank: int, child: Child) -> None:
         if rank in self._results or rank in self._left or self._exit is not None:
