@@ -1,8 +1,7 @@
-"""Tables and JSON of the benchmarks: one schema for all."""
+"""Tables and figures of the benchmarks: one schema for all."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,15 +34,14 @@ def figure(
 def report(
     title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], figures: list[Any], as_json: bool
 ) -> None:
-    """Print the table, or the figures alone for programs."""
-    if as_json:
-        print(json.dumps({"figures": figures}, indent=2))
-        return
+    """Print the table, and which goals are met."""
     table = Table(*headings, title=title, title_justify="left")
     for row in rows:
         table.add_row(*row)
     console = Console(highlight=False)
-    console.print(table, width=None if console.is_terminal else 150)
+    if not console.is_terminal:
+        console.width = 150
+    console.print(table)
     for one in figures:
         if one["met"] is not None:
             goal = f"goal {one['goal']:g} {one['unit']}: {'met' if one['met'] else 'NOT met'}"

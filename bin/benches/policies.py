@@ -7,9 +7,11 @@ bin/bench policies --full     five seeds, iid and Dirichlet 0.3 (about half an h
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from _report import figure, report
 from _runs import train
@@ -30,10 +32,13 @@ def main() -> None:
     arguments = parser.parse_args()
     seeds = range(5 if arguments.full else 1)
     partitions = ("iid", "dirichlet:alpha=0.3") if arguments.full else ("iid",)
+    figures: list[Any] = []
     for partition in partitions:
         with tempfile.TemporaryDirectory() as scratch:
             runs = {policy: _train(Path(scratch), policy, partition, seeds, arguments) for policy in POLICIES}
-        _report(partition, runs, arguments)
+        figures += _report(partition, runs, arguments)
+    if arguments.json:
+        print(json.dumps({"figures": figures}, indent=2))
 
 
 def _train(scratch: Path, policy: str, partition: str, seeds: range, arguments: argparse.Namespace) -> list[Summary]:
@@ -41,7 +46,7 @@ def _train(scratch: Path, policy: str, partition: str, seeds: range, arguments: 
     return [train(scratch, "run", PEERS, *options, "--eval-interval", "0", "--seed", str(seed)) for seed in seeds]
 
 
-def _report(partition: str, runs: dict[str, list[Summary]], arguments: argparse.Namespace) -> None:
+def _report(partition: str, runs: dict[str, list[Summary]], arguments: argparse.Namespace) -> list[Any]:
     rows, figures = [], []
     reference = _mean(runs["tau:10"], "retrievals")
     accuracy = _mean(runs["tau:10"], "test_accuracy")
@@ -84,7 +89,9 @@ def _report(partition: str, runs: dict[str, list[Summary]], arguments: argparse.
     headings = ("policy", "pulls a peer", "saved", "MB a peer", "own, before finish", "own, after", "averaged")
     count = len(runs["tau:10"])
     title = f"{partition}: {PEERS} peers, {arguments.iterations} iterations, {count} seeds, 10,000 test images"
-    report(title, headings, rows, figures, arguments.json)
+    if not arguments.json:
+        report(title, headings, rows, figures)
+    return figures
 
 
 def _mean(summaries: list[Summary], key: str) -> float:
