@@ -26,6 +26,7 @@ from gossipx.record import NullRecorder, Recorder
 from gossipx.specs import suggest
 from gossipx.sync import SyncManager
 from gossipx.tasks import partition
+from gossipx.tasks.data import TASKS
 from gossipx.tasks.presets import PRESETS
 from gossipx.transports import Address
 
@@ -131,10 +132,11 @@ def _recorder(config: RunConfig, place: Place) -> Recorder:
     return TensorBoardRecorder(place.directory / f"peer-{place.rank:02d}", hparams={**settings, "rank": place.rank})
 
 
-def effective(config: RunConfig, has_script: bool) -> RunConfig:
+def effective(config: RunConfig, size: int, has_script: bool) -> RunConfig:
     """The configuration with the model's preset filled in where nothing was given.
 
     Args:
+        size: peers in the run.
         has_script: whether a user's script is trained; the built-in models' presets say nothing about its model then.
 
     Raises:
@@ -145,6 +147,7 @@ def effective(config: RunConfig, has_script: bool) -> RunConfig:
     policies.parse(config.sync.policy)
     mixing.parse(config.sync.mixing)
     partition.parse(config.task.partition)
+    topology.load(config.sync.topology, size)
     return config
 
 
@@ -153,6 +156,9 @@ def _with_preset(config: RunConfig) -> RunConfig:
     if task.model not in PRESETS:
         known = ", ".join(sorted(PRESETS))
         raise UsageError(f"unknown model '{task.model}'{suggest(task.model, PRESETS)}: one of {known}")
+    if task.task not in TASKS:
+        known = ", ".join(sorted(TASKS))
+        raise UsageError(f"unknown task '{task.task}'{suggest(task.task, TASKS)}: one of {known}")
     preset = PRESETS[task.model]
     keys = ("batch_size", "base_lr", "gamma", "momentum", "weight_decay", "lr_steps")
     filled = {key: getattr(preset, key) for key in keys if getattr(task, key) is None}

@@ -317,7 +317,9 @@ class Peer:
     def _save(self) -> None:
         if self._options.directory is None or not self._options.save_model:
             return
-        state = {name: tensor.detach().cpu().clone() for name, tensor in self._module.state_dict().items()}
+        # The format takes tensors that share no memory, in the usual order of dimensions.
+        contiguous = torch.contiguous_format
+        state = {name: tensor.cpu().clone(memory_format=contiguous) for name, tensor in self._tensors().items()}
         target = self._model_file(self.rank)
         target.parent.mkdir(parents=True, exist_ok=True)
         unfinished = target.with_suffix(".tmp")
@@ -341,11 +343,19 @@ class Peer:
         for file in files[1:]:
             for name, tensor in load_file(file).items():
                 mean[name] += tensor
-        own = {name: tensor.clone() for name, tensor in self._module.state_dict().items()}
-        self._module.load_state_dict({name: (tensor / len(files)).to(own[name]) for name, tensor in mean.items()})
+        tensors = self._tensors()
+        own = {name: tensor.clone() for name, tensor in tensors.items()}
+        for name, tensor in tensors.items():
+            tensor.copy_(mean[name] / len(files))
         accuracy = self._measure_accuracy()
-        self._module.load_state_dict(own)
+        for name, tensor in tensors.items():
+            tensor.copy_(own[name])
         return accuracy
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """The module's tensors, by names that are the same for plain and for compiled peers."""
+        state = self._module.state_dict().items()
+        return {name.replace("_orig_mod.", ""): tensor for name, tensor in state if isinstance(tensor, torch.Tensor)}
 
     @property
     def _agreed(self) -> bool:

@@ -50,6 +50,7 @@ class Child:
         finally:
             os.close(writing)
         assert self.process.stdout is not None
+        self._progress = reading
         # Progress is read first: what ended a peer is known before its exit is told.
         self._pipes: dict[int, Callable[[bytes], None]] = {
             reading: lambda line: on_word(json.loads(line)),
@@ -97,14 +98,13 @@ class Child:
     def _end(self, pipe: int, selector: selectors.BaseSelector) -> None:
         selector.unregister(pipe)
         tell, rest = self._pipes.pop(pipe), self._rests.pop(pipe)
-        stdout = self.process.stdout
-        assert stdout is not None
-        if pipe == stdout.fileno():
-            if rest:
-                tell(rest)
-            stdout.close()
-        else:
-            os.close(pipe)
+        if pipe == self._progress:
+            os.close(pipe)  # half a word is none: its teller was killed
+            return
+        if rest:
+            tell(rest)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
 
 
 def command_of(script: list[str]) -> list[str]:

@@ -151,7 +151,8 @@ def bind_host(peer: PeerLine, bind: str, path: Path) -> str:
         UsageError: others could not reach it there.
     """
     address = _resolve(peer, path)
-    chosen = ipaddress.ip_address(bind) if _is_address(bind) else None
+    literal = "127.0.0.1" if bind == "localhost" else bind
+    chosen = ipaddress.ip_address(literal) if _is_address(literal) else None
     if address.is_loopback:
         return str(address) if chosen is not None and chosen.is_loopback else bind
     if chosen is not None and chosen.is_loopback:

@@ -51,8 +51,8 @@ def launch(given: RunConfig, hosts: Path, script: list[str]) -> int:
     Raises:
         UsageError: settings, hosts file or script are not right; nothing was started then.
     """
-    settings = build.effective(given, bool(script))
     peers = read_hosts(hosts)
+    settings = build.effective(given, len(peers), bool(script))
     here = local_ranks(peers, settings.exchange.advertise, hosts)
     for rank in here:
         bind_host(peers[rank], settings.exchange.bind, hosts)
@@ -85,7 +85,7 @@ def _make_directory(settings: RunConfig, hosts: Path) -> Path:
             raise UsageError(
                 f"a run '{settings.run.name}' is there already: give another --name, or --overwrite", directory
             )
-        if any(directory.iterdir()) and not (directory / CONFIG_FILE).is_file():
+        if not directory.is_dir() or (any(directory.iterdir()) and not (directory / CONFIG_FILE).is_file()):
             raise UsageError("not the directory of a run, so it is not overwritten: give another --name", directory)
     content = hosts.read_bytes()
     try:
@@ -117,6 +117,7 @@ class _Run:
         self._left: set[int] = set()
         self._exit: int | None = None  # why all are stopped, once they are
         self._stop_by: float | None = None
+        self._sent: int | None = None  # the signal that peers were sent last
         self._interrupts = 0
         self._began: float | None = None
 
@@ -133,6 +134,8 @@ class _Run:
                     child.process.wait()
         ended = time.monotonic()
         if self._exit is not None:
+            if self._exit == UsageError.exit_code and self._began is None:
+                shutil.rmtree(self._directory)  # nothing was trained: the name is free for the next attempt
             return self._exit
         if self._left and not self._results:
             return 0
@@ -164,6 +167,8 @@ class _Run:
         )
         child.register(selector)
         self._children[rank] = child
+        if self._sent is not None:  # it came while peers were being started
+            child.signal(self._sent)
 
     def _follow(self, selector: selectors.BaseSelector) -> None:
         running = dict(self._children)
@@ -214,11 +219,15 @@ class _Run:
     def _ended(self, rank: int, child: Child) -> None:
         if rank in self._results or rank in self._left or self._exit is not None:
             return
+        if self._sent == signal.SIGTERM and child.process.returncode == -signal.SIGTERM:
+            self._standings[rank].state = "left"  # asked to, before it had joined
+            self._left.add(rank)
+            return
         self._standings[rank].state = "lost"
         self._display.line(f"peer {self._peers[rank].name} is lost: {child.how_it_ended()}")
         alive = len(self._peers) - sum(standing.state in ("lost", "failed") for standing in self._standings.values())
         least = self._settings.sync.min_peers
-        if alive < least:
+        if 0 < alive < least:  # with none left the run has failed, of what was told
             print(f"{alive} of {len(self._peers)} peers left, fewer than --min-peers {least}", file=sys.stderr)
             self._stop(4, signal.SIGTERM)
 
@@ -227,6 +236,10 @@ class _Run:
     def _stop(self, code: int, number: int) -> None:
         self._exit = code
         self._stop_by = time.monotonic() + INTERRUPT_GRACE
+        self._send(number)
+
+    def _send(self, number: int) -> None:
+        self._sent = number
         for child in self._children.values():
             child.signal(number)
 
@@ -249,8 +262,7 @@ class _Run:
 
     def _terminated(self, number: int, frame: FrameType | None) -> None:
         self._stop_by = time.monotonic() + self._settings.exchange.peer_timeout + INTERRUPT_GRACE
-        for child in self._children.values():
-            child.signal(signal.SIGTERM)
+        self._send(signal.SIGTERM)
 
     # --- figures ------------------------------------------------------------------------------------
 

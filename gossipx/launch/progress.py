@@ -59,7 +59,10 @@ class Display:
 
     def line(self, text: str) -> None:
         """Tell one line, above the table."""
-        self.console.print(text, markup=False, soft_wrap=True)
+        if self._live is None:
+            print(text, flush=True)  # as it is: rich would expand tabs and drop control characters
+        else:
+            self.console.print(text, markup=False, emoji=False, soft_wrap=True)
 
     def refresh(self) -> None:
         """Draw, if it is time."""

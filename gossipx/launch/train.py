@@ -54,8 +54,8 @@ def train(run: RunConfig, rank: int) -> None:
     torch.set_num_threads(run.run.threads)
     device = torch.device(os.environ.get(ENV_DEVICE, run.run.device))
     task = run.task
-    spec = TASKS[task.task]
     everything, test = load(task.task, None if task.data_dir is None else Path(task.data_dir))
+    spec = TASKS[task.task]
     # Peers begin with one peer's weights; a seed of their own each matters with --init own alone.
     torch.manual_seed(run.run.seed * 1000 + rank)
     model = build_model(task.model, classes=spec.classes, channels=spec.channels, pixels=spec.pixels).to(device)

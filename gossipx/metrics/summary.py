@@ -103,4 +103,31 @@ def read(path: Path) -> Summary:
     if not isinstance(data, dict) or not names <= data.keys():
         missing = sorted(names - data.keys())[0] if isinstance(data, dict) else "everything"
         raise UsageError(f"not a summary: it lacks '{missing}'", file)
+    for field in dataclasses.fields(Summary):
+        if not _fits(str(field.type), data[field.name], data["peers"]):
+            raise UsageError(f"not a summary: '{field.name}' is {_WANTED[str(field.type)]}", file)
     return Summary(**{name: data[name] for name in names})
+
+
+_WANTED = {
+    "str": "not text",
+    "str | None": "neither text nor null",
+    "int": "not an integer",
+    "float": "not a number",
+    "float | None": "neither a number nor null",
+    "list[str]": "not a list of names",
+    "Figures": "not one number or null a peer",
+}
+
+
+def _fits(kind: str, value: Any, peers: int) -> bool:
+    """Whether a value of the file is what a field of type ``kind`` holds."""
+    if kind.endswith(" | None"):
+        return value is None or _fits(kind.removesuffix(" | None"), value, peers)
+    if kind == "str":
+        return isinstance(value, str)
+    if kind == "list[str]":
+        return isinstance(value, list) and all(isinstance(one, str) for one in value)
+    if kind == "Figures":
+        return isinstance(value, list) and len(value) == peers and all(_fits("float | None", v, peers) for v in value)
+    return isinstance(value, int if kind == "int" else int | float) and not isinstance(value, bool)

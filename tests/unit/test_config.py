@@ -252,7 +252,9 @@ def test_what_is_given_counts_even_if_it_is_the_default_or_false(tmp_path: Path)
         ("[run]\n[sync]\n[run]\n", "3", ["not TOML"]),
     ],
 )
-def test_what_is_wrong_in_the_file_is_told_with_its_line(tmp_path: Path, text: str, line: str, parts: list[str]) -> None:
+def test_what_is_wrong_in_the_file_is_told_with_its_line(
+    tmp_path: Path, text: str, line: str, parts: list[str]
+) -> None:
     at, message = refusal(tmp_path, text)
     assert at == line, message
     for part in parts:

@@ -12,8 +12,8 @@ from gossipx import policies
 from gossipx.errors import UsageError
 from gossipx.tasks.data import TASKS, load
 from gossipx.tasks.models import MODELS, build_model
-from gossipx.tasks.presets import PRESETS, Preset, learning_rate
 from gossipx.tasks.models.convnet import LocalResponseNorm
+from gossipx.tasks.presets import PRESETS, Preset, learning_rate
 
 
 def conv(before: int, maps: int, size: int, bias: bool = True) -> int:

@@ -1,0 +1,258 @@
+"""The commands: what they say, and what they exit with."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from gossipx.cli import main
+from gossipx.config import KEYS
+from gossipx.metrics import Summary
+from gossipx.metrics.summary import FILE
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory to work in, with a hosts file."""
+    (tmp_path / "hosts.txt").write_text("localhost slots=2\n", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def gossipx(*arguments: str) -> Result:
+    return CliRunner().invoke(main, list(arguments), prog_name="gossipx")
+
+
+def one_line(result: Result, code: int = 2) -> str:
+    """The one line that a refused command tells; it starts no run."""
+    assert result.exit_code == code, result.output
+    assert result.stdout == ""
+    assert result.stderr.endswith("\n") and result.stderr.count("\n") == 1, result.stderr
+    assert not Path("runs").exists()
+    return result.stderr.rstrip("\n")
+
+
+def summary(name: str, retrievals: float, **others: object) -> Summary:
+    """Two peers, the second of them lost."""
+    values = {field.name: [1.0, None] for field in dataclasses.fields(Summary) if field.type == "Figures"}
+    return Summary(
+        **{
+            **values,
+            "name": name,
+            "policy": "tau:period=10",
+            "codec": "none",
+            "seed": 0,
+            "peers": 2,
+            "task": "fashion-mnist",
+            "model": "lenet",
+            "partition": "iid",
+            "iterations": 300,
+            "retrievals": [retrievals, None],
+            "bytes_received": [2_000_000, None],
+            "finish_bytes": [250_000, None],
+            "test_accuracy": [0.75, None],
+            "consensus_accuracy": 0.8125,
+            "train_seconds": [10.0, None],
+            "blocked_seconds": [0.5, None],
+            "lost": ["localhost:29401"],
+            "wall_seconds": 12.34,
+            **others,
+        }
+    )
+
+
+def write(directory: Path, *summaries: Summary) -> list[str]:
+    for one in summaries:
+        (directory / one.name).mkdir(parents=True)
+        one.write(directory / one.name)
+    return [str(directory / one.name) for one in summaries]
+
+
+# --- as a whole ---------------------------------------------------------------------------------------
+
+
+def test_version() -> None:
+    result = gossipx("--version")
+    assert result.exit_code == 0 and result.stdout == f"gossipx, version {version('gossipx')}\n"
+
+
+def test_the_commands_are_listed_and_explained() -> None:
+    result = gossipx("-h")
+    assert result.exit_code == 0
+    for command in ("run", "compare"):
+        assert re.search(rf"^  {command} ", result.stdout, re.MULTILINE)
+        assert gossipx(command, "--help").exit_code == 0
+
+
+def test_every_setting_is_an_option_of_run() -> None:
+    result = gossipx("run", "--help")
+    options = set(re.findall(r"--[\w-]+", result.stdout))
+    assert {key.option for key in KEYS.values()} | {"--peers", "--config"} <= options
+    # Frozen names: the design, "Public surface".
+    assert {"--logdir", "--name", "--overwrite", "--seed", "--iterations", "--bind", "--peer-timeout"} <= options
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["rnu"], "No such command 'rnu'"),
+        (["run"], "Missing option '--peers'"),
+        (["run", "--peers"], "Option '--peers' requires an argument"),
+        (["run", "--peers", "hosts.txt", "--polcy", "never"], "--policy"),
+        (["run", "--peers", "hosts.txt", "--seed", "one"], "'one' is not a valid integer"),
+        (["run", "--peers", "hosts.txt", "--finish", "never"], "'consensus', 'none'"),
+        (["compare"], "Missing argument 'RUN...'"),
+        (["compare", "--jsno", "x"], "--json"),
+    ],
+)
+def test_wrong_words_exit_2_and_are_named(place: Path, arguments: list[str], told: str) -> None:
+    result = gossipx(*arguments)
+    assert result.exit_code == 2
+    assert result.stdout == "" and told in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+# --- run ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["--policy", "adaptve"], ["unknown policy 'adaptve'", "did you mean 'adaptive'?", "tau"]),
+        (["--policy", "adaptive:treshold=1"], ["unknown key 'treshold'", "did you mean 'threshold'?"]),
+        (["--policy", "tau:often"], ["policy 'tau:often': period='often' is not INTEGER"]),
+        (["--policy", "tau:0"], ["period counts iterations and is at least 1"]),
+        (["--model", "lenett"], ["unknown model 'lenett'", "did you mean 'lenet'?"]),
+        (["--mixing", "averge"], ["unknown mixing 'averge'", "did you mean 'average'?"]),
+        (["--partition", "dirichlet:alpha=-1"], ["partition 'dirichlet:alpha=-1'"]),
+        (["--iterations", "0"], ["--iterations is 0: at least 1"]),
+        (["--peer-timeout", "nan"], ["--peer-timeout is nan: at least 0.1"]),
+        (["--lr-steps", "half"], ["--lr-steps is not a number: 'half'"]),
+        (["--name", "../up"], ["--name '../up': letters, digits"]),
+        (["--name", ".hidden"], ["--name '.hidden': letters, digits"]),
+        (["--advertise", "elsewhere"], ["hosts.txt: no line has the host 'elsewhere' that --advertise names"]),
+        (["none.py", "--epochs", "3"], ["none.py: no such script"]),
+        (["--config", "none.toml"], ["none.toml: cannot read the configuration"]),
+    ],
+)
+def test_what_is_wrong_with_a_run_is_told_in_one_line(place: Path, arguments: list[str], parts: list[str]) -> None:
+    told = one_line(gossipx("run", "--peers", "hosts.txt", *arguments))
+    for part in parts:
+        assert part in told
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("# none\n", "bad.txt:1: no peers in it"),
+        ("localhost\nlocalhost slots=none\n", "bad.txt:2: slots 'none' is not an integer"),
+        ("localhost\n\nlocalhost\n", "bad.txt:3: address 'localhost:29400' is on line 1 already"),
+        ("127.0.0.1\n203.0.113.1\n", "bad.txt:1: '127.0.0.1' is loopback"),
+    ],
+)
+def test_a_bad_hosts_file_is_told_in_one_line(place: Path, text: str, told: str) -> None:
+    """Faults 34 and 35."""
+    (place / "bad.txt").write_text(text, encoding="utf-8")
+    assert one_line(gossipx("run", "--peers", "bad.txt")).startswith(told)
+
+
+def test_a_missing_hosts_file_is_one_line_of_the_real_command(place: Path) -> None:
+    """Fault 34, in a process: no traceback, nothing else."""
+    command = [sys.executable, "-m", "gossipx", "run", "--peers", "none.txt", "--policy", "never"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr == "none.txt: no such hosts file: one line a host, such as 'localhost slots=4'\n"
+
+
+def test_a_line_of_the_configuration_is_named(place: Path) -> None:
+    (place / "run.toml").write_text("[sync]\n\npolicy = 'never'\nblokcing = true\n", encoding="utf-8")
+    told = one_line(gossipx("run", "--peers", "hosts.txt", "--config", "run.toml"))
+    assert told == "run.toml:4: unknown setting 'blokcing' in [sync] (did you mean 'blocking'?)"
+
+
+def test_a_policy_from_the_file_is_checked_too(place: Path) -> None:
+    (place / "run.toml").write_text("[sync]\npolicy = 'nevr'\n", encoding="utf-8")
+    assert "did you mean 'never'?" in one_line(gossipx("run", "--peers", "hosts.txt", "--config", "run.toml"))
+
+
+def test_debug_shows_where_an_error_comes_from(place: Path) -> None:
+    result = gossipx("--debug", "run", "--peers", "none.txt")
+    assert result.exit_code != 0
+    assert type(result.exception).__name__ == "UsageError"
+
+
+# --- compare ------------------------------------------------------------------------------------------
+
+
+def cells(text: str) -> dict[str, list[str]]:
+    """A printed table's rows, by their first cell."""
+    rows = [[cell.strip() for cell in re.split("[│┃]", line)[1:-1]] for line in text.splitlines()]
+    return {row[0]: row[1:] for row in rows if row}
+
+
+def test_compare_prints_a_table(tmp_path: Path) -> None:
+    runs = write(tmp_path, summary("tau", 300.0), summary("travel", 30.0, policy="travel:distance=2.0"))
+    result = gossipx("compare", *runs)
+    assert result.exit_code == 0 and result.stderr == ""
+    table = cells(result.stdout)
+    assert table[""] == ["tau", "travel"]
+    assert table["policy"] == ["tau:period=10", "travel:distance=2.0"]
+    assert table["retrievals a peer"] == ["300.0", "30.0"]
+    assert table["reduction"] == ["0.0%", "90.0%"]
+    assert table["MB received a peer"] == ["2.0", "2.0"]
+    assert table["MB in the finish"] == ["0.25", "0.25"]
+    assert table["accuracy, mean"] == table["accuracy, worst peer"] == ["0.7500", "0.7500"]
+    assert table["averaged model"] == ["0.8125", "0.8125"]
+    assert table["wall time, s"] == ["12.3", "12.3"]
+    assert table["blocked"] == ["5.00%", "5.00%"]
+    assert table["lost peers"] == ["1", "1"]
+
+
+def test_compare_into_a_pipe_cuts_nothing(tmp_path: Path) -> None:
+    """Eight runs are wider than a terminal."""
+    names = [f"adaptive-with-a-long-name-{number}" for number in range(8)]
+    runs = write(tmp_path, *(summary(name, 1.0, policy="adaptive:threshold=0.025,relative=true") for name in names))
+    result = gossipx("compare", *runs)
+    assert cells(result.stdout)[""] == names
+    assert "…" not in result.stdout
+
+
+def test_compare_shows_a_dash_for_what_a_run_does_not_have(tmp_path: Path) -> None:
+    result = gossipx("compare", *write(tmp_path, summary("own", 0.0, test_accuracy=[None, None])))
+    table = cells(result.stdout)
+    assert table["reduction"] == ["–"] and table["accuracy, mean"] == ["–"] and table["retrievals a peer"] == ["0.0"]
+
+
+def test_compare_for_programs(tmp_path: Path) -> None:
+    runs = write(tmp_path, summary("tau", 300.0), summary("travel", 30.0, test_accuracy=[None, None]))
+    result = gossipx("compare", "--json", runs[0], str(tmp_path / "travel" / FILE))
+    assert result.exit_code == 0 and result.stderr == ""
+    first, second = json.loads(result.stdout)
+    assert (first["name"], first["policy"], first["reduction"]) == ("tau", "tau:period=10", 0.0)
+    assert second["retrievals"] == 30.0 and second["reduction"] == pytest.approx(0.9)
+    assert second["accuracy"] is None and second["accuracy_averaged"] == 0.8125
+    assert (first["blocked"], first["lost"], first["wall_seconds"]) == (0.05, 1, 12.34)
+    assert first.keys() == second.keys()
+
+
+def test_compare_with_a_missing_run_is_one_line(place: Path) -> None:
+    [run] = write(place / "mine", summary("tau", 300.0))
+    told = "no summary here: name the directory of a run that has ended"
+    assert one_line(gossipx("compare", run, "none")) == f"none: {told}"
+    Path(run, FILE).unlink()
+    assert one_line(gossipx("compare", run)) == f"{Path(run, FILE)}: {told}"
+
+
+def test_compare_with_a_spoilt_summary_is_one_line(place: Path) -> None:
+    [run] = write(place / "mine", summary("tau", 300.0))
+    file = Path(run, FILE)
+    file.write_text(file.read_text(encoding="utf-8").replace("300.0", '"many"'), encoding="utf-8")
+    assert one_line(gossipx("compare", run)) == f"{file}: not a summary: 'retrievals' is not one number or null a peer"

@@ -1,0 +1,312 @@
+"""The hosts file: who takes part, where, and which of them this machine is.
+
+Numbers in brackets are rows of the project's fault list.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+from pathlib import Path
+
+import pytest
+
+from gossipx.errors import UsageError
+from gossipx.launch.hosts import DEFAULT_PORT, PeerLine, bind_host, local_ranks, peers_digest, read_hosts
+
+ELSEWHERE = "203.0.113.1"
+"""An address that no machine has (RFC 5737, TEST-NET-3; the first of its three networks is a common sandbox's)."""
+NO_SUCH_NAME = "no-such-host.invalid"
+"""A name that resolves nowhere (RFC 2606)."""
+
+
+def hosts(tmp_path: Path, text: str) -> Path:
+    file = tmp_path / "hosts.txt"
+    file.write_text(text, encoding="utf-8")
+    return file
+
+
+def read(tmp_path: Path, text: str) -> list[PeerLine]:
+    return read_hosts(hosts(tmp_path, text))
+
+
+def where(peers: list[PeerLine]) -> list[tuple[str, int]]:
+    return [(peer.host, peer.port) for peer in peers]
+
+
+@pytest.fixture(autouse=True)
+def no_name_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a name server would say, without asking one: some take seconds, some know every name."""
+    really = socket.getaddrinfo
+
+    def resolve(host: str, *arguments: object, **options: object) -> object:
+        if host == NO_SUCH_NAME:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return really(host, *arguments, **options)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+
+
+# --- formats ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("node1", PeerLine(0, "node1", DEFAULT_PORT, None, f"node1:{DEFAULT_PORT}", 1)),
+        ("node1:5000", PeerLine(0, "node1", 5000, None, "node1:5000", 1)),
+        ("10.0.0.1:65535", PeerLine(0, "10.0.0.1", 65535, None, "10.0.0.1:65535", 1)),
+        ("[::1]", PeerLine(0, "::1", DEFAULT_PORT, None, f"[::1]:{DEFAULT_PORT}", 1)),
+        ("[2001:db8::7]:80", PeerLine(0, "2001:db8::7", 80, None, "[2001:db8::7]:80", 1)),
+        ("node1 device=cuda:1", PeerLine(0, "node1", DEFAULT_PORT, "cuda:1", f"node1:{DEFAULT_PORT}", 1)),
+        ("node1 name=anna", PeerLine(0, "node1", DEFAULT_PORT, None, "anna", 1)),
+        ("  node1:1\tname=anna  slots=1 device=cpu  # the first", PeerLine(0, "node1", 1, "cpu", "anna", 1)),
+    ],
+)
+def test_a_line(tmp_path: Path, line: str, expected: PeerLine) -> None:
+    assert read(tmp_path, line) == [expected]
+
+
+def test_slots_are_peers_on_consecutive_ports(tmp_path: Path) -> None:
+    peers = read(tmp_path, "localhost slots=3 device=cpu")
+    assert where(peers) == [("localhost", DEFAULT_PORT + slot) for slot in range(3)]
+    assert [peer.rank for peer in peers] == [0, 1, 2]
+    assert [peer.name for peer in peers] == [f"localhost:{DEFAULT_PORT + slot}" for slot in range(3)]
+    assert {peer.device for peer in peers} == {"cpu"} and {peer.line for peer in peers} == {1}
+
+
+def test_slots_up_to_the_last_port(tmp_path: Path) -> None:
+    assert where(read(tmp_path, "a:65534 slots=2")) == [("a", 65534), ("a", 65535)]
+
+
+def test_the_name_of_several_slots_gets_their_number(tmp_path: Path) -> None:
+    assert [peer.name for peer in read(tmp_path, "a name=x slots=2\nb name=y slots=1")] == ["x-0", "x-1", "y"]
+
+
+def test_comments_and_blank_lines_count_as_lines_and_nothing_else(tmp_path: Path) -> None:
+    text = "# who takes part\n\n   \na slots=2 # two\n\t# none\nb:7 name=last#comment\n\n"
+    peers = read(tmp_path, text)
+    assert [(peer.rank, peer.host, peer.line, peer.name) for peer in peers] == [
+        (0, "a", 4, f"a:{DEFAULT_PORT}"),
+        (1, "a", 4, f"a:{DEFAULT_PORT + 1}"),
+        (2, "b", 6, "last"),
+    ]
+
+
+def test_lines_may_end_as_on_windows_or_not_at_all(tmp_path: Path) -> None:
+    file = tmp_path / "hosts.txt"
+    file.write_bytes(b"a name=x\r\nb name=y")
+    assert [peer.name for peer in read_hosts(file)] == ["x", "y"]
+
+
+def test_one_host_may_stand_on_several_lines_with_other_ports(tmp_path: Path) -> None:
+    assert where(read(tmp_path, "a:5000 slots=2\na:5002\nb:5000")) == [
+        ("a", 5000),
+        ("a", 5001),
+        ("a", 5002),
+        ("b", 5000),
+    ]
+
+
+# --- malformed ones [34] ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        # Addresses.
+        (":5000", "':5000' is not host[:port]"),
+        ("a:", "port '' is not an integer from 1 to 65535"),
+        ("a:0", "port '0' is not an integer from 1 to 65535"),
+        ("a:65536", "port '65536' is not an integer from 1 to 65535"),
+        ("a:-1", "port '-1' is not an integer"),
+        ("a:http", "port 'http' is not an integer"),
+        ("a:²", "port '²' is not an integer"),
+        ("::1", "an IPv6 address stands in brackets"),
+        ("2001:db8::7", "an IPv6 address stands in brackets"),
+        ("a:80:90", "an IPv6 address stands in brackets"),
+        ("[::1", "an IPv6 address stands in brackets"),
+        ("::1]", "an IPv6 address stands in brackets"),
+        ("[::1]80", "an IPv6 address stands in brackets"),
+        ("[::1]:", "port '' is not an integer"),
+        ("[]", "'[]' is not an IPv6 address"),
+        ("[1.2.3.4]", "'[1.2.3.4]' is not an IPv6 address"),
+        ("[node1]", "'[node1]' is not an IPv6 address"),
+        # Keys.
+        ("a slot=2", "'slot=2' is none of slots=N, device=cuda:0, name=TEXT (did you mean 'slots'?)"),
+        ("a slots", "'slots' is none of"),
+        ("a slots=", "'slots=' is none of"),
+        ("a slots = 2", "'slots' is none of"),
+        ("a b", "'b' is none of"),
+        ("a name=", "'name=' is none of"),
+        ("a =x", "'=x' is none of"),
+        ("a slots=2 slots=3", "'slots' is given twice"),
+        ("a name=x name=x", "'name' is given twice"),
+        # Numbers of slots.
+        ("a slots=0", "slots '0' is not an integer from 1"),
+        ("a slots=-2", "slots '-2' is not an integer from 1"),
+        ("a slots=two", "slots 'two' is not an integer from 1"),
+        ("a slots=1.5", "slots '1.5' is not an integer from 1"),
+        ("a:65535 slots=2", "slots '2' is not an integer from 1 to 1"),
+        # Twice the same.
+        ("first:5000", "address 'first:5000' is on line 2 already"),
+        ("first:4999 slots=2", "address 'first:5000' is on line 2 already"),
+        ("[::7]:1", "address '[::7]:1' is on line 3 already"),
+        ("b name=anna", "name 'anna' is on line 4 already"),
+        ("b name=berta-1", "name 'berta-1' is on line 5 already"),
+        ("b name=first:5000", "name 'first:5000' is on line 2 already"),
+    ],
+)
+def test_a_malformed_line_is_told_with_file_and_line(tmp_path: Path, line: str, told: str) -> None:
+    """[34]"""
+    before = "# hosts\nfirst:5000\n[::7]:1\nsecond name=anna\nthird name=berta slots=2\n"
+    file = hosts(tmp_path, f"{before}{line}\nlast:1\n")
+    with pytest.raises(UsageError) as caught:
+        read_hosts(file)
+    assert caught.value.exit_code == 2
+    message = str(caught.value)
+    assert message.startswith(f"{file}:6: ") and "\n" not in message
+    assert told in message
+
+
+@pytest.mark.parametrize("text", ["", "\n\n", "# nobody\n  # yet\n"])
+def test_an_empty_file_is_refused(tmp_path: Path, text: str) -> None:
+    """[34]"""
+    file = hosts(tmp_path, text)
+    with pytest.raises(UsageError) as caught:
+        read_hosts(file)
+    assert str(caught.value) == f"{file}:1: no peers in it: one line a host, such as 'localhost slots=4'"
+
+
+def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
+    """[34]"""
+    missing = tmp_path / "none.txt"
+    with pytest.raises(UsageError, match="no such hosts file") as caught:
+        read_hosts(missing)
+    assert str(caught.value).startswith(f"{missing}: ") and caught.value.exit_code == 2
+    with pytest.raises(UsageError, match="cannot read the hosts file"):
+        read_hosts(tmp_path)
+    binary = tmp_path / "binary.txt"
+    binary.write_bytes(b"\xff\xfe\x00\n")
+    with pytest.raises(UsageError, match="cannot read the hosts file") as caught:
+        read_hosts(binary)
+    assert "\n" not in str(caught.value)
+
+
+# --- which are here [35] ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.3.2.1"])
+def test_loopback_is_this_machine(tmp_path: Path, host: str) -> None:
+    file = hosts(tmp_path, f"{host} slots=3")
+    assert local_ranks(read_hosts(file), None, file) == [0, 1, 2]
+
+
+def test_another_machine_is_not_this_one(tmp_path: Path) -> None:
+    """[35]"""
+    file = hosts(tmp_path, f"{ELSEWHERE} slots=2\n203.0.113.2\n")
+    with pytest.raises(UsageError, match="no line is this machine: add one, or say which by --advertise HOST"):
+        local_ranks(read_hosts(file), None, file)
+
+
+def test_only_this_machines_lines_are_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An address is this machine's if it can be bound to; whether this test's machine has one is not known."""
+    monkeypatch.setattr("gossipx.launch.hosts._is_here", lambda address: str(address) == "203.0.113.2")
+    file = hosts(tmp_path, f"{ELSEWHERE} slots=2\n203.0.113.2 slots=2\n203.0.113.3\n")
+    assert local_ranks(read_hosts(file), None, file) == [2, 3]
+
+
+@pytest.mark.parametrize("text", ["# two\n127.0.0.1\n203.0.113.1", "# two\nlocalhost\n203.0.113.1"])
+def test_loopback_beside_other_machines_is_refused(tmp_path: Path, text: str) -> None:
+    """[35] Others would take it for themselves."""
+    file = hosts(tmp_path, text)
+    with pytest.raises(UsageError, match="is loopback, which other machines cannot reach") as caught:
+        local_ranks(read_hosts(file), None, file)
+    assert str(caught.value).startswith(f"{file}:2: ")
+
+
+def test_advertise_says_which_lines_are_here(tmp_path: Path) -> None:
+    """Without looking any name up: behind NAT, none of the addresses is this machine's."""
+    file = hosts(tmp_path, f"{ELSEWHERE} slots=2\n{NO_SUCH_NAME}\n[2001:db8::7]\n{ELSEWHERE}:7\n")
+    peers = read_hosts(file)
+    assert local_ranks(peers, ELSEWHERE, file) == [0, 1, 4]
+    assert local_ranks(peers, NO_SUCH_NAME, file) == [2]
+    assert local_ranks(peers, "[2001:db8::7]", file) == local_ranks(peers, "2001:db8::7", file) == [3]
+
+
+def test_advertise_must_name_a_line(tmp_path: Path) -> None:
+    file = hosts(tmp_path, "localhost slots=2")
+    with pytest.raises(UsageError, match="no line has the host 'elsewhere' that --advertise names") as caught:
+        local_ranks(read_hosts(file), "elsewhere", file)
+    assert str(caught.value).startswith(f"{file}: ")
+
+
+@pytest.mark.parametrize("name", [NO_SUCH_NAME, "two..dots", f"{'long' * 20}.example"])
+def test_a_name_that_does_not_resolve_is_told_with_its_line(tmp_path: Path, name: str) -> None:
+    """[35] Also one that no name server is asked for, because it can be nobody's."""
+    file = hosts(tmp_path, f"# hosts\n\n{name}\n")
+    with pytest.raises(UsageError) as caught:
+        local_ranks(read_hosts(file), None, file)
+    message = str(caught.value)
+    assert message.startswith(f"{file}:3: host '{name}' does not resolve (")
+    assert "\n" not in message and "/etc/hosts" in message
+
+
+# --- where to listen ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("host", "bind", "expected"),
+    [
+        ("127.0.0.1", "127.0.0.1", "127.0.0.1"),
+        ("localhost", "127.0.0.1", "127.0.0.1"),
+        ("[::1]", "127.0.0.1", "::1"),
+        ("127.3.2.1", "127.0.0.1", "127.3.2.1"),
+        ("127.0.0.1", "0.0.0.0", "0.0.0.0"),
+        (ELSEWHERE, "0.0.0.0", "0.0.0.0"),
+        (ELSEWHERE, ELSEWHERE, ELSEWHERE),
+        ("[2001:db8::7]", "::", "::"),
+    ],
+)
+def test_where_a_peer_listens(tmp_path: Path, host: str, bind: str, expected: str) -> None:
+    file = hosts(tmp_path, host)
+    assert bind_host(read_hosts(file)[0], bind, file) == expected
+
+
+@pytest.mark.parametrize("host", [ELSEWHERE, "[2001:db8::7]"])
+@pytest.mark.parametrize("bind", ["127.0.0.1", "::1"])
+def test_a_peer_off_loopback_must_be_told_to_listen_there(tmp_path: Path, host: str, bind: str) -> None:
+    file = hosts(tmp_path, f"# one\n{host}\n")
+    with pytest.raises(UsageError, match=r"give --bind 0\.0\.0\.0 .* on a network that you trust") as caught:
+        bind_host(read_hosts(file)[0], bind, file)
+    assert str(caught.value).startswith(f"{file}:2: ") and host.strip("[]") in str(caught.value)
+
+
+# --- agreeing on the list -----------------------------------------------------------------------------
+
+
+def test_the_digest_tells_lists_apart(tmp_path: Path) -> None:
+    texts = ["a\nb", "b\na", "a", "a\nb:1", "a name=x\nb", "a slots=2\nb", "a\nc"]
+    assert len({peers_digest(read(tmp_path, text)) for text in texts}) == len(texts)
+
+
+def test_the_digest_is_of_who_and_where_alone(tmp_path: Path) -> None:
+    """What machines may differ in: comments, layout, and what each trains on."""
+    plain = peers_digest(read(tmp_path, "a slots=2"))
+    assert plain == peers_digest(read(tmp_path, f"# mine\n\na:{DEFAULT_PORT} slots=2 device=cuda:0  # here\n"))
+    assert plain == peers_digest(read(tmp_path, f"a\na:{DEFAULT_PORT + 1}"))
+
+
+def test_a_machine_without_ipv6_has_no_ipv6_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """[35]"""
+    really = socket.socket
+
+    def without_ipv6(family: int) -> socket.socket:
+        if family == socket.AF_INET6:
+            raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
+        return really(family)
+
+    monkeypatch.setattr(socket, "socket", without_ipv6)
+    file = hosts(tmp_path, "[::1]")
+    with pytest.raises(UsageError, match="no line is this machine"):
+        local_ranks(read_hosts(file), None, file)

@@ -1,0 +1,319 @@
+"""The summary of a run, the comparison of runs, and TensorBoard's files."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+from gossipx.errors import UsageError
+from gossipx.metrics import Summary, TensorBoardRecorder
+from gossipx.metrics.board import PAGE
+from gossipx.metrics.compare import compare
+from gossipx.metrics.summary import FILE, PER_PEER, per_peer, read
+
+RELIED_ON = {
+    "name",
+    "policy",
+    "codec",
+    "seed",
+    "peers",
+    "iterations",
+    "retrievals",
+    "bytes_received",
+    "test_accuracy",
+    "test_accuracy_before_finish",
+    "consensus_accuracy",
+    "lost",
+    "finish_bytes",
+    "wall_seconds",
+    "blocked_seconds",
+}
+"""Keys of summary.json that users rely on (the design, "Public surface")."""
+
+REPORT = {
+    "retrievals": 30,
+    "bytes_received": 4_000_000,
+    "finish_bytes": 500_000,
+    "test_accuracy": 0.75,
+    "test_accuracy_before_finish": 0.5,
+    "consensus_distance": 0.125,
+    "train_seconds": 8.0,
+    "blocked_seconds": 2.0,
+    "overhead_seconds": 0.5,
+    "skipped": 3,
+    "failed": 1,
+    "poisoned": 0,
+}
+"""What one peer tells of itself."""
+
+
+def summary(*reports: dict[str, Any] | None, **others: Any) -> Summary:
+    """A run whose peers told ``reports``; None for one that is lost."""
+    values: dict[str, Any] = {
+        "name": "mine",
+        "policy": "tau:period=10",
+        "codec": "none",
+        "seed": 3,
+        "peers": len(reports),
+        "task": "fashion-mnist",
+        "model": "lenet",
+        "partition": "iid",
+        "iterations": 300,
+        "consensus_accuracy": 0.875,
+        "lost": [f"localhost:{29400 + rank}" for rank, report in enumerate(reports) if report is None],
+        "wall_seconds": 12.5,
+    }
+    return Summary(**{**values, **per_peer(reports), **others})
+
+
+# --- the summary --------------------------------------------------------------------------------------
+
+
+def test_a_summary_is_read_back_as_it_was_written(tmp_path: Path) -> None:
+    written = summary(REPORT, None, {**REPORT, "retrievals": 7, "test_accuracy": None})
+    written.write(tmp_path)
+    assert read(tmp_path) == read(tmp_path / FILE) == written
+    assert [file.name for file in tmp_path.iterdir()] == [FILE]
+
+
+def test_a_summary_replaces_one_that_is_there(tmp_path: Path) -> None:
+    summary(REPORT).write(tmp_path)
+    later = summary(REPORT, REPORT, name="later")
+    later.write(tmp_path)
+    assert read(tmp_path) == later
+
+
+def test_the_file_has_the_keys_that_are_relied_on(tmp_path: Path) -> None:
+    summary(REPORT, None).write(tmp_path)
+    data = json.loads((tmp_path / FILE).read_text(encoding="utf-8"))
+    assert data.keys() >= RELIED_ON
+    assert data["peers"] == 2 and data["lost"] == ["localhost:29401"]
+    for name in ("retrievals", "bytes_received", "test_accuracy", "test_accuracy_before_finish", "blocked_seconds"):
+        assert data[name] == [REPORT[name], None], name
+
+
+def test_what_a_later_version_adds_is_passed_over(tmp_path: Path) -> None:
+    written = summary(REPORT)
+    text = json.dumps({**dataclasses.asdict(written), "of_a_later_version": 1})
+    (tmp_path / FILE).write_text(text, encoding="utf-8")
+    assert read(tmp_path) == written
+
+
+def test_figures_by_rank_are_null_for_a_lost_peer() -> None:
+    lists = per_peer([{**REPORT, "retrievals": 1}, None, {**REPORT, "retrievals": 3}])
+    assert set(lists) == set(PER_PEER) == set(REPORT)
+    assert lists["retrievals"] == [1, None, 3]
+    assert all(figures[1] is None and len(figures) == 3 for figures in lists.values())
+
+
+def test_a_figure_that_a_peer_did_not_measure_is_null() -> None:
+    """A user's script without an ``evaluate`` has no accuracy."""
+    lists = per_peer([{"retrievals": 4}])
+    assert lists["retrievals"] == [4] and lists["test_accuracy"] == [None]
+
+
+# --- a bad one ----------------------------------------------------------------------------------------
+
+
+def refused(path: Path) -> str:
+    with pytest.raises(UsageError) as caught:
+        read(path)
+    message = str(caught.value)
+    assert "\n" not in message and caught.value.exit_code == 2
+    return message
+
+
+def test_no_summary_is_told(tmp_path: Path) -> None:
+    told = "no summary here: name the directory of a run that has ended"
+    assert refused(tmp_path) == f"{tmp_path / FILE}: {told}"
+    assert refused(tmp_path / "none") == f"{tmp_path / 'none'}: {told}"
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b"\xff\xfe", b'{"name": }', b"curves"])
+def test_a_file_that_is_not_json_is_told(tmp_path: Path, text: bytes) -> None:
+    (tmp_path / FILE).write_bytes(text)
+    assert refused(tmp_path).startswith(f"{tmp_path / FILE}: not a summary: ")
+
+
+@pytest.mark.parametrize("value", [[], 5, None, "text", {}, {"name": "mine"}])
+def test_json_that_is_no_summary_is_told(tmp_path: Path, value: object) -> None:
+    (tmp_path / FILE).write_text(json.dumps(value), encoding="utf-8")
+    assert "not a summary: it lacks" in refused(tmp_path)
+
+
+@pytest.mark.parametrize("missing", ["retrievals", "lost", "wall_seconds"])
+def test_what_is_missing_is_named(tmp_path: Path, missing: str) -> None:
+    data = dataclasses.asdict(summary(REPORT))
+    del data[missing]
+    (tmp_path / FILE).write_text(json.dumps(data), encoding="utf-8")
+    assert refused(tmp_path) == f"{tmp_path / FILE}: not a summary: it lacks '{missing}'"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("retrievals", 30),
+        ("retrievals", [30]),
+        ("retrievals", [30, "many"]),
+        ("test_accuracy", None),
+        ("blocked_seconds", [1.0, 2.0, 3.0]),
+        ("train_seconds", [True, 1.0]),
+        ("lost", None),
+        ("wall_seconds", None),
+        ("wall_seconds", "long"),
+        ("consensus_accuracy", "good"),
+        ("name", None),
+        ("policy", 5),
+    ],
+)
+def test_what_is_of_the_wrong_kind_is_named(tmp_path: Path, name: str, value: object) -> None:
+    """Edited by hand, or by a program: the comparison must not fail on it with a traceback."""
+    data = {**dataclasses.asdict(summary(REPORT, REPORT)), name: value}
+    (tmp_path / FILE).write_text(json.dumps(data), encoding="utf-8")
+    assert refused(tmp_path).startswith(f"{tmp_path / FILE}: not a summary: '{name}' is ")
+
+
+# --- comparing ----------------------------------------------------------------------------------------
+
+
+def test_the_comparisons_figures() -> None:
+    """By hand: 2 peers of 300 and 100 retrievals are 200 a peer; 20 a peer are 90 % fewer."""
+    first = summary(
+        {**REPORT, "retrievals": 300, "bytes_received": 6_000_000, "finish_bytes": 1_000_000},
+        {**REPORT, "retrievals": 100, "bytes_received": 2_000_000, "finish_bytes": 2_000_000},
+        name="first",
+        wall_seconds=40.0,
+    )
+    second = summary(
+        {
+            **REPORT,
+            "retrievals": 15,
+            "test_accuracy": 0.5,
+            "test_accuracy_before_finish": 0.25,
+            "blocked_seconds": 1.0,
+            "train_seconds": 10.0,
+        },
+        {
+            **REPORT,
+            "retrievals": 25,
+            "test_accuracy": 1.0,
+            "test_accuracy_before_finish": 0.75,
+            "blocked_seconds": 6.0,
+            "train_seconds": 20.0,
+        },
+        name="second",
+        policy="adaptive:threshold=0.02",
+        consensus_accuracy=0.9375,
+    )
+    one, other = compare([first, second])
+    assert (one.name, one.policy, one.wall_seconds) == ("first", "tau:period=10", 40.0)
+    assert (one.retrievals, one.reduction) == (200.0, 0.0)
+    assert (one.received_mb, one.finish_mb) == (pytest.approx(4.0), pytest.approx(1.5))
+    assert (other.name, other.policy) == ("second", "adaptive:threshold=0.02")
+    assert other.retrievals == 20.0
+    assert other.reduction == pytest.approx(0.9)
+    assert (other.accuracy, other.accuracy_worst, other.accuracy_before_finish) == (0.75, 0.5, 0.5)
+    assert other.accuracy_averaged == 0.9375
+    # The mean of the peers' shares, 1/10 and 6/20; not the share of the sums, 7/30.
+    assert other.blocked == pytest.approx(0.2)
+    assert one.lost == other.lost == 0
+
+
+def test_a_run_that_pulls_more_has_a_negative_reduction() -> None:
+    rows = compare([summary({**REPORT, "retrievals": 10}), summary({**REPORT, "retrievals": 25})])
+    assert rows[1].reduction == pytest.approx(-1.5)
+
+
+def test_lost_peers_do_not_count_in_means() -> None:
+    [row] = compare([summary({**REPORT, "retrievals": 10}, None, {**REPORT, "retrievals": 20}, None)])
+    assert row.retrievals == 15.0 and row.lost == 2
+    assert row.accuracy == row.accuracy_worst == 0.75
+    assert row.blocked == 0.25
+
+
+def test_what_a_run_does_not_have_is_none() -> None:
+    """All peers lost; or a first run without retrievals, of which nothing can be saved."""
+    [lost] = compare([summary(None, None, consensus_accuracy=None)])
+    assert lost.lost == 2
+    for field in dataclasses.fields(lost):
+        if field.name not in ("name", "policy", "wall_seconds", "lost"):
+            assert getattr(lost, field.name) is None, field.name
+    never, tau = compare([summary({**REPORT, "retrievals": 0}), summary(REPORT)])
+    assert never.reduction is None and tau.reduction is None
+    assert never.retrievals == 0.0 and tau.retrievals == 30.0
+
+
+def test_a_peer_that_trained_no_time_has_no_blocked_share() -> None:
+    idle = {**REPORT, "train_seconds": 0.0, "blocked_seconds": 0.0}
+    assert compare([summary(idle)])[0].blocked is None
+    assert compare([summary(idle, REPORT)])[0].blocked == 0.25
+
+
+# --- TensorBoard --------------------------------------------------------------------------------------
+
+
+def recorded(directory: Path) -> EventAccumulator:
+    events = EventAccumulator(str(directory))
+    events.Reload()
+    return events
+
+
+def test_scalars_settings_and_the_page_are_in_one_directory(tmp_path: Path) -> None:
+    """SummaryWriter.add_hparams would make a run of its own, in a directory below."""
+    directory = tmp_path / "peer-00"
+    recorder = TensorBoardRecorder(directory, {"sync.policy": "tau:10", "run.seed": 3, "sync.blocking": True})
+    for step, value in ((10, 2.5), (20, 1.25)):
+        recorder.scalar("train/loss", value, step)
+    recorder.scalar("sync/delta", 0.5, 20)
+    recorder.close()
+
+    [file] = list(tmp_path.rglob("events.*"))
+    assert [path for path in tmp_path.rglob("*") if path.is_dir()] == [directory] and file.parent == directory
+
+    events = recorded(directory)
+    assert sorted(events.Tags()["scalars"]) == ["sync/delta", "train/loss"]
+    assert [(one.step, one.value) for one in events.Scalars("train/loss")] == [(10, 2.5), (20, 1.25)]
+    assert [(one.step, one.value) for one in events.Scalars("sync/delta")] == [(20, 0.5)]
+
+    settings = HParamsPluginData.FromString(
+        events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+    ).session_start_info.hparams
+    assert settings["sync.policy"].string_value == "tau:10"
+    assert settings["run.seed"].number_value == 3
+    experiment = HParamsPluginData.FromString(
+        events.SummaryMetadata("_hparams_/experiment").plugin_data.content
+    ).experiment
+    assert [metric.name.tag for metric in experiment.metric_infos] == ["test/accuracy"]
+    assert {one.name for one in experiment.hparam_infos} == {"sync.policy", "run.seed", "sync.blocking"}
+
+
+def test_the_page_lays_curves_over_each_other(tmp_path: Path) -> None:
+    TensorBoardRecorder(tmp_path, {}).close()
+    events = recorded(tmp_path)
+    assert events.SummaryMetadata("custom_scalars__config__").plugin_data.plugin_name == "custom_scalars"
+    layout = Layout.FromString(events.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0])
+    charts = {chart.title: list(chart.multiline.tag) for chart in layout.category[0].chart}
+    assert charts == {title: tags for title, (_, tags) in PAGE["gossipx"].items()}
+    assert [category.title for category in layout.category] == ["gossipx"]
+    shown = {tag.rstrip("$") for tags in charts.values() for tag in tags}
+    # Issue 2: accuracy, the paper's Figure 7, and its Figures 3 to 5.
+    asked = ["test/accuracy", "sync/retrievals", "sync/delta", "sync/delta_difference", "sync/consensus_distance"]
+    assert set(asked) <= shown
+
+
+def test_what_is_recorded_is_there_after_close_alone(tmp_path: Path) -> None:
+    recorder = TensorBoardRecorder(tmp_path, {})
+    for step in range(1000):
+        recorder.scalar("sync/retrievals", step, step)
+    recorder.close()
+    # Its default is to keep a sample of these.
+    events = EventAccumulator(str(tmp_path), size_guidance={"scalars": 0})
+    events.Reload()
+    assert [one.step for one in events.Scalars("sync/retrievals")] == list(range(1000))
