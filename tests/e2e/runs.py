@@ -1,0 +1,289 @@
+"""Runs of gossipx in real processes, for the tests: started, followed and ended within bounds."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+LONG = 120.0  # seconds: ends a test that hangs; a run takes a few, on a machine with nothing else to do
+
+PRELUDE = """
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import gossipx
+
+FOLDER = Path(sys.argv[1])
+
+
+def tell(peer, **figures):
+    (FOLDER / f"{peer.rank}.json").write_text(json.dumps(figures))
+
+
+def batch(peer, n=8, features=4):
+    generator = torch.Generator().manual_seed(1000 * peer.rank + peer.iteration)
+    return torch.randn(n, features, generator=generator)
+
+
+def train(peer, model, optimizer, until):
+    while peer.iteration < until:
+        optimizer.zero_grad()
+        (model(batch(peer)).double() - 1).square().mean().backward()
+        optimizer.step()
+
+"""
+"""What the tests' training scripts begin with; their first argument is the folder that they tell figures in."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A process that has ended."""
+
+    code: int
+    output: str
+    errors: str
+
+    @property
+    def shown(self) -> str:
+        """Everything it printed, for messages."""
+        return f"exit code {self.code}\n--- stdout\n{self.output}\n--- stderr\n{self.errors}"
+
+
+class Process:
+    """A process whose output can be waited for, line by line.
+
+    Attributes:
+        output: the lines of its standard output so far.
+    """
+
+    def __init__(self, command: Sequence[str | Path], cwd: Path):
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("GOSSIPX_")}
+        self._process = subprocess.Popen(
+            [sys.executable, *map(str, command)],
+            cwd=cwd,
+            env={**environment, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "80"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.pid = self._process.pid
+        self.output: list[str] = []
+        self._errors: list[str] = []
+        self._lines: queue.Queue[str | None] = queue.Queue()
+        self._readers = [
+            threading.Thread(target=self._read, args=part, daemon=True)
+            for part in ((self._process.stdout, self.output, True), (self._process.stderr, self._errors, False))
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    def _read(self, pipe: Any, into: list[str], is_output: bool) -> None:
+        for line in pipe:
+            into.append(line)
+            if is_output:
+                self._lines.put(line)
+        if is_output:
+            self._lines.put(None)
+
+    def line(self, pattern: str, within: float = LONG) -> str:
+        """The next line of its standard output in which ``pattern`` is found."""
+        by = time.monotonic() + within
+        with contextlib.suppress(queue.Empty):
+            while (line := self._lines.get(timeout=max(by - time.monotonic(), 0))) is not None:
+                if re.search(pattern, line):
+                    return line
+        self.kill()
+        raise AssertionError(f"no line like {pattern!r}; {self.end().shown}")
+
+    def signal(self, number: int) -> None:
+        """Send it a signal."""
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        """Kill it, and the peers that it started."""
+        for pid in children(self.pid).values():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._process.kill()
+
+    def end(self, within: float = LONG) -> Ended:
+        """Wait for its end, which is to come by itself."""
+        try:
+            code = self._process.wait(within)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            self._process.wait()
+            late = self._ended(self._process.returncode)
+            raise AssertionError(f"still running after {within:g} s; {late.shown}") from None
+        return self._ended(code)
+
+    def _ended(self, code: int) -> Ended:
+        for reader in self._readers:
+            reader.join(10)
+        return Ended(code, "".join(self.output), "".join(self._errors))
+
+    def close(self) -> None:
+        """Nothing of it is left after this."""
+        if self._process.poll() is None:
+            self.kill()
+            self._process.wait()
+        for reader in self._readers:
+            reader.join(10)
+
+
+class Folder:
+    """A test's folder: hosts file, scripts and runs in it.
+
+    Attributes:
+        path: of the folder.
+        hosts: its hosts file, of peers on ports that were free.
+        names: of the peers, by rank.
+    """
+
+    def __init__(self, path: Path, peers: int):
+        self.path = path
+        self.hosts = path / "hosts.txt"
+        self.names = [f"127.0.0.1:{port}" for port in free_ports(peers)]
+        self.hosts.write_text("".join(f"{name}\n" for name in self.names))
+        self._processes: list[Process] = []
+
+    def start(self, *command: str | Path) -> Process:
+        """Start ``python COMMAND`` in the folder."""
+        process = Process(command, self.path)
+        self._processes.append(process)
+        return process
+
+    def start_run(self, *options: str | Path, name: str = "x") -> Process:
+        """Start ``gossipx run`` with ``options``, whose last may be a script with its arguments."""
+        start = ("-m", "gossipx", "run", "--peers", self.hosts, "--logdir", self.path, "--name", name)
+        return self.start(*start, *options)
+
+    def run(self, *options: str | Path, name: str = "x", tracebacks: int = 0) -> Run:
+        """Run ``gossipx run`` to its end, which is to be exit code 0."""
+        ended = self.start_run(*options, name=name).end()
+        assert ended.code == 0, ended.shown
+        assert (ended.output + ended.errors).count("Traceback") == tracebacks, ended.shown
+        return Run(self.path / name, ended)
+
+    def refused(self, *options: str | Path, name: str = "x") -> str:
+        """The one line with which ``gossipx run`` ends with exit code 2."""
+        ended = self.start_run(*options, name=name).end()
+        return one_line(ended, 2)
+
+    def script(self, text: str, name: str = "train.py") -> Path:
+        """Write a script."""
+        path = self.path / name
+        path.write_text(PRELUDE + text)
+        return path
+
+    def told(self, rank: int) -> Any:
+        """What a script told by ``tell``."""
+        return json.loads((self.path / f"{rank}.json").read_text())
+
+    def close(self) -> None:
+        """End all that still runs."""
+        for process in self._processes:
+            process.close()
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that has ended well."""
+
+    directory: Path
+    ended: Ended
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """Its summary.json."""
+        found: dict[str, Any] = json.loads((self.directory / "summary.json").read_text())
+        return found
+
+    def model(self, rank: int) -> dict[str, torch.Tensor]:
+        """The model that a peer left."""
+        return load_file(self.directory / f"peer-{rank:02d}" / "model.safetensors")
+
+
+@contextlib.contextmanager
+def folder(path: Path, peers: int) -> Iterator[Folder]:
+    """A folder whose processes do not outlive the test."""
+    made = Folder(path, peers)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of loopback on which nothing listens."""
+    probes = [socket.socket() for _ in range(count)]
+    for probe in probes:
+        probe.bind(("127.0.0.1", 0))
+    ports = [probe.getsockname()[1] for probe in probes]
+    for probe in probes:
+        probe.close()
+    return ports
+
+
+def children(parent: int) -> dict[int, int]:
+    """Process numbers of the peers that ``parent`` has started, by rank."""
+    found = {}
+    for directory in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if int(stat_fields(directory)[1]) != parent:
+                continue
+            variables = (directory / "environ").read_bytes().split(b"\0")
+            rank = next((one for one in variables if one.startswith(b"GOSSIPX_RANK=")), None)
+            if rank is not None:
+                found[int(rank.partition(b"=")[2])] = int(directory.name)
+    return found
+
+
+def stat_fields(directory: Path) -> list[str]:
+    """State, parent and what follows in ``/proc/PID/stat``; the name before them may hold anything."""
+    return (directory / "stat").read_text().rpartition(")")[2].split()
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process is there and no zombie."""
+    try:
+        return stat_fields(Path(f"/proc/{pid}"))[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def one_line(ended: Ended, code: int) -> str:
+    """What a process that ended with ``code`` has to say, in one line."""
+    assert ended.code == code, ended.shown
+    assert ended.errors.count("\n") == 1, ended.shown
+    assert "Traceback" not in ended.output, ended.shown
+    return ended.errors.strip()
+
+
+def differences(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> dict[str, float]:
+    """The largest difference in each tensor of two models of the same names; counters aside."""
+    assert one.keys() == other.keys()
+    return {name: float((one[name] - other[name]).abs().max()) for name in one if one[name].is_floating_point()}

@@ -1,0 +1,31 @@
+"""What the product promises, on the embedded data: far fewer retrievals at the same accuracy (the paper's Table II).
+
+Means over five seeds, four peers, iid, 10,000 test images, after the finish. The reference is measured beside it.
+"""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+
+import pytest
+
+from runs import folder
+
+SEEDS = range(5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2400)
+def test_adaptive_and_travel_save_retrievals_and_keep_the_accuracy(tmp_path: Path) -> None:
+    pulls, accuracy = {}, {}
+    with folder(tmp_path, 4) as place:
+        for policy in ("tau:10", "adaptive", "travel"):
+            options = ("--policy", policy, "--eval-interval", "0", "--overwrite")
+            runs = [place.run(*options, "--seed", str(seed)).summary for seed in SEEDS]
+            pulls[policy] = statistics.fmean(statistics.fmean(one["retrievals"]) for one in runs)
+            accuracy[policy] = statistics.fmean(statistics.fmean(one["test_accuracy"]) for one in runs)
+    assert pulls["adaptive"] <= 0.10 * pulls["tau:10"]
+    assert accuracy["adaptive"] >= accuracy["tau:10"] - 0.010
+    assert pulls["travel"] <= 0.15 * pulls["tau:10"]
+    assert accuracy["travel"] >= accuracy["tau:10"] - 0.005

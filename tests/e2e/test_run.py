@@ -1,0 +1,315 @@
+"""``gossipx run`` with the built-in task: real processes, real sockets.
+
+Numbers in brackets are rows of the project's fault list.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gossipx import config
+from runs import LONG, Folder, Run, children, differences, folder, is_running
+
+BRIEF = ("--policy", "tau:5", "--iterations", "40", "--eval-interval", "0")
+KEYS = [
+    "name",
+    "policy",
+    "codec",
+    "seed",
+    "peers",
+    "iterations",
+    "retrievals",
+    "bytes_received",
+    "test_accuracy",
+    "test_accuracy_before_finish",
+    "consensus_accuracy",
+    "lost",
+    "finish_bytes",
+    "wall_seconds",
+    "blocked_seconds",
+]
+PER_PEER = [
+    "retrievals",
+    "bytes_received",
+    "test_accuracy",
+    "test_accuracy_before_finish",
+    "finish_bytes",
+    "blocked_seconds",
+    "skipped",
+    "failed",
+]
+TAGS = {
+    "train/loss",
+    "test/accuracy",
+    "sync/delta",
+    "sync/delta_difference",
+    "sync/consensus_distance",
+    "sync/retrievals",
+    "comm/bytes_received",
+    "comm/pull_seconds",
+    "comm/staleness",
+    "time/blocked_fraction",
+}
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Callable[[int], Folder]]:
+    """Makes the test's folder for so many peers."""
+    made: list[Folder] = []
+
+    def make(peers: int) -> Folder:
+        made.append(Folder(tmp_path, peers))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Folder, Run]]:
+    """A run of four peers that ended well."""
+    with folder(tmp_path_factory.mktemp("four"), 4) as here:
+        options = ("--policy", "tau:5", "--iterations", "40", "--eval-interval", "20", "--distance-interval", "20")
+        yield here, here.run(*options)
+
+
+# --- what a run leaves --------------------------------------------------------------------------------
+
+
+def test_the_summary_has_the_keys_that_are_relied_on(four: tuple[Folder, Run]) -> None:
+    summary = four[1].summary
+    assert set(KEYS) <= summary.keys()
+    assert [len(summary[key]) for key in PER_PEER] == [4] * len(PER_PEER)
+    constant = {key: summary[key] for key in ("name", "policy", "codec", "seed", "peers", "iterations", "lost")}
+    wanted = {"name": "x", "policy": "tau:5", "codec": "none", "seed": 0, "peers": 4, "iterations": 40, "lost": []}
+    assert constant == wanted
+    assert 0 < max(summary["blocked_seconds"]) < summary["wall_seconds"]
+
+
+def test_retrievals_are_those_that_the_policy_asks_for(four: tuple[Folder, Run]) -> None:
+    """tau:5 decides 8 times in 40 iterations; the last pull may still be under way when training ends."""
+    summary = four[1].summary
+    counts = zip(summary["retrievals"], summary["skipped"], summary["failed"], strict=True)
+    open_pulls = [8 - sum(of_one) for of_one in counts]
+    assert all(pulls in (0, 1) for pulls in open_pulls), summary
+    model = sum(tensor.nbytes for tensor in four[1].model(0).values())
+    for received, retrievals, finish in zip(
+        summary["bytes_received"], summary["retrievals"], summary["finish_bytes"], strict=True
+    ):
+        assert received > retrievals * model * 0.99 and finish > 2 * model * 0.99  # two rounds among four
+
+
+def test_peers_agree_after_the_finish_and_not_before(four: tuple[Folder, Run]) -> None:
+    run = four[1]
+    assert len(set(run.summary["test_accuracy_before_finish"])) > 1
+    assert set(run.summary["test_accuracy"]) == {run.summary["consensus_accuracy"]}
+    assert all(max(differences(run.model(0), run.model(rank)).values()) <= 1e-6 for rank in (1, 2, 3))
+
+
+def test_the_effective_configuration_is_written_and_reads_back(four: tuple[Folder, Run]) -> None:
+    settings = config.resolve(config.load(four[1].directory / "config.toml"))
+    assert (settings.run.iterations, settings.run.eval_interval, settings.sync.policy) == (40, 20, "tau:5")
+    assert settings.task.batch_size == 32 and settings.task.base_lr == 0.01  # lenet's preset
+    assert config.resolve(config.load(four[1].directory / "config.toml")) == settings
+    written = (four[1].directory / "config.toml").read_text()
+    assert config.dump(settings) == written
+
+
+def test_every_peer_writes_the_tags_that_are_relied_on(four: tuple[Folder, Run]) -> None:
+    accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    for rank in range(4):
+        board = accumulators.EventAccumulator(str(four[1].directory / f"peer-{rank:02d}"))
+        board.Reload()
+        assert set(board.Tags()["scalars"]) >= TAGS, rank
+        assert "custom_scalars__config__" in board.Tags()["tensors"]
+        retrievals = [event.value for event in board.Scalars("sync/retrievals")]
+        assert retrievals == sorted(retrievals) and retrievals[-1] <= 8
+        assert [event.step for event in board.Scalars("sync/delta")] == [10, 20, 30, 40]
+
+
+def test_progress_shows_every_peer(four: tuple[Folder, Run]) -> None:
+    here, run = four
+    assert all(f"{name} done 40/40" in run.ended.output for name in here.names), run.ended.shown
+
+
+def test_a_name_in_use_is_refused(four: tuple[Folder, Run]) -> None:
+    here, _ = four
+    assert "a run 'x' is there already: give another --name, or --overwrite" in here.refused(*BRIEF)
+    assert (here.path / "x" / "summary.json").exists()
+
+
+# --- variants -----------------------------------------------------------------------------------------
+
+
+def test_without_a_finish_models_stay_apart_and_blocking_pulls_are_all_done(place: Any) -> None:
+    here = place(3)
+    run = here.run(*BRIEF, "--finish", "none", "--blocking")
+    summary = run.summary
+    assert summary["retrievals"] == [8, 8, 8] and summary["skipped"] == [0, 0, 0]
+    assert max(summary["finish_bytes"]) < 10_000  # some requests, no model
+    assert summary["test_accuracy"] == summary["test_accuracy_before_finish"]
+    assert max(differences(run.model(0), run.model(1)).values()) > 1e-4
+    assert summary["consensus_accuracy"] is not None
+
+    again = here.run("--policy", "drift:distance=0.05", "--iterations", "20", "--init", "own", "--overwrite")
+    assert again.summary["iterations"] == 20 and min(again.summary["retrievals"]) > 0
+    assert max(differences(again.model(0), again.model(2)).values()) <= 1e-6
+
+
+def test_one_peer_alone(place: Any) -> None:
+    run = place(1).run("--policy", "tau:5", "--iterations", "20")
+    assert run.summary["retrievals"] == [0] and run.summary["lost"] == []
+    assert run.summary["consensus_accuracy"] == run.summary["test_accuracy"][0] is not None
+
+
+def test_settings_from_a_file_and_the_command_line_wins(place: Any) -> None:
+    here = place(2)
+    (here.path / "run.toml").write_text(
+        '[run]\niterations = 30\nseed = 7\n[task]\nlr_steps = [0.5]\n[sync]\npolicy = "drift:distance=0.5"\n'
+    )
+    run = here.run("--config", "run.toml", "--iterations", "20", "--partition", "dirichlet:alpha=0.3")
+    assert run.summary["iterations"] == 20 and run.summary["seed"] == 7
+    assert run.summary["policy"] == "drift:distance=0.5"
+    written = config.resolve(config.load(run.directory / "config.toml"))
+    assert written.task.lr_steps == (0.5,) and written.task.partition == "dirichlet:alpha=0.3"
+
+
+# --- faults -------------------------------------------------------------------------------------------
+
+
+def training(here: Folder, *options: str) -> tuple[Any, dict[int, int]]:
+    """A long run under way, and its peers' processes by rank."""
+    run = here.start_run("--policy", "tau:5", "--eval-interval", "0", *options)
+    run.line(".*".join(rf"{name} train \d+/" for name in here.names))
+    return run, children(run.pid)
+
+
+def test_a_peer_killed_in_mid_run_is_named_and_the_others_finish(place: Any) -> None:
+    """[1, 2, 32]"""
+    here = place(3)
+    run, peers = training(here, "--iterations", "800", "--peer-timeout", "10")
+    os.kill(peers[1], signal.SIGKILL)
+    ended = run.end()
+    assert ended.code == 0, ended.shown
+    assert f"peer {here.names[1]} is lost: killed by SIGKILL" in ended.output, ended.shown
+    run = Run(here.path / "x", ended)
+    assert run.summary["lost"] == [here.names[1]]
+    assert [value is None for value in run.summary["test_accuracy"]] == [False, True, False]
+    assert run.summary["consensus_accuracy"] == run.summary["test_accuracy"][0] == run.summary["test_accuracy"][2]
+    assert max(differences(run.model(0), run.model(2)).values()) <= 1e-6
+
+
+def test_a_peer_asked_to_leave_keeps_its_model_and_the_others_finish(place: Any) -> None:
+    """[4]"""
+    here = place(3)
+    run, peers = training(here, "--iterations", "800")
+    os.kill(peers[0], signal.SIGTERM)
+    ended = run.end()
+    assert ended.code == 0, ended.shown
+    assert "is lost:" not in ended.output and f"{here.names[0]} left" in ended.output, ended.shown
+    run = Run(here.path / "x", ended)
+    assert run.summary["lost"] == [here.names[0]]  # it did not finish
+    assert run.model(0).keys() == run.model(1).keys()
+    assert max(differences(run.model(1), run.model(2)).values()) <= 1e-6
+    assert run.summary["consensus_accuracy"] == run.summary["test_accuracy"][1]
+
+
+def test_ctrl_c_stops_all_at_once_and_says_nothing(place: Any) -> None:
+    here = place(2)
+    run, peers = training(here, "--iterations", "100000")
+    run.signal(signal.SIGINT)
+    ended = run.end(within=30)
+    assert ended.code == 130, ended.shown
+    assert ended.errors == "" and "Traceback" not in ended.output, ended.shown
+    assert not any(is_running(pid) for pid in peers.values())
+    assert not (here.path / "x" / "summary.json").exists()
+
+
+def test_sigterm_to_the_run_asks_all_to_leave(place: Any) -> None:
+    """[4]"""
+    here = place(2)
+    run, peers = training(here, "--iterations", "100000", "--peer-timeout", "10")
+    run.signal(signal.SIGTERM)
+    ended = run.end()
+    assert ended.code == 0 and "Traceback" not in ended.output + ended.errors, ended.shown
+    assert not any(is_running(pid) for pid in peers.values())
+    assert all((here.path / "x" / f"peer-{rank:02d}" / "model.safetensors").exists() for rank in (0, 1))
+
+
+def test_no_peer_outlives_a_run_that_is_killed(place: Any) -> None:
+    here = place(2)
+    run, peers = training(here, "--iterations", "100000")
+    ends = [os.pidfd_open(pid) for pid in peers.values()]
+    os.kill(run.pid, signal.SIGKILL)
+    for end in ends:
+        assert select.select([end], [], [], LONG)[0], "a peer goes on without its run"
+        os.close(end)
+
+
+def test_a_port_in_use_is_named(place: Any) -> None:
+    """[33]"""
+    here = place(1)
+    port = int(here.names[0].partition(":")[2])
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", port))
+        taken.listen()
+        ended = here.start_run(*BRIEF).end()
+    assert ended.code == 1, ended.shown
+    assert "Traceback" not in ended.output + ended.errors and f"{port}" in ended.output + ended.errors, ended.shown
+    assert "in use" in ended.output + ended.errors, ended.shown
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("--policy", "adaptve"), "adaptive"),
+        (("--partition", "dirichlet:alpha=-1"), "alpha"),
+        (("--topology", "rnig"), "ring"),
+        (("--model", "lenet5"), "lenet"),
+        (("--task", "mnist"), "--data-dir"),
+        (("--task", "mnst"), "mnist"),
+        (("--data-dir", "/nonexistent"), "/nonexistent"),
+        (("--config", "missing.toml"), "missing.toml"),
+    ],
+)
+def test_bad_settings_are_refused_in_one_line(place: Any, options: tuple[str, ...], told: str) -> None:
+    assert told in place(2).refused(*BRIEF, *options)
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (None, "hosts.txt: no such hosts file"),
+        ("# nobody\n", "hosts.txt:1: no peers"),
+        ("127.0.0.1:29500\n127.0.0.1:29500\n", "hosts.txt:2: "),
+        ("127.0.0.1:29500 slot=2\n", "hosts.txt:1: 'slot=2'"),
+        ("no-such-host.invalid:29500\n", "hosts.txt:1: host 'no-such-host.invalid' does not resolve"),
+        ("192.0.2.1:29500\n", "hosts.txt: no line is this machine"),
+    ],
+)
+def test_a_bad_hosts_file_is_refused_with_its_line(place: Any, content: str | None, told: str) -> None:
+    """[34, 35]"""
+    here = place(1)
+    here.hosts.unlink()
+    if content is not None:
+        here.hosts.write_text(content)
+    assert told in here.refused(*BRIEF)
+
+
+def test_a_data_file_that_is_not_the_published_one_is_named(place: Any) -> None:
+    here = place(2)
+    data = here.path / "data"
+    data.mkdir()
+    for name in ("train-images-idx3-ubyte.gz", "train-labels-idx1-ubyte.gz"):
+        (data / name).write_bytes(b"not it")
+    line = here.refused(*BRIEF, "--data-dir", "data")
+    assert "train-images-idx3-ubyte.gz: its md5 is" in line
