@@ -197,6 +197,7 @@ class _Run:
         elif "result" in word:
             self._results[rank] = word["result"]
             standing.state = "done"
+            standing.accuracy = word["result"]["report"].get("test_accuracy")
         elif "state" in word:
             for key, value in word.items():
                 setattr(standing, key, value)
@@ -206,11 +207,15 @@ class _Run:
                 self._left.add(rank)
 
     def _failed(self, rank: int, error: str, code: int) -> None:
-        """A peer ended with an error of its own. One that the user must mend ends the run, and is told once."""
+        """A peer ended with an error of its own. One that the user must mend ends the run, and is told once.
+
+        So does any error before training has begun, such as a port in use; after that the others go on.
+        """
         self._standings[rank].state = "failed"
-        if code == 1 or self._exit is not None:
-            if self._exit is None:
-                self._display.line(f"{self._peers[rank].name}: {error}")
+        if self._exit is not None:
+            return
+        if code == 1 and self._began is not None:
+            self._display.line(f"{self._peers[rank].name}: {error}")
             return
         sys.stdout.flush()
         print(error, file=sys.stderr, flush=True)
