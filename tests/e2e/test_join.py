@@ -58,7 +58,7 @@ tell(peer, arguments=sys.argv[2:], first=first, iteration=peer.iteration,
      last=[float(parameter.detach().sum()) for parameter in model.parameters()], size=peer.size)
 """
     )
-    run = two.run(*BRIEF, script, two.path, "--epochs", "3", "-x")
+    run = two.run(*BRIEF, "--blocking", script, two.path, "--epochs", "3", "-x")
     one, other = two.told(0), two.told(1)
     assert one["arguments"] == other["arguments"] == ["--epochs", "3", "-x"]
     assert one["first"] == other["first"] != one["last"]  # all begin with one peer's weights
@@ -88,7 +88,7 @@ with gossipx.join(model) as peer:
         peer.step()
 """
     )
-    run = two.run(*BRIEF, script, two.path)
+    run = two.run(*BRIEF, "--blocking", script, two.path)
     assert agree(run, 2) and sum(run.summary["retrievals"]) > 0
 
 
