@@ -31,9 +31,7 @@ def figure(
     }
 
 
-def report(
-    title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], figures: list[Any], as_json: bool
-) -> None:
+def report(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], figures: list[Any]) -> None:
     """Print the table, and which goals are met."""
     table = Table(*headings, title=title, title_justify="left")
     for row in rows:

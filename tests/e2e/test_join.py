@@ -225,7 +225,7 @@ with gossipx.join(model, optimizer, evaluate=evaluate) as peer:
 tell(peer, moved=before != after, looked=looked)
 """
     )
-    run = two.run(*BRIEF, script, two.path, "0")
+    run = two.run(*BRIEF, "--blocking", script, two.path, "0")
     assert agree(run, 2) and sum(run.summary["retrievals"]) > 0
     assert two.told(0)["moved"] and two.told(1)["moved"]
     assert run.summary["test_accuracy"] == [0.5, 0.5] and run.summary["consensus_accuracy"] == 0.5

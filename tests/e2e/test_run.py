@@ -160,7 +160,9 @@ def test_without_a_finish_models_stay_apart_and_blocking_pulls_are_all_done(plac
     assert max(differences(run.model(0), run.model(1)).values()) > 1e-4
     assert summary["consensus_accuracy"] is not None
 
-    again = here.run("--policy", "drift:distance=0.05", "--iterations", "20", "--init", "own", "--overwrite")
+    again = here.run(
+        "--policy", "drift:distance=0.05", "--blocking", "--iterations", "20", "--init", "own", "--overwrite"
+    )
     assert again.summary["iterations"] == 20 and min(again.summary["retrievals"]) > 0
     assert max(differences(again.model(0), again.model(2)).values()) <= 1e-6
 
