@@ -18,6 +18,7 @@ from gossipx.actor import (
     Effect,
     Event,
     Failed,
+    Fault,
     FiguresReady,
     Forget,
     JoinRun,
@@ -240,6 +241,10 @@ class PeerRole:
         if isinstance(request, LeaveRequest):
             return self._gone_if_told()
         effects: list[Effect] = []
+        other = self.members.others[to]
+        if isinstance(request, ArriveRequest) and other.stage is Stage.DONE and event.fault is Fault.UNREACHABLE:
+            other.knows = True  # it goes once it knows everybody's figures
+            return self._look(now)
         if self.members.failed(to, event.fault, now):
             effects.append(Note("lost", f"peer {to} is lost: {event.fault.value}"))
             effects += self._enough()
