@@ -7,6 +7,7 @@ command line come before those of the file, those before the defaults.
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import sys
 from collections.abc import Mapping
@@ -25,15 +26,16 @@ else:
     import tomli as tomllib
 
 
-def setting(default: Any, help: str, least: float | None = None) -> Any:
-    """A setting: its default, what it means, and the least value that makes sense."""
-    return field(default=default, metadata={"help": help, "least": least})
+def setting(default: Any, help: str, least: float | None = None, most: float | None = None) -> Any:
+    """A setting: its default, what it means, and the least and the most that make sense."""
+    return field(default=default, metadata={"help": help, "least": least, "most": most})
 
 
 @dataclass(frozen=True)
 class RunSettings:
     """The run as a whole; the TOML table ``[run]``."""
 
+    peers: str | None = setting(None, "The hosts file, a line a host. Needed here or in the --config file.")
     name: str | None = setting(
         None, "Name of the run, its directory under logdir. Default: the policy's, with a number."
     )
@@ -60,7 +62,7 @@ class TaskSettings:
     gamma: float | None = setting(None, "Factor of the learning rate at each step of lr_steps.", 0)
     momentum: float | None = setting(None, "Momentum of SGD.", 0)
     weight_decay: float | None = setting(None, "Weight decay of SGD.", 0)
-    lr_steps: tuple[float, ...] | None = setting(None, "Where the rate steps, as fractions of the run: 0.5,0.75.")
+    lr_steps: tuple[float, ...] | None = setting(None, "Where the rate steps, as fractions of the run: 0.5,0.75.", 0, 1)
     partition: str = setting("iid", "How the data are dealt out: iid or dirichlet:alpha=0.3.")
 
 
@@ -118,6 +120,7 @@ class Key:
     default: Any
     help: str
     least: float | None
+    most: float | None
 
     @property
     def option(self) -> str:
@@ -136,7 +139,8 @@ def _keys() -> dict[str, Key]:
             many = get_origin(kind) is tuple
             plain = str if choices else float if many else kind
             meta = one.metadata
-            keys[one.name] = Key(table, one.name, plain, choices, many, one.default, meta["help"], meta["least"])
+            limits = meta["least"], meta["most"]
+            keys[one.name] = Key(table, one.name, plain, choices, many, one.default, meta["help"], *limits)
     return keys
 
 
@@ -226,6 +230,10 @@ def _checked(key: Key, value: Any, called: str, place: tuple[Path | None, int | 
         raise UsageError(f"{called} is '{made}': one of {', '.join(key.choices)}", *place)
     if key.least is not None and not made >= key.least:
         raise UsageError(f"{called} is {made}: at least {key.least:g}", *place)
+    if key.most is not None and not made <= key.most:
+        raise UsageError(f"{called} is {made}: at most {key.most:g}", *place)
+    if key.kind is float and math.isinf(made):
+        raise UsageError(f"{called} is {made}: a finite number", *place)
     return made
 
 
@@ -246,12 +254,15 @@ def _converted(kind: type, value: Any) -> Any:
 def _line(text: str, table: str | None, name: str) -> int:
     """The line where a table begins, or a key of it stands; 1 where that cannot be told."""
     current: str | None = None
+    start = rf"\s*[\"']?{re.escape(name)}[\"']?\s*[.=]"
+    # Above all tables, a table may stand as run.seed = 1 or run = {seed = 1}.
+    dotted = rf"\s*{re.escape(table or name)}\s*(\.\s*[\"']?{re.escape(name)}[\"']?\s*)?="
     for number, line in enumerate(text.splitlines(), 1):
         header = re.match(r"\s*\[+\s*([^\]]+?)\s*\]", line)
         if header:
             current = header.group(1)
             if current == f"{table}.{name}" or (table is None and current.split(".")[0] == name):
                 return number
-        elif current == table and re.match(rf"\s*[\"']?{re.escape(name)}[\"']?\s*=", line):
+        elif re.match(dotted if current is None and table else start, line) and current in (table, None):
             return number
     return 1

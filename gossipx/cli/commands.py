@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,24 +16,41 @@ from rich.table import Table
 
 from gossipx import config
 from gossipx.config import KEYS, Key
-from gossipx.errors import GossipxError
+from gossipx.errors import GossipxError, UsageError
 from gossipx.metrics import summary
 from gossipx.metrics.compare import Row, compare
 
 
+@contextlib.contextmanager
+def _one_line(ctx: click.Context) -> Iterator[None]:
+    """Turns every error of gossipx or of its usage into one line and its exit code."""
+    try:
+        yield
+    except GossipxError as error:
+        if ctx.params.get("debug"):
+            raise
+        print(error, file=sys.stderr)
+        sys.exit(error.exit_code)
+    except click.UsageError as error:
+        text = error.format_message().removesuffix(".")
+        if "\n" in text:  # a group without a command: it is the help
+            raise
+        print(f"{text}; see {(error.ctx or ctx).command_path} --help", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
 class _Main(click.Group):
-    """Turns every error of gossipx into one line and its exit code."""
+    """Tells errors in one line, wherever they arise."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        with _one_line(ctx):
+            return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
-        try:
+        with _one_line(ctx):
             return super().invoke(ctx)
-        except GossipxError as error:
-            if ctx.params.get("debug"):
-                raise
-            print(error, file=sys.stderr)
-            sys.exit(error.exit_code)
-        except KeyboardInterrupt:
-            sys.exit(130)
 
 
 @click.group(cls=_Main, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -45,6 +63,21 @@ def main(debug: bool) -> None:
     gossipx run --peers hosts.txt --policy adaptive
     gossipx compare runs/tau runs/adaptive
     """
+
+
+class _Run(click.Command):
+    """Its help has the settings by the tables that they stand in."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None and isinstance(parameter, click.Option):
+                key = KEYS.get(parameter.name or "")
+                groups.setdefault(f"Settings, [{key.table}] in TOML" if key else "Options", []).append(record)
+        for heading, records in groups.items():
+            with formatter.section(heading):
+                formatter.write_dl(records)
 
 
 def _option(key: Key) -> Callable[[Any], Any]:
@@ -63,12 +96,11 @@ def _all_settings(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-@main.command(context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False})
-@click.option("--peers", type=click.Path(path_type=Path), required=True, help="The hosts file, a line a host.")
+@main.command(cls=_Run, context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False})
 @click.option("--config", "config_file", type=click.Path(path_type=Path), help="A TOML file of these settings.")
 @_all_settings
 @click.argument("script", nargs=-1, type=click.UNPROCESSED, metavar="[SCRIPT [ARGS]...]")
-def run(peers: Path, config_file: Path | None, script: tuple[str, ...], **settings: Any) -> None:
+def run(config_file: Path | None, script: tuple[str, ...], **settings: Any) -> None:
     """Train the built-in task, or your own SCRIPT, as every peer of this machine.
 
     \b
@@ -79,19 +111,24 @@ def run(peers: Path, config_file: Path | None, script: tuple[str, ...], **settin
     from gossipx.launch.local import launch
 
     given = config.load(config_file) if config_file else {}
-    sys.exit(launch(config.resolve(given, settings), peers, list(script)))
+    resolved = config.resolve(given, settings)
+    if resolved.run.peers is None:
+        raise UsageError("who the peers are is not given: --peers hosts.txt, a line a host such as 'localhost slots=4'")
+    sys.exit(launch(resolved, Path(resolved.run.peers), list(script)))
 
 
 @main.command("compare")
 @click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="RUN...")
+@click.option("--logdir", type=click.Path(path_type=Path), default=Path("runs"), help="Where runs are named by name.")
 @click.option("--json", "as_json", is_flag=True, help="For programs.")
-def compare_command(runs: tuple[Path, ...], as_json: bool) -> None:
-    """Lay runs side by side; reductions are against the first one named.
+def compare_command(runs: tuple[Path, ...], logdir: Path, as_json: bool) -> None:
+    """Lay runs, by directory or name, side by side; reductions are against the first one named.
 
     \b
     gossipx compare runs/tau runs/adaptive runs/travel
     """
-    rows = compare([summary.read(path) for path in runs])
+    places = [path if path.exists() or not (logdir / path).is_dir() else logdir / path for path in runs]
+    rows = compare([summary.read(path) for path in places])
     if as_json:
         print(json.dumps([dataclasses.asdict(row) for row in rows], indent=2))
     else:
@@ -114,7 +151,10 @@ def _print_table(rows: list[Row]) -> None:
         ("blocked", lambda row: _shown(row.blocked, "{:.2%}")),
         ("lost peers", lambda row: str(row.lost)),
     )
-    table = Table("", *(row.name for row in rows))
+    table = Table()
+    table.add_column(no_wrap=True)
+    for row in rows:
+        table.add_column(row.name, overflow="fold")  # a name that is cut tells no runs apart
     for heading, cell in lines:
         table.add_row(heading, *(cell(row) for row in rows))
     console = Console(highlight=False)

@@ -128,16 +128,11 @@ def local_ranks(peers: Sequence[PeerLine], advertise: str | None, path: Path) ->
         ranks = [peer.rank for peer in peers if peer.host == advertise.strip("[]")]
         if not ranks:
             raise UsageError(f"no line has the host '{advertise}' that --advertise names", path)
+        # As written, without looking any name up.
+        _not_both([peer for peer in peers if _is_loopback_word(peer.host)], peers, path)
         return ranks
     addresses = {peer.host: _resolve(peer, path) for peer in peers}
-    loopback = [peer for peer in peers if addresses[peer.host].is_loopback]
-    if loopback and len(loopback) < len(peers):
-        first = loopback[0]
-        raise UsageError(
-            f"'{first.host}' is loopback, which other machines cannot reach: give its address in the network",
-            path,
-            first.line,
-        )
+    _not_both([peer for peer in peers if addresses[peer.host].is_loopback], peers, path)
     ranks = [peer.rank for peer in peers if _is_here(addresses[peer.host])]
     if not ranks:
         raise UsageError("no line is this machine: add one, or say which by --advertise HOST", path)
@@ -165,6 +160,16 @@ def bind_host(peer: PeerLine, bind: str, path: Path) -> str:
     return bind
 
 
+def _not_both(loopback: Sequence[PeerLine], peers: Sequence[PeerLine], path: Path) -> None:
+    if loopback and len(loopback) < len(peers):
+        first = loopback[0]
+        raise UsageError(
+            f"'{first.host}' is loopback, which other machines cannot reach: give its address in the network",
+            path,
+            first.line,
+        )
+
+
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
@@ -174,6 +179,10 @@ def _is_address(text: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def _is_loopback_word(host: str) -> bool:
+    return host.lower() == "localhost" or (_is_address(host) and ipaddress.ip_address(host).is_loopback)
 
 
 def _resolve(peer: PeerLine, path: Path) -> _Address:

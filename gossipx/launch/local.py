@@ -35,6 +35,8 @@ INTERRUPT_GRACE = 3.0
 """Seconds that interrupted peers have before they are killed."""
 CONFIG_FILE = "config.toml"
 HOSTS_FILE = "hosts.txt"
+WRITTEN = re.compile(rf"{re.escape(CONFIG_FILE)}|{re.escape(HOSTS_FILE)}|{re.escape(SUMMARY_FILE)}(\.tmp)?|peer-\d+")
+"""What a run writes into its directory; nothing else is ever removed from it."""
 
 
 def launch(given: RunConfig, hosts: Path, script: list[str]) -> int:
@@ -52,6 +54,8 @@ def launch(given: RunConfig, hosts: Path, script: list[str]) -> int:
         UsageError: settings, hosts file or script are not right; nothing was started then.
     """
     peers = read_hosts(hosts)
+    if given.sync.min_peers > len(peers):
+        raise UsageError(f"--min-peers {given.sync.min_peers} is more than the {len(peers)} peers here", hosts)
     settings = build.effective(given, len(peers), bool(script))
     here = local_ranks(peers, settings.exchange.advertise, hosts)
     for rank in here:
@@ -85,18 +89,41 @@ def _make_directory(settings: RunConfig, hosts: Path) -> Path:
             raise UsageError(
                 f"a run '{settings.run.name}' is there already: give another --name, or --overwrite", directory
             )
-        if not directory.is_dir() or (any(directory.iterdir()) and not (directory / CONFIG_FILE).is_file()):
+        if not _is_replaceable(directory):
             raise UsageError("not the directory of a run, so it is not overwritten: give another --name", directory)
     content = hosts.read_bytes()
     try:
         if directory.exists():
-            shutil.rmtree(directory)
-        directory.mkdir(parents=True)
+            _clear(directory)
+        directory.mkdir(parents=True, exist_ok=True)
         (directory / CONFIG_FILE).write_text(config.dump(settings), encoding="utf-8")
         (directory / HOSTS_FILE).write_bytes(content)
     except OSError as error:
         raise UsageError(f"cannot write the run: {error.strerror}; give another --logdir", directory) from error
     return directory
+
+
+def _is_replaceable(directory: Path) -> bool:
+    """Whether it is empty or a run's: many programs have a config.toml, a run's begins as :func:`config.dump` does."""
+    if not directory.is_dir():
+        return False
+    if not any(directory.iterdir()):
+        return True
+    file = directory / CONFIG_FILE
+    return file.is_file() and file.read_bytes().startswith(b"[run]\n")
+
+
+def _clear(directory: Path) -> None:
+    """Remove what a run has written, and the directory if nothing else is in it."""
+    for entry in directory.iterdir():
+        if not WRITTEN.fullmatch(entry.name):
+            continue
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()
+    if not any(directory.iterdir()):
+        directory.rmdir()
 
 
 class _Run:
@@ -134,8 +161,8 @@ class _Run:
                     child.process.wait()
         ended = time.monotonic()
         if self._exit is not None:
-            if self._exit == UsageError.exit_code and self._began is None:
-                shutil.rmtree(self._directory)  # nothing was trained: the name is free for the next attempt
+            if self._exit in (1, UsageError.exit_code) and self._began is None:
+                _clear(self._directory)  # nothing was trained: the name is free for the next attempt
             return self._exit
         if self._left and not self._results:
             return 0
@@ -224,8 +251,8 @@ class _Run:
     def _ended(self, rank: int, child: Child) -> None:
         if rank in self._results or rank in self._left or self._exit is not None:
             return
-        if self._sent == signal.SIGTERM and child.process.returncode == -signal.SIGTERM:
-            self._standings[rank].state = "left"  # asked to, before it had joined
+        if self._sent == signal.SIGTERM:  # asked to: before it had joined, or it took too long and was killed
+            self._standings[rank].state = "left"
             self._left.add(rank)
             return
         self._standings[rank].state = "lost"
@@ -283,6 +310,7 @@ class _Run:
         built_in = not self._script
         settings = self._settings
         assert settings.run.name is not None
+        done = [report["iterations"] for report in reports if report and "iterations" in report]
         return Summary(
             name=settings.run.name,
             policy=settings.sync.policy,
@@ -292,7 +320,8 @@ class _Run:
             task=settings.task.task if built_in else None,
             model=settings.task.model if built_in else None,
             partition=settings.task.partition,
-            iterations=settings.run.iterations,
+            # A script has a length of its own, which the settings do not know.
+            iterations=settings.run.iterations if built_in or not done else max(done),
             consensus_accuracy=accuracy,
             lost=[self._peers[rank].name for rank, report in enumerate(reports) if report is None],
             wall_seconds=seconds,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+from rich import box
 from rich.console import Console
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -26,6 +27,10 @@ class Standing:
     accuracy: float | None = None
     retrievals: int = 0
     bytes: int = 0
+
+
+BAR = 10
+"""Columns of a peer's bar: with them the table fits a terminal of 80."""
 
 
 class Display:
@@ -88,14 +93,17 @@ class Display:
         )
 
     def _table(self) -> Table:
-        table = Table(title=self._title, title_justify="left", expand=False)
-        for heading in ("peer", "state", "", "iteration", "loss", "accuracy", "retrievals", "MB received"):
-            table.add_column(heading, justify="left" if heading in ("peer", "state", "") else "right")
+        table = Table(title=self._title, title_justify="left", box=box.SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
+        for heading in ("peer", "state", "", "iteration", "loss", "accuracy", "retrievals", "MB"):
+            # On a narrow terminal the bar gives way: names that are cut tell no peers apart.
+            fixed = max(len(one.name) for one in self._standings.values()) if heading == "peer" else None
+            left = heading in ("peer", "state", "")
+            table.add_column(heading, justify="left" if left else "right", min_width=fixed, no_wrap=heading != "")
         for one in self._standings.values():
             table.add_row(
                 one.name,
                 one.state,
-                ProgressBar(total=max(one.iterations, 1), completed=one.step, width=20),
+                ProgressBar(total=max(one.iterations, 1), completed=one.step, width=BAR),
                 f"{one.step}/{one.iterations}" if one.iterations else str(one.step),
                 "" if one.loss is None else f"{one.loss:.3f}",
                 "" if one.accuracy is None else f"{one.accuracy:.3f}",

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+FLUSH_SECONDS = 10
+"""Between two writes to the disk: curves are watched while a run of a minute goes on."""
 PAGE = {
     "gossipx": {
         "Accuracy against iterations": ["Multiline", ["test/accuracy"]],
@@ -34,7 +36,7 @@ class TensorBoardRecorder:
         from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams as hparams_summary
 
-        self._writer = SummaryWriter(str(directory))
+        self._writer = SummaryWriter(str(directory), flush_secs=FLUSH_SECONDS)
         self._writer.add_custom_scalars(PAGE)
         # SummaryWriter.add_hparams would write a run of its own beside this one.
         file_writer = self._writer._get_file_writer()  # type: ignore[no-untyped-call]

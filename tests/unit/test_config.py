@@ -14,6 +14,7 @@ from gossipx.errors import UsageError
 
 EVERY_KEY: dict[str, dict[str, Any]] = {
     "run": {
+        "peers": "here.txt",
         "name": "mine",
         "logdir": "elsewhere",
         "overwrite": True,
@@ -54,6 +55,7 @@ EVERY_KEY: dict[str, dict[str, Any]] = {
 
 CONFIG_TOML = """\
 [run]
+peers = "here.txt"
 name = "mine"
 logdir = "elsewhere"
 overwrite = true
@@ -245,6 +247,13 @@ def test_what_is_given_counts_even_if_it_is_the_default_or_false(tmp_path: Path)
         ("[exchange]\npeer_timeout = 0.05\n", "2", ["peer_timeout is 0.05: at least 0.1"]),
         ("[exchange]\npeer_timeout = nan\n", "2", ["peer_timeout is nan: at least 0.1"]),
         ("[task]\nmomentum = -0.5\n", "2", ["momentum is -0.5: at least 0"]),
+        ("[task]\nbase_lr = inf\n", "2", ["base_lr is inf: a finite number"]),
+        ("[task]\nlr_steps = [0.5, 7]\n", "2", ["lr_steps is 7.0: at most 1"]),
+        # A table written above all tables.
+        ("# mine\n\nrun.seed = 'x'\n", "3", ["seed is not an integer"]),
+        ("# mine\nrun.iterations = 3\nrun . seed = 'x'\n", "3", ["seed is not an integer"]),
+        ("# mine\nrun = {iterations = 3, seed = 'x'}\n", "2", ["seed is not an integer"]),
+        ("# mine\nsnyc.policy = 'never'\n", "2", ["unknown table 'snyc'"]),
         # Not TOML.
         ("[run]\nseed = \n", "2", ["not TOML"]),
         ("[run]\nseed = 1\nseed = 2\n", "3", ["not TOML"]),

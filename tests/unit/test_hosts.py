@@ -234,6 +234,12 @@ def test_advertise_says_which_lines_are_here(tmp_path: Path) -> None:
     assert local_ranks(peers, "[2001:db8::7]", file) == local_ranks(peers, "2001:db8::7", file) == [3]
 
 
+def test_advertise_does_not_make_loopback_reachable(tmp_path: Path) -> None:
+    file = hosts(tmp_path, f"localhost\n{ELSEWHERE}\n")
+    with pytest.raises(UsageError, match="'localhost' is loopback, which other machines cannot reach"):
+        local_ranks(read_hosts(file), "localhost", file)
+
+
 def test_advertise_must_name_a_line(tmp_path: Path) -> None:
     file = hosts(tmp_path, "localhost slots=2")
     with pytest.raises(UsageError, match="no line has the host 'elsewhere' that --advertise names") as caught:

@@ -156,6 +156,14 @@ def test_a_number_of_threads_in_the_environment_stands(
     assert (tmp_path / "threads").read_text(encoding="utf-8") == "3"
 
 
+def test_a_script_has_a_length_of_its_own(run: Run, mine: Path) -> None:
+    body = """
+        tell(result={"report": {**report(rank), "iterations": 7 - rank}, "reports": {}, "consensus_accuracy": None})
+    """
+    assert run(body) == 0
+    assert read(mine).iterations == 7
+
+
 def test_peers_of_other_machines_are_in_the_summary(run: Run, mine: Path) -> None:
     """They have told their figures to this machine's in the finish; one has not, and is lost."""
     body = "finish(_1=report(1))"
@@ -285,16 +293,21 @@ def test_an_error_of_one_peer_alone_does_not_stop_the_run(
     assert f"{NAMES[0]}: no room for a model\n" in capsys.readouterr().out
 
 
-def test_an_error_before_training_has_begun_ends_the_run(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    """[33] A port in use: the others would wait for that peer in vain."""
-    body = """
-        if rank:
+@pytest.mark.parametrize("who", ["rank == 0", "True"])
+def test_an_error_before_training_has_begun_ends_the_run_and_frees_its_name(
+    run: Run, mine: Path, capsys: pytest.CaptureFixture[str], who: str
+) -> None:
+    """[33] One peer's port is in use, or all are: told once, whoever is first."""
+    body = f"""
+        if {who}:
+            tell(error="port is in use", exit=1)
+            sys.exit(1)
+        while True:
             signal.pause()
-        tell(error="port 29400 is in use", exit=1)
-        sys.exit(1)
     """
     assert run(body) == 1
-    assert capsys.readouterr().err == "port 29400 is in use\n"
+    assert capsys.readouterr().err == "port is in use\n"
+    assert not mine.exists()
 
 
 @pytest.mark.parametrize("code", [2, 4, 5])
@@ -368,6 +381,21 @@ def test_overwrite_leaves_nothing_of_the_run_before(run: Run, mine: Path) -> Non
     assert run("finish()", seed=2, overwrite=True) == 0
     assert read(mine).seed == 2
     assert sorted(file.name for file in mine.iterdir()) == ["config.toml", "hosts.txt", FILE]
+
+
+def test_overwrite_keeps_what_no_run_has_written(run: Run, mine: Path) -> None:
+    assert run("finish()") == 0
+    (mine / "notes.txt").write_text("seed 0 looked odd", encoding="utf-8")
+    assert run("finish()", overwrite=True) == 0
+    assert (mine / "notes.txt").read_text(encoding="utf-8") == "seed 0 looked odd"
+
+
+def test_another_programs_directory_is_no_run(run: Run, mine: Path) -> None:
+    mine.mkdir(parents=True)
+    (mine / "config.toml").write_text("title = 'mine'\n", encoding="utf-8")
+    with pytest.raises(UsageError, match="not the directory of a run, so it is not overwritten"):
+        run("finish()", overwrite=True)
+    assert (mine / "config.toml").read_text(encoding="utf-8") == "title = 'mine'\n"
 
 
 def test_a_run_that_failed_can_be_overwritten(run: Run, mine: Path) -> None:
@@ -495,6 +523,20 @@ def test_who_is_terminated_before_it_has_joined_has_left_too(
     assert "is lost" not in capsys.readouterr().out
 
 
+def test_who_does_not_leave_in_time_is_killed_and_the_run_has_not_failed(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(local, "INTERRUPT_GRACE", 0.0)
+    body = """
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        os.kill(os.getppid(), signal.SIGTERM)
+        while True:
+            signal.pause()
+    """
+    assert run(body, peers="localhost", peer_timeout=0.5) == 0
+    assert "is lost" not in capsys.readouterr().out
+
+
 def test_a_signal_that_comes_while_peers_are_started_reaches_all(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     really = local.Child
 
@@ -587,6 +629,19 @@ def test_plain_lines_of_progress_come_when_something_has_changed(
         "anna starting  berta starting",
         "anna starting  berta train 5/10 acc 0.500 pulls 3",
     ]
+
+
+def test_on_a_terminal_of_80_columns_peers_can_be_told_apart(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"FORCE_COLOR": "1", "TERM": "xterm", "COLUMNS": "80", "LINES": "24"}.items():
+        monkeypatch.setenv(name, value)
+    figures = {"step": 2500, "iterations": 3000, "loss": 0.5, "accuracy": 0.75, "retrievals": 300, "bytes": 10**8}
+    with Display("mine", {rank: Standing(name, "joining", **figures) for rank, name in enumerate(NAMES)}):
+        pass
+    printed = capsys.readouterr().out
+    for word in (*NAMES, "joining", "2500/3000", "0.500", "0.750", "300", "100.0", "iteration", "retrievals"):
+        assert word in printed
 
 
 def test_plain_lines_of_progress_are_not_more_than_one_can_read(capsys: pytest.CaptureFixture[str]) -> None:
