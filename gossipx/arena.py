@@ -353,14 +353,14 @@ def _slots(module: nn.Module, mix_buffers: bool) -> Iterator[_Slot]:
     """All tensors of a module that a joining peer needs, checked, in the order in which they are laid out."""
     found: list[_Slot] = []
     for name, parameter in module.named_parameters():
-        name = _plain(name)
+        name = plain_name(name)
         reason = _refusal(parameter)
         if reason:
             raise UsageError(f"parameter '{name}' cannot be joined: {reason}")
         found.append(_Slot(name, parameter, 0 if parameter.requires_grad else 2))
     for name, buffer in module.named_buffers():
         if _refusal(buffer) is None and (buffer.is_floating_point() or buffer.is_complex()):
-            found.append(_Slot(_plain(name), buffer, 1 if mix_buffers else 3))
+            found.append(_Slot(plain_name(name), buffer, 1 if mix_buffers else 3))
     devices = {slot.tensor.device for slot in found}
     if len(devices) > 1:
         other = next(slot for slot in found if slot.tensor.device != found[0].tensor.device)
@@ -372,7 +372,7 @@ def _slots(module: nn.Module, mix_buffers: bool) -> Iterator[_Slot]:
     yield from sorted(found, key=lambda slot: slot.kind)
 
 
-def _plain(name: str) -> str:
+def plain_name(name: str) -> str:
     """A name as it reads without the wrapper of torch.compile, so that compiled and plain peers agree."""
     return name.replace("_orig_mod.", "")
 

@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils.data import Dataset, Subset
 
 from gossipx.actor import FiguresReady, JoinRun, LeaveRun, StepDone, TrainingEnded
+from gossipx.arena import plain_name
 from gossipx.comm import CommManager
 from gossipx.drive.driver import Driver, Retrieval
 from gossipx.drive.progress import Progress
@@ -339,14 +340,21 @@ class Peer:
         if not all(file.is_file() for file in files):
             # On several machines all hold the same model after an agreement; without one, nobody has the average.
             return self._last.get("test/accuracy") if self._role.stage is Stage.DONE and self._agreed else None
-        mean: dict[str, torch.Tensor] = load_file(files[0])
-        for file in files[1:]:
-            for name, tensor in load_file(file).items():
-                mean[name] += tensor
+        weights = {plain_name(name) for name, _ in self._module.named_parameters()}
+        mean: dict[str, torch.Tensor] = {}
+        sound = 0
+        for model in map(load_file, files):
+            if not all(bool(model[name].isfinite().all()) for name in weights):
+                continue  # a peer that diverged; the others have agreed without it
+            sound += 1
+            for name, tensor in model.items():
+                mean[name] = mean[name] + tensor if sound > 1 else tensor
+        if not sound:
+            return None
         tensors = self._tensors()
         own = {name: tensor.clone() for name, tensor in tensors.items()}
         for name, tensor in tensors.items():
-            tensor.copy_(mean[name] / len(files))
+            tensor.copy_(mean[name] / sound)
         accuracy = self._measure_accuracy()
         for name, tensor in tensors.items():
             tensor.copy_(own[name])
@@ -355,7 +363,7 @@ class Peer:
     def _tensors(self) -> dict[str, torch.Tensor]:
         """The module's tensors, by names that are the same for plain and for compiled peers."""
         state = self._module.state_dict().items()
-        return {name.replace("_orig_mod.", ""): tensor for name, tensor in state if isinstance(tensor, torch.Tensor)}
+        return {plain_name(name): tensor for name, tensor in state if isinstance(tensor, torch.Tensor)}
 
     @property
     def _agreed(self) -> bool:

@@ -6,6 +6,7 @@ AGREE (averages in pairs) → DONE (tells its figures) → LEFT. Each part below
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Hashable
 from dataclasses import dataclass, field
@@ -129,6 +130,7 @@ class PeerRole:
     step: int = field(default=0, init=False)
     counts: Counts = field(default_factory=Counts, init=False)
     report: dict[str, Any] = field(default_factory=dict, init=False)  # our final figures, once known
+    sound: bool = field(default=True, init=False)  # whether our own model is finite: no other is given
     _pull: _Pull | None = field(default=None, init=False)
     _decide_after_mix: StepDone | None = field(default=None, init=False)
     _finish_after_mix: bool = field(default=False, init=False)
@@ -203,6 +205,8 @@ class PeerRole:
                 return self._agree_requested(event, now)
             case InitialRequest() | PullRequest() if self.stage in (Stage.JOINING, Stage.LEFT):
                 return [self._answer(event.key, NotReadyReply("it has no model to give yet"), now)]
+            case InitialRequest() | PullRequest() if not self.sound:
+                return [self._answer(event.key, NotReadyReply("its model holds NaN or Inf"), now)]
             case InitialRequest():
                 return [self._answer(event.key, ModelReply(self.step), now, whole=True)]
             case PullRequest():
@@ -386,6 +390,11 @@ class PeerRole:
 
     def _step_done(self, event: StepDone, now: float) -> list[Effect]:
         self.step = event.step
+        was, self.sound = self.sound, math.isfinite(event.delta)
+        if not self.sound:
+            # Nothing is pulled into it; the policy's state stays fit for a loop that goes back to a sound model.
+            text = f"own model holds NaN or Inf since iteration {event.step}: it is not given to others; a lower"
+            return [Note("diverged", f"{text} learning rate may help")] if was else []
         if self._pull and self._pull.reply:
             self._decide_after_mix = event
             return [self._mix_pulled(self._pull, self._pull.reply)]
@@ -444,8 +453,10 @@ class PeerRole:
         self.counts.poisoned += 1
         if self.stage is Stage.LEFT:
             return []
-        if self._is_current(ticket):
-            return [Note("poisoned", "a partner's model holds NaN or Inf and is not mixed"), *self._next_round(now)]
+        if self._agreement is not None and self._agreement.round is not None and self._is_current(ticket):
+            partner = self._agreement.round.partner
+            note = Note("poisoned", f"the model of peer {partner} holds NaN or Inf: not mixed in the finish")
+            return [note, *self._next_round(now)]
         adopting = self._adopting == ticket
         assert adopting or self._pull is not None
         sender = self._giver if adopting or self._pull is None else self._pull.to
@@ -480,7 +491,7 @@ class PeerRole:
         return [Wait(), *self._finish(now)]
 
     def _finish(self, now: float) -> list[Effect]:
-        if self.settings.finish == "none":
+        if self.settings.finish == "none" or not self.sound:
             return [Resume()]
         return self._gather(Stage.FINISH, now)
 

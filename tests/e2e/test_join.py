@@ -420,16 +420,15 @@ with peer:
 
 
 def test_a_poisoned_model_is_refused_and_counted(three: Folder) -> None:
-    """[22]"""
+    """[22] A NaN that its sender does not notice, in a buffer beside the weights."""
     script = three.script(
-        TEN_LINES
+        TEN_LINES.replace("nn.ReLU()", "nn.BatchNorm1d(16)")
         + """
 flag = FOLDER / "poisoned"
 with peer:
     train(peer, model, optimizer, 10)
     if peer.rank == 1:
-        with torch.no_grad():
-            model[0].weight.fill_(float("nan"))
+        model[1].running_mean.fill_(float("nan"))
         train(peer, model, optimizer, 15)
         flag.touch()
     while not flag.exists():
@@ -442,4 +441,28 @@ with peer:
         assert all(bool(tensor.isfinite().all()) for tensor in run.model(rank).values())
         assert run.summary["poisoned"][rank] >= 1
     assert "holds NaN or Inf: not mixed" in run.ended.output, run.ended.shown
+    assert max(differences(run.model(0), run.model(2)).values()) <= 1e-6
+
+
+def test_a_peer_whose_own_model_diverges_says_so_and_spoils_no_other(three: Folder) -> None:
+    """[22]"""
+    script = three.script(
+        TEN_LINES.replace(
+            "(model, optimizer)", "(model, optimizer, evaluate=lambda m: float(m[0].bias.isfinite().all()))"
+        )
+        + """
+with peer:
+    train(peer, model, optimizer, 10)
+    if peer.rank == 1:
+        with torch.no_grad():
+            model[0].bias.fill_(float("nan"))
+    train(peer, model, optimizer, 40)
+"""
+    )
+    run = three.run("--policy", "tau:3", "--peer-timeout", "20", script, three.path)
+    said = [line for line in run.ended.output.splitlines() if "NaN" in line]
+    assert len(said) == 1 and "own model holds NaN or Inf since iteration 11" in said[0], run.ended.shown
+    assert run.summary["poisoned"] == [0, 0, 0]
+    assert run.summary["test_accuracy"] == [1.0, 0.0, 1.0]
+    assert run.summary["consensus_accuracy"] == 1.0  # of those that are finite
     assert max(differences(run.model(0), run.model(2)).values()) <= 1e-6

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
-from toy import ITERATIONS, SIZE, TIMEOUT, alone, before, bound, ended, maker, models, spread, until, within, world
+from toy import ITERATIONS, SIZE, TIMEOUT, alone, before, bound, ended, maker, models, sgd, spread, until, within, world
 
-from gossipx.sim import Network, World
+from gossipx.sim import Network, SimPeer, World
 
 
 def agree(made: World, ranks: list[int]) -> None:
@@ -245,3 +247,49 @@ def test_too_slow_a_transfer_ends_at_its_deadline():
     ended(made, bound(2))
     for peer in made.peers.values():
         assert peer.role.sync.retrievals == 0 and peer.bytes_received == 0
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+@pytest.mark.parametrize("size", [2, 4, 5])
+def test_peer_whose_own_model_becomes_nan(size: int, blocking: bool):
+    """[22] It says so itself, blames nobody, and gives its model to nobody; the others end with their average."""
+
+    def diverges(peer: SimPeer) -> None:
+        sgd(peer.module)
+        if peer.rank == 1 and peer.arena.step == 7:
+            next(peer.module.parameters()).data[3] = math.nan
+
+    made = ended(
+        world(size, policy="travel:0.1", iterations=30, blocking=blocking, gradient_step=diverges),
+        bound(size, 30, waits=2 if blocking else 0),
+    )
+    assert [line for line in made.lines(1) if "own model holds NaN" in line] == [
+        "own model holds NaN or Inf since iteration 8: it is not given to others; a lower learning rate may help"
+    ]
+    assert not made.peers[1].weights().isfinite().all() and made.peers[1].arena.step == 30
+    assert all(peer.role.counts.poisoned == 0 for peer in made.peers.values())
+    others = [rank for rank in range(size) if rank != 1]
+    agree(made, others)
+    assert models(made, others).isfinite().all()
+    if size > 2:
+        assert any(entry.what.startswith("mixes") and entry.rank != 1 and entry.time > 15 for entry in made.log)
+
+
+def test_peer_whose_model_is_finite_again_takes_part_again():
+    """[22] A loop that goes back to a checkpoint is as good as any."""
+    kept: dict[str, torch.Tensor] = {}
+
+    def goes_back(peer: SimPeer) -> None:
+        x = next(peer.module.parameters()).data
+        if peer.rank == 1 and peer.arena.step == 7:
+            kept["x"] = x.clone()
+            x[3] = math.nan
+        elif peer.rank == 1 and peer.arena.step == 12:
+            x.copy_(kept["x"])
+        sgd(peer.module)
+
+    made = ended(world(3, policy="tau:2", iterations=30, gradient_step=goes_back), bound(3, 30))
+    assert made.lines(1, "own model holds NaN")
+    assert any(entry.what == "mixes 1" and entry.time > 15 for entry in made.log)
+    assert made.lines(1, "mixes")[-1] and made.peers[1].role.sync.retrievals > 5
+    agree(made, [0, 1, 2])
