@@ -151,6 +151,29 @@ def effective(config: RunConfig, size: int, has_script: bool) -> RunConfig:
     return config
 
 
+def check_device(name: str, option: str, file: Path | None = None, line: int | None = None) -> None:
+    """Look whether this machine has a device, without opening it.
+
+    Args:
+        option: how it was named, for the message; ``file`` and ``line``: where.
+
+    Raises:
+        UsageError: it is none, or is not here.
+    """
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UsageError(f"{option} '{name}' is no device: cpu, cuda:0, mps or the like", file, line) from None
+    if device.type == "cpu":
+        return
+    kind = getattr(torch, device.type, None)
+    there = kind.device_count() if kind is not None and hasattr(kind, "device_count") else 0
+    if (device.index or 0) >= there:
+        raise UsageError(
+            f"{option} '{name}': {there} devices of type {device.type} are here; cpu always is", file, line
+        )
+
+
 def _with_preset(config: RunConfig) -> RunConfig:
     task = config.task
     if task.model not in PRESETS:

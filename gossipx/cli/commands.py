@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from rich.table import Table
 from gossipx import config
 from gossipx.config import KEYS, Key
 from gossipx.errors import GossipxError, UsageError
+from gossipx.launch.environment import ENV_DEBUG
 from gossipx.metrics import summary
 from gossipx.metrics.compare import Row, compare
 
@@ -27,7 +29,7 @@ def _one_line(ctx: click.Context) -> Iterator[None]:
     try:
         yield
     except GossipxError as error:
-        if ctx.params.get("debug"):
+        if os.environ.get(ENV_DEBUG):
             raise
         print(error, file=sys.stderr)
         sys.exit(error.exit_code)
@@ -53,10 +55,25 @@ class _Main(click.Group):
             return super().invoke(ctx)
 
 
+def _set_debug(ctx: click.Context, parameter: click.Parameter, given: bool) -> None:
+    if given:
+        os.environ[ENV_DEBUG] = "1"  # the peers, which inherit it, are to show theirs, too
+
+
+_debug = click.option(
+    "--debug",
+    is_flag=True,
+    expose_value=False,
+    is_eager=True,
+    callback=_set_debug,
+    help="Show a traceback with an error.",
+)
+
+
 @click.group(cls=_Main, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(package_name="gossipx")
-@click.option("--debug", is_flag=True, help="Show a traceback with an error.")
-def main(debug: bool) -> None:
+@_debug
+def main() -> None:
     """Decentralized peer-to-peer gossip training for PyTorch.
 
     \b
@@ -99,6 +116,7 @@ def _all_settings(command: Callable[..., None]) -> Callable[..., None]:
 @main.command(cls=_Run, context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False})
 @click.option("--config", "config_file", type=click.Path(path_type=Path), help="A TOML file of these settings.")
 @_all_settings
+@_debug
 @click.argument("script", nargs=-1, type=click.UNPROCESSED, metavar="[SCRIPT [ARGS]...]")
 def run(config_file: Path | None, script: tuple[str, ...], **settings: Any) -> None:
     """Train the built-in task, or your own SCRIPT, as every peer of this machine.
@@ -121,6 +139,7 @@ def run(config_file: Path | None, script: tuple[str, ...], **settings: Any) -> N
 @click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="RUN...")
 @click.option("--logdir", type=click.Path(path_type=Path), default=Path("runs"), help="Where runs are named by name.")
 @click.option("--json", "as_json", is_flag=True, help="For programs.")
+@_debug
 def compare_command(runs: tuple[Path, ...], logdir: Path, as_json: bool) -> None:
     """Lay runs, by directory or name, side by side; reductions are against the first one named.
 

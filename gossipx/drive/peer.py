@@ -98,6 +98,7 @@ class Peer:
         self._last: dict[str, float] = {}
         self._term = threading.Event()
         self._open = True
+        self._agreed = False  # whether this model has been averaged in the finish
         self._hook = None
         if optimizer is not None:
             self._hook = optimizer.register_step_post_hook(self._optimizer_stepped)
@@ -181,8 +182,8 @@ class Peer:
         self._driver.tell(TrainingEnded())
         self._wait()
         figures.finish_bytes = self._comm.bytes_received - figures.bytes_at_end
-        agreed = self._role.stage is Stage.AGREE
-        after = self._measure_accuracy() if agreed else before
+        self._agreed = self._role.stage is Stage.AGREE
+        after = self._measure_accuracy() if self._agreed else before
         if after is not None:
             self.log("test/accuracy", after)
         self._save()
@@ -332,14 +333,17 @@ class Peer:
         return self._options.directory / f"peer-{rank:02d}" / MODEL_FILE
 
     def _averaged_accuracy(self, missing: Sequence[int]) -> float | None:
-        """The accuracy of the average of all final models, from the lowest rank that is there and can read all."""
+        """The accuracy of the average of all final models, measured by the lowest rank, where it can read them all."""
         present = [rank for rank in range(self.size) if rank not in missing]
-        if self._evaluate is None or self.rank != present[0] or self._options.directory is None:
+        if self._evaluate is None or self._options.directory is None:
             return None
+        # Elsewhere one's own is the average, after an agreement; without one, nobody there has it.
+        elsewhere = self._last.get("test/accuracy") if self._agreed else None
+        if self.rank != present[0]:
+            return elsewhere
         files = [self._model_file(rank) for rank in present]
         if not all(file.is_file() for file in files):
-            # On several machines all hold the same model after an agreement; without one, nobody has the average.
-            return self._last.get("test/accuracy") if self._role.stage is Stage.DONE and self._agreed else None
+            return elsewhere
         weights = {plain_name(name) for name, _ in self._module.named_parameters()}
         mean: dict[str, torch.Tensor] = {}
         sound = 0
@@ -364,10 +368,6 @@ class Peer:
         """The module's tensors, by names that are the same for plain and for compiled peers."""
         state = self._module.state_dict().items()
         return {plain_name(name): tensor for name, tensor in state if isinstance(tensor, torch.Tensor)}
-
-    @property
-    def _agreed(self) -> bool:
-        return self._role.settings.finish == "consensus"
 
 
 class _Figures:

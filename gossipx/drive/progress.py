@@ -45,14 +45,14 @@ class Progress:
             self._fd = None
             _thread.interrupt_main()
 
-    def take_errors(self) -> None:
+    def take_errors(self, with_traceback: bool = False) -> None:
         """Tell the parent, rather than print, errors that end this process: one line each, an interruption none."""
         print_others = sys.excepthook
 
         def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
             if isinstance(error, GossipxError):
                 self.tell(error=str(error), exit=error.exit_code)
-            if not isinstance(error, GossipxError | KeyboardInterrupt):
+            if with_traceback or not isinstance(error, GossipxError | KeyboardInterrupt):
                 print_others(kind, error, trace)
 
         sys.excepthook = hook

@@ -16,6 +16,8 @@ ENV_DEVICE = "GOSSIPX_DEVICE"
 """What it trains on: the hosts file's device=, or the run's."""
 ENV_PROGRESS = "GOSSIPX_PROGRESS_FD"
 """The pipe on which it tells how it gets on."""
+ENV_DEBUG = "GOSSIPX_DEBUG"
+"""Set and not empty: errors of gossipx's own come with a traceback."""
 
 
 def progress() -> Progress:
@@ -23,5 +25,5 @@ def progress() -> Progress:
     if ENV_PROGRESS not in os.environ:
         return Progress(None)
     told = Progress(int(os.environ[ENV_PROGRESS]))
-    told.take_errors()
+    told.take_errors(with_traceback=bool(os.environ.get(ENV_DEBUG)))
     return told

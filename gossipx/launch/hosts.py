@@ -122,7 +122,7 @@ def local_ranks(peers: Sequence[PeerLine], advertise: str | None, path: Path) ->
         path: the hosts file, for messages.
 
     Raises:
-        UsageError: none is, a name does not resolve, or loopback stands beside other machines.
+        UsageError: none is, a name does not resolve, two are the same address, or loopback stands beside others.
     """
     if advertise is not None:
         ranks = [peer.rank for peer in peers if peer.host == advertise.strip("[]")]
@@ -132,6 +132,12 @@ def local_ranks(peers: Sequence[PeerLine], advertise: str | None, path: Path) ->
         _not_both([peer for peer in peers if _is_loopback_word(peer.host)], peers, path)
         return ranks
     addresses = {peer.host: _resolve(peer, path) for peer in peers}
+    lines: dict[tuple[_Address, int], PeerLine] = {}
+    for peer in peers:
+        first = lines.setdefault((addresses[peer.host], peer.port), peer)
+        if first is not peer:
+            one, other = _shown(peer.host, peer.port), _shown(first.host, first.port)
+            raise UsageError(f"'{one}' is the same address as '{other}' on line {first.line}", path, peer.line)
     _not_both([peer for peer in peers if addresses[peer.host].is_loopback], peers, path)
     ranks = [peer.rank for peer in peers if _is_here(addresses[peer.host])]
     if not ranks:
@@ -149,6 +155,13 @@ def bind_host(peer: PeerLine, bind: str, path: Path) -> str:
     literal = "127.0.0.1" if bind == "localhost" else bind
     chosen = ipaddress.ip_address(literal) if _is_address(literal) else None
     if address.is_loopback:
+        if chosen is not None and not chosen.is_loopback and not chosen.is_unspecified:
+            raise UsageError(
+                f"'{peer.host}' is loopback, where peers that listen on {bind} are not found: leave --bind out, or "
+                "give that address here",
+                path,
+                peer.line,
+            )
         return str(address) if chosen is not None and chosen.is_loopback else bind
     if chosen is not None and chosen.is_loopback:
         raise UsageError(

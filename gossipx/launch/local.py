@@ -48,7 +48,8 @@ def launch(given: RunConfig, hosts: Path, script: list[str]) -> int:
         script: a user's script and its arguments; empty: the built-in task.
 
     Returns:
-        The exit code: 0 if a peer finished, 1 if none did, 2, 4 or 5 if a peer ended so, 130 if interrupted.
+        The exit code: 0 if a peer finished and its script ended well, 1 if none did, 2, 4 or 5 if a peer ended so,
+        130 if interrupted.
 
     Raises:
         UsageError: settings, hosts file or script are not right; nothing was started then.
@@ -58,8 +59,12 @@ def launch(given: RunConfig, hosts: Path, script: list[str]) -> int:
         raise UsageError(f"--min-peers {given.sync.min_peers} is more than the {len(peers)} peers here", hosts)
     settings = build.effective(given, len(peers), bool(script))
     here = local_ranks(peers, settings.exchange.advertise, hosts)
-    for rank in here:
-        bind_host(peers[rank], settings.exchange.bind, hosts)
+    for peer in (peers[rank] for rank in here):
+        bind_host(peer, settings.exchange.bind, hosts)
+        if peer.device is None:
+            build.check_device(settings.run.device, "--device")
+        else:
+            build.check_device(peer.device, "device=", hosts, peer.line)
     if not script_exists(script):
         raise UsageError("no such script", file=script[0])
     settings = _named(settings)
@@ -142,6 +147,7 @@ class _Run:
         self._children: dict[int, Child] = {}
         self._results: dict[int, dict[str, Any]] = {}
         self._left: set[int] = set()
+        self._failed_after: set[int] = set()  # finished, and then their scripts failed
         self._exit: int | None = None  # why all are stopped, once they are
         self._stop_by: float | None = None
         self._sent: int | None = None  # the signal that peers were sent last
@@ -155,6 +161,7 @@ class _Run:
                 for rank in self._standings:
                     self._start(rank, selector)
                 self._follow(selector)
+                self._display.refresh(last=self._exit is None)
             finally:
                 for child in self._children.values():
                     child.signal(signal.SIGKILL)
@@ -169,7 +176,7 @@ class _Run:
         summary = self._sum_up(ended - (self._began or ended))
         summary.write(self._directory)
         self._tell_end(summary)
-        return 0 if self._results else 1
+        return 0 if self._results.keys() - self._failed_after else 1
 
     # --- processes ----------------------------------------------------------------------------------
 
@@ -214,7 +221,7 @@ class _Run:
                     child.signal(signal.SIGKILL)
 
     def _printed(self, name: str, line: str) -> None:
-        if self._exit is None:  # what interrupted processes still print are tracebacks of the interruption
+        if self._exit != 130:  # what interrupted processes still print are tracebacks of the interruption
             self._display.line(f"[{name}] {line}")
 
     def _told(self, rank: int, word: dict[str, Any]) -> None:
@@ -249,7 +256,12 @@ class _Run:
         self._stop(code, signal.SIGKILL)
 
     def _ended(self, rank: int, child: Child) -> None:
-        if rank in self._results or rank in self._left or self._exit is not None:
+        if rank in self._left or self._exit is not None:
+            return
+        if rank in self._results:
+            if child.process.returncode > 0:  # killed after it has finished: as good as done
+                self._failed_after.add(rank)
+                self._display.line(f"{self._peers[rank].name} finished, but its process ended: {child.how_it_ended()}")
             return
         if self._sent == signal.SIGTERM:  # asked to: before it had joined, or it took too long and was killed
             self._standings[rank].state = "left"
@@ -301,7 +313,7 @@ class _Run:
     def _sum_up(self, seconds: float) -> Summary:
         reports: list[dict[str, Any] | None] = [None] * len(self._peers)
         accuracy = None
-        for rank, result in self._results.items():
+        for rank, result in sorted(self._results.items()):
             reports[rank] = result["report"]
             # Peers on other machines have told theirs to these.
             for other, report in result["reports"].items():

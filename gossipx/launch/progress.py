@@ -69,10 +69,10 @@ class Display:
         else:
             self.console.print(text, markup=False, emoji=False, soft_wrap=True)
 
-    def refresh(self) -> None:
-        """Draw, if it is time."""
+    def refresh(self, last: bool = False) -> None:
+        """Draw, if it is time, or if it is the last time."""
         now = time.monotonic()
-        if now < self._next:
+        if now < self._next and not last:
             return
         self._next = now + (0.2 if self._live is not None else LINES_EVERY)
         if self._live is not None:

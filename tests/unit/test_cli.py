@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from click.testing import CliRunner, Result
 
 from gossipx.cli import main
 from gossipx.config import KEYS
+from gossipx.launch.environment import ENV_DEBUG
 from gossipx.metrics import Summary
 from gossipx.metrics.summary import FILE
 
@@ -191,10 +193,15 @@ def test_more_peers_asked_for_than_there_are(place: Path) -> None:
     assert told == "hosts.txt: --min-peers 3 is more than the 2 peers here"
 
 
-def test_debug_shows_where_an_error_comes_from(place: Path) -> None:
-    result = gossipx("--debug", "run", "--peers", "none.txt")
+@pytest.mark.parametrize("arguments", [["--debug", "run"], ["run", "--debug"]])
+def test_debug_shows_where_an_error_comes_from(
+    place: Path, arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(ENV_DEBUG, "")
+    result = gossipx(*arguments, "--peers", "none.txt")
     assert result.exit_code != 0
     assert type(result.exception).__name__ == "UsageError"
+    assert os.environ[ENV_DEBUG], "for the peers"
 
 
 # --- compare ------------------------------------------------------------------------------------------

@@ -247,6 +247,16 @@ def test_advertise_must_name_a_line(tmp_path: Path) -> None:
     assert str(caught.value).startswith(f"{file}: ")
 
 
+def test_two_words_for_one_address_are_refused(tmp_path: Path) -> None:
+    """[34]"""
+    file = hosts(tmp_path, "localhost slots=2\n\n127.0.0.1:29401\n")
+    with pytest.raises(
+        UsageError, match=r"'127\.0\.0\.1:29401' is the same address as 'localhost:29401' on line 1"
+    ) as caught:
+        local_ranks(read_hosts(file), None, file)
+    assert str(caught.value).startswith(f"{file}:3: ")
+
+
 @pytest.mark.parametrize("name", [NO_SUCH_NAME, "two..dots", f"{'long' * 20}.example"])
 def test_a_name_that_does_not_resolve_is_told_with_its_line(tmp_path: Path, name: str) -> None:
     """[35] Also one that no name server is asked for, because it can be nobody's."""
@@ -286,6 +296,14 @@ def test_a_peer_off_loopback_must_be_told_to_listen_there(tmp_path: Path, host: 
     with pytest.raises(UsageError, match=r"give --bind 0\.0\.0\.0 .* on a network that you trust") as caught:
         bind_host(read_hosts(file)[0], bind, file)
     assert str(caught.value).startswith(f"{file}:2: ") and host.strip("[]") in str(caught.value)
+
+
+@pytest.mark.parametrize("bind", [ELSEWHERE, "2001:db8::7"])
+def test_a_peer_on_loopback_is_not_found_at_another_address(tmp_path: Path, bind: str) -> None:
+    file = hosts(tmp_path, "# one\nlocalhost slots=2\n")
+    with pytest.raises(UsageError, match=f"'localhost' is loopback, where peers that listen on {bind}") as caught:
+        bind_host(read_hosts(file)[0], bind, file)
+    assert str(caught.value).startswith(f"{file}:2: ")
 
 
 # --- agreeing on the list -----------------------------------------------------------------------------

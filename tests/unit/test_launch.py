@@ -140,11 +140,31 @@ def test_what_a_peer_is_told(run: Run, tmp_path: Path, mine: Path, monkeypatch: 
         (here / f"told-{rank}").write_text(json.dumps([os.environ[name] for name in names]))
         finish()
     """
-    peers = "localhost slots=2 device=cuda:1\nlocalhost:7"
-    assert run(body, peers=peers, threads=2, device="cuda:0") == 0
+    peers = "localhost slots=2 device=cpu:0\nlocalhost:7"
+    assert run(body, peers=peers, threads=2, device="cpu") == 0
     told = [json.loads((tmp_path / f"told-{rank}").read_text(encoding="utf-8")) for rank in range(3)]
     files = [str(mine / "config.toml"), str(mine / "hosts.txt")]
-    assert told == [[*files, device, "2"] for device in ("cuda:1", "cuda:1", "cuda:0")]
+    assert told == [[*files, device, "2"] for device in ("cpu:0", "cpu:0", "cpu")]
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:77", "mps:5", "meta"])
+def test_a_device_that_is_not_here_is_refused_before_anything_starts(run: Run, mine: Path, device: str) -> None:
+    with pytest.raises(UsageError, match=f"--device '{device}'"):
+        run("finish()", device=device)
+    with pytest.raises(UsageError, match=f"hosts.txt:2: device= '{device}'"):
+        run("finish()", peers=f"localhost\nlocalhost:7 device={device}")
+    assert not mine.exists()
+
+
+def test_a_script_that_fails_after_the_finish_fails(run: Run, mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its figures are kept; the run has failed if no peer's script ended well."""
+    assert run("finish(); sys.exit(rank)", peers="localhost slots=3") == 0
+    printed = capsys.readouterr().out
+    assert f"{NAMES[1]} finished, but its process ended: exit code 1" in printed
+    assert f"{NAMES[2]} finished, but its process ended: exit code 2" in printed
+    assert read(mine).lost == []
+    assert run("finish(); sys.exit(3)", peers="localhost slots=3", overwrite=True) == 1
+    assert read(mine).retrievals == [10, 11, 12]
 
 
 def test_a_number_of_threads_in_the_environment_stands(
