@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import Any
 
 from gossipx.messages import Reply, Request
 
@@ -55,6 +56,18 @@ class FiguresReady:
     """The final figures of this peer are known; ``report`` goes to all others."""
 
     report: dict[str, object]
+
+
+@dataclass(frozen=True)
+class Restored:
+    """The model is another one now, a checkpoint's, that has seen ``step`` iterations.
+
+    Attributes:
+        sync: what :meth:`gossipx.sync.SyncManager.state_dict` gave when the checkpoint was written.
+    """
+
+    step: int
+    sync: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -121,6 +134,7 @@ Event = (
     | StepDone
     | TrainingEnded
     | FiguresReady
+    | Restored
     | LeaveRun
     | Received
     | Replied

@@ -181,6 +181,11 @@ class ParameterArena:
         self._advance(vectors, buffer)
         return math.sqrt(squared)
 
+    def restored(self, step: int) -> None:
+        """The weights were set from outside, to a checkpoint that has seen ``step`` iterations: count from here."""
+        self.step = step
+        self._advance(*self._room())
+
     def _room(self) -> tuple[list[Tensor], HostBuffer | None]:
         """Memory for one boundary on the module's device, that nobody holds."""
         if self._on_host:

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -33,6 +34,7 @@ from gossipx.actor import (
     Poisoned,
     Received,
     Replied,
+    Restored,
     Resume,
     Send,
     SetTimer,
@@ -284,6 +286,20 @@ class Driver:
             return
         self._notes[topic] = (now, 0)
         log.warning("%s%s", text, f" ({held_back} more like it before)" if held_back else "")
+
+    # --- checkpoints --------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next decision depends on, as plain data."""
+        with self._lock:
+            return {"iteration": self.arena.step, "sync": self.role.sync.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what :meth:`state_dict` gave; the weights are there already."""
+        self.arena.restored(state["iteration"])
+        self.tell(Restored(state["iteration"], state["sync"]))
+        if self.role.sync.policy.uses_drift:
+            self.set_reference()
 
     # --- drift --------------------------------------------------------------------------------------
 

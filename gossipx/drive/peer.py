@@ -134,6 +134,21 @@ class Peer:
         self._last[tag] = value
         self._recorder.scalar(tag, value, self._arena.step)
 
+    def state_dict(self) -> dict[str, Any]:
+        """This peer's part of a checkpoint, plain data: iterations done, and what the policy's next decision needs.
+
+        The model and the optimizer have state of their own, which belongs beside it.
+        """
+        return self._driver.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint; call it after the model's own values are loaded, which come after joining.
+
+        Args:
+            state: what :meth:`state_dict` gave, under the same policy.
+        """
+        self._driver.load_state_dict(state)
+
     def shard(self, dataset: Dataset[Any]) -> Subset[Any]:
         """This peer's part of a data set, by the run's ``partition``; the parts of all peers are disjoint and cover it.
 

@@ -30,6 +30,7 @@ from gossipx.actor import (
     Poisoned,
     Received,
     Replied,
+    Restored,
     Resume,
     Send,
     SetTimer,
@@ -174,6 +175,8 @@ class PeerRole:
             case FiguresReady():
                 self.report = event.report
                 return [Wait(), *self._gather(Stage.DONE, now)]
+            case Restored(step, sync):
+                return self._restored(step, sync)
             case LeaveRun():
                 return self._leave(now)
 
@@ -479,6 +482,13 @@ class PeerRole:
         if event:
             return self._decide(event, now)
         return [Resume()] if self.settings.blocking else []
+
+    def _restored(self, step: int, sync: dict[str, Any]) -> list[Effect]:
+        self.step = step
+        self.sync.load_state_dict(sync)
+        # A pull under way would add its difference to the model that is no more; its answer is forgotten when it comes.
+        pull, self._pull = self._pull, None
+        return [Forget(pull.ticket)] if pull and pull.reply else []
 
     # --- the finish -------------------------------------------------------------------------------
 

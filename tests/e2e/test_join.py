@@ -112,6 +112,59 @@ tell(peer, parts=parts)
         assert sorted(itertools.chain(*parts)) == list(range(100))
 
 
+@pytest.mark.parametrize("policy", ["random:p=0", "drift:distance=1000"])
+def test_a_checkpoint_goes_on_as_if_nothing_had_been(two: Folder, policy: str) -> None:
+    """Iterations, the policy's state (through JSON) and the deltas to come: the way back is no step."""
+    script = two.script(
+        TEN_LINES
+        + """
+import copy
+with peer:
+    train(peer, model, optimizer, 15)
+    mine = json.dumps(peer.state_dict())
+    kept = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    train(peer, model, optimizer, 30)
+    straight = [peer.state_dict(), [parameter.tolist() for parameter in model.parameters()]]
+    model.load_state_dict(kept[0])
+    optimizer.load_state_dict(kept[1])
+    peer.load_state_dict(json.loads(mine))
+    resumed = peer.iteration
+    train(peer, model, optimizer, 30)
+    again = [peer.state_dict(), [parameter.tolist() for parameter in model.parameters()]]
+tell(peer, straight=straight, again=again, resumed=resumed)
+"""
+    )
+    run = two.run("--policy", policy, "--peer-timeout", "20", script, two.path)
+    for rank in range(2):
+        told = two.told(rank)
+        assert told["resumed"] == 15 and told["straight"] == told["again"]
+        assert told["straight"][0]["sync"]["since"]["travelled"] > 0
+    assert agree(run, 2)
+
+
+def test_a_pull_under_way_is_dropped_by_going_back(two: Folder) -> None:
+    """Its difference is to a model that is no more; the next ones are mixed as ever."""
+    script = two.script(
+        TEN_LINES
+        + """
+import copy
+with peer:
+    train(peer, model, optimizer, 10)
+    mine, kept = peer.state_dict(), copy.deepcopy(model.state_dict())
+    for _ in range(20):
+        train(peer, model, optimizer, 12)
+        model.load_state_dict(kept)
+        peer.load_state_dict(mine)
+    back = [peer.state_dict()["sync"]["counts"] == mine["sync"]["counts"], peer.iteration]
+    train(peer, model, optimizer, 60)
+tell(peer, back=back)
+"""
+    )
+    run = two.run("--policy", "tau:1", "--peer-timeout", "20", script, two.path)
+    assert [two.told(rank)["back"] for rank in range(2)] == [[True, 10]] * 2
+    assert run.summary["lost"] == [] and agree(run, 2)
+
+
 # --- models -------------------------------------------------------------------------------------------
 
 ZOO = """
