@@ -303,7 +303,7 @@ class Peer:
             "skipped": sync.skipped,
             "failed": sync.failed,
             "poisoned": self._role.counts.poisoned,
-            "finish_rounds_lost": self._role.counts.agreement_rounds_lost,
+            "finish_rounds_lost": self._role.rounds_lost,
             "consensus_distance": figures.distance,
         }
 

@@ -10,12 +10,17 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-from gossipx.messages import AgreeRequest
+from gossipx.actor import Answer, Answered, Effect, Mix, Note, Received, Resume, SetTimer
+from gossipx.messages import AgreeRequest, ModelReply, NotReadyReply
+from gossipx.peer.requests import Requests
 from gossipx.topology import Meeting, agreement_meeting, agreement_rounds
+
+TIMER = "round"
+"""Timers of an agreement are named by this and the number of the round."""
 
 
 @dataclass
-class Round:
+class _Round:
     """One peer's view of the round that it is in.
 
     Attributes:
@@ -39,64 +44,152 @@ class Round:
 
 
 class Agreement:
-    """Where a peer stands in an agreement.
+    """One peer's way through the rounds. Each method says what is to be done; at the end that is to go on.
 
     Args:
         rank: one's own.
         members: ranks that take part, ascending, ``rank`` among them.
+        step: iterations that one's own model has seen.
+        requests: the role's.
+        timeout: seconds that a partner is waited for.
 
     Attributes:
-        weight: how many peers' models one's own is the mean of.
-        number: the round one is in, from 0; ``rounds`` when it is over.
         lost: rounds that a missing partner cost.
     """
 
-    def __init__(self, rank: int, members: tuple[int, ...]):
-        self.members = members
-        self.weight = 1
-        self.number = -1
-        self.rounds = agreement_rounds(len(members))
-        self.round: Round | None = None
+    def __init__(self, rank: int, members: tuple[int, ...], step: int, requests: Requests, timeout: float):
         self.lost = 0
-        self.missing: set[int] = set()
+        self._members = members
         self._position = members.index(rank)
+        self._step = step
+        self._requests = requests
+        self._timeout = timeout
+        self._weight = 1  # how many peers' models our own is the mean of
+        self._rounds = agreement_rounds(len(members))
+        self._number = -1  # of the round we are in; as many as there are when it is over
+        self._round: _Round | None = None
+        self._missing: set[int] = set()
+        self._held: list[Received] = []  # requests of a later round than ours
 
-    @property
-    def over(self) -> bool:
-        """Whether all rounds are done."""
-        return self.number >= self.rounds
+    # --- rounds -----------------------------------------------------------------------------------
 
-    def next_meeting(self) -> tuple[int, Meeting] | None:
-        """Enter the next round in which somebody is met; None if there is none: it is over."""
-        self.round = None
-        while self.number + 1 < self.rounds:
-            self.number += 1
-            meeting = agreement_meeting(self._position, self.number, len(self.members))
+    def next_round(self, now: float) -> list[Effect]:
+        """Enter the first round, or the next; answer who came to it before us."""
+        effects: list[Effect] = []
+        step = self._next_meeting()
+        if step is None:
+            effects.append(Resume())
+        else:
+            partner, meeting = step
+            deadline = now + self._timeout
+            ticket = None
+            if meeting.takes:
+                send = self._requests.send(partner, AgreeRequest(self._number, self._members), deadline)
+                ticket = send.ticket
+                effects.append(send)
+            self._round = _Round(partner, meeting, ticket, taken=not meeting.takes, given=not meeting.gives)
+            effects.append(SetTimer(f"{TIMER} {self._number}", deadline))
+        for event in self.leave():
+            effects += self.requested(event, now)
+        return effects
+
+    def _next_meeting(self) -> tuple[int, Meeting] | None:
+        """Count on to the next round in which somebody is met; None if there is none: it is over."""
+        self._round = None
+        while self._number + 1 < self._rounds:
+            self._number += 1
+            meeting = agreement_meeting(self._position, self._number, len(self._members))
             if meeting is None:
                 continue
-            partner = self.members[meeting.partner]
-            if partner not in self.missing:
+            partner = self._members[meeting.partner]
+            if partner not in self._missing:
                 return partner, meeting
             self.lost += 1
-        self.number = self.rounds
+        self._number = self._rounds
         return None
 
-    def share(self) -> float:
-        """The share of the partner's model in the mean of the two."""
-        assert self.round is not None
-        return 1.0 if self.round.meeting.whole else self.round.weight / (self.weight + self.round.weight)
+    def _complete(self, now: float) -> list[Effect]:
+        """Once both models have crossed, mix; neither partner changes what the other is still to read."""
+        current = self._round
+        if current is None or current.mixing or not (current.taken and current.given):
+            return []
+        if not current.weight:
+            return self.next_round(now)
+        assert current.ticket is not None
+        current.mixing = True
+        whole = current.meeting.whole
+        return [Mix(current.ticket, 1.0 if whole else current.weight / (self._weight + current.weight))]
 
-    def mixed(self) -> None:
-        """The partner's model is in."""
-        assert self.round is not None
-        self.weight = self.round.weight + (0 if self.round.meeting.whole else self.weight)
+    # --- the partner's model comes in -------------------------------------------------------------
 
-    def wants(self, sender: int, request: AgreeRequest) -> str:
-        """What to do with a request: ``answer`` it now, ``hold`` it until its round, or ``refuse`` it."""
-        if request.members != self.members or request.round >= self.rounds or request.round < self.number:
-            return "refuse"
-        if request.round > self.number:
-            return "hold"
-        current = self.round
-        at_hand = current is not None and current.partner == sender and not current.given and not current.mixing
-        return "answer" if at_hand else "refuse"
+    def is_current(self, ticket: int) -> bool:
+        """Whether ``ticket`` is our request of this round."""
+        return self._round is not None and self._round.ticket == ticket
+
+    def taken(self, weight: int, now: float) -> list[Effect]:
+        """The partner's model is here, the mean of ``weight`` models."""
+        assert self._round is not None
+        self._round.taken = True
+        self._round.weight = weight
+        return self._complete(now)
+
+    def mixed(self, now: float) -> list[Effect]:
+        """The partner's model is mixed."""
+        assert self._round is not None
+        self._weight = self._round.weight + (0 if self._round.meeting.whole else self._weight)
+        return self.next_round(now)
+
+    def poisoned(self, now: float) -> list[Effect]:
+        """The partner's model was not mixed."""
+        assert self._round is not None
+        text = f"the model of peer {self._round.partner} holds NaN or Inf: not mixed in the finish"
+        return [Note("poisoned", text), *self.next_round(now)]
+
+    def partner_lost(self, now: float) -> list[Effect]:
+        """The partner did not come, or not whole: the round is lost, and no further one is spent on waiting for it."""
+        current = self._round
+        if current is None or current.mixing:
+            return []
+        note = Note("round", f"peer {current.partner} did not come to a round of the finish")
+        self._missing.add(current.partner)
+        if current.weight:  # its model is here, only ours did not reach it
+            current.given = True
+            return [note, *self._complete(now)]
+        self.lost += 1
+        return [note, *self.next_round(now)]
+
+    def timer(self, number: int, now: float) -> list[Effect]:
+        """The time of a round is over."""
+        return self.partner_lost(now) if number == self._number else []
+
+    # --- ours goes out ----------------------------------------------------------------------------
+
+    def requested(self, event: Received, now: float) -> list[Effect]:
+        """Another asks for our model: give it in the round that both mean, now or when we are there."""
+        assert isinstance(event.request, AgreeRequest)
+        request, current = event.request, self._round
+        same = request.members == self._members and request.round < self._rounds
+        if same and request.round > self._number:
+            self._held.append(event)
+            return []
+        met = current is not None and current.partner == event.sender and not current.given and not current.mixing
+        deadline = now + self._timeout
+        if current is None or not (same and met and request.round == self._number):
+            refusal = NotReadyReply("it is not in that round, or not with these peers")
+            return [Answer(event.key, refusal, deadline)]
+        current.answering = event.key
+        return [Answer(event.key, ModelReply(self._step, self._weight), deadline)]
+
+    def answered(self, event: Answered, now: float) -> list[Effect]:
+        """An answer was handed over, or not."""
+        current = self._round
+        if current is None or event.key != current.answering:
+            return []
+        current.answering = None
+        current.given = event.whole  # if not, the partner may ask again
+        return self._complete(now)
+
+    def leave(self) -> list[Received]:
+        """Requests that are still to be answered; they are no longer this agreement's."""
+        held, self._held = self._held, []
+        return held

@@ -54,8 +54,9 @@ from gossipx.messages import (
     Stage,
 )
 from gossipx.mixing import Average, Mixing
-from gossipx.peer.agreement import Agreement, Round
+from gossipx.peer.agreement import TIMER, Agreement
 from gossipx.peer.membership import Membership
+from gossipx.peer.requests import Requests
 from gossipx.sync import SyncManager
 from gossipx.topology import Topology
 
@@ -97,12 +98,10 @@ class Counts:
     Attributes:
         poisoned: received models that held NaN or Inf and were refused.
         alone: decisions to pull when no neighbour could be asked.
-        agreement_rounds_lost: rounds of the finish that a missing partner cost.
     """
 
     poisoned: int = 0
     alone: int = 0
-    agreement_rounds_lost: int = 0
 
 
 @dataclass
@@ -131,19 +130,18 @@ class PeerRole:
     step: int = field(default=0, init=False)
     counts: Counts = field(default_factory=Counts, init=False)
     report: dict[str, Any] = field(default_factory=dict, init=False)  # our final figures, once known
+    agreement: Agreement | None = field(default=None, init=False)
     sound: bool = field(default=True, init=False)  # whether our own model is finite: no other is given
     _pull: _Pull | None = field(default=None, init=False)
     _decide_after_mix: StepDone | None = field(default=None, init=False)
     _finish_after_mix: bool = field(default=False, init=False)
-    _tickets: dict[int, tuple[int, Request]] = field(default_factory=dict, init=False)  # ours, not yet answered
-    _last_ticket: int = field(default=0, init=False)
+    _requests: Requests = field(default_factory=Requests, init=False)
     _deadline: float = field(default=0.0, init=False)  # of the stage that others are waited for in
     _gathering: bool = field(default=False, init=False)  # others are waited for
     _telling: dict[Hashable, int] = field(default_factory=dict, init=False)  # answers with our figures, and to whom
     _adopting: int | None = field(default=None, init=False)  # JOINING: the ticket of a first model
     _giver: int = field(default=-1, init=False)  # ... and who was asked for it
-    _agreement: Agreement | None = field(default=None, init=False)
-    _held: list[Received] = field(default_factory=list, init=False)  # requests of a later round than ours
+    _early: list[Received] = field(default_factory=list, init=False)  # they agree already, and wait for us
 
     def __post_init__(self) -> None:
         neighbours = self.topology.neighbours[self.rank]
@@ -180,16 +178,16 @@ class PeerRole:
             case LeaveRun():
                 return self._leave(now)
 
+    @property
+    def rounds_lost(self) -> int:
+        """Rounds of the finish that a missing partner cost."""
+        return self.agreement.lost if self.agreement else 0
+
     def missing(self) -> list[int]:
         """Ranks whose final figures have not come."""
         return [rank for rank, other in self.members.others.items() if other.stage is not Stage.DONE]
 
     # --- requests in general ----------------------------------------------------------------------
-
-    def _send(self, to: int, request: Request, deadline: float, capture: bool = False) -> Send:
-        self._last_ticket += 1
-        self._tickets[self._last_ticket] = (to, request)
-        return Send(self._last_ticket, to, request, deadline, capture)
 
     def _received(self, event: Received, now: float) -> list[Effect]:
         self.members.heard(event.sender)
@@ -219,7 +217,7 @@ class PeerRole:
         return Answer(key, reply, now + self.settings.peer_timeout, whole)
 
     def _replied(self, event: Replied, now: float) -> list[Effect]:
-        to, request = self._tickets.pop(event.ticket)
+        to, request = self._requests.close(event.ticket)
         self.members.heard(to)
         match request, event.reply:
             case ArriveRequest(), HereReply(stage, report):
@@ -233,8 +231,8 @@ class PeerRole:
                 return [Adopt(event.ticket)]
             case PullRequest(), ModelReply() if self._pull and self._pull.ticket == event.ticket:
                 return self._arrived(event.reply, now)
-            case AgreeRequest(), ModelReply(_, weight) if self._is_current(event.ticket):
-                return self._partner_model(weight, now)
+            case AgreeRequest(), ModelReply(_, weight) if agreement := self._meeting(event.ticket):
+                return agreement.taken(weight, now)
             case LeaveRequest(), _:
                 return self._gone_if_told()
             case _, NotReadyReply() if not isinstance(request, ArriveRequest):
@@ -244,7 +242,7 @@ class PeerRole:
                 return [Forget(event.ticket)]
 
     def _failed(self, event: Failed, now: float) -> list[Effect]:
-        to, request = self._tickets.pop(event.ticket)
+        to, request = self._requests.close(event.ticket)
         if isinstance(request, LeaveRequest):
             return self._gone_if_told()
         effects: list[Effect] = []
@@ -270,8 +268,8 @@ class PeerRole:
                 return [Forget(ticket), SetTimer(f"announce {to}", self.members.others[to].rests_until)]
             case PullRequest() if self._pull and self._pull.ticket == ticket:
                 return [Forget(ticket), *self._pull_elsewhere(to, now)]
-            case AgreeRequest() if self._is_current(ticket):
-                return [Forget(ticket), *self._partner_lost(now)]
+            case AgreeRequest() if agreement := self._meeting(ticket):
+                return [Forget(ticket), *agreement.partner_lost(now)]
             case _:
                 return [Forget(ticket)]
 
@@ -281,8 +279,8 @@ class PeerRole:
             return self._announce_again(int(rank), now) if self._gathering else []
         if what == "gather":
             return self._gather_timer(now) if self._gathering else []
-        if what == "round" and self._agreement and self._agreement.number == int(rank):
-            return self._partner_lost(now)
+        if what == TIMER and self.agreement is not None and self.stage is Stage.AGREE:
+            return self.agreement.timer(int(rank), now)
         return []
 
     def _enough(self) -> list[Effect]:
@@ -305,7 +303,7 @@ class PeerRole:
     def _announce(self, rank: int, now: float) -> Send:
         # One that is lost may be back, but is not waited for as long again.
         patience = self.settings.peer_timeout / (10 if self.members.others[rank].lost else 1)
-        return self._send(rank, ArriveRequest(self.stage, self.incarnation, self.report), now + patience)
+        return self._requests.send(rank, ArriveRequest(self.stage, self.incarnation, self.report), now + patience)
 
     def _announce_again(self, rank: int, now: float) -> list[Effect]:
         """A rest after a fault of ``rank`` is over: it may be told again, or asked again for its model."""
@@ -327,8 +325,7 @@ class PeerRole:
             return self._look_for_a_model(now)
         if not all(self._has_come(rank) for rank in self.members.awaited()):
             return []
-        asked = {to for to, request in self._tickets.values() if isinstance(request, ArriveRequest)}
-        if any(self.members.others[rank].lost for rank in asked):
+        if any(self.members.others[rank].lost for rank in self._requests.asked(ArriveRequest)):
             return []  # it is being asked whether it is back
         return self._gathered(now)
 
@@ -367,10 +364,10 @@ class PeerRole:
             if other.stage not in (None, Stage.JOINING) and other.may_be_asked(now) and not other.lost
         ]
         if givers:
-            request = self._send(min(givers), InitialRequest(), now + self.settings.peer_timeout)
+            request = self._requests.send(min(givers), InitialRequest(), now + self.settings.peer_timeout)
             self._adopting, self._giver = request.ticket, request.to
             return [request]
-        asked = {to for to, request in self._tickets.values() if isinstance(request, ArriveRequest)}
+        asked = self._requests.asked(ArriveRequest)
         known = all(rank not in asked or other.stage is not None for rank, other in others.items())
         return self._gather(Stage.START, now) if self.rank == 0 and known else []
 
@@ -416,7 +413,8 @@ class PeerRole:
 
     def _pull_from(self, to: int, tried: frozenset[int], now: float) -> Send:
         request = PullRequest(self.step)
-        send = self._send(to, request, now + self.settings.peer_timeout, capture=not self.settings.blocking)
+        deadline = now + self.settings.peer_timeout
+        send = self._requests.send(to, request, deadline, capture=not self.settings.blocking)
         self._pull = _Pull(send.ticket, to, tried | {to})
         return send
 
@@ -444,10 +442,8 @@ class PeerRole:
         if self._adopting == ticket:
             self._adopting = None
             return self._gather(Stage.START, now)
-        if self._is_current(ticket):
-            assert self._agreement is not None
-            self._agreement.mixed()
-            return self._next_round(now)
+        if agreement := self._meeting(ticket):
+            return agreement.mixed(now)
         if self._pull and self._pull.ticket == ticket:
             self.sync.completed()
         return self._after_mix(now)
@@ -456,10 +452,8 @@ class PeerRole:
         self.counts.poisoned += 1
         if self.stage is Stage.LEFT:
             return []
-        if self._agreement is not None and self._agreement.round is not None and self._is_current(ticket):
-            partner = self._agreement.round.partner
-            note = Note("poisoned", f"the model of peer {partner} holds NaN or Inf: not mixed in the finish")
-            return [note, *self._next_round(now)]
+        if agreement := self._meeting(ticket):
+            return agreement.poisoned(now)
         adopting = self._adopting == ticket
         assert adopting or self._pull is not None
         sender = self._giver if adopting or self._pull is None else self._pull.to
@@ -509,8 +503,12 @@ class PeerRole:
         """Begin the agreement with ``members``; None: all that are here."""
         self.stage = Stage.AGREE
         here = [r for r in self.members.awaited() if self.members.others[r].stage in (Stage.FINISH, Stage.AGREE)]
-        self._agreement = Agreement(self.rank, members or tuple(sorted([self.rank, *here])))
-        return self._next_round(now)
+        members = members or tuple(sorted([self.rank, *here]))
+        agreement = Agreement(self.rank, members, self.step, self._requests, self.settings.peer_timeout)
+        self.agreement = agreement
+        early, self._early = self._early, []
+        begun = agreement.next_round(now)
+        return begun + [effect for event in early for effect in agreement.requested(event, now)]
 
     def _may_follow(self, event: Received) -> bool:
         """Still waiting at FINISH, and one that no longer does asks: all must mean the same members, so follow it."""
@@ -520,98 +518,31 @@ class PeerRole:
         sound = {self.rank, event.sender} <= set(members) <= known and members == tuple(sorted(set(members)))
         return sound and self._gathering and self.stage is Stage.FINISH
 
-    def _next_round(self, now: float) -> list[Effect]:
-        assert self._agreement is not None
-        step = self._agreement.next_meeting()
-        effects: list[Effect] = []
-        if step is None:
-            self.counts.agreement_rounds_lost = self._agreement.lost
-            effects.append(Resume())
-        else:
-            partner, meeting = step
-            deadline = now + self.settings.peer_timeout
-            number = self._agreement.number
-            ticket = None
-            if meeting.takes:
-                send = self._send(partner, AgreeRequest(number, self._agreement.members), deadline)
-                ticket = send.ticket
-                effects.append(send)
-            self._agreement.round = Round(partner, meeting, ticket, taken=not meeting.takes, given=not meeting.gives)
-            effects.append(SetTimer(f"round {number}", deadline))
-        held, self._held = self._held, []
-        for event in held:
-            effects += self._agree_requested(event, now)
-        return effects
-
     def _agree_requested(self, event: Received, now: float) -> list[Effect]:
         assert isinstance(event.request, AgreeRequest)
-        agreement = self._agreement
-        if agreement is None:
-            if self._may_follow(event):
-                self._held.append(event)
-                self._gathering = False
-                return self._agree(now, event.request.members)
-            if self.stage in (Stage.START, Stage.TRAIN, Stage.FINISH):
-                self._held.append(event)
-                return []
-            return [self._answer(event.key, NotReadyReply("it takes part in no agreement"), now)]
-        match agreement.wants(event.sender, event.request):
-            case "answer":
-                assert agreement.round is not None
-                agreement.round.answering = event.key
-                return [self._answer(event.key, ModelReply(self.step, agreement.weight), now)]
-            case "hold":
-                self._held.append(event)
-                return []
-            case _:
-                return [self._answer(event.key, NotReadyReply("it is not in that round, or not with these peers"), now)]
+        if self.agreement is not None and self.stage is not Stage.LEFT:
+            return self.agreement.requested(event, now)
+        if self._may_follow(event):
+            self._early.append(event)
+            self._gathering = False
+            return self._agree(now, event.request.members)
+        if self.stage in (Stage.START, Stage.TRAIN, Stage.FINISH):
+            self._early.append(event)
+            return []
+        return [self._answer(event.key, NotReadyReply("it takes part in no agreement"), now)]
 
-    def _is_current(self, ticket: int) -> bool:
-        current = self._agreement.round if self._agreement else None
-        return current is not None and current.ticket == ticket
-
-    def _partner_model(self, weight: int, now: float) -> list[Effect]:
-        assert self._agreement is not None and self._agreement.round is not None
-        self._agreement.round.taken = True
-        self._agreement.round.weight = weight
-        return self._round_complete(now)
+    def _meeting(self, ticket: int) -> Agreement | None:
+        """The agreement, if ``ticket`` is our request of the round that it is in."""
+        current = self.agreement is not None and self.stage is not Stage.LEFT and self.agreement.is_current(ticket)
+        return self.agreement if current else None
 
     def _answered(self, event: Answered, now: float) -> list[Effect]:
         told = self._telling.pop(event.key, None)
         if told is not None and event.whole:
             self.members.others[told].knows = True
-        current = self._agreement.round if self._agreement else None
-        if current is not None and event.key == current.answering:
-            current.answering = None
-            current.given = event.whole  # if not, the partner may ask again
-            return self._round_complete(now)
+        if self.stage is Stage.AGREE and self.agreement is not None:
+            return self.agreement.answered(event, now)
         return self._look(now)
-
-    def _round_complete(self, now: float) -> list[Effect]:
-        """Once both models have crossed, mix; neither partner changes what the other is still to read."""
-        assert self._agreement is not None
-        current = self._agreement.round
-        if current is None or current.mixing or not (current.taken and current.given):
-            return []
-        if not current.weight:
-            return self._next_round(now)
-        assert current.ticket is not None
-        current.mixing = True
-        return [Mix(current.ticket, self._agreement.share())]
-
-    def _partner_lost(self, now: float) -> list[Effect]:
-        """The partner did not come, or not whole: the round is lost, and no further one is spent on waiting for it."""
-        assert self._agreement is not None
-        current = self._agreement.round
-        if current is None or current.mixing:
-            return []
-        note = Note("round", f"peer {current.partner} did not come to a round of the finish")
-        self._agreement.missing.add(current.partner)
-        if current.weight:  # its model is here, only ours did not reach it
-            current.given = True
-            return [note, *self._round_complete(now)]
-        self._agreement.lost += 1
-        return [note, *self._next_round(now)]
 
     # --- leaving ----------------------------------------------------------------------------------
 
@@ -619,15 +550,16 @@ class PeerRole:
         self.stage = Stage.LEFT
         self._gathering = False
         # Models that still come are forgotten: whoever has been told that this peer leaves counts on its last word.
-        self._pull = self._adopting = self._agreement = None
+        self._pull = self._adopting = None
         self.sync.abandoned(failed=False)
         deadline = now + self.settings.peer_timeout / 10
-        told: list[Effect] = [self._send(rank, LeaveRequest(), deadline) for rank in self.members.awaited()]
-        held, self._held = self._held, []
-        told += [self._answer(event.key, NotReadyReply("it leaves"), now) for event in held]
+        told: list[Effect] = [self._requests.send(rank, LeaveRequest(), deadline) for rank in self.members.awaited()]
+        waiting = self._early + (self.agreement.leave() if self.agreement else [])
+        self._early = []
+        told += [self._answer(event.key, NotReadyReply("it leaves"), now) for event in waiting]
         return [Wait(), *told, *self._gone_if_told()]
 
     def _gone_if_told(self) -> list[Effect]:
         """Resume once every peer that could be told has been told."""
-        telling = any(isinstance(request, LeaveRequest) for _, request in self._tickets.values())
+        telling = self._requests.asked(LeaveRequest)
         return [] if telling or self.stage is not Stage.LEFT else [Resume()]

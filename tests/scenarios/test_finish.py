@@ -43,7 +43,7 @@ def test_any_number_of_peers(size: int):
     assert made.now < 6 + TIMEOUT
     for peer in made.peers.values():
         assert peer.role.sync.retrievals == (2 if size > 1 else 0)
-        assert peer.role.counts.agreement_rounds_lost == 0
+        assert peer.role.rounds_lost == 0
     most = max(len(made.lines(rank, "meets")) for rank in range(size))
     extra = size & (size - 1) != 0  # the first of the two extra rounds gives one way, the last takes
     assert most == (agreement_rounds(size) - 1 if extra else agreement_rounds(size))

@@ -1,0 +1,28 @@
+"""Our requests that are not answered yet."""
+
+from __future__ import annotations
+
+from gossipx.actor import Send
+from gossipx.messages import Request
+
+
+class Requests:
+    """Numbers what a role asks of others, and knows what of it is open."""
+
+    def __init__(self) -> None:
+        self._last = 0
+        self._open: dict[int, tuple[int, Request]] = {}
+
+    def send(self, to: int, request: Request, deadline: float, capture: bool = False) -> Send:
+        """Ask ``to``: the effect, whose ticket is open from now on."""
+        self._last += 1
+        self._open[self._last] = (to, request)
+        return Send(self._last, to, request, deadline, capture)
+
+    def close(self, ticket: int) -> tuple[int, Request]:
+        """It was answered or has failed; whom it went to, and what it was."""
+        return self._open.pop(ticket)
+
+    def asked(self, kind: type[Request]) -> set[int]:
+        """To whom requests of a kind are open."""
+        return {to for to, request in self._open.values() if isinstance(request, kind)}
