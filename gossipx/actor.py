@@ -22,6 +22,7 @@ class Fault(enum.Enum):
 
     UNREACHABLE = "nothing answers at its address"
     TIMEOUT = "no whole answer within the deadline"
+    LOCAL = "this machine lacks file descriptors or threads"
     PROTOCOL = "it sent what the protocol does not allow"
     POISONED = "its model holds NaN or Inf"
 

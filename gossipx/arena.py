@@ -124,7 +124,8 @@ class ParameterArena:
         manifest: one line a tensor; two peers may exchange models if these are equal.
         digest: SHA-256 of the manifest, hexadecimal.
         step: iterations done.
-        lock: guards who holds what; never held while a vector is worked on.
+        lock: guards who holds what; not held while a vector is worked on, but for the copy of a whole model that a
+            joining peer asks for.
         copying: guards copies from the device to host memory.
 
     Raises:
@@ -140,9 +141,10 @@ class ParameterArena:
         self.lock = threading.RLock()
         self.step = 0
         self.sections: list[Section] = []
-        self._tensors = [slot.tensor for slot in slots]
+        self._slots = {slot.name: slot for slot in slots}
         for dtype in sorted({slot.tensor.dtype for slot in slots}, key=str):
             self.sections.append(_lay_out([slot for slot in slots if slot.tensor.dtype == dtype]))
+        self._places = {slot.name: slot.tensor.data_ptr() for slot in slots}
         self.copying = threading.Lock()
         self._on_host = all(section.storage.device.type == "cpu" for section in self.sections)
         self._free: dict[bool, list[HostBuffer]] = {False: [], True: []}
@@ -174,17 +176,37 @@ class ParameterArena:
         squared = 0.0
         vectors, buffer = self._room()
         for section, before, after in zip(self.sections, self._now.vectors, vectors, strict=True):
-            change = after[: section.trainable]
-            torch.sub(section.storage[: section.trainable], before[: section.trainable], out=change)
-            squared += _squared_norm(change)
+            if section.trainable:
+                change = after[: section.trainable]
+                torch.sub(section.storage[: section.trainable], before[: section.trainable], out=change)
+                squared += _squared_norm(change)
         self.step += 1
         self._advance(vectors, buffer)
         return math.sqrt(squared)
 
-    def restored(self, step: int) -> None:
-        """The weights were set from outside, to a checkpoint that has seen ``step`` iterations: count from here."""
+    def set_boundary(self, step: int) -> None:
+        """The weights were set from outside, to a model that has seen ``step`` iterations: count from here."""
         self.step = step
         self._advance(*self._room())
+
+    def check(self, module: nn.Module) -> None:
+        """See that what ``module`` trains is still what was laid out; what moves elsewhere is not exchanged.
+
+        Raises:
+            UsageError: the first tensor that is not, by its name, and why.
+        """
+        for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
+            name = plain_name(name)
+            slot = self._slots.get(name)
+            trained = isinstance(tensor, nn.Parameter) and tensor.requires_grad
+            if slot is None:
+                reason = "was added to the model" if trained else None
+            elif tensor.data_ptr() != self._places[name]:
+                reason = "lies in other memory (load_state_dict(assign=True), a change of dtype or device)"
+            else:
+                reason = "is trained, which was frozen" if trained and slot.kind == 2 else None
+            if reason:
+                raise UsageError(f"'{name}' {reason} since the model was joined: change the model before gossipx.join")
 
     def _room(self) -> tuple[list[Tensor], HostBuffer | None]:
         """Memory for one boundary on the module's device, that nobody holds."""
@@ -267,10 +289,10 @@ class ParameterArena:
         return distance
 
     def compare(self, received: HostBuffer, base: HostBuffer | None = None) -> float:
-        """Turn a received model into its difference to another, in place. Changes no weights; any thread may do it.
+        """Turn a received model into what :meth:`commit` mixes, in place. Changes no weights; any thread may do it.
 
         Args:
-            received: x_j; becomes x_j − base.
+            received: x_j; its trained values become x_j − base.
             base: None: x as of the last boundary.
 
         Returns:
@@ -279,17 +301,26 @@ class ParameterArena:
         trained = others = 0.0
         against = base.vectors if base else [vector.cpu() for vector in self._now.vectors]
         for section, theirs, ours in zip(self.sections, received.vectors, against, strict=True):
-            cut = section.trainable
-            trained += _subtract(theirs[:cut], ours[:cut])
-            # A buffer may hold −∞ on both sides, as attention masks do: equal values are no difference.
-            equal = theirs[cut:] == ours[cut:]
-            others += _subtract(theirs[cut:].masked_fill_(equal, 0), ours[cut:].masked_fill(equal, 0))
+            if section.mixed:
+                cut = section.trainable
+                trained += _subtract(theirs[:cut], ours[:cut])
+                # A buffer may hold −∞ on both sides, as attention masks do: equal values are no difference.
+                others += _squared_norm(theirs[cut:].masked_fill(theirs[cut:] == ours[cut:], 0))
         return math.sqrt(trained) if math.isfinite(trained + others) else math.nan
 
-    def commit(self, difference: HostBuffer, share: float) -> None:
-        """x ← x + share · difference: a step boundary, for the training thread or while it waits."""
-        for section, vector in zip(self.sections, difference.vectors, strict=True):
-            section.storage[: section.mixed].add_(vector.to(section.storage.device), alpha=share)
+    def commit(self, compared: HostBuffer, share: float) -> None:
+        """x ← x + share · (x_j − base) for trained values: a step boundary, for the training thread or while it waits.
+
+        A buffer b becomes b + share · (b_j − b): running statistics follow the data and do not add up, so that a
+        difference to what they were at the request could make a variance negative.
+        """
+        for section, vector in zip(self.sections, compared.vectors, strict=True):
+            if section.mixed:
+                cut = section.trainable
+                theirs = vector.to(section.storage.device)
+                section.storage[:cut].add_(theirs[:cut], alpha=share)
+                own, other = section.storage[cut : section.mixed], theirs[cut:]
+                own.copy_(torch.where(own == other, own, own + share * (other - own)))
         self._advance(*self._room())
 
     def adopt(self, received: HostBuffer, step: int) -> bool:
@@ -313,13 +344,14 @@ class ParameterArena:
             sum(
                 _squared_norm(section.storage[: section.trainable].cpu() - vector[: section.trainable])
                 for section, vector in zip(self.sections, reference.vectors, strict=True)
+                if section.trainable
             )
         )
 
     def detach(self) -> None:
         """Give every tensor storage of its own again, as it was before; the arena is not used any further."""
         own: dict[tuple[int, torch.Size], Tensor] = {}  # by place: tied tensors stay tied
-        for tensor in self._tensors:
+        for tensor in (slot.tensor for slot in self._slots.values()):
             place = tensor.data_ptr(), tensor.shape
             if place not in own:
                 own[place] = tensor.detach().clone(memory_format=torch.preserve_format)
@@ -365,7 +397,7 @@ def _slots(module: nn.Module, mix_buffers: bool) -> Iterator[_Slot]:
         found.append(_Slot(name, parameter, 0 if parameter.requires_grad else 2))
     for name, buffer in module.named_buffers():
         if _refusal(buffer) is None and (buffer.is_floating_point() or buffer.is_complex()):
-            found.append(_Slot(plain_name(name), buffer, 1 if mix_buffers else 3))
+            found.append(_Slot(plain_name(name), buffer, 1 if mix_buffers and _can_be_mixed(buffer) else 3))
     devices = {slot.tensor.device for slot in found}
     if len(devices) > 1:
         other = next(slot for slot in found if slot.tensor.device != found[0].tensor.device)
@@ -395,9 +427,16 @@ def _refusal(tensor: Tensor) -> str | None:
         return f"its layout is {tensor.layout}: gossipx exchanges dense tensors"
     if tensor.is_quantized:
         return "it is quantized: join the model before it is quantized"
+    if tensor.requires_grad and not _can_be_mixed(tensor):
+        return f"it is trained as {tensor.dtype}, which has no arithmetic: train in bfloat16 or wider"
     if not _is_dense(tensor):
         return "its elements overlap or leave gaps in memory (an expanded or sliced tensor): make it contiguous"
     return None
+
+
+def _can_be_mixed(tensor: Tensor) -> bool:
+    """Whether values can be averaged: 8-bit floats are formats to keep values in, without sums."""
+    return tensor.dtype.itemsize > 1
 
 
 def _is_dense(tensor: Tensor) -> bool:

@@ -23,10 +23,8 @@ from gossipx.metrics import TensorBoardRecorder
 from gossipx.peer import PeerRole, PeerSettings
 from gossipx.policies import Policy
 from gossipx.record import NullRecorder, Recorder
-from gossipx.specs import suggest
 from gossipx.sync import SyncManager
 from gossipx.tasks import partition
-from gossipx.tasks.data import TASKS
 from gossipx.tasks.presets import PRESETS
 from gossipx.transports import Address
 
@@ -113,6 +111,8 @@ def peer(
         log_interval=run.log_interval,
         distance_interval=sync.distance_interval,
         split=lambda labels: split.split(labels, size, run.seed),
+        by_label=split.by_label,
+        policy=sync.policy if policy is None else policies.describe(policy),
         save_model=run.save_model,
         under_run=place.under_run,
     )
@@ -145,8 +145,6 @@ def effective(config: RunConfig, size: int, has_script: bool) -> RunConfig:
     if not has_script:
         config = _with_preset(config)
     policies.parse(config.sync.policy)
-    mixing.parse(config.sync.mixing)
-    partition.parse(config.task.partition)
     topology.load(config.sync.topology, size)
     return config
 
@@ -176,12 +174,6 @@ def check_device(name: str, option: str, file: Path | None = None, line: int | N
 
 def _with_preset(config: RunConfig) -> RunConfig:
     task = config.task
-    if task.model not in PRESETS:
-        known = ", ".join(sorted(PRESETS))
-        raise UsageError(f"unknown model '{task.model}'{suggest(task.model, PRESETS)}: one of {known}")
-    if task.task not in TASKS:
-        known = ", ".join(sorted(TASKS))
-        raise UsageError(f"unknown task '{task.task}'{suggest(task.task, TASKS)}: one of {known}")
     preset = PRESETS[task.model]
     keys = ("batch_size", "base_lr", "gamma", "momentum", "weight_decay", "lr_steps")
     filled = {key: getattr(preset, key) for key in keys if getattr(task, key) is None}

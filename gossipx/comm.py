@@ -170,6 +170,7 @@ class CommManager:
 
         Raises:
             ValueError: the request is not one that a peer would accept.
+            RuntimeError: the system has no thread left for it; ``done`` is not called.
         """
         if to == self._me.rank or not 0 <= to < self._me.size:
             raise ValueError(f"rank {to} is not another peer's")

@@ -10,7 +10,7 @@ import dataclasses
 import math
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import tomli_w
 
 from gossipx.errors import UsageError
-from gossipx.specs import suggest
+from gossipx.specs import known_word, suggest
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -26,9 +26,51 @@ else:
     import tomli as tomllib
 
 
-def setting(default: Any, help: str, least: float | None = None, most: float | None = None) -> Any:
-    """A setting: its default, what it means, and the least and the most that make sense."""
-    return field(default=default, metadata={"help": help, "least": least, "most": most})
+def setting(
+    default: Any,
+    help: str,
+    least: float | None = None,
+    most: float | None = None,
+    check: Callable[[str], object] | None = None,
+) -> Any:
+    """A setting: its default, what it means, the least and the most that make sense, and what else is looked at."""
+    return field(default=default, metadata={"help": help, "least": least, "most": most, "check": check})
+
+
+# What a spec may be is looked up when one is given: the help is there before torch is imported.
+
+
+def _policy(spec: str) -> None:
+    from gossipx import policies
+
+    if ":" in spec:  # a bare name may get its values from the model's preset
+        policies.parse(spec)
+    else:
+        known_word("policy", spec.strip(), policies.names())
+
+
+def _mixing(spec: str) -> None:
+    from gossipx import mixing
+
+    mixing.parse(spec)
+
+
+def _partition(spec: str) -> None:
+    from gossipx.tasks import partition
+
+    partition.parse(spec)
+
+
+def _task(name: str) -> None:
+    from gossipx.tasks.data import TASKS
+
+    known_word("task", name, TASKS)
+
+
+def _model(name: str) -> None:
+    from gossipx.tasks.presets import PRESETS
+
+    known_word("model", name, PRESETS)
 
 
 @dataclass(frozen=True)
@@ -41,9 +83,9 @@ class RunSettings:
     )
     logdir: str = setting("runs", "Directory of runs; point TensorBoard at it.")
     overwrite: bool = setting(False, "Replace a run of the same name.")
-    seed: int = setting(0, "Seed of everything random: data split, batches, weights, draws.", 0)
+    seed: int = setting(0, "Seed of everything random: data split, batches, weights, draws.", 0, 2**32 - 1)
     iterations: int = setting(3000, "Iterations a peer.", 1)
-    threads: int = setting(1, "Computing threads a peer; with one a core, peers on one machine do not fight.", 1)
+    threads: int = setting(1, "Computing threads a peer; with one a core, peers on one machine do not fight.", 1, 1024)
     device: str = setting("cpu", "Device to train on; a device= in the hosts file comes first.")
     log_interval: int = setting(10, "Iterations between two records of loss and delta.", 1)
     eval_interval: int = setting(250, "Iterations between two test accuracies while training; 0: none.", 0)
@@ -54,25 +96,29 @@ class RunSettings:
 class TaskSettings:
     """What is trained; the TOML table ``[task]``. What is not given is the model's preset (Table I for its models)."""
 
-    task: str = setting("fashion-mnist", "Data set: fashion-mnist, mnist or cifar10.")
+    task: str = setting("fashion-mnist", "Data set: fashion-mnist, mnist or cifar10.", check=_task)
     data_dir: str | None = setting(None, "Directory with the full data set's files; fashion-mnist needs none.")
-    model: str = setting("lenet", "lenet, convnet, resnet20, resnet56, resnet110, alexnet or googlenet.")
-    batch_size: int | None = setting(None, "Images a batch and peer.", 1)
+    model: str = setting("lenet", "lenet, convnet, resnet20, resnet56, resnet110, alexnet or googlenet.", check=_model)
+    batch_size: int | None = setting(None, "Images a batch and peer.", 1, 60_000)
     base_lr: float | None = setting(None, "Learning rate at the start.", 0)
     gamma: float | None = setting(None, "Factor of the learning rate at each step of lr_steps.", 0)
     momentum: float | None = setting(None, "Momentum of SGD.", 0)
     weight_decay: float | None = setting(None, "Weight decay of SGD.", 0)
     lr_steps: tuple[float, ...] | None = setting(None, "Where the rate steps, as fractions of the run: 0.5,0.75.", 0, 1)
-    partition: str = setting("iid", "How the data are dealt out: iid or dirichlet:alpha=0.3.")
+    partition: str = setting("iid", "How the data are dealt out: iid or dirichlet:alpha=0.3.", check=_partition)
 
 
 @dataclass(frozen=True)
 class SyncSettings:
     """When and with whom models are exchanged; the TOML table ``[sync]``."""
 
-    policy: str = setting("adaptive", "never, tau:N, random:p, adaptive:threshold, travel:distance, drift:distance.")
+    policy: str = setting(
+        "adaptive", "never, tau:N, random:p, adaptive:threshold, travel:distance, drift:distance.", check=_policy
+    )
     topology: str = setting("full", "Who may pull from whom: full, ring, star, or an edge list file.")
-    mixing: str = setting("average", "How a model enters: average:beta=0.5 or aged:beta=0.5,half_life=100.")
+    mixing: str = setting(
+        "average", "How a model enters: average:beta=0.5 or aged:beta=0.5,half_life=100.", check=_mixing
+    )
     blocking: bool = setting(False, "Wait for each pull (Algorithm 2 as printed) instead of training on meanwhile.")
     finish: Literal["consensus", "none"] = setting("consensus", "Average all models at the end, or (the paper) do not.")
     init: Literal["first", "own"] = setting("first", "Begin with one peer's weights, or each with its own.")
@@ -87,7 +133,7 @@ class ExchangeSettings:
 
     bind: str = setting("127.0.0.1", "Address to listen on; anything but loopback only on a network you trust.")
     advertise: str | None = setting(None, "This machine's host in the hosts file, where it cannot be told by itself.")
-    peer_timeout: float = setting(30.0, "Seconds after which another peer is no longer waited for.", 0.1)
+    peer_timeout: float = setting(30.0, "Seconds after which another peer is no longer waited for.", 0.1, 86_400)
 
 
 @dataclass(frozen=True)
@@ -110,6 +156,7 @@ class Key:
         kind: of one value, None aside.
         choices: the values it may take, if these are few.
         many: whether it is a list of values.
+        check: refuses a value by a UsageError; None: limits say it all.
     """
 
     table: str
@@ -121,6 +168,7 @@ class Key:
     help: str
     least: float | None
     most: float | None
+    check: Callable[[str], object] | None
 
     @property
     def option(self) -> str:
@@ -139,7 +187,7 @@ def _keys() -> dict[str, Key]:
             many = get_origin(kind) is tuple
             plain = str if choices else float if many else kind
             meta = one.metadata
-            limits = meta["least"], meta["most"]
+            limits = meta["least"], meta["most"], meta["check"]
             keys[one.name] = Key(table, one.name, plain, choices, many, one.default, meta["help"], *limits)
     return keys
 
@@ -155,7 +203,7 @@ def load(path: Path) -> dict[str, Any]:
         UsageError: the file and line of what is wrong in it, and what would have been right.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise UsageError(f"cannot read the configuration: {reason}", path) from error
@@ -182,7 +230,7 @@ def load(path: Path) -> dict[str, Any]:
                 own = {key.name: key for key in KEYS.values() if key.table == table}
                 hint = f": it belongs in [{key.table}]" if key else suggest(name, own)
                 raise UsageError(f"unknown setting '{name}' in [{table}]{hint}", *place)
-            values[name] = _checked(key, value, name, place)
+            values[name] = _checked(key, value, name, place, typed=True)
     return values
 
 
@@ -215,19 +263,29 @@ def dump(config: RunConfig) -> str:
     return tomli_w.dumps(present)
 
 
-def _checked(key: Key, value: Any, called: str, place: tuple[Path | None, int | None]) -> Any:
+def _checked(key: Key, value: Any, called: str, place: tuple[Path | None, int | None], typed: bool = False) -> Any:
+    """The value that is meant; ``typed``: numbers are numbers, and not their text."""
     if key.many:
         parts = [part for part in value.split(",") if part.strip()] if isinstance(value, str) else value
         if not isinstance(parts, list | tuple):
             raise UsageError(f"{called} is not a list of numbers: {value!r}", *place)
         return tuple(_checked(dataclasses.replace(key, many=False), part, called, place) for part in parts)
     try:
+        if typed and isinstance(value, str) and key.kind is not str and not key.many:
+            raise TypeError
         made = _converted(key.kind, value)
     except (TypeError, ValueError, OverflowError):
         wanted = {int: "an integer", float: "a number", bool: "true or false"}.get(key.kind, "text")
         raise UsageError(f"{called} is not {wanted}: {value!r}", *place) from None
     if key.choices and made not in key.choices:
         raise UsageError(f"{called} is '{made}': one of {', '.join(key.choices)}", *place)
+    if made == "":
+        raise UsageError(f"{called} is empty", *place)
+    if key.check is not None:
+        try:
+            key.check(made)
+        except UsageError as error:
+            raise UsageError(str(error), *place) from None
     if key.least is not None and not made >= key.least:
         raise UsageError(f"{called} is {made}: at least {key.least:g}", *place)
     if key.most is not None and not made <= key.most:

@@ -49,6 +49,10 @@ class PeerTimeoutError(PeerFaultError):
     """The peer did not answer whole within its deadline."""
 
 
+class LocalFaultError(PeerFaultError):
+    """This process could not ask: it has no file descriptor or thread left, or its names cannot be looked up now."""
+
+
 class ProtocolError(PeerFaultError):
     """The peer sent what the protocol does not allow."""
 

@@ -209,8 +209,7 @@ def parse(spec: str | Policy | Callable[[Observation], bool]) -> Policy:
         return spec
     if callable(spec):
         return FunctionPolicy(spec)
-    table: dict[str, Callable[..., Any]] = {point.name: _unused for point in entry_points(group=ENTRY_POINT_GROUP)}
-    table.update(BUILT_IN)
+    table = names()
     name = spec.partition(":")[0].strip()
     if table.get(name) is _unused:  # only the one that is asked for is imported
         (point,) = entry_points(group=ENTRY_POINT_GROUP, name=name)
@@ -224,6 +223,19 @@ def parse(spec: str | Policy | Callable[[Observation], bool]) -> Policy:
     if callable(made):
         return FunctionPolicy(made)
     raise UsageError(f"policy '{spec}': its entry point makes a {type(made).__name__}, not a policy or a function")
+
+
+def names() -> dict[str, Callable[..., Any]]:
+    """What a spec may begin with; installed ones are not imported yet."""
+    return {point.name: _unused for point in entry_points(group=ENTRY_POINT_GROUP)} | BUILT_IN
+
+
+def describe(policy: Policy) -> str:
+    """A policy as a spec reads, for people; by the name of its function or class where it has no other."""
+    if isinstance(policy, FunctionPolicy):
+        return f"function {getattr(policy.function, '__qualname__', type(policy.function).__name__)}"
+    names: dict[object, str] = {kind: name for name, kind in BUILT_IN.items()}
+    return specs.text(policy, names.get(type(policy), type(policy).__name__))
 
 
 def _unused(**_: Any) -> None:

@@ -31,8 +31,7 @@ def build(spec: str, table: Mapping[str, Callable[..., T]], what: str) -> T:
     """
     name, _, rest = spec.partition(":")
     name = name.strip()
-    if name not in table:
-        raise UsageError(f"unknown {what} '{name}'{suggest(name, table)}: one of {', '.join(sorted(table))}")
+    known_word(what, name, table)
     factory = table[name]
     keys = _keys(factory)
     given: dict[str, Any] = {}
@@ -73,6 +72,16 @@ def suggest(word: str, known: Mapping[str, Any]) -> str:
     """`` (did you mean 'x'?)`` where something near is known, else nothing."""
     near = difflib.get_close_matches(word, list(known), n=1)
     return f" (did you mean '{near[0]}'?)" if near else ""
+
+
+def known_word(what: str, word: str, known: Mapping[str, Any]) -> None:
+    """See that ``word`` is one that is known.
+
+    Raises:
+        UsageError: naming those that are.
+    """
+    if word not in known:
+        raise UsageError(f"unknown {what} '{word}'{suggest(word, known)}: one of {', '.join(sorted(known))}")
 
 
 def _keys(factory: Callable[..., Any]) -> dict[str, type]:

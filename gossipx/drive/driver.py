@@ -2,7 +2,7 @@
 
 Events come from the training thread, from the CommManager's threads and from the timers' thread. Each is decided under
 one lock; what is to be done is done after it is released, by the thread that told the event. Only whether the training
-thread may go on is set under the lock, so that it always follows the order of the decisions.
+thread may go on, and why not, is set under the lock, so that it always follows the order of the decisions.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ from gossipx.comm import CommManager
 from gossipx.drive.timers import Timers
 from gossipx.errors import (
     GossipxError,
+    LocalFaultError,
     NotEnoughPeersError,
     PeerTimeoutError,
     PeerUnreachableError,
@@ -101,6 +102,7 @@ class Driver:
         comm: made with ``on_request`` = :meth:`received`; set, started and closed by the caller.
         on_retrieval: told of each model mixed while training, from the thread that mixed it.
         error: why training cannot go on, once it cannot.
+        committing: held while another model enters the weights.
     """
 
     def __init__(self, role: PeerRole, arena: ParameterArena):
@@ -109,6 +111,7 @@ class Driver:
         self.comm: CommManager | None = None
         self.on_retrieval: Callable[[Retrieval], None] = lambda retrieval: None
         self.error: GossipxError | None = None
+        self.committing = threading.Lock()
         self._lock = threading.Lock()
         self._may_go_on = threading.Event()
         self._may_go_on.set()
@@ -116,7 +119,7 @@ class Driver:
         self._reference: HostBuffer | None = None
         self._notes: dict[str, tuple[float, int]] = {}
         # Handing a request to the CommManager wakes its threads, which would take the processor from a training step.
-        self._outbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[tuple[int, Callable[[], None]] | None] = queue.SimpleQueue()
         threading.Thread(target=self._post, name=f"gossipx-outbox-{role.rank}", daemon=True).start()
         self._timers = Timers(lambda name: self.tell(TimerFired(name)), str(role.rank))
         self._closed = False
@@ -134,6 +137,8 @@ class Driver:
                     self._may_go_on.clear()
                 elif isinstance(effect, Resume):
                     self._may_go_on.set()
+                elif isinstance(effect, Stop):
+                    self.fail(NotEnoughPeersError(effect.reason))
         for effect in effects:
             self._carry_out(effect)
 
@@ -184,7 +189,8 @@ class Driver:
                 self._mix(ticket, share)
             case Adopt(ticket):
                 transfer = self._transfers.pop(ticket)
-                taken = self.arena.adopt(transfer.buffer, transfer.their_step)
+                with self.committing:
+                    taken = self.arena.adopt(transfer.buffer, transfer.their_step)
                 self._release(transfer)
                 self.tell(Mixed(ticket) if taken else Poisoned(ticket))
             case Forget(ticket):
@@ -193,9 +199,7 @@ class Driver:
                 self._timers.set(name, at)
             case Note(topic, text):
                 self._note(topic, text)
-            case Stop(reason):
-                self.fail(NotEnoughPeersError(reason))
-            case Wait() | Resume():
+            case Wait() | Resume() | Stop():
                 pass  # done while deciding
 
     def _send(self, send: Send) -> None:
@@ -211,11 +215,19 @@ class Driver:
             self._replied(send.ticket, result)
 
         request = self.comm.request
-        self._outbox.put(lambda: request(send.to, send.request, deadline=send.deadline, payload=payload, done=done))
+
+        def post() -> None:
+            request(send.to, send.request, deadline=send.deadline, payload=payload, done=done)
+
+        self._outbox.put((send.ticket, post))
 
     def _post(self) -> None:
-        while (request := self._outbox.get()) is not None:
-            request()
+        while (item := self._outbox.get()) is not None:
+            ticket, post = item
+            try:
+                post()
+            except Exception as error:  # the role still has to hear of its request
+                self._replied(ticket, LocalFaultError(f"a request could not be sent: {error}"))
 
     def _replied(self, ticket: int, result: Reply | GossipxError) -> None:
         if isinstance(result, ModelReply):
@@ -231,6 +243,9 @@ class Driver:
                 self.tell(Failed(ticket, Fault.UNREACHABLE))
             case PeerTimeoutError():
                 self.tell(Failed(ticket, Fault.TIMEOUT))
+            case LocalFaultError():
+                self._note("local", str(result))
+                self.tell(Failed(ticket, Fault.LOCAL))
             case GossipxError():
                 self._note("protocol", str(result))
                 self.tell(Failed(ticket, Fault.PROTOCOL))
@@ -260,7 +275,8 @@ class Driver:
             distance = self.arena.compare(transfer.buffer)
         poisoned = math.isnan(distance)
         if not poisoned:
-            self.arena.commit(transfer.buffer, share)
+            with self.committing:
+                self.arena.commit(transfer.buffer, share)
         if not poisoned and self.role.sync.in_flight:
             self.on_retrieval(Retrieval(transfer.seconds, self.arena.step - transfer.their_step, distance))
             if self.role.sync.policy.uses_drift:
@@ -296,7 +312,7 @@ class Driver:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what :meth:`state_dict` gave; the weights are there already."""
-        self.arena.restored(state["iteration"])
+        self.arena.set_boundary(state["iteration"])
         self.tell(Restored(state["iteration"], state["sync"]))
         if self.role.sync.policy.uses_drift:
             self.set_reference()
@@ -305,9 +321,15 @@ class Driver:
 
     def drift(self) -> float:
         """‖x_t − x_r‖₂, the way that own steps have led since the last retrieval's request went out."""
-        under_way = next((t.base for t in list(self._transfers.values()) if t.base is not None), None)
-        if under_way is not None:
-            return self.arena.distance(under_way.buffer)
+        with self.arena.lock:  # in which no base is given back
+            transfer = None if self.role.pulling is None else self._transfers.get(self.role.pulling)
+            base = None if transfer is None else transfer.base
+            if base is not None:
+                base.holders += 1
+        if base is not None:
+            distance = self.arena.distance(base.buffer)
+            base.release()
+            return distance
         if self._reference is None:
             self.set_reference()
         assert self._reference is not None
@@ -327,6 +349,9 @@ class Driver:
             self.set_reference()
             return
         self._reference = self._reference or self.arena.buffer()
-        rows = zip(self._reference.vectors, transfer.base.buffer.vectors, transfer.buffer.vectors, strict=True)
-        for reference, base, difference in rows:
-            torch.add(base, difference, alpha=share, out=reference)
+        models = self._reference, transfer.base.buffer, transfer.buffer
+        for section, reference, base, difference in zip(
+            self.arena.sections, *(model.vectors for model in models), strict=True
+        ):
+            cut = section.trainable
+            torch.add(base[:cut], difference[:cut], alpha=share, out=reference[:cut])

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
+import math
+import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.data import Dataset, Subset
@@ -23,8 +24,11 @@ from torch.utils.data import Dataset, Subset
 from gossipx.actor import FiguresReady, JoinRun, LeaveRun, StepDone, TrainingEnded
 from gossipx.arena import plain_name
 from gossipx.comm import CommManager
+from gossipx.drive import process
 from gossipx.drive.driver import Driver, Retrieval
+from gossipx.drive.figures import Figures
 from gossipx.drive.progress import Progress
+from gossipx.errors import GossipxError, UsageError
 from gossipx.messages import Stage
 from gossipx.record import Recorder
 from gossipx.sync import consensus_distance
@@ -40,21 +44,25 @@ class PeerOptions:
 
     Attributes:
         name: this peer's.
+        policy: in words.
         directory: the run's; None: nothing is written.
         iterations: the run's length, for progress; 0: not known.
         log_interval: iterations between two records of the figures of every step.
         distance_interval: iterations between two estimates of the consensus distance (Eq. 8).
-        split: indices of a data set's samples for each rank, from its labels or its length.
+        split: indices of a data set's samples for each rank, from its labels.
+        by_label: whether that looks at the labels, or at how many there are alone.
         save_model: whether the final model is written.
         under_run: whether ``gossipx run`` started this process: SIGTERM then means leave.
     """
 
     name: str
+    policy: str
     directory: Path | None
     iterations: int
     log_interval: int
     distance_interval: int
     split: Callable[[np.ndarray[Any, Any]], list[np.ndarray[Any, Any]]]
+    by_label: bool = False
     save_model: bool = True
     under_run: bool = False
 
@@ -94,9 +102,11 @@ class Peer:
         self._recorder = recorder
         self._progress = progress
         self._options = options
-        self._figures = _Figures()
+        self._figures = Figures()
         self._last: dict[str, float] = {}
         self._term = threading.Event()
+        self._process = -1  # whose SIGTERM is ours
+        self._steps = 0
         self._open = True
         self._agreed = False  # whether this model has been averaged in the finish
         self._hook = None
@@ -119,6 +129,9 @@ class Peer:
         if not self._open:
             return
         began = time.perf_counter()
+        if self._arena.step % self._options.distance_interval == 0:
+            self._arena.check(self._module)
+        self._steps += 1
         delta = self._arena.step_done()
         drift = self._driver.drift() if self._role.sync.policy.uses_drift else None
         measured = time.perf_counter()
@@ -129,10 +142,14 @@ class Peer:
         self._figures.blocked += time.perf_counter() - measured
         self._record(delta)
 
-    def log(self, tag: str, value: float) -> None:
-        """Record a figure of one's own under ``tag`` (``train/loss``, ``test/accuracy``) at this iteration."""
-        self._last[tag] = value
-        self._recorder.scalar(tag, value, self._arena.step)
+    def log(self, tag: str, value: float | torch.Tensor) -> None:
+        """Record a figure of one's own under ``tag`` (``train/loss``, ``test/accuracy``) at this iteration.
+
+        Args:
+            value: a number, or what float() makes one of, such as a tensor of one element.
+        """
+        self._last[tag] = float(value)
+        self._recorder.scalar(tag, self._last[tag], self._arena.step)
 
     def state_dict(self) -> dict[str, Any]:
         """This peer's part of a checkpoint, plain data: iterations done, and what the policy's next decision needs.
@@ -154,8 +171,15 @@ class Peer:
 
         Args:
             dataset: with a length; for a Dirichlet partition also with ``targets`` or ``labels``, an integer a sample.
+
+        Raises:
+            UsageError: it has no labels, and the partition needs them.
         """
         labels = getattr(dataset, "targets", getattr(dataset, "labels", None))
+        if labels is None and self._options.by_label:
+            raise UsageError(
+                "peer.shard deals by label under --partition dirichlet: the data set has no targets or labels"
+            )
         length = len(dataset)  # type: ignore[arg-type]
         given = np.zeros(length, dtype=np.int64) if labels is None else np.asarray(labels)
         return Subset(dataset, self._options.split(given)[self.rank].tolist())
@@ -170,7 +194,13 @@ class Peer:
 
     def start(self) -> None:
         """Listen, take a model to begin with, and wait for the others; called by :func:`gossipx.join`."""
-        if self._options.under_run and threading.current_thread() is threading.main_thread():
+        try:
+            process.join(self, self._options.under_run)
+        except UsageError:
+            self.close()
+            raise
+        if threading.current_thread() is threading.main_thread() and self._options.under_run:
+            self._process = os.getpid()
             signal.signal(signal.SIGTERM, self._asked_to_leave)
         try:
             self._comm.start()
@@ -184,27 +214,39 @@ class Peer:
             self._driver.set_reference()
         self._figures.start(self._comm.bytes_received)
         self._tell_progress("train")
-        atexit.register(self._at_exit)
 
     def finish(self) -> None:
         """Training is over: agree with the others, write down the figures, and leave."""
         if not self._open:
             return
+        if not self._steps:
+            log.warning("no iteration was counted: give gossipx.join the optimizer, or call peer.step() in the loop")
         figures = self._figures
         figures.end(self._comm.bytes_received)
+        self._arena.check(self._module)
+        self._arena.set_boundary(self._arena.step)  # with what the loop did since its last step (averaged weights, say)
         self._tell_progress("finish")
         before = self._measure_accuracy()
         self._driver.tell(TrainingEnded())
         self._wait()
+        self._recorder.scalar("sync/retrievals", self._role.sync.retrievals, self._arena.step)
         figures.finish_bytes = self._comm.bytes_received - figures.bytes_at_end
         self._agreed = self._role.stage is Stage.AGREE
         after = self._measure_accuracy() if self._agreed else before
         if after is not None:
             self.log("test/accuracy", after)
-        self._save()
+        unsaved = self._save()
         self._driver.tell(FiguresReady(self._report(before, after)))
         self._wait()
         self._tell_result()
+        self.close()
+        if unsaved is not None:
+            raise unsaved
+
+    def leave(self) -> None:
+        """Take no further part, without a finish, and tell the others."""
+        if self._open:
+            self._tell_leaving()
         self.close()
 
     def close(self) -> None:
@@ -212,7 +254,7 @@ class Peer:
         if not self._open:
             return
         self._open = False
-        atexit.unregister(self._at_exit)
+        process.leave(self)
         if self._hook is not None:
             self._hook.remove()
         self._driver.close()
@@ -228,30 +270,35 @@ class Peer:
     ) -> None:
         if error is None:
             self.finish()
-        elif self._open:
-            if not isinstance(error, KeyboardInterrupt):
-                self._tell_leaving()
+        elif isinstance(error, KeyboardInterrupt):
             self.close()
-
-    def _at_exit(self) -> None:
-        """The script ended without saying so: finish, unless it failed."""
-        failed = getattr(sys, "last_value", None) is not None
-        self.close() if failed else self.finish()
+        else:
+            self.leave()
+            if isinstance(error, SystemExit) and not error.code:
+                self._tell_progress("left")
 
     # --- leaving early ------------------------------------------------------------------------------
 
     def _asked_to_leave(self, number: int, frame: FrameType | None) -> None:
-        self._term.set()
+        if os.getpid() == self._process:
+            self._term.set()
+            return
+        # A process that the script has forked, with a copy of this handler: it ends as it would without it.
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
 
     def _wait(self) -> None:
         """Wait until the role says go on; or leave, if SIGTERM asks for it: keep the model, tell the others, and go."""
         self._driver.wait(self._term.is_set)
         if not self._term.is_set():
             return
-        self._save()
         self._tell_leaving()
+        with self._driver.committing:
+            unsaved = self._save()
         self._tell_progress("left")
         self.close()
+        if unsaved is not None:
+            raise unsaved
         raise SystemExit(0)
 
     def _tell_leaving(self) -> None:
@@ -284,12 +331,21 @@ class Peer:
             self._tell_progress("train")
 
     def _measure_accuracy(self) -> float | None:
-        return None if self._evaluate is None else self._evaluate(self._module)
+        if self._evaluate is None:
+            return None
+        given = self._evaluate(self._module)
+        try:
+            accuracy = float(given)
+        except (TypeError, ValueError):  # at the end of a training that is not to be lost for it
+            log.warning("evaluate gave %s, which is no accuracy: a number from 0 to 1", type(given).__name__)
+            return None
+        return accuracy if math.isfinite(accuracy) else None
 
     def _report(self, before: float | None, after: float | None) -> dict[str, Any]:
         figures, sync = self._figures, self._role.sync
         return {
             "name": self._options.name,
+            "policy": self._options.policy,
             "iterations": self._arena.step,
             "retrievals": sync.retrievals,
             "bytes_received": figures.received(figures.bytes_at_end),
@@ -331,17 +387,22 @@ class Peer:
             }
         )
 
-    def _save(self) -> None:
+    def _save(self) -> GossipxError | None:
+        """Write the model; an error to end with, if that cannot be done: the figures are worth telling first."""
         if self._options.directory is None or not self._options.save_model:
-            return
+            return None
         # The format takes tensors that share no memory, in the usual order of dimensions.
         contiguous = torch.contiguous_format
         state = {name: tensor.cpu().clone(memory_format=contiguous) for name, tensor in self._tensors().items()}
         target = self._model_file(self.rank)
-        target.parent.mkdir(parents=True, exist_ok=True)
         unfinished = target.with_suffix(".tmp")
-        save_file(state, unfinished)
-        unfinished.replace(target)
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            save_file(state, unfinished)
+            unfinished.replace(target)
+        except (OSError, SafetensorError) as error:
+            return GossipxError(f"{target}: the model cannot be written ({error}); make room, or give --no-save-model")
+        return None
 
     def _model_file(self, rank: int) -> Path:
         assert self._options.directory is not None
@@ -383,36 +444,3 @@ class Peer:
         """The module's tensors, by names that are the same for plain and for compiled peers."""
         state = self._module.state_dict().items()
         return {plain_name(name): tensor for name, tensor in state if isinstance(tensor, torch.Tensor)}
-
-
-class _Figures:
-    """What a peer measures of itself; seconds and bytes."""
-
-    def __init__(self) -> None:
-        self.blocked = 0.0
-        self.overhead = 0.0
-        self.distance: float | None = None
-        self.squared_distances: list[float] = []
-        self.bytes_at_end = 0
-        self.finish_bytes = 0
-        self.seconds = 0.0
-        self._bytes_at_start = 0
-        self._began = time.perf_counter()
-
-    def start(self, received: int) -> None:
-        """Training begins; what came before does not count."""
-        self._bytes_at_start = received
-        self._began = time.perf_counter()
-
-    def end(self, received: int) -> None:
-        """Training has ended."""
-        self.bytes_at_end = received
-        self.seconds = time.perf_counter() - self._began
-
-    def received(self, received: int) -> int:
-        """Bytes received while training."""
-        return received - self._bytes_at_start
-
-    def blocked_fraction(self) -> float:
-        """Share of the training's wall time so far that gossipx stopped the training thread."""
-        return self.blocked / (time.perf_counter() - self._began)

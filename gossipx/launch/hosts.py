@@ -15,6 +15,8 @@ from gossipx.specs import suggest
 
 DEFAULT_PORT = 29400
 """Of the first peer of a host: above the registered services that are common, below those that systems give away."""
+LONGEST = 500
+"""Characters of a line; names go over the wire and into logs."""
 _LINE = re.compile(r"(?P<host>\[[^\]]*\]|[^\s:\[\]]+)(?::(?P<port>[^\s:]*))?")
 _KEYS = {"slots": "slots=N", "device": "device=cuda:0", "name": "name=TEXT"}
 
@@ -47,11 +49,12 @@ def read_hosts(path: Path) -> list[PeerLine]:
         UsageError: with file and line.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # Windows' editors put a byte order mark first
     except FileNotFoundError as error:
         raise UsageError("no such hosts file: one line a host, such as 'localhost slots=4'", path) from error
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read the hosts file: {error}", path) from error
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise UsageError(f"cannot read the hosts file: {reason}", path) from error
     peers: list[PeerLine] = []
     seen: dict[object, int] = {}
     for number, line in enumerate(text.splitlines(), 1):
@@ -89,7 +92,11 @@ def _parse(content: str, path: Path, number: int, rank: int) -> list[PeerLine]:
         if key in given:
             raise UsageError(f"'{key}' is given twice", path, number)
         given[key] = value
-    slots = _number(given.get("slots", "1"), "slots", 1, 65536 - port, path, number)
+    slots = _number(given.get("slots", "1"), "slots", 1, 65535, path, number)
+    if port + slots > 65536:
+        raise UsageError(f"{slots} slots from port {port} on need ports above 65535", path, number)
+    if not "".join(content.split()).isprintable() or len(content) > LONGEST:
+        raise UsageError(f"not one printable line of at most {LONGEST} characters", path, number)
     peers = []
     for slot in range(slots):
         name = given.get("name")
@@ -154,6 +161,11 @@ def bind_host(peer: PeerLine, bind: str, path: Path) -> str:
     address = _resolve(peer, path)
     literal = "127.0.0.1" if bind == "localhost" else bind
     chosen = ipaddress.ip_address(literal) if _is_address(literal) else None
+    if chosen is None:
+        try:
+            socket.getaddrinfo(bind, None)
+        except (OSError, UnicodeError):
+            raise UsageError(f"--bind '{bind}' is no address: give this machine's, or 0.0.0.0 for all") from None
     if address.is_loopback:
         if chosen is not None and not chosen.is_loopback and not chosen.is_unspecified:
             raise UsageError(

@@ -37,8 +37,8 @@ def join(
     The model's parameters become views of one flat buffer (the Parameter objects stay the same), and take the values of
     the peer that began. Returns once the other peers are there too, or ``peer_timeout`` has passed.
 
-    Under ``gossipx run`` nothing but the model and the optimizer is needed, and the run's configuration comes before
-    what is given here.
+    Under ``gossipx run`` nothing but the model and the optimizer is needed: rank, peers and all settings are the run's,
+    whatever is given here. A policy that is an object or a function, which no command line can name, is taken.
 
     Args:
         model: any module whose parameters are dense, on one device.
@@ -51,17 +51,20 @@ def join(
         settings: any other setting of ``gossipx run`` by its name, ``seed=1``, ``peer_timeout=10``.
 
     Raises:
-        UsageError: settings that do not fit, a parameter that cannot be joined (by its name), or peers whose models
-            differ (the first tensor that does).
+        UsageError: settings that do not fit, an optimizer that trains none of the model's parameters, a parameter that
+            cannot be joined (by its name), or peers whose models differ (the first tensor that does).
         GossipxError: no peer gave a model to begin with, or the port is in use.
     """
     told = progress()
+    _check(model, optimizer)
     under_run = ENV_CONFIG in os.environ
     own = None if policy is None or isinstance(policy, str) else policies.parse(policy)
     if isinstance(policy, str):
         settings["policy"] = policy
     given = config.load(Path(config_file)) if config_file else {}
-    run = config.resolve({}, given, settings) if not under_run else _config_of_the_run()
+    run = config.resolve(given, settings)  # also under a run: a misspelt setting is told
+    if under_run:
+        run, rank = _config_of_the_run(), int(os.environ[ENV_RANK])
     place = _place(run, _hosts_file(peers), rank, told, under_run)
     peer = build.peer(model, optimizer, run, place, own, evaluate)
     peer.start()
@@ -69,7 +72,19 @@ def join(
 
 
 def _config_of_the_run() -> RunConfig:
-    return config.resolve({}, config.load(Path(os.environ[ENV_CONFIG])), {})
+    return config.resolve(config.load(Path(os.environ[ENV_CONFIG])))
+
+
+def _check(model: object, optimizer: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"join takes the model first, then the optimizer: {type(model).__name__} is no torch module")
+    if optimizer is None:
+        return
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UsageError(f"{type(optimizer).__name__} is no torch optimizer: leave it out, and call peer.step()")
+    own = {id(parameter) for parameter in model.parameters()}
+    if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+        raise UsageError("the optimizer trains none of the model's parameters: join the model that it was made for")
 
 
 def _hosts_file(peers: str | Path | None) -> Path:

@@ -42,7 +42,7 @@ class Steps:
 def main() -> None:
     """Train one peer; told by the environment which (see :mod:`gossipx.launch.join`)."""
     progress()
-    run = config.resolve({}, config.load(Path(os.environ[ENV_CONFIG])), {})
+    run = config.resolve(config.load(Path(os.environ[ENV_CONFIG])))
     try:
         train(run, int(os.environ[ENV_RANK]))
     except KeyboardInterrupt:

@@ -77,7 +77,12 @@ class Membership:
 
     def draw(self, now: float, besides: frozenset[int] = frozenset()) -> int | None:
         """A random neighbour that may be asked now, or None."""
-        free = [rank for rank in self._neighbours if rank not in besides and self.others[rank].may_be_asked(now)]
+        others = self.others
+        free = [
+            rank
+            for rank in self._neighbours
+            if rank not in besides and others[rank].may_be_asked(now) and others[rank].stage is not Stage.DONE
+        ]
         return self._rng.choice(free) if free else None
 
     def alive(self) -> int:
@@ -111,13 +116,17 @@ class Membership:
             True if that peer is lost from now on and was not before.
         """
         other = self.others[rank]
+        if fault is Fault.LOCAL:
+            self.rest(rank, now)
+            return False
         other.refusals = other.refusals + 1 if fault is Fault.UNREACHABLE else 0
         if other.silent_since is None:
             other.silent_since = now
         self.rest(rank, now)
         gone = other.refusals >= REFUSALS and other.stage is not None
         silent = now - other.silent_since >= self._timeout
-        if other.lost or other.stage is Stage.LEFT or not (gone or silent):
+        ended = other.stage in (Stage.DONE, Stage.LEFT)  # it goes when it has told its figures
+        if other.lost or ended or not (gone or silent):
             return False
         other.lost = True
         return True

@@ -179,6 +179,11 @@ class PeerRole:
                 return self._leave(now)
 
     @property
+    def pulling(self) -> int | None:
+        """The ticket of the pull that is under way."""
+        return None if self._pull is None else self._pull.ticket
+
+    @property
     def rounds_lost(self) -> int:
         """Rounds of the finish that a missing partner cost."""
         return self.agreement.lost if self.agreement else 0
@@ -349,19 +354,23 @@ class PeerRole:
     # --- joining ----------------------------------------------------------------------------------
 
     def _join(self, now: float) -> list[Effect]:
-        if self.settings.init == "own" or self.size == 1:
-            return [Wait(), *self._gather(Stage.START, now)]
-        return [Wait(), *self._gather(Stage.JOINING, now)]
+        # With --init own, too: one that is started again takes a model of those that train.
+        return [Wait(), *self._gather(Stage.START if self.size == 1 else Stage.JOINING, now)]
 
     def _look_for_a_model(self, now: float) -> list[Effect]:
-        """Take the model of whoever has one. Rank 0 begins with its own once it knows that nobody has."""
+        """Take the model of whoever has one. Rank 0 begins with its own once it knows that nobody has.
+
+        With --init own all begin with their own, unless others train already.
+        """
         if self._adopting is not None:
             return []
         others = self.members.others
+        own = self.settings.init == "own"
+        first = Stage.TRAIN if own else Stage.START
         givers = [
             rank
             for rank, other in others.items()
-            if other.stage not in (None, Stage.JOINING) and other.may_be_asked(now) and not other.lost
+            if other.stage is not None and other.stage >= first and other.may_be_asked(now) and not other.lost
         ]
         if givers:
             request = self._requests.send(min(givers), InitialRequest(), now + self.settings.peer_timeout)
@@ -369,18 +378,18 @@ class PeerRole:
             return [request]
         asked = self._requests.asked(ArriveRequest)
         known = all(rank not in asked or other.stage is not None for rank, other in others.items())
-        return self._gather(Stage.START, now) if self.rank == 0 and known else []
+        return self._gather(Stage.START, now) if (own or self.rank == 0) and known else []
 
     def _no_model(self, now: float) -> list[Effect]:
         """peer_timeout has passed without a model: the lowest rank that is here begins with its own, then."""
         others = self.members.others
         here = [rank for rank in self.members.awaited() if others[rank].stage is Stage.JOINING]
-        if self._adopting is not None or (here and min(here) < self.rank):
+        if self._adopting is not None or (here and min(here) < self.rank and self.settings.init == "first"):
             self._deadline = now + self.settings.peer_timeout
             # They may have died since they were heard of: ask.
             asked: list[Effect] = [self._announce(rank, now) for rank in here if rank < self.rank]
             return [*asked, SetTimer("gather", self._deadline)]
-        if not here and self.rank:
+        if not here and self.rank and self.settings.init == "first":
             self._gathering = False
             waited = f"no peer gave a model to begin with within peer_timeout = {self.settings.peer_timeout:g} s"
             return [Stop(f"{waited}: is any other running? Raise --peer-timeout, or --init own"), Resume()]

@@ -352,9 +352,12 @@ class SimPeer:
         self._set_reference()
         if exchange.base is not None and self._reference is not None:
             assert exchange.buffer is not None  # it holds the difference now, of which a share was added
-            rows = zip(self._reference.vectors, exchange.base.buffer.vectors, exchange.buffer.vectors, strict=True)
-            for reference, base, difference in rows:
-                torch.add(base, difference, alpha=share, out=reference)
+            models = self._reference, exchange.base.buffer, exchange.buffer
+            for section, reference, base, difference in zip(
+                self.arena.sections, *(model.vectors for model in models), strict=True
+            ):
+                cut = section.trainable
+                torch.add(base[:cut], difference[:cut], alpha=share, out=reference[:cut])
 
     def _adopt(self, ticket: int) -> None:
         exchange = self._exchanges[ticket]

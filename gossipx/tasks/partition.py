@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 import math
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +26,13 @@ SMALLEST_ALPHA = 1e-6
 
 @dataclass(frozen=True)
 class Partition(abc.ABC):
-    """Deals samples out to parts."""
+    """Deals samples out to parts.
+
+    Attributes:
+        by_label: whether the labels matter, or only how many there are.
+    """
+
+    by_label: ClassVar[bool] = False
 
     @abc.abstractmethod
     def split(self, labels: npt.NDArray[np.integer[Any]], parts: int, seed: int) -> list[Indices]:
@@ -71,6 +77,7 @@ class Dirichlet(Partition):
             skewed clearly, and still gives most peers several classes.
     """
 
+    by_label: ClassVar[bool] = True
     alpha: float = 0.3
 
     def __post_init__(self) -> None:

@@ -96,4 +96,5 @@ class Transport(Protocol):
         Raises:
             PeerUnreachableError: its host is not known, or nothing listens there.
             PeerTimeoutError: no answer by the deadline.
+            LocalFaultError: this machine lacks what it takes now.
         """

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from gossipx.errors import GossipxError, PeerTimeoutError, PeerUnreachableError
+from gossipx.errors import GossipxError, LocalFaultError, PeerTimeoutError, PeerUnreachableError
 from gossipx.transports import Address
 
 __all__ = ["Address", "TcpListener", "TcpStream", "connect", "listen"]
@@ -29,11 +29,10 @@ _VECTORS = 64
 # Connections that wait to be accepted: more than a burst of all peers of a run of 100.
 _BACKLOG = 256
 # An idle connection to a machine that vanished ends after 30 + 3 · 10 seconds.
-_KEEPALIVE = (
-    (socket.TCP_KEEPIDLE, 30),
-    (socket.TCP_KEEPINTVL, 10),
-    (socket.TCP_KEEPCNT, 3),
-)
+_KEEPALIVE = (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3))
+# What this process lacks, whatever the other side does.
+_LACKING = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+_NO_LOOK_UP = {socket.EAI_AGAIN, socket.EAI_MEMORY, socket.EAI_SYSTEM}
 
 _Found = tuple[socket.AddressFamily, socket.SocketKind, int, str, tuple[object, ...]]
 
@@ -47,7 +46,8 @@ class TcpStream:
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in _KEEPALIVE:
-            connected.setsockopt(socket.IPPROTO_TCP, option, value)
+            if hasattr(socket, option):  # macOS names the first one differently, and its default will do
+                connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
         self._socket = connected
         self._remote = str(remote)
         self._lock = threading.Lock()
@@ -203,12 +203,15 @@ def connect(address: Address, deadline: float) -> TcpStream:
     Raises:
         PeerUnreachableError: the name does not resolve, or nothing listens there.
         PeerTimeoutError: no answer by the deadline.
+        LocalFaultError: this machine has no file descriptor left, or cannot look names up.
     """
     failure: OSError | None = None
     for family, kind, protocol, _, place in _resolve(address, deadline):
         try:
             connecting = socket.socket(family, kind, protocol)
         except OSError as error:
+            if error.errno in _LACKING:
+                raise LocalFaultError(f"cannot connect to {address}: {_reason(error)}") from error
             failure = error
             continue
         try:
@@ -260,6 +263,8 @@ def _resolve(address: Address, deadline: float) -> Sequence[_Found]:
         found = answer.get(timeout=max(0.0, deadline - time.monotonic()))
     except queue.Empty:
         raise PeerTimeoutError(f"no address was found for {address} in time") from None
+    if isinstance(found, socket.gaierror) and found.errno in _NO_LOOK_UP:
+        raise LocalFaultError(f"no address can be looked up for {address} now: {_reason(found)}")
     if isinstance(found, OSError):
         raise PeerUnreachableError(f"no address is known for {address}: {_reason(found)}")
     return found

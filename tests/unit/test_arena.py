@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -416,3 +417,82 @@ def test_distance_to_a_reference():
     far = arena.distance(reference)
     assert far == pytest.approx(arena.mix(reference, 0.5), rel=1e-6)
     assert arena.distance(arena.snapshot().buffer) == 0.0
+
+
+# --- what is not added up -----------------------------------------------------------------------------
+
+
+def test_statistics_move_towards_the_others_and_stay_possible():
+    """A variance that fell by much since the request is not made negative by a difference to what it was then."""
+    module = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    arena = ParameterArena(module)
+    base = arena.snapshot()
+    received = arena.buffer()
+    for vector, ours in zip(received.vectors, base.buffer.vectors, strict=True):
+        vector.copy_(ours)
+    module[1].running_var.fill_(0.01)
+    module[1].running_mean.fill_(3.0)
+    weight = module[0].weight.detach().clone()
+    arena.step_done()
+    arena.mix(received, 0.5, base.buffer)
+    assert module[1].running_var.tolist() == pytest.approx([0.505] * 3)  # halfway from 0.01 to 1
+    assert module[1].running_mean.tolist() == pytest.approx([1.5] * 3)
+    assert torch.equal(module[0].weight, weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.float8_e4m3fn])
+def test_frozen_values_of_any_dtype_are_carried(dtype: torch.dtype):
+    module = nn.Linear(2, 3)
+    module.codes = nn.Parameter(torch.ones(5).to(dtype), requires_grad=False)
+    module.register_buffer("scales", torch.ones(4).to(dtype))
+    arena = ParameterArena(module)
+    with torch.no_grad():
+        module.weight.add_(1.0)
+    assert arena.step_done() == pytest.approx(math.sqrt(6))
+    base = arena.snapshot()
+    received = arena.buffer()
+    for vector, ours in zip(received.vectors, base.buffer.vectors, strict=True):
+        vector.copy_(ours)
+    assert arena.mix(received, 0.5) == 0.0
+    assert arena.adopt(arena.snapshot(whole=True).buffer, 7)
+    assert arena.distance(base.buffer) == 0.0
+    assert module.codes.float().tolist() == [1.0] * 5
+
+
+def test_8_bit_weights_are_refused_by_name():
+    module = nn.Linear(2, 3)
+    module.weight = nn.Parameter(module.weight.detach().to(torch.float8_e4m3fn))
+    with pytest.raises(UsageError, match=r"parameter 'weight' cannot be joined: it is trained as torch\.float8"):
+        ParameterArena(module)
+
+
+def assigned(module: nn.Module) -> None:
+    module.load_state_dict({name: tensor.clone() for name, tensor in module.state_dict().items()}, assign=True)
+
+
+def unfrozen(module: nn.Module) -> None:
+    module[0].weight.requires_grad_(True)
+
+
+def grown(module: nn.Module) -> None:
+    module.append(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (assigned, "'0.weight' lies in other memory"),
+        (nn.Module.double, "'0.weight' lies in other memory"),
+        (unfrozen, "'0.weight' is trained, which was frozen"),
+        (grown, "'2.weight' was added to the model"),
+    ],
+)
+def test_a_model_that_is_changed_under_the_arena_is_noticed(change: Callable[[nn.Module], object], told: str):
+    module = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    module[0].weight.requires_grad_(False)
+    arena = ParameterArena(module)
+    arena.check(module)
+    arena.check(torch.compile(module, backend="eager"))
+    change(module)
+    with pytest.raises(UsageError, match=told):
+        arena.check(module)

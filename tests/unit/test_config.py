@@ -272,7 +272,7 @@ def test_what_is_wrong_in_the_file_is_told_with_its_line(
 
 def test_the_line_is_the_one_in_its_own_table(tmp_path: Path) -> None:
     """The same word elsewhere, in another table or in a comment, is not taken for it."""
-    text = "[task]\npartition = 'seed = -1'\n# seed = -1\n[ run ] # seed = -1\nseeds_are = 1\nseed = -1\n"
+    text = "[task]\ndata_dir = 'seed = -1'\n# seed = -1\n[ run ] # seed = -1\nseeds_are = 1\nseed = -1\n"
     with_stranger = text.replace("seeds_are = 1\n", "")
     assert refusal(tmp_path, with_stranger) == ("5", "seed is -1: at least 0")
 

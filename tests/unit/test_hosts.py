@@ -147,7 +147,9 @@ def test_one_host_may_stand_on_several_lines_with_other_ports(tmp_path: Path) ->
         ("a slots=-2", "slots '-2' is not an integer from 1"),
         ("a slots=two", "slots 'two' is not an integer from 1"),
         ("a slots=1.5", "slots '1.5' is not an integer from 1"),
-        ("a:65535 slots=2", "slots '2' is not an integer from 1 to 1"),
+        ("a:65535 slots=2", "2 slots from port 65535 on need ports above 65535"),
+        ("a name=\u200b", "not one printable line"),
+        (f"a name={'x' * 600}", "not one printable line of at most 500 characters"),
         # Twice the same.
         ("first:5000", "address 'first:5000' is on line 2 already"),
         ("first:4999 slots=2", "address 'first:5000' is on line 2 already"),

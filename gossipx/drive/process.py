@@ -1,0 +1,72 @@
+"""What there is once a process: the peer that is open in it, and how its script ends."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import threading
+from typing import NoReturn, Protocol
+
+from gossipx.errors import GossipxError, UsageError
+
+
+class Ends(Protocol):
+    """A peer, as far as a process's end goes."""
+
+    def finish(self) -> None:
+        """Training is over."""
+
+    def leave(self) -> None:
+        """Training has failed."""
+
+
+_open: list[Ends] = []
+_has_left = False
+_failed = False
+_watching = False
+_exit = sys.exit
+
+
+def join(peer: Ends, under_run: bool) -> None:
+    """The process is to be this peer, which is finished when its script ends, if it does not do so itself.
+
+    Raises:
+        UsageError: it is one already, or was one of the run that it was started for.
+    """
+    global _watching, _exit
+    if _open:
+        raise UsageError("this process has joined already: a process is one peer, until it leaves the with block")
+    if under_run and _has_left:
+        raise UsageError("this process has left its run already: under gossipx run a script joins once")
+    _open.append(peer)
+    if not _watching:
+        _watching = True
+        # The interpreter tells nobody at exit that sys.exit was called with a failure.
+        _exit, sys.exit = sys.exit, _leaving
+        # Threads cannot be started in atexit's callbacks from Python 3.12 on; these come before.
+        getattr(threading, "_register_atexit", atexit.register)(_at_exit)
+
+
+def leave(peer: Ends) -> None:
+    """The peer is closed."""
+    global _has_left
+    if peer in _open:
+        _open.remove(peer)
+        _has_left = True
+
+
+def _leaving(code: object = None, /) -> NoReturn:
+    global _failed
+    _failed = bool(code)
+    _exit(code)  # type: ignore[arg-type]
+
+
+def _at_exit() -> None:
+    for peer in list(_open):
+        try:
+            if getattr(sys, "last_value", None) is None and not _failed:
+                peer.finish()
+            else:
+                peer.leave()
+        except GossipxError as error:
+            sys.excepthook(type(error), error, error.__traceback__)
