@@ -107,7 +107,6 @@ def peer(
     options = PeerOptions(
         name=place.names[place.rank],
         directory=place.directory,
-        iterations=run.iterations,
         log_interval=run.log_interval,
         distance_interval=sync.distance_interval,
         split=lambda labels: split.split(labels, size, run.seed),

@@ -46,7 +46,6 @@ class PeerOptions:
         name: this peer's.
         policy: in words.
         directory: the run's; None: nothing is written.
-        iterations: the run's length, for progress; 0: not known.
         log_interval: iterations between two records of the figures of every step.
         distance_interval: iterations between two estimates of the consensus distance (Eq. 8).
         split: indices of a data set's samples for each rank, from its labels.
@@ -58,7 +57,6 @@ class PeerOptions:
     name: str
     policy: str
     directory: Path | None
-    iterations: int
     log_interval: int
     distance_interval: int
     split: Callable[[np.ndarray[Any, Any]], list[np.ndarray[Any, Any]]]
@@ -202,6 +200,7 @@ class Peer:
         if threading.current_thread() is threading.main_thread() and self._options.under_run:
             self._process = os.getpid()
             signal.signal(signal.SIGTERM, self._asked_to_leave)
+        self._progress.watch_parent()
         try:
             self._comm.start()
             self._tell_progress("joining")
@@ -367,7 +366,6 @@ class Peer:
         self._progress.tell(
             state=state,
             step=self._arena.step,
-            iterations=self._options.iterations,
             loss=self._last.get("train/loss"),
             accuracy=self._last.get("test/accuracy"),
             retrievals=self._role.sync.retrievals,

@@ -5,7 +5,9 @@ from __future__ import annotations
 import _thread
 import json
 import os
+import select
 import sys
+import threading
 import time
 from types import TracebackType
 from typing import Any
@@ -44,6 +46,19 @@ class Progress:
         except OSError:
             self._fd = None
             _thread.interrupt_main()
+
+    def watch_parent(self) -> None:
+        """Notice from here on that the parent has died, also while there is nothing to tell."""
+        if self._fd is None:
+            return
+        poll = select.poll()
+        poll.register(self._fd, 0)  # errors and hang-ups alone
+
+        def watch() -> None:
+            poll.poll()
+            _thread.interrupt_main()
+
+        threading.Thread(target=watch, name="gossipx-parent", daemon=True).start()
 
     def take_errors(self, with_traceback: bool = False) -> None:
         """Tell the parent, rather than print, errors that end this process: one line each, an interruption none."""

@@ -37,6 +37,8 @@ CONFIG_FILE = "config.toml"
 HOSTS_FILE = "hosts.txt"
 WRITTEN = re.compile(rf"{re.escape(CONFIG_FILE)}|{re.escape(HOSTS_FILE)}|{re.escape(SUMMARY_FILE)}(\.tmp)?|peer-\d+")
 """What a run writes into its directory; nothing else is ever removed from it."""
+ASIDE = ".replaced"
+"""Where the run that is overwritten lies, in the same directory, until the new one trains."""
 
 
 def launch(given: RunConfig, hosts: Path, script: list[str]) -> int:
@@ -89,7 +91,11 @@ def _make_directory(settings: RunConfig, hosts: Path) -> Path:
     if not re.fullmatch(r"[\w.,=+-]+", settings.run.name) or settings.run.name.startswith("."):
         raise UsageError(f"--name '{settings.run.name}': letters, digits and . , = + - _ make a name")
     directory = Path(settings.run.logdir) / settings.run.name
-    if directory.exists():
+    try:
+        there = directory.exists()
+    except OSError as error:  # a name that is too long
+        raise UsageError(f"cannot write the run: {error.strerror}; give another --name", directory) from error
+    if there:
         if not settings.run.overwrite:
             raise UsageError(
                 f"a run '{settings.run.name}' is there already: give another --name, or --overwrite", directory
@@ -98,13 +104,16 @@ def _make_directory(settings: RunConfig, hosts: Path) -> Path:
             raise UsageError("not the directory of a run, so it is not overwritten: give another --name", directory)
     content = hosts.read_bytes()
     try:
-        if directory.exists():
-            _clear(directory)
-        directory.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(parents=True, exist_ok=settings.run.overwrite)
+        _put_aside(directory)
         (directory / CONFIG_FILE).write_text(config.dump(settings), encoding="utf-8")
         (directory / HOSTS_FILE).write_bytes(content)
+    except FileExistsError as error:
+        raise UsageError("another run has taken that name just now: give another --name", directory) from error
     except OSError as error:
-        raise UsageError(f"cannot write the run: {error.strerror}; give another --logdir", directory) from error
+        raise UsageError(
+            f"cannot write the run: {error.strerror}; give another --logdir or --name", directory
+        ) from error
     return directory
 
 
@@ -115,20 +124,41 @@ def _is_replaceable(directory: Path) -> bool:
     if not any(directory.iterdir()):
         return True
     file = directory / CONFIG_FILE
-    return file.is_file() and file.read_bytes().startswith(b"[run]\n")
+    return file.is_file() and file.read_bytes().startswith(b"[run]\n") and (directory / HOSTS_FILE).is_file()
 
 
-def _clear(directory: Path) -> None:
-    """Remove what a run has written, and the directory if nothing else is in it."""
-    for entry in directory.iterdir():
-        if not WRITTEN.fullmatch(entry.name):
-            continue
-        if entry.is_dir() and not entry.is_symlink():
-            shutil.rmtree(entry)
-        else:
-            entry.unlink()
+def _written(directory: Path) -> list[Path]:
+    """What a run has written there."""
+    return [entry for entry in directory.iterdir() if WRITTEN.fullmatch(entry.name)]
+
+
+def _put_aside(directory: Path) -> None:
+    """Make room for a new run, which may still come to nothing."""
+    old = _written(directory)
+    if old:
+        _remove(directory / ASIDE)  # of an attempt that was killed
+        (directory / ASIDE).mkdir()
+    for entry in old:
+        entry.rename(directory / ASIDE / entry.name)
+
+
+def _take_back(directory: Path) -> None:
+    """Nothing was trained: leave all as it was."""
+    for entry in _written(directory):
+        _remove(entry)
+    if (directory / ASIDE).is_dir():
+        for entry in (directory / ASIDE).iterdir():
+            entry.rename(directory / entry.name)
+        (directory / ASIDE).rmdir()
     if not any(directory.iterdir()):
         directory.rmdir()
+
+
+def _remove(entry: Path) -> None:
+    if entry.is_dir() and not entry.is_symlink():
+        shutil.rmtree(entry)
+    else:
+        entry.unlink(missing_ok=True)
 
 
 class _Run:
@@ -141,7 +171,8 @@ class _Run:
         self._directory = directory
         self._peers = peers
         self._script = script
-        self._standings = {rank: Standing(peers[rank].name, iterations=settings.run.iterations) for rank in here}
+        length = 0 if script else settings.run.iterations  # a script has a length of its own
+        self._standings = {rank: Standing(peers[rank].name, iterations=length) for rank in here}
         title = f"{settings.run.name}: policy {settings.sync.policy}, {len(peers)} peers"
         self._display = Display(title, self._standings)
         self._children: dict[int, Child] = {}
@@ -167,13 +198,18 @@ class _Run:
                     child.signal(signal.SIGKILL)
                     child.process.wait()
         ended = time.monotonic()
+        if self._began is None and not self._results:
+            _take_back(self._directory)
+            if self._exit is None and not self._left:
+                self._display.line("no peer finished")
+                return 1
+            return self._exit or 0
         if self._exit is not None:
-            if self._exit in (1, UsageError.exit_code) and self._began is None:
-                _clear(self._directory)  # nothing was trained: the name is free for the next attempt
             return self._exit
         if self._left and not self._results:
             return 0
         summary = self._sum_up(ended - (self._began or ended))
+        _remove(self._directory / ASIDE)
         summary.write(self._directory)
         self._tell_end(summary)
         return 0 if self._results.keys() - self._failed_after else 1
@@ -230,13 +266,16 @@ class _Run:
             self._failed(rank, str(word["error"]), int(word["exit"]))
         elif "result" in word:
             self._results[rank] = word["result"]
+            report = word["result"]["report"]
             standing.state = "done"
-            standing.accuracy = word["result"]["report"].get("test_accuracy")
+            standing.accuracy = report.get("test_accuracy")
+            standing.retrievals = report.get("retrievals", standing.retrievals)
         elif "state" in word:
             for key, value in word.items():
                 setattr(standing, key, value)
             if standing.state == "train" and self._began is None:
                 self._began = time.monotonic()
+                _remove(self._directory / ASIDE)
             if standing.state == "left":
                 self._left.add(rank)
 
@@ -263,11 +302,17 @@ class _Run:
                 self._failed_after.add(rank)
                 self._display.line(f"{self._peers[rank].name} finished, but its process ended: {child.how_it_ended()}")
             return
-        if self._sent == signal.SIGTERM:  # asked to: before it had joined, or it took too long and was killed
-            self._standings[rank].state = "left"
+        code, standing = child.process.returncode, self._standings[rank]
+        if code == 0 and standing.state == "starting":
+            name = self._peers[rank].name
+            self._failed(rank, f"{name}: its script ended without gossipx.join, the line that makes it a peer", 1)
+            return
+        early = code == -signal.SIGTERM and standing.state == "starting"  # before it could say that it leaves
+        if self._sent == signal.SIGTERM or early:  # asked to; or it took too long to go and was killed
+            standing.state = "left"
             self._left.add(rank)
             return
-        self._standings[rank].state = "lost"
+        standing.state = "lost"
         self._display.line(f"peer {self._peers[rank].name} is lost: {child.how_it_ended()}")
         alive = len(self._peers) - sum(standing.state in ("lost", "failed") for standing in self._standings.values())
         least = self._settings.sync.min_peers
@@ -325,7 +370,9 @@ class _Run:
         done = [report["iterations"] for report in reports if report and "iterations" in report]
         return Summary(
             name=settings.run.name,
-            policy=settings.sync.policy,
+            policy=next(
+                (report["policy"] for report in reports if report and "policy" in report), settings.sync.policy
+            ),
             codec="none",
             seed=settings.run.seed,
             peers=len(self._peers),

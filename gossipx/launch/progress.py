@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from dataclasses import dataclass
+from typing import TextIO
 
 from rich import box
 from rich.console import Console
@@ -31,6 +34,13 @@ class Standing:
 
 BAR = 10
 """Columns of a peer's bar: with them the table fits a terminal of 80."""
+
+
+def _to_nowhere(stream: TextIO) -> None:
+    """What is still to be printed is dropped, without an error."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
 
 
 class Display:
@@ -65,7 +75,10 @@ class Display:
     def line(self, text: str) -> None:
         """Tell one line, above the table."""
         if self._live is None:
-            print(text, flush=True)  # as it is: rich would expand tabs and drop control characters
+            try:
+                print(text, flush=True)  # as it is: rich would expand tabs and drop control characters
+            except OSError:  # its reader has gone, or its disk is full: no reason to end a training
+                _to_nowhere(sys.stdout)
         else:
             self.console.print(text, markup=False, emoji=False, soft_wrap=True)
 
@@ -87,10 +100,8 @@ class Display:
         if not standing.step:
             return f"{standing.name} {standing.state}"
         accuracy = "" if standing.accuracy is None else f" acc {standing.accuracy:.3f}"
-        return (
-            f"{standing.name} {standing.state} {standing.step}/{standing.iterations}{accuracy} "
-            f"pulls {standing.retrievals}"
-        )
+        steps = f"{standing.step}/{standing.iterations}" if standing.iterations else str(standing.step)
+        return f"{standing.name} {standing.state} {steps}{accuracy} pulls {standing.retrievals}"
 
     def _table(self) -> Table:
         table = Table(title=self._title, title_justify="left", box=box.SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))

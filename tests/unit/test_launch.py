@@ -287,15 +287,52 @@ def test_a_crash_of_one_peers_script_is_shown(run: Run, mine: Path, capsys: pyte
     assert f"peer {NAMES[2]} is lost: exit code 1\n" in printed
 
 
-@pytest.mark.parametrize("body", ["os.kill(os.getpid(), signal.SIGKILL)", "sys.exit(1)", "pass"])
+@pytest.mark.parametrize("end", ["os.kill(os.getpid(), signal.SIGKILL)", "sys.exit(1)", "pass"])
 def test_when_nobody_finishes_the_run_has_failed(
-    run: Run, mine: Path, capsys: pytest.CaptureFixture[str], body: str
+    run: Run, mine: Path, capsys: pytest.CaptureFixture[str], end: str
 ) -> None:
-    assert run(body) == 1
+    assert run(f"train(); {end}") == 1
     summary = read(mine)
     assert summary.lost == NAMES[:3] and summary.retrievals == [None] * 3
     assert summary.consensus_accuracy is None
     assert capsys.readouterr().out.endswith("no peer finished\n")
+
+
+@pytest.mark.parametrize("body", ["os.kill(os.getpid(), signal.SIGKILL)", "sys.exit(1)"])
+def test_when_all_are_lost_before_training_the_name_stays_free(
+    run: Run, mine: Path, capsys: pytest.CaptureFixture[str], body: str
+) -> None:
+    assert run(body) == 1
+    assert capsys.readouterr().out.endswith("no peer finished\n")
+    assert not mine.exists()
+
+
+def test_a_script_that_never_joins_is_told_so(run: Run, mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    body = """
+        if rank == 1:
+            sys.exit()
+        while True:
+            signal.pause()
+    """
+    assert run(body) == 1
+    assert (
+        capsys.readouterr().err == f"{NAMES[1]}: its script ended without gossipx.join, the line that makes it a peer\n"
+    )
+    assert not mine.exists()
+
+
+def test_a_peer_that_is_told_to_end_before_it_joins_has_left(
+    run: Run, mine: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """[4] It could not say so itself yet."""
+    body = """
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        train(); finish()
+    """
+    assert run(body) == 0
+    assert "lost:" not in capsys.readouterr().out.replace(f"lost: {NAMES[1]}", "")
+    assert read(mine).retrievals == [10, None, 12]
 
 
 def test_an_error_of_one_peer_alone_does_not_stop_the_run(
@@ -408,6 +445,43 @@ def test_overwrite_keeps_what_no_run_has_written(run: Run, mine: Path) -> None:
     (mine / "notes.txt").write_text("seed 0 looked odd", encoding="utf-8")
     assert run("finish()", overwrite=True) == 0
     assert (mine / "notes.txt").read_text(encoding="utf-8") == "seed 0 looked odd"
+
+
+@pytest.mark.parametrize(
+    "body", ["sys.exit(1)", "tell(error='wrong', exit=2)", "os.kill(os.getppid(), signal.SIGINT); signal.pause()"]
+)
+def test_an_overwrite_that_comes_to_nothing_leaves_the_run_before(run: Run, mine: Path, body: str) -> None:
+    assert run("finish()", seed=1) == 0
+    (mine / "peer-00").mkdir()
+    (mine / "peer-00" / "model.safetensors").write_text("weights", encoding="utf-8")
+    before = {file: file.read_bytes() for file in mine.rglob("*") if file.is_file()}
+    assert run(body, seed=2, overwrite=True) != 0
+    assert {file: file.read_bytes() for file in mine.rglob("*") if file.is_file()} == before
+    assert run("train(); finish()", seed=3, overwrite=True) == 0
+    assert read(mine).seed == 3
+    assert sorted(file.name for file in mine.iterdir()) == ["config.toml", "hosts.txt", FILE]
+
+
+def test_a_name_that_no_file_can_have(run: Run) -> None:
+    with pytest.raises(UsageError, match="cannot write the run: .*give another .*--name"):
+        run("finish()", name="x" * 300)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+@pytest.mark.parametrize("shut", [False, True])
+def test_a_run_goes_on_without_anyone_to_read_its_output(tmp_path: Path, shut: bool) -> None:
+    file = script(tmp_path, "print('hello'); train(); print('more'); finish()")
+    start = [sys.executable, "-m", "gossipx", "run", "--peers", str(hosts(tmp_path, "localhost slots=2"))]
+    command = [*start, "--logdir", str(tmp_path / "runs"), "--name", "mine", str(file)]
+    if shut:
+        reading, writing = os.pipe()
+        os.close(reading)
+    else:
+        writing = os.open("/dev/full", os.O_WRONLY)
+    ended = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, timeout=DEADLINE, check=False)
+    os.close(writing)
+    assert ended.returncode == 0 and ended.stderr == b""
+    assert read(tmp_path / "runs" / "mine").lost == []
 
 
 def test_another_programs_directory_is_no_run(run: Run, mine: Path) -> None:
