@@ -16,7 +16,6 @@ A connection carries one request at a time, of the side that opened it. Callback
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import itertools
 import logging
@@ -84,8 +83,8 @@ class CommManager:
             be given to :meth:`answer` once, then or later.
         peer_timeout: seconds within which a handshake, and a request once begun, must be whole.
         transport: makes the connections.
-        max_connections: inbound ones at a time, the newest is closed above it; by default 32 for
-            strangers and four a peer (two that it keeps, and two that it uses meanwhile).
+        max_connections: inbound ones at a time; above it the oldest is closed that has not said who it is. By
+            default 32 for strangers and four a peer (two that it keeps, and two that it uses meanwhile).
 
     Raises:
         UsageError: the manifest is larger than the 16 MiB that can be sent.
@@ -123,7 +122,7 @@ class CommManager:
         self._unfinished: set[_Job] = set()
         self._resting = 0  # workers without a job
         self._slots: dict[Hashable, _Slot] = {}
-        self._inbound = 0
+        self._inbound: dict[Stream, bool] = {}  # in order of arrival; whether it has been admitted
 
     # --- for the driver -------------------------------------------------------------------------
 
@@ -312,22 +311,29 @@ class CommManager:
                 pause = min(2 * pause, _PAUSE[1])
                 continue
             pause = _PAUSE[0]
-            served = self._serve_beside(stream)
-            if not served and not full:
-                log.warning("%d connections are open: closing new ones", self._most)
-            full = not served
+            fits = self._serve_beside(stream)
+            if not fits and not full:
+                log.warning("%d connections are open: closing those that have not said who they are", self._most)
+            full = not fits
         listener.close()
 
     def _serve_beside(self, stream: Stream) -> bool:
-        """Give a connection its thread, or close it."""
+        """Give a connection its thread; returns whether there was room, without closing one for it."""
         with self._lock:
-            if self._inbound < self._most:
-                with contextlib.suppress(RuntimeError):  # the system has no thread left
+            full = len(self._inbound) >= self._most
+            # Whoever is a peer says so at once: of those that have not, the first has had the most time.
+            goes = next((one for one, admitted in self._inbound.items() if not admitted), stream) if full else None
+            if goes is not None and goes is not stream:
+                del self._inbound[goes]
+            if goes is not stream:
+                try:
                     self._links.spawn("serve", self._serve, stream)
-                    self._inbound += 1
-                    return True
-        stream.abort()
-        return False
+                    self._inbound[stream] = False
+                except RuntimeError:  # the system has no thread left
+                    stream.abort()
+        if goes is not None:
+            goes.abort()
+        return not full
 
     def _serve(self, stream: Stream) -> None:
         """All of an inbound connection."""
@@ -335,6 +341,9 @@ class CommManager:
             link = self._links.add(stream)
             try:
                 they = link.admit(self._me, self._names, time.monotonic() + self._timeout)
+                with self._lock:
+                    if stream in self._inbound:
+                        self._inbound[stream] = True
                 while True:
                     self._serve_one(link, they)
             finally:
@@ -346,7 +355,7 @@ class CommManager:
             log.exception("serving %s has failed", stream.remote)
         finally:
             with self._lock:
-                self._inbound -= 1
+                self._inbound.pop(stream, None)
 
     def _serve_one(self, link: Link, they: Hello) -> None:
         frame = link.receive(math.inf)

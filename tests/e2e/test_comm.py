@@ -629,27 +629,34 @@ def test_a_request_that_trickles_in_is_given_up(start: Callable[[int], Run]) -> 
         assert stream.recv(1) == b""
 
 
-def test_above_the_cap_the_newest_is_closed(start: Callable[[int], Run], heard: Heard) -> None:  # [25]
-    run = start(2)
-    a, b = run.host(0), run.host(1, max_connections=3)
+def test_above_the_cap_the_oldest_stranger_is_closed(start: Callable[[int], Run], heard: Heard) -> None:  # [25]
+    run = start(3)
+    a, b, c = run.host(0), run.host(1, max_connections=3), run.host(2)
     b.serve(b"")
     assert a.ask(1, LeaveRequest()).get(timeout=LONG) == HereReply(Stage.TRAIN)
-    kept = [knock(b) for _ in range(2)]
-    for _ in range(10):
-        with knock(b) as stream:
-            assert stream.recv(1) == b""
+    strangers = [knock(b) for _ in range(2)]
+    for _ in range(20):
+        strangers.append(knock(b))
+        with strangers.pop(0) as oldest:
+            assert oldest.recv(1) == b""
     assert heard.wait("3 connections are open").levelno == logging.WARNING
-    # The peer that was there before is served on.
+    # The peer that was there before is served on, and one that comes now is served, too.
     assert a.ask(1, LeaveRequest()).get(timeout=LONG) == HereReply(Stage.TRAIN)
-    for stranger in kept:
+    assert c.ask(1, LeaveRequest()).get(timeout=LONG) == HereReply(Stage.TRAIN)
+    for stranger in strangers:
         stranger.close()
-    refused = None
-    while refused is None:  # until their threads have ended
-        with knock(b) as stream, contextlib.suppress(ConnectionError):
-            stream.sendall(frame(Hello(0, "peer-00", 2, "another list", "m")))
-            refused = read_frame(stream)
     while not heard.records.empty():
         assert heard.records.get().levelno == logging.DEBUG  # the warning came once
+
+
+def test_without_room_for_a_stranger_a_new_connection_is_closed(start: Callable[[int], Run]) -> None:  # [25]
+    run = start(2)
+    a, b = run.host(0), run.host(1, max_connections=1)
+    b.serve(b"")
+    assert a.ask(1, LeaveRequest()).get(timeout=LONG) == HereReply(Stage.TRAIN)
+    with knock(b) as stream:
+        assert stream.recv(1) == b""
+    assert a.ask(1, LeaveRequest()).get(timeout=LONG) == HereReply(Stage.TRAIN)
 
 
 def test_out_of_descriptors_then_well_again(  # [40]

@@ -92,7 +92,8 @@ with gossipx.join(model) as peer:
     assert agree(run, 2) and sum(run.summary["retrievals"]) > 0
 
 
-def test_shards_are_disjoint_and_cover(three: Folder) -> None:
+@pytest.mark.parametrize("by", ["iid", "dirichlet"])
+def test_shards_are_disjoint_and_cover(three: Folder, by: str) -> None:
     script = three.script(
         """
 class Labelled(torch.utils.data.TensorDataset):
@@ -100,14 +101,14 @@ class Labelled(torch.utils.data.TensorDataset):
 
 model = nn.Linear(4, 1)
 with gossipx.join(model) as peer:
-    plain = torch.utils.data.TensorDataset(torch.arange(100))
-    parts = [[int(row[0]) for row in peer.shard(given(torch.arange(100)))]
-             for given in (torch.utils.data.TensorDataset, Labelled)]
-    parts.append([int(value) for value in peer.shard(list(range(100)))])
+    parts = [[int(row[0]) for row in peer.shard(Labelled(torch.arange(100)))]]
+    if sys.argv[2] == "iid":
+        parts.append([int(value) for value in peer.shard(list(range(100)))])
 tell(peer, parts=parts)
 """
     )
-    three.run(*BRIEF, "--partition", "dirichlet:alpha=1", script, three.path)
+    partition = {"iid": "iid", "dirichlet": "dirichlet:alpha=1"}[by]
+    three.run(*BRIEF, "--partition", partition, script, three.path, by)
     for parts in zip(*(three.told(rank)["parts"] for rank in range(3)), strict=True):
         assert sorted(itertools.chain(*parts)) == list(range(100))
 
@@ -519,3 +520,163 @@ with peer:
     assert run.summary["test_accuracy"] == [1.0, 0.0, 1.0]
     assert run.summary["consensus_accuracy"] == 1.0  # of those that are finite
     assert max(differences(run.model(0), run.model(2)).values()) <= 1e-6
+
+
+# --- what scripts get wrong ---------------------------------------------------------------------------
+
+
+def test_figures_may_be_tensors(two: Folder) -> None:
+    script = two.script(
+        TEN_LINES.replace("(model, optimizer)", "(model, optimizer, evaluate=lambda m: torch.tensor(0.75))")
+        + """
+with peer:
+    for until in range(5, 45, 5):
+        train(peer, model, optimizer, until)
+        peer.log("train/loss", torch.tensor(1.5))
+"""
+    )
+    run = two.run(*BRIEF, script, two.path)
+    assert run.summary["test_accuracy"] == [0.75, 0.75] and run.summary["lost"] == []
+
+
+@pytest.mark.parametrize("given", ["float('nan')", "'high'", "torch.zeros(2)"])
+def test_an_accuracy_that_is_none_costs_no_training(two: Folder, given: str) -> None:
+    script = two.script(
+        TEN_LINES.replace("(model, optimizer)", f"(model, optimizer, evaluate=lambda m: {given})")
+        + "with peer:\n    train(peer, model, optimizer, 20)\n"
+    )
+    run = two.run(*BRIEF, script, two.path)
+    assert run.summary["test_accuracy"] == [None, None] and agree(run, 2)
+
+
+def test_what_the_loop_does_after_its_last_step_is_agreed_on(two: Folder) -> None:
+    """Averaged weights that are put in at the end, say."""
+    script = two.script(
+        TEN_LINES
+        + """
+with peer:
+    train(peer, model, optimizer, 10)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(peer.rank)
+tell(peer, ends=[float(parameter.mean()) for parameter in model.parameters()])
+"""
+    )
+    two.run("--policy", "never", script, two.path)
+    assert two.told(0)["ends"] == two.told(1)["ends"] == [0.5] * 4
+
+
+@pytest.mark.parametrize("end", ["sys.exit(3)", "raise ValueError('no')"])
+def test_a_script_that_fails_without_a_block_is_not_averaged_in(two: Folder, end: str) -> None:
+    script = two.script(
+        TEN_LINES
+        + f"""
+train(peer, model, optimizer, 10)
+if peer.rank == 0:
+    with torch.no_grad():
+        model[0].weight.fill_(100.0)
+    {end}
+train(peer, model, optimizer, 30)
+"""
+    )
+    run = two.run("--policy", "never", script, two.path, tracebacks=end.startswith("raise"))
+    assert run.summary["lost"] == [two.names[0]]
+    assert float(run.model(1)["0.weight"].abs().max()) < 50
+
+
+def test_a_model_moved_after_joining_is_refused_by_name(two: Folder) -> None:
+    script = two.script(
+        TEN_LINES
+        + """
+with peer:
+    train(peer, model, optimizer, 5)
+    model.double().float()
+    train(peer, model, optimizer, 200)
+"""
+    )
+    told = two.refused("--policy", "never", script, two.path)
+    assert "'0.weight' lies in other memory" in told and "before gossipx.join" in told
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ("gossipx.join(model, optimizer)\ngossipx.join(model, optimizer)", "has joined already"),
+        (
+            "with gossipx.join(model, optimizer): pass\nwith gossipx.join(model, optimizer): pass",
+            "under gossipx run a script joins once",
+        ),
+        ("gossipx.join(optimizer, model)", "join takes the model first, then the optimizer"),
+        ("gossipx.join(model, 0.1)", "float is no torch optimizer"),
+        ("gossipx.join(nn.Linear(2, 2), optimizer)", "the optimizer trains none of the model's parameters"),
+        ("gossipx.join(model, optimizer, iteration=7)", "unknown setting 'iteration' (did you mean 'iterations'?)"),
+    ],
+)
+def test_a_wrong_call_of_join(two: Folder, body: str, told: str) -> None:
+    start = "model = nn.Linear(4, 1)\noptimizer = torch.optim.SGD(model.parameters(), lr=0.01)\n"
+    started = two.start_run("--peer-timeout", "5", two.script(start + body), two.path)
+    ended = started.end()
+    assert ended.code == 2 and ended.errors.count("\n") == 1 and told in ended.errors, ended.shown
+
+
+def test_under_a_run_its_rank_and_settings_hold_but_a_function_is_taken(two: Folder) -> None:
+    """... and the summary names it."""
+    script = two.script(
+        TEN_LINES.replace(
+            "(model, optimizer)", "(model, optimizer, rank=0, seed=3, policy=lambda seen: seen.step % 5 == 0)"
+        )
+        + "with peer:\n    train(peer, model, optimizer, 21)\ntell(peer, rank=peer.rank)\n"
+    )
+    run = two.run("--policy", "tau:10", "--blocking", script, two.path)
+    assert [two.told(rank)["rank"] for rank in range(2)] == [0, 1]
+    assert run.summary["policy"] == "function <lambda>" and run.summary["retrievals"] == [4, 4]
+
+
+def test_a_loop_that_counts_no_iteration_is_warned(two: Folder) -> None:
+    script = two.script("with gossipx.join(nn.Linear(4, 1)):\n    pass\n")
+    run = two.run(*BRIEF, script, two.path)
+    assert run.ended.output.count("no iteration was counted: give gossipx.join the optimizer") == 2
+
+
+def test_a_forked_process_is_not_the_peer(two: Folder) -> None:
+    """[4] SIGTERM ends it at once, as if it had never seen gossipx."""
+    script = two.script(
+        TEN_LINES
+        + """
+import multiprocessing
+import time
+with peer:
+    train(peer, model, optimizer, 5)
+    other = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
+    other.start()
+    other.terminate()
+    other.join(60)
+    train(peer, model, optimizer, 10)
+tell(peer, code=other.exitcode)
+"""
+    )
+    run = two.run(*BRIEF, script, two.path)
+    assert [two.told(rank)["code"] for rank in range(2)] == [-signal.SIGTERM] * 2 and agree(run, 2)
+
+
+def test_a_model_that_cannot_be_written_costs_no_figures(two: Folder) -> None:
+    """[28]"""
+    script = two.script(
+        TEN_LINES
+        + """
+with peer:
+    train(peer, model, optimizer, 10)
+    if peer.rank == 1:
+        (FOLDER / "x" / "peer-01" / "model.tmp").mkdir()
+"""
+    )
+    run = two.run(*BRIEF, script, two.path)
+    assert run.summary["lost"] == [] and run.summary["iterations"] == 10
+    assert "the model cannot be written" in run.ended.output and "--no-save-model" in run.ended.output
+    assert "finished, but its process ended: exit code 1" in run.ended.output
+
+
+def test_labels_are_needed_to_deal_by_them(two: Folder) -> None:
+    script = two.script("with gossipx.join(nn.Linear(4, 1)) as peer:\n    peer.shard(list(range(100)))\n")
+    told = two.refused("--partition", "dirichlet:alpha=0.3", script, two.path)
+    assert "has no targets or labels" in told

@@ -6,7 +6,24 @@ import math
 
 import pytest
 import torch
-from toy import ITERATIONS, SIZE, TIMEOUT, alone, before, bound, ended, maker, models, sgd, spread, until, within, world
+from torch import nn
+from toy import (
+    ITERATIONS,
+    SIZE,
+    TIMEOUT,
+    alone,
+    before,
+    bound,
+    ended,
+    make,
+    maker,
+    models,
+    sgd,
+    spread,
+    until,
+    within,
+    world,
+)
 
 from gossipx.sim import Network, SimPeer, World
 
@@ -293,3 +310,27 @@ def test_peer_whose_model_is_finite_again_takes_part_again():
     assert any(entry.what == "mixes 1" and entry.time > 15 for entry in made.log)
     assert made.lines(1, "mixes")[-1] and made.peers[1].role.sync.retrievals > 5
     agree(made, [0, 1, 2])
+
+
+def test_slow_retrievals_leave_statistics_possible():
+    """A model that is many iterations under way makes no variance negative (it would evaluate to NaN)."""
+
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.norm = nn.BatchNorm1d(SIZE)
+            self.generator = torch.Generator().manual_seed(0)
+
+        def forward(self) -> torch.Tensor:
+            shrinking = 10.0 / (1 + int(self.norm.num_batches_tracked)) ** 2
+            return self.norm(shrinking * torch.randn(8, SIZE, generator=self.generator)).square().sum()
+
+    made = World(0, Network(delay=6.0))
+    for rank in range(2):
+        made.start(rank, maker(rank, 2, policy="tau:1", iterations=40, peer_timeout=60.0, module=Normed()))
+    ended(made, 1000.0)
+    for peer in made.peers.values():
+        assert peer.retrievals and max(pull.seconds for pull in peer.retrievals) >= 12.0
+        assert bool((peer.module.norm.running_var > 0).all())
+        assert bool(peer.module.eval()().isfinite())

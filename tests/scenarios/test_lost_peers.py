@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 from toy import (
@@ -21,7 +23,9 @@ from toy import (
     world,
 )
 
+from gossipx.actor import Fault
 from gossipx.messages import Stage
+from gossipx.peer.membership import Membership
 from gossipx.sim import Network
 
 
@@ -255,3 +259,35 @@ def test_the_last_two_leave_at_once():
     ended(made, bound(2))
     assert all(made.lines(rank)[-1] == "has left" for rank in (0, 1))
     assert made.now < 5.5 + TIMEOUT
+
+
+def test_with_own_weights_a_restarted_peer_takes_the_others_too():
+    """[36, 37] All begin with their own; whoever comes to a training that is under way does not."""
+    made = world(3, init="own", policy="tau:2")
+    made.restart(1, 8.5)
+    ended(made, bound(3, waits=1))
+    first = [entry.what for entry in made.log if entry.time < 8.5]
+    assert not any(what.startswith("adopts") for what in first)
+    life = [entry.what for entry in made.log if entry.rank == 1 and entry.time >= 8.5]
+    assert "adopts the model of 0" in life and life.index("adopts the model of 0") < life.index("is TRAIN")
+    assert "step 1" not in life
+    torch.testing.assert_close(models(made), before(made).mean(0).expand(3, -1), rtol=1e-5, atol=1e-6)
+
+
+def test_a_peer_that_has_ended_is_not_lost():
+    """One that is far slower pulls in vain from peers that are done, and still does not find itself alone."""
+    made = ended(world(2, slow={1: 6.0}, policy="tau:1", min_peers=2), bound(2, compute=6.0))
+    ends = {entry.rank: entry.time for entry in made.log if entry.what == "ends"}
+    assert ends[0] + 3 * TIMEOUT < ends[1], "the first has gone long before"
+    assert not any("is lost" in entry.what for entry in made.log)
+    assert not [entry for entry in made.log if entry.what == "pulls 0" and entry.time > ends[0]]
+    assert made.peers[1].arena.step == ITERATIONS
+
+
+def test_what_this_machine_lacks_buries_no_other():
+    """[40] Without descriptors all requests fail at once, to whomever they go."""
+    members = Membership(0, 3, (1, 2), TIMEOUT, random.Random(0))
+    members.others[1].stage = Stage.TRAIN
+    for now in range(100):
+        assert not members.failed(1, Fault.LOCAL, now=float(now))
+    assert not members.others[1].lost and members.others[1].rests_until > 99.0

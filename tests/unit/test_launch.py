@@ -463,7 +463,7 @@ def test_an_overwrite_that_comes_to_nothing_leaves_the_run_before(run: Run, mine
 
 
 def test_a_name_that_no_file_can_have(run: Run) -> None:
-    with pytest.raises(UsageError, match="cannot write the run: .*give another .*--name"):
+    with pytest.raises(UsageError, match=r"cannot write the run: .*give another .*--name"):
         run("finish()", name="x" * 300)
 
 
