@@ -15,7 +15,6 @@ from toy import (
     before,
     bound,
     ended,
-    make,
     maker,
     models,
     sgd,
@@ -319,7 +318,7 @@ def test_slow_retrievals_leave_statistics_possible():
         def __init__(self) -> None:
             super().__init__()
             torch.manual_seed(0)
-            self.norm = nn.BatchNorm1d(SIZE)
+            self.norm = nn.BatchNorm1d(SIZE, momentum=0.5)
             self.generator = torch.Generator().manual_seed(0)
 
         def forward(self) -> torch.Tensor:
