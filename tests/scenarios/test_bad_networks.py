@@ -325,9 +325,14 @@ def test_slow_retrievals_leave_statistics_possible():
             shrinking = 10.0 / (1 + int(self.norm.num_batches_tracked)) ** 2
             return self.norm(shrinking * torch.randn(8, SIZE, generator=self.generator)).square().sum()
 
+    def step(peer: SimPeer) -> None:
+        assert bool((peer.module.norm.running_var > 0).all()), f"peer {peer.rank} after iteration {peer.arena.step}"
+        sgd(peer.module)
+
     made = World(0, Network(delay=6.0))
     for rank in range(2):
-        made.start(rank, maker(rank, 2, policy="tau:1", iterations=40, peer_timeout=60.0, module=Normed()))
+        options = {"policy": "tau:1", "iterations": 40, "peer_timeout": 60.0, "gradient_step": step}
+        made.start(rank, maker(rank, 2, module=Normed(), **options))
     ended(made, 1000.0)
     for peer in made.peers.values():
         assert peer.retrievals and max(pull.seconds for pull in peer.retrievals) >= 12.0
