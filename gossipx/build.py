@@ -143,6 +143,9 @@ def effective(config: RunConfig, size: int, has_script: bool) -> RunConfig:
     """
     if not has_script:
         config = _with_preset(config)
+    steps = config.task.lr_steps or ()
+    if list(steps) != sorted(steps):
+        raise UsageError(f"--lr-steps do not ascend: {', '.join(map(str, steps))}")
     policies.parse(config.sync.policy)
     topology.load(config.sync.topology, size)
     return config

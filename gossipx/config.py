@@ -287,9 +287,9 @@ def _checked(key: Key, value: Any, called: str, place: tuple[Path | None, int | 
         except UsageError as error:
             raise UsageError(str(error), *place) from None
     if key.least is not None and not made >= key.least:
-        raise UsageError(f"{called} is {made}: at least {key.least:g}", *place)
+        raise UsageError(f"{called} is {made}: at least {key.least}", *place)
     if key.most is not None and not made <= key.most:
-        raise UsageError(f"{called} is {made}: at most {key.most:g}", *place)
+        raise UsageError(f"{called} is {made}: at most {key.most}", *place)
     if key.kind is float and math.isinf(made):
         raise UsageError(f"{called} is {made}: a finite number", *place)
     return made

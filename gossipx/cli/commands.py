@@ -37,7 +37,7 @@ def _one_line(ctx: click.Context) -> Iterator[None]:
         text = error.format_message().removesuffix(".")
         if "\n" in text:  # a group without a command: it is the help
             raise
-        print(f"{text}; see {(error.ctx or ctx).command_path} --help", file=sys.stderr)
+        print(f"{text} (see {(error.ctx or ctx).command_path} --help)", file=sys.stderr)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)

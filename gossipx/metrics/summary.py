@@ -100,9 +100,10 @@ def read(path: Path) -> Summary:
     except ValueError as error:
         raise UsageError(f"not a summary: {error}", file) from error
     names = {field.name for field in dataclasses.fields(Summary)}
-    if not isinstance(data, dict) or not names <= data.keys():
-        missing = sorted(names - data.keys())[0] if isinstance(data, dict) else "everything"
-        raise UsageError(f"not a summary: it lacks '{missing}'", file)
+    if not isinstance(data, dict):
+        raise UsageError("not a summary: it holds no JSON object", file)
+    if not names <= data.keys():
+        raise UsageError(f"not a summary: it lacks '{min(names - data.keys())}'", file)
     for field in dataclasses.fields(Summary):
         if not _fits(str(field.type), data[field.name], data["peers"]):
             raise UsageError(f"not a summary: '{field.name}' is {_WANTED[str(field.type)]}", file)

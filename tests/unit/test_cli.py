@@ -107,7 +107,7 @@ def test_every_setting_is_an_option_of_run() -> None:
     [
         (["rnu"], "No such command 'rnu'"),
         (["run"], "--peers hosts.txt"),
-        (["--nope"], "No such option '--nope'; see gossipx --help"),
+        (["--nope"], "No such option '--nope' (see gossipx --help)"),
         (["run", "--peers"], "Option '--peers' requires an argument"),
         (["run", "--peers", "hosts.txt", "--polcy", "never"], "--policy"),
         (["run", "--peers", "hosts.txt", "--seed", "one"], "'one' is not a valid integer"),
@@ -186,6 +186,40 @@ def test_a_policy_from_the_file_is_checked_too(place: Path) -> None:
 def test_the_peers_may_be_named_in_the_file(place: Path) -> None:
     (place / "mine.toml").write_text("[run]\npeers = 'none.txt'\n", encoding="utf-8")
     assert one_line(gossipx("run", "--config", "mine.toml")).startswith("none.txt: no such hosts file")
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "told"),
+    [
+        ("--peer-timeout", "1e300", "at most 86400"),
+        ("--seed", "99999999999999999999999", "at most 4294967295"),
+        ("--threads", "100000", "at most 1024"),
+        ("--batch-size", "100000000", "at most 60000"),
+        ("--logdir", "", "--logdir is empty"),
+        ("--data-dir", "", "--data-dir is empty"),
+        ("--lr-steps", "0.9,0.1", "--lr-steps do not ascend: 0.9, 0.1"),
+        ("--bind", "999.1.1.1", "--bind '999.1.1.1' is no address"),
+    ],
+)
+def test_values_that_no_run_can_have(place: Path, option: str, value: str, told: str) -> None:
+    assert told in one_line(gossipx("run", "--peers", "hosts.txt", option, value))
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("[sync]\npolicy = 'foo'", "run.toml:2: unknown policy 'foo'"),
+        ("[sync]\npolicy = 'tau:0'", "run.toml:2: policy 'tau:0': period counts iterations"),
+        ("[sync]\nmixing = 'averge'", "run.toml:2: unknown mixing 'averge' (did you mean 'average'?)"),
+        ("[task]\nmodel = 'lenett'", "run.toml:2: unknown model 'lenett' (did you mean 'lenet'?)"),
+        ("[task]\n\ntask = 'mnst'", "run.toml:3: unknown task 'mnst' (did you mean 'mnist'?)"),
+        ("[task]\npartition = 'dirichlet:alpha=0'", "run.toml:2: partition 'dirichlet:alpha=0'"),
+        ("[run]\niterations = '20'", "run.toml:2: iterations is not an integer: '20'"),
+    ],
+)
+def test_what_is_wrong_in_the_file_is_told_with_its_place(place: Path, line: str, told: str) -> None:
+    (place / "run.toml").write_text(line + "\n", encoding="utf-8")
+    assert told in one_line(gossipx("run", "--peers", "hosts.txt", "--config", "run.toml"))
 
 
 def test_more_peers_asked_for_than_there_are(place: Path) -> None:

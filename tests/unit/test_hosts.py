@@ -6,6 +6,7 @@ Numbers in brackets are rows of the project's fault list.
 from __future__ import annotations
 
 import errno
+import re
 import socket
 from pathlib import Path
 
@@ -306,6 +307,20 @@ def test_a_peer_on_loopback_is_not_found_at_another_address(tmp_path: Path, bind
     with pytest.raises(UsageError, match=f"'localhost' is loopback, where peers that listen on {bind}") as caught:
         bind_host(read_hosts(file)[0], bind, file)
     assert str(caught.value).startswith(f"{file}:2: ")
+
+
+@pytest.mark.parametrize("bind", ["999.1.1.1", "no such host", NO_SUCH_NAME])
+def test_a_place_to_listen_that_is_none(tmp_path: Path, bind: str) -> None:
+    file = hosts(tmp_path, "localhost")
+    with pytest.raises(UsageError, match=f"--bind '{re.escape(bind)}' is no address"):
+        bind_host(read_hosts(file)[0], bind, file)
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_name(tmp_path: Path) -> None:
+    """Windows' editors write one, and end lines by two characters."""
+    file = tmp_path / "hosts.txt"
+    file.write_bytes(b"\xef\xbb\xbflocalhost slots=2\r\n")
+    assert [peer.host for peer in read_hosts(file)] == ["localhost"] * 2
 
 
 # --- agreeing on the list -----------------------------------------------------------------------------
