@@ -94,7 +94,7 @@ def _make_directory(settings: RunConfig, hosts: Path) -> Path:
     try:
         there = directory.exists()
     except OSError as error:  # a name that is too long
-        raise UsageError(f"cannot write the run: {error.strerror}; give another --name", directory) from error
+        raise _unwritable(directory, error) from error
     if there:
         if not settings.run.overwrite:
             raise UsageError(
@@ -105,16 +105,26 @@ def _make_directory(settings: RunConfig, hosts: Path) -> Path:
     content = hosts.read_bytes()
     try:
         directory.mkdir(parents=True, exist_ok=settings.run.overwrite)
-        _put_aside(directory)
-        (directory / CONFIG_FILE).write_text(config.dump(settings), encoding="utf-8")
-        (directory / HOSTS_FILE).write_bytes(content)
     except FileExistsError as error:
         raise UsageError("another run has taken that name just now: give another --name", directory) from error
     except OSError as error:
-        raise UsageError(
-            f"cannot write the run: {error.strerror}; give another --logdir or --name", directory
-        ) from error
+        raise _unwritable(directory, error) from error
+    try:
+        if (directory / ASIDE).is_dir():
+            _take_back(directory)  # an attempt to overwrite it was killed before it trained
+            directory.mkdir(exist_ok=True)
+        _put_aside(directory)
+        (directory / CONFIG_FILE).write_text(config.dump(settings), encoding="utf-8")
+        (directory / HOSTS_FILE).write_bytes(content)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            _take_back(directory)
+        raise _unwritable(directory, error) from error
     return directory
+
+
+def _unwritable(directory: Path, error: OSError) -> UsageError:
+    return UsageError(f"cannot write the run: {error.strerror}; give another --logdir or --name", directory)
 
 
 def _is_replaceable(directory: Path) -> bool:
@@ -136,7 +146,6 @@ def _put_aside(directory: Path) -> None:
     """Make room for a new run, which may still come to nothing."""
     old = _written(directory)
     if old:
-        _remove(directory / ASIDE)  # of an attempt that was killed
         (directory / ASIDE).mkdir()
     for entry in old:
         entry.rename(directory / ASIDE / entry.name)

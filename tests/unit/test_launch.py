@@ -462,6 +462,19 @@ def test_an_overwrite_that_comes_to_nothing_leaves_the_run_before(run: Run, mine
     assert sorted(file.name for file in mine.iterdir()) == ["config.toml", "hosts.txt", FILE]
 
 
+def test_an_overwrite_that_was_killed_before_it_trained_loses_nothing(
+    run: Run, mine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run("finish()", seed=1) == 0
+    with monkeypatch.context() as patched:
+        patched.setattr(local._Run, "go", lambda self: 0)  # as if this process had ended there
+        run("finish()", seed=2, overwrite=True)
+    assert sorted(file.name for file in mine.iterdir()) == [".replaced", "config.toml", "hosts.txt"]
+    assert run("sys.exit(1)", seed=3, overwrite=True) == 1
+    assert read(mine).seed == 1
+    assert sorted(file.name for file in mine.iterdir()) == ["config.toml", "hosts.txt", FILE]
+
+
 def test_a_name_that_no_file_can_have(run: Run) -> None:
     with pytest.raises(UsageError, match=r"cannot write the run: .*give another .*--name"):
         run("finish()", name="x" * 300)
