@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
-import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -103,7 +101,6 @@ class Peer:
         self._figures = Figures()
         self._last: dict[str, float] = {}
         self._term = threading.Event()
-        self._process = -1  # whose SIGTERM is ours
         self._steps = 0
         self._open = True
         self._agreed = False  # whether this model has been averaged in the finish
@@ -198,8 +195,7 @@ class Peer:
             self.close()
             raise
         if threading.current_thread() is threading.main_thread() and self._options.under_run:
-            self._process = os.getpid()
-            signal.signal(signal.SIGTERM, self._asked_to_leave)
+            process.on_sigterm(self._asked_to_leave)
         self._progress.watch_parent()
         try:
             self._comm.start()
@@ -279,12 +275,7 @@ class Peer:
     # --- leaving early ------------------------------------------------------------------------------
 
     def _asked_to_leave(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() == self._process:
-            self._term.set()
-            return
-        # A process that the script has forked, with a copy of this handler: it ends as it would without it.
-        signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
+        self._term.set()
 
     def _wait(self) -> None:
         """Wait until the role says go on; or leave, if SIGTERM asks for it: keep the model, tell the others, and go."""

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import os
+import signal
 import sys
 import threading
+from collections.abc import Callable
+from types import FrameType
 from typing import NoReturn, Protocol
 
 from gossipx.errors import GossipxError, UsageError
@@ -21,10 +25,13 @@ class Ends(Protocol):
 
 
 _open: list[Ends] = []
+_pid = 0
 _has_left = False
 _failed = False
 _watching = False
 _exit = sys.exit
+_handlers: list[Callable[[int, FrameType | None], None]] = []
+_masks = threading.local()
 
 
 def join(peer: Ends, under_run: bool) -> None:
@@ -33,12 +40,13 @@ def join(peer: Ends, under_run: bool) -> None:
     Raises:
         UsageError: it is one already, or was one of the run that it was started for.
     """
-    global _watching, _exit
+    global _watching, _exit, _pid
     if _open:
         raise UsageError("this process has joined already: a process is one peer, until it leaves the with block")
     if under_run and _has_left:
         raise UsageError("this process has left its run already: under gossipx run a script joins once")
     _open.append(peer)
+    _pid = os.getpid()
     if not _watching:
         _watching = True
         # The interpreter tells nobody at exit that sys.exit was called with a failure.
@@ -55,6 +63,31 @@ def leave(peer: Ends) -> None:
         _has_left = True
 
 
+def on_sigterm(handler: Callable[[int, FrameType | None], None]) -> None:
+    """Have SIGTERM handled here, and not in processes that the script forks: it ends those as ever."""
+    forks = not _handlers
+    _handlers[:] = [handler]
+    signal.signal(signal.SIGTERM, handler)
+    if forks:
+        # Between fork and the interpreter's own preparations a signal would be lost: it is held until it can end the
+        # child.
+        os.register_at_fork(before=_hold, after_in_parent=_release, after_in_child=_forget)
+
+
+def _hold() -> None:
+    _masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+
+def _release() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _masks.before)
+
+
+def _forget() -> None:
+    if signal.getsignal(signal.SIGTERM) in _handlers:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _release()
+
+
 def _leaving(code: object = None, /) -> NoReturn:
     global _failed
     _failed = bool(code)
@@ -62,6 +95,8 @@ def _leaving(code: object = None, /) -> NoReturn:
 
 
 def _at_exit() -> None:
+    if os.getpid() != _pid:
+        return  # a process that the script has forked: a worker of its data loader, say
     for peer in list(_open):
         try:
             if getattr(sys, "last_value", None) is None and not _failed:

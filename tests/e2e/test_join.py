@@ -639,7 +639,7 @@ def test_a_loop_that_counts_no_iteration_is_warned(two: Folder) -> None:
 
 
 def test_a_forked_process_is_not_the_peer(two: Folder) -> None:
-    """[4] SIGTERM ends it at once, as if it had never seen gossipx."""
+    """[4] SIGTERM ends it at once, and its own end finishes nothing, as if it had never seen gossipx."""
     script = two.script(
         TEN_LINES
         + """
@@ -651,12 +651,19 @@ with peer:
     other.start()
     other.terminate()
     other.join(60)
+    quick = multiprocessing.get_context("fork").Process(target=time.sleep, args=(0,))
+    quick.start()
+    quick.join(60)
+    loader = torch.utils.data.DataLoader(range(8), num_workers=2)
+    seen = sum(int(one) for one in loader)
     train(peer, model, optimizer, 10)
-tell(peer, code=other.exitcode)
+tell(peer, codes=[other.exitcode, quick.exitcode], seen=seen)
 """
     )
     run = two.run(*BRIEF, script, two.path)
-    assert [two.told(rank)["code"] for rank in range(2)] == [-signal.SIGTERM] * 2 and agree(run, 2)
+    assert [two.told(rank)["codes"] for rank in range(2)] == [[-signal.SIGTERM, 0]] * 2
+    assert [two.told(rank)["seen"] for rank in range(2)] == [28, 28]
+    assert agree(run, 2) and run.summary["iterations"] == 10
 
 
 def test_a_model_that_cannot_be_written_costs_no_figures(two: Folder) -> None:
