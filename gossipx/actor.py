@@ -49,7 +49,13 @@ class StepDone:
 
 @dataclass(frozen=True)
 class TrainingEnded:
-    """The last iteration is done; what comes next is the finish."""
+    """The last iteration is done; what comes next is the finish.
+
+    Attributes:
+        agrees: whether this peer's model can take part in it.
+    """
+
+    agrees: bool = True
 
 
 @dataclass(frozen=True)

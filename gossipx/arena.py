@@ -141,10 +141,11 @@ class ParameterArena:
         self.lock = threading.RLock()
         self.step = 0
         self.sections: list[Section] = []
-        self._slots = {slot.name: slot for slot in slots}
+        self._tensors = [slot.tensor for slot in slots]
+        self._names = {slot.name for slot in slots}
         for dtype in sorted({slot.tensor.dtype for slot in slots}, key=str):
             self.sections.append(_lay_out([slot for slot in slots if slot.tensor.dtype == dtype]))
-        self._places = {slot.name: slot.tensor.data_ptr() for slot in slots}
+        self._slots_at = {slot.tensor.data_ptr(): slot for slot in slots if slot.tensor.numel()}
         self.copying = threading.Lock()
         self._on_host = all(section.storage.device.type == "cpu" for section in self.sections)
         self._free: dict[bool, list[HostBuffer]] = {False: [], True: []}
@@ -193,20 +194,20 @@ class ParameterArena:
         """See that what ``module`` trains is still what was laid out; what moves elsewhere is not exchanged.
 
         Raises:
-            UsageError: the first tensor that is not, by its name, and why.
+            UsageError: the first parameter that is not, by its name, and why.
         """
-        for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
-            name = plain_name(name)
-            slot = self._slots.get(name)
-            trained = isinstance(tensor, nn.Parameter) and tensor.requires_grad
-            if slot is None:
-                reason = "was added to the model" if trained else None
-            elif tensor.data_ptr() != self._places[name]:
+        for name, parameter in module.named_parameters():
+            slot = self._slots_at.get(parameter.data_ptr())
+            if not (parameter.requires_grad and parameter.numel()) or (slot is not None and slot.kind == 0):
+                continue
+            if slot is not None:
+                reason = "is trained, which was frozen"
+            elif plain_name(name) in self._names:
                 reason = "lies in other memory (load_state_dict(assign=True), a change of dtype or device)"
             else:
-                reason = "is trained, which was frozen" if trained and slot.kind == 2 else None
-            if reason:
-                raise UsageError(f"'{name}' {reason} since the model was joined: change the model before gossipx.join")
+                reason = "was added to the model"
+            told = f"'{plain_name(name)}' {reason} since the model was joined"
+            raise UsageError(f"{told}: change the model before gossipx.join")
 
     def _room(self) -> tuple[list[Tensor], HostBuffer | None]:
         """Memory for one boundary on the module's device, that nobody holds."""
@@ -312,7 +313,7 @@ class ParameterArena:
         """x ← x + share · (x_j − base) for trained values: a step boundary, for the training thread or while it waits.
 
         A buffer b becomes b + share · (b_j − b): running statistics follow the data and do not add up, so that a
-        difference to what they were at the request could make a variance negative.
+        difference to what they were at the request could make a variance negative. An infinite one stays.
         """
         for section, vector in zip(self.sections, compared.vectors, strict=True):
             if section.mixed:
@@ -320,7 +321,8 @@ class ParameterArena:
                 theirs = vector.to(section.storage.device)
                 section.storage[:cut].add_(theirs[:cut], alpha=share)
                 own, other = section.storage[cut : section.mixed], theirs[cut:]
-                own.copy_(torch.where(own == other, own, own + share * (other - own)))
+                as_is = (own == other) | ~own.isfinite()
+                own.copy_(torch.where(as_is, own, own + share * (other - own)))
         self._advance(*self._room())
 
     def adopt(self, received: HostBuffer, step: int) -> bool:
@@ -351,7 +353,7 @@ class ParameterArena:
     def detach(self) -> None:
         """Give every tensor storage of its own again, as it was before; the arena is not used any further."""
         own: dict[tuple[int, torch.Size], Tensor] = {}  # by place: tied tensors stay tied
-        for tensor in (slot.tensor for slot in self._slots.values()):
+        for tensor in self._tensors:
             place = tensor.data_ptr(), tensor.shape
             if place not in own:
                 own[place] = tensor.detach().clone(memory_format=torch.preserve_format)

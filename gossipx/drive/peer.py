@@ -124,6 +124,7 @@ class Peer:
         if not self._open:
             return
         began = time.perf_counter()
+        process.going_on()
         if self._arena.step % self._options.distance_interval == 0:
             self._arena.check(self._module)
         self._steps += 1
@@ -218,11 +219,11 @@ class Peer:
             log.warning("no iteration was counted: give gossipx.join the optimizer, or call peer.step() in the loop")
         figures = self._figures
         figures.end(self._comm.bytes_received)
-        self._arena.check(self._module)
+        agrees = self._takes_part()
         self._arena.set_boundary(self._arena.step)  # with what the loop did since its last step (averaged weights, say)
         self._tell_progress("finish")
         before = self._measure_accuracy()
-        self._driver.tell(TrainingEnded())
+        self._driver.tell(TrainingEnded(agrees))
         self._wait()
         self._recorder.scalar("sync/retrievals", self._role.sync.retrievals, self._arena.step)
         figures.finish_bytes = self._comm.bytes_received - figures.bytes_at_end
@@ -237,6 +238,15 @@ class Peer:
         self.close()
         if unsaved is not None:
             raise unsaved
+
+    def _takes_part(self) -> bool:
+        """Whether the arena still holds the model. If not, the training is done all the same, and worth keeping."""
+        try:
+            self._arena.check(self._module)
+        except UsageError as error:
+            log.warning("%s; this peer takes no part in the finish", error)
+            return False
+        return True
 
     def leave(self) -> None:
         """Take no further part, without a finish, and tell the others."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import signal
 import sys
@@ -26,6 +27,7 @@ class Ends(Protocol):
 
 _open: list[Ends] = []
 _pid = 0
+_thread: threading.Thread | None = None
 _has_left = False
 _failed = False
 _watching = False
@@ -40,19 +42,44 @@ def join(peer: Ends, under_run: bool) -> None:
     Raises:
         UsageError: it is one already, or was one of the run that it was started for.
     """
-    global _watching, _exit, _pid
-    if _open:
-        raise UsageError("this process has joined already: a process is one peer, until it leaves the with block")
-    if under_run and _has_left:
-        raise UsageError("this process has left its run already: under gossipx run a script joins once")
-    _open.append(peer)
-    _pid = os.getpid()
+    global _watching, _exit, _pid, _thread
+    may_join(under_run)
     if not _watching:
         _watching = True
         # The interpreter tells nobody at exit that sys.exit was called with a failure.
         _exit, sys.exit = sys.exit, _leaving
-        # Threads cannot be started in atexit's callbacks from Python 3.12 on; these come before.
-        getattr(threading, "_register_atexit", atexit.register)(_at_exit)
+        _register()
+    _open.append(peer)
+    _pid = os.getpid()
+    _thread = threading.current_thread()
+
+
+def may_join(under_run: bool) -> None:
+    """See whether :func:`join` would be refused.
+
+    Raises:
+        UsageError: as there.
+    """
+    if _open:
+        raise UsageError("this process has joined already: a process is one peer, until it leaves the with block")
+    if under_run and _has_left:
+        raise UsageError("this process has left its run already: under gossipx run a script joins once")
+
+
+def going_on() -> None:
+    """Training goes on: a sys.exit before was caught."""
+    global _failed
+    _failed = False
+
+
+def _register() -> None:
+    # From Python 3.12 on no thread can be started in atexit's callbacks, as the finish has to; threading's own come
+    # before, and before other threads are waited for, as long as the main thread has not ended.
+    if sys.version_info >= (3, 12) and hasattr(threading, "_register_atexit"):
+        with contextlib.suppress(RuntimeError):
+            threading._register_atexit(_at_exit)
+            return
+    atexit.register(_at_exit)
 
 
 def leave(peer: Ends) -> None:
@@ -90,13 +117,15 @@ def _forget() -> None:
 
 def _leaving(code: object = None, /) -> NoReturn:
     global _failed
-    _failed = bool(code)
+    _failed = bool(code) and threading.current_thread() is threading.main_thread()
     _exit(code)  # type: ignore[arg-type]
 
 
 def _at_exit() -> None:
     if os.getpid() != _pid:
         return  # a process that the script has forked: a worker of its data loader, say
+    if _thread not in (None, threading.current_thread()):
+        _thread.join()  # it trains, and ends as the script has it
     for peer in list(_open):
         try:
             if getattr(sys, "last_value", None) is None and not _failed:

@@ -12,6 +12,7 @@ from torch import nn
 
 from gossipx import build, config, policies
 from gossipx.config import RunConfig
+from gossipx.drive import process
 from gossipx.drive.peer import Peer
 from gossipx.drive.progress import Progress
 from gossipx.errors import UsageError
@@ -58,6 +59,7 @@ def join(
     told = progress()
     _check(model, optimizer)
     under_run = ENV_CONFIG in os.environ
+    process.may_join(under_run)  # before this model is laid out, which may be that of the first
     own = None if policy is None or isinstance(policy, str) else policies.parse(policy)
     if isinstance(policy, str):
         settings["policy"] = policy

@@ -9,9 +9,7 @@ import contextlib
 import os
 import re
 import selectors
-import shutil
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,10 +17,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from gossipx import build, config
+from gossipx import build
 from gossipx.config import RunConfig
 from gossipx.errors import UsageError
 from gossipx.launch.children import Child, command_of, script_exists
+from gossipx.launch.directory import CONFIG_FILE, HOSTS_FILE, RunDirectory
 from gossipx.launch.environment import ENV_CONFIG, ENV_DEVICE, ENV_PEERS, ENV_PROGRESS, ENV_RANK
 from gossipx.launch.hosts import PeerLine, bind_host, local_ranks, read_hosts
 from gossipx.launch.progress import Display, Standing
@@ -33,12 +32,6 @@ LOOK_EVERY = 0.1
 """Seconds between two looks at processes that may have ended."""
 INTERRUPT_GRACE = 3.0
 """Seconds that interrupted peers have before they are killed."""
-CONFIG_FILE = "config.toml"
-HOSTS_FILE = "hosts.txt"
-WRITTEN = re.compile(rf"{re.escape(CONFIG_FILE)}|{re.escape(HOSTS_FILE)}|{re.escape(SUMMARY_FILE)}(\.tmp)?|peer-\d+")
-"""What a run writes into its directory; nothing else is ever removed from it."""
-ASIDE = ".replaced"
-"""Where the run that is overwritten lies, in the same directory, until the new one trains."""
 
 
 def launch(given: RunConfig, hosts: Path, script: list[str]) -> int:
@@ -70,8 +63,11 @@ def launch(given: RunConfig, hosts: Path, script: list[str]) -> int:
     if not script_exists(script):
         raise UsageError("no such script", file=script[0])
     settings = _named(settings)
-    directory = _make_directory(settings, hosts)
-    return _Run(settings, directory, peers, here, script).go()
+    directory = RunDirectory(settings, hosts)
+    try:
+        return _Run(settings, directory, peers, here, script).go()
+    finally:
+        directory.release()
 
 
 def _named(settings: RunConfig) -> RunConfig:
@@ -86,95 +82,11 @@ def _named(settings: RunConfig) -> RunConfig:
     return replace(settings, run=replace(settings.run, name=name))
 
 
-def _make_directory(settings: RunConfig, hosts: Path) -> Path:
-    assert settings.run.name is not None
-    if not re.fullmatch(r"[\w.,=+-]+", settings.run.name) or settings.run.name.startswith("."):
-        raise UsageError(f"--name '{settings.run.name}': letters, digits and . , = + - _ make a name")
-    directory = Path(settings.run.logdir) / settings.run.name
-    try:
-        there = directory.exists()
-    except OSError as error:  # a name that is too long
-        raise _unwritable(directory, error) from error
-    if there:
-        if not settings.run.overwrite:
-            raise UsageError(
-                f"a run '{settings.run.name}' is there already: give another --name, or --overwrite", directory
-            )
-        if not _is_replaceable(directory):
-            raise UsageError("not the directory of a run, so it is not overwritten: give another --name", directory)
-    content = hosts.read_bytes()
-    try:
-        directory.mkdir(parents=True, exist_ok=settings.run.overwrite)
-    except FileExistsError as error:
-        raise UsageError("another run has taken that name just now: give another --name", directory) from error
-    except OSError as error:
-        raise _unwritable(directory, error) from error
-    try:
-        if (directory / ASIDE).is_dir():
-            _take_back(directory)  # an attempt to overwrite it was killed before it trained
-            directory.mkdir(exist_ok=True)
-        _put_aside(directory)
-        (directory / CONFIG_FILE).write_text(config.dump(settings), encoding="utf-8")
-        (directory / HOSTS_FILE).write_bytes(content)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            _take_back(directory)
-        raise _unwritable(directory, error) from error
-    return directory
-
-
-def _unwritable(directory: Path, error: OSError) -> UsageError:
-    return UsageError(f"cannot write the run: {error.strerror}; give another --logdir or --name", directory)
-
-
-def _is_replaceable(directory: Path) -> bool:
-    """Whether it is empty or a run's: many programs have a config.toml, a run's begins as :func:`config.dump` does."""
-    if not directory.is_dir():
-        return False
-    if not any(directory.iterdir()):
-        return True
-    file = directory / CONFIG_FILE
-    return file.is_file() and file.read_bytes().startswith(b"[run]\n") and (directory / HOSTS_FILE).is_file()
-
-
-def _written(directory: Path) -> list[Path]:
-    """What a run has written there."""
-    return [entry for entry in directory.iterdir() if WRITTEN.fullmatch(entry.name)]
-
-
-def _put_aside(directory: Path) -> None:
-    """Make room for a new run, which may still come to nothing."""
-    old = _written(directory)
-    if old:
-        (directory / ASIDE).mkdir()
-    for entry in old:
-        entry.rename(directory / ASIDE / entry.name)
-
-
-def _take_back(directory: Path) -> None:
-    """Nothing was trained: leave all as it was."""
-    for entry in _written(directory):
-        _remove(entry)
-    if (directory / ASIDE).is_dir():
-        for entry in (directory / ASIDE).iterdir():
-            entry.rename(directory / entry.name)
-        (directory / ASIDE).rmdir()
-    if not any(directory.iterdir()):
-        directory.rmdir()
-
-
-def _remove(entry: Path) -> None:
-    if entry.is_dir() and not entry.is_symlink():
-        shutil.rmtree(entry)
-    else:
-        entry.unlink(missing_ok=True)
-
-
 class _Run:
     """The peers of this machine, from their start to their end."""
 
     def __init__(
-        self, settings: RunConfig, directory: Path, peers: list[PeerLine], here: list[int], script: list[str]
+        self, settings: RunConfig, directory: RunDirectory, peers: list[PeerLine], here: list[int], script: list[str]
     ) -> None:
         self._settings = settings
         self._directory = directory
@@ -206,9 +118,11 @@ class _Run:
                 for child in self._children.values():
                     child.signal(signal.SIGKILL)
                     child.process.wait()
+                trained = self._began is not None or bool(self._results)
+                if not trained:
+                    self._directory.give_up()
         ended = time.monotonic()
-        if self._began is None and not self._results:
-            _take_back(self._directory)
+        if not trained:
             if self._exit is None and not self._left:
                 self._display.line("no peer finished")
                 return 1
@@ -218,8 +132,8 @@ class _Run:
         if self._left and not self._results:
             return 0
         summary = self._sum_up(ended - (self._began or ended))
-        _remove(self._directory / ASIDE)
-        summary.write(self._directory)
+        self._directory.keep()
+        summary.write(self._directory.path)
         self._tell_end(summary)
         return 0 if self._results.keys() - self._failed_after else 1
 
@@ -231,8 +145,8 @@ class _Run:
             "OMP_NUM_THREADS": threads,
             **os.environ,
             "PYTHONUNBUFFERED": "1",
-            ENV_CONFIG: str((self._directory / CONFIG_FILE).resolve()),
-            ENV_PEERS: str((self._directory / HOSTS_FILE).resolve()),
+            ENV_CONFIG: str((self._directory.path / CONFIG_FILE).resolve()),
+            ENV_PEERS: str((self._directory.path / HOSTS_FILE).resolve()),
             ENV_RANK: str(rank),
             ENV_DEVICE: self._peers[rank].device or self._settings.run.device,
         }
@@ -284,7 +198,7 @@ class _Run:
                 setattr(standing, key, value)
             if standing.state == "train" and self._began is None:
                 self._began = time.monotonic()
-                _remove(self._directory / ASIDE)
+                self._directory.keep()
             if standing.state == "left":
                 self._left.add(rank)
 
@@ -299,9 +213,8 @@ class _Run:
         if code == 1 and self._began is not None:
             self._display.line(f"{self._peers[rank].name}: {error}")
             return
-        sys.stdout.flush()
-        print(error, file=sys.stderr, flush=True)
         self._stop(code, signal.SIGKILL)
+        self._display.error(error)
 
     def _ended(self, rank: int, child: Child) -> None:
         if rank in self._left or self._exit is not None:
@@ -326,8 +239,8 @@ class _Run:
         alive = len(self._peers) - sum(standing.state in ("lost", "failed") for standing in self._standings.values())
         least = self._settings.sync.min_peers
         if 0 < alive < least:  # with none left the run has failed, of what was told
-            print(f"{alive} of {len(self._peers)} peers left, fewer than --min-peers {least}", file=sys.stderr)
             self._stop(4, signal.SIGTERM)
+            self._display.error(f"{alive} of {len(self._peers)} peers left, fewer than --min-peers {least}")
 
     # --- stopping -----------------------------------------------------------------------------------
 
@@ -403,5 +316,6 @@ class _Run:
         if not self._results:
             tell("no peer finished")
             return
-        tell(f"{self._directory / SUMMARY_FILE} is written; compare runs: gossipx compare {self._directory} ...")
+        path = self._directory.path
+        tell(f"{path / SUMMARY_FILE} is written; compare runs: gossipx compare {path} ...")
         tell(f"curves: tensorboard --logdir {self._settings.run.logdir}")

@@ -36,11 +36,19 @@ BAR = 10
 """Columns of a peer's bar: with them the table fits a terminal of 80."""
 
 
-def _to_nowhere(stream: TextIO) -> None:
-    """What is still to be printed is dropped, without an error."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, stream.fileno())
-    os.close(nowhere)
+def _say(stream: TextIO | None, text: str) -> None:
+    """Print a line, as it is: rich would expand tabs and drop control characters.
+
+    Its reader may have gone, or its disk be full: no reason to end a training, and all that follows is dropped.
+    """
+    if stream is None:  # it was closed from the start
+        return
+    try:
+        print(text, file=stream, flush=True)
+    except OSError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
 
 
 class Display:
@@ -75,12 +83,13 @@ class Display:
     def line(self, text: str) -> None:
         """Tell one line, above the table."""
         if self._live is None:
-            try:
-                print(text, flush=True)  # as it is: rich would expand tabs and drop control characters
-            except OSError:  # its reader has gone, or its disk is full: no reason to end a training
-                _to_nowhere(sys.stdout)
+            _say(sys.stdout, text)
         else:
             self.console.print(text, markup=False, emoji=False, soft_wrap=True)
+
+    def error(self, text: str) -> None:
+        """Tell why the run ends."""
+        _say(sys.stderr, text)
 
     def refresh(self, last: bool = False) -> None:
         """Draw, if it is time, or if it is the last time."""

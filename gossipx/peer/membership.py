@@ -116,10 +116,8 @@ class Membership:
             True if that peer is lost from now on and was not before.
         """
         other = self.others[rank]
-        if fault is Fault.LOCAL:
-            self.rest(rank, now)
-            return False
-        other.refusals = other.refusals + 1 if fault is Fault.UNREACHABLE else 0
+        if fault is not Fault.LOCAL:  # which says nothing about it
+            other.refusals = other.refusals + 1 if fault is Fault.UNREACHABLE else 0
         if other.silent_since is None:
             other.silent_since = now
         self.rest(rank, now)

@@ -168,7 +168,8 @@ class PeerRole:
                 return self._timer(event.name, now)
             case JoinRun():
                 return self._join(now)
-            case TrainingEnded():
+            case TrainingEnded(agrees):
+                self.sound = self.sound and agrees
                 return self._training_ended(now)
             case FiguresReady():
                 self.report = event.report

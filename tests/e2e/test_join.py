@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from runs import Folder, Run, differences, folder, one_line
 
@@ -596,6 +597,47 @@ with peer:
     )
     told = two.refused("--policy", "never", script, two.path)
     assert "'0.weight' lies in other memory" in told and "before gossipx.join" in told
+
+
+def test_a_model_moved_after_the_last_step_is_kept_and_left_out(three: Folder) -> None:
+    """The training is not lost for it, neither this peer's nor the others'."""
+    script = three.script(
+        TEN_LINES
+        + """
+with peer:
+    train(peer, model, optimizer, 30)
+    if peer.rank == 1:
+        model.half()
+"""
+    )
+    run = three.run("--policy", "never", script, three.path)
+    assert run.summary["lost"] == [] and run.model(1)["0.weight"].dtype == torch.float16
+    assert "'0.weight' lies in other memory" in run.ended.output
+    assert max(differences(run.model(0), run.model(2)).values()) <= 1e-6
+
+
+def test_an_exit_that_was_caught_is_none(two: Folder) -> None:
+    script = two.script(
+        TEN_LINES
+        + """
+train(peer, model, optimizer, 5)
+try:
+    sys.exit(2)
+except SystemExit:
+    pass
+train(peer, model, optimizer, 10)
+"""
+    )
+    run = two.run(*BRIEF, script, two.path)
+    assert run.summary["lost"] == [] and agree(run, 2)
+
+
+def test_a_training_in_a_thread_goes_on_after_the_main_thread(two: Folder) -> None:
+    script = two.script(
+        TEN_LINES + "import threading\nthreading.Thread(target=train, args=(peer, model, optimizer, 300)).start()\n"
+    )
+    run = two.run("--policy", "tau:5", "--peer-timeout", "20", script, two.path)
+    assert run.summary["iterations"] == 300 and run.summary["lost"] == [] and agree(run, 2)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 from gossipx.arena import HostBuffer, ParameterArena
 from gossipx.errors import UsageError
@@ -474,6 +475,30 @@ def unfrozen(module: nn.Module) -> None:
     module[0].weight.requires_grad_(True)
 
 
+@pytest.mark.parametrize("mix_buffers", [True, False])
+def test_what_is_not_trained_may_be_replaced(mix_buffers: bool):
+    """Buffers that forward passes make anew are as good as local; pruning renames what is trained."""
+    module = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    arena = ParameterArena(module, mix_buffers)
+    module[1].running_mean = module[1].running_mean + 1.0
+    prune.identity(module[0], "weight")
+    arena.check(module)
+
+
+def test_an_infinite_buffer_stays_and_spreads_no_nan():
+    """A least value seen, say, that begins at infinity."""
+    module = nn.Linear(2, 3)
+    module.register_buffer("least", torch.tensor([math.inf, math.inf, 1.0]))
+    arena = ParameterArena(module)
+    received = arena.buffer()
+    base = arena.snapshot()
+    for vector, ours in zip(received.vectors, base.buffer.vectors, strict=True):
+        vector.copy_(ours)
+    received.vectors[0][arena.sections[0].trainable :][:3] = torch.tensor([math.inf, 5.0, 3.0])
+    assert arena.mix(received, 0.5, base.buffer) == 0.0
+    assert module.least.tolist() == [math.inf, math.inf, 2.0]
+
+
 def grown(module: nn.Module) -> None:
     module.append(nn.Linear(2, 2))
 
@@ -481,8 +506,8 @@ def grown(module: nn.Module) -> None:
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (assigned, "'0.weight' lies in other memory"),
-        (nn.Module.double, "'0.weight' lies in other memory"),
+        (assigned, "'0.bias' lies in other memory"),
+        (nn.Module.double, "'0.bias' lies in other memory"),
         (unfrozen, "'0.weight' is trained, which was frozen"),
         (grown, "'2.weight' was added to the model"),
     ],

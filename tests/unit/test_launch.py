@@ -24,6 +24,7 @@ from gossipx.cli import main
 from gossipx.errors import UsageError
 from gossipx.launch import local
 from gossipx.launch import progress as progress_module
+from gossipx.launch.directory import RunDirectory
 from gossipx.launch.environment import ENV_PROGRESS, progress
 from gossipx.launch.local import launch
 from gossipx.launch.progress import Display, Standing
@@ -462,17 +463,53 @@ def test_an_overwrite_that_comes_to_nothing_leaves_the_run_before(run: Run, mine
     assert sorted(file.name for file in mine.iterdir()) == ["config.toml", "hosts.txt", FILE]
 
 
-def test_an_overwrite_that_was_killed_before_it_trained_loses_nothing(
-    run: Run, mine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+class Killed(BaseException):
+    """In the place of SIGKILL: nothing is cleaned up after it."""
+
+
+def content(directory: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(directory)): file.read_bytes() for file in directory.rglob("*") if file.is_file()}
+
+
+@pytest.mark.parametrize("error", [Killed(), OSError(28, "No space left on device")])
+@pytest.mark.parametrize("method", ["rename", "mkdir", "write_text", "write_bytes", "go"])
+def test_an_overwrite_that_is_cut_off_anywhere_loses_nothing(
+    run: Run, mine: Path, monkeypatch: pytest.MonkeyPatch, method: str, error: BaseException
 ) -> None:
     assert run("finish()", seed=1) == 0
-    with monkeypatch.context() as patched:
-        patched.setattr(local._Run, "go", lambda self: 0)  # as if this process had ended there
+    (mine / "peer-00").mkdir()
+    (mine / "peer-00" / "model.safetensors").write_text("weights", encoding="utf-8")
+    (mine / "notes.txt").write_text("seed 1 looked odd", encoding="utf-8")
+    before = content(mine)
+
+    def cut(*_: object, **__: object) -> None:
+        raise error
+
+    with monkeypatch.context() as patched, pytest.raises((Killed, OSError, UsageError)):
+        patched.setattr(*((local._Run, "go") if method == "go" else (Path, method)), cut)
+        if isinstance(error, Killed):
+            patched.setattr(RunDirectory, "give_up", RunDirectory.release)  # all that the system does then
         run("finish()", seed=2, overwrite=True)
-    assert sorted(file.name for file in mine.iterdir()) == [".replaced", "config.toml", "hosts.txt"]
     assert run("sys.exit(1)", seed=3, overwrite=True) == 1
-    assert read(mine).seed == 1
-    assert sorted(file.name for file in mine.iterdir()) == ["config.toml", "hosts.txt", FILE]
+    assert content(mine) == before
+    assert run("train(); finish()", seed=4, overwrite=True) == 0
+    assert read(mine).seed == 4
+    assert sorted(file.name for file in mine.iterdir()) == ["config.toml", "hosts.txt", "notes.txt", FILE]
+    assert sorted(file.name for file in mine.parent.iterdir()) == ["mine"]
+
+
+def test_a_run_that_is_under_way_is_not_overwritten(run: Run, mine: Path, tmp_path: Path) -> None:
+    body = """
+        train()
+        command = [sys.executable, "-m", "gossipx", "run", "--peers", here / "hosts.txt", "--logdir", here / "runs"]
+        again = subprocess.run([*command, "--name", "mine", "--overwrite", __file__], capture_output=True, text=True)
+        (here / "told").write_text(f"{again.returncode} {again.stderr}")
+        finish()
+    """
+    assert run("import subprocess\n" + dedent(body), peers="localhost") == 0
+    told = (tmp_path / "told").read_text(encoding="utf-8")
+    assert told.startswith("2 ") and "a run 'mine' is under way: give another --name" in told
+    assert read(mine).lost == []
 
 
 def test_a_name_that_no_file_can_have(run: Run) -> None:
