@@ -320,6 +320,8 @@ class ParameterArena:
                 cut = section.trainable
                 theirs = vector.to(section.storage.device)
                 section.storage[:cut].add_(theirs[:cut], alpha=share)
+                if cut == section.mixed:
+                    continue
                 own, other = section.storage[cut : section.mixed], theirs[cut:]
                 as_is = (own == other) | ~own.isfinite()
                 own.copy_(torch.where(as_is, own, own + share * (other - own)))

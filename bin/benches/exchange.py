@@ -42,7 +42,7 @@ def main() -> None:
         met = blocked < GOAL if goal else None
         figures.append(figure(f"{name}: blocked", blocked, "of wall time", goal=goal, met=met))
         figures.append(figure(f"{name}: training", seconds, "s", reference=undisturbed))
-    headings = ("policy", "pulls a peer", "blocked", "measuring delta", "ms an iteration")
+    headings = ("policy", "pulls a peer", "blocked", "measuring, recording", "ms an iteration")
     title = f"lenet, {arguments.peers} peers on {os.cpu_count()} cores, {arguments.iterations} iterations, medians"
     if arguments.json:
         print(json.dumps({"figures": figures}, indent=2))

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import time
 
+from gossipx.drive.driver import Retrieval
+
 
 class Figures:
     """Seconds and bytes.
 
     Attributes:
         blocked: seconds that gossipx stopped the training thread.
-        overhead: seconds that it measured the model there.
+        overhead: seconds that it measured the model and recorded figures there.
         distance: the last estimate of the consensus distance.
         squared_distances: ‖x_j − x_i‖² of the retrievals since then.
+        retrievals: those since the last step.
         seconds: from the first iteration to the last.
     """
 
@@ -21,6 +24,7 @@ class Figures:
         self.overhead = 0.0
         self.distance: float | None = None
         self.squared_distances: list[float] = []
+        self.retrievals: list[Retrieval] = []
         self.bytes_at_end = 0
         self.finish_bytes = 0
         self.seconds = 0.0

@@ -134,9 +134,10 @@ class Peer:
         self._driver.tell(StepDone(self._arena.step, delta, drift))
         if self._driver.waiting or self._driver.error or self._term.is_set():
             self._wait()
-        self._figures.overhead += measured - began
-        self._figures.blocked += time.perf_counter() - measured
+        went_on = time.perf_counter()
         self._record(delta)
+        self._figures.blocked += went_on - measured
+        self._figures.overhead += measured - began + time.perf_counter() - went_on
 
     def log(self, tag: str, value: float | torch.Tensor) -> None:
         """Record a figure of one's own under ``tag`` (``train/loss``, ``test/accuracy``) at this iteration.
@@ -225,6 +226,7 @@ class Peer:
         before = self._measure_accuracy()
         self._driver.tell(TrainingEnded(agrees))
         self._wait()
+        self._record_retrievals()  # the last one may have been mixed just now
         self._recorder.scalar("sync/retrievals", self._role.sync.retrievals, self._arena.step)
         figures.finish_bytes = self._comm.bytes_received - figures.bytes_at_end
         self._agreed = self._role.stage is Stage.AGREE
@@ -310,12 +312,11 @@ class Peer:
 
     def _retrieved(self, retrieval: Retrieval) -> None:
         self._figures.squared_distances.append(retrieval.distance**2)
-        step = self._arena.step
-        self._recorder.scalar("comm/pull_seconds", retrieval.seconds, step)
-        self._recorder.scalar("comm/staleness", retrieval.staleness, step)
+        self._figures.retrievals.append(retrieval)  # recorded when the model is mixed and training may go on
 
     def _record(self, delta: float) -> None:
         step, options, figures = self._arena.step, self._options, self._figures
+        self._record_retrievals()
         if step % options.log_interval == 0:
             scalar = self._recorder.scalar
             scalar("sync/delta", delta, step)
@@ -329,6 +330,12 @@ class Peer:
             self._recorder.scalar("sync/consensus_distance", figures.distance, step)
         if self._progress.due:
             self._tell_progress("train")
+
+    def _record_retrievals(self) -> None:
+        for retrieval in self._figures.retrievals:
+            self._recorder.scalar("comm/pull_seconds", retrieval.seconds, self._arena.step)
+            self._recorder.scalar("comm/staleness", retrieval.staleness, self._arena.step)
+        self._figures.retrievals.clear()
 
     def _measure_accuracy(self) -> float | None:
         if self._evaluate is None:

@@ -39,7 +39,7 @@ class Summary:
         wall_seconds: from the first peer's first iteration to the last peer's end.
         train_seconds: each peer's, from its first iteration to its last.
         blocked_seconds: the training thread stopped by gossipx, while training.
-        overhead_seconds: the training thread measuring its own model.
+        overhead_seconds: the training thread measuring its own model and recording figures.
         skipped: decisions to pull while a pull was under way.
         failed: pulls begun and not completed.
         poisoned: received models refused for NaN or Inf.
