@@ -4,8 +4,7 @@ Every parameter becomes a view of a buffer that holds all parameters of its dtyp
 are single passes over one vector. Parameters stay the same objects with the same shape and strides, so optimizers,
 parameter groups and compiled modules keep working.
 
-A section (one dtype) is laid out as ``[trainable | mixed buffers | frozen | other buffers]``: what is exchanged in a
-retrieval is its head, what a joining peer takes is all of it.
+How tensors are laid out, and which cannot be, stands in :mod:`gossipx.layout`.
 """
 
 from __future__ import annotations
@@ -15,49 +14,17 @@ import itertools
 import math
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from gossipx.errors import UsageError
+from gossipx.layout import Section, lay_out, plain_name, slots_of
 
-ALIGNMENT = 64
-"""Bytes: every tensor begins on a cache line."""
 PIECE = 1 << 20
 """Elements that are worked on at once: 4 MiB of float32, so that several passes over a piece stay in cache."""
 BLOCK = 1024
 """Elements whose squares are summed in the vector's own precision; blocks are summed in float64."""
-
-
-@dataclass(frozen=True)
-class _Slot:
-    """Where one tensor lies."""
-
-    name: str
-    tensor: Tensor
-    kind: int  # 0 trainable, 1 mixed buffer, 2 frozen, 3 other buffer
-
-    def line(self) -> str:
-        kind = ("trainable", "mixed", "frozen", "local")[self.kind]
-        dtype = str(self.tensor.dtype).removeprefix("torch.")
-        shape = "x".join(map(str, self.tensor.shape)) or "scalar"
-        return f"{self.name} {dtype} {shape} strides {'x'.join(map(str, self.tensor.stride())) or '-'} {kind}"
-
-
-@dataclass
-class Section:
-    """All tensors of one dtype.
-
-    Attributes:
-        storage: flat vector on the module's device.
-        trainable: elements from the front that are trained.
-        mixed: elements from the front that a retrieval exchanges.
-    """
-
-    storage: Tensor
-    trainable: int
-    mixed: int
 
 
 class HostBuffer:
@@ -133,7 +100,7 @@ class ParameterArena:
     """
 
     def __init__(self, module: nn.Module, mix_buffers: bool = True):
-        slots = list(_slots(module, mix_buffers))
+        slots = list(slots_of(module, mix_buffers))
         if not any(slot.kind == 0 for slot in slots):
             raise UsageError("the model has no parameter that is trained: nothing to exchange")
         self.manifest = tuple(slot.line() for slot in slots)
@@ -144,7 +111,7 @@ class ParameterArena:
         self._tensors = [slot.tensor for slot in slots]
         self._names = {slot.name for slot in slots}
         for dtype in sorted({slot.tensor.dtype for slot in slots}, key=str):
-            self.sections.append(_lay_out([slot for slot in slots if slot.tensor.dtype == dtype]))
+            self.sections.append(lay_out([slot for slot in slots if slot.tensor.dtype == dtype]))
         self._slots_at = {slot.tensor.data_ptr(): slot for slot in slots if slot.tensor.numel()}
         self.copying = threading.Lock()
         self._on_host = all(section.storage.device.type == "cpu" for section in self.sections)
@@ -388,113 +355,3 @@ def _squared_norm(vector: Tensor) -> float:
 def _norm_dtype(dtype: torch.dtype) -> torch.dtype:
     """In what a block's norm is computed: at least float32."""
     return torch.promote_types(dtype, torch.float32)
-
-
-def _slots(module: nn.Module, mix_buffers: bool) -> Iterator[_Slot]:
-    """All tensors of a module that a joining peer needs, checked, in the order in which they are laid out."""
-    found: list[_Slot] = []
-    for name, parameter in module.named_parameters():
-        name = plain_name(name)
-        reason = _refusal(parameter)
-        if reason:
-            raise UsageError(f"parameter '{name}' cannot be joined: {reason}")
-        found.append(_Slot(name, parameter, 0 if parameter.requires_grad else 2))
-    for name, buffer in module.named_buffers():
-        if _refusal(buffer) is None and (buffer.is_floating_point() or buffer.is_complex()):
-            found.append(_Slot(plain_name(name), buffer, 1 if mix_buffers and _can_be_mixed(buffer) else 3))
-    devices = {slot.tensor.device for slot in found}
-    if len(devices) > 1:
-        other = next(slot for slot in found if slot.tensor.device != found[0].tensor.device)
-        raise UsageError(
-            f"parameter '{other.name}' is on {other.tensor.device}, '{found[0].name}' on {found[0].tensor.device}: "
-            "a peer trains on one device; start one peer a device"
-        )
-    _check_storage(found)
-    yield from sorted(found, key=lambda slot: slot.kind)
-
-
-def plain_name(name: str) -> str:
-    """A name as it reads without the wrapper of torch.compile, so that compiled and plain peers agree."""
-    return name.replace("_orig_mod.", "")
-
-
-def _refusal(tensor: Tensor) -> str | None:
-    """Why a tensor cannot be laid out, or None if it can."""
-    kinds = {kind.__name__ for kind in type(tensor).__mro__}
-    if kinds & {"UninitializedParameter", "UninitializedBuffer"}:
-        return "it is not initialised yet (a lazy module): run one batch through the model before joining"
-    if "DTensor" in kinds or getattr(tensor, "_is_flat_param", False) or "FlatParameter" in kinds:
-        return "it is sharded (FSDP or DTensor), so that no process holds it whole: join a model that is replicated"
-    if tensor.is_meta:
-        return "it is on the meta device and has no values: materialise the model before joining"
-    if tensor.layout != torch.strided:
-        return f"its layout is {tensor.layout}: gossipx exchanges dense tensors"
-    if tensor.is_quantized:
-        return "it is quantized: join the model before it is quantized"
-    if tensor.requires_grad and not _can_be_mixed(tensor):
-        return f"it is trained as {tensor.dtype}, which has no arithmetic: train in bfloat16 or wider"
-    if not _is_dense(tensor):
-        return "its elements overlap or leave gaps in memory (an expanded or sliced tensor): make it contiguous"
-    return None
-
-
-def _can_be_mixed(tensor: Tensor) -> bool:
-    """Whether values can be averaged: 8-bit floats are formats to keep values in, without sums."""
-    return tensor.dtype.itemsize > 1
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill one block of memory, in any order of the dimensions (channels-last, say)."""
-    if not tensor.numel():
-        return True
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size == 1:
-            continue
-        if stride != expected:
-            return False
-        expected *= size
-    return True
-
-
-def _check_storage(slots: list[_Slot]) -> None:
-    """Tensors may share all of their memory (tied), but not a part of it."""
-    taken = sorted((slot for slot in slots if slot.tensor.numel()), key=lambda slot: slot.tensor.data_ptr())
-    for one, other in itertools.pairwise(taken):
-        if one.tensor.data_ptr() + one.tensor.nbytes > other.tensor.data_ptr() and not _tied(one.tensor, other.tensor):
-            raise UsageError(
-                f"parameter '{other.name}' cannot be joined: it shares a part of its memory with '{one.name}'; "
-                "tie parameters whole or not at all"
-            )
-
-
-def _tied(one: Tensor, other: Tensor) -> bool:
-    return (one.data_ptr(), one.dtype, one.shape, one.stride()) == (
-        other.data_ptr(),
-        other.dtype,
-        other.shape,
-        other.stride(),
-    )
-
-
-def _lay_out(slots: list[_Slot]) -> Section:
-    """Move the tensors of one dtype, ordered by kind, into one new vector."""
-    dtype, device = slots[0].tensor.dtype, slots[0].tensor.device
-    step = ALIGNMENT // dtype.itemsize
-    offsets: dict[int, int] = {}  # of tensors laid out so far, by their address: tied ones get one place
-    ends = [0, 0, 0, 0]
-    end = 0
-    for slot in slots:
-        if slot.tensor.data_ptr() not in offsets or slot.tensor.numel() == 0:
-            offsets[slot.tensor.data_ptr()] = end
-            end += -(-slot.tensor.numel() // step) * step
-        ends[slot.kind] = end
-    storage = torch.zeros(end, dtype=dtype, device=device)
-    trainable, mixed = ends[0], max(ends[0], ends[1])
-    with torch.no_grad():
-        places = [offsets[slot.tensor.data_ptr()] for slot in slots]
-        for slot, place in zip(slots, places, strict=True):
-            view = storage.as_strided(slot.tensor.shape, slot.tensor.stride(), place)
-            view.copy_(slot.tensor)
-            slot.tensor.data = view
-    return Section(storage, trainable, mixed)

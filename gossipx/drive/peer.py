@@ -14,15 +14,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.data import Dataset, Subset
 
 from gossipx.actor import FiguresReady, JoinRun, LeaveRun, StepDone, TrainingEnded
-from gossipx.arena import plain_name
 from gossipx.comm import CommManager
-from gossipx.drive import process
+from gossipx.drive import models, process
 from gossipx.drive.driver import Driver, Retrieval
 from gossipx.drive.figures import Figures
 from gossipx.drive.progress import Progress
@@ -32,8 +29,6 @@ from gossipx.record import Recorder
 from gossipx.sync import consensus_distance
 
 log = logging.getLogger("gossipx")
-
-MODEL_FILE = "model.safetensors"
 
 
 @dataclass(frozen=True)
@@ -397,22 +392,7 @@ class Peer:
         """Write the model; an error to end with, if that cannot be done: the figures are worth telling first."""
         if self._options.directory is None or not self._options.save_model:
             return None
-        # The format takes tensors that share no memory, in the usual order of dimensions.
-        contiguous = torch.contiguous_format
-        state = {name: tensor.cpu().clone(memory_format=contiguous) for name, tensor in self._tensors().items()}
-        target = self._model_file(self.rank)
-        unfinished = target.with_suffix(".tmp")
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            save_file(state, unfinished)
-            unfinished.replace(target)
-        except (OSError, SafetensorError) as error:
-            return GossipxError(f"{target}: the model cannot be written ({error}); make room, or give --no-save-model")
-        return None
-
-    def _model_file(self, rank: int) -> Path:
-        assert self._options.directory is not None
-        return self._options.directory / f"peer-{rank:02d}" / MODEL_FILE
+        return models.save(self._module, models.file_of(self._options.directory, self.rank))
 
     def _averaged_accuracy(self, missing: Sequence[int]) -> float | None:
         """The accuracy of the average of all final models, measured by the lowest rank, where it can read them all."""
@@ -423,30 +403,8 @@ class Peer:
         elsewhere = self._last.get("test/accuracy") if self._agreed else None
         if self.rank != present[0]:
             return elsewhere
-        files = [self._model_file(rank) for rank in present]
+        files = [models.file_of(self._options.directory, rank) for rank in present]
         if not all(file.is_file() for file in files):
             return elsewhere
-        weights = {plain_name(name) for name, _ in self._module.named_parameters()}
-        mean: dict[str, torch.Tensor] = {}
-        sound = 0
-        for model in map(load_file, files):
-            if not all(bool(model[name].isfinite().all()) for name in weights):
-                continue  # a peer that diverged; the others have agreed without it
-            sound += 1
-            for name, tensor in model.items():
-                mean[name] = mean[name] + tensor if sound > 1 else tensor
-        if not sound:
-            return None
-        tensors = self._tensors()
-        own = {name: tensor.clone() for name, tensor in tensors.items()}
-        for name, tensor in tensors.items():
-            tensor.copy_(mean[name] / sound)
-        accuracy = self._measure_accuracy()
-        for name, tensor in tensors.items():
-            tensor.copy_(own[name])
-        return accuracy
-
-    def _tensors(self) -> dict[str, torch.Tensor]:
-        """The module's tensors, by names that are the same for plain and for compiled peers."""
-        state = self._module.state_dict().items()
-        return {plain_name(name): tensor for name, tensor in state if isinstance(tensor, torch.Tensor)}
+        with models.holding_average(self._module, files) as held:
+            return self._measure_accuracy() if held else None

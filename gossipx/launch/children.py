@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import selectors
@@ -34,21 +35,21 @@ class Child:
         on_word: Callable[[dict[str, Any]], None],
     ):
         reading, writing = os.pipe()
-        try:
-            self.process = subprocess.Popen(
-                command,
-                env={**environment, progress_variable: str(writing)},
-                pass_fds=(writing,),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        except BaseException:
-            os.close(reading)
-            raise
-        finally:
-            os.close(writing)
+        with contextlib.ExitStack() as undo:
+            undo.callback(os.close, reading)
+            try:
+                self.process = subprocess.Popen(
+                    command,
+                    env={**environment, progress_variable: str(writing)},
+                    pass_fds=(writing,),
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            finally:
+                os.close(writing)
+            undo.pop_all()  # it runs, and its pipe is read
         assert self.process.stdout is not None
         self._progress = reading
         # Progress is read first: what ended a peer is known before its exit is told.

@@ -44,15 +44,15 @@ class RunDirectory:
         self._gone = self.path.with_name(f".{name}.gone")
         self._lock: int | None = None
         self._mine = False
-        try:
-            self._make(settings, hosts.read_bytes())
-        except BaseException as error:
-            self.give_up()
-            if not isinstance(error, OSError):
-                raise
-            raise UsageError(
-                f"cannot write the run: {error.strerror}; give another --logdir or --name", self.path
-            ) from error
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.give_up)
+            try:
+                self._make(settings, hosts.read_bytes())
+            except OSError as error:
+                raise UsageError(
+                    f"cannot write the run: {error.strerror}; give another --logdir or --name", self.path
+                ) from error
+            undo.pop_all()  # it is made
 
     def _make(self, settings: RunConfig, hosts: bytes) -> None:
         if self._replaced.is_dir():

@@ -686,14 +686,13 @@ def test_a_forked_process_is_not_the_peer(two: Folder) -> None:
         TEN_LINES
         + """
 import multiprocessing
-import time
 with peer:
     train(peer, model, optimizer, 5)
-    other = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
+    other = multiprocessing.get_context("fork").Process(target=signal.pause)
     other.start()
     other.terminate()
     other.join(60)
-    quick = multiprocessing.get_context("fork").Process(target=time.sleep, args=(0,))
+    quick = multiprocessing.get_context("fork").Process(target=int)
     quick.start()
     quick.join(60)
     loader = torch.utils.data.DataLoader(range(8), num_workers=2)

@@ -5,6 +5,7 @@ Numbers in brackets are rows of the project's fault list.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import select
 import signal
@@ -16,26 +17,10 @@ from typing import Any
 import pytest
 
 from gossipx import config
+from gossipx.metrics import Summary
 from runs import LONG, Folder, Run, children, differences, folder, is_running
 
 BRIEF = ("--policy", "tau:5", "--iterations", "40", "--eval-interval", "0")
-KEYS = [
-    "name",
-    "policy",
-    "codec",
-    "seed",
-    "peers",
-    "iterations",
-    "retrievals",
-    "bytes_received",
-    "test_accuracy",
-    "test_accuracy_before_finish",
-    "consensus_accuracy",
-    "lost",
-    "finish_bytes",
-    "wall_seconds",
-    "blocked_seconds",
-]
 PER_PEER = [
     "retrievals",
     "bytes_received",
@@ -87,7 +72,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Folder, Run
 
 def test_the_summary_has_the_keys_that_are_relied_on(four: tuple[Folder, Run]) -> None:
     summary = four[1].summary
-    assert set(KEYS) <= summary.keys()
+    assert summary.keys() == {field.name for field in dataclasses.fields(Summary)}
     assert [len(summary[key]) for key in PER_PEER] == [4] * len(PER_PEER)
     constant = {key: summary[key] for key in ("name", "policy", "codec", "seed", "peers", "iterations", "lost")}
     wanted = {"name": "x", "policy": "tau:5", "codec": "none", "seed": 0, "peers": 4, "iterations": 40, "lost": []}
