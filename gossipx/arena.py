@@ -10,7 +10,6 @@ How tensors are laid out, and which cannot be, stands in :mod:`gossipx.layout`.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import math
 import threading
 from collections.abc import Iterator
@@ -18,33 +17,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from gossipx.buffers import HostBuffer
 from gossipx.errors import UsageError
 from gossipx.layout import Section, lay_out, plain_name, slots_of
+from gossipx.memory import PIECE
 
-PIECE = 1 << 20
-"""Elements that are worked on at once: 4 MiB of float32, so that several passes over a piece stay in cache."""
 BLOCK = 1024
 """Elements whose squares are summed in the vector's own precision; blocks are summed in float64."""
-
-
-class HostBuffer:
-    """Room for one model in host memory, as raw bytes and as one flat vector a section.
-
-    Attributes:
-        view: the bytes, writable, for the wire.
-        vectors: for each section its elements in this buffer.
-        whole: whether it has room for all of the model, or for what a retrieval exchanges.
-    """
-
-    def __init__(self, lengths: list[tuple[torch.dtype, int]], whole: bool):
-        self.whole = whole
-        sizes = [length * dtype.itemsize for dtype, length in lengths]
-        raw = torch.empty(sum(sizes), dtype=torch.uint8)
-        self.view = raw.numpy().data
-        ends = itertools.accumulate(sizes)  # multiples of ALIGNMENT: every part is aligned to its dtype
-        self.vectors = [
-            raw[end - size : end].view(dtype) for end, size, (dtype, _) in zip(ends, sizes, lengths, strict=True)
-        ]
 
 
 class Snapshot:
@@ -71,6 +50,12 @@ class Snapshot:
                 for ours, theirs in zip(self._buffer.vectors, self.vectors, strict=True):
                     ours.copy_(theirs)
             return self._buffer
+
+    def hold(self) -> Snapshot:
+        """Hold it once more; to be given back once more."""
+        with self._arena.lock:
+            self.holders += 1
+        return self
 
     def release(self) -> None:
         """Give it back; after the last holder's call its memory is used again."""
@@ -117,6 +102,7 @@ class ParameterArena:
         self._on_host = all(section.storage.device.type == "cpu" for section in self.sections)
         self._free: dict[bool, list[HostBuffer]] = {False: [], True: []}
         self._free_vectors: list[list[Tensor]] = []
+        self._free_staging: list[memoryview] = []
         # The model as of the last step boundary is what others are given: the training thread changes weights, and
         # forward passes change buffers, at any time without asking anyone. Each boundary is written to memory that
         # nobody holds, so that giving it away costs no copy.
@@ -147,7 +133,7 @@ class ParameterArena:
             if section.trainable:
                 change = after[: section.trainable]
                 torch.sub(section.storage[: section.trainable], before[: section.trainable], out=change)
-                squared += _squared_norm(change)
+                squared += squared_norm(change)
         self.step += 1
         self._advance(vectors, buffer)
         return math.sqrt(squared)
@@ -209,6 +195,27 @@ class ParameterArena:
             free = self._free[whole]
             return free.pop() if free else HostBuffer(self._lengths(whole), whole)
 
+    def take_over(self, snapshot: Snapshot) -> HostBuffer | None:
+        """The memory of a snapshot that only the caller holds and nobody can ask for any more; None: others need it."""
+        buffer = snapshot.buffer
+        with self.lock:
+            if snapshot is self._now or snapshot.holders > 1:
+                return None
+            snapshot.holders = 0
+            if buffer.vectors is not snapshot.vectors:
+                self._free_vectors.append(snapshot.vectors)
+            return buffer
+
+    def staging(self) -> memoryview:
+        """Room for one piece, reused where one is free; give it back by :meth:`free_staging`."""
+        with self.lock:
+            return self._free_staging.pop() if self._free_staging else memoryview(bytearray(PIECE))
+
+    def free_staging(self, staging: memoryview) -> None:
+        """Take back what :meth:`staging` gave."""
+        with self.lock:
+            self._free_staging.append(staging)
+
     def free(self, buffer: HostBuffer) -> None:
         """Take back what :meth:`buffer` gave."""
         with self.lock:
@@ -245,39 +252,16 @@ class ParameterArena:
 
     # --- other models come in -----------------------------------------------------------------------------------
 
-    def mix(self, received: HostBuffer, share: float, base: HostBuffer | None = None) -> float:
-        """x ← x + share · (x_j − base), whole or not at all: :meth:`compare` and :meth:`commit` in one.
-
-        Returns:
-            As :meth:`compare`.
-        """
-        distance = self.compare(received, base)
-        if math.isfinite(distance):
-            self.commit(received, share)
-        return distance
-
-    def compare(self, received: HostBuffer, base: HostBuffer | None = None) -> float:
-        """Turn a received model into what :meth:`commit` mixes, in place. Changes no weights; any thread may do it.
-
-        Args:
-            received: x_j; its trained values become x_j − base.
-            base: None: x as of the last boundary.
-
-        Returns:
-            ‖x_j − base‖₂ over the trained values; NaN if any value is not finite: the model is to be refused then.
-        """
-        trained = others = 0.0
-        against = base.vectors if base else [vector.cpu() for vector in self._now.vectors]
-        for section, theirs, ours in zip(self.sections, received.vectors, against, strict=True):
-            if section.mixed:
-                cut = section.trainable
-                trained += _subtract(theirs[:cut], ours[:cut])
-                # A buffer may hold −∞ on both sides, as attention masks do: equal values are no difference.
-                others += _squared_norm(theirs[cut:].masked_fill(theirs[cut:] == ours[cut:], 0))
-        return math.sqrt(trained) if math.isfinite(trained + others) else math.nan
+    def buffers_of(self, received: HostBuffer) -> Iterator[tuple[Tensor, Tensor]]:
+        """Of each section with buffers that are exchanged, those in ``received``, and one's own as of the boundary."""
+        for section, theirs, ours in zip(self.sections, received.vectors, self._now.vectors, strict=True):
+            if section.mixed > section.trainable:
+                yield theirs[section.trainable :], ours[section.trainable :].cpu()
 
     def commit(self, compared: HostBuffer, share: float) -> None:
         """x ← x + share · (x_j − base) for trained values: a step boundary, for the training thread or while it waits.
+
+        ``compared`` holds x_j − base for trained values, x_j for buffers, all finite or equal to one's own.
 
         A buffer b becomes b + share · (b_j − b): running statistics follow the data and do not add up, so that a
         difference to what they were at the request could make a variance negative. An infinite one stays.
@@ -301,7 +285,7 @@ class ParameterArena:
             False if its trained values hold NaN or Inf: nothing was changed then.
         """
         rows = list(zip(self.sections, received.vectors, strict=True))
-        if not all(math.isfinite(_squared_norm(vector[: section.trainable])) for section, vector in rows):
+        if not all(math.isfinite(squared_norm(vector[: section.trainable])) for section, vector in rows):
             return False
         for section, vector in rows:
             section.storage.copy_(vector)
@@ -313,7 +297,7 @@ class ParameterArena:
         """‖x − reference‖₂ over the trained values."""
         return math.sqrt(
             sum(
-                _squared_norm(section.storage[: section.trainable].cpu() - vector[: section.trainable])
+                squared_norm(section.storage[: section.trainable].cpu() - vector[: section.trainable])
                 for section, vector in zip(self.sections, reference.vectors, strict=True)
                 if section.trainable
             )
@@ -332,16 +316,7 @@ class ParameterArena:
         return [(section.storage.dtype, len(section.storage) if whole else section.mixed) for section in self.sections]
 
 
-def _subtract(theirs: Tensor, ours: Tensor) -> float:
-    """``theirs ← theirs − ours`` in place, piece by piece; returns the squared norm, NaN or Inf if any value is."""
-    return sum(_squared_norm(one.sub_(other)) for one, other in zip(_pieces(theirs), _pieces(ours), strict=True))
-
-
-def _pieces(vector: Tensor) -> Iterator[Tensor]:
-    return (vector[start : start + PIECE] for start in range(0, len(vector), PIECE))
-
-
-def _squared_norm(vector: Tensor) -> float:
+def squared_norm(vector: Tensor) -> float:
     """‖vector‖₂², summed in float64 over blocks: as fast as float32 and as exact as is needed."""
     whole = len(vector) // BLOCK * BLOCK
     total = 0.0

@@ -20,18 +20,19 @@ import hashlib
 import itertools
 import logging
 import math
+import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 from gossipx.errors import GossipxError, PeerFaultError, PeerUnreachableError, ProtocolError
-from gossipx.messages import Reply, Request
-from gossipx.transports import Address, Listener, Stream, Transport, tcp
+from gossipx.messages import ModelReply, Reply, Request
+from gossipx.transports import Address, Listener, Stream, Transport, tcp, unix
 from gossipx.transports.link import Link, Links
-from gossipx.wire import DescribeRequest, Description, Hello, frames, manifest_bytes
+from gossipx.wire import DescribeRequest, Description, Hello, Sink, Source, Welcome, frames, manifest_bytes
 
 log = logging.getLogger("gossipx")
 
@@ -55,7 +56,7 @@ class _Job:
     to: int
     request: Request
     deadline: float
-    payload: memoryview | None
+    payload: Sink | None
     done: Callable[[Reply | GossipxError], None]
 
 
@@ -65,8 +66,8 @@ class _Slot:
 
     number: int
     ready: threading.Event = field(default_factory=threading.Event)
-    # The frame, its deadline, and whom to tell; None as long as there is no answer.
-    answer: tuple[Iterable[frames.Buffers], float, Callable[[bool], None]] | None = None
+    # The answer, its deadline, and whom to tell; None as long as there is no answer.
+    answer: tuple[Reply, Source | None, float, Callable[[bool], None]] | None = None
 
 
 class CommManager:
@@ -83,6 +84,8 @@ class CommManager:
             be given to :meth:`answer` once, then or later.
         peer_timeout: seconds within which a handshake, and a request once begun, must be whole.
         transport: makes the connections.
+        share_memory: give models to peers on this machine in memory that both share, where the system can; connections
+            to them are opened by ``transport`` and go on over a Unix socket.
         max_connections: inbound ones at a time; above it the oldest is closed that has not said who it is. By
             default 32 for strangers and four a peer (two that it keeps, and two that it uses meanwhile).
 
@@ -102,6 +105,7 @@ class CommManager:
         on_request: Callable[[int, Hashable, Request], None],
         peer_timeout: float,
         transport: Transport = tcp,
+        share_memory: bool = True,
         max_connections: int | None = None,
     ):
         self._names, self._addresses, self._bind = names, addresses, bind
@@ -111,10 +115,15 @@ class CommManager:
         self._on_request = on_request
         self._timeout = peer_timeout
         self._transport = transport
+        self._machine = unix.machine() if share_memory else ""
+        # Unguessable, so that nobody else can have taken it; of processes of this machine alone.
+        self._local = Address(f"gossipx-{secrets.token_hex(16)}" if self._machine else "", 0)
+        self._apart: set[int] = set()  # ranks that say they are on this machine and cannot be reached as such
         self._most = 32 + 4 * len(names) if max_connections is None else max_connections
         self._links = Links(names[rank], len(names), peer_timeout)
         self._numbers = itertools.count(1)
         self._listener: Listener | None = None
+        self._local_listener: Listener | None = None
         # Everything below is touched under the lock alone.
         self._lock = threading.Lock()
         self._arrived = threading.Condition(self._lock)  # a job, or the end
@@ -146,7 +155,10 @@ class CommManager:
     def start(self) -> None:
         """Listen and answer from now on; GossipxError if the address cannot be had."""
         self._listener = self._transport.listen(self._bind)
-        self._links.spawn("accept", self._accept, self._listener)
+        self._links.spawn("accept", self._accept, self._listener, False)
+        if self._local.host:
+            self._local_listener = unix.listen(self._local)
+            self._links.spawn("accept-local", self._accept, self._local_listener, True)
 
     def request(
         self,
@@ -154,16 +166,15 @@ class CommManager:
         request: Request,
         *,
         deadline: float,
-        payload: memoryview | None,
+        payload: Sink | None,
         done: Callable[[Reply | GossipxError], None],
     ) -> None:
         """Ask peer ``to``; never blocks.
 
         Args:
             deadline: absolute, on time.monotonic(), for everything until the last byte.
-            payload: writable, contiguous; a ModelReply must carry exactly as many bytes (None:
-                none). It is written to until ``done`` is called, and holds nothing of worth unless
-                a ModelReply came.
+            payload: takes a ModelReply's bytes in, which must be exactly as many (None: none), until ``done`` is
+                called; what it has taken is of worth only if a ModelReply came.
             done: called once, from a thread of the manager's, with the reply or with
                 PeerUnreachableError, PeerTimeoutError, ProtocolError or ModelMismatchError.
 
@@ -192,7 +203,7 @@ class CommManager:
         key: Hashable,
         reply: Reply,
         *,
-        payload: memoryview | None,
+        payload: Source | None,
         deadline: float,
         done: Callable[[bool], None],
     ) -> None:
@@ -201,8 +212,9 @@ class CommManager:
         Args:
             key: as told to ``on_request``.
             payload: a ModelReply's bytes; they must not change until ``done`` is called.
-            deadline: absolute; the answer is given up if its last byte has not gone out by then.
-            done: called once, from a thread of the manager's: whether the last byte went out.
+            deadline: absolute; the answer is given up if its last byte has not gone out by then, or a model's receiver
+                has not told by then that it has it.
+            done: called once, from a thread of the manager's: whether it has arrived, as far as is known.
 
         Raises:
             ValueError: the reply is not one that a peer would accept.
@@ -210,7 +222,8 @@ class CommManager:
         with self._lock:
             slot = self._slots.get(key)
             if slot is not None:
-                slot.answer = frames.encode(reply, slot.number, payload), deadline, done
+                frames.encode(reply, slot.number, None if payload is None else payload.view)  # raises here
+                slot.answer = reply, payload, deadline, done
                 del self._slots[key]
                 slot.ready.set()
                 return
@@ -224,8 +237,9 @@ class CommManager:
                 slot.ready.set()
             self._slots.clear()
             self._arrived.notify_all()
-        if self._listener is not None:
-            self._listener.close()
+        for listener in (self._listener, self._local_listener):
+            if listener is not None:
+                listener.close()
         self._links.join(_CLOSE)
         with self._lock:
             left = list(self._unfinished)
@@ -290,16 +304,29 @@ class CommManager:
         """A new connection to peer ``to``, both sides having said who they are."""
         deadline = min(deadline, time.monotonic() + self._timeout)
         link = self._links.add(self._transport.connect(self._addresses[to], deadline))
+        they = self._greet(link, to, deadline)
+        if not (self._machine and they.local and they.machine == self._machine) or to in self._apart:
+            return link
         try:
-            link.greet(self._me, to, self._names[to], self._manifest, deadline)
+            local = self._links.add(unix.connect(Address(they.local, 0), deadline), shares_memory=True)
+            self._greet(local, to, deadline)
+        except PeerFaultError as error:
+            log.debug("%s is on this machine and cannot share memory: %s", self._names[to], error)
+            self._apart.add(to)
+            return link
+        self._links.drop(link)
+        return local
+
+    def _greet(self, link: Link, to: int, deadline: float) -> Welcome:
+        try:
+            return link.greet(self._me, to, self._names[to], self._manifest, deadline)
         except BaseException:
             self._links.drop(link)
             raise
-        return link
 
     # --- requests of others ---------------------------------------------------------------------
 
-    def _accept(self, listener: Listener) -> None:
+    def _accept(self, listener: Listener, local: bool) -> None:
         pause, full = _PAUSE[0], False
         while not self._links.closed.is_set():
             try:
@@ -311,13 +338,13 @@ class CommManager:
                 pause = min(2 * pause, _PAUSE[1])
                 continue
             pause = _PAUSE[0]
-            fits = self._serve_beside(stream)
+            fits = self._serve_beside(stream, local)
             if not fits and not full:
                 log.warning("%d connections are open: closing those that have not said who they are", self._most)
             full = not fits
         listener.close()
 
-    def _serve_beside(self, stream: Stream) -> bool:
+    def _serve_beside(self, stream: Stream, local: bool) -> bool:
         """Give a connection its thread; returns whether there was room, without closing one for it."""
         with self._lock:
             full = len(self._inbound) >= self._most
@@ -327,7 +354,7 @@ class CommManager:
                 del self._inbound[goes]
             if goes is not stream:
                 try:
-                    self._links.spawn("serve", self._serve, stream)
+                    self._links.spawn("serve", self._serve, stream, local)
                     self._inbound[stream] = False
                 except RuntimeError:  # the system has no thread left
                     stream.abort()
@@ -335,12 +362,13 @@ class CommManager:
             goes.abort()
         return not full
 
-    def _serve(self, stream: Stream) -> None:
+    def _serve(self, stream: Stream, local: bool) -> None:
         """All of an inbound connection."""
         try:
-            link = self._links.add(stream)
+            link = self._links.add(stream, shares_memory=local)
             try:
-                they = link.admit(self._me, self._names, time.monotonic() + self._timeout)
+                welcome = Welcome(self._me.rank, self._me.name, self._me.model, self._machine, self._local.host)
+                they = link.admit(self._me, self._names, welcome, time.monotonic() + self._timeout)
                 with self._lock:
                     if stream in self._inbound:
                         self._inbound[stream] = True
@@ -362,8 +390,7 @@ class CommManager:
         deadline = time.monotonic() + self._timeout
         if isinstance(frame.message, DescribeRequest):
             described = Description(len(self._manifest))
-            manifest = memoryview(self._manifest)
-            link.send(frames.encode(described, frame.request, manifest), deadline)
+            link.send(frames.encode(described, frame.request, memoryview(self._manifest)), deadline)
         elif they.model != self._me.model:
             raise link.refuse("the models differ", deadline)
         elif isinstance(frame.message, Request):
@@ -385,12 +412,16 @@ class CommManager:
             self._forget(key)
             if slot.answer is None:
                 raise PeerUnreachableError("it hung up before its request was answered")
-            link.send(slot.answer[0], slot.answer[1])
+            reply, payload, deadline, _ = slot.answer
+            if isinstance(reply, ModelReply) and payload is not None:
+                link.send_model(reply, number, payload, deadline)
+            else:
+                link.send(frames.encode(reply, number), deadline)
             whole = True
         finally:
             self._forget(key)
             if slot.answer is not None:
-                _tell(slot.answer[2], whole)
+                _tell(slot.answer[3], whole)
 
     def _forget(self, key: Hashable) -> None:
         """No answer to ``key`` is taken from now on."""

@@ -42,7 +42,8 @@ from gossipx.actor import (
     TimerFired,
     Wait,
 )
-from gossipx.arena import HostBuffer, ParameterArena, Snapshot
+from gossipx.arena import ParameterArena, Snapshot
+from gossipx.buffers import HostBuffer
 from gossipx.comm import CommManager
 from gossipx.drive.timers import Timers
 from gossipx.errors import (
@@ -53,6 +54,7 @@ from gossipx.errors import (
     PeerUnreachableError,
     UsageError,
 )
+from gossipx.incoming import Incoming
 from gossipx.messages import AgreeRequest, InitialRequest, ModelReply, PullRequest, Reply, Request
 from gossipx.peer import PeerRole
 
@@ -68,10 +70,10 @@ LOOK_EVERY = 0.5
 class _Transfer:
     """A model on its way to us."""
 
-    buffer: HostBuffer
-    base: Snapshot | None
+    incoming: Incoming
+    base: Snapshot | None  # held for the policy's drift alone
     began: float
-    distance: float | None = None  # to the base, once the buffer holds the difference to it
+    distance: float = math.nan  # to the base, once all has come
     seconds: float = 0.0
     their_step: int = 0
 
@@ -190,7 +192,7 @@ class Driver:
             case Adopt(ticket):
                 transfer = self._transfers.pop(ticket)
                 with self.committing:
-                    taken = self.arena.adopt(transfer.buffer, transfer.their_step)
+                    taken = self.arena.adopt(transfer.incoming.buffer, transfer.their_step)
                 self._release(transfer)
                 self.tell(Mixed(ticket) if taken else Poisoned(ticket))
             case Forget(ticket):
@@ -205,10 +207,10 @@ class Driver:
     def _send(self, send: Send) -> None:
         payload = None
         if isinstance(send.request, InitialRequest | PullRequest | AgreeRequest):
-            buffer = self.arena.buffer(whole=isinstance(send.request, InitialRequest))
-            base = self.arena.snapshot() if send.capture else None
-            self._transfers[send.ticket] = _Transfer(buffer, base, time.monotonic())
-            payload = buffer.view
+            whole = isinstance(send.request, InitialRequest)
+            payload = Incoming(self.arena, None if whole else self.arena.snapshot(), whole)
+            base = self.arena.snapshot() if send.capture and self.role.sync.policy.uses_drift else None
+            self._transfers[send.ticket] = _Transfer(payload, base, time.monotonic())
         assert self.comm is not None
 
         def done(result: Reply | GossipxError) -> None:
@@ -234,8 +236,7 @@ class Driver:
             transfer = self._transfers[ticket]
             transfer.seconds = time.monotonic() - transfer.began
             transfer.their_step = result.step
-            if transfer.base is not None:  # all but the last pass over the model is done outside the training thread
-                transfer.distance = self.arena.compare(transfer.buffer, transfer.base.buffer)
+            transfer.distance = transfer.incoming.distance()
         match result:
             case UsageError():
                 self.fail(result)
@@ -265,20 +266,17 @@ class Driver:
                 snapshot.release()
             self.tell(Answered(answer.key, whole))
 
-        payload = None if snapshot is None else snapshot.buffer.view
+        payload = None if snapshot is None else snapshot.buffer
         self.comm.answer(answer.key, reply, payload=payload, deadline=answer.deadline, done=done)
 
     def _mix(self, ticket: int, share: float) -> None:
         transfer = self._transfers.pop(ticket)
-        distance = transfer.distance
-        if distance is None:
-            distance = self.arena.compare(transfer.buffer)
-        poisoned = math.isnan(distance)
+        poisoned = math.isnan(transfer.distance)
         if not poisoned:
             with self.committing:
-                self.arena.commit(transfer.buffer, share)
+                self.arena.commit(transfer.incoming.buffer, share)
         if not poisoned and self.role.sync.in_flight:
-            self.on_retrieval(Retrieval(transfer.seconds, self.arena.step - transfer.their_step, distance))
+            self.on_retrieval(Retrieval(transfer.seconds, self.arena.step - transfer.their_step, transfer.distance))
             if self.role.sync.policy.uses_drift:
                 self._move_reference(transfer, share)
         self._release(transfer)
@@ -290,7 +288,7 @@ class Driver:
             self._release(transfer)
 
     def _release(self, transfer: _Transfer) -> None:
-        self.arena.free(transfer.buffer)
+        transfer.incoming.release()
         if transfer.base is not None:
             transfer.base.release()
 
@@ -325,7 +323,7 @@ class Driver:
             transfer = None if self.role.pulling is None else self._transfers.get(self.role.pulling)
             base = None if transfer is None else transfer.base
             if base is not None:
-                base.holders += 1
+                base.hold()
         if base is not None:
             distance = self.arena.distance(base.buffer)
             base.release()
@@ -349,7 +347,7 @@ class Driver:
             self.set_reference()
             return
         self._reference = self._reference or self.arena.buffer()
-        models = self._reference, transfer.base.buffer, transfer.buffer
+        models = self._reference, transfer.base.buffer, transfer.incoming.buffer
         for section, reference, base, difference in zip(
             self.arena.sections, *(model.vectors for model in models), strict=True
         ):

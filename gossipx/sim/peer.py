@@ -14,9 +14,12 @@ from torch import Tensor, nn
 
 from gossipx import actor
 from gossipx.actor import Fault
-from gossipx.arena import HostBuffer, ParameterArena, Snapshot
+from gossipx.arena import ParameterArena, Snapshot
+from gossipx.buffers import HostBuffer, typed
+from gossipx.incoming import Incoming
 from gossipx.messages import AgreeRequest, InitialRequest, ModelReply, PullRequest, Reply, Stage
 from gossipx.peer import PeerRole
+from gossipx.wire import pour
 
 if TYPE_CHECKING:
     from gossipx.sim.world import World
@@ -28,9 +31,9 @@ class _Exchange:
 
     send: actor.Send
     began: float
-    base: Snapshot | None
+    base: Snapshot | None  # held for the policy's drift alone
+    incoming: Incoming | None
     open: bool = True
-    buffer: HostBuffer | None = None
     their_step: int = 0
     arrived: float = 0.0
 
@@ -231,7 +234,12 @@ class SimPeer:
     # --- requests of its own ----------------------------------------------------------------------------
 
     def _send(self, send: actor.Send) -> None:
-        exchange = _Exchange(send, self._world.now, self.arena.snapshot() if send.capture else None)
+        incoming = base = None
+        if isinstance(send.request, InitialRequest | PullRequest | AgreeRequest):
+            whole = isinstance(send.request, InitialRequest)
+            incoming = Incoming(self.arena, None if whole else self.arena.snapshot(), whole)
+            base = self.arena.snapshot() if send.capture and self.role.sync.policy.uses_drift else None
+        exchange = _Exchange(send, self._world.now, base, incoming)
         self._exchanges[send.ticket] = exchange
         match send.request:
             case InitialRequest():
@@ -268,23 +276,21 @@ class SimPeer:
 
         self._later(self._world.now, failed)
 
-    def replied(self, ticket: int, reply: Reply, payload: list[Tensor]) -> bool:
+    def replied(self, ticket: int, reply: Reply, payload: bytearray) -> bool:
         """The last byte of an answer is here; returns whether it was still wanted."""
         exchange = self._exchanges.get(ticket)
         if self.down_since is not None or exchange is None or not exchange.open:
             return False
         exchange.open = False
         if isinstance(reply, ModelReply):
-            whole = isinstance(exchange.send.request, InitialRequest)
-            exchange.buffer = self.arena.buffer(whole)
+            assert exchange.incoming is not None
             exchange.their_step = reply.step
             exchange.arrived = self._world.now
-            for vector, sent in zip(exchange.buffer.vectors, payload, strict=True):
-                vector.copy_(sent)
+            pour(memoryview(payload), exchange.incoming)
             if isinstance(exchange.send.request, PullRequest):
-                self.bytes_received += exchange.buffer.view.nbytes
+                self.bytes_received += len(payload)
             elif isinstance(exchange.send.request, AgreeRequest):
-                self.finish_bytes += exchange.buffer.view.nbytes
+                self.finish_bytes += len(payload)
 
         def told() -> None:
             self._tell(actor.Replied(ticket, reply))
@@ -306,17 +312,16 @@ class SimPeer:
     def _answer(self, answer: actor.Answer) -> None:
         requester, ticket = self._requesters.pop(answer.key)
         reply = answer.reply
-        payload: list[Tensor] = []
-        nbytes = 0
+        payload = bytearray()
         if isinstance(reply, ModelReply):
             snapshot = self.arena.snapshot(answer.whole_model)
             reply = dataclasses.replace(reply, step=snapshot.step)
-            payload = [vector.clone() for vector in snapshot.buffer.vectors]
-            nbytes = snapshot.buffer.view.nbytes
+            payload += snapshot.buffer.view
             snapshot.release()
             if self.poisoned:
                 self._world.fired["poison"] += 1
-                next(vector for vector in payload if vector.is_floating_point())[0] = math.nan
+                dtype = next(section.storage.dtype for section in self.arena.sections if section.mixed)
+                typed(memoryview(payload), dtype)[0] = math.nan
         told = False
 
         def answered(whole: bool) -> None:
@@ -325,19 +330,22 @@ class SimPeer:
                 told = True
                 self._later(self._world.now, lambda: self._tell(actor.Answered(answer.key, whole)))
 
-        self._world.carry(self, requester.rank, nbytes, lambda: answered(requester.replied(ticket, reply, payload)))
+        self._world.carry(
+            self, requester.rank, len(payload), lambda: answered(requester.replied(ticket, reply, payload))
+        )
         self._later(answer.deadline, lambda: answered(False))
 
     # --- models come in -----------------------------------------------------------------------------------
 
     def _mix(self, ticket: int, share: float) -> None:
         exchange = self._exchanges[ticket]
-        assert exchange.buffer is not None
-        distance = self.arena.mix(exchange.buffer, share, exchange.base.buffer if exchange.base else None)
+        assert exchange.incoming is not None
+        distance = exchange.incoming.distance()
         if math.isnan(distance):
             self._world.note(self.rank, f"refuses the model of {exchange.send.to}")
             self._events.append(actor.Poisoned(ticket))
         else:
+            self.arena.commit(exchange.incoming.buffer, share)
             self._world.note(self.rank, f"mixes {exchange.send.to}")
             if isinstance(exchange.send.request, PullRequest):
                 self._retrieved(exchange, distance, share)
@@ -351,8 +359,8 @@ class SimPeer:
         self.retrievals.append(Retrieval(now, step, exchange.send.to, seconds, staleness, distance))
         self._set_reference()
         if exchange.base is not None and self._reference is not None:
-            assert exchange.buffer is not None  # it holds the difference now, of which a share was added
-            models = self._reference, exchange.base.buffer, exchange.buffer
+            assert exchange.incoming is not None
+            models = self._reference, exchange.base.buffer, exchange.incoming.buffer
             for section, reference, base, difference in zip(
                 self.arena.sections, *(model.vectors for model in models), strict=True
             ):
@@ -361,8 +369,8 @@ class SimPeer:
 
     def _adopt(self, ticket: int) -> None:
         exchange = self._exchanges[ticket]
-        assert exchange.buffer is not None
-        taken = self.arena.adopt(exchange.buffer, exchange.their_step)
+        assert exchange.incoming is not None
+        taken = self.arena.adopt(exchange.incoming.buffer, exchange.their_step)
         self._world.note(self.rank, f"{'adopts' if taken else 'refuses'} the model of {exchange.send.to}")
         self._events.append(actor.Mixed(ticket) if taken else actor.Poisoned(ticket))
         self._forget(ticket)
@@ -373,8 +381,8 @@ class SimPeer:
             return
         if exchange.base is not None:
             exchange.base.release()
-        if exchange.buffer is not None:
-            self.arena.free(exchange.buffer)
+        if exchange.incoming is not None:
+            exchange.incoming.release()
 
     def _drift(self) -> float | None:
         """‖x_t − x_r‖₂: from the request that is under way, which is forgotten if it fails, or the last retrieval."""

@@ -46,12 +46,28 @@ class Stream(Protocol):
             PeerUnreachableError: the other side is gone, or the stream was aborted.
         """
 
-    def receive_into(self, view: memoryview, deadline: float) -> int:
+    def receive_into(self, view: memoryview, deadline: float, whole: bool = False) -> int:
         """Wait for bytes and put them at the start of ``view``; how many, at least 1.
+
+        Args:
+            whole: wait until ``view`` is full; fewer come only where the other side or the deadline ends it.
 
         Raises:
             PeerTimeoutError: none came by the deadline.
             PeerUnreachableError: the other side has closed or is gone, or the stream was aborted.
+        """
+
+    def tune(self) -> None:
+        """A model is about to be sent: see that what is known of the path by now is made use of."""
+
+    def send_descriptor(self, descriptor: int, deadline: float) -> None:
+        """Hand over a file descriptor, which stays this process's own too; only between peers on one machine."""
+
+    def receive_descriptor(self, deadline: float) -> int:
+        """The descriptor that the other side sent, now this process's own to close.
+
+        Raises:
+            ProtocolError: there came something else.
         """
 
     def quiet(self) -> bool:

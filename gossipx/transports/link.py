@@ -3,25 +3,35 @@
 from __future__ import annotations
 
 import math
+import mmap
+import os
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import cast
 
 from gossipx.errors import ModelMismatchError, PeerFaultError, PeerUnreachableError, ProtocolError
+from gossipx.memory import cannot_shrink
+from gossipx.messages import ModelReply
 from gossipx.transports import Stream
 from gossipx.wire import (
+    Bytes,
     DescribeRequest,
     Expect,
     Hello,
     Message,
     Refused,
+    Sink,
+    Source,
+    Taken,
     Welcome,
     answer_to,
     difference,
     frames,
     no_payload,
     objection,
+    pour,
 )
 
 
@@ -30,11 +40,14 @@ class Link:
 
     Attributes:
         heard: whether anything came since a frame was last sent.
+        shares_memory: whether models go beside the stream, as memory that the other side maps.
     """
 
-    def __init__(self, stream: Stream, links: Links):
+    def __init__(self, stream: Stream, links: Links, shares_memory: bool):
         self.stream = stream
         self.heard = False
+        self.shares_memory = shares_memory
+        self._mapped: dict[tuple[int, int], mmap.mmap] = {}  # memory of the other side, by its file
         self._links = links
         self._expect: Expect = no_payload
         self._decoder = frames.Decoder(lambda message, request: self._expect(message, request))
@@ -46,6 +59,24 @@ class Link:
             self.stream.send(buffers, deadline)
             self._links.count(sum(map(len, buffers)), 0)
 
+    def send_model(self, reply: ModelReply, number: int, payload: Source, deadline: float) -> None:
+        """Send a model, and wait until the other side has it whole.
+
+        Raises:
+            PeerTimeoutError, PeerUnreachableError: as :meth:`Stream.send`; it may have arrived even so.
+            ProtocolError: something else came than that it has.
+        """
+        view, descriptor = payload.view, payload.descriptor
+        beside = self.shares_memory and descriptor is not None and view.nbytes > 0
+        self.stream.tune()
+        self.send(frames.encode(reply, number, view, beside), deadline)
+        if beside and descriptor is not None:
+            self.stream.send_descriptor(descriptor, deadline)
+            self._links.count(view.nbytes, 0)
+        answer = self.receive(deadline)
+        if not isinstance(answer.message, Taken) or answer.request != number:
+            raise ProtocolError(f"it answered a model by {type(answer.message).__name__}")
+
     def receive(self, deadline: float, expect: Expect = no_payload) -> frames.Frame:
         """The next frame; an infinite deadline ends ``Links.timeout`` after its first byte.
 
@@ -56,20 +87,53 @@ class Link:
         self._expect = expect
         frame = None
         while frame is None:
-            count = self.stream.receive_into(self._decoder.next_buffer(), deadline)
+            count = self.stream.receive_into(self._decoder.next_buffer(), deadline, self._decoder.in_payload)
             self._links.count(0, count)
             self.heard = True
             if deadline == math.inf:
                 deadline = time.monotonic() + self._links.timeout
             frame = self._decoder.received(count)
+        if frame.beside and frame.payload is not None:
+            self._take_beside(frame.payload, deadline)
         return frame
 
-    def ask(self, message: Message, number: int, deadline: float, payload: memoryview | None = None) -> frames.Frame:
+    def _take_beside(self, sink: Sink, deadline: float) -> None:
+        """Read a payload from the memory whose descriptor follows its frame."""
+        if not self.shares_memory:
+            raise ProtocolError("a payload that lies beside a connection which shares no memory")
+        shared = memoryview(self._map(self.stream.receive_descriptor(deadline), sink.nbytes))
+        pour(shared, sink)
+        self._links.count(0, sink.nbytes)
+
+    def _map(self, descriptor: int, nbytes: int) -> mmap.mmap:
+        """The other side's memory, mapped once and kept while the link lives."""
+        try:
+            status = os.fstat(descriptor)
+            place = status.st_dev, status.st_ino
+            if place not in self._mapped:
+                if not stat.S_ISREG(status.st_mode) or status.st_size < nbytes or not cannot_shrink(descriptor):
+                    raise ProtocolError(f"a descriptor of no memory of {nbytes} bytes that stays as it is")
+                if len(self._mapped) >= _MAPPED:
+                    self._mapped.pop(next(iter(self._mapped)))
+                # Private, so that nothing done here could reach the other side.
+                self._mapped[place] = mmap.mmap(descriptor, status.st_size, flags=mmap.MAP_PRIVATE)
+            elif len(self._mapped[place]) < nbytes:
+                raise ProtocolError(f"memory of {len(self._mapped[place])} bytes for a payload of {nbytes}")
+            return self._mapped[place]
+        except (OSError, ValueError) as error:
+            raise ProtocolError(f"memory that cannot be mapped: {error}") from error
+        finally:
+            os.close(descriptor)
+
+    def ask(self, message: Message, number: int, deadline: float, payload: Sink | None = None) -> frames.Frame:
         """Send ``message`` as request ``number``; its answer, a model's bytes in ``payload``."""
         self.send(frames.encode(message, number), deadline)
-        return self.receive(deadline, answer_to(message, number, payload))
+        frame = self.receive(deadline, answer_to(message, number, payload))
+        if isinstance(frame.message, ModelReply):
+            self.send(frames.encode(Taken(), number), deadline)
+        return frame
 
-    def greet(self, me: Hello, to: int, name: str, manifest: bytes, deadline: float) -> None:
+    def greet(self, me: Hello, to: int, name: str, manifest: bytes, deadline: float) -> Welcome:
         """Open a connection: say who ``me`` is, and hear that peer ``to`` answers.
 
         Raises:
@@ -83,14 +147,16 @@ class Link:
                 " start every peer with the same hosts file"
             )
         if they.model != me.model:
-            described = self.ask(DescribeRequest(), 0, deadline)
+            described = self.ask(DescribeRequest(), 0, deadline).payload
+            theirs = bytes(described.view) if isinstance(described, Bytes) else b""
             raise ModelMismatchError(
                 f"the models of {me.name} and {name} differ:"
-                f" {difference(manifest, bytes(described.payload or b''))};"
+                f" {difference(manifest, theirs)};"
                 " build the same model on every host"
             )
+        return they
 
-    def admit(self, me: Hello, names: Sequence[str], deadline: float) -> Hello:
+    def admit(self, me: Hello, names: Sequence[str], welcome: Welcome, deadline: float) -> Hello:
         """The other side of :meth:`greet`: hear who opened the connection, and welcome or refuse.
 
         Raises:
@@ -105,7 +171,7 @@ class Link:
         reason = objection(me, they, names)
         if reason is not None:
             raise self.refuse(reason, deadline)
-        self.send(frames.encode(Welcome(me.rank, me.name, me.model), 0), deadline)
+        self.send(frames.encode(welcome, 0), deadline)
         return they
 
     def refuse(self, reason: str, deadline: float) -> ProtocolError:
@@ -120,6 +186,8 @@ class Link:
             return ProtocolError(reason)
 
 
+# Blocks of another peer's memory that a link keeps mapped: as many as a peer has models in at a time.
+_MAPPED = 4
 # Idle links kept to another peer: a pull and a message beside it.
 _KEPT = 2
 
@@ -155,9 +223,9 @@ class Links:
             self.sent += sent
             self.received += received
 
-    def add(self, stream: Stream) -> Link:
+    def add(self, stream: Stream, shares_memory: bool = False) -> Link:
         """A link over ``stream``, which is aborted with PeerUnreachableError once closed."""
-        link = Link(stream, self)
+        link = Link(stream, self, shares_memory)
         with self._lock:
             if not self.closed.is_set():
                 self._links.add(link)

@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
+from typing import Protocol
 
 from gossipx.errors import ProtocolError, UsageError
+from gossipx.memory import PIECE
 from gossipx.messages import (
     AgreeRequest,
     ArriveRequest,
@@ -43,11 +45,18 @@ class Hello:
 @dataclass(frozen=True)
 class Welcome:
     """Answers :class:`Hello`; where ``model`` differs from the opener's, it may only ask for the
-    :class:`Description`."""
+    :class:`Description`.
+
+    Attributes:
+        machine: tells machines apart; empty: unknown.
+        local: the name at which processes of this machine reach the same peer with memory to share; empty: none.
+    """
 
     rank: int
     name: str
     model: str
+    machine: str = ""
+    local: str = ""
 
 
 @dataclass(frozen=True)
@@ -69,12 +78,18 @@ class Description:
     size: int
 
 
+@dataclass(frozen=True)
+class Taken:
+    """The model that was asked for has arrived whole: its bytes need not be kept any longer."""
+
+
 Message = (
     Hello
     | Welcome
     | Refused
     | DescribeRequest
     | Description
+    | Taken
     | InitialRequest
     | PullRequest
     | AgreeRequest
@@ -96,9 +111,73 @@ ANSWERS: dict[type, tuple[type, ...]] = {
     LeaveRequest: (HereReply, NotReadyReply),
 }
 
-# Tells, of a message and its request id, the buffer that its payload must fill exactly; None: no
-# payload. Raises ProtocolError if the message is not wanted.
-Expect = Callable[[Message, int], "memoryview | None"]
+
+class Source(Protocol):
+    """A payload to send.
+
+    Attributes:
+        view: its bytes, contiguous; they must not change until the other side has them.
+        descriptor: of a file of just these bytes, which another process on this machine may map; None: there is none.
+    """
+
+    @property
+    def view(self) -> memoryview: ...
+
+    @property
+    def descriptor(self) -> int | None: ...
+
+
+class Sink(Protocol):
+    """Takes a payload in, piece by piece, so that what is done with a piece finds it in the processor's cache.
+
+    Attributes:
+        nbytes: of the whole payload.
+    """
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def room(self, start: int) -> memoryview:
+        """Where the bytes from ``start`` on belong, as many as make the next piece."""
+
+    def filled(self, start: int) -> None:
+        """The room from ``start`` on is full."""
+
+    def take(self, start: int, view: memoryview) -> None:
+        """The bytes of the piece that begins at ``start`` lie in ``view``, beside the connection."""
+
+
+class Bytes:
+    """A buffer that is to be filled exactly, as a :class:`Sink`."""
+
+    def __init__(self, view: memoryview):
+        self.view = view.cast("B") if view.nbytes else view
+        self.nbytes = view.nbytes
+
+    def room(self, start: int) -> memoryview:
+        """The next piece of the buffer."""
+        return self.view[start : start + PIECE]
+
+    def filled(self, start: int) -> None:
+        """Nothing is to be done with it."""
+
+    def take(self, start: int, view: memoryview) -> None:
+        """Copy it."""
+        self.view[start : start + len(view)] = view
+
+
+def pour(view: memoryview, sink: Sink) -> None:
+    """Let ``sink`` take all its bytes from ``view``, where they lie."""
+    start = 0
+    while start < sink.nbytes:
+        stop = start + len(sink.room(start))
+        sink.take(start, view[start:stop])
+        start = stop
+
+
+# Tells, of a message and its request id, what its payload must fill exactly; None: no payload. Raises ProtocolError if
+# the message is not wanted.
+Expect = Callable[[Message, int], "Sink | None"]
 
 # Bytes of a manifest: some 200,000 tensors, and what a stranger's peer can make us allocate.
 MAX_DESCRIPTION = 16 * 2**20
@@ -110,20 +189,20 @@ def no_payload(message: Message, request: int) -> None:
     """Expects any message, without a payload."""
 
 
-def answer_to(asked: Message, number: int, payload: memoryview | None) -> Expect:
+def answer_to(asked: Message, number: int, payload: Sink | None) -> Expect:
     """Expects an answer to ``asked``, sent as request ``number``.
 
     Args:
         payload: filled by a ModelReply; a Description gets a buffer of the size that it tells.
     """
 
-    def expect(message: Message, request: int) -> memoryview | None:
+    def expect(message: Message, request: int) -> Sink | None:
         if isinstance(message, Refused):
             raise ProtocolError(f"refused: {message.reason}")
         if request != number or not isinstance(message, ANSWERS[type(asked)]):
             raise ProtocolError(f"answered {type(asked).__name__} by {type(message).__name__}")
         if isinstance(message, Description):
-            return memoryview(bytearray(message.size))
+            return Bytes(memoryview(bytearray(message.size)))
         return payload if isinstance(message, ModelReply) else None
 
     return expect

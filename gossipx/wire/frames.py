@@ -5,7 +5,7 @@ A frame, all numbers big-endian::
     offset  bytes
          0      4  magic, "GSPX"            the first two fields never move, so that
          4      2  protocol version         another version can be told by name
-         6      2  kind of message
+         6      2  kind of message; the highest bit: the payload lies beside the connection
          8      8  request id, chosen by the requester, repeated in the reply
         16      4  M, length of the metadata
         20      8  P, length of the payload
@@ -14,8 +14,11 @@ A frame, all numbers big-endian::
       36+M      P  payload: raw bytes
     36+M+P      8  XXH3-64 of the payload; left out where P is 0
 
+A payload that lies beside the connection is read by the receiver from memory that both share (see
+:mod:`gossipx.transports.unix`): the frame ends with its metadata.
+
 Nothing is unpickled or evaluated. Every length is checked against a bound of its kind before
-anything is allocated, and a payload goes straight into the buffer that its receiver provides.
+anything is allocated, and a payload goes straight into the room that its receiver provides.
 The checksums find accidents; they are no protection from an attacker.
 """
 
@@ -32,6 +35,7 @@ from typing import Any, NoReturn
 import xxhash
 
 from gossipx.errors import ProtocolError
+from gossipx.memory import PIECE
 from gossipx.messages import (
     AgreeRequest,
     ArriveRequest,
@@ -43,10 +47,21 @@ from gossipx.messages import (
     PullRequest,
     Stage,
 )
-from gossipx.wire import MAX_DESCRIPTION, DescribeRequest, Description, Expect, Hello, Message, Refused, Welcome
+from gossipx.wire import (
+    MAX_DESCRIPTION,
+    DescribeRequest,
+    Description,
+    Expect,
+    Hello,
+    Message,
+    Refused,
+    Sink,
+    Taken,
+    Welcome,
+)
 
 MAGIC = b"GSPX"
-VERSION = 1
+VERSION = 2
 MAX_RANKS = 65_536
 MAX_TEXT = 1_000  # characters
 MAX_FIGURES = 1_000  # names in a report
@@ -56,9 +71,8 @@ MAX_METADATA = 512 * 1024
 SMALL_METADATA = 16 * 1024
 # Bytes of payload. A model's true size is the receiver's to expect; this only keeps sums sane.
 MAX_MODEL = 2**40
-# Bytes hashed and handed to the transport at once: small enough that they are still in the
-# processor's cache when the kernel copies them.
-PIECE = 2**20
+# Of the kind: the payload lies beside the connection.
+_BESIDE = 0x8000
 
 Buffers = list[bytes | memoryview]
 
@@ -146,10 +160,11 @@ _KINDS = {
         Hello,
         {"rank": _rank, "name": _text, "size": _size, "peers": _text, "model": _text},
     ),
-    2: _Kind(Welcome, {"rank": _rank, "name": _text, "model": _text}),
+    2: _Kind(Welcome, {"rank": _rank, "name": _text, "model": _text, "machine": _text, "local": _text}),
     3: _Kind(Refused, {"reason": _text}),
     4: _Kind(DescribeRequest, {}),
     5: _Kind(Description, {"size": _integer(0, MAX_DESCRIPTION)}, payload=MAX_DESCRIPTION),
+    6: _Kind(Taken, {}),
     16: _Kind(InitialRequest, {}),
     17: _Kind(PullRequest, {"step": _count}),
     18: _Kind(AgreeRequest, {"round": _count, "members": _members}, MAX_METADATA),
@@ -179,7 +194,9 @@ def _build(kind: _Kind, plain: object) -> Any:
 # --- out ----------------------------------------------------------------------------------------
 
 
-def encode(message: Message, request: int, payload: memoryview | None = None) -> Iterator[Buffers]:
+def encode(
+    message: Message, request: int, payload: memoryview | None = None, beside: bool = False
+) -> Iterator[Buffers]:
     """The frame of ``message``, as lists of buffers to send in turn; the payload is never copied.
 
     NaN and infinite figures of a report go as null, which JSON has and which reads as "no figure".
@@ -188,6 +205,7 @@ def encode(message: Message, request: int, payload: memoryview | None = None) ->
         message: what to say.
         request: id of the request, 0 to 2⁶⁴ − 1.
         payload: contiguous; must not change until its last piece is sent.
+        beside: whether it lies beside the connection, and is no part of the frame.
 
     Raises:
         ValueError: at once, not when iterated: the message is not one that a peer would accept.
@@ -203,9 +221,9 @@ def encode(message: Message, request: int, payload: memoryview | None = None) ->
             f"{kind.message.__name__} with {len(metadata)} bytes of metadata and {size} of payload:"
             f" at most {kind.metadata} and {kind.payload} can be sent"
         )
-    header = _HEADER.pack(MAGIC, VERSION, number, request, len(metadata), size)
+    header = _HEADER.pack(MAGIC, VERSION, number | beside * _BESIDE, request, len(metadata), size)
     head = header + _CHECK.pack(xxhash.xxh3_64_intdigest(header + metadata)) + metadata
-    return _pieces(head, payload.cast("B") if payload is not None and size else None)
+    return _pieces(head, payload.cast("B") if payload is not None and size and not beside else None)
 
 
 def _pieces(head: bytes, payload: memoryview | None) -> Iterator[Buffers]:
@@ -245,19 +263,24 @@ class Frame:
     """One whole frame, checked.
 
     Attributes:
-        payload: the buffer that ``expect`` gave, now filled; None where the frame has none.
+        payload: the sink that ``expect`` gave; None where the frame has none.
+        beside: whether that is still to be filled, from beside the connection.
     """
 
     request: int
     message: Message
-    payload: memoryview | None
+    payload: Sink | None
+    beside: bool = False
 
 
 class Decoder:
     """Frames from bytes. Put bytes into :meth:`next_buffer`, tell :meth:`received` how many.
 
     Args:
-        expect: asked before a payload is accepted; its buffer must be writable and contiguous.
+        expect: asked before a payload is accepted.
+
+    Attributes:
+        in_payload: whether the next bytes are a payload's.
     """
 
     def __init__(self, expect: Expect):
@@ -265,6 +288,9 @@ class Decoder:
         self._header = bytearray(HEADER_BYTES)
         self._broken: ProtocolError | None = None
         self._frame: Frame
+        self._sink: Sink
+        self._start = 0  # of the piece that comes in, in the payload
+        self.in_payload = False
         self._checksum = xxhash.xxh3_64()
         self._await(memoryview(self._header), self._header_whole)
 
@@ -287,8 +313,6 @@ class Decoder:
         try:
             if self._whole == self._header_whole:
                 self._check_start()
-            elif self._whole == self._payload_whole:
-                self._checksum.update(arrived)
             return self._whole() if self._filled == len(self._view) else None
         except ProtocolError as error:
             self._broken = error
@@ -312,7 +336,7 @@ class Decoder:
 
     def _header_whole(self) -> None:
         _, _, number, _, metadata, payload = _HEADER.unpack_from(self._header)
-        kind = _KINDS.get(number)
+        kind = _KINDS.get(number & ~_BESIDE)
         if kind is None:
             raise ProtocolError(f"a frame of unknown kind {number}")
         if not 2 <= metadata <= kind.metadata or payload > kind.payload:
@@ -328,22 +352,31 @@ class Decoder:
         checksum.update(self._view)
         if checksum.intdigest() != _CHECK.unpack_from(self._header, _HEADER.size)[0]:
             raise ProtocolError("a frame whose header or metadata does not match its checksum")
-        message = _parse(_KINDS[number], bytes(self._view))
-        room = self._expect(message, request)
-        size = 0 if room is None else room.nbytes
+        message = _parse(_KINDS[number & ~_BESIDE], bytes(self._view))
+        sink = self._expect(message, request)
+        size = 0 if sink is None else sink.nbytes
         if payload != size:
             raise ProtocolError(
                 f"{type(message).__name__} with a payload of {payload} bytes where {size} were expected"
             )
-        self._frame = Frame(request, message, room)
-        if room is None or not size:
+        beside = bool(number & _BESIDE)
+        self._frame = Frame(request, message, sink, beside and size > 0)
+        if sink is None or not size or beside:
             return self._trailer_whole()
         self._checksum.reset()
-        self._await(room.cast("B"), self._payload_whole)
+        self._sink, self._start, self.in_payload = sink, 0, True
+        self._await(sink.room(0), self._piece_whole)
         return None
 
-    def _payload_whole(self) -> None:
-        self._await(memoryview(bytearray(_CHECK.size)), self._check_payload)
+    def _piece_whole(self) -> None:
+        self._checksum.update(self._view)
+        self._sink.filled(self._start)
+        self._start += len(self._view)
+        if self._start < self._sink.nbytes:
+            self._await(self._sink.room(self._start), self._piece_whole)
+        else:
+            self.in_payload = False
+            self._await(memoryview(bytearray(_CHECK.size)), self._check_payload)
 
     def _check_payload(self) -> Frame:
         if self._checksum.intdigest() != _CHECK.unpack(self._view)[0]:

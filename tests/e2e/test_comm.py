@@ -12,6 +12,7 @@ import os
 import queue
 import resource
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -27,6 +28,7 @@ from gossipx.errors import (
     PeerUnreachableError,
     ProtocolError,
 )
+from gossipx.memory import PIECE, Memory
 from gossipx.messages import (
     ArriveRequest,
     HereReply,
@@ -39,7 +41,9 @@ from gossipx.messages import (
     Stage,
 )
 from gossipx.transports import Address, tcp
-from gossipx.wire import Hello, Refused, Welcome, frames, no_payload
+from gossipx.transports.link import Link
+from gossipx.transports.sockets import SocketStream
+from gossipx.wire import Bytes, Hello, Refused, Sink, Welcome, frames
 
 HERE = Address("127.0.0.1", 0)
 MANIFEST = ("weight float32 (10, 5) (5, 1)", "bias float32 (10,) (1,)")
@@ -51,6 +55,15 @@ Received = tuple[int, Hashable, Request]
 
 def soon(seconds: float = LONG) -> float:
     return time.monotonic() + seconds
+
+
+class Model:
+    """What a peer gives, in memory that can be shared, as a :class:`gossipx.wire.Source`."""
+
+    def __init__(self, content: bytes):
+        self.memory = Memory(len(content))
+        self.memory.view[:] = content
+        self.view, self.descriptor = self.memory.view, self.memory.descriptor
 
 
 class Host:
@@ -83,12 +96,12 @@ class Host:
         self, to: int, request: Request, payload: bytearray | None = None, seconds: float = LONG
     ) -> queue.Queue[Reply | GossipxError]:
         results: queue.Queue[Reply | GossipxError] = queue.Queue()
-        room = None if payload is None else memoryview(payload)
+        room = None if payload is None else Bytes(memoryview(payload))
         self.comm.request(to, request, deadline=soon(seconds), payload=room, done=results.put)
         return results
 
     def answer(self, key: Hashable, reply: Reply, payload: bytes | None = None) -> None:
-        model = None if payload is None else memoryview(payload)
+        model = None if payload is None else Model(payload)
         self.comm.answer(key, reply, payload=model, deadline=soon(), done=self.answered.put)
 
     def serve(self, model: bytes) -> None:
@@ -179,9 +192,9 @@ def frame(message: Any, number: int = 0) -> bytes:
     return b"".join(b"".join(buffers) for buffers in frames.encode(message, number))
 
 
-def read_frame(stream: socket.socket) -> frames.Frame | None:
-    """The next frame without payload; None at the end of the stream."""
-    decoder = frames.Decoder(no_payload)
+def read_frame(stream: socket.socket, payload: Bytes | None = None) -> frames.Frame | None:
+    """The next frame; None at the end of the stream."""
+    decoder = frames.Decoder(lambda message, request: payload)
     while True:
         count = stream.recv_into(decoder.next_buffer())
         if not count:
@@ -238,14 +251,14 @@ def test_a_message_is_answered_later_and_others_meanwhile(two: tuple[Host, Host]
 def test_an_answer_that_lasts_longer_than_a_look_at_the_requester(
     two: tuple[Host, Host], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    looks, quiet = threading.Semaphore(0), tcp.TcpStream.quiet
+    looks, quiet = threading.Semaphore(0), SocketStream.quiet
 
-    def look(stream: tcp.TcpStream) -> bool:
+    def look(stream: SocketStream) -> bool:
         looks.release()
         return quiet(stream)
 
     monkeypatch.setattr("gossipx.comm._LOOK", 0.01)
-    monkeypatch.setattr(tcp.TcpStream, "quiet", look)
+    monkeypatch.setattr(SocketStream, "quiet", look)
     a, b = two
     results = a.ask(1, LeaveRequest())
     _, key, _ = b.received.get(timeout=LONG)
@@ -353,7 +366,7 @@ def test_no_answer_within_the_deadline(two: tuple[Host, Host]) -> None:
     assert isinstance(error, PeerTimeoutError)
     assert str(error).startswith("peer-01: ")
     _, key, _ = b.received.get(timeout=LONG)
-    b.comm.answer(key, ModelReply(1), payload=memoryview(b"1234"), deadline=0.0, done=b.answered.put)
+    b.comm.answer(key, ModelReply(1), payload=Model(b"1234"), deadline=0.0, done=b.answered.put)
     assert b.answered.get(timeout=LONG) is False
 
 
@@ -376,7 +389,7 @@ def test_a_requester_that_never_reads_is_given_up(start: Callable[[int], Run]) -
     with introduced(a, 1, run.names) as stream:
         stream.sendall(frame(PullRequest(1), 5))
         _, key, _ = a.received.get(timeout=LONG)
-        model = memoryview(bytes(64_000_000))
+        model = Model(bytes(64_000_000))
         a.comm.answer(key, ModelReply(1), payload=model, deadline=soon(SHORT), done=a.answered.put)
         assert a.answered.get(timeout=LONG) is False
 
@@ -508,7 +521,7 @@ def test_closing_does_not_wait_for_a_connection_that_is_being_opened(
 # --- who is let in ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("garbage", [b"GET / HTTP/1.1\r\nHost: a\r\n\r\n", bytes(100), b"GSPX\x00\x01" + b"\xff" * 50])
+@pytest.mark.parametrize("garbage", [b"GET / HTTP/1.1\r\nHost: a\r\n\r\n", bytes(100), b"GSPX\x00\x02" + b"\xff" * 50])
 def test_garbage_is_closed_quietly(two: tuple[Host, Host], heard: Heard, garbage: bytes) -> None:
     """[15]"""
     a, b = two
@@ -541,11 +554,11 @@ def test_a_client_of_another_version_names_both(start: Callable[[int], Run]) -> 
         stream, _ = listening.accept()
         with stream:
             refused = bytearray(frame(Refused("what a newer version says")))
-            refused[4:6] = b"\x00\x02"
+            refused[4:6] = b"\x00\x63"
             stream.sendall(refused)
             error = results.get(timeout=LONG)
     assert isinstance(error, ProtocolError)
-    assert "version 2 " in str(error)
+    assert "version 99 " in str(error)
     assert f"version {frames.VERSION}:" in str(error)
 
 
@@ -631,7 +644,8 @@ def test_a_request_that_trickles_in_is_given_up(start: Callable[[int], Run]) -> 
 
 def test_above_the_cap_the_oldest_stranger_is_closed(start: Callable[[int], Run], heard: Heard) -> None:  # [25]
     run = start(3)
-    a, b, c = run.host(0), run.host(1, max_connections=3), run.host(2)
+    # Without memory to share each has one connection, rather than another one for a moment.
+    a, b, c = (run.host(rank, share_memory=False, **more) for rank, more in enumerate(({}, {"max_connections": 3}, {})))
     b.serve(b"")
     assert a.ask(1, LeaveRequest()).get(timeout=LONG) == HereReply(Stage.TRAIN)
     strangers = [knock(b) for _ in range(2)]
@@ -684,3 +698,95 @@ def test_the_port_in_use_is_named(two: tuple[Host, Host], start: Callable[[int],
     place = two[0].comm.address  # [33]
     with pytest.raises(GossipxError, match=f"{place}.* in use"):
         start(2).host(0, bind=place)
+
+
+# --- memory that both share ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def beside(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The payloads that came beside their connections, by their sizes."""
+    taken: list[int] = []
+    take = Link._take_beside
+
+    def taking(link: Link, sink: Sink, deadline: float) -> None:
+        taken.append(sink.nbytes)
+        take(link, sink, deadline)
+
+    monkeypatch.setattr(Link, "_take_beside", taking)
+    return taken
+
+
+@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize("size", [0, 1, PIECE, 3 * PIECE + 5])
+def test_models_on_one_machine_go_through_shared_memory(
+    start: Callable[[int], Run], beside: list[int], share: bool, size: int
+) -> None:
+    run = start(2)
+    a, b = run.host(0, share_memory=share), run.host(1)
+    for round in range(3):
+        model = os.urandom(size)
+        b.serve(model)
+        room = bytearray(size)
+        assert a.ask(1, PullRequest(round), room).get(timeout=LONG) == ModelReply(round)
+        assert bytes(room) == model
+        assert b.answered.get(timeout=LONG) is True
+    assert beside == ([size] * 3 if share and size and sys.platform == "linux" else [])
+    assert a.comm.bytes_received >= 3 * size
+    assert b.comm.bytes_sent >= 3 * size
+
+
+def test_a_model_that_is_no_shared_memory_goes_over_the_connection(
+    start: Callable[[int], Run], beside: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gossipx.memory._create", lambda size: None)
+    run = start(2)
+    a, b = run.host(0), run.host(1)
+    b.serve(b"1234")
+    room = bytearray(4)
+    assert a.ask(1, PullRequest(1), room).get(timeout=LONG) == ModelReply(1)
+    assert (bytes(room), beside) == (b"1234", [])
+
+
+def _short(size: int) -> int:
+    memory = Memory(size)
+    assert memory.descriptor is not None
+    return os.dup(memory.descriptor)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs memory with a descriptor")
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda: os.memfd_create("loose", os.MFD_ALLOW_SEALING), "stays as it is"),  # [1] it could be cut short
+        (lambda: os.open(__file__, os.O_RDONLY), "cannot be mapped"),
+        (lambda: os.open(os.devnull, os.O_RDONLY), "stays as it is"),
+        (lambda: _short(3), "stays as it is"),  # [24] less than was announced
+    ],
+)
+def test_a_descriptor_of_something_else_is_refused(two: tuple[Host, Host], make: Callable[[], int], told: str) -> None:
+    a, b = two
+    descriptor = make()
+    model = Model(b"12345678")
+    model.descriptor = descriptor
+    room = bytearray(8)
+    results = a.ask(1, PullRequest(1), room)
+    _, key, _ = b.received.get(timeout=LONG)
+    b.comm.answer(key, ModelReply(1), payload=model, deadline=soon(), done=b.answered.put)
+    error = results.get(timeout=LONG)
+    assert isinstance(error, ProtocolError)
+    assert told in str(error)
+    assert b.answered.get(timeout=LONG) is False
+    assert bytes(room) == bytes(8)
+    os.close(descriptor)
+
+
+def test_a_peer_that_does_not_tell_that_it_has_a_model_has_not_got_it(start: Callable[[int], Run]) -> None:  # [42]
+    run = start(2)
+    a = run.host(0)
+    with introduced(a, 1, run.names) as stream:
+        stream.sendall(frame(PullRequest(1), 5))
+        _, key, _ = a.received.get(timeout=LONG)
+        a.answer(key, ModelReply(1), b"1234")
+        assert read_frame(stream, Bytes(memoryview(bytearray(4)))) is not None
+    assert a.answered.get(timeout=LONG) is False

@@ -10,6 +10,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import torch
+from arenas import mix
 from torch import nn
 from toy import SIZE, Point, alone, ended, make, sgd, until, world
 
@@ -71,9 +72,7 @@ def test_mixing_is_no_part_of_the_delta():
     """Eq. 7: Δ_t is of the optimizer's step alone; x_{t−1} is taken after any mixing."""
     module, other = Point(0), Point(1)
     arena, theirs = ParameterArena(module), ParameterArena(other)
-    received = arena.buffer()
-    received.vectors[0].copy_(theirs.snapshot().buffer.vectors[0])
-    arena.mix(received, 0.5)
+    mix(arena, bytes(theirs.snapshot().buffer.view), 0.5)
     before = module.x.detach().double()
     sgd(module)
     assert arena.step_done() == pytest.approx(float((module.x.detach().double() - before).norm()), rel=1e-6)
@@ -87,9 +86,7 @@ def test_a_pull_averages_the_two_models():
     module, other = Point(0), Point(1)
     mine, theirs_x = module.x.detach().clone(), other.x.detach().clone()
     arena, theirs = ParameterArena(module), ParameterArena(other)
-    received = arena.buffer()
-    received.vectors[0].copy_(theirs.snapshot().buffer.vectors[0])
-    far = arena.mix(received, 0.5)
+    far = mix(arena, bytes(theirs.snapshot().buffer.view), 0.5)
     torch.testing.assert_close(module.x.detach(), (mine + theirs_x) / 2, rtol=0, atol=1e-6)
     assert far == pytest.approx(float((theirs_x - mine).norm()), rel=1e-6), "‖x_j − x_i‖"
 

@@ -8,11 +8,15 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from arenas import mix
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
-from gossipx.arena import HostBuffer, ParameterArena
+from gossipx.arena import ParameterArena
+from gossipx.buffers import typed
 from gossipx.errors import UsageError
+from gossipx.incoming import Incoming
+from gossipx.wire import pour
 
 
 class Net(nn.Module):
@@ -39,14 +43,20 @@ def train(module: nn.Module, optimizer: torch.optim.Optimizer, seed: int = 0) ->
     optimizer.step()
 
 
-def received(arena: ParameterArena, other: ParameterArena, whole: bool = False) -> HostBuffer:
-    """The other's model as it comes over the wire: bytes."""
-    assert arena.digest == other.digest
-    buffer = arena.buffer(whole)
-    snapshot = other.snapshot(whole)
-    buffer.view[:] = snapshot.buffer.view
+def model_of(arena: ParameterArena, whole: bool = False) -> bytes:
+    """A model as it goes over the wire."""
+    snapshot = arena.snapshot(whole)
+    model = bytes(snapshot.buffer.view)
     snapshot.release()
-    return buffer
+    return model
+
+
+def adopt(arena: ParameterArena, other: ParameterArena, step: int) -> bool:
+    incoming = Incoming(arena, None, whole=True)
+    pour(memoryview(bytearray(model_of(other, whole=True))), incoming)
+    taken = arena.adopt(incoming.buffer, step)
+    incoming.release()
+    return taken
 
 
 def values(module: nn.Module) -> dict[str, Tensor]:
@@ -256,12 +266,13 @@ def test_nothing_is_allocated_once_it_has_run_for_a_while():
             places.add(snapshot.buffer.vectors[0].data_ptr())
             snapshot.release()
             again.release()
-        buffer = received(arena, other)
-        places.add(buffer.vectors[0].data_ptr())
+        incoming = Incoming(arena, arena.snapshot())
+        pour(memoryview(bytearray(model_of(other))), incoming)
+        places.add(incoming.buffer.vectors[0].data_ptr())
         train(module, optimizer, step)
         arena.step_done()
-        arena.mix(buffer, 0.5)
-        arena.free(buffer)
+        arena.commit(incoming.buffer, 0.5)
+        incoming.release()
         seen.append(places)
     warm = set().union(*seen[:3])
     assert set().union(*seen[3:]) <= warm
@@ -312,7 +323,7 @@ def test_mixing_is_between_the_two_models(share: float):
     module, other = Net(0), Net(1)
     mine, theirs = values(module), values(other)
     arena, their_arena = ParameterArena(module), ParameterArena(other)
-    distance = arena.mix(received(arena, their_arena), share)
+    distance = mix(arena, model_of(their_arena), share)
     after = values(module)
     for name in ("conv.weight", "norm.running_mean", "body.bias", "head.weight"):
         torch.testing.assert_close(after[name], (1 - share) * mine[name] + share * theirs[name], rtol=1e-6, atol=1e-6)
@@ -328,10 +339,10 @@ def test_batchnorm_statistics_are_mixed_or_stay_local(mixed: bool):
     modules[1].norm.running_mean.fill_(4.0)
     arena, other = [ParameterArena(module, mix_buffers=mixed) for module in modules]
     before = modules[0].norm.running_var.clone()
-    arena.mix(received(arena, other), 0.5)
+    mix(arena, model_of(other), 0.5)
     assert torch.equal(modules[0].norm.running_mean, torch.full((5,), 2.0 if mixed else 0.0))
     assert torch.equal(modules[0].norm.running_var, before)
-    arena.adopt(received(arena, other, whole=True), 7)
+    adopt(arena, other, 7)
     assert torch.equal(modules[0].norm.running_mean, torch.full((5,), 4.0)), "a joining peer takes them in any case"
 
 
@@ -345,8 +356,10 @@ def test_mixing_is_all_or_nothing(name: str, value: float, with_base: bool):
     tensor[(-1,) * tensor.dim()] = value
     arena, their_arena = ParameterArena(module), ParameterArena(other)
     before = values(module)
-    base = arena.snapshot().buffer if with_base else None
-    assert math.isnan(arena.mix(received(arena, their_arena), 0.5, base))
+    base = arena.snapshot() if with_base else None
+    if with_base:
+        arena.step_done()
+    assert math.isnan(mix(arena, model_of(their_arena), 0.5, base))
     assert same(values(module), before)
 
 
@@ -358,7 +371,7 @@ def test_mixing_with_a_base_keeps_the_progress_made_since():
     train(module, torch.optim.SGD(module.parameters(), lr=0.1))
     arena.step_done()
     progressed = values(module)
-    arena.mix(received(arena, their_arena), 0.5, base.buffer)
+    mix(arena, model_of(their_arena), 0.5, base)
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
             expected = progressed[name] + 0.5 * (theirs[name] - at_request[name])
@@ -377,7 +390,7 @@ def test_masks_of_minus_infinity_do_not_keep_models_apart():
     module, other = masked(0), masked(1)
     mask, expected = module.mask.clone(), (module.weight + other.weight).detach() / 2
     arena, their_arena = ParameterArena(module), ParameterArena(other)
-    assert arena.mix(received(arena, their_arena), 0.5) > 0
+    assert mix(arena, model_of(their_arena), 0.5) > 0
     assert torch.equal(module.mask, mask)
     torch.testing.assert_close(module.weight.detach(), expected)
 
@@ -387,14 +400,14 @@ def test_enormous_values_are_refused_and_raise_nothing():
     other.weight.data.fill_(1e200)
     arena, their_arena = ParameterArena(module), ParameterArena(other)
     before = values(module)
-    assert math.isnan(arena.mix(received(arena, their_arena), 0.5))
+    assert math.isnan(mix(arena, model_of(their_arena), 0.5))
     assert same(values(module), before)
 
 
 def test_a_whole_model_is_adopted():
     module, other = Net(0), Net(1)
     arena, their_arena = ParameterArena(module), ParameterArena(other)
-    assert arena.adopt(received(arena, their_arena, whole=True), 12)
+    assert adopt(arena, their_arena, 12)
     theirs = values(other)
     for name, tensor in values(module).items():
         if tensor.is_floating_point():
@@ -407,16 +420,17 @@ def test_a_model_with_nan_is_not_adopted():
     other.head.weight.data[0, 0] = math.nan
     arena, their_arena = ParameterArena(module), ParameterArena(other)
     before = values(module)
-    assert not arena.adopt(received(arena, their_arena, whole=True), 12)
+    assert not adopt(arena, their_arena, 12)
     assert same(values(module), before) and arena.step == 0
 
 
 def test_distance_to_a_reference():
     module, other = Net(0), Net(1)
     arena, their_arena = ParameterArena(module), ParameterArena(other)
-    reference = received(arena, their_arena)
+    reference = arena.buffer()
+    reference.view[:] = model_of(their_arena)
     far = arena.distance(reference)
-    assert far == pytest.approx(arena.mix(reference, 0.5), rel=1e-6)
+    assert far == pytest.approx(mix(arena, model_of(their_arena), 0.5), rel=1e-6)
     assert arena.distance(arena.snapshot().buffer) == 0.0
 
 
@@ -427,15 +441,12 @@ def test_statistics_move_towards_the_others_and_stay_possible():
     """A variance that fell by much since the request is not made negative by a difference to what it was then."""
     module = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
     arena = ParameterArena(module)
-    base = arena.snapshot()
-    received = arena.buffer()
-    for vector, ours in zip(received.vectors, base.buffer.vectors, strict=True):
-        vector.copy_(ours)
+    base, model = arena.snapshot(), model_of(arena)
     module[1].running_var.fill_(0.01)
     module[1].running_mean.fill_(3.0)
     weight = module[0].weight.detach().clone()
     arena.step_done()
-    arena.mix(received, 0.5, base.buffer)
+    mix(arena, model, 0.5, base)
     assert module[1].running_var.tolist() == pytest.approx([0.505] * 3)  # halfway from 0.01 to 1
     assert module[1].running_mean.tolist() == pytest.approx([1.5] * 3)
     assert torch.equal(module[0].weight, weight)
@@ -451,11 +462,8 @@ def test_frozen_values_of_any_dtype_are_carried(dtype: torch.dtype):
         module.weight.add_(1.0)
     assert arena.step_done() == pytest.approx(math.sqrt(6))
     base = arena.snapshot()
-    received = arena.buffer()
-    for vector, ours in zip(received.vectors, base.buffer.vectors, strict=True):
-        vector.copy_(ours)
-    assert arena.mix(received, 0.5) == 0.0
-    assert arena.adopt(arena.snapshot(whole=True).buffer, 7)
+    assert mix(arena, model_of(arena), 0.5) == 0.0
+    assert adopt(arena, arena, 7)
     assert arena.distance(base.buffer) == 0.0
     assert module.codes.float().tolist() == [1.0] * 5
 
@@ -490,12 +498,10 @@ def test_an_infinite_buffer_stays_and_spreads_no_nan():
     module = nn.Linear(2, 3)
     module.register_buffer("least", torch.tensor([math.inf, math.inf, 1.0]))
     arena = ParameterArena(module)
-    received = arena.buffer()
-    base = arena.snapshot()
-    for vector, ours in zip(received.vectors, base.buffer.vectors, strict=True):
-        vector.copy_(ours)
-    received.vectors[0][arena.sections[0].trainable :][:3] = torch.tensor([math.inf, 5.0, 3.0])
-    assert arena.mix(received, 0.5, base.buffer) == 0.0
+    model = bytearray(model_of(arena))
+    sent = typed(memoryview(model), torch.float32)
+    sent[arena.sections[0].trainable :][:3] = torch.tensor([math.inf, 5.0, 3.0])
+    assert mix(arena, bytes(model), 0.5) == 0.0
     assert module.least.tolist() == [math.inf, math.inf, 2.0]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
 import pickle
 import re
 import struct
@@ -29,11 +30,13 @@ from gossipx.messages import (
 )
 from gossipx.wire import (
     ANSWERS,
+    Bytes,
     DescribeRequest,
     Description,
     Hello,
     Message,
     Refused,
+    Taken,
     Welcome,
     answer_to,
     difference,
@@ -83,6 +86,7 @@ messages = st.one_of(
     st.builds(ModelReply, step=counts, weight=st.integers(1, 65_536)),
     st.builds(HereReply, **standing),
     st.builds(NotReadyReply, reason=lines),
+    st.just(Taken()),
 )
 
 
@@ -126,20 +130,21 @@ def forged(
 def test_the_bytes_of_one_frame() -> None:
     expected = bytes.fromhex(
         "47535058"  # GSPX
-        "0001"  # version
+        "0002"  # version
         "0020"  # kind: ModelReply
         "0000000000000005"  # request
         "00000016"  # bytes of metadata
         "0000000000000008"  # bytes of payload
-        "825221eab0a53988"  # checksum of all this and the metadata
+        "5c3b312a41b62b93"  # checksum of all this and the metadata
         "7b2273746570223a31322c22776569676874223a317d"  # {"step":12,"weight":1}
         "0000803f00000040"  # 1.0, 2.0
         "4de8d78f7134f4b7"  # checksum of the payload
     )
     model = memoryview(struct.pack("<2f", 1.0, 2.0))
     assert whole(ModelReply(step=12, weight=1), 5, model) == expected
-    (frame,) = feed(Decoder(lambda *_: memoryview(bytearray(8))), expected)
-    assert frame == Frame(5, ModelReply(step=12, weight=1), model)
+    (frame,) = feed(Decoder(lambda *_: Bytes(memoryview(bytearray(8)))), expected)
+    assert (frame.request, frame.message, frame.beside) == (5, ModelReply(step=12, weight=1), False)
+    assert isinstance(frame.payload, Bytes) and frame.payload.view == model
 
 
 @given(message=messages, request=st.integers(0, 2**64 - 1), step=st.integers(1, 50))
@@ -152,8 +157,8 @@ def test_every_message_comes_back_as_it_was(message: Message, request: int, step
 def test_a_payload_lands_in_the_buffer_that_was_given(payload: bytes, step: int) -> None:
     room = memoryview(bytearray(len(payload)))
     data = whole(ModelReply(3), 9, memoryview(payload))
-    (frame,) = feed(Decoder(answer_to(PullRequest(0), 9, room)), data, step)
-    assert frame.payload is room
+    (frame,) = feed(Decoder(answer_to(PullRequest(0), 9, Bytes(room))), data, step)
+    assert isinstance(frame.payload, Bytes) and frame.payload.view.obj is room.obj
     assert bytes(room) == payload
 
 
@@ -165,10 +170,39 @@ def test_a_payload_goes_out_in_pieces_without_a_copy() -> None:
     assert all(piece.obj is payload.obj for piece in pieces)
 
 
+@pytest.mark.parametrize("step", [1, PIECE - 1, PIECE, 10**7])
+def test_a_payload_comes_in_by_pieces_each_told_once_when_it_is_full(step: int) -> None:
+    model = os.urandom(2 * PIECE + 5)
+    told: list[tuple[int, bytes]] = []
+
+    class Noting(Bytes):
+        def filled(self, start: int) -> None:
+            told.append((start, bytes(self.room(start))))
+
+    data = whole(ModelReply(3), 9, memoryview(model))
+    head = len(data) - len(model) - 8
+    decoder = Decoder(lambda *_: Noting(memoryview(bytearray(len(model)))))
+    feed(decoder, data[:head], head)
+    assert decoder.in_payload
+    assert len(feed(decoder, data[head:], step)) == 1
+    assert not decoder.in_payload
+    assert told == [(start, model[start : start + PIECE]) for start in (0, PIECE, 2 * PIECE)]
+
+
+def test_a_payload_beside_the_connection_is_no_part_of_the_frame() -> None:
+    model = memoryview(bytearray(1000))
+    data = b"".join(b"".join(buffers) for buffers in encode(ModelReply(3), 9, model, beside=True))
+    sink = Bytes(model)
+    (frame,) = feed(Decoder(lambda *_: sink), data)
+    assert frame == Frame(9, ModelReply(3), sink, beside=True)
+    with pytest.raises(ProtocolError, match="payload of 1000 bytes where 999 were expected"):
+        feed(Decoder(lambda *_: Bytes(model[1:])), data)
+
+
 def test_an_empty_model_has_no_trailer() -> None:
     empty = memoryview(bytearray())
     data = whole(ModelReply(1), 1, empty)
-    assert [frame.message for frame in feed(Decoder(lambda *_: empty), data)] == [ModelReply(1)]
+    assert [frame.message for frame in feed(Decoder(lambda *_: Bytes(empty)), data)] == [ModelReply(1)]
 
 
 def test_the_largest_honest_metadata_fit() -> None:
@@ -295,7 +329,7 @@ def test_a_payload_of_another_size_than_expected_is_refused(size: int) -> None: 
     room = memoryview(bytearray(8))
     data = whole(ModelReply(1), 1, memoryview(bytes(size)))
     with pytest.raises(ProtocolError, match=f"{size} bytes where 8"):
-        feed(Decoder(lambda *_: room), data)
+        feed(Decoder(lambda *_: Bytes(room)), data)
     assert bytes(room) == bytes(8)
 
 
@@ -304,13 +338,13 @@ def test_a_flipped_bit_of_the_payload_is_refused(bit: int) -> None:  # [12]
     data = bytearray(whole(ModelReply(1), 1, memoryview(b"8 bytes.")))
     data[-16 + bit // 8] ^= 1 << bit % 8
     with pytest.raises(ProtocolError, match="payload that does not match its checksum"):
-        feed(Decoder(lambda *_: memoryview(bytearray(8))), bytes(data))
+        feed(Decoder(lambda *_: Bytes(memoryview(bytearray(8)))), bytes(data))
 
 
 def test_a_truncated_frame_is_no_frame() -> None:  # [13]
     data = whole(ModelReply(1), 1, memoryview(b"8 bytes."))
     for end in range(len(data)):
-        assert feed(Decoder(lambda *_: memoryview(bytearray(8))), data[:end]) == []
+        assert feed(Decoder(lambda *_: Bytes(memoryview(bytearray(8)))), data[:end]) == []
 
 
 @pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\n", b"\x16\x03\x01", b"SSH-2.0", b"GS\n"])
@@ -337,7 +371,7 @@ def test_a_pickle_is_never_unpickled() -> None:  # [17]
         with pytest.raises(ProtocolError):
             feed(Decoder(no_payload), data)
     room = memoryview(bytearray(len(bomb)))
-    feed(Decoder(lambda *_: room), whole(ModelReply(1), 1, memoryview(bomb)))
+    feed(Decoder(lambda *_: Bytes(room)), whole(ModelReply(1), 1, memoryview(bomb)))
     assert bytes(room) == bomb  # a model's bytes are bytes, whatever they look like
     assert not Bomb.went_off
     pickle.loads(bomb)
@@ -349,7 +383,7 @@ def test_a_pickle_is_never_unpickled() -> None:  # [17]
 
 def digest(data: bytes) -> None:
     room = memoryview(bytearray(8))
-    decoder = Decoder(lambda message, _: room if isinstance(message, ModelReply) else None)
+    decoder = Decoder(lambda message, _: Bytes(room) if isinstance(message, ModelReply) else None)
     source = io.BytesIO(data)
     try:
         while True:

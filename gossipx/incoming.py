@@ -1,0 +1,143 @@
+"""A model that comes in: where its bytes go, and what is made of them on the way.
+
+Of trained values only the difference to a base, one's own model as of the request, is kept: it is formed piece by piece
+while a piece is still in the processor's cache, in the base's own memory where nobody else needs that. So a pull with
+its averaging moves hardly more memory than the pull alone, and needs one buffer.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+from dataclasses import dataclass
+
+import torch
+
+from gossipx.arena import ParameterArena, Snapshot, squared_norm
+from gossipx.buffers import HostBuffer, typed
+from gossipx.memory import PIECE
+
+
+@dataclass(frozen=True)
+class _Segment:
+    """A run of bytes that are treated alike."""
+
+    start: int
+    stop: int
+    section: int
+    first: int  # element of the section's vector at ``start``
+    trained: bool
+
+
+class Incoming:
+    """Takes in one model; a :class:`gossipx.wire.Sink`.
+
+    Args:
+        arena: whose model it will be mixed into.
+        whole: a whole model, to be adopted: everything is kept as it comes.
+        base: what trained values are compared with, held by the caller, who gives that hold away here; None where
+            ``whole``.
+
+    Attributes:
+        nbytes: that are to come.
+    """
+
+    def __init__(self, arena: ParameterArena, base: Snapshot | None, whole: bool = False):
+        self.nbytes = arena.nbytes(whole)
+        self._arena = arena
+        self._whole = whole
+        self._base = base
+        self._buffer: HostBuffer | None = None
+        self._squared = 0.0
+        self._segments = _segments(arena, whole)
+        self._starts = [segment.start for segment in self._segments]
+        self._staging: memoryview | None = None
+
+    @property
+    def buffer(self) -> HostBuffer:
+        """x_j − base for trained values, x_j for all others; of worth only when all has come."""
+        if self._buffer is None:
+            self._buffer = self._arena.buffer(self._whole)
+        return self._buffer
+
+    def room(self, start: int) -> memoryview:
+        """Where the bytes from ``start`` on belong, up to a piece; see :class:`gossipx.wire.Sink`."""
+        segment = self._segment(start)
+        stop = min(start + PIECE, segment.stop)
+        self._settle(start)
+        if not segment.trained:
+            return self.buffer.view[start:stop]
+        if self._staging is None:
+            self._staging = self._arena.staging()
+        return self._staging[: stop - start]
+
+    def filled(self, start: int) -> None:
+        """The room from ``start`` on is full."""
+        if self._segment(start).trained:
+            self.take(start, self.room(start))
+
+    def take(self, start: int, view: memoryview) -> None:
+        """Take the bytes of one piece from where they lie."""
+        segment = self._segment(start)
+        self._settle(start)
+        if not segment.trained:
+            self.buffer.view[start : start + len(view)] = view
+            return
+        dtype = self._arena.sections[segment.section].storage.dtype
+        theirs = typed(view, dtype)
+        first = segment.first + (start - segment.start) // dtype.itemsize
+        here = slice(first, first + len(theirs))
+        difference = self.buffer.vectors[segment.section][here]
+        own = difference if self._base is None else self._base.buffer.vectors[segment.section][here]
+        torch.sub(theirs, own, out=difference)
+        self._squared += squared_norm(difference)
+
+    def distance(self) -> float:
+        """‖x_j − base‖₂ over the trained values, once all has come; NaN if any value is not finite.
+
+        A buffer may hold −∞ on both sides, as attention masks do.
+        """
+        others = sum(
+            squared_norm(theirs.masked_fill(theirs == ours, 0)) for theirs, ours in self._arena.buffers_of(self.buffer)
+        )
+        return math.sqrt(self._squared) if math.isfinite(self._squared + others) else math.nan
+
+    def release(self) -> None:
+        """Give all memory back; nothing may come any more."""
+        if self._base is not None:
+            self._base.release()
+            self._base = None
+        if self._buffer is not None:
+            self._arena.free(self._buffer)
+            self._buffer = None
+        if self._staging is not None:
+            self._arena.free_staging(self._staging)
+            self._staging = None
+
+    def _segment(self, start: int) -> _Segment:
+        return self._segments[bisect.bisect(self._starts, start) - 1]
+
+    def _settle(self, done: int) -> None:
+        """Go on in the base's own memory, as soon as nobody else needs it: what is ``done`` moves there."""
+        taken = None if self._base is None else self._arena.take_over(self._base)
+        if taken is None:
+            return
+        if self._buffer is not None:
+            taken.view[:done] = self._buffer.view[:done]
+            self._arena.free(self._buffer)
+        self._buffer, self._base = taken, None
+
+
+def _segments(arena: ParameterArena, whole: bool) -> list[_Segment]:
+    found = []
+    start = 0
+    for number, section in enumerate(arena.sections):
+        size = section.storage.itemsize
+        ends = [0, len(section.storage)] if whole else [0, section.trainable, section.mixed]
+        for first, last in itertools.pairwise(ends):
+            if last > first:
+                stop = start + (last - first) * size
+                found.append(_Segment(start, stop, number, first, trained=not whole and first == 0 < section.trainable))
+                start = stop
+    return found

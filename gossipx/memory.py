@@ -1,0 +1,76 @@
+"""Memory for models: taken once, kept warm, and shared with other processes by a descriptor where the system can."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import sys
+import weakref
+
+PIECE = 2**20
+"""Bytes worked on at once: checked, sent, received and mixed while they are in the processor's cache, which has 1 MB or
+more a core; pieces of 256 KB and of 4 MB were slower."""
+
+if sys.platform == "linux":
+    # A receiver that maps memory must not be killed by a sender that cuts it short,
+    _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+    # and must not be able to write to it (F_SEAL_FUTURE_WRITE, Linux 5.1: what is mapped already stays writable).
+    _NO_WRITERS = 0x10
+
+
+class Memory:
+    """A block of memory, zeros at first.
+
+    Memory that a system hands out afresh is slow to write for the first time (2 GB/s was seen), so blocks are to be
+    kept and used again.
+
+    Args:
+        nbytes: of the block.
+
+    Attributes:
+        view: its bytes, writable.
+        descriptor: of a file of just these bytes, which stays as large as it is and to which nobody else can write;
+            None where the system has no such thing (memfd).
+    """
+
+    def __init__(self, nbytes: int):
+        self.descriptor: int | None = None
+        size = max(1, nbytes)  # which a mapping has at least
+        descriptor = _create(size)
+        if descriptor is None:
+            mapped = mmap.mmap(-1, size)
+        else:
+            weakref.finalize(self, os.close, descriptor)
+            mapped = mmap.mmap(descriptor, size)
+            _seal(descriptor)
+            self.descriptor = descriptor
+        self.view = memoryview(mapped)[:nbytes]  # the mapping goes with the last view of it
+
+
+def _create(size: int) -> int | None:
+    """A file in memory."""
+    if sys.platform != "linux":
+        return None
+    descriptor = os.memfd_create("gossipx", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, size)
+    return descriptor
+
+
+def _seal(descriptor: int) -> None:
+    if sys.platform == "linux":
+        try:
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS | _NO_WRITERS)
+        except OSError:  # an older kernel
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+
+
+def cannot_shrink(descriptor: int) -> bool:
+    """Whether a file is sure to stay as large as it is, so that reading a mapping of it cannot fail.
+
+    Raises:
+        OSError: it is no file in memory.
+    """
+    if sys.platform != "linux":
+        return False
+    return bool(fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)

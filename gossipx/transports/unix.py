@@ -1,0 +1,81 @@
+"""Streams over Unix sockets, for peers on one machine. This module is a :class:`gossipx.transports.Transport`.
+
+An address is a name in the abstract namespace where the system has one (Linux), which vanishes with its socket, or else
+a path. Descriptors of memory can be handed over such a stream, so that models need not go through it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import sys
+import time
+from pathlib import Path
+
+from gossipx.errors import GossipxError, LocalFaultError, PeerTimeoutError, PeerUnreachableError
+from gossipx.transports import Address
+from gossipx.transports.sockets import BACKLOG, SocketListener, SocketStream, advice, reason
+
+__all__ = ["Address", "connect", "listen", "machine"]
+
+
+def machine() -> str:
+    """Tells machines apart: what Linux draws at each boot; empty elsewhere, where no memory can be handed over."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+# Bytes that a socket of this family holds: more did not make it faster.
+_HOLDS = 2**20
+
+
+def _place(address: Address) -> str:
+    return f"\0{address.host}" if sys.platform == "linux" else address.host
+
+
+def _stream(connected: socket.socket, address: Address) -> SocketStream:
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _HOLDS)
+    return SocketStream(connected, address.host, sends_whole=False)
+
+
+def listen(address: Address) -> SocketListener[SocketStream]:
+    """Listen at the name ``address.host``; its port has no meaning.
+
+    Raises:
+        GossipxError: the name is in use, or not allowed.
+    """
+    listening = socket.socket(socket.AF_UNIX)
+    try:
+        listening.bind(_place(address))
+        listening.listen(BACKLOG)
+    except OSError as error:
+        listening.close()
+        raise GossipxError(f"cannot listen at {address}: {advice(error)}") from error
+    return SocketListener(listening, address, lambda connected, remote: _stream(connected, address))
+
+
+def connect(address: Address, deadline: float) -> SocketStream:
+    """Connect to the name ``address.host``.
+
+    Raises:
+        PeerUnreachableError: nothing listens there.
+        PeerTimeoutError: not accepted by the deadline.
+        LocalFaultError: this machine lacks what it takes now.
+    """
+    try:
+        connecting = socket.socket(socket.AF_UNIX)
+    except OSError as error:
+        raise LocalFaultError(f"cannot connect to {address}: {reason(error)}") from error
+    with contextlib.ExitStack() as undo:
+        undo.callback(connecting.close)
+        connecting.settimeout(max(1e-3, min(deadline - time.monotonic(), 3600.0)))
+        try:
+            connecting.connect(_place(address))
+        except TimeoutError as error:
+            raise PeerTimeoutError(f"{address} did not answer within the deadline") from error
+        except OSError as error:
+            raise PeerUnreachableError(f"cannot connect to {address}: {reason(error)}") from error
+        undo.pop_all()
+    return _stream(connecting, address)

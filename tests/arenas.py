@@ -1,0 +1,24 @@
+"""What tests do with arenas beside real drivers."""
+
+from __future__ import annotations
+
+import math
+
+from gossipx.arena import ParameterArena, Snapshot
+from gossipx.incoming import Incoming
+from gossipx.wire import pour
+
+
+def mix(arena: ParameterArena, model: bytes, share: float, base: Snapshot | None = None) -> float:
+    """x ← x + share · (x_j − base), as a driver does it with ``model`` from the wire; ‖x_j − base‖₂, NaN if refused.
+
+    Args:
+        base: given away; None: x as of the last boundary.
+    """
+    incoming = Incoming(arena, base or arena.snapshot())
+    pour(memoryview(bytearray(model)), incoming)
+    distance = incoming.distance()
+    if math.isfinite(distance):
+        arena.commit(incoming.buffer, share)
+    incoming.release()
+    return distance

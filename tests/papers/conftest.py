@@ -1,6 +1,0 @@
-"""The papers' tests run on the scenarios' small problem."""
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "scenarios"))
