@@ -1,0 +1,275 @@
+"""The other side of the exchange benchmark: one process a way of asking for a model, which gives it as often as asked.
+
+Each way is a pair: ``serve`` in a process of its own, which prints a line once it can be asked, and a client.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Hashable
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed import rpc
+
+from gossipx.comm import CommManager
+from gossipx.memory import PIECE, Memory
+from gossipx.messages import ArriveRequest, HereReply, ModelReply, PullRequest, Request, Stage
+from gossipx.transports import Address
+from gossipx.wire import Sink
+
+HERE = "127.0.0.1"
+MANIFEST = ("model uint8 1 strides 1 trainable",)
+SECONDS = 120.0  # no transfer takes as long; bounds every wait
+
+
+class Way(Protocol):
+    """One way to fetch the model of another process."""
+
+    def pull(self) -> None:
+        """Fetch it once, into memory that is there already."""
+
+    def close(self) -> None:
+        """End it."""
+
+
+def start(kind: str, size: int, *more: str) -> tuple[subprocess.Popen[str], str]:
+    """The serving process of ``kind``, and the line that it prints."""
+    command = [sys.executable, __file__, kind, str(size), *more]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    return process, process.stdout.readline().strip()
+
+
+def filled(size: int) -> Memory:
+    """A model of ``size`` bytes that has been written to."""
+    memory = Memory(size)
+    memory.view[:] = os.urandom(PIECE) * (size // PIECE) + bytes(size % PIECE)
+    return memory
+
+
+# --- blocking sockets, without any check ---------------------------------------------------------------
+
+
+def loss_based(connected: socket.socket) -> None:
+    """The faster congestion control on loopback, as far as the system allows it."""
+    for name in (b"cubic", b"reno"):
+        try:
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name)
+            return
+        except (OSError, AttributeError):
+            pass
+
+
+def serve_raw(size: int, sending: str) -> None:
+    """Send the model for each byte that comes; ``sending`` is sendall or sendfile."""
+    model = filled(size)
+    with socket.create_server((HERE, 0)) as listening:
+        print(listening.getsockname()[1], flush=True)
+        connected, _ = listening.accept()
+        loss_based(connected)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        while asked := connected.recv(4096):
+            if len(asked) > 1:
+                connected.sendall(asked)
+            elif sending == "sendfile" and model.descriptor is not None:
+                done = 0
+                while done < size:
+                    done += os.sendfile(connected.fileno(), model.descriptor, done, size - done)
+            else:
+                connected.sendall(model.view)
+
+
+class Raw:
+    """Blocking sockets; MSG_WAITALL into one buffer."""
+
+    def __init__(self, size: int, sending: str):
+        self._process, port = start("raw", size, sending)
+        self._socket = socket.create_connection((HERE, int(port)))
+        loss_based(self._socket)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._room = Memory(size).view
+        self._question = bytes(1024)
+
+    def pull(self) -> None:
+        self._socket.send(b"x")
+        done = 0
+        while done < len(self._room):
+            done += self._socket.recv_into(self._room[done : done + PIECE], 0, socket.MSG_WAITALL)
+
+    def ask(self) -> None:
+        """1 KB there and back."""
+        self._socket.sendall(self._question)
+        left = len(self._question)
+        while left:
+            left -= len(self._socket.recv(left))
+
+    def close(self) -> None:
+        self._socket.close()
+        self._process.wait(SECONDS)
+
+
+# --- gossipx ---------------------------------------------------------------------------------------------
+
+
+def manager(rank: int, addresses: list[Address], on_request: Callable[[int, Hashable, Request], None], share: bool) -> Any:
+    """One of two managers."""
+    comm = CommManager(
+        rank=rank,
+        names=["near", "far"],
+        addresses=addresses,
+        bind=Address(HERE, 0),
+        peers_digest="bench",
+        manifest=MANIFEST,
+        on_request=on_request,
+        peer_timeout=SECONDS,
+        share_memory=share,
+    )
+    comm.start()
+    return comm
+
+
+def serve_gossipx(size: int, share: str) -> None:
+    """Answer pulls by the model, all else by a few bytes."""
+    model = filled(size)
+
+    def react(sender: int, key: Hashable, request: Request) -> None:
+        pulled = isinstance(request, PullRequest)
+        reply = ModelReply(1) if pulled else HereReply(Stage.TRAIN)
+        deadline = time.monotonic() + SECONDS
+        comm.answer(key, reply, payload=model if pulled else None, deadline=deadline, done=lambda whole: None)
+
+    comm = manager(1, [Address(HERE, 1)] * 2, react, bool(share))
+    print(comm.address.port, flush=True)
+    sys.stdin.read()
+    comm.close()
+
+
+class Gossipx:
+    """A CommManager's pull, with all its checks.
+
+    Args:
+        sink: where the model goes, made anew for each pull.
+        after: called with the sink once the model is there.
+    """
+
+    def __init__(
+        self, size: int, share: bool, sink: Callable[[], Sink], after: Callable[[Any], None] = lambda sink: None
+    ):
+        command = [sys.executable, __file__, "gossipx", str(size), "share" if share else ""]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self._process.stdout is not None
+        port = int(self._process.stdout.readline())
+        self._comm = manager(0, [Address(HERE, 1), Address(HERE, port)], lambda *given: None, share)
+        self._sink, self._after = sink, after
+        self._done: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._question = ArriveRequest(Stage.TRAIN, 1, {"text": "x" * 900})
+
+    def _request(self, request: Request, sink: Sink | None) -> None:
+        self._comm.request(1, request, deadline=time.monotonic() + SECONDS, payload=sink, done=self._done.put)
+        reply = self._done.get(timeout=SECONDS)
+        if isinstance(reply, Exception):
+            raise reply
+
+    def pull(self) -> None:
+        sink = self._sink()
+        self._request(PullRequest(1), sink)
+        self._after(sink)
+
+    def ask(self) -> None:
+        """1 KB there, a few bytes back."""
+        self._request(self._question, None)
+
+    def close(self) -> None:
+        self._comm.close()
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(SECONDS)
+
+
+# --- torch.distributed's gloo, and torch rpc ---------------------------------------------------------------
+
+
+def _join(rank: int, place: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{place}", rank=rank, world_size=2)
+
+
+def serve_gloo(size: int, place: str) -> None:
+    """Send the model for each number that comes but 0."""
+    print("", flush=True)
+    _join(1, place)
+    model, asked = torch.ones(size // 4), torch.ones(1)
+    dist.recv(asked, 0)
+    while asked.item():
+        dist.send(model, 0)
+        dist.recv(asked, 0)
+    dist.destroy_process_group()
+
+
+class Gloo:
+    """torch.distributed's send and recv."""
+
+    def __init__(self, size: int, place: str):
+        self._process, _ = start("gloo", size, place)
+        _join(0, place)
+        self._room = torch.ones(size // 4)
+
+    def pull(self) -> None:
+        dist.send(torch.ones(1), 1)
+        dist.recv(self._room, 1)
+
+    def close(self) -> None:
+        dist.send(torch.zeros(1), 1)
+        dist.destroy_process_group()
+        self._process.wait(SECONDS)
+
+
+_given: dict[int, torch.Tensor] = {}
+
+
+def give(size: int) -> torch.Tensor:
+    """The model, on the side that serves."""
+    if size not in _given:
+        _given[size] = torch.ones(size // 4)
+    return _given[size]
+
+
+def _rpc(rank: int, place: str) -> None:
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{place}", num_worker_threads=2)
+    rpc.init_rpc(("near", "far")[rank], rank=rank, world_size=2, rpc_backend_options=options)
+
+
+def serve_rpc(size: int, place: str) -> None:
+    """Serve :func:`give`."""
+    print("", flush=True)
+    _rpc(1, place)
+    rpc.shutdown()
+
+
+class Rpc:
+    """A remote call that returns the model."""
+
+    def __init__(self, size: int, place: str):
+        self._process, _ = start("rpc", size, place)
+        _rpc(0, place)
+        self._size = size
+
+    def pull(self) -> None:
+        rpc.rpc_sync("far", give, args=(self._size,))
+
+    def close(self) -> None:
+        rpc.shutdown()
+        self._process.wait(SECONDS)
+
+
+if __name__ == "__main__":
+    import _far  # under its own name, as the other side of a remote call knows it
+
+    torch.set_num_threads(1)
+    getattr(_far, f"serve_{sys.argv[1]}")(int(sys.argv[2]), *sys.argv[3:])

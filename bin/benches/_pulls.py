@@ -1,0 +1,148 @@
+"""How fast a model comes from another process: gossipx beside sockets without any check, gloo, torch rpc and memcpy."""
+
+from __future__ import annotations
+
+import importlib.util
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from _far import Gloo, Gossipx, Raw, Rpc
+from _report import figure
+from torch import nn
+
+from gossipx.arena import ParameterArena
+from gossipx.incoming import Incoming
+from gossipx.memory import Memory
+from gossipx.wire import Bytes
+
+SIZES = (8_000_000, 44_000_000, 240_000_000)
+ROUNDS = 9
+QUESTIONS = 400
+
+
+def _median(work: Callable[[], None]) -> Callable[[], float]:
+    def once() -> float:
+        began = time.perf_counter()
+        work()
+        return time.perf_counter() - began
+
+    return once
+
+
+class Averaging:
+    """Sinks and commits of an arena whose model is one vector of ``size`` bytes."""
+
+    def __init__(self, size: int):
+        module = nn.Module()
+        module.weights = nn.Parameter(torch.zeros(size // 4))
+        self.arena = ParameterArena(module)
+
+    def sink(self) -> Incoming:
+        """A pull at the last boundary, in overlap with one step."""
+        incoming = Incoming(self.arena, self.arena.snapshot())
+        self.arena.set_boundary(self.arena.step + 1)
+        return incoming
+
+    def commit(self, incoming: Incoming) -> None:
+        """What the training thread does with it comes later; here it is whole, and the memory free again."""
+        incoming.distance()
+        incoming.release()
+
+
+def pulls(size: int, rounds: int, scratch: Path) -> tuple[list[tuple[str, ...]], list[dict[str, Any]]]:
+    """Rows of the table and figures for one size, every way in turn in each round."""
+    near, far = Memory(size), Memory(size)
+    room, averaging = Memory(size).view, Averaging(size)
+    source, target = (np.frombuffer(memory.view, dtype=np.uint8) for memory in (near, far))
+    ways: dict[str, Any] = {
+        "sockets, sendall": Raw(size, "sendall"),
+        "sockets, sendfile": Raw(size, "sendfile"),
+        "gossipx, TCP": Gossipx(size, False, lambda: Bytes(room)),
+        "gossipx, TCP, averaged": Gossipx(size, False, averaging.sink, averaging.commit),
+        "gossipx, shared memory": Gossipx(size, True, lambda: Bytes(room)),
+        "gossipx, shared memory, averaged": Gossipx(size, True, averaging.sink, averaging.commit),
+        "gloo": Gloo(size, str(scratch / f"gloo-{size}")),
+        "torch rpc": Rpc(size, str(scratch / f"rpc-{size}")),
+    }
+    if importlib.util.find_spec("hivemind") is None:
+        print("hivemind is not installed: not measured beside the others")
+    kinds: dict[str, Callable[[], float]] = {"memcpy": _median(lambda: np.copyto(target, source))}
+    kinds |= {name: _median(way.pull) for name, way in ways.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in kinds}
+    for number in range(rounds + 2):
+        for name, once in kinds.items():
+            took = once()
+            if number >= 2:  # all memory has been touched
+                seconds[name].append(took)
+    for way in ways.values():
+        way.close()
+    rate = {name: size / statistics.median(values) / 1e9 for name, values in seconds.items()}
+    return _told(size, rate)
+
+
+def _told(size: int, rate: dict[str, float]) -> tuple[list[tuple[str, ...]], list[dict[str, Any]]]:
+    raw = max(rate["sockets, sendall"], rate["sockets, sendfile"])
+    others = max(rate["gloo"], rate["torch rpc"])
+    references = {
+        "gossipx, TCP": (raw, 0.9),
+        "gossipx, TCP, averaged": (rate["gossipx, TCP"], 0.75),
+        "gossipx, shared memory": (rate["memcpy"], 0.9),
+        "gossipx, shared memory, averaged": (rate["gossipx, shared memory"], 0.75),
+    }
+    rows, figures = [], []
+    megabytes = f"{size // 1_000_000} MB"
+    for name, value in rate.items():
+        reference, goal = references.get(name, (raw, None))
+        met = None if goal is None else value >= goal * reference
+        rows.append((megabytes, name, f"{value:.2f}", f"{value / reference:.0%}", "" if goal is None else f"{goal:.0%}"))
+        shown = None if goal is None else goal * reference
+        figures.append(figure(f"{megabytes}: {name}", value, "GB/s", reference=reference, goal=shown, met=met))
+    ahead = rate["gossipx, TCP"]
+    figures.append(figure(f"{megabytes}: ahead of gloo and rpc", ahead, "GB/s", goal=others, met=ahead > others))
+    return rows, figures
+
+
+def questions() -> tuple[tuple[str, ...], dict[str, Any]]:
+    """A request of 1 KB and its answer: gossipx beside blocking sockets."""
+    ways = {"sockets": Raw(1, "sendall"), "gossipx": Gossipx(1, False, lambda: Bytes(memoryview(bytearray(1))))}
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(QUESTIONS + 20):
+        for name, way in ways.items():
+            took = _median(way.ask)()
+            if number >= 20:
+                seconds[name].append(took)
+    for way in ways.values():
+        way.close()
+    medians = {name: statistics.median(values) * 1e6 for name, values in seconds.items()}
+    ratio = medians["gossipx"] / medians["sockets"]
+    row = ("1 KB", "gossipx, there and back", f"{medians['gossipx']:.0f} µs", f"{ratio:.2f} of sockets", "< 2")
+    one = figure(
+        "1 KB there and back",
+        medians["gossipx"],
+        "µs",
+        reference=medians["sockets"],
+        goal=2 * medians["sockets"],
+        met=ratio < 2,
+    )
+    return row, one
+
+
+def main(rounds: int = ROUNDS) -> None:
+    """The table alone."""
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as scratch:
+        for size in SIZES:
+            rows, _ = pulls(size, rounds, Path(scratch))
+            for row in rows:
+                print(*row, sep=" | ", flush=True)
+    print(*questions()[0], sep=" | ")
+
+
+if __name__ == "__main__":
+    main()
