@@ -41,12 +41,13 @@ class Incoming:
 
     Attributes:
         nbytes: that are to come.
+        whole: whether it is a whole model.
     """
 
     def __init__(self, arena: ParameterArena, base: Snapshot | None, whole: bool = False):
         self.nbytes = arena.nbytes(whole)
         self._arena = arena
-        self._whole = whole
+        self.whole = whole
         self._base = base
         self._buffer: HostBuffer | None = None
         self._squared = 0.0
@@ -58,7 +59,7 @@ class Incoming:
     def buffer(self) -> HostBuffer:
         """x_j − base for trained values, x_j for all others; of worth only when all has come."""
         if self._buffer is None:
-            self._buffer = self._arena.buffer(self._whole)
+            self._buffer = self._arena.buffer(self.whole)
         return self._buffer
 
     def room(self, start: int) -> memoryview:

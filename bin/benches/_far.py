@@ -118,7 +118,9 @@ class Raw:
 # --- gossipx ---------------------------------------------------------------------------------------------
 
 
-def manager(rank: int, addresses: list[Address], on_request: Callable[[int, Hashable, Request], None], share: bool) -> Any:
+def manager(
+    rank: int, addresses: list[Address], on_request: Callable[[int, Hashable, Request], None], share: bool
+) -> CommManager:
     """One of two managers."""
     comm = CommManager(
         rank=rank,

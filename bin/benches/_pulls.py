@@ -100,8 +100,9 @@ def _told(size: int, rate: dict[str, float]) -> tuple[list[tuple[str, ...]], lis
     for name, value in rate.items():
         reference, goal = references.get(name, (raw, None))
         met = None if goal is None else value >= goal * reference
-        rows.append((megabytes, name, f"{value:.2f}", f"{value / reference:.0%}", "" if goal is None else f"{goal:.0%}"))
         shown = None if goal is None else goal * reference
+        wanted = "" if goal is None else f"{goal:.0%}"
+        rows.append((megabytes, name, f"{value:.2f}", f"{value / reference:.0%}", wanted))
         figures.append(figure(f"{megabytes}: {name}", value, "GB/s", reference=reference, goal=shown, met=met))
     ahead = rate["gossipx, TCP"]
     figures.append(figure(f"{megabytes}: ahead of gloo and rpc", ahead, "GB/s", goal=others, met=ahead > others))

@@ -236,7 +236,8 @@ class Driver:
             transfer = self._transfers[ticket]
             transfer.seconds = time.monotonic() - transfer.began
             transfer.their_step = result.step
-            transfer.distance = transfer.incoming.distance()
+            if not transfer.incoming.whole:
+                transfer.distance = transfer.incoming.distance()
         match result:
             case UsageError():
                 self.fail(result)
