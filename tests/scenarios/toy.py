@@ -72,17 +72,18 @@ def make(
     weights: Any = "uniform",
     mix: str = "average",
     module: nn.Module | None = None,
+    draws: int = 1000,
     gradient_step: Callable[[SimPeer], None] = lambda peer: sgd(peer.module),
     **settings: Any,
 ) -> SimPeer:
-    """One peer, not started."""
+    """One peer, not started; ``draws`` seeds its own generator."""
     plan = schedules.parse(schedule, _graph(graph, size))
     role = PeerRole(
         rank,
         size,
         SyncManager(policies.parse(policy), seed=rank),
         _graph(graph, size),
-        random.Random(1000 + rank),
+        random.Random(draws + rank),
         incarnation,
         mixing.parse(mix),
         PeerSettings(**{"peer_timeout": TIMEOUT, **settings}),

@@ -140,7 +140,7 @@ def test_the_gap_of_two_parts_is_none() -> None:
 
 @given(graph=undirected, spec=specs, seed=st.integers(0, 3))
 def test_after_so_many_rounds_models_are_equal(graph: Topology, spec: str, seed: int) -> None:
-    """Carried out again by hand, on other models, one round fewer is not enough and one more never spoils it."""
+    """A looser tolerance is reached no later, a stricter one no earlier."""
     found = analyse(graph, spec, "metropolis", seed=seed)
     assume(found.rounds_to_consensus is not None)
     rounds = found.rounds_to_consensus
