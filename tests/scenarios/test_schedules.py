@@ -107,7 +107,7 @@ def test_metropolis_weights_keep_the_mean_where_uniform_ones_lose_it() -> None:
         offsets = []
         for shift in range(12):
             options = {"graph": "star", "weights": weights, "draws": 100 * shift}
-            offsets.append(models(ran(5, 60, **options)).mean(0) - began(5).mean(0))
+            offsets.append(models(ran(5, 30, **options)).mean(0) - began(5).mean(0))
         return float(torch.stack(offsets).mean(0).norm())
 
     hub = float((began(5)[0] - began(5).mean(0)).norm())
