@@ -17,7 +17,7 @@ with gossipx.join(model, optimizer) as peer:
     train(peer, model, optimizer, 30)
 """
 SIZES = {name: int(name.rpartition("-")[2]) if name[-1].isdigit() else 4 for name in shipped()}
-QUICK = {"slow-link-6": ("--weights", "metropolis"), "one-peer-exponential": ("--blocking",)}
+QUICK = {"slow-link-6": ("--weights", "metropolis"), "one-peer-exponential": ()}
 
 
 @pytest.mark.parametrize(
@@ -27,11 +27,11 @@ def test_a_run_over_every_shipped_topology(tmp_path: Path, name: str) -> None:
     """All pull, nobody is lost, and the finish leaves all equal."""
     with folder(tmp_path, SIZES[name]) as here:
         run = here.run(
-            *("--topology", shipped()[name].resolve(), "--policy", "tau:3", *QUICK.get(name, ())),
+            *("--topology", shipped()[name].resolve(), "--policy", "tau:3", "--blocking", *QUICK.get(name, ())),
             *(here.script(SCRIPT), tmp_path),
         )
         summary = run.summary
-        assert summary["lost"] == [] and min(summary["retrievals"]) > 0, summary
+        assert summary["lost"] == [] and min(summary["retrievals"]) >= 5, summary
         for rank in range(1, SIZES[name]):
             assert max(differences(run.model(0), run.model(rank)).values()) < 1e-5
 
