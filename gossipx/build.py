@@ -78,12 +78,12 @@ def peer(
     arena = ParameterArena(module, mix_buffers=sync.buffers == "mix")
     # Each peer draws from generators of its own; the split of the data is the same for all.
     rng = random.Random(f"peer {run.seed} {place.rank}")
-    schedule = _schedule(config, size, [address.host for address in place.addresses])
+    turns = schedule(config, size, [address.host for address in place.addresses])
     role = PeerRole(
         rank=place.rank,
         size=size,
         sync=SyncManager(policy or policies.parse(sync.policy), seed=rng.getrandbits(64)),
-        topology=schedule.topology,
+        topology=turns.topology,
         rng=rng,
         incarnation=secrets.randbits(48),
         mixing=mixing.parse(sync.mixing),
@@ -94,8 +94,8 @@ def peer(
             init=sync.init,
             min_peers=sync.min_peers,
         ),
-        schedule=schedule,
-        shares=weights.shares(sync.weights, schedule, place.rank),
+        schedule=turns,
+        shares=weights.shares(sync.weights, turns, place.rank),
     )
     driver = Driver(role, arena)
     comm = driver.comm = CommManager(
@@ -124,8 +124,16 @@ def peer(
     return Peer(module, optimizer, driver, comm, recorder, place.progress, options, evaluate)
 
 
-def _schedule(config: RunConfig, size: int, hosts: Sequence[str] = ()) -> Schedule:
-    """The schedule over the run's graph; sites are the topology's, or else ``hosts``, by rank."""
+def schedule(config: RunConfig, size: int, hosts: Sequence[str] = ()) -> Schedule:
+    """The schedule over the run's graph.
+
+    Args:
+        size: peers in the run.
+        hosts: by rank; the sites of a topology that has none of its own.
+
+    Raises:
+        UsageError: a topology, schedule or weights that are not right, or do not go together.
+    """
     graph = topology.load(config.sync.topology, size, config.run.seed)
     weights.check(config.sync.weights, graph)
     sites = graph.sites or tuple(hosts.index(host) for host in hosts)
@@ -160,7 +168,7 @@ def effective(config: RunConfig, size: int, has_script: bool) -> RunConfig:
     if list(steps) != sorted(steps):
         raise UsageError(f"--lr-steps do not ascend: {', '.join(map(str, steps))}")
     policies.parse(config.sync.policy)
-    _schedule(config, size)
+    schedule(config, size)
     return config
 
 

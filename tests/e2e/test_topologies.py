@@ -17,7 +17,7 @@ with gossipx.join(model, optimizer) as peer:
     train(peer, model, optimizer, 30)
 """
 SIZES = {name: int(name.rpartition("-")[2]) if name[-1].isdigit() else 4 for name in shipped()}
-QUICK = {"slow-link-6": ("--weights", "metropolis"), "one-peer-exponential": ()}
+QUICK = {"slow-link-6": ("--weights", "metropolis")}
 
 
 @pytest.mark.parametrize(
