@@ -163,3 +163,9 @@ def test_an_unknown_name_is_told_the_known_ones() -> None:
     told = str(raised.value)
     assert told.startswith("unknown topology 'rong' (did you mean 'ring'?): one of bipartite, erdos-renyi")
     assert "two-sites-8" in told
+
+
+def test_a_regular_graph_that_falls_in_two_is_drawn_again() -> None:
+    """Three neighbours each of eight peers: of this seed, the first draw is two full graphs of four."""
+    assert not nx.is_connected(nx.random_regular_graph(3, 8, seed=15))
+    assert len(load("regular:degree=3", 8, 15).islands()) == 1
