@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -26,6 +26,8 @@ from gossipx.record import NullRecorder, Recorder
 from gossipx.sync import SyncManager
 from gossipx.tasks import partition
 from gossipx.tasks.presets import PRESETS
+from gossipx.topology import schedules, weights
+from gossipx.topology.schedules import Schedule
 from gossipx.transports import Address
 
 
@@ -76,11 +78,12 @@ def peer(
     arena = ParameterArena(module, mix_buffers=sync.buffers == "mix")
     # Each peer draws from generators of its own; the split of the data is the same for all.
     rng = random.Random(f"peer {run.seed} {place.rank}")
+    turns = schedule(config, size, [address.host for address in place.addresses])
     role = PeerRole(
         rank=place.rank,
         size=size,
         sync=SyncManager(policy or policies.parse(sync.policy), seed=rng.getrandbits(64)),
-        topology=topology.load(sync.topology, size),
+        topology=turns.topology,
         rng=rng,
         incarnation=secrets.randbits(48),
         mixing=mixing.parse(sync.mixing),
@@ -91,6 +94,8 @@ def peer(
             init=sync.init,
             min_peers=sync.min_peers,
         ),
+        schedule=turns,
+        shares=weights.shares(sync.weights, turns, place.rank),
     )
     driver = Driver(role, arena)
     comm = driver.comm = CommManager(
@@ -117,6 +122,22 @@ def peer(
     )
     recorder = _recorder(config, place)
     return Peer(module, optimizer, driver, comm, recorder, place.progress, options, evaluate)
+
+
+def schedule(config: RunConfig, size: int, hosts: Sequence[str] = ()) -> Schedule:
+    """The schedule over the run's graph.
+
+    Args:
+        size: peers in the run.
+        hosts: by rank; the sites of a topology that has none of its own.
+
+    Raises:
+        UsageError: a topology, schedule or weights that are not right, or do not go together.
+    """
+    graph = topology.load(config.sync.topology, size, config.run.seed)
+    weights.check(config.sync.weights, graph)
+    sites = graph.sites or tuple(hosts.index(host) for host in hosts)
+    return schedules.parse(config.sync.schedule, dataclasses.replace(graph, sites=sites))
 
 
 def _recorder(config: RunConfig, place: Place) -> Recorder:
@@ -147,7 +168,7 @@ def effective(config: RunConfig, size: int, has_script: bool) -> RunConfig:
     if list(steps) != sorted(steps):
         raise UsageError(f"--lr-steps do not ascend: {', '.join(map(str, steps))}")
     policies.parse(config.sync.policy)
-    topology.load(config.sync.topology, size)
+    schedule(config, size)
     return config
 
 

@@ -55,6 +55,12 @@ def _mixing(spec: str) -> None:
     mixing.parse(spec)
 
 
+def _schedule(spec: str) -> None:
+    from gossipx.topology import schedules
+
+    schedules.check(spec)
+
+
 def _partition(spec: str) -> None:
     from gossipx.tasks import partition
 
@@ -115,7 +121,15 @@ class SyncSettings:
     policy: str = setting(
         "adaptive", "never, tau:N, random:p, adaptive:threshold, travel:distance, drift:distance.", check=_policy
     )
-    topology: str = setting("full", "Who may pull from whom: full, ring, star, or an edge list file.")
+    topology: str = setting("full", "Who may pull from whom: a name or file of 'gossipx topology list'.")
+    schedule: str | None = setting(
+        None,
+        "Whose turn it is: random, static, one-peer, inner-outer, bandwidth-aware. Default: the file's, or random.",
+        check=_schedule,
+    )
+    weights: Literal["uniform", "metropolis"] = setting(
+        "uniform", "Factor on the mixing's share: 1, or Metropolis' by how often two peers pull from each other."
+    )
     mixing: str = setting(
         "average", "How a model enters: average:beta=0.5 or aged:beta=0.5,half_life=100.", check=_mixing
     )

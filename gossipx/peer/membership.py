@@ -8,6 +8,7 @@ from typing import Any
 
 from gossipx.actor import Fault
 from gossipx.messages import Stage
+from gossipx.topology.schedules import Schedule
 
 REST_FIRST = 1 / 100
 """Share of ``peer_timeout`` (0.3 s of 30 s) that a peer is left alone after a fault; doubled with each further."""
@@ -62,28 +63,40 @@ class Membership:
     Args:
         rank: one's own.
         size: peers in the run.
-        neighbours: ranks that may be pulled from.
+        schedule: whose turn it is, and over which graph.
         peer_timeout: seconds, see :class:`~gossipx.peer.role.PeerSettings`.
         rng: for draws and for the jitter of rests.
     """
 
-    def __init__(
-        self, rank: int, size: int, neighbours: tuple[int, ...], peer_timeout: float, rng: random.Random
-    ) -> None:
+    def __init__(self, rank: int, size: int, schedule: Schedule, peer_timeout: float, rng: random.Random) -> None:
         self.others = {other: Other() for other in range(size) if other != rank}
-        self._neighbours = neighbours
+        self._rank = rank
+        self._schedule = schedule
+        self._neighbours = schedule.topology.neighbours[rank]
+        self._round = -1  # pulls that were wanted so far; the schedule's round
+        self._rates: dict[int, float] = {}  # models a second, by whom they came from
         self._timeout = peer_timeout
         self._rng = rng
 
     def draw(self, now: float, besides: frozenset[int] = frozenset()) -> int | None:
-        """A random neighbour that may be asked now, or None."""
+        """The neighbour that the schedule gives, of those that may be asked now; or None.
+
+        Args:
+            besides: not these, which failed to answer in this round; empty: a new round begins.
+        """
         others = self.others
+        self._round += not besides
         free = [
             rank
             for rank in self._neighbours
             if rank not in besides and others[rank].may_be_asked(now) and others[rank].stage is not Stage.DONE
         ]
-        return self._rng.choice(free) if free else None
+        return self._schedule.partner(self._rank, self._round, free, self._rng, self._rates)
+
+    def measured(self, rank: int, seconds: float) -> None:
+        """A pull from ``rank`` took ``seconds``; half of a rate is the last one's, as networks change."""
+        if seconds > 0:
+            self._rates[rank] = (self._rates.get(rank, 1 / seconds) + 1 / seconds) / 2
 
     def alive(self) -> int:
         """Peers that are not lost and have not left, oneself included."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -59,6 +59,7 @@ from gossipx.peer.membership import Membership
 from gossipx.peer.requests import Requests
 from gossipx.sync import SyncManager
 from gossipx.topology import Topology
+from gossipx.topology.schedules import Random, Schedule
 
 
 @dataclass(frozen=True)
@@ -83,11 +84,12 @@ class PeerSettings:
 
 @dataclass
 class _Pull:
-    """A pull under way. ``reply`` is there once the model has arrived and waits for a step boundary."""
+    """A pull under way since ``began``. ``reply`` is there once the model has arrived and waits for a step boundary."""
 
     ticket: int
     to: int
     tried: frozenset[int]
+    began: float
     reply: ModelReply | None = None
 
 
@@ -97,7 +99,7 @@ class Counts:
 
     Attributes:
         poisoned: received models that held NaN or Inf and were refused.
-        alone: decisions to pull when no neighbour could be asked.
+        alone: decisions to pull when no neighbour could be asked, or the schedule let this peer rest.
     """
 
     poisoned: int = 0
@@ -115,6 +117,8 @@ class PeerRole:
         topology: whom to pull from.
         rng: this peer's own generator.
         incarnation: tells this life of the peer from an earlier one under the same rank.
+        schedule: whose turn it is, over ``topology``; None: a random neighbour's.
+        shares: by rank, what the mixing's share is multiplied by; 1 where none is given.
     """
 
     rank: int
@@ -125,6 +129,8 @@ class PeerRole:
     incarnation: int
     mixing: Mixing = field(default_factory=Average)
     settings: PeerSettings = field(default_factory=PeerSettings)
+    schedule: Schedule | None = None
+    shares: Mapping[int, float] = field(default_factory=dict)
 
     stage: Stage = field(default=Stage.JOINING, init=False)
     step: int = field(default=0, init=False)
@@ -144,8 +150,8 @@ class PeerRole:
     _early: list[Received] = field(default_factory=list, init=False)  # they agree already, and wait for us
 
     def __post_init__(self) -> None:
-        neighbours = self.topology.neighbours[self.rank]
-        self.members = Membership(self.rank, self.size, neighbours, self.settings.peer_timeout, self.rng)
+        schedule = self.schedule or Random(self.topology)
+        self.members = Membership(self.rank, self.size, schedule, self.settings.peer_timeout, self.rng)
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Take one event in and say what is to be done about it, in order."""
@@ -425,7 +431,7 @@ class PeerRole:
         request = PullRequest(self.step)
         deadline = now + self.settings.peer_timeout
         send = self._requests.send(to, request, deadline, capture=not self.settings.blocking)
-        self._pull = _Pull(send.ticket, to, tried | {to})
+        self._pull = _Pull(send.ticket, to, tried | {to}, now)
         return send
 
     def _pull_elsewhere(self, failed: int, now: float) -> list[Effect]:
@@ -441,10 +447,11 @@ class PeerRole:
     def _arrived(self, reply: ModelReply, now: float) -> list[Effect]:
         assert self._pull is not None
         self._pull.reply = reply
+        self.members.measured(self._pull.to, now - self._pull.began)
         return [self._mix_pulled(self._pull, reply)] if self.settings.blocking else []
 
     def _mix_pulled(self, pull: _Pull, reply: ModelReply) -> Mix:
-        return Mix(pull.ticket, self.mixing.share(self.step, reply.step))
+        return Mix(pull.ticket, self.mixing.share(self.step, reply.step) * self.shares.get(pull.to, 1.0))
 
     def _mixed(self, ticket: int, now: float) -> list[Effect]:
         if self.stage is Stage.LEFT:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from toy import SIZE, TIMEOUT, bound, world
 
 from gossipx.sim import Network
+from gossipx.topology.schedules import SCHEDULES
 
 ITERATIONS = 10
 PULLS = 5
@@ -30,7 +31,14 @@ FAULTS = st.one_of(
     paces=st.lists(st.floats(0.5, 3), min_size=5, max_size=5),
     loss=st.sampled_from([0.0, 0.0, 0.05]),
     bandwidth=st.sampled_from([4.0 * SIZE, 1e9]),
-    options=st.fixed_dictionaries({"blocking": st.booleans(), "init": st.sampled_from(["first", "own"])}),
+    options=st.fixed_dictionaries(
+        {
+            "blocking": st.booleans(),
+            "init": st.sampled_from(["first", "own"]),
+            "graph": st.sampled_from(["full", "full", "exponential", "star"]),
+            "schedule": st.sampled_from(["random", *SCHEDULES]),
+        }
+    ),
 )
 def test_every_run_ends(size, seed, faults, paces, loss, bandwidth, options):
     network = Network(bandwidth=bandwidth, loss=loss)

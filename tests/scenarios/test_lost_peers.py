@@ -23,10 +23,12 @@ from toy import (
     world,
 )
 
+from gossipx import topology
 from gossipx.actor import Fault
 from gossipx.messages import Stage
 from gossipx.peer.membership import Membership
 from gossipx.sim import Network
+from gossipx.topology.schedules import Random
 
 
 def slow() -> Network:
@@ -286,7 +288,7 @@ def test_a_peer_that_has_ended_is_not_lost():
 
 def test_what_this_machine_lacks_buries_no_other():
     """[40] Without descriptors all requests fail at once; that says nothing, for as long as anyone is waited for."""
-    members = Membership(0, 3, (1, 2), TIMEOUT, random.Random(0))
+    members = Membership(0, 3, Random(topology.load("full", 3)), TIMEOUT, random.Random(0))
     members.others[1].stage = members.others[2].stage = Stage.TRAIN
     for tenth in range(int(10 * TIMEOUT)):
         assert not members.failed(1, Fault.LOCAL, tenth / 10)

@@ -15,6 +15,8 @@ from gossipx import mixing, policies, topology
 from gossipx.peer import PeerRole, PeerSettings
 from gossipx.sim import Network, SimPeer, World
 from gossipx.sync import SyncManager
+from gossipx.topology import schedules
+from gossipx.topology.weights import shares
 
 SIZE = 16
 """Trained values of the model: 64 bytes of float32."""
@@ -66,21 +68,27 @@ def make(
     iterations: int = ITERATIONS,
     compute: float = 1.0,
     graph: str = "full",
+    schedule: str = "random",
+    weights: Any = "uniform",
     mix: str = "average",
     module: nn.Module | None = None,
+    draws: int = 1000,
     gradient_step: Callable[[SimPeer], None] = lambda peer: sgd(peer.module),
     **settings: Any,
 ) -> SimPeer:
-    """One peer, not started."""
+    """One peer, not started; ``draws`` seeds its own generator."""
+    plan = schedules.parse(schedule, _graph(graph, size))
     role = PeerRole(
         rank,
         size,
         SyncManager(policies.parse(policy), seed=rank),
         _graph(graph, size),
-        random.Random(1000 + rank),
+        random.Random(draws + rank),
         incarnation,
         mixing.parse(mix),
         PeerSettings(**{"peer_timeout": TIMEOUT, **settings}),
+        plan,
+        shares(weights, plan, rank),
     )
     return SimPeer(role, module or Point(rank), gradient_step, iterations, compute)
 

@@ -41,6 +41,8 @@ EVERY_KEY: dict[str, dict[str, Any]] = {
     "sync": {
         "policy": "tau:10",
         "topology": "ring",
+        "schedule": "one-peer",
+        "weights": "metropolis",
         "mixing": "average:beta=0.25",
         "blocking": True,
         "finish": "none",
@@ -82,6 +84,8 @@ partition = "dirichlet:alpha=0.3"
 [sync]
 policy = "tau:10"
 topology = "ring"
+schedule = "one-peer"
+weights = "metropolis"
 mixing = "average:beta=0.25"
 blocking = true
 finish = "none"

@@ -1,14 +1,60 @@
-"""Who may pull from whom, and who meets whom in an agreement."""
+"""Graphs by name."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import math
 
-import numpy as np
+import networkx as nx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gossipx.errors import UsageError
-from gossipx.topology import Meeting, agreement_meeting, agreement_rounds, load
+from gossipx.topology import GENERATORS, Topology, load
+
+SPECS = [
+    *(name for name in GENERATORS if name != "erdos-renyi"),
+    "erdos-renyi:p=0",
+    "erdos-renyi:p=0.2",
+    "exponential:base=3",
+    "regular:degree=3",
+    "regular:degree=7",
+    "small-world:degree=2,p=1",
+    "hierarchical:sites=1",
+    "hierarchical:sites=5",
+]
+sizes = st.integers(1, 70)
+seeds = st.integers(0, 2**32 - 1)
+
+
+def graph(topology: Topology) -> nx.DiGraph:
+    made = nx.DiGraph()
+    made.add_nodes_from(range(topology.size))
+    made.add_edges_from((one, other) for one, others in enumerate(topology.neighbours) for other in others)
+    return made
+
+
+def test_all_generators_are_tested() -> None:
+    assert {spec.partition(":")[0] for spec in SPECS} == set(GENERATORS)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@given(size=sizes, seed=seeds)
+def test_every_generator_fits_every_number_of_peers(spec: str, size: int, seed: int) -> None:
+    """Simple, on the ranks, strongly connected, and the same for whoever has the seed."""
+    made = load(spec, size, seed)
+    assert len(made.neighbours) == made.size == size and made.name == spec
+    for rank, others in enumerate(made.neighbours):
+        assert rank not in others and set(others) <= set(range(size)) and list(others) == sorted(set(others))
+    assert nx.is_strongly_connected(graph(made))
+    assert len(made.islands()) == 1
+    assert made.directed == (graph(made).reverse().edges != graph(made).edges)
+    assert load(spec, size, seed) == made
+
+
+@pytest.mark.parametrize("spec", ["regular", "small-world:p=0.5", "erdos-renyi:p=0.3"])
+def test_another_seed_is_another_graph(spec: str) -> None:
+    assert len({load(spec, 30, seed).neighbours for seed in range(5)}) == 5
 
 
 @pytest.mark.parametrize(
@@ -21,98 +67,105 @@ from gossipx.topology import Meeting, agreement_meeting, agreement_rounds, load
         ("ring", 4, ((1, 3), (0, 2), (1, 3), (0, 2))),
         ("star", 1, ((),)),
         ("star", 4, ((1, 2, 3), (0,), (0,), (0,))),
+        ("grid", 5, ((1, 3), (0, 2, 4), (1,), (0, 4), (1, 3))),
+        ("torus", 5, ((1, 2, 3), (0, 2, 4), (0, 1), (0, 4), (1, 3))),
+        ("hypercube", 6, ((1, 2, 4), (0, 3, 5), (0, 3), (1, 2), (0, 5), (1, 4))),
+        ("exponential", 6, ((1, 2, 4), (2, 3, 5), (0, 3, 4), (1, 4, 5), (0, 2, 5), (0, 1, 3))),
+        ("exponential:base=3", 4, ((1, 3), (0, 2), (1, 3), (0, 2))),
+        ("hierarchical:sites=2", 5, ((1, 2), (0, 3), (0, 3, 4), (1, 2, 4), (2, 3))),
+        ("bipartite", 5, ((3, 4), (3, 4), (3, 4), (0, 1, 2), (0, 1, 2))),
     ],
 )
-def test_graphs_by_name(name: str, size: int, neighbours: tuple[tuple[int, ...], ...]):
+def test_graphs_by_name(name: str, size: int, neighbours: tuple[tuple[int, ...], ...]) -> None:
     assert load(name, size).neighbours == neighbours
-    assert load(name, size).name == name
-
-
-def test_an_edge_list(tmp_path: Path):
-    path = tmp_path / "line.edges"
-    path.write_text("# a line of four\n0 1\n\n2 1  # both ways\n2 3\n3 3\n0 1\n")
-    assert load(str(path), 4).neighbours == ((1,), (0, 2), (1, 3), (2,))
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("name", "size", "known"),
     [
-        ("0 one\n", "not an edge list"),
-        ("0 1 {'weight': \n", "not an edge list"),
-        ("0 1\n1 4\n", "node 4 is no rank of a run of 4 peers (0 to 3)"),
-        ("0 1\n1 -2\n", "node -2 is no rank"),
-        ("0 1\n2 3\n", "reach no others"),
-        ("0 1\n1 2\n", "peers [3] reach no others"),
-        ("", "reach no others"),
+        ("grid", 12, nx.grid_2d_graph(3, 4)),
+        ("torus", 12, nx.grid_2d_graph(3, 4, periodic=True)),
+        ("hypercube", 16, nx.hypercube_graph(4)),
+        ("small-world:degree=4,p=0", 9, nx.circulant_graph(9, [1, 2])),
     ],
 )
-def test_what_a_wrong_file_is_told(tmp_path: Path, text: str, told: str):
-    path = tmp_path / "graph.edges"
-    path.write_text(text)
+def test_graphs_are_those_that_have_the_name(name: str, size: int, known: nx.Graph) -> None:
+    assert nx.is_isomorphic(graph(load(name, size)).to_undirected(), known)
+
+
+def test_hops_are_exact_powers() -> None:
+    """Logarithms would miss 5³: log(125, 5) is not 3."""
+    assert math.log(125, 5) != 3
+    assert load("exponential:base=5", 300).neighbours[0] == (1, 5, 25, 125)
+    assert load("exponential", 2**12 + 1).neighbours[0] == tuple(2**k for k in range(13))
+
+
+@given(size=sizes, seed=seeds, degree=st.integers(3, 9))
+def test_regular_graphs_are_regular(size: int, seed: int, degree: int) -> None:
+    degrees = {len(others) for others in load(f"regular:degree={degree}", size, seed).neighbours}
+    assert degrees == {min(degree + degree * size % 2, size - 1)}
+
+
+@given(side=st.integers(2, 9))
+def test_the_expander_is_margulis_graph_for_squares(side: int) -> None:
+    known = nx.Graph(nx.convert_node_labels_to_integers(nx.margulis_gabber_galil_graph(side), ordering="sorted"))
+    known.remove_edges_from(list(nx.selfloop_edges(known)))
+    assert load("expander", side**2).neighbours == tuple(tuple(sorted(known[rank])) for rank in range(side**2))
+
+
+@given(size=sizes)
+def test_the_expander_has_few_neighbours_and_short_ways(size: int) -> None:
+    """Degree 8 for squares; where a surplus node is merged in, two of these. Ways are logarithmic: it expands."""
+    made = load("expander", size)
+    assert max(map(len, made.neighbours)) <= 16
+    assert nx.diameter(graph(made)) <= 2 + math.log2(size)
+
+
+@given(size=sizes, sites=st.integers(1, 8))
+def test_sites_are_nearly_equal_and_each_peer_has_a_twin(size: int, sites: int) -> None:
+    made = load(f"hierarchical:sites={sites}", size)
+    members = [[rank for rank in range(size) if made.sites[rank] == site] for site in range(min(sites, size))]
+    assert [rank for site in members for rank in site] == list(range(size))
+    assert max(map(len, members)) - min(map(len, members)) <= 1
+    for rank, others in enumerate(made.neighbours):
+        outside = [made.sites[other] for other in others if made.sites[other] != made.sites[rank]]
+        assert len(outside) == len(set(outside)), "one twin a site at most"
+        assert len(others) - len(outside) == len(members[made.sites[rank]]) - 1
+
+
+def test_neighbours_in_turn_begin_with_the_next() -> None:
+    assert [load("full", 4).in_turn(rank) for rank in (0, 2)] == [(1, 2, 3), (3, 0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("spec", "told"),
+    [
+        ("exponential:base=1", "base is at least 2"),
+        ("regular:degree=2", "degree is at least 3"),
+        ("regular:degre=3", "unknown key 'degre' (did you mean 'degree'?); 'regular' takes degree=INTEGER"),
+        ("small-world:3", "degree is even"),
+        ("small-world:p=1.5", "p is a probability"),
+        ("erdos-renyi", "a value is missing; 'erdos-renyi' takes p=NUMBER"),
+        ("erdos-renyi:p=nan", "p is a probability"),
+        ("hierarchical:sites=0", "sites is at least 1"),
+        ("ring:2", "'ring' takes no keys"),
+    ],
+)
+def test_what_a_wrong_spec_is_told(spec: str, told: str) -> None:
     with pytest.raises(UsageError) as raised:
-        load(str(path), 4)
-    assert str(raised.value).startswith(f"{path}: ") and told in str(raised.value)
-    assert "\n" not in str(raised.value)
+        load(spec, 8)
+    assert told in str(raised.value) and "\n" not in str(raised.value)
 
 
-def test_a_file_that_is_no_text_is_refused(tmp_path: Path):
-    path = tmp_path / "graph.edges"
-    path.write_bytes(b"\xff\xfe\x00\x01")
-    with pytest.raises(UsageError, match="not an edge list"):
-        load(str(path), 2)
-
-
-def test_an_unknown_name_is_told_the_known_ones():
+def test_an_unknown_name_is_told_the_known_ones() -> None:
     with pytest.raises(UsageError) as raised:
         load("rong", 4)
-    assert "unknown topology 'rong' (did you mean 'ring'?): one of full, ring, star" in str(raised.value)
+    told = str(raised.value)
+    assert told.startswith("unknown topology 'rong' (did you mean 'ring'?): one of bipartite, erdos-renyi")
+    assert "two-sites-8" in told
 
 
-# --- the agreement ------------------------------------------------------------------------------------
-
-SIZES = range(1, 131)
-
-
-def meetings(size: int) -> list[dict[int, Meeting]]:
-    """By round and position."""
-    found = []
-    for number in range(agreement_rounds(size)):
-        row = {position: agreement_meeting(position, number, size) for position in range(size)}
-        found.append({position: meeting for position, meeting in row.items() if meeting})
-    return found
-
-
-@pytest.mark.parametrize(
-    ("size", "rounds"), [(1, 0), (2, 1), (3, 3), (4, 2), (5, 4), (7, 4), (8, 3), (9, 5), (100, 8), (128, 7)]
-)
-def test_number_of_rounds(size: int, rounds: int):
-    assert agreement_rounds(size) == rounds
-
-
-def test_partners_mean_each_other():
-    for size in SIZES:
-        for row in meetings(size):
-            for position, meeting in row.items():
-                other = row[meeting.partner]
-                assert other.partner == position != meeting.partner
-                assert (other.takes, other.gives) == (meeting.gives, meeting.takes)
-                assert meeting.takes or meeting.gives
-
-
-def test_all_end_with_the_exact_mean():
-    """By the rule of peer/agreement.py: averages are weighted by how many models they hold."""
-    rng = np.random.default_rng(1)
-    for size in SIZES:
-        begin = rng.normal(size=(size, 3))
-        models, weights = begin.copy(), np.ones(size)
-        for row in meetings(size):
-            models_then, weights_then = models.copy(), weights.copy()
-            for position, meeting in row.items():
-                if not meeting.takes:
-                    continue
-                theirs, weight = models_then[meeting.partner], weights_then[meeting.partner]
-                own = 0 if meeting.whole else weights_then[position]
-                models[position] = (own * models_then[position] + weight * theirs) / (own + weight)
-                weights[position] = own + weight
-        np.testing.assert_allclose(models, np.broadcast_to(begin.mean(0), (size, 3)), rtol=0, atol=1e-14)
-        assert set(weights) == {float(size)}
+def test_a_regular_graph_that_falls_in_two_is_drawn_again() -> None:
+    """Three neighbours each of eight peers: of this seed, the first draw is two full graphs of four."""
+    assert not nx.is_connected(nx.random_regular_graph(3, 8, seed=15))
+    assert len(load("regular:degree=3", 8, 15).islands()) == 1

@@ -1,0 +1,160 @@
+"""Topologies in TOML: a generator and its parameters, or edges with their weights; and a schedule.
+
+::
+
+    generator = "hierarchical"            directed = false             # the default
+    parameters = { sites = 2 }            edges = [[0, 1], [1, 2, 0.5]]  # the weight is 1 if it is left out
+    schedule = "inner-outer"              sites = [[0, 1], [2]]        # if wanted: ranks by machine
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import networkx as nx
+
+from gossipx import specs
+from gossipx.errors import UsageError
+from gossipx.topology import schedules
+from gossipx.topology.graphs import GENERATORS
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+_KEYS = dict.fromkeys(("generator", "parameters", "edges", "directed", "sites", "schedule"))
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """What a TOML file says.
+
+    Attributes:
+        graph: a networkx graph, or a generator's spec.
+        schedule: a spec; None: it does not say.
+    """
+
+    graph: Any
+    schedule: str | None
+
+
+def drawn_in_toml(text: str, path: Path) -> Drawing:
+    """Read a file's text.
+
+    Raises:
+        UsageError: the file and line of what is wrong in it, and what would have been right.
+    """
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        at = re.search(r"line (\d+)", str(error))
+        last = max(1, len(text.splitlines()))  # "at end of document" has no number
+        raise UsageError(f"not TOML: {error}", path, int(at.group(1)) if at else last) from error
+    key = next(iter(data), "generator")
+    try:
+        for key in data:
+            specs.known_word("key", key, _KEYS)
+        if ("generator" in data) == ("edges" in data):
+            raise UsageError('needed is either generator = "ring" or edges = [[0, 1], [1, 2]], not both')
+        apart = ("directed", "sites") if "generator" in data else ("parameters",)
+        for key in (key for key in apart if key in data):
+            raise UsageError(f"'{key}' does not go with {'a generator' if 'generator' in data else 'edges'}")
+        parts: dict[str, Any] = {}
+        for key, check in _CHECKS.items():
+            parts[key] = check(data[key]) if key in data else None
+        key = "generator"
+        graph = _spec(parts["generator"], parts["parameters"]) if "generator" in data else None
+        key = "sites"
+        graph = graph or _graph(parts["edges"], parts["directed"], parts["sites"])
+    except UsageError as error:
+        raise UsageError(str(error), path, _line(text, key)) from None
+    return Drawing(graph, parts["schedule"])
+
+
+def _spec(generator: str, parameters: dict[str, Any] | None) -> str:
+    given = ",".join(f"{key}={str(value).lower()}" for key, value in (parameters or {}).items())
+    spec = f"{generator}:{given}" if given else generator
+    specs.build(spec, GENERATORS, "generator")
+    return spec
+
+
+def _graph(edges: list[Any], directed: bool | None, sites: list[Any] | None) -> Any:
+    graph = nx.DiGraph() if directed else nx.Graph()
+    for one, other, *weight in edges:
+        graph.add_edge(one, other, **({"weight": weight[0]} if weight else {}))
+    for number, ranks in enumerate(sites or ()):
+        for rank in ranks:
+            if rank not in graph:
+                raise UsageError(f"site {number}: {rank} is no rank with an edge")
+            if "site" in graph.nodes[rank]:
+                raise UsageError(f"rank {rank} stands in two sites")
+            graph.nodes[rank]["site"] = number
+    return graph
+
+
+# --- what a key may hold --------------------------------------------------------------------------
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise UsageError(f"{value!r} is no text")
+    return value
+
+
+def _table(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise UsageError("parameters is a table, such as { sites = 2 }")
+    return value
+
+
+def _truth(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise UsageError("directed is true or false")
+    return value
+
+
+def _ranks(value: Any) -> list[Any]:
+    if not _is_lists(value) or not all(type(rank) is int for ranks in value for rank in ranks):
+        raise UsageError("sites is a list of lists of ranks, such as [[0, 1], [2, 3]]")
+    return list(value)
+
+
+def _edges(value: Any) -> list[Any]:
+    if not _is_lists(value):
+        raise UsageError("edges is a list of pairs of ranks, such as [[0, 1], [1, 2]]")
+    for number, edge in enumerate(value, 1):
+        ranks, weight = edge[:2], edge[2:]
+        if [type(rank) for rank in ranks] != [int, int] or len(weight) > 1:
+            raise UsageError(f"edge {number} is {edge}: two ranks, and a weight if need be, such as [0, 1, 0.5]")
+    return list(value)
+
+
+def _is_lists(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(one, list) for one in value)
+
+
+def _schedule(value: Any) -> str:
+    schedules.check(_text(value))
+    return str(value)
+
+
+_CHECKS: dict[str, Callable[[Any], Any]] = {
+    "generator": _text,
+    "parameters": _table,
+    "edges": _edges,
+    "directed": _truth,
+    "sites": _ranks,
+    "schedule": _schedule,
+}
+
+
+def _line(text: str, key: str) -> int:
+    """The line that a key stands on; 1 where that cannot be told."""
+    start = re.compile(rf"\s*\[*\s*[\"']?{re.escape(key)}[\"']?\s*[\].=]")
+    return next((number for number, line in enumerate(text.splitlines(), 1) if start.match(line)), 1)

@@ -1,0 +1,171 @@
+"""``gossipx topology``, and ``--topology``, ``--schedule`` and ``--weights`` of ``gossipx run``."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from gossipx.cli import main
+from gossipx.topology import GENERATORS, shipped
+from gossipx.topology.schedules import SCHEDULES
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory to work in."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def gossipx(*arguments: str) -> Result:
+    return CliRunner().invoke(main, list(arguments), prog_name="gossipx")
+
+
+def refused(*arguments: str) -> str:
+    """The one line of a command that ends with exit code 2."""
+    result = gossipx(*arguments)
+    assert result.exit_code == 2 and result.stdout == ""
+    assert result.stderr.count("\n") == 1, result.stderr
+    return result.stderr.rstrip("\n")
+
+
+def test_the_commands_are_told() -> None:
+    told = gossipx("topology", "--help")
+    assert told.exit_code == 0 and all(name in told.stdout for name in ("list", "show", "check"))
+    assert "topology" in gossipx("--help").stdout
+
+
+def test_help_needs_none_of_the_large_libraries() -> None:
+    """They take seconds to import."""
+    code = (
+        "import sys\nfrom gossipx.cli import main\n"
+        "try: main(['topology', 'check', '--help'])\nexcept SystemExit: pass\n"
+        "print(sorted({'torch', 'networkx', 'numpy', 'tensorboard'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_list() -> None:
+    told = gossipx("topology", "list")
+    assert told.exit_code == 0
+    for name in [*GENERATORS, *SCHEDULES, *shipped()]:
+        assert f" {name}" in told.stdout
+    assert "small-world:degree=4,p=0.1" in told.stdout and "…  │" not in told.stdout
+    found = json.loads(gossipx("topology", "list", "--json").stdout)
+    assert {name.partition(":")[0] for name in found["topology"]} == set(GENERATORS)
+    assert set(found["schedule"]) >= {"random", "inner-outer:outer=0.1"} and set(found["file"]) == set(shipped())
+
+
+def test_show() -> None:
+    assert gossipx("topology", "show", "ring", "--size", "4").stdout == "0: 1 3\n1: 0 2\n2: 1 3\n3: 0 2\n"
+    assert gossipx("topology", "show", "full", "--size", "1").stdout == "0:\n"
+    assert gossipx("topology", "show", "slow-link-6").stdout.splitlines()[2:4] == ["2: 0 1 3×0.5", "3: 2×0.5 4 5"]
+
+
+def test_show_for_programs() -> None:
+    found = json.loads(gossipx("topology", "show", "slow-link-6", "--json").stdout)
+    assert found["neighbours"][2] == [0, 1, 3] and found["sites"] == [0, 0, 0, 3, 3, 3]
+    assert sorted(found["weights"]) == [[2, 3, 0.5], [3, 2, 0.5]] and not found["directed"]
+    assert found["schedule"] == "inner-outer:outer=0.2" and found["size"] == 6
+
+
+def test_random_graphs_go_by_the_seed() -> None:
+    told = [gossipx("topology", "show", "regular", "--size", "20", "--seed", seed).stdout for seed in ("1", "1", "2")]
+    assert told[0] == told[1] != told[2]
+
+
+def test_check_prints_a_table_and_warns() -> None:
+    result = gossipx("topology", "check", "exponential", "--size", "6", "--schedule", "one-peer")
+    assert result.exit_code == 0
+    for part in (
+        "directed edges",
+        "3, 3.00, 3",
+        "strongly connected",
+        "0.3333",
+        "rounds until models are equal to 0.001",
+    ):
+        assert part in result.stdout
+    assert result.stderr == (
+        "warning: a one-peer exponential schedule averages exactly only with base 2 and a power of two of peers\n"
+    )
+    assert gossipx("topology", "check", "exponential", "--size", "8", "--schedule", "one-peer").stderr == ""
+
+
+def test_check_for_programs() -> None:
+    arguments = ("check", "star", "--size", "5", "--weights", "metropolis", "--slots", "2", "--tolerance", "0.1")
+    result = gossipx("topology", *arguments, "--json")
+    found = json.loads(result.stdout)
+    assert result.exit_code == 0 and result.stderr == ""
+    assert (found["degree_min"], found["degree_mean"], found["degree_max"]) == (1, 1.6, 4)
+    assert (found["weights"], found["slots"], found["nics"], found["tolerance"]) == ("metropolis", 2, 3, 0.1)
+    assert found["keeps_mean"] and found["strongly_connected"] and found["warnings"] == []
+    assert found["messages_per_round"] == 5.0 and found["messages_per_nic"] == pytest.approx([2.5, 3.75])
+    strict = json.loads(gossipx("topology", *arguments[:-1], "0.001", "--json").stdout)
+    assert 0 < found["rounds_to_consensus"] < strict["rounds_to_consensus"]
+
+
+def test_check_fails_for_what_a_run_would_refuse(place: Path) -> None:
+    (place / "parts.edges").write_text("0 1\n2 3\n")
+    result = gossipx("topology", "check", "parts.edges")
+    assert result.exit_code == 1
+    assert "not strongly connected, in 2 parts" in result.stderr
+
+
+@pytest.mark.parametrize("name", sorted(shipped()))
+def test_every_shipped_file_can_be_shown_and_checked(name: str) -> None:
+    size = () if name[-1].isdigit() else ("--size", "8")
+    shown = gossipx("topology", "show", str(shipped()[name]), *size)
+    assert shown.exit_code == 0 and len(shown.stdout.splitlines()) == int(size[1] if size else name.split("-")[-1])
+    assert gossipx("topology", "check", name, *size).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("show", "rnig", "--size", "4"), "unknown topology 'rnig' (did you mean 'ring'?)"),
+        (("show", "ring"), "topology 'ring' fits any number of peers: give one (--size N)"),
+        (("show", "none/x.toml"), "none/x.toml: no such topology file"),
+        (("show", "ring", "--size", "0"), "'--size': 0 is not in the range"),
+        (
+            ("check", "petersen-10", "--size", "8"),
+            "petersen-10.graphml: node 8 is no rank of a run of 8 peers (0 to 7)",
+        ),
+        (("check", "ring", "--size", "4", "--schedule", "onepeer"), "unknown schedule 'onepeer'"),
+        (("check", "ring", "--size", "4", "--weights", "metropolitan"), "'uniform', 'metropolis'"),
+        (("check", "kautz-12", "--weights", "metropolis"), "needs edges that go both ways"),
+        (("check", "ring", "--size", "4", "--tolerance", "0"), "--tolerance"),
+    ],
+)
+def test_wrong_usage_is_told_in_one_line(arguments: tuple[str, ...], told: str) -> None:
+    assert told in refused("topology", *arguments)
+
+
+def test_a_line_of_a_bad_file_is_named(place: Path) -> None:
+    (place / "bad.toml").write_text("# mine\ngenerator = 'ring'\nschedule = 'often'\n")
+    assert refused("topology", "check", "bad.toml", "--size", "4").startswith("bad.toml:3: unknown schedule 'often'")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("--topology", "petersen-10"), "petersen-10.graphml: node 2 is no rank of a run of 2 peers"),
+        (("--topology", "small-world:degree=3"), "degree is even"),
+        (("--schedule", "sometimes"), "unknown schedule 'sometimes'"),
+        (("--topology", "directed.toml", "--weights", "metropolis"), "needs edges that go both ways"),
+        (("--topology", "bad.edges"), "bad.edges:1: not an edge list"),
+    ],
+)
+def test_a_run_refuses_them_before_it_starts(place: Path, arguments: tuple[str, ...], told: str) -> None:
+    (place / "hosts.txt").write_text("localhost slots=2\n")
+    (place / "bad.edges").write_text("a b\n")
+    (place / "directed.toml").write_text("directed = true\nedges = [[0, 1], [1, 2], [2, 0]]\n")
+    (place / "three.txt").write_text("localhost slots=3\n")
+    hosts = "three.txt" if "directed.toml" in arguments else "hosts.txt"
+    assert told in refused("run", "--peers", hosts, *arguments)
+    assert not (place / "runs").exists()

@@ -1,0 +1,231 @@
+"""Topologies from files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import networkx as nx
+import pytest
+
+from gossipx.errors import UsageError
+from gossipx.topology import Topology, load, shipped
+from gossipx.topology.analysis import analyse
+
+HOUSE = Path(__file__).parents[2] / "topologies"
+LINE = ((1,), (0, 2), (1, 3), (2,))
+"""0 – 1 – 2 – 3."""
+
+
+def read(place: Path, name: str, text: str, size: int | None = 4) -> Topology:
+    (place / name).write_text(text, encoding="utf-8")
+    return load(str(place / name), size)
+
+
+def refused(place: Path, name: str, text: str, size: int | None = 4) -> str:
+    """What a file's reader is told, without its directory."""
+    with pytest.raises(UsageError) as raised:
+        read(place, name, text, size)
+    told = str(raised.value)
+    assert told.startswith(f"{place / name}:") and "\n" not in told
+    return told.removeprefix(f"{place}/")
+
+
+# --- what is read ---------------------------------------------------------------------------------
+
+
+def test_an_edge_list(tmp_path: Path) -> None:
+    made = read(tmp_path, "line.edges", "# a line of four\n0 1\n\n2 1  # both ways\n2 3\n3 3\n0 1\n")
+    assert made.neighbours == LINE and not made.directed and made.edge_shares == {}
+
+
+def test_an_edge_list_with_weights(tmp_path: Path) -> None:
+    made = read(tmp_path, "line.txt", "0 1 0.5\n1 2\n2 3 1\n")
+    assert made.neighbours == LINE
+    assert made.edge_shares == {(0, 1): 0.5, (1, 0): 0.5, (2, 3): 1.0, (3, 2): 1.0}
+
+
+def test_toml_with_a_generator(tmp_path: Path) -> None:
+    text = "generator = 'hierarchical'\nparameters = { sites = 2 }\nschedule = 'inner-outer'\n"
+    made, known = read(tmp_path, "two.toml", text, 6), load("hierarchical:sites=2", 6)
+    assert (made.neighbours, made.sites, made.generator) == (known.neighbours, known.sites, "hierarchical")
+    assert made.schedule == "inner-outer" and made.name == str(tmp_path / "two.toml")
+
+
+def test_toml_with_a_random_generator_takes_the_runs_seed(tmp_path: Path) -> None:
+    read(tmp_path, "some.toml", "generator = 'regular'\n[parameters]\ndegree = 3\n", 20)
+    made = [load(str(tmp_path / "some.toml"), 20, seed).neighbours for seed in (1, 1, 2)]
+    assert made[0] == made[1] == load("regular:degree=3", 20, 1).neighbours != made[2]
+
+
+def test_toml_with_edges_weights_and_sites(tmp_path: Path) -> None:
+    made = read(tmp_path, "x.toml", "edges = [[0, 1], [1, 2, 0.25], [2, 3]]\nsites = [[0, 1], [3, 2]]\n", None)
+    assert made.neighbours == LINE and made.sites == (0, 0, 2, 2)
+    assert made.edge_shares == {(1, 2): 0.25, (2, 1): 0.25} and made.schedule is None and made.generator == ""
+
+
+def test_an_edge_of_a_directed_graph_goes_from_who_pulls_to_who_is_pulled_from(tmp_path: Path) -> None:
+    made = read(tmp_path, "x.toml", "directed = true\nedges = [[0, 1, 0.5], [1, 2], [2, 0], [0, 2]]\n", None)
+    assert made.neighbours == ((1, 2), (2,), (0,)) and made.directed
+    assert made.edge_shares == {(0, 1): 0.5}
+
+
+@pytest.mark.parametrize("kind", [nx.Graph, nx.DiGraph, nx.MultiGraph, nx.MultiDiGraph])
+@pytest.mark.parametrize("ending", [".graphml", ".json"])
+def test_what_networkx_writes_is_read(tmp_path: Path, kind: type, ending: str) -> None:
+    graph = kind([(0, 1), (1, 2), (2, 0), (2, 2)])
+    graph.add_edge(2, 3, weight=0.5)
+    graph.add_edge(3, 2, weight=0.5)
+    for rank in graph:
+        graph.nodes[rank]["site"] = "east" if rank < 3 else "west"
+    if ending == ".json":
+        text = json.dumps(nx.node_link_data(graph, edges="edges"))
+    else:
+        text = "\n".join(nx.generate_graphml(graph))
+    made = read(tmp_path, "graph" + ending, text, None)
+    assert made.neighbours == (((1,), (2,), (0, 3), (2,)) if graph.is_directed() else ((1, 2), (0, 2), (0, 1, 3), (2,)))
+    assert made.edge_shares == {(2, 3): 0.5, (3, 2): 0.5} and made.sites == (0, 0, 0, 3)
+
+
+def test_node_link_data_of_older_networkx(tmp_path: Path) -> None:
+    text = json.dumps(nx.node_link_data(nx.path_graph(4), edges="links"))
+    assert read(tmp_path, "graph.json", text).neighbours == LINE
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("0 1\n\n0 one\n", "graph.edges:3: not an edge list: two ranks a line"),
+        ("0\n", "graph.edges:1: not an edge list"),
+        ("0 1 {'weight': \n", "graph.edges:1: not an edge list"),
+        ("0 1 2 3\n", "graph.edges:1: not an edge list"),
+        ("0 1\n1 4\n", "graph.edges: node 4 is no rank of a run of 4 peers (0 to 3)"),
+        ("0 1\n1 -2\n", "node -2 is no rank"),
+        ("0 1\n2 3\n", "peers [0, 1] reach no others"),
+        ("0 1\n1 2\n", "peers [3] reach no others"),
+        ("0 1 0\n1 2\n2 3\n", "edge 0 1: weight 0.0 is no share above 0 and up to 1"),
+        ("0 1 nan\n1 2\n2 3\n", "weight nan is no share"),
+        ("", "no edges in it"),
+    ],
+)
+def test_what_a_wrong_edge_list_is_told(tmp_path: Path, text: str, told: str) -> None:
+    assert told in refused(tmp_path, "graph.edges", text)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("edges = [[0, 1]\n", "x.toml:1: not TOML"),
+        ("\nedges = [[0, 1]]\n\nedge = 1\n", "x.toml:4: unknown key 'edge' (did you mean 'edges'?)"),
+        ("", 'x.toml:1: needed is either generator = "ring" or edges = [[0, 1], [1, 2]], not both'),
+        ("generator = 'ring'\nedges = [[0, 1]]\n", "x.toml:2: needed is either generator"),
+        ("generator = 'rong'\n", "x.toml:1: unknown generator 'rong' (did you mean 'ring'?)"),
+        ("generator = 3\n", "x.toml:1: 3 is no text"),
+        ("# a\ngenerator = 'torus'\nparameters = { p = 1 }", "x.toml:2: generator 'torus:p=1': unknown key 'p'"),
+        ("generator = 'ring'\nparameters = 3", "x.toml:2: parameters is a table"),
+        ("generator = 'ring'\ndirected = true", "x.toml:2: 'directed' does not go with a generator"),
+        ("edges = [[0, 1]]\n[parameters]\n", "x.toml:2: 'parameters' does not go with edges"),
+        ("edges = 3", "x.toml:1: edges is a list of pairs"),
+        ("edges = [[0, 1], [1, '2']]", "x.toml:1: edge 2 is [1, '2']: two ranks, and a weight if need be"),
+        ("edges = [[0, 1, 1, 1]]", "x.toml:1: edge 1 is"),
+        ("edges = [[0, true]]", "x.toml:1: edge 1 is"),
+        ("edges = [[0]]", "x.toml:1: edge 1 is"),
+        ("edges = [[0, 1]]\ndirected = 1", "x.toml:2: directed is true or false"),
+        ("edges = [[0, 1]]\nsites = [0, 1]", "x.toml:2: sites is a list of lists of ranks"),
+        ("edges = [[0, 1]]\nsites = [[0], [5]]", "x.toml:2: site 1: 5 is no rank with an edge"),
+        ("edges = [[0, 1]]\nsites = [[0], [1, 0]]", "x.toml:2: rank 0 stands in two sites"),
+        ("edges = [[0, 1]]\nsites = [[0]]", "x.toml: some nodes have a site, and node 1 has none"),
+        ("edges = [[0, 1]]\nschedule = 'onepeer'", "x.toml:2: unknown schedule 'onepeer' (did you mean 'one-peer'?)"),
+        ("edges = [[0, 1, 2]]", "x.toml: edge 0 1: weight 2 is no share above 0 and up to 1"),
+        ("directed = true\nedges = [[0, 1]]", "x.toml: peers [0] do not both reach the others and are reached"),
+    ],
+)
+def test_what_wrong_toml_is_told(tmp_path: Path, text: str, told: str) -> None:
+    assert told in refused(tmp_path, "x.toml", text, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        ("x.graphml", "<graphml>\n<graph", "x.graphml:2: not XML"),
+        ("x.graphml", "not at all", "x.graphml:1: not XML"),
+        ("x.graphml", "<a/>", "x.graphml: not GraphML whose nodes are ranks"),
+        ("x.json", '{"nodes": [],\n"edges": }', "x.json:2: not JSON"),
+        ("x.json", "[" * 100_000, "x.json"),
+        ("x.json", "{}", "x.json: not a graph (no 'nodes'): node-link JSON is"),
+        ("x.json", "[1]", "x.json: not a graph"),
+        ("x.json", "3", "x.json: not a graph"),
+        ("x.json", '{"nodes": [{"id": "a"}], "edges": []}', "x.json: node a is no rank of a run of 4 peers"),
+        ("x.json", '{"nodes": [{"id": true}], "edges": []}', "x.json: node True is no rank"),
+        ("x.json", '{"nodes": [{"id": 0}], "edges": [{"source": 0}]}', "x.json: not a graph (no 'target')"),
+        (
+            "x.json",
+            '{"nodes": [], "edges": [{"source": 0, "target": 1, "weight": "1"}]}',
+            "x.json: edge 0 1: weight '1' is no share",
+        ),
+    ],
+)
+def test_what_other_wrong_files_are_told(tmp_path: Path, name: str, text: str, told: str) -> None:
+    assert told in refused(tmp_path, name, text)
+
+
+def test_graphml_whose_nodes_have_names_is_refused(tmp_path: Path) -> None:
+    text = "\n".join(nx.generate_graphml(nx.Graph([("n0", "n1")])))
+    assert "x.graphml: not GraphML whose nodes are ranks: " in refused(tmp_path, "x.graphml", text)
+
+
+@pytest.mark.parametrize("name", ["x.edges", "x.toml", "x.graphml", "x.json"])
+def test_a_file_that_is_no_text_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"\xff\xfe\x00\x01")
+    with pytest.raises(UsageError, match="cannot read the topology: not UTF-8 text"):
+        load(str(tmp_path / name), 2)
+
+
+def test_a_file_that_is_missing_is_named() -> None:
+    with pytest.raises(UsageError, match=r"^here/none\.toml: no such topology file$"):
+        load("here/none.toml", 2)
+
+
+def test_a_generator_needs_a_number_of_peers(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--size N"):
+        load("ring")
+    (tmp_path / "x.toml").write_text("generator = 'ring'")
+    with pytest.raises(UsageError, match="--size N"):
+        load(str(tmp_path / "x.toml"))
+
+
+def test_a_graph_in_parts_may_be_looked_at(tmp_path: Path) -> None:
+    (tmp_path / "x.edges").write_text("0 1\n2 3\n")
+    assert load(str(tmp_path / "x.edges"), 4, connected=False).islands() == [[0, 1], [2, 3]]
+
+
+# --- what comes with gossipx ------------------------------------------------------------------------
+
+
+def test_shipped_files_are_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert set(shipped()) == {path.stem for path in HOUSE.iterdir() if path.name != "README.md"}
+    assert {path.suffix for path in shipped().values()} == {".edges", ".graphml", ".json", ".toml"}
+    assert load("petersen-10", 10).neighbours == load(str(HOUSE / "petersen-10.graphml"), 10).neighbours
+
+
+def test_files_of_ones_own_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("topologies").mkdir()
+    Path("topologies/petersen-10.edges").write_text("0 1\n")
+    assert load("petersen-10").size == 2
+
+
+@pytest.mark.parametrize("name", sorted(shipped()))
+def test_every_shipped_file_makes_peers_agree(name: str) -> None:
+    """At the size that it is for, or at several, under its own schedule; the README tells of it."""
+    assert f"`{shipped()[name].name}`" in (HOUSE / "README.md").read_text(encoding="utf-8")
+    sizes = [int(name.rpartition("-")[2])] if name[-1].isdigit() else [1, 2, 7, 8]
+    for size in sizes:
+        found = analyse(load(name, size))
+        assert found.strongly_connected and found.rounds_to_consensus is not None and found.size == size
+    if name[-1].isdigit():
+        assert load(name).size == sizes[0]

@@ -1,0 +1,191 @@
+"""Whose turn it is."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gossipx.errors import UsageError
+from gossipx.topology import Topology, load
+from gossipx.topology.schedules import SCHEDULES, Schedule, check, parse
+
+GRAPHS = ["full", "ring", "star", "grid", "hypercube", "exponential", "regular", "erdos-renyi:p=0.2", "hierarchical"]
+graphs = st.builds(load, st.sampled_from(GRAPHS), st.integers(1, 40), st.integers(0, 9))
+schedules = st.sampled_from([*SCHEDULES, "inner-outer:outer=0.5"])
+DIGRAPH = Topology("own", ((1, 2), (2,), (0, 3), (0,)))
+
+
+def row(schedule: Schedule, number: int) -> list[int | None]:
+    """Everybody's partner in a round, if all may be asked."""
+    neighbours, rng = schedule.topology.neighbours, random.Random(number)
+    return [schedule.partner(rank, number, others, rng, {}) for rank, others in enumerate(neighbours)]
+
+
+def counted(schedule: Schedule, rank: int, rounds: int, rates: dict[int, float] | None = None) -> dict[int, float]:
+    """How often ``rank`` turned to each in that many rounds."""
+    rng, others = random.Random(1), schedule.topology.neighbours[rank]
+    drawn = Counter(schedule.partner(rank, number, others, rng, rates or {}) for number in range(rounds))
+    return {other: count / rounds for other, count in drawn.items() if other is not None}
+
+
+@given(graph=graphs, spec=schedules, seed=st.integers(0, 99), data=st.data())
+def test_a_partner_is_one_that_may_be_asked(graph: Topology, spec: str, seed: int, data: st.DataObject) -> None:
+    schedule = parse(spec, graph)
+    rank = data.draw(st.integers(0, graph.size - 1))
+    others = graph.neighbours[rank]
+    candidates = [other for other in others if data.draw(st.booleans())]
+    rates = {other: data.draw(st.floats(0, 1e9)) for other in others if data.draw(st.booleans())}
+    for number in range(5):
+        first = schedule.partner(rank, number, candidates, random.Random(seed), rates)
+        assert first in candidates or first is None
+        assert first == schedule.partner(rank, number, candidates, random.Random(seed), rates), "a pure decision"
+        if spec != "one-peer":
+            assert (first is None) == (not candidates), "nobody rests where somebody may be asked"
+
+
+@given(graph=graphs, spec=schedules)
+def test_frequencies_are_of_neighbours_and_add_up(graph: Topology, spec: str) -> None:
+    schedule = parse(spec, graph)
+    for rank, others in enumerate(graph.neighbours):
+        often = schedule.frequency(rank)
+        assert set(often) == set(others), "nobody is left out"
+        assert sum(often.values()) == pytest.approx(float(len(others) > 0)) or spec == "one-peer"
+        assert sum(often.values()) <= 1 + 1e-9
+
+
+@pytest.mark.parametrize("spec", [*SCHEDULES, "inner-outer:outer=0.4"])
+@pytest.mark.parametrize("graph", ["hierarchical:sites=3", "exponential", "star"])
+def test_frequencies_are_what_is_drawn(spec: str, graph: str) -> None:
+    schedule = parse(spec, load(graph, 12))
+    for rank in (0, 5):
+        drawn = counted(schedule, rank, 6000)
+        assert drawn == pytest.approx(schedule.frequency(rank), abs=0.03)
+
+
+# --- static ---------------------------------------------------------------------------------------
+
+
+def test_static_asks_all_in_turn_beginning_with_the_next() -> None:
+    schedule = parse("static", load("full", 4))
+    assert [row(schedule, number) for number in range(4)] == [[1, 2, 3, 0], [2, 3, 0, 1], [3, 0, 1, 2], [1, 2, 3, 0]]
+
+
+def test_static_passes_over_who_may_not_be_asked() -> None:
+    schedule = parse("static", load("full", 4))
+    asked = [schedule.partner(0, number, [1, 3], random.Random(0), {}) for number in range(4)]
+    assert asked == [1, 3, 3, 1]
+
+
+# --- one-peer -------------------------------------------------------------------------------------
+
+
+@given(graph=graphs)
+def test_one_peer_rounds_are_matchings_that_use_every_edge(graph: Topology) -> None:
+    """Over undirected edges, pairs that pull from each other; over directed ones, nobody is pulled from twice."""
+    schedule = parse("one-peer", graph)
+    rounds = len(schedule.turns[0])
+    degree = max(map(len, graph.neighbours))
+    used = set()
+    for number in range(rounds):
+        partners = row(schedule, number)
+        asked = [other for other in partners if other is not None]
+        assert asked and len(asked) == len(set(asked))
+        if not graph.directed:
+            assert all(partners[other] == rank for rank, other in enumerate(partners) if other is not None)
+        used |= {(rank, other) for rank, other in enumerate(partners) if other is not None}
+    assert used == {(rank, other) for rank, others in enumerate(graph.neighbours) for other in others}
+    assert rounds <= max(2 * degree - 1, 0) or graph.directed
+    assert row(schedule, rounds) == row(schedule, 0)
+
+
+@given(bits=st.integers(1, 6))
+def test_one_peer_of_a_hypercube_is_one_dimension_a_round(bits: int) -> None:
+    schedule = parse("one-peer", load("hypercube", 2**bits))
+    for number in range(bits):
+        assert row(schedule, number) == [rank ^ (1 << number) for rank in range(2**bits)]
+
+
+@given(size=st.integers(4, 60), base=st.integers(2, 4))
+def test_one_peer_of_an_exponential_graph_is_one_hop_a_round(size: int, base: int) -> None:
+    """Ying et al. 2021, section 4: in round k all turn to the peer base^k further on."""
+    graph = load(f"exponential:base={base}", size)
+    if graph.directed:
+        schedule = parse("one-peer", graph)
+        hops = [base**k for k in range(size) if base**k < size]
+        rounds = [[(rank + hop) % size for rank in range(size)] for hop in hops]
+        assert [row(schedule, number) for number in range(len(hops))] == rounds
+        assert len(schedule.turns[0]) == len(hops)
+
+
+def test_one_peer_goes_on_with_the_next_where_the_partner_is_gone_and_rests_where_it_has_none() -> None:
+    schedule = parse("one-peer", load("star", 3))
+    assert [row(schedule, number) for number in range(2)] == [[1, 0, None], [2, None, 0]]
+    assert schedule.partner(0, 0, [2], random.Random(0), {}) == 2
+    assert schedule.partner(1, 1, [0], random.Random(0), {}) is None
+
+
+def test_one_peer_over_any_digraph() -> None:
+    schedule = parse("one-peer", DIGRAPH)
+    assert [row(schedule, number) for number in range(2)] == [[1, 2, 3, 0], [2, None, 0, None]]
+
+
+# --- inner-outer, bandwidth-aware -----------------------------------------------------------------
+
+
+def test_inner_outer_leaves_its_site_now_and_then() -> None:
+    graph = load("hierarchical:sites=2", 8)
+    drawn = counted(parse("inner-outer:outer=0.2", graph), 1, 5000)
+    assert drawn == pytest.approx({0: 0.8 / 3, 2: 0.8 / 3, 3: 0.8 / 3, 5: 0.2}, abs=0.03)
+
+
+@pytest.mark.parametrize(("candidates", "asked"), [([5], {5}), ([2, 3], {2, 3})])
+def test_inner_outer_takes_what_there_is(candidates: list[int], asked: set[int]) -> None:
+    schedule, rng = parse("inner-outer", load("hierarchical:sites=2", 8)), random.Random(0)
+    assert {schedule.partner(1, number, candidates, rng, {}) for number in range(50)} == asked
+
+
+def test_inner_outer_without_sites_is_random() -> None:
+    assert parse("inner-outer", load("ring", 5)).frequency(0) == parse("random", load("ring", 5)).frequency(0)
+
+
+def test_bandwidth_aware_draws_by_rate() -> None:
+    schedule = parse("bandwidth-aware", load("full", 4))
+    drawn = counted(schedule, 0, 8000, {1: 1.0, 2: 3.0, 3: 4.0})
+    assert drawn == pytest.approx({1: 1 / 8, 2: 3 / 8, 3: 4 / 8}, abs=0.03)
+
+
+def test_bandwidth_aware_counts_the_unknown_as_average() -> None:
+    """Also what can be no rate, and all of them as long as none is known."""
+    schedule = parse("bandwidth-aware", load("full", 4))
+    rates = {1: 1.0, 2: 3.0, 3: 0.0}
+    assert counted(schedule, 0, 8000, rates) == pytest.approx({1: 1 / 6, 2: 3 / 6, 3: 2 / 6}, abs=0.03)
+    assert counted(schedule, 0, 8000) == pytest.approx({1: 1 / 3, 2: 1 / 3, 3: 1 / 3}, abs=0.03)
+
+
+# --- by name --------------------------------------------------------------------------------------
+
+
+def test_the_topologys_own_schedule_is_the_default() -> None:
+    graph = load("one-peer-exponential", 8)
+    assert parse(None, graph) == parse("one-peer", graph)
+    assert parse("random", graph) != parse("one-peer", graph)
+    assert parse(None, load("ring", 8)) == parse("random", load("ring", 8))
+
+
+@pytest.mark.parametrize(
+    ("spec", "told"),
+    [
+        ("onepeer", "unknown schedule 'onepeer' (did you mean 'one-peer'?): one of bandwidth-aware, inner-outer"),
+        ("inner-outer:outer=2", "outer is a probability"),
+        ("static:3", "'static' takes no keys"),
+    ],
+)
+def test_what_a_wrong_schedule_is_told(spec: str, told: str) -> None:
+    for refuse in (check, lambda given: parse(given, load("ring", 4))):
+        with pytest.raises(UsageError) as raised:
+            refuse(spec)
+        assert told in str(raised.value)

@@ -1,0 +1,213 @@
+"""Shares and matrices: what kind of stochastic they are, and where repeated rounds lead."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from gossipx.errors import UsageError
+from gossipx.topology import Topology, load
+from gossipx.topology.analysis import TOLERANCE, analyse, rounds_to_consensus, spectral_gap
+from gossipx.topology.schedules import SCHEDULES, parse
+from gossipx.topology.weights import mixing_matrix, push_sum_matrix, push_sum_shares, shares
+
+NAMES = [
+    "full",
+    "ring",
+    "star",
+    "grid",
+    "hypercube",
+    "expander",
+    "erdos-renyi:p=0.2",
+    "hierarchical:sites=3",
+    "bipartite",
+]
+undirected = st.builds(load, st.sampled_from(NAMES), st.integers(1, 24), st.integers(0, 9))
+specs = st.sampled_from(list(SCHEDULES))
+DIGRAPH = Topology("own", ((1, 2), (2,), (0, 3), (0,)), edge_shares={(0, 1): 0.5})
+
+
+def with_shares(graph: Topology, seed: int) -> Topology:
+    """The same with a weight on every edge, alike both ways."""
+    rng = np.random.default_rng(seed)
+    pairs = [(one, other) for one, others in enumerate(graph.neighbours) for other in others if one < other]
+    given_ = {pair: float(rng.uniform(0.1, 1)) for pair in pairs}
+    return Topology(graph.name, graph.neighbours, edge_shares={**given_, **{(b, a): s for (a, b), s in given_.items()}})
+
+
+@given(graph=st.one_of(undirected, st.just(DIGRAPH)), spec=specs, beta=st.floats(0, 1))
+def test_a_mixing_matrix_averages(graph: Topology, spec: str, beta: float) -> None:
+    matrix = mixing_matrix("uniform", parse(spec, graph), beta)
+    assert (matrix >= -1e-12).all()
+    np.testing.assert_allclose(matrix.sum(1), 1)
+    others = {(i, int(j)) for i, row in enumerate(matrix) for j in np.flatnonzero(row) if i != j}
+    assert others <= {(i, j) for i, neighbours in enumerate(graph.neighbours) for j in neighbours}
+
+
+@given(graph=undirected, spec=specs, weighted=st.booleans(), beta=st.floats(0, 1))
+def test_metropolis_keeps_the_mean(graph: Topology, spec: str, weighted: bool, beta: float) -> None:
+    """Doubly stochastic, and symmetric: detailed balance with the uniform distribution (Hastings 1970, section 2.1)."""
+    matrix = mixing_matrix("metropolis", parse(spec, with_shares(graph, 1) if weighted else graph), beta)
+    np.testing.assert_allclose(matrix.sum(0), 1)
+    np.testing.assert_allclose(matrix.sum(1), 1)
+    np.testing.assert_allclose(matrix, matrix.T, atol=1e-12)
+    assert (matrix >= -1e-12).all()
+
+
+@given(graph=undirected)
+def test_metropolis_of_random_neighbours_goes_by_degrees(graph: Topology) -> None:
+    """β = 1: W_ij = min(1/d_i, 1/d_j), Metropolis' chain on the graph."""
+    degrees = [len(others) for others in graph.neighbours]
+    schedule = parse("random", graph)
+    matrix = mixing_matrix("metropolis", schedule, beta=1)
+    for rank, others in enumerate(graph.neighbours):
+        for other in others:
+            assert matrix[rank, other] == pytest.approx(1 / max(degrees[rank], degrees[other]))
+            assert shares("metropolis", schedule, rank)[other] == pytest.approx(min(1, degrees[rank] / degrees[other]))
+
+
+def test_uniform_weights_lose_the_mean_of_a_star() -> None:
+    """Peers of more neighbours count more, as the stationary distribution of a random walk says: d_i / Σ d."""
+    matrix = mixing_matrix("uniform", parse("random", load("star", 5)))
+    after = np.linalg.matrix_power(matrix, 200)
+    np.testing.assert_allclose(after[3], [4 / 8, 1 / 8, 1 / 8, 1 / 8, 1 / 8], atol=1e-9)
+    even = np.linalg.matrix_power(mixing_matrix("metropolis", parse("random", load("star", 5))), 500)
+    np.testing.assert_allclose(even, np.full((5, 5), 1 / 5), atol=1e-9)
+
+
+def test_uniform_shares_are_the_edges_own() -> None:
+    assert shares("uniform", parse("random", DIGRAPH), 0) == {1: 0.5, 2: 1.0}
+
+
+def test_metropolis_needs_edges_both_ways() -> None:
+    with pytest.raises(UsageError, match="--weights metropolis needs edges that go both ways, and 'own' is directed"):
+        shares("metropolis", parse("random", DIGRAPH), 0)
+
+
+# --- push-sum -------------------------------------------------------------------------------------
+
+
+@given(graph=st.one_of(undirected, st.just(DIGRAPH), st.builds(load, st.just("exponential"), st.integers(1, 24))))
+def test_push_sum_keeps_the_sum(graph: Topology) -> None:
+    """Kempe et al. 2003, Proposition 2.2 (mass conservation): columns sum to 1."""
+    matrix = push_sum_matrix(graph)
+    np.testing.assert_allclose(matrix.sum(0), 1)
+    assert (matrix.diagonal() > 0).all()
+    for rank, others in enumerate(graph.neighbours):
+        assert set(push_sum_shares(graph, rank)) == {rank, *others}
+        assert {int(j) for j in np.flatnonzero(matrix[:, rank])} == {rank, *others}
+
+
+def test_push_sum_ratios_come_to_the_mean_over_a_digraph() -> None:
+    """s_t = A s, w_t = A w from w = 1: s / w → the mean at every peer, which a row-stochastic matrix would miss."""
+    matrix = push_sum_matrix(DIGRAPH)
+    values = np.array([3.0, -1.0, 4.0, 8.0])
+    mass = np.ones(4)
+    start = values.mean()
+    for _ in range(200):
+        values, mass = matrix @ values, matrix @ mass
+    np.testing.assert_allclose(values / mass, start)
+    assert not np.allclose(mass, 1), "this graph is not balanced: the weights have something to mend"
+    pulled = np.linalg.matrix_power(mixing_matrix("uniform", parse("random", DIGRAPH)), 500) @ [3.0, -1.0, 4.0, 8.0]
+    assert abs(pulled[0] - start) > 0.1
+
+
+def test_push_sum_shares_follow_the_edges_weights() -> None:
+    assert push_sum_shares(DIGRAPH, 0) == pytest.approx({0: 1 / 2.5, 1: 0.5 / 2.5, 2: 1 / 2.5})
+
+
+# --- analysis -------------------------------------------------------------------------------------
+
+
+@given(size=st.integers(2, 30))
+def test_the_spectral_gap_of_a_full_graph(size: int) -> None:
+    """W = (1 − β) I + β (J − I) / (n − 1): λ₂ = 1 − β − β / (n − 1)."""
+    gap = analyse(load("full", size)).spectral_gap
+    assert gap == pytest.approx(1 - abs(0.5 - 0.5 / (size - 1)))
+
+
+@given(size=st.integers(3, 30))
+def test_the_spectral_gap_of_a_ring(size: int) -> None:
+    """λ_k = 1 − β + β cos(2πk / n)."""
+    assert analyse(load("ring", size)).spectral_gap == pytest.approx(0.5 - 0.5 * np.cos(2 * np.pi / size))
+
+
+def test_the_gap_of_two_parts_is_none() -> None:
+    assert spectral_gap(np.eye(2)) == 0 and spectral_gap(np.ones((1, 1))) == 1
+
+
+@given(graph=undirected, spec=specs, seed=st.integers(0, 3))
+def test_after_so_many_rounds_models_are_equal(graph: Topology, spec: str, seed: int) -> None:
+    """A looser tolerance is reached no later, a stricter one no earlier."""
+    found = analyse(graph, spec, "metropolis", seed=seed)
+    assume(found.rounds_to_consensus is not None)
+    rounds = found.rounds_to_consensus
+    loose = rounds_to_consensus(parse(spec, graph), "metropolis", 10 * TOLERANCE, seed)
+    strict = rounds_to_consensus(parse(spec, graph), "metropolis", TOLERANCE / 10, seed)
+    assert loose is not None and loose <= rounds and (strict is None or rounds <= strict)
+
+
+def test_rounds_of_a_schedule_without_draws_are_those_of_its_matrices() -> None:
+    graph = load("ring", 5)
+    schedule = parse("static", graph)
+    product, count = np.eye(5), 0
+    while np.linalg.norm(product - product.mean(0)) > TOLERANCE * 2:  # √(5 − 1): ‖I − J/5‖
+        matrix = np.eye(5) / 2
+        for rank in range(5):
+            matrix[rank, schedule.turns[rank][count % 2]] += 0.5
+        product, count = matrix @ product, count + 1
+    assert rounds_to_consensus(schedule) == count > 5
+
+
+def test_traffic_of_machines() -> None:
+    """Two machines of two peers in a ring: of each peer's two neighbours one is outside."""
+    found = analyse(load("ring", 4), slots=2)
+    assert (found.messages_per_round, found.nics, found.messages_per_nic) == (4.0, 2, (2.0, 2.0))
+    star = analyse(load("star", 5), slots=2)
+    assert star.nics == 3 and star.messages_per_nic == pytest.approx((2.5, 3.75))
+    assert analyse(load("full", 1)).messages_per_nic == (0.0, 0.0)
+
+
+def test_slots_are_sites_where_there_are_none() -> None:
+    inside = analyse(load("full", 8), "inner-outer:outer=0.05", slots=4)
+    assert inside.messages_per_nic == pytest.approx((8 * 0.05, 8 * 0.05)) and inside.warnings == ()
+    assert "one site only" in analyse(load("full", 8), "inner-outer").warnings[0]
+
+
+@pytest.mark.parametrize(
+    ("graph", "schedule", "weights", "told"),
+    [
+        ("exponential", "one-peer", "uniform", "averages exactly only with base 2 and a power of two"),
+        ("star", "random", "uniform", "this graph with uniform weights does not keep the mean"),
+        ("ring", "bandwidth-aware", "uniform", "as if all rates were equal"),
+    ],
+)
+def test_what_is_warned_of(graph: str, schedule: str, weights: str, told: str) -> None:
+    [warning] = analyse(load(graph, 6), schedule, weights).warnings
+    assert told in warning
+
+
+def test_what_is_not_warned_of() -> None:
+    for graph, schedule, weights in [
+        ("exponential", "one-peer", "uniform"),
+        ("exponential", "random", "uniform"),
+        ("star", "random", "metropolis"),
+        ("star", "one-peer", "uniform"),
+        ("hierarchical", "inner-outer", "uniform"),
+    ]:
+        assert analyse(load(graph, 8), schedule, weights).warnings == ()
+    assert analyse(load("exponential:base=3", 8), "one-peer").warnings != ()
+
+
+def test_a_digraph_that_loses_the_mean_is_told_of() -> None:
+    found = analyse(DIGRAPH)
+    assert found.directed and found.strongly_connected and not found.keeps_mean and found.edges == 6
+    assert found.warnings[0].startswith("a directed graph with uniform weights does not keep the mean")
+
+
+def test_a_graph_in_parts_is_told_of() -> None:
+    found = analyse(Topology("own", ((1,), (0,), (3,), (2,))))
+    assert not found.strongly_connected and found.spectral_gap == 0 and found.rounds_to_consensus is None
+    assert found.warnings == ("not strongly connected, in 2 parts that never become equal: a run refuses it",)
