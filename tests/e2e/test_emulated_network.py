@@ -95,6 +95,38 @@ SENDER = """
 """
 
 
+SINK = """
+    import socket
+    with socket.create_server(("0.0.0.0", 5000)) as server:
+        print("true", flush=True)
+        with server.accept()[0] as connection:
+            while connection.recv(1 << 20):
+                pass
+"""
+SOURCE = """
+    import json, selectors, socket, sys, time
+    count = int(sys.argv[1])
+    connections = [socket.create_connection((to, 5000)) for to in sys.argv[2:]]
+    began = time.monotonic()
+    with selectors.DefaultSelector() as ready:
+        for connection in connections:
+            connection.setblocking(False)
+            ready.register(connection, selectors.EVENT_WRITE, [memoryview(bytes(count))])
+        while ready.get_map():
+            for key, _ in ready.select():
+                left = key.data
+                left[0] = left[0][key.fileobj.send(left[0][:1 << 16]) :]
+                if not left[0]:
+                    ready.unregister(key.fileobj)
+    for connection in connections:
+        connection.setblocking(True)
+        connection.shutdown(socket.SHUT_WR)
+        connection.recv(1)  # it has everything, and has closed
+    print(json.dumps({"seconds": time.monotonic() - began, "got": count * len(connections)}))
+"""
+"""Sends ``count`` bytes to each of a number of sinks at once, until all have them."""
+
+
 def transfer(to: Host, senders: Sequence[Host], count: int) -> Any:
     """What the receiver tells of ``count`` bytes from all senders together, each ready to send as many."""
     receiver = python(to, RECEIVER, len(senders), count)
@@ -128,6 +160,17 @@ def test_tcp_gets_the_links_rate(rate: str, count: int) -> None:
 def test_two_senders_share_the_link_of_one_receiver() -> None:
     with EmulatedNetwork(3, "50mbit") as net:
         assert 0.9 <= share_of_rate(transfer(net.hosts[0], net.hosts[1:], 6_000_000), net.bucket) <= 1.01
+
+
+@needs_network
+def test_two_receivers_share_the_link_of_one_sender() -> None:
+    count = 3_000_000
+    with EmulatedNetwork(3, "50mbit") as net:
+        sender, *receivers = net.hosts
+        for receiver in receivers:
+            assert ask(python(receiver, SINK))
+        told = result(python(sender, SOURCE, count, *(receiver.address for receiver in receivers)))
+        assert 0.9 <= share_of_rate(told, net.bucket) <= 1.01
 
 
 @needs_network
@@ -252,6 +295,15 @@ def test_a_share_of_the_frames_is_lost_and_counted(tools: str, monkeypatch: pyte
         assert received < sent
         deviation = (sent * loss * (1 - loss)) ** 0.5
         assert abs(sent - received - sent * loss) < 5 * deviation
+
+
+@needs_network
+def test_segments_of_tcp_are_lost_one_by_one() -> None:
+    """And not in the packets of up to 64 KB that the kernel makes of them."""
+    count, loss = 6_000_000, 0.02
+    with EmulatedNetwork(2, "100mbit", loss=loss) as net:
+        transfer(net.hosts[0], net.hosts[1:], count)
+        assert net.lost() > 0.6 * loss * count / 1448
 
 
 @needs_network
