@@ -1,0 +1,437 @@
+"""The emulated network itself: it gives the rate, delay and loss that it says, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from emulated import EmulatedNetwork, Host, NetworkUnavailableError, lacking, sweep
+from emulated.namespaces import names
+from emulated.runs import train
+from emulated.shaping import TokenBucket
+
+from runs import LONG, is_running
+
+FRAME = 1514 / 1448
+"""Bytes of an Ethernet frame to those of TCP's payload in it: a link's rate is of frames."""
+
+
+@pytest.fixture
+def here() -> None:
+    """Emulated networks are possible on this system."""
+    if (reason := lacking()) is not None:
+        pytest.skip(reason)
+
+
+needs_network = pytest.mark.usefixtures("here")
+
+
+def python(host: Host, text: str, *arguments: object) -> subprocess.Popen[str]:
+    """Run a program on a host."""
+    command = [sys.executable, "-c", textwrap.dedent(text), *map(str, arguments)]
+    return host.popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def ask(process: subprocess.Popen[str]) -> Any:
+    """The next line of JSON that a program prints."""
+    assert process.stdout is not None
+    return json.loads(process.stdout.readline())
+
+
+def result(process: subprocess.Popen[str]) -> Any:
+    """The JSON that a program prints, whose end is waited for."""
+    output, _ = process.communicate(timeout=LONG)
+    assert process.returncode == 0
+    return json.loads(output)
+
+
+RECEIVER = """
+    import hashlib, json, selectors, socket, sys, time
+    room = bytearray(1 << 20)
+    senders, count = map(int, sys.argv[1:])
+    with socket.create_server(("0.0.0.0", 5000)) as server, selectors.DefaultSelector() as ready:
+        print("true", flush=True)
+        connections = [server.accept()[0] for _ in range(senders)]
+        began = time.monotonic()
+        for connection in connections:
+            ready.register(connection, selectors.EVENT_READ)
+            connection.send(b"!")
+        got, parts = 0, []
+        while got < count and ready.get_map():
+            for key, _ in ready.select():
+                length = key.fileobj.recv_into(room)
+                if not length:
+                    ready.unregister(key.fileobj)
+                parts.append(room[:length])
+                got += length
+        seconds = time.monotonic() - began
+        print(json.dumps({"seconds": seconds, "got": got, "digest": hashlib.sha256(b"".join(parts)).hexdigest()}))
+"""
+"""Gives a number of senders the word, and receives ``count`` bytes from all together, or to their end."""
+
+SENDER = """
+    import random, socket, sys
+    to, count, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    data = random.Random(seed).randbytes(count)
+    with socket.create_connection((to, 5000)) as connection:
+        connection.recv(1)
+        try:
+            connection.sendall(data)
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # it has what it counts
+"""
+
+
+SINK = """
+    import socket
+    with socket.create_server(("0.0.0.0", 5000)) as server:
+        print("true", flush=True)
+        with server.accept()[0] as connection:
+            while connection.recv(1 << 20):
+                pass
+"""
+SOURCE = """
+    import json, selectors, socket, sys, time
+    count = int(sys.argv[1])
+    connections = [socket.create_connection((to, 5000)) for to in sys.argv[2:]]
+    began = time.monotonic()
+    with selectors.DefaultSelector() as ready:
+        for connection in connections:
+            connection.setblocking(False)
+            ready.register(connection, selectors.EVENT_WRITE, [memoryview(bytes(count))])
+        while ready.get_map():
+            for key, _ in ready.select():
+                left = key.data
+                left[0] = left[0][key.fileobj.send(left[0][:1 << 16]) :]
+                if not left[0]:
+                    ready.unregister(key.fileobj)
+    for connection in connections:
+        connection.setblocking(True)
+        connection.shutdown(socket.SHUT_WR)
+        connection.recv(1)  # it has everything, and has closed
+    print(json.dumps({"seconds": time.monotonic() - began, "got": count * len(connections)}))
+"""
+"""Sends ``count`` bytes to each of a number of sinks at once, until all have them."""
+
+
+def transfer(to: Host, senders: Sequence[Host], count: int) -> Any:
+    """What the receiver tells of ``count`` bytes from all senders together, each ready to send as many."""
+    receiver = python(to, RECEIVER, len(senders), count)
+    assert ask(receiver)
+    for seed, sender in enumerate(senders):
+        python(sender, SENDER, to.address, count, seed)
+    told = result(receiver)
+    assert told["got"] >= count
+    return told
+
+
+def share_of_rate(told: Any, bucket: TokenBucket) -> float:
+    """What a transfer got of a link's rate. The bucket is full at first, and lets that much through at once."""
+    return (told["got"] * FRAME - bucket.burst) * 8 / told["seconds"] / bucket.rate
+
+
+# --- rate -------------------------------------------------------------------------------------------
+
+
+@needs_network
+@pytest.mark.parametrize(
+    ("rate", "count"),
+    [("10mbit", 2_000_000), ("100mbit", 10_000_000), pytest.param("1gbit", 200_000_000, marks=pytest.mark.slow)],
+)
+def test_tcp_gets_the_links_rate(rate: str, count: int) -> None:
+    with EmulatedNetwork(2, rate) as net:
+        assert 0.9 <= share_of_rate(transfer(net.hosts[0], net.hosts[1:], count), net.bucket) <= 1.01
+
+
+@needs_network
+def test_two_senders_share_the_link_of_one_receiver() -> None:
+    with EmulatedNetwork(3, "50mbit") as net:
+        assert 0.9 <= share_of_rate(transfer(net.hosts[0], net.hosts[1:], 6_000_000), net.bucket) <= 1.01
+
+
+@needs_network
+def test_two_receivers_share_the_link_of_one_sender() -> None:
+    count = 3_000_000
+    with EmulatedNetwork(3, "50mbit") as net:
+        sender, *receivers = net.hosts
+        for receiver in receivers:
+            assert ask(python(receiver, SINK))
+        told = result(python(sender, SOURCE, count, *(receiver.address for receiver in receivers)))
+        assert 0.9 <= share_of_rate(told, net.bucket) <= 1.01
+
+
+@needs_network
+def test_the_counters_have_every_frame_of_a_transfer() -> None:
+    with EmulatedNetwork(2, "1gbit") as net:
+        count = 1_000_000
+        transfer(net.hosts[0], net.hosts[1:], count)
+        received, sent = net.hosts[0].counters().received, net.hosts[1].counters().sent
+        assert count * FRAME < received < 1.1 * count * FRAME
+        assert count * FRAME < sent < 1.1 * count * FRAME
+
+
+# --- isolation --------------------------------------------------------------------------------------
+
+
+@needs_network
+def test_a_peer_reaches_other_peers_and_nothing_else() -> None:
+    devices = socket.if_nameindex()
+    with EmulatedNetwork(2, "1gbit") as net, socket.create_server(("127.0.0.1", 0)) as outside:
+        assert socket.if_nameindex() == devices  # not one of the machine's own
+        with python(
+            net.hosts[1],
+            """
+            import json, socket
+            with socket.create_server(("0.0.0.0", 5000)) as server:
+                print("true", flush=True)
+                server.accept()
+            """,
+        ) as server:
+            assert ask(server)
+            told = result(
+                python(
+                    net.hosts[0],
+                    """
+                    import json, socket, sys
+                    def reach(host, port):
+                        with socket.socket() as probe:
+                            return probe.connect_ex((host, int(port)))
+                    places = (sys.argv[1], 5000), ("127.0.0.1", sys.argv[2]), ("192.0.2.1", 80)
+                    print(json.dumps([reach(*place) for place in places]))
+                    """,
+                    net.hosts[1].address,
+                    outside.getsockname()[1],
+                )
+            )
+        assert told == [0, errno.ECONNREFUSED, errno.ENETUNREACH]
+
+
+# --- delay and loss ---------------------------------------------------------------------------------
+
+
+@needs_network
+def test_a_delay_holds_every_frame_back_and_changes_none() -> None:
+    with EmulatedNetwork(2, "1gbit", delay_ms=15) as net:
+        assert f"delay 15 ms by {'netem' if net.ways.delay == 'netem' else 'a switch in user space'}" in net.describe()
+        one, other = net.hosts
+        server = python(one, RECEIVER, 5, 1)
+        assert ask(server)
+        trips = result(
+            python(
+                other,
+                """
+                import json, socket, sys, time
+                trips = []
+                for _ in range(5):
+                    began = time.monotonic()
+                    with socket.create_connection((sys.argv[1], 5000)) as connection:
+                        trips.append(time.monotonic() - began)
+                print(json.dumps(trips))
+                """,
+                one.address,
+            )
+        )
+        assert min(trips) >= 2 * 0.015
+    with EmulatedNetwork(2, "1gbit", delay_ms=1) as net:
+        count = 5_000_000  # in segments that stay together, most of them
+        told = transfer(net.hosts[0], net.hosts[1:], count)
+        assert told["digest"] == hashlib.sha256(random.Random(0).randbytes(count)).hexdigest()
+        if net.ways.has_switch:
+            assert net.switch_counts()["passed"] > 0
+            assert net.switch_counts()["overflowed"] == 0
+
+
+UDP_RECEIVER = """
+    import json, socket
+    SO_RCVBUFFORCE = 33
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as receiver:
+        receiver.setsockopt(socket.SOL_SOCKET, SO_RCVBUFFORCE, 1 << 24)
+        receiver.bind(("0.0.0.0", 5000))
+        print("true", flush=True)
+        received = 0
+        while receiver.recv(100) != b"end":
+            received += 1
+        print(json.dumps(received))
+"""
+UDP_SENDER = """
+    import socket, sys
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
+        for _ in range(int(sys.argv[2])):
+            sender.sendto(b"x" * 50, (sys.argv[1], 5000))
+        for _ in range(int(sys.argv[3])):
+            sender.sendto(b"end", (sys.argv[1], 5000))
+    print("null")
+"""
+
+
+@needs_network
+@pytest.mark.parametrize("tools", ["what is here", "neither netem nor nft"])
+def test_a_share_of_the_frames_is_lost_and_counted(tools: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if tools == "neither netem nor nft":
+        monkeypatch.setattr("emulated.network.works", lambda *command, given="": False)
+    sent, ends, loss = 4000, 20, 0.1
+    with EmulatedNetwork(2, "100mbit", loss=loss) as net:
+        assert "loss 10.000% by" in net.describe()
+        assert net.ways.has_switch or tools == "what is here"
+        receiver = python(net.hosts[0], UDP_RECEIVER)
+        assert ask(receiver)
+        result(python(net.hosts[1], UDP_SENDER, net.hosts[0].address, sent, ends))
+        received, lost = result(receiver), net.lost()
+        # Some of the last datagrams, and questions for addresses, are lost, too.
+        assert sent <= received + lost <= sent + ends + 5
+        assert received < sent
+        deviation = (sent * loss * (1 - loss)) ** 0.5
+        assert abs(sent - received - sent * loss) < 5 * deviation
+
+
+@needs_network
+def test_segments_of_tcp_are_lost_one_by_one() -> None:
+    """And not in the packets of up to 64 KB that the kernel makes of them."""
+    count, loss = 6_000_000, 0.02
+    with EmulatedNetwork(2, "100mbit", loss=loss) as net:
+        transfer(net.hosts[0], net.hosts[1:], count)
+        assert net.lost() > 0.6 * loss * count / 1448
+
+
+@needs_network
+def test_without_loss_none_is_lost() -> None:
+    with EmulatedNetwork(2, "100mbit") as net:
+        receiver = python(net.hosts[0], UDP_RECEIVER)
+        assert ask(receiver)
+        result(python(net.hosts[1], UDP_SENDER, net.hosts[0].address, 2000, 1))
+        assert result(receiver) == 2000
+        assert net.lost() == 0
+        assert net.hosts[0].counters().dropped == net.hosts[1].counters().dropped == 0
+
+
+# --- nothing is left --------------------------------------------------------------------------------
+
+OWNER = """
+    import subprocess, sys, threading
+    from emulated import EmulatedNetwork
+    with EmulatedNetwork(2, "10mbit", delay_ms=1) as net:
+        started = net.hosts[0].popen(["sh", "-c", "sleep 1000 & echo $!; wait"], stdout=subprocess.PIPE, text=True)
+        print(net.hosts[0].namespace, started.pid, started.stdout.readline(), flush=True)
+        threading.Event().wait()
+"""
+
+
+@contextlib.contextmanager
+def owner() -> Any:
+    """A process that holds a network; yields it, the first namespace's name, and the processes in it."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", textwrap.dedent(OWNER)]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            name, *pids = process.stdout.readline().split()
+            yield process, name, [int(pid) for pid in pids]
+        finally:
+            process.kill()
+
+
+def of_this_process() -> list[str]:
+    """Namespaces that this process has made."""
+    return [name for name in names() if name.startswith(f"gossipx-{os.getpid()}-")]
+
+
+@needs_network
+def test_all_is_gone_after_an_error_and_what_ran_there_too() -> None:
+    with pytest.raises(ZeroDivisionError), EmulatedNetwork(2, "10mbit", delay_ms=1) as net:
+        assert len(of_this_process()) == 3  # two peers, and what is between them
+        command = ["sh", "-c", "sleep 1000 & echo $!; wait"]
+        started = net.hosts[1].popen(command, stdout=subprocess.PIPE, text=True)
+        grandchild = ask(started)
+        assert is_running(started.pid)
+        assert is_running(grandchild)
+        raise ZeroDivisionError
+    assert of_this_process() == []
+    assert started.returncode == -signal.SIGKILL
+    assert not is_running(grandchild)
+
+
+@needs_network
+def test_all_is_gone_if_it_cannot_be_finished(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object) -> str:
+        raise NetworkUnavailableError("no rules today")
+
+    monkeypatch.setattr("emulated.network.nft_rules", fail)
+    with pytest.raises(NetworkUnavailableError, match="no rules today"), EmulatedNetwork(2, "10mbit", loss=0.1):
+        pass
+    assert of_this_process() == []
+
+
+@needs_network
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, -signal.SIGINT)])
+def test_all_is_gone_after_sigterm_or_ctrl_c(number: signal.Signals, code: int) -> None:
+    with owner() as (process, name, pids):
+        assert name in names()
+        process.send_signal(number)
+        assert process.wait(LONG) == code
+        assert name not in names()
+        assert not any(is_running(pid) for pid in pids)
+
+
+@needs_network
+def test_what_a_killed_process_left_is_swept_and_nothing_else() -> None:
+    with EmulatedNetwork(1, "10mbit") as net, owner() as (process, name, pids):
+        sweep()
+        assert name in names()
+        process.kill()
+        process.wait()
+        assert len(pids) == 2
+        sweep()
+        assert name not in names()
+        assert not any(is_running(pid) for pid in pids)
+        assert net.hosts[0].namespace in names()
+
+
+# --- what it needs ----------------------------------------------------------------------------------
+
+
+def test_without_its_tools_it_says_what_it_needs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    reason = lacking.__wrapped__()
+    assert reason == "an emulated network needs root on Linux, with ip and tc (Debian's iproute2): ip and tc not found"
+    monkeypatch.setattr("emulated.network.lacking", lambda: reason)
+    with pytest.raises(NetworkUnavailableError, match="ip and tc not found"), EmulatedNetwork(2, "10mbit"):
+        pass
+
+
+def test_without_root_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda tool: f"/sbin/{tool}")
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    reason = lacking.__wrapped__()
+    assert reason is not None
+    assert reason.endswith(": this is user 1000")
+
+
+# --- its purpose ------------------------------------------------------------------------------------
+
+
+@needs_network
+def test_gossipx_runs_on_several_machines(tmp_path: Path) -> None:
+    """README, Several machines: the same command on each host starts that host's line."""
+    with EmulatedNetwork(2, "100mbit") as net:
+        options = ("--policy", "tau:5", "--blocking", "--iterations", "40", "--eval-interval", "0")
+        one, other = train(net, tmp_path, "first", *options)
+        received = [host.counters().received for host in net.hosts]
+    assert one.lost == other.lost == []
+    assert one.retrievals == other.retrievals == [8, 8]
+    assert one.test_accuracy[0] == one.test_accuracy[1]  # after the finish all hold the same model
+    for told, counted in zip(one.bytes_received, received, strict=True):
+        assert told is not None
+        assert 8 * 4 * 102_882 < told < counted

@@ -1,0 +1,273 @@
+"""A small network of this machine's own namespaces, made when it is needed and gone afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+from emulated import namespaces
+from emulated.namespaces import GONE_WITHIN, NetworkUnavailableError, lacking, run, sweep, works
+from emulated.shaping import TokenBucket, Ways, netem, nft_rules
+
+SUBNET = "198.18.0"
+"""Set aside for measuring networks (RFC 2544): nobody's real address, even if a packet escaped."""
+MOST_PEERS = 64
+
+
+@dataclass(frozen=True)
+class Counters:
+    """What has passed one peer's link: Ethernet frames with their headers, as its token buckets count them.
+
+    Attributes:
+        sent: bytes from the peer.
+        received: bytes to the peer, before any were lost on purpose.
+        dropped: frames that a full queue had no room for, in both directions.
+    """
+
+    sent: int
+    received: int
+    dropped: int
+
+
+class Host:
+    """One peer's place in the network.
+
+    Attributes:
+        address: IPv4, the same in every network: a namespace has its own.
+        namespace: its name, for ``ip netns exec``.
+    """
+
+    def __init__(self, namespace: str, port: str, lan: str, number: int):
+        self.address = f"{SUBNET}.{number}"
+        self.namespace = namespace
+        self.port = port
+        self._lan = lan
+        self._processes: list[subprocess.Popen[Any]] = []
+
+    def popen(self, command: Sequence[str | Path], **options: Any) -> subprocess.Popen[Any]:
+        """Start a command there. What still runs when the network goes is killed, with all that it has started.
+
+        Args:
+            command: and its arguments.
+            options: of :class:`subprocess.Popen`.
+        """
+        inside = ["ip", "netns", "exec", self.namespace, *map(str, command)]  # execs: the process is the command's
+        process = subprocess.Popen(inside, **options)
+        self._processes.append(process)
+        return process
+
+    def counters(self) -> Counters:
+        """The link's, so far."""
+        up, down = _queue(self.namespace, "eth0", "tbf"), _queue(self._lan, self.port, "tbf")
+        return Counters(up["bytes"], down["bytes"], up["drops"] + down["drops"])
+
+    def reap(self) -> None:
+        """Wait for the processes that were started here, which have ended or been killed."""
+        for process in self._processes:
+            process.wait(GONE_WITHIN)
+            for pipe in (process.stdin, process.stdout, process.stderr):
+                if pipe is not None:
+                    pipe.close()
+
+
+class EmulatedNetwork:
+    """Peers on one switch, each by a link of a given rate, cut off from this machine's network.
+
+    A namespace a peer with a veth pair to a bridge in a namespace between them, and a token bucket at both ends of each
+    pair: what leaves a peer is shaped, and what reaches it. There is no route to this machine. Leaving the ``with``
+    block removes all of it, whatever the reason; a process that was killed leaves namespaces, which the next network
+    (:func:`sweep`) removes.
+
+    Args:
+        peers: how many.
+        rate: of each link, each way, as tc writes rates: ``100mbit``.
+        delay_ms: from one peer to another, one way; a round trip takes twice that.
+        loss: share of frames that are lost on their way to each peer, 0 to 1.
+
+    Attributes:
+        hosts: by number, from 0.
+        bucket: that shapes the links.
+        ways: who makes delay and loss; :meth:`describe` puts it in words.
+
+    Raises:
+        NetworkUnavailableError: not on this system; when the block is entered.
+        ValueError: arguments that make no network.
+    """
+
+    def __init__(self, peers: int, rate: str, delay_ms: float = 0.0, loss: float = 0.0):
+        if not 1 <= peers <= MOST_PEERS or delay_ms < 0 or not 0 <= loss < 1:
+            raise ValueError(f"1 to {MOST_PEERS} peers, a delay that is not negative, a loss of 0 to less than 1")
+        self.bucket = TokenBucket.of(rate)
+        self._rate = rate
+        self._delay_ms = delay_ms
+        self._loss = loss
+        self._prefix = namespaces.unique_prefix()
+        self._lan = f"{self._prefix}-lan"
+        self.hosts = [Host(f"{self._prefix}-{n}", f"port{n}", self._lan, n + 1) for n in range(peers)]
+        self.ways = Ways(None, None)
+        self._switch: subprocess.Popen[str] | None = None
+        self._undo = contextlib.ExitStack()
+
+    def __enter__(self) -> EmulatedNetwork:
+        reason = lacking()
+        if reason is not None:
+            raise NetworkUnavailableError(reason)
+        sweep()
+        with contextlib.ExitStack() as undo:
+            undo.enter_context(_ended_by_signals())
+            undo.callback(self._remove)
+            self._make()
+            self._undo = undo.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._undo.close()
+
+    def describe(self) -> str:
+        """Rate, delay and loss, and what makes them."""
+        tools = {
+            "netem": "netem",
+            "nft": "nftables' numgen",
+            "switch": "a switch in user space (this kernel has no netem)",
+        }
+        delay, loss = self.ways.delay, self.ways.loss
+        parts = [
+            f"{len(self.hosts)} peers, {self._rate} each way ({self.bucket})",
+            f"delay {self._delay_ms:g} ms by {tools[delay]}" if delay else "no delay",
+            f"loss {self._loss:.3%} by {tools[loss]}" if loss else "no loss",
+        ]
+        return ", ".join(parts)
+
+    def lost(self) -> int:
+        """Frames lost on purpose, so far."""
+        if self.ways.loss == "nft":
+            return sum(_lost_by_nft(host.namespace) for host in self.hosts)
+        if self.ways.loss == "netem":
+            return sum(_queue(self._lan, host.port, "netem")["drops"] for host in self.hosts)
+        return self.switch_counts()["lost"] if self.ways.loss else 0
+
+    def switch_counts(self) -> dict[str, int]:
+        """Frames ``passed``, ``lost`` and ``overflowed`` in the switch in user space, where there is one."""
+        assert self._switch is not None and self._switch.stdin is not None and self._switch.stdout is not None
+        self._switch.stdin.write("\n")
+        self._switch.stdin.flush()
+        line = self._switch.stdout.readline()
+        if not line:
+            raise RuntimeError("the switch has ended; why, it has told on standard error")
+        counts: dict[str, int] = json.loads(line)
+        return counts
+
+    # --- making it ----------------------------------------------------------------------------------
+
+    def _make(self) -> None:
+        run("ip", "netns", "add", self._lan)
+        has_netem = works("tc", "-n", self._lan, "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms")
+        try_rules = ("ip", "netns", "exec", self._lan, "nft", "--check", "--file", "-")
+        has_nft = self._loss > 0 and works(*try_rules, given=nft_rules(self._loss))
+        self.ways = Ways.choose(self._delay_ms, self._loss, has_netem, has_nft)
+        if not self.ways.has_switch:
+            run("ip", "-n", self._lan, "link", "add", "name", "lan0", "type", "bridge", "mcast_snooping", "0")
+            run("ip", "-n", self._lan, "link", "set", "dev", "lan0", "addrgenmode", "none", "up")
+        for host in self.hosts:
+            self._connect(host)
+        if self.ways.has_switch:
+            self._start_switch()
+
+    def _connect(self, host: Host) -> None:
+        inside, between = ("ip", "-n", host.namespace), ("ip", "-n", self._lan)
+        run("ip", "netns", "add", host.namespace)
+        run(*between, "link", "add", "name", host.port, "type", "veth", "peer", "name", "eth0", "netns", host.namespace)
+        run(*inside, "addr", "add", f"{host.address}/24", "dev", "eth0")
+        run("tc", "-n", host.namespace, "qdisc", "add", "dev", "eth0", "root", *self.bucket.arguments())
+        place = ["root"]
+        if self.ways.has_netem:
+            line = netem(self.ways, self.bucket, self._delay_ms, self._loss)
+            run("tc", "-n", self._lan, "qdisc", "add", "dev", host.port, "root", "handle", "1:", *line)
+            place = ["parent", "1:1", "handle", "2:"]
+        run("tc", "-n", self._lan, "qdisc", "add", "dev", host.port, *place, *self.bucket.arguments())
+        if self.ways.loss:
+            # Segments that the kernel keeps together would be lost together: they part before they are drawn for.
+            parting = (*between, "link", "set", "dev", host.port)
+            if self.ways.loss != "nft":
+                parting = (*inside, "link", "set", "dev", "eth0")
+            run(*parting, "gso_max_size", "1500")
+        if self.ways.loss == "nft":
+            run("ip", "netns", "exec", host.namespace, "nft", "--file", "-", given=nft_rules(self._loss))
+        if not self.ways.has_switch:
+            run(*between, "link", "set", "dev", host.port, "master", "lan0")
+        run(*between, "link", "set", "dev", host.port, "addrgenmode", "none", "up")
+        run(*inside, "link", "set", "dev", "eth0", "addrgenmode", "none", "up")
+        run(*inside, "link", "set", "dev", "lo", "up")
+
+    def _start_switch(self) -> None:
+        program = Path(__file__).with_name("switch.py")
+        delay = self._delay_ms / 1e3 if self.ways.delay == "switch" else 0.0
+        loss = self._loss if self.ways.loss == "switch" else 0.0
+        command = ["ip", "netns", "exec", self._lan, sys.executable, str(program), str(delay), str(loss)]
+        ports = [host.port for host in self.hosts]
+        self._switch = subprocess.Popen([*command, *ports], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.switch_counts()  # it answers once it serves
+
+    def _remove(self) -> None:
+        with _signals_wait():
+            if self._switch is not None:
+                assert self._switch.stdin is not None and self._switch.stdout is not None
+                self._switch.kill()
+                self._switch.wait(GONE_WITHIN)
+                self._switch.stdin.close()
+                self._switch.stdout.close()
+            namespaces.remove(name for name in namespaces.names() if name.startswith(f"{self._prefix}-"))
+            for host in self.hosts:
+                host.reap()
+
+
+def _queue(namespace: str, device: str, kind: str) -> dict[str, int]:
+    queues = json.loads(run("tc", "-n", namespace, "-s", "-j", "qdisc", "show", "dev", device))
+    found: dict[str, int] = next(one for one in queues if one["kind"] == kind)
+    return found
+
+
+def _lost_by_nft(namespace: str) -> int:
+    listed = run("ip", "netns", "exec", namespace, "nft", "list", "table", "inet", "emulated")
+    return int(re.findall(r"counter packets (\d+)", listed)[0])
+
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP end the program as an exception does, where they would have ended it without one."""
+
+    def ended(number: int, frame: FrameType | None) -> None:
+        sys.exit(128 + number)
+
+    ours = []
+    with contextlib.suppress(ValueError):  # not the main thread, which alone may
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is signal.SIG_DFL:
+                signal.signal(number, ended)
+                ours.append(number)
+    try:
+        yield
+    finally:
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def _signals_wait() -> Iterator[None]:
+    """A second Ctrl-C does not cut the removal short."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

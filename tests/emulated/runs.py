@@ -1,0 +1,52 @@
+"""Runs of gossipx whose peers are the hosts of an emulated network."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from emulated.network import EmulatedNetwork, Host
+from gossipx.metrics import summary
+from gossipx.metrics.summary import Summary
+
+LONGEST = 600.0
+"""Seconds that a run may take."""
+
+
+def train(net: EmulatedNetwork, folder: Path, name: str, *options: str | Path) -> list[Summary]:
+    """``gossipx run`` on every host, as on so many machines: the same hosts file and options, a folder each.
+
+    Args:
+        net: its hosts.
+        folder: where each writes its part, ``host-0/NAME``.
+        name: of the run.
+        options: of ``gossipx run``; the last may be a script with its arguments.
+
+    Returns:
+        What each host has summed up.
+
+    Raises:
+        RuntimeError: one has failed; with what it printed.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    hosts = folder / "hosts.txt"
+    hosts.write_text("".join(f"{host.address}\n" for host in net.hosts))
+    processes, outputs = [], []
+    for number, host in enumerate(net.hosts):
+        logdir = folder / f"host-{number}"
+        logdir.mkdir(exist_ok=True)
+        command = [sys.executable, "-m", "gossipx", "run", "--peers", hosts, "--logdir", logdir, "--name", name]
+        outputs.append(logdir / f"{name}.txt")
+        with outputs[-1].open("w") as output:
+            all_options = [*beyond_loopback(host), *options]
+            processes.append(host.popen([*command, *all_options], stdout=output, stderr=subprocess.STDOUT))
+    for process, output in zip(processes, outputs, strict=True):
+        if process.wait(LONGEST):
+            raise RuntimeError(f"gossipx run ended with {process.returncode} ({output}):\n{output.read_text()}")
+    return [summary.read(folder / f"host-{number}" / name) for number in range(len(net.hosts))]
+
+
+def beyond_loopback(host: Host) -> list[str]:
+    """The options that a peer needs to be reached by others than its own machine."""
+    return ["--bind", host.address]
