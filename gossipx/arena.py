@@ -9,6 +9,7 @@ How tensors are laid out, and which cannot be, stands in :mod:`gossipx.layout`.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import threading
@@ -17,13 +18,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from gossipx import kernels
 from gossipx.buffers import HostBuffer
 from gossipx.errors import UsageError
 from gossipx.layout import Section, lay_out, plain_name, slots_of
 from gossipx.memory import PIECE
-
-BLOCK = 1024
-"""Elements whose squares are summed in the vector's own precision; blocks are summed in float64."""
 
 
 class Snapshot:
@@ -34,7 +33,7 @@ class Snapshot:
         step: iterations that it has seen.
     """
 
-    def __init__(self, arena: ParameterArena, vectors: list[Tensor], step: int, buffer: HostBuffer | None):
+    def __init__(self, arena: ParameterArena, vectors: list[Tensor], buffer: HostBuffer | None, step: int):
         self.vectors = vectors
         self.step = step
         self.holders = 1
@@ -50,6 +49,13 @@ class Snapshot:
                 for ours, theirs in zip(self._buffer.vectors, self.vectors, strict=True):
                     ours.copy_(theirs)
             return self._buffer
+
+    def became(self, step: int) -> None:
+        """Its vectors hold the model after ``step`` iterations now."""
+        self.step = step
+        if self._buffer is not None and self._buffer.vectors is not self.vectors:  # a copy of what was there before
+            self._arena.free(self._buffer)
+            self._buffer = None
 
     def hold(self) -> Snapshot:
         """Hold it once more; to be given back once more."""
@@ -76,8 +82,8 @@ class ParameterArena:
         manifest: one line a tensor; two peers may exchange models if these are equal.
         digest: SHA-256 of the manifest, hexadecimal.
         step: iterations done.
-        lock: guards who holds what; not held while a vector is worked on, but for the copy of a whole model that a
-            joining peer asks for.
+        lock: guards who holds what; held while a boundary is written, and while a whole model is copied for a joining
+            peer.
         copying: guards copies from the device to host memory.
 
     Raises:
@@ -105,9 +111,10 @@ class ParameterArena:
         self._free_staging: list[memoryview] = []
         # The model as of the last step boundary is what others are given: the training thread changes weights, and
         # forward passes change buffers, at any time without asking anyone. Each boundary is written to memory that
-        # nobody holds, so that giving it away costs no copy.
-        self._now = self._boundary(*self._room())
+        # nobody holds, so that giving it away costs no copy; the delta needs the boundary anyway.
+        self._now = Snapshot(self, *self._room(), 0)
         self._whole: Snapshot | None = None
+        self.set_boundary(0)
 
     @property
     def parameters(self) -> int:
@@ -128,20 +135,21 @@ class ParameterArena:
             mixing.
         """
         squared = 0.0
-        vectors, buffer = self._room()
-        for section, before, after in zip(self.sections, self._now.vectors, vectors, strict=True):
-            if section.trainable:
-                change = after[: section.trainable]
-                torch.sub(section.storage[: section.trainable], before[: section.trainable], out=change)
-                squared += squared_norm(change)
-        self.step += 1
-        self._advance(vectors, buffer)
+        with self._next_boundary() as (before, after):
+            for section, old, new in zip(self.sections, before, after, strict=True):
+                cut, end = section.trainable, section.mixed
+                past = old[:cut]
+                squared += kernels.advance(section.storage[:cut], past, past if new is old else new[:cut])
+                new[cut:].copy_(section.storage[cut:end])
+            self.step += 1
         return math.sqrt(squared)
 
     def set_boundary(self, step: int) -> None:
         """The weights were set from outside, to a model that has seen ``step`` iterations: count from here."""
-        self.step = step
-        self._advance(*self._room())
+        with self._next_boundary() as (_, after):
+            for section, new in zip(self.sections, after, strict=True):
+                new.copy_(section.storage[: section.mixed])
+            self.step = step
 
     def check(self, module: nn.Module) -> None:
         """See that what ``module`` trains is still what was laid out; what moves elsewhere is not exchanged.
@@ -172,18 +180,22 @@ class ParameterArena:
                 return self._free_vectors.pop(), None
         return [torch.empty_like(section.storage[: section.mixed]) for section in self.sections], None
 
-    def _boundary(self, vectors: list[Tensor], buffer: HostBuffer | None) -> Snapshot:
-        for section, vector in zip(self.sections, vectors, strict=True):
-            vector.copy_(section.storage[: section.mixed])
-        return Snapshot(self, vectors, self.step, buffer)
+    @contextlib.contextmanager
+    def _next_boundary(self) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+        """The last boundary, and where the next one is to be written: the same memory unless somebody holds it.
 
-    def _advance(self, vectors: list[Tensor], buffer: HostBuffer | None) -> None:
-        """This is a new boundary: what was given away before is out of date."""
-        now = self._boundary(vectors, buffer)
+        Nobody can ask for either meanwhile.
+        """
         with self.lock:
-            before, self._now = self._now, now
+            before = after = self._now
+            if before.holders > 1:
+                after = Snapshot(self, *self._room(), self.step)
+            yield before.vectors, after.vectors
+            after.became(self.step)
+            self._now = after
             whole, self._whole = self._whole, None
-        before.release()
+        if after is not before:
+            before.release()
         if whole is not None:
             whole.release()
 
@@ -241,7 +253,7 @@ class ParameterArena:
         for section, vector, boundary in zip(self.sections, buffer.vectors, self._now.vectors, strict=True):
             vector[: section.mixed].copy_(boundary)
             vector[section.mixed :].copy_(section.storage[section.mixed :])
-        return Snapshot(self, buffer.vectors, self._now.step, buffer)
+        return Snapshot(self, buffer.vectors, buffer, self._now.step)
 
     def reuse(self, vectors: list[Tensor], buffer: HostBuffer | None) -> None:
         """Take back what a snapshot held; for :meth:`Snapshot.release`."""
@@ -266,17 +278,16 @@ class ParameterArena:
         A buffer b becomes b + share · (b_j − b): running statistics follow the data and do not add up, so that a
         difference to what they were at the request could make a variance negative. An infinite one stays.
         """
-        for section, vector in zip(self.sections, compared.vectors, strict=True):
-            if section.mixed:
-                cut = section.trainable
+        with self._next_boundary() as (_, after):
+            for section, vector, new in zip(self.sections, compared.vectors, after, strict=True):
+                cut, end = section.trainable, section.mixed
                 theirs = vector.to(section.storage.device)
-                section.storage[:cut].add_(theirs[:cut], alpha=share)
-                if cut == section.mixed:
-                    continue
-                own, other = section.storage[cut : section.mixed], theirs[cut:]
-                as_is = (own == other) | ~own.isfinite()
-                own.copy_(torch.where(as_is, own, own + share * (other - own)))
-        self._advance(*self._room())
+                kernels.commit(section.storage[:cut], theirs[:cut], share, new[:cut])
+                if cut < end:
+                    own, other = section.storage[cut:end], theirs[cut:]
+                    as_is = (own == other) | ~own.isfinite()
+                    own.copy_(torch.where(as_is, own, own + share * (other - own)))
+                    new[cut:].copy_(own)
 
     def adopt(self, received: HostBuffer, step: int) -> bool:
         """Take another peer's whole model, that has seen ``step`` iterations, in place of one's own.
@@ -285,19 +296,18 @@ class ParameterArena:
             False if its trained values hold NaN or Inf: nothing was changed then.
         """
         rows = list(zip(self.sections, received.vectors, strict=True))
-        if not all(math.isfinite(squared_norm(vector[: section.trainable])) for section, vector in rows):
+        if not all(math.isfinite(kernels.squared_norm(vector[: section.trainable])) for section, vector in rows):
             return False
         for section, vector in rows:
             section.storage.copy_(vector)
-        self.step = step
-        self._advance(*self._room())
+        self.set_boundary(step)
         return True
 
     def distance(self, reference: HostBuffer) -> float:
         """‖x − reference‖₂ over the trained values."""
         return math.sqrt(
             sum(
-                squared_norm(section.storage[: section.trainable].cpu() - vector[: section.trainable])
+                kernels.squared_norm(section.storage[: section.trainable].cpu() - vector[: section.trainable])
                 for section, vector in zip(self.sections, reference.vectors, strict=True)
                 if section.trainable
             )
@@ -314,19 +324,3 @@ class ParameterArena:
 
     def _lengths(self, whole: bool) -> list[tuple[torch.dtype, int]]:
         return [(section.storage.dtype, len(section.storage) if whole else section.mixed) for section in self.sections]
-
-
-def squared_norm(vector: Tensor) -> float:
-    """‖vector‖₂², summed in float64 over blocks: as fast as float32 and as exact as is needed."""
-    whole = len(vector) // BLOCK * BLOCK
-    total = 0.0
-    for part in (vector[:whole].view(-1, BLOCK), vector[whole:].view(1, -1)):
-        if part.numel():
-            norms = torch.linalg.vector_norm(part, dim=1, dtype=_norm_dtype(part.dtype))
-            total += float(norms.double().square().sum())
-    return total
-
-
-def _norm_dtype(dtype: torch.dtype) -> torch.dtype:
-    """In what a block's norm is computed: at least float32."""
-    return torch.promote_types(dtype, torch.float32)

@@ -12,9 +12,8 @@ import itertools
 import math
 from dataclasses import dataclass
 
-import torch
-
-from gossipx.arena import ParameterArena, Snapshot, squared_norm
+from gossipx import kernels
+from gossipx.arena import ParameterArena, Snapshot
 from gossipx.buffers import HostBuffer, typed
 from gossipx.memory import PIECE
 
@@ -91,8 +90,7 @@ class Incoming:
         here = slice(first, first + len(theirs))
         difference = self.buffer.vectors[segment.section][here]
         own = difference if self._base is None else self._base.buffer.vectors[segment.section][here]
-        torch.sub(theirs, own, out=difference)
-        self._squared += squared_norm(difference)
+        self._squared += kernels.difference(theirs, own, difference)
 
     def distance(self) -> float:
         """‖x_j − base‖₂ over the trained values, once all has come; NaN if any value is not finite.
@@ -100,7 +98,8 @@ class Incoming:
         A buffer may hold −∞ on both sides, as attention masks do.
         """
         others = sum(
-            squared_norm(theirs.masked_fill(theirs == ours, 0)) for theirs, ours in self._arena.buffers_of(self.buffer)
+            kernels.squared_norm(theirs.masked_fill(theirs == ours, 0))
+            for theirs, ours in self._arena.buffers_of(self.buffer)
         )
         return math.sqrt(self._squared) if math.isfinite(self._squared + others) else math.nan
 

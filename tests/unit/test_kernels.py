@@ -1,0 +1,379 @@
+"""The passes over flat vectors, against float64 arithmetic; that they take no memory; that a sample is unbiased."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+import textwrap
+import threading
+import warnings
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from gossipx import kernels
+
+HALVES = (torch.float16, torch.bfloat16)
+REAL = (*HALVES, torch.float32, torch.float64)
+DTYPES = (*REAL, torch.complex64, torch.complex128)
+# Around a block, a piece of either size (in elements of 4, 8 and 2 bytes), and what is nearly nothing.
+LENGTHS = (0, 1, 2, 15, 16, 17, 1023, 1024, 1025, 32768, 65535, 65536, 65537, 131073)
+
+dtypes = st.sampled_from(DTYPES)
+lengths = st.one_of(st.sampled_from(LENGTHS), st.integers(0, 3000))
+seeds = st.integers(0, 2**32 - 1)
+scales = st.sampled_from([1e-3, 1.0, 30.0])
+
+
+def normal(length: int, dtype: torch.dtype, seed: int, scale: float = 1.0) -> Tensor:
+    exact = torch.complex128 if dtype.is_complex else torch.float64
+    return (scale * torch.randn(length, dtype=exact, generator=torch.Generator().manual_seed(seed))).to(dtype)
+
+
+def exact(vector: Tensor) -> Tensor:
+    return vector.to(torch.complex128 if vector.is_complex() else torch.float64)
+
+
+def squared(vector: Tensor) -> float:
+    """‖vector‖₂² in float64, which torch sums in pairs."""
+    parts = torch.view_as_real(exact(vector)) if vector.is_complex() else exact(vector)
+    return float(parts.square().sum())
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+def close(measured: float, expected: float, dtype: torch.dtype) -> bool:
+    wide = dtype in (torch.float64, torch.complex128)
+    return math.isclose(measured, expected, rel_tol=1e-13 if wide else 1e-6)
+
+
+def on_device(function: Callable[..., Tensor]) -> Callable[..., float]:
+    """The device's variant, on a CPU's tensors."""
+
+    def call(*vectors: Tensor) -> float:
+        result = function(*vectors)
+        assert result.dtype == torch.float64 and result.dim() == 0 and result.device == vectors[0].device
+        return float(result)
+
+    return call
+
+
+ADVANCES = [
+    pytest.param(kernels.advance, id="cpu"),
+    pytest.param(on_device(kernels.advance_on_device), id="device"),
+]
+DIFFERENCES = [
+    pytest.param(kernels.difference, id="cpu"),
+    pytest.param(on_device(kernels.difference_on_device), id="device"),
+]
+
+
+# --- advance --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("advance", ADVANCES)
+@settings(max_examples=60)
+@given(length=lengths, dtype=dtypes, seed=seeds, scale=scales, in_place=st.booleans())
+def test_advance_is_the_delta_of_equation_6_and_the_copy(
+    advance: Callable[..., float], length: int, dtype: torch.dtype, seed: int, scale: float, in_place: bool
+):
+    x, before = normal(length, dtype, seed), normal(length, dtype, seed + 1, scale)
+    unchanged, old = x.clone(), before.clone()
+    after = before if in_place else torch.full_like(x, 7.0)
+    expected = squared(exact(x) - exact(before))
+    assert close(advance(x, before, after), expected, dtype)
+    assert same_bits(after, unchanged) and same_bits(x, unchanged)
+    assert in_place or same_bits(before, old)
+
+
+@pytest.mark.parametrize("advance", ADVANCES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_small_step_of_large_weights_is_measured_exactly(advance: Callable[..., float], dtype: torch.dtype):
+    """The difference is squared, not the squares subtracted; and of halves it is not rounded to a half."""
+    before = normal(5000, dtype, 0)
+    x = before.clone()
+    x[17] *= 1 + 2 * torch.finfo(dtype).eps
+    expected = squared(exact(x) - exact(before))
+    assert 0 < expected < 1e-3
+    assert close(advance(x, before, before.clone()), expected, dtype)
+    after = before.clone()
+    assert advance(x, before, after) > 0 and advance(x, after, after) == 0.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("advance", ADVANCES)
+def test_equal_changes_do_not_pile_up_rounding_errors(advance: Callable[..., float], dtype: torch.dtype):
+    """A sum in float32 over all of them would be off by 1e-5 and more: each addend rounds the same way."""
+    before, x = torch.zeros(1_000_003, dtype=dtype), torch.full((1_000_003,), 0.1, dtype=dtype)
+    expected = len(x) * float(x[0].double()) ** 2
+    assert math.isclose(advance(x, before, before), expected, rel_tol=3e-7)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("place", [0, 1500, 69_999])
+@pytest.mark.parametrize("advance", ADVANCES)
+def test_what_is_not_finite_is_seen(advance: Callable[..., float], place: int, dtype: torch.dtype, value: float):
+    x, before = normal(70_000, dtype, 0), normal(70_000, dtype, 1)
+    after = before.clone()
+    x[place] = value
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not math.isfinite(advance(x, before, after))
+        assert same_bits(after, x)
+        assert not math.isfinite(advance(x, after, after)), "Inf − Inf"
+        assert not math.isfinite(advance(before, after, after)), "and on the way back"
+        assert math.isfinite(advance(before, after, after))
+
+
+# --- difference, norm -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("difference", DIFFERENCES)
+@settings(max_examples=60)
+@given(length=lengths, dtype=dtypes, seed=seeds, into=st.sampled_from(["received", "base", "other"]))
+def test_difference_is_written_and_measured(
+    difference: Callable[..., float], length: int, dtype: torch.dtype, seed: int, into: str
+):
+    received, base = normal(length, dtype, seed), normal(length, dtype, seed + 1)
+    kept = {"received": received.clone(), "base": base.clone()}
+    out = {"received": received, "base": base, "other": torch.empty_like(base)}[into]
+    expected = kept["received"] - kept["base"]
+    measured = difference(received, base, out)
+    assert same_bits(out, expected)
+    assert close(measured, squared(expected), dtype)
+    assert into == "received" or same_bits(received, kept["received"])
+    assert into == "base" or same_bits(base, kept["base"])
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("difference", DIFFERENCES)
+def test_a_difference_that_is_not_finite_is_seen(difference: Callable[..., float], dtype: torch.dtype, value: float):
+    received, base = normal(300_000, dtype, 0), normal(300_000, dtype, 1)
+    received[299_999] = value
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not math.isfinite(difference(received, base, received))
+
+
+def test_a_square_that_overflows_counts_as_not_finite():
+    one, other = torch.full((3,), 1e25), torch.zeros(3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert kernels.squared_norm(one) == math.inf
+        assert kernels.advance(one, other, other) == math.inf
+
+
+def test_differences_in_four_threads_at_once():
+    """Pieces of one model, each by whoever received it, again and again."""
+    length = 4_000_000
+    received, base = normal(length, torch.float32, 0), normal(length, torch.float32, 1)
+    cuts = [slice(start, start + length // 16) for start in range(0, length, length // 16)]
+    out, measured = torch.empty_like(base), [0.0] * len(cuts)
+    expected = [squared(received[cut] - base[cut]) for cut in cuts]
+    together = threading.Barrier(4)
+
+    def work(rank: int) -> None:
+        together.wait(timeout=60)
+        for _ in range(5):
+            for index in range(rank, len(cuts), 4):
+                measured[index] = kernels.difference(received[cuts[index]], base[cuts[index]], out[cuts[index]])
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert not any(thread.is_alive() for thread in threads)
+    assert torch.equal(out, received - base)
+    assert measured == pytest.approx(expected, rel=1e-6)
+
+
+@settings(max_examples=60)
+@given(length=lengths, dtype=dtypes, seed=seeds)
+def test_squared_norm(length: int, dtype: torch.dtype, seed: int):
+    vector = normal(length, dtype, seed)
+    unchanged = vector.clone()
+    assert close(kernels.squared_norm(vector), squared(vector), dtype)
+    assert same_bits(vector, unchanged)
+
+
+# --- commit -----------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60)
+@given(length=lengths, dtype=dtypes, seed=seeds, share=st.sampled_from([0.0, 0.25, 0.5, 1.0, 0.3]))
+def test_commit_moves_weights_and_boundary_alike(length: int, dtype: torch.dtype, seed: int, share: float):
+    x, change = normal(length, dtype, seed), normal(length, dtype, seed + 1)
+    before, unchanged = exact(x).clone(), change.clone()
+    boundary = torch.full_like(x, 7.0)
+    kernels.commit(x, change, share, boundary)
+    assert same_bits(boundary, x) and same_bits(change, unchanged)
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(exact(x), before + share * exact(change), rtol=2 * eps, atol=4 * eps)
+
+
+# --- vectors that do not go together ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("other", [torch.zeros(1), torch.zeros(4), torch.zeros(5, dtype=torch.float64)])
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_vectors_that_do_not_match_are_refused(other: Tensor, place: int):
+    """A vector of one element would be stretched, another dtype converted, and nobody would know."""
+    vectors = [torch.zeros(5), torch.zeros(5), torch.zeros(5)]
+    vectors[place] = other
+    one, two, three = vectors
+    passes: list[Callable[[], object]] = [
+        lambda: kernels.advance(one, two, three),
+        lambda: kernels.advance_on_device(one, two, three),
+        lambda: kernels.difference(one, two, three),
+        lambda: kernels.difference_on_device(one, two, three),
+        lambda: kernels.commit(one, two, 0.5, three),
+    ]
+    for run in passes:
+        with pytest.raises(ValueError, match="one length and dtype") as raised:
+            run()
+        assert "(5,)" in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_a_matrix_is_no_vector():
+    matrix = torch.zeros(2, 3)
+    with pytest.raises(ValueError, match=r"float32 \(2, 3\)"):
+        kernels.advance(matrix, matrix, matrix)
+
+
+# --- the sample -------------------------------------------------------------------------------------------------------
+
+
+def lines_of(change: Tensor) -> np.ndarray:
+    """The square of each whole cache line."""
+    per_line = 64 // change.itemsize
+    count = len(change) // per_line
+    return exact(change)[: count * per_line].view(count, per_line).abs().square().sum(1).numpy()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_sampled_estimate_is_unbiased_over_draws(dtype: torch.dtype):
+    """Its mean over draws is Δ² (Eq. 6), within 4.5 standard errors of the variance that the docstring states."""
+    x = normal(8000, dtype, 0)
+    step = normal(8000, dtype, 1, 1e-2) * torch.logspace(-1, 1, 8000, dtype=torch.float64).to(dtype)
+    now = x + step
+    lines = lines_of(exact(now) - exact(x)) if dtype not in HALVES else _half_lines(now, x)
+    runs = lines[: len(lines) // 16 * 16].reshape(-1, 16)
+    deviation = math.sqrt(16**2 * runs.var(axis=1).sum())
+    draws = 2000
+    estimates = [kernels.Sampled(x, seed).advance(now) for seed in range(draws)]
+    assert abs(np.mean(estimates) - squared(exact(now) - exact(x))) < 4.5 * deviation / math.sqrt(draws)
+    assert np.std(estimates) == pytest.approx(deviation, rel=0.1), "the variance is as documented"
+
+
+def _half_lines(now: Tensor, x: Tensor) -> np.ndarray:
+    """Of halves, 32 to a line, whose difference is wider."""
+    change = exact(now) - exact(x)
+    count = len(change) // 32
+    return change[: count * 32].view(count, 32).square().sum(1).numpy()
+
+
+@given(length=st.integers(0, 3000), dtype=dtypes, seed=seeds)
+def test_a_sample_counts_every_value_for_as_much_as_the_others(length: int, dtype: torch.dtype, seed: int):
+    """Where all values change alike, every draw has the exact delta, at any length."""
+    x = torch.zeros(length, dtype=dtype)
+    sampled = kernels.Sampled(x, seed)
+    assert close(sampled.advance(x + 0.5), 0.25 * length, dtype)
+    assert sampled.advance(x + 0.5) == 0.0
+
+
+@given(length=st.integers(0, 3000), dtype=dtypes, seed=seeds, data=st.data())
+def test_what_is_to_be_measured_whole_is(length: int, dtype: torch.dtype, seed: int, data: st.DataObject):
+    """All of the change lies in the ranges given, so that nothing is left to chance."""
+    cuts = sorted(data.draw(st.lists(st.integers(0, length), min_size=4, max_size=4)))
+    ranges = [(cuts[0], cuts[1]), (cuts[2], cuts[3])]
+    x, now = torch.zeros(length, dtype=dtype), torch.zeros(length, dtype=dtype)
+    for start, stop in ranges:
+        now[start:stop] = normal(stop - start, dtype, seed)
+    assert close(kernels.Sampled(x, seed, ranges).advance(now), squared(now), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_sample_follows_its_vector(dtype: torch.dtype):
+    """Each estimate is of the last step alone; what was changed before keep() is not in it. The sample has 2 pieces."""
+    x = normal(1_200_000, dtype, 0)
+    sampled, on_device = kernels.Sampled(x, 5, [(0, 900)]), kernels.Sampled(x, 5, [(0, 900)])
+    for step in range(1, 4):
+        x += 2.0**-step
+        expected = 4.0**-step * len(x)
+        rounding = 40 * torch.finfo(dtype).eps
+        estimate = sampled.advance(x)
+        assert estimate == pytest.approx(expected, rel=rounding)
+        lazily = on_device.advance_on_device(x)
+        assert lazily.dtype == torch.float64 and lazily.dim() == 0
+        assert float(lazily) == pytest.approx(estimate, rel=1e-6)
+        x += 3.0  # a mix
+        sampled.keep(x)
+        on_device.keep(x)
+    assert sampled.advance(x) == 0.0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_sample_sees_what_is_not_finite_where_it_looks(dtype: torch.dtype):
+    x = torch.zeros(40_000, dtype=dtype)
+    sampled = kernels.Sampled(x, 0)
+    x[16 * 64 // x.itemsize * 3 :][: 16 * 64 // x.itemsize] = math.inf  # a whole run
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not math.isfinite(sampled.advance(x))
+
+
+def test_the_draw_is_the_seeds_alone():
+    x, now = normal(50_000, torch.float32, 0), normal(50_000, torch.float32, 1)
+    estimates = [kernels.Sampled(x, seed).advance(now) for seed in (1, 1, 2)]
+    assert estimates[0] == estimates[1] != estimates[2]
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak of resident memory as Linux reports it")
+def test_no_pass_takes_memory_in_proportion_to_the_model():
+    """48 MiB vectors; after a round on short ones, the peak of resident memory grows by less than 4 MiB."""
+    script = """
+        import resource, torch
+        from gossipx import kernels
+
+        torch.set_num_threads(1)
+
+        def passes(x, before, after, sampled):
+            kernels.advance(x, before, after)
+            kernels.advance(x, after, after)
+            kernels.advance_on_device(x, before, after)
+            kernels.difference(x, before, after)
+            kernels.difference_on_device(x, before, after)
+            kernels.commit(x, before, 0.5, after)
+            kernels.squared_norm(x)
+            sampled.advance(x)
+            sampled.advance_on_device(x)
+            sampled.keep(x)
+
+        for dtype in (torch.float32, torch.bfloat16, torch.complex64):
+            vectors = [torch.ones((48 << 20) // dtype.itemsize, dtype=dtype) for _ in range(3)]
+            sampled = kernels.Sampled(vectors[0], 0)
+            short = [vector[:600_000] for vector in vectors]
+            passes(*short, kernels.Sampled(short[0], 0))
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            passes(*vectors, sampled)
+            passes(*vectors, sampled)
+            print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    grown = [int(line) for line in done.stdout.split()]
+    assert len(grown) == 3 and max(grown) < 4096, f"KiB: {grown}"
