@@ -27,11 +27,12 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from gossipx.errors import GossipxError, PeerFaultError, PeerUnreachableError, ProtocolError
+from gossipx.errors import GossipxError, NotAuthorisedError, PeerFaultError, PeerUnreachableError, ProtocolError
 from gossipx.messages import Reply, Request
 from gossipx.transports import Address, Listener, Stream, Transport, tcp
 from gossipx.transports.link import Link, Links
-from gossipx.wire import DescribeRequest, Description, Hello, frames, manifest_bytes
+from gossipx.transports.trust import Trust
+from gossipx.wire import DescribeRequest, Description, Hello, auth, frames, manifest_bytes
 
 log = logging.getLogger("gossipx")
 
@@ -64,6 +65,7 @@ class _Slot:
     """A received request that waits for its answer."""
 
     number: int
+    checks: frames.Checks  # of its connection
     ready: threading.Event = field(default_factory=threading.Event)
     # The frame, its deadline, and whom to tell; None as long as there is no answer.
     answer: tuple[Iterable[frames.Buffers], float, Callable[[bool], None]] | None = None
@@ -83,8 +85,12 @@ class CommManager:
             be given to :meth:`answer` once, then or later.
         peer_timeout: seconds within which a handshake, and a request once begun, must be whole.
         transport: makes the connections.
+        secret: that all peers of the run share; connections begin with proving it, and every frame has a MAC.
         max_connections: inbound ones at a time; above it the oldest is closed that has not said who it is. By
             default 32 for strangers and four a peer (two that it keeps, and two that it uses meanwhile).
+
+    Attributes:
+        trust: who was turned away.
 
     Raises:
         UsageError: the manifest is larger than the 16 MiB that can be sent.
@@ -102,6 +108,7 @@ class CommManager:
         on_request: Callable[[int, Hashable, Request], None],
         peer_timeout: float,
         transport: Transport = tcp,
+        secret: auth.Secret | None = None,
         max_connections: int | None = None,
     ):
         self._names, self._addresses, self._bind = names, addresses, bind
@@ -111,6 +118,8 @@ class CommManager:
         self._on_request = on_request
         self._timeout = peer_timeout
         self._transport = transport
+        self._secret = secret
+        self.trust = Trust(len(names) - 1, peer_timeout)
         self._most = 32 + 4 * len(names) if max_connections is None else max_connections
         self._links = Links(names[rank], len(names), peer_timeout)
         self._numbers = itertools.count(1)
@@ -210,7 +219,7 @@ class CommManager:
         with self._lock:
             slot = self._slots.get(key)
             if slot is not None:
-                slot.answer = frames.encode(reply, slot.number, payload), deadline, done
+                slot.answer = frames.encode(reply, slot.number, payload, slot.checks), deadline, done
                 del self._slots[key]
                 slot.ready.set()
                 return
@@ -252,6 +261,8 @@ class CommManager:
         except PeerFaultError as error:
             if self._links.closed.is_set():
                 return self._links.gone()
+            if isinstance(error, NotAuthorisedError):
+                self.trust.turned_away(job.to)
             return type(error)(f"{self._names[job.to]}: {error}")
         except GossipxError as error:
             return error
@@ -291,10 +302,13 @@ class CommManager:
         deadline = min(deadline, time.monotonic() + self._timeout)
         link = self._links.add(self._transport.connect(self._addresses[to], deadline))
         try:
+            if self._secret is not None:
+                link.prove(self._secret, self._me, self._names[to], deadline)
             link.greet(self._me, to, self._names[to], self._manifest, deadline)
         except BaseException:
             self._links.drop(link)
             raise
+        self.trust.taken_in()
         return link
 
     # --- requests of others ---------------------------------------------------------------------
@@ -340,7 +354,12 @@ class CommManager:
         try:
             link = self._links.add(stream)
             try:
-                they = link.admit(self._me, self._names, time.monotonic() + self._timeout)
+                deadline = time.monotonic() + self._timeout
+                if self._secret is not None:
+                    link.challenge(self._secret, self._me, deadline)
+                hosts = [address.host for address in self._addresses]
+                they = link.admit(self._me, self._names, hosts, deadline)
+                self.trust.taken_in()
                 with self._lock:
                     if stream in self._inbound:
                         self._inbound[stream] = True
@@ -348,6 +367,8 @@ class CommManager:
                     self._serve_one(link, they)
             finally:
                 self._links.drop(link)
+        except NotAuthorisedError as error:
+            self.trust.stranger(stream.remote, error)
         except GossipxError as error:
             # Peers come and go, and anything may knock: not worth a user's attention.
             log.debug("the connection from %s has ended: %s", stream.remote, error)
@@ -363,7 +384,7 @@ class CommManager:
         if isinstance(frame.message, DescribeRequest):
             described = Description(len(self._manifest))
             manifest = memoryview(self._manifest)
-            link.send(frames.encode(described, frame.request, manifest), deadline)
+            link.send(frames.encode(described, frame.request, manifest, link.checks), deadline)
         elif they.model != self._me.model:
             raise link.refuse("the models differ", deadline)
         elif isinstance(frame.message, Request):
@@ -373,7 +394,7 @@ class CommManager:
 
     def _ask(self, link: Link, sender: int, number: int, request: Request) -> None:
         """Tell of a request, wait until it is answered, send the answer."""
-        key, slot, whole = next(self._numbers), _Slot(number), False
+        key, slot, whole = next(self._numbers), _Slot(number, link.checks), False
         with self._lock:
             if self._links.closed.is_set():
                 raise self._links.gone()

@@ -57,5 +57,14 @@ class ProtocolError(PeerFaultError):
     """The peer sent what the protocol does not allow."""
 
 
+class NotAuthorisedError(PeerFaultError):
+    """One side could not prove to the other that it belongs to the run: its secret or certificate is another.
+
+    Ends a command with exit code 5 where no other peer of the run takes this one for a member.
+    """
+
+    exit_code = 5
+
+
 class ModelMismatchError(UsageError):
     """Two peers hold models that differ in a tensor's name, shape or dtype."""

@@ -48,6 +48,7 @@ from gossipx.drive.timers import Timers
 from gossipx.errors import (
     GossipxError,
     LocalFaultError,
+    NotAuthorisedError,
     NotEnoughPeersError,
     PeerTimeoutError,
     PeerUnreachableError,
@@ -238,6 +239,8 @@ class Driver:
                 transfer.distance = self.arena.compare(transfer.buffer, transfer.base.buffer)
         match result:
             case UsageError():
+                self.fail(result)
+            case NotAuthorisedError() if self.comm is not None and self.comm.trust.is_outcast:
                 self.fail(result)
             case PeerUnreachableError():
                 self.tell(Failed(ticket, Fault.UNREACHABLE))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,14 @@ class Stream(Protocol):
 
     def abort(self) -> None:
         """End both ways at once; calls blocked in other threads raise. Any number of times."""
+
+
+@runtime_checkable
+class Certified(Protocol):
+    """A stream whose other side has proven, or will before its first byte, what host it is."""
+
+    def speaks_for(self, host: str) -> bool:
+        """Whether that host, as written in the hosts file, is the other side's; asked after something was received."""
 
 
 class Listener(Protocol):

@@ -3,21 +3,34 @@
 from __future__ import annotations
 
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import cast
 
-from gossipx.errors import ModelMismatchError, PeerFaultError, PeerUnreachableError, ProtocolError
-from gossipx.transports import Stream
+from gossipx.errors import (
+    ModelMismatchError,
+    NotAuthorisedError,
+    PeerFaultError,
+    PeerUnreachableError,
+    ProtocolError,
+)
+from gossipx.transports import Certified, Stream
 from gossipx.wire import (
+    Accepted,
+    Challenge,
     DescribeRequest,
     Expect,
     Hello,
     Message,
+    NotAuthorised,
+    Open,
+    Proof,
     Refused,
     Welcome,
     answer_to,
+    auth,
     difference,
     frames,
     no_payload,
@@ -30,14 +43,17 @@ class Link:
 
     Attributes:
         heard: whether anything came since a frame was last sent.
+        checks: of the frames that are sent, for :func:`gossipx.wire.frames.encode`.
     """
 
     def __init__(self, stream: Stream, links: Links):
         self.stream = stream
         self.heard = False
+        self.checks: frames.Checks = frames.CHECKSUMS
         self._links = links
         self._expect: Expect = no_payload
-        self._decoder = frames.Decoder(lambda message, request: self._expect(message, request))
+        self._decoder = frames.Decoder(lambda message, request: self._expect(message, request), frames.SMALL_METADATA)
+        self._opened: Open | None = None  # what the other side has proven to be
 
     def send(self, frame: Iterable[frames.Buffers], deadline: float) -> None:
         """Send what :func:`gossipx.wire.frames.encode` gave; errors as :meth:`Stream.send`."""
@@ -66,8 +82,57 @@ class Link:
 
     def ask(self, message: Message, number: int, deadline: float, payload: memoryview | None = None) -> frames.Frame:
         """Send ``message`` as request ``number``; its answer, a model's bytes in ``payload``."""
-        self.send(frames.encode(message, number), deadline)
+        self.send(frames.encode(message, number, checks=self.checks), deadline)
         return self.receive(deadline, answer_to(message, number, payload))
+
+    def prove(self, secret: auth.Secret, me: Hello, to: str, deadline: float) -> None:
+        """Open a connection of a run that has a secret: both sides prove that they know it; then :meth:`greet`.
+
+        Raises:
+            NotAuthorisedError: one of them cannot.
+        """
+        opener = auth.Opener(secret, run=me.peers, name=me.name, to=to, nonce=os.urandom(auth.NONCE_BYTES))
+        challenge = cast(Challenge, self.ask(opener.opened, 0, deadline).message)
+        accepted = cast(Accepted, self.ask(opener.challenged(challenge), 0, deadline).message)
+        self._secure(opener.accepted(accepted))
+
+    def challenge(self, secret: auth.Secret, me: Hello, deadline: float) -> None:
+        """The other side of :meth:`prove`; then :meth:`admit`.
+
+        Raises:
+            NotAuthorisedError: the opener does not prove that it knows the secret.
+            ProtocolError: it does not try, or means another peer.
+        """
+        opened = self._first(deadline)
+        if isinstance(opened, Hello):
+            raise self.turn_away("this run has a secret; give every peer the same --secret-file", deadline)
+        if not isinstance(opened, Open):
+            raise ProtocolError(f"it began with {type(opened).__name__}, not Open")
+        answerer = auth.Answerer(secret, os.urandom(auth.NONCE_BYTES))
+        self.send(frames.encode(answerer.opened(opened), 0), deadline)
+        proof = self.receive(deadline).message
+        if not isinstance(proof, Proof):
+            raise ProtocolError(f"it answered a challenge by {type(proof).__name__}")
+        try:
+            accepted, session = answerer.proven(proof)
+        except NotAuthorisedError:
+            raise self.turn_away(auth.REFUSAL, deadline) from None
+        self.send(frames.encode(accepted, 0), deadline)
+        self._secure(session)
+        elsewhere = auth.misdirected(opened, me.name)
+        if elsewhere is not None:
+            raise self.refuse(elsewhere, deadline)
+
+    def _secure(self, session: auth.Session) -> None:
+        self.checks = session.sending
+        self._decoder.use(session.receiving)
+        self._opened = session.opened
+
+    def _first(self, deadline: float) -> Message:
+        try:
+            return self.receive(deadline).message
+        except frames.VersionError as error:
+            raise self.refuse(str(error), deadline) from None
 
     def greet(self, me: Hello, to: int, name: str, manifest: bytes, deadline: float) -> None:
         """Open a connection: say who ``me`` is, and hear that peer ``to`` answers.
@@ -89,35 +154,55 @@ class Link:
                 f" {difference(manifest, bytes(described.payload or b''))};"
                 " build the same model on every host"
             )
+        self._decoder.most = frames.MAX_METADATA
 
-    def admit(self, me: Hello, names: Sequence[str], deadline: float) -> Hello:
+    def admit(self, me: Hello, names: Sequence[str], hosts: Sequence[str], deadline: float) -> Hello:
         """The other side of :meth:`greet`: hear who opened the connection, and welcome or refuse.
 
+        Args:
+            names, hosts: of the run's peers, by rank.
+
         Raises:
+            NotAuthorisedError: it is not who it says.
             ProtocolError: it is refused.
         """
-        try:
-            they = self.receive(deadline).message
-        except frames.VersionError as error:
-            raise self.refuse(str(error), deadline) from None
+        they = self._first(deadline)
+        if isinstance(they, Open):
+            raise self.turn_away("this peer has no secret; give every peer the same --secret-file", deadline)
         if not isinstance(they, Hello):
             raise ProtocolError(f"it began with {type(they).__name__}, not Hello")
+        if self._opened is not None and (self._opened.opener, self._opened.run) != (they.name, they.peers):
+            raise self.turn_away(f"it has proven to be {self._opened.opener}, not {they.name}", deadline)
         reason = objection(me, they, names)
         if reason is not None:
             raise self.refuse(reason, deadline)
-        self.send(frames.encode(Welcome(me.rank, me.name, me.model), 0), deadline)
+        if isinstance(self.stream, Certified) and not self.stream.speaks_for(hosts[they.rank]):
+            raise self.turn_away(
+                f"the certificate of {they.name} is not for '{hosts[they.rank]}', its host in the hosts file", deadline
+            )
+        self.send(frames.encode(Welcome(me.rank, me.name, me.model), 0, checks=self.checks), deadline)
+        self._decoder.most = frames.MAX_METADATA
         return they
+
+    def turn_away(self, reason: str, deadline: float) -> NotAuthorisedError:
+        """As :meth:`refuse`, of one that has not proven who it is."""
+        self._close_with(NotAuthorised(reason), deadline)
+        return NotAuthorisedError(f"not authorised: {reason}")
 
     def refuse(self, reason: str, deadline: float) -> ProtocolError:
         """Say why the connection will be closed; the error to end it with."""
-        self.send(frames.encode(Refused(reason), 0), deadline)
+        self._close_with(Refused(reason), deadline)
+        return ProtocolError(reason)
+
+    def _close_with(self, last: Message, deadline: float) -> None:
+        self.send(frames.encode(last, 0, checks=self.checks), deadline)
         # Closed while bytes of theirs are unread, TCP may take the reason back; so read them out.
         scrap = memoryview(bytearray(4096))
         try:
             while True:
                 self._links.count(0, self.stream.receive_into(scrap, deadline))
         except PeerFaultError:
-            return ProtocolError(reason)
+            return
 
 
 # Idle links kept to another peer: a pull and a message beside it.
