@@ -112,14 +112,16 @@ def _checked(content: bytes, source: str, file: Path | None = None) -> Secret:
 def _read_own(file: Path, option: str) -> bytes:
     """The start of a file that only its owner may read; long enough to tell whether it is too long for a secret."""
     try:
-        # Without waiting for the writer of a pipe.
-        with os.fdopen(os.open(file, os.O_RDONLY | os.O_NONBLOCK), "rb") as opened:
-            mode = os.fstat(opened.fileno()).st_mode
+        opened = os.open(file, os.O_RDONLY | os.O_NONBLOCK)  # without waiting for the writer of a pipe
+        try:
+            mode = os.fstat(opened).st_mode
             if not stat.S_ISREG(mode):
                 raise UsageError(f"{option} is no regular file, which every peer could read", file)
             if mode & (stat.S_IRWXG | stat.S_IRWXO):
                 raise UsageError(f"others can read {option}: chmod 600 {shlex.quote(str(file))}", file)
-            return opened.read(MOST_SECRET + 3)  # with the end of a line
+            return os.read(opened, MOST_SECRET + 3)  # with the end of a line
+        finally:
+            os.close(opened)
     except OSError as error:
         raise UsageError(f"cannot read {option}: {error.strerror}", file) from error
 

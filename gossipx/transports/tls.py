@@ -314,7 +314,7 @@ class Tls:
         with _told(authority, "--tls-ca", "a CA's certificate"):
             context.load_verify_locations(authority)
         with _told(certificate, "--tls-cert", "a certificate"):
-            certificate.read_bytes()
+            ssl.SSLContext(protocol).load_verify_locations(certificate)  # reads it, to tell it from the key
         with _told(key, "--tls-key", f"the private key of {certificate}"):
             key.read_bytes()
             context.load_cert_chain(certificate, key, password=_no_passphrase)

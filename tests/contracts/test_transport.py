@@ -16,6 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from certificates import Authority
 
 from gossipx.errors import GossipxError, PeerTimeoutError, PeerUnreachableError
 from gossipx.transports import Address, Listener, Stream, Transport, tcp
@@ -23,7 +24,7 @@ from gossipx.transports import Address, Listener, Stream, Transport, tcp
 Pair = tuple[Stream, Stream]
 Beside = Callable[..., "Future[Any]"]
 
-TRANSPORTS: dict[str, tuple[Transport, Address]] = {"tcp": (tcp, Address("127.0.0.1", 0))}
+PLACES: dict[str, Address] = {"tcp": Address("127.0.0.1", 0), "tls": Address("127.0.0.1", 0)}
 LONG = 60.0  # seconds: ends a test that hangs
 SHORT = 0.2  # seconds: a deadline that is meant to pass
 
@@ -32,23 +33,38 @@ def soon(seconds: float = LONG) -> float:
     return time.monotonic() + seconds
 
 
-@pytest.fixture(params=TRANSPORTS)
-def transport(request: pytest.FixtureRequest) -> Transport:
-    return TRANSPORTS[request.param][0]
+@pytest.fixture(params=PLACES)
+def kind(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture(scope="module")
+def tls(tmp_path_factory: pytest.TempPathFactory) -> Transport:
+    return Authority(tmp_path_factory.mktemp("certificates")).issue().transport()
 
 
 @pytest.fixture
-def listener(transport: Transport, request: pytest.FixtureRequest) -> Iterator[Listener]:
-    place = next(place for known, place in TRANSPORTS.values() if known is transport)
-    listening = transport.listen(place)
+def transport(kind: str, request: pytest.FixtureRequest) -> Transport:
+    made: Transport = request.getfixturevalue("tls") if kind == "tls" else tcp
+    return made
+
+
+@pytest.fixture
+def listener(transport: Transport, kind: str) -> Iterator[Listener]:
+    listening = transport.listen(PLACES[kind])
     yield listening
     listening.close()
 
 
 @pytest.fixture
-def pair(transport: Transport, listener: Listener) -> Iterator[Pair]:
-    ours = transport.connect(listener.address, soon())
+def pair(transport: Transport, listener: Listener, beside: Beside) -> Iterator[Pair]:
+    connecting = beside(transport.connect, listener.address, soon())
     theirs = listener.accept()
+    first = beside(read, theirs, 1)  # who accepts may begin to talk no sooner
+    ours = connecting.result(LONG)
+    ours.send([b"."], soon())
+    assert first.result(LONG) == b"."
     yield ours, theirs
     ours.abort()
     theirs.abort()
