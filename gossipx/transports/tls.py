@@ -219,8 +219,9 @@ class TlsStream:
         """
         until = min(deadline, time.monotonic() + _REFUSAL)
         with contextlib.suppress(PeerFaultError):
-            while self._flush(until) or self._below.receive_into(self._received, until):
-                pass
+            if self._flush(until):
+                while self._below.receive_into(self._received, until):
+                    pass
 
     def _fault(self, error: ssl.SSLError) -> GossipxError:
         """In one line: which of the two sides' certificates is refused, and why."""
