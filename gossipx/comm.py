@@ -27,7 +27,14 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from gossipx.errors import GossipxError, NotAuthorisedError, PeerFaultError, PeerUnreachableError, ProtocolError
+from gossipx.errors import (
+    GossipxError,
+    NotAuthorisedError,
+    PeerFaultError,
+    PeerUnreachableError,
+    ProtocolError,
+    StrangerError,
+)
 from gossipx.messages import Reply, Request
 from gossipx.transports import Address, Listener, Stream, Transport, tcp
 from gossipx.transports.link import Link, Links
@@ -262,7 +269,7 @@ class CommManager:
             if self._links.closed.is_set():
                 return self._links.gone()
             if isinstance(error, NotAuthorisedError):
-                self.trust.turned_away(job.to)
+                self.trust.turned_away(job.to, error)
             return type(error)(f"{self._names[job.to]}: {error}")
         except GossipxError as error:
             return error
@@ -367,7 +374,7 @@ class CommManager:
                     self._serve_one(link, they)
             finally:
                 self._links.drop(link)
-        except NotAuthorisedError as error:
+        except (NotAuthorisedError, StrangerError) as error:
             self.trust.stranger(stream.remote, error)
         except GossipxError as error:
             # Peers come and go, and anything may knock: not worth a user's attention.

@@ -58,10 +58,16 @@ class ProtocolError(PeerFaultError):
 
 
 class NotAuthorisedError(PeerFaultError):
-    """One side could not prove to the other that it belongs to the run: its secret or certificate is another.
+    """Two peers do not take each other for members of one run, and it may be this one that is not.
 
-    Ends a command with exit code 5 where no other peer of the run takes this one for a member.
+    Ends a command with exit code 5 where no other peer of the run takes this one in.
     """
+
+    exit_code = 5
+
+
+class StrangerError(PeerFaultError):
+    """What is at the other end does not belong to the run, whatever this peer is."""
 
     exit_code = 5
 

@@ -15,6 +15,7 @@ from gossipx.errors import (
     PeerFaultError,
     PeerUnreachableError,
     ProtocolError,
+    StrangerError,
 )
 from gossipx.transports import Certified, Stream
 from gossipx.wire import (
@@ -163,7 +164,8 @@ class Link:
             names, hosts: of the run's peers, by rank.
 
         Raises:
-            NotAuthorisedError: it is not who it says.
+            StrangerError: it is not who it says.
+            NotAuthorisedError: it has a secret to prove, and this peer has none.
             ProtocolError: it is refused.
         """
         they = self._first(deadline)
@@ -172,22 +174,23 @@ class Link:
         if not isinstance(they, Hello):
             raise ProtocolError(f"it began with {type(they).__name__}, not Hello")
         if self._opened is not None and (self._opened.opener, self._opened.run) != (they.name, they.peers):
-            raise self.turn_away(f"it has proven to be {self._opened.opener}, not {they.name}", deadline)
+            raise self.turn_away(f"it has proven to be {self._opened.opener}, not {they.name}", deadline, StrangerError)
         reason = objection(me, they, names)
         if reason is not None:
             raise self.refuse(reason, deadline)
         if isinstance(self.stream, Certified) and not self.stream.speaks_for(hosts[they.rank]):
-            raise self.turn_away(
-                f"the certificate of {they.name} is not for '{hosts[they.rank]}', its host in the hosts file", deadline
-            )
+            whose = f"the certificate of {they.name} is not for '{hosts[they.rank]}', its host in the hosts file"
+            raise self.turn_away(whose, deadline, StrangerError)
         self.send(frames.encode(Welcome(me.rank, me.name, me.model), 0, checks=self.checks), deadline)
         self._decoder.most = frames.MAX_METADATA
         return they
 
-    def turn_away(self, reason: str, deadline: float) -> NotAuthorisedError:
+    def turn_away(
+        self, reason: str, deadline: float, kind: type[NotAuthorisedError | StrangerError] = NotAuthorisedError
+    ) -> PeerFaultError:
         """As :meth:`refuse`, of one that has not proven who it is."""
         self._close_with(NotAuthorised(reason), deadline)
-        return NotAuthorisedError(f"not authorised: {reason}")
+        return kind(f"not authorised: {reason}")
 
     def refuse(self, reason: str, deadline: float) -> ProtocolError:
         """Say why the connection will be closed; the error to end it with."""

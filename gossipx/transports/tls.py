@@ -32,6 +32,7 @@ from gossipx.errors import (
     PeerTimeoutError,
     PeerUnreachableError,
     ProtocolError,
+    StrangerError,
     UsageError,
 )
 from gossipx.transports import Address, Listener, Stream, Transport, tcp
@@ -45,16 +46,10 @@ _STRANGER = 16 * 1024
 _REFUSAL = 5.0
 
 # OpenSSL's X509_V_ERR_*: what is wrong with the other side's certificate.
-_UNKNOWN_CA = "was not signed by a CA in --tls-ca"
+_UNKNOWN_CA = {2, 7, 18, 19, 20, 21}
 _CERTIFICATE_FAULTS = {
-    2: _UNKNOWN_CA,
-    7: _UNKNOWN_CA,
     9: "is not valid yet: look at the clocks of both machines",
     10: "has expired",
-    18: _UNKNOWN_CA,
-    19: _UNKNOWN_CA,
-    20: _UNKNOWN_CA,
-    21: _UNKNOWN_CA,
     26: "is not for this use: it needs both serverAuth and clientAuth",
     62: "is not for '{host}', the host in the hosts file",
     64: "is not for '{host}', the host in the hosts file",
@@ -139,8 +134,9 @@ class TlsStream:
         """Let both sides prove who they are, once; sending and receiving do it first if nobody has.
 
         Raises:
-            NotAuthorisedError: a certificate is missing or was refused, and why. The connecting side may be told so
-                only when it receives.
+            StrangerError: the other side's certificate is missing, has expired, or is for another host or use.
+            NotAuthorisedError: the other side refuses ours, or the CAs differ. The connecting side may be told so only
+                when it receives.
             ProtocolError: the other side does not speak TLS 1.3.
             PeerTimeoutError, PeerUnreachableError: as :meth:`receive_into`.
         """
@@ -157,7 +153,7 @@ class TlsStream:
             self._received = memoryview(bytearray(_RECEIVED))
         except PeerUnreachableError as error:
             raise PeerUnreachableError(f"{error}, in the TLS handshake") from error
-        except (NotAuthorisedError, ProtocolError):
+        except (NotAuthorisedError, StrangerError, ProtocolError):
             self._tell_why(deadline)
             raise
         finally:
@@ -228,13 +224,14 @@ class TlsStream:
         if isinstance(error, ssl.SSLZeroReturnError):
             return PeerUnreachableError(f"{self.remote} closed the connection")
         if isinstance(error, ssl.SSLCertVerificationError):
+            whose = f"not authorised: the certificate of {self.remote}"
+            if error.verify_code in _UNKNOWN_CA:  # either side may have the wrong CA
+                return NotAuthorisedError(f"{whose} was not signed by a CA in --tls-ca")
             fault = _CERTIFICATE_FAULTS.get(error.verify_code, f"is refused: {error.verify_message}")
-            return NotAuthorisedError(
-                f"not authorised: the certificate of {self.remote} {fault.format(host=self._host)}"
-            )
+            return StrangerError(f"{whose} {fault.format(host=self._host)}")
         reason = error.reason or "unknown"
         if reason == _NO_CERTIFICATE:
-            return NotAuthorisedError(f"not authorised: {self.remote} gave no certificate")
+            return StrangerError(f"not authorised: {self.remote} gave no certificate")
         if reason in _ALERTS:
             return NotAuthorisedError(f"not authorised: {self.remote} {_ALERTS[reason]}")
         return ProtocolError(f"{self.remote} does not speak TLS 1.3 as it should ({reason.lower().replace('_', ' ')})")
@@ -289,7 +286,8 @@ class Tls:
         """Connect and shake hands; see :class:`gossipx.transports.Transport`.
 
         Raises:
-            NotAuthorisedError: what answers has no certificate for ``address.host`` that is in force.
+            StrangerError: what answers has no certificate for ``address.host`` that is in force.
+            NotAuthorisedError: the CAs differ.
         """
         stream = self._wrap(self._below.connect(address, deadline), address.host.partition("%")[0])
         try:

@@ -7,7 +7,7 @@ import math
 import threading
 import time
 
-from gossipx.errors import NotAuthorisedError
+from gossipx.errors import NotAuthorisedError, StrangerError
 
 log = logging.getLogger("gossipx")
 
@@ -34,6 +34,7 @@ class Trust:
         self._told = (-math.inf, 0)  # when a line was logged of them, and how many there were
         self._taken_in = False
         self._turned_away: set[int] = set()
+        self._doubt: NotAuthorisedError | None = None
 
     @property
     def strangers(self) -> int:
@@ -52,20 +53,33 @@ class Trust:
             late = time.monotonic() > self._hopes_until
             return not self._taken_in and bool(self._turned_away) and (everybody or late)
 
+    @property
+    def doubt(self) -> NotAuthorisedError | None:
+        """Why nobody has taken this peer in, if somebody was there and that is why.
+
+        Others may have asked this peer, not have been taken in, and be gone before it could ask them. Anybody can do
+        that, so it ends nothing by itself: it tells why a peer that is alone is alone.
+        """
+        with self._lock:
+            return None if self._taken_in else self._doubt
+
     def taken_in(self) -> None:
         """Another peer and this one have taken each other for members."""
         with self._lock:
             self._taken_in = True
 
-    def turned_away(self, rank: int) -> None:
+    def turned_away(self, rank: int, error: NotAuthorisedError) -> None:
         """That has failed with the peer of this rank."""
         with self._lock:
+            self._doubt = error
             self._turned_away.add(rank)
 
-    def stranger(self, remote: str, error: NotAuthorisedError) -> None:
+    def stranger(self, remote: str, error: NotAuthorisedError | StrangerError) -> None:
         """Somebody who opened a connection was turned away; tells of it, at a limited rate."""
         with self._lock:
             self._strangers += 1
+            if isinstance(error, NotAuthorisedError):
+                self._doubt = self._doubt or error
             now = time.monotonic()
             when, before = self._told
             if now - when < _TELL:

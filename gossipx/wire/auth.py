@@ -31,7 +31,7 @@ import hashlib
 import hmac
 from dataclasses import dataclass
 
-from gossipx.errors import NotAuthorisedError, ProtocolError
+from gossipx.errors import NotAuthorisedError, ProtocolError, StrangerError
 from gossipx.wire import Accepted, Challenge, Open, Proof, frames
 
 NONCE_BYTES = 32
@@ -117,11 +117,11 @@ class Opener:
         """The answerer's proof has come.
 
         Raises:
-            NotAuthorisedError: it is none.
+            StrangerError: it is none; who knows the secret would have refused ours.
         """
         keys = _known(self._keys)
         if not keys.proves(accepted.proof, Side.ANSWERER):
-            raise NotAuthorisedError(f"not authorised: what answers there does not belong to the run: {REFUSAL}")
+            raise StrangerError("not authorised: what answers there accepts a proof that it cannot give")
         return keys.session(Side.OPENER)
 
 

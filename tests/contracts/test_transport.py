@@ -30,6 +30,7 @@ from gossipx.errors import (
     PeerTimeoutError,
     PeerUnreachableError,
     ProtocolError,
+    StrangerError,
 )
 from gossipx.transports import Address, Certified, Listener, Stream, Transport, tcp
 
@@ -446,7 +447,7 @@ def meeting(server: Transport, client: Transport, beside: Beside) -> tuple[Strea
             streams.append(stream := make())
             stream.send([b"."], soon())
             read(stream, 1)
-        except NotAuthorisedError as error:
+        except (NotAuthorisedError, StrangerError) as error:
             for each in streams:
                 each.abort()
             assert error.exit_code == 5

@@ -21,7 +21,7 @@ import test_comm
 from certificates import Authority
 from test_comm import LONG, Heard, Host, Run, frame, knock, read_frame
 
-from gossipx.errors import GossipxError, NotAuthorisedError, ProtocolError
+from gossipx.errors import GossipxError, NotAuthorisedError, ProtocolError, StrangerError
 from gossipx.messages import HereReply, LeaveRequest, ModelReply, PullRequest, Stage
 from gossipx.transports import Address
 from gossipx.transports.link import Link
@@ -347,8 +347,10 @@ def test_a_certificate_of_the_run_is_good_for_its_own_host_alone(start: Start, t
     assert isinstance(error, NotAuthorisedError)
     assert "the certificate of peer-00 is not for '127.0.0.1', its host in the hosts file" in str(error)
     assert b.received.empty()
+    assert a.comm.trust.is_outcast
     error = failure(b, 0)
-    assert isinstance(error, NotAuthorisedError)
+    assert isinstance(error, StrangerError)
+    assert not b.comm.trust.is_outcast
     assert "is not for '127.0.0.1', the host in the hosts file" in str(error)
     assert a.received.empty()
 

@@ -6,9 +6,11 @@ import logging
 
 import pytest
 
-from gossipx.errors import NotAuthorisedError
+from gossipx.errors import NotAuthorisedError, StrangerError
 from gossipx.transports import trust
 from gossipx.transports.trust import Trust
+
+REFUSED = NotAuthorisedError("not authorised: why")
 
 
 class Clock:
@@ -29,16 +31,16 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def test_who_is_turned_away_by_all_others_is_an_outcast_at_once(clock: Clock) -> None:
     own = Trust(2, 30.0)
     assert not own.is_outcast
-    own.turned_away(1)
-    own.turned_away(1)
+    own.turned_away(1, REFUSED)
+    own.turned_away(1, REFUSED)
     assert not own.is_outcast
-    own.turned_away(2)
+    own.turned_away(2, REFUSED)
     assert own.is_outcast
 
 
 def test_who_is_turned_away_by_some_hopes_for_the_others_until_half_of_peer_timeout(clock: Clock) -> None:
     own, nobody_there = Trust(5, 30.0), Trust(5, 30.0)
-    own.turned_away(1)
+    own.turned_away(1, REFUSED)
     clock.now += 15
     assert not own.is_outcast
     clock.now += 0.1
@@ -49,8 +51,8 @@ def test_who_is_turned_away_by_some_hopes_for_the_others_until_half_of_peer_time
 def test_who_was_taken_in_by_one_is_no_outcast(clock: Clock) -> None:
     own = Trust(2, 30.0)
     own.taken_in()
-    own.turned_away(1)
-    own.turned_away(2)
+    own.turned_away(1, REFUSED)
+    own.turned_away(2, REFUSED)
     clock.now += 60
     assert not own.is_outcast
 
@@ -59,11 +61,22 @@ def test_strangers_are_told_of_once_a_minute_and_all_counted(clock: Clock, caplo
     caplog.set_level(logging.WARNING, "gossipx")
     own = Trust(2, 30.0)
     for _ in range(5):
-        own.stranger("192.0.2.1:7", NotAuthorisedError("not authorised: why"))
+        own.stranger("192.0.2.1:7", REFUSED)
     clock.now += 60
-    own.stranger("192.0.2.1:8", NotAuthorisedError("not authorised: why"))
+    own.stranger("192.0.2.1:8", REFUSED)
     assert [record.getMessage() for record in caplog.records] == [
         "a connection from 192.0.2.1:7: not authorised: why",
         "a connection from 192.0.2.1:8: not authorised: why (4 more turned away before)",
     ]
     assert own.strangers == 6
+
+
+def test_a_peer_that_stays_alone_knows_whether_somebody_was_there(clock: Clock) -> None:
+    own = Trust(2, 30.0)
+    own.stranger("192.0.2.1:7", StrangerError("not authorised: it gave no certificate"))
+    assert own.doubt is None  # as anybody's scanner does
+    own.stranger("192.0.2.1:7", REFUSED)
+    assert own.doubt is REFUSED
+    assert not own.is_outcast
+    own.taken_in()
+    assert own.doubt is None
