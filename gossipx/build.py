@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from gossipx import mixing, policies, topology
+from gossipx.access import grant
 from gossipx.arena import ParameterArena
 from gossipx.comm import CommManager
 from gossipx.config import RunConfig
@@ -73,6 +74,7 @@ def peer(
     Raises:
         UsageError: settings that do not fit, or a parameter that cannot be joined.
     """
+    granted = grant(config.exchange, place.bind.host)
     size = len(place.names)
     run, sync = config.run, config.sync
     arena = ParameterArena(module, mix_buffers=sync.buffers == "mix")
@@ -107,6 +109,10 @@ def peer(
         manifest=arena.manifest,
         on_request=driver.received,
         peer_timeout=config.exchange.peer_timeout,
+        transport=granted.transport,
+        secret=granted.secret,
+        share_memory=granted.share_memory,
+        only_memory=config.exchange.transport == "shm",
     )
     split = partition.parse(config.task.partition)
     options = PeerOptions(

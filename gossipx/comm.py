@@ -28,11 +28,20 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from gossipx.errors import GossipxError, PeerFaultError, PeerUnreachableError, ProtocolError
+from gossipx.errors import (
+    GossipxError,
+    NotAuthorisedError,
+    PeerFaultError,
+    PeerUnreachableError,
+    ProtocolError,
+    StrangerError,
+    UsageError,
+)
 from gossipx.messages import ModelReply, Reply, Request
 from gossipx.transports import Address, Listener, Stream, Transport, tcp, unix
 from gossipx.transports.link import Link, Links
-from gossipx.wire import DescribeRequest, Description, Hello, Sink, Source, Welcome, frames, manifest_bytes
+from gossipx.transports.trust import Trust
+from gossipx.wire import DescribeRequest, Description, Hello, Sink, Source, Welcome, auth, frames, manifest_bytes
 
 log = logging.getLogger("gossipx")
 
@@ -86,8 +95,13 @@ class CommManager:
         transport: makes the connections.
         share_memory: give models to peers on this machine in memory that both share, where the system can; connections
             to them are opened by ``transport`` and go on over a Unix socket.
+        only_memory: requests to a peer with which that cannot be end in a UsageError.
+        secret: that all peers of the run share; connections begin with proving it, and every frame has a MAC.
         max_connections: inbound ones at a time; above it the oldest is closed that has not said who it is. By
             default 32 for strangers and four a peer (two that it keeps, and two that it uses meanwhile).
+
+    Attributes:
+        trust: who was turned away.
 
     Raises:
         UsageError: the manifest is larger than the 16 MiB that can be sent.
@@ -106,6 +120,8 @@ class CommManager:
         peer_timeout: float,
         transport: Transport = tcp,
         share_memory: bool = True,
+        only_memory: bool = False,
+        secret: auth.Secret | None = None,
         max_connections: int | None = None,
     ):
         self._names, self._addresses, self._bind = names, addresses, bind
@@ -116,9 +132,12 @@ class CommManager:
         self._timeout = peer_timeout
         self._transport = transport
         self._machine = unix.machine() if share_memory else ""
+        self._only_memory = only_memory
         # Unguessable, so that nobody else can have taken it; of processes of this machine alone.
         self._local = Address(f"gossipx-{secrets.token_hex(16)}" if self._machine else "", 0)
         self._apart: set[int] = set()  # ranks that say they are on this machine and cannot be reached as such
+        self._secret = secret
+        self.trust = Trust(len(names) - 1, peer_timeout)
         self._most = 32 + 4 * len(names) if max_connections is None else max_connections
         self._links = Links(names[rank], len(names), peer_timeout)
         self._numbers = itertools.count(1)
@@ -155,10 +174,10 @@ class CommManager:
     def start(self) -> None:
         """Listen and answer from now on; GossipxError if the address cannot be had."""
         self._listener = self._transport.listen(self._bind)
-        self._links.spawn("accept", self._accept, self._listener, False)
+        self._links.spawn("accept", self._accept, self._listener)
         if self._local.host:
             self._local_listener = unix.listen(self._local)
-            self._links.spawn("accept-local", self._accept, self._local_listener, True)
+            self._links.spawn("accept-local", self._accept, self._local_listener)
 
     def request(
         self,
@@ -266,6 +285,8 @@ class CommManager:
         except PeerFaultError as error:
             if self._links.closed.is_set():
                 return self._links.gone()
+            if isinstance(error, NotAuthorisedError):
+                self.trust.turned_away(job.to, error)
             return type(error)(f"{self._names[job.to]}: {error}")
         except GossipxError as error:
             return error
@@ -305,28 +326,41 @@ class CommManager:
         deadline = min(deadline, time.monotonic() + self._timeout)
         link = self._links.add(self._transport.connect(self._addresses[to], deadline))
         they = self._greet(link, to, deadline)
-        if not (self._machine and they.local and they.machine == self._machine) or to in self._apart:
-            return link
+        here = bool(self._machine and they.local) and they.machine == self._machine and to not in self._apart
+        local = self._open_local(they, to, deadline) if here else None
+        if local is not None:
+            self._links.drop(link)
+            return local
+        if self._only_memory:
+            self._links.drop(link)
+            raise UsageError(f"no memory can be shared with {self._names[to]}, as --transport shm wants: use auto")
+        return link
+
+    def _open_local(self, they: Welcome, to: int, deadline: float) -> Link | None:
+        """The same over a Unix socket, to a peer that says it is on this machine; None if it cannot be reached so."""
         try:
-            local = self._links.add(unix.connect(Address(they.local, 0), deadline), shares_memory=True)
+            local = self._links.add(unix.connect(Address(they.local, 0), deadline))
             self._greet(local, to, deadline)
+            return local
         except PeerFaultError as error:
             log.debug("%s is on this machine and cannot share memory: %s", self._names[to], error)
             self._apart.add(to)
-            return link
-        self._links.drop(link)
-        return local
+            return None
 
     def _greet(self, link: Link, to: int, deadline: float) -> Welcome:
         try:
-            return link.greet(self._me, to, self._names[to], self._manifest, deadline)
+            if self._secret is not None:
+                link.prove(self._secret, self._me, self._names[to], deadline)
+            they = link.greet(self._me, to, self._names[to], self._manifest, deadline)
         except BaseException:
             self._links.drop(link)
             raise
+        self.trust.taken_in()
+        return they
 
     # --- requests of others ---------------------------------------------------------------------
 
-    def _accept(self, listener: Listener, local: bool) -> None:
+    def _accept(self, listener: Listener) -> None:
         pause, full = _PAUSE[0], False
         while not self._links.closed.is_set():
             try:
@@ -338,13 +372,13 @@ class CommManager:
                 pause = min(2 * pause, _PAUSE[1])
                 continue
             pause = _PAUSE[0]
-            fits = self._serve_beside(stream, local)
+            fits = self._serve_beside(stream)
             if not fits and not full:
                 log.warning("%d connections are open: closing those that have not said who they are", self._most)
             full = not fits
         listener.close()
 
-    def _serve_beside(self, stream: Stream, local: bool) -> bool:
+    def _serve_beside(self, stream: Stream) -> bool:
         """Give a connection its thread; returns whether there was room, without closing one for it."""
         with self._lock:
             full = len(self._inbound) >= self._most
@@ -354,7 +388,7 @@ class CommManager:
                 del self._inbound[goes]
             if goes is not stream:
                 try:
-                    self._links.spawn("serve", self._serve, stream, local)
+                    self._links.spawn("serve", self._serve, stream)
                     self._inbound[stream] = False
                 except RuntimeError:  # the system has no thread left
                     stream.abort()
@@ -362,13 +396,18 @@ class CommManager:
             goes.abort()
         return not full
 
-    def _serve(self, stream: Stream, local: bool) -> None:
+    def _serve(self, stream: Stream) -> None:
         """All of an inbound connection."""
         try:
-            link = self._links.add(stream, shares_memory=local)
+            link = self._links.add(stream)
             try:
+                deadline = time.monotonic() + self._timeout
+                if self._secret is not None:
+                    link.challenge(self._secret, self._me, deadline)
+                hosts = [address.host for address in self._addresses]
                 welcome = Welcome(self._me.rank, self._me.name, self._me.model, self._machine, self._local.host)
-                they = link.admit(self._me, self._names, welcome, time.monotonic() + self._timeout)
+                they = link.admit(self._me, self._names, hosts, welcome, deadline)
+                self.trust.taken_in()
                 with self._lock:
                     if stream in self._inbound:
                         self._inbound[stream] = True
@@ -376,6 +415,8 @@ class CommManager:
                     self._serve_one(link, they)
             finally:
                 self._links.drop(link)
+        except (NotAuthorisedError, StrangerError) as error:
+            self.trust.stranger(stream.remote, error)
         except GossipxError as error:
             # Peers come and go, and anything may knock: not worth a user's attention.
             log.debug("the connection from %s has ended: %s", stream.remote, error)
@@ -390,7 +431,7 @@ class CommManager:
         deadline = time.monotonic() + self._timeout
         if isinstance(frame.message, DescribeRequest):
             described = Description(len(self._manifest))
-            link.send(frames.encode(described, frame.request, memoryview(self._manifest)), deadline)
+            link.send(frames.encode(described, frame.request, memoryview(self._manifest), link.checks), deadline)
         elif they.model != self._me.model:
             raise link.refuse("the models differ", deadline)
         elif isinstance(frame.message, Request):
@@ -416,7 +457,7 @@ class CommManager:
             if isinstance(reply, ModelReply) and payload is not None:
                 link.send_model(reply, number, payload, deadline)
             else:
-                link.send(frames.encode(reply, number), deadline)
+                link.send(frames.encode(reply, number, checks=link.checks), deadline)
             whole = True
         finally:
             self._forget(key)

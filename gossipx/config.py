@@ -145,8 +145,18 @@ class SyncSettings:
 class ExchangeSettings:
     """How peers reach each other; the TOML table ``[exchange]``."""
 
-    bind: str = setting("127.0.0.1", "Address to listen on; anything but loopback only on a network you trust.")
+    bind: str = setting("127.0.0.1", "Address to listen on; anything but loopback needs a secret or TLS.")
     advertise: str | None = setting(None, "This machine's host in the hosts file, where it cannot be told by itself.")
+    secret_file: str | None = setting(
+        None, "File of 16 bytes or more that all peers share and nobody else can read. Or GOSSIPX_SECRET has them."
+    )
+    tls_cert: str | None = setting(None, "Mutual TLS instead: PEM file of this machine's certificate ...")
+    tls_key: str | None = setting(None, "... of its private key ...")
+    tls_ca: str | None = setting(None, "... and of the CA that has signed those of all peers; see gossipx certs new.")
+    transport: Literal["auto", "tcp", "shm"] = setting(
+        "auto",
+        "How models travel: in shared memory between peers of one machine, else over TCP; or always one of them.",
+    )
     peer_timeout: float = setting(30.0, "Seconds after which another peer is no longer waited for.", 0.1, 86_400)
 
 

@@ -57,5 +57,20 @@ class ProtocolError(PeerFaultError):
     """The peer sent what the protocol does not allow."""
 
 
+class NotAuthorisedError(PeerFaultError):
+    """Two peers do not take each other for members of one run, and it may be this one that is not.
+
+    Ends a command with exit code 5 where no other peer of the run takes this one in.
+    """
+
+    exit_code = 5
+
+
+class StrangerError(PeerFaultError):
+    """What is at the other end does not belong to the run, whatever this peer is."""
+
+    exit_code = 5
+
+
 class ModelMismatchError(UsageError):
     """Two peers hold models that differ in a tensor's name, shape or dtype."""

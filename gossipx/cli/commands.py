@@ -154,6 +154,27 @@ def compare_command(runs: tuple[Path, ...], logdir: Path, as_json: bool) -> None
         _print_table(rows)
 
 
+@main.group()
+def certs() -> None:
+    """Certificates for mutual TLS."""
+
+
+@certs.command("new")
+@click.argument("directory", type=click.Path(path_type=Path), metavar="DIR")
+@click.argument("hosts", type=click.Path(path_type=Path), metavar="HOSTS")
+@_debug
+def certs_new(directory: Path, hosts: Path) -> None:
+    """Make a private CA in DIR, and with it a certificate for each host of the HOSTS file.
+
+    \b
+    gossipx certs new certs hosts.txt
+    """
+    from gossipx.launch import certs as authority
+
+    for line in authority.new(directory, hosts):
+        print(line)
+
+
 def _print_table(rows: list[Row]) -> None:
     """A line a figure and a column a run, which fits a terminal where the other way round would not."""
     lines: tuple[tuple[str, Callable[[Row], str]], ...] = (

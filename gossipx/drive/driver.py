@@ -49,6 +49,7 @@ from gossipx.drive.timers import Timers
 from gossipx.errors import (
     GossipxError,
     LocalFaultError,
+    NotAuthorisedError,
     NotEnoughPeersError,
     PeerTimeoutError,
     PeerUnreachableError,
@@ -140,13 +141,18 @@ class Driver:
                 elif isinstance(effect, Resume):
                     self._may_go_on.set()
                 elif isinstance(effect, Stop):
-                    self.fail(NotEnoughPeersError(effect.reason))
+                    self.fail(self.stranger or NotEnoughPeersError(effect.reason))
         for effect in effects:
             self._carry_out(effect)
 
     def received(self, sender: int, key: Hashable, request: Request) -> None:
         """A request came in; for the CommManager."""
         self.tell(Received(sender, key, request))
+
+    @property
+    def stranger(self) -> NotAuthorisedError | None:
+        """Why no other peer takes this one in, if that is so."""
+        return None if self.comm is None else self.comm.trust.doubt
 
     @property
     def waiting(self) -> bool:
@@ -240,6 +246,8 @@ class Driver:
                 transfer.distance = transfer.incoming.distance()
         match result:
             case UsageError():
+                self.fail(result)
+            case NotAuthorisedError() if self.comm is not None and self.comm.trust.is_outcast:
                 self.fail(result)
             case PeerUnreachableError():
                 self.tell(Failed(ticket, Fault.UNREACHABLE))

@@ -199,6 +199,8 @@ class Peer:
             self._tell_progress("joining")
             self._driver.tell(JoinRun())
             self._wait()
+            if self._driver.stranger is not None:  # nobody else has come: do not train alone by mistake
+                raise self._driver.stranger
         except BaseException:
             self.close()
             raise

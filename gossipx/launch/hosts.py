@@ -178,7 +178,7 @@ def bind_host(peer: PeerLine, bind: str, path: Path) -> str:
     if chosen is not None and chosen.is_loopback:
         raise UsageError(
             f"peers listen on loopback alone, where nobody reaches '{peer.host}': give --bind 0.0.0.0 (or one "
-            "address), on a network that you trust",
+            "address), and --secret-file FILE or --tls-cert, --tls-key and --tls-ca",
             path,
             peer.line,
         )

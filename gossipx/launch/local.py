@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from gossipx import build
+from gossipx import access, build
 from gossipx.config import RunConfig
 from gossipx.errors import UsageError
 from gossipx.launch.children import Child, command_of, script_exists
@@ -55,14 +55,14 @@ def launch(given: RunConfig, hosts: Path, script: list[str]) -> int:
     settings = build.effective(given, len(peers), bool(script))
     here = local_ranks(peers, settings.exchange.advertise, hosts)
     for peer in (peers[rank] for rank in here):
-        bind_host(peer, settings.exchange.bind, hosts)
+        access.grant(settings.exchange, bind_host(peer, settings.exchange.bind, hosts))
         if peer.device is None:
             build.check_device(settings.run.device, "--device")
         else:
             build.check_device(peer.device, "device=", hosts, peer.line)
     if not script_exists(script):
         raise UsageError("no such script", file=script[0])
-    settings = _named(settings)
+    settings = _named(replace(settings, exchange=access.absolute(settings.exchange)))
     directory = RunDirectory(settings, hosts)
     try:
         return _Run(settings, directory, peers, here, script).go()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,27 @@ class Stream(Protocol):
     def tune(self) -> None:
         """A model is about to be sent: see that what is known of the path by now is made use of."""
 
+    def quiet(self) -> bool:
+        """Whether the other side has neither closed nor sent what is still unread; never waits."""
+
+    def abort(self) -> None:
+        """End both ways at once; calls blocked in other threads raise. Any number of times."""
+
+
+@runtime_checkable
+class Certified(Protocol):
+    """A stream whose other side has proven, or will before its first byte, what host it is."""
+
+    def speaks_for(self, host: str) -> bool:
+        """Whether that host, as written in the hosts file, is the other side's; asked after something was received."""
+
+
+@runtime_checkable
+class SharesMemory(Protocol):
+    """A stream between processes of one machine, over which files can be handed, and so memory shared."""
+
     def send_descriptor(self, descriptor: int, deadline: float) -> None:
-        """Hand over a file descriptor, which stays this process's own too; only between peers on one machine."""
+        """Hand over a file descriptor, which stays this process's own too."""
 
     def receive_descriptor(self, deadline: float) -> int:
         """The descriptor that the other side sent, now this process's own to close.
@@ -69,12 +88,6 @@ class Stream(Protocol):
         Raises:
             ProtocolError: there came something else.
         """
-
-    def quiet(self) -> bool:
-        """Whether the other side has neither closed nor sent what is still unread; never waits."""
-
-    def abort(self) -> None:
-        """End both ways at once; calls blocked in other threads raise. Any number of times."""
 
 
 class Listener(Protocol):

@@ -11,22 +11,35 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import cast
 
-from gossipx.errors import ModelMismatchError, PeerFaultError, PeerUnreachableError, ProtocolError
+from gossipx.errors import (
+    ModelMismatchError,
+    NotAuthorisedError,
+    PeerFaultError,
+    PeerUnreachableError,
+    ProtocolError,
+    StrangerError,
+)
 from gossipx.memory import cannot_shrink
 from gossipx.messages import ModelReply
-from gossipx.transports import Stream
+from gossipx.transports import Certified, SharesMemory, Stream
 from gossipx.wire import (
+    Accepted,
     Bytes,
+    Challenge,
     DescribeRequest,
     Expect,
     Hello,
     Message,
+    NotAuthorised,
+    Open,
+    Proof,
     Refused,
     Sink,
     Source,
     Taken,
     Welcome,
     answer_to,
+    auth,
     difference,
     frames,
     no_payload,
@@ -40,17 +53,18 @@ class Link:
 
     Attributes:
         heard: whether anything came since a frame was last sent.
-        shares_memory: whether models go beside the stream, as memory that the other side maps.
+        checks: of the frames that are sent, for :func:`gossipx.wire.frames.encode`.
     """
 
-    def __init__(self, stream: Stream, links: Links, shares_memory: bool):
+    def __init__(self, stream: Stream, links: Links):
         self.stream = stream
         self.heard = False
-        self.shares_memory = shares_memory
         self._mapped: dict[tuple[int, int], mmap.mmap] = {}  # memory of the other side, by its file
+        self.checks: frames.Checks = frames.CHECKSUMS
         self._links = links
         self._expect: Expect = no_payload
-        self._decoder = frames.Decoder(lambda message, request: self._expect(message, request))
+        self._decoder = frames.Decoder(lambda message, request: self._expect(message, request), frames.SMALL_METADATA)
+        self._opened: Open | None = None  # what the other side has proven to be
 
     def send(self, frame: Iterable[frames.Buffers], deadline: float) -> None:
         """Send what :func:`gossipx.wire.frames.encode` gave; errors as :meth:`Stream.send`."""
@@ -67,10 +81,10 @@ class Link:
             ProtocolError: something else came than that it has.
         """
         view, descriptor = payload.view, payload.descriptor
-        beside = self.shares_memory and descriptor is not None and view.nbytes > 0
+        beside = isinstance(self.stream, SharesMemory) and descriptor is not None and view.nbytes > 0
         self.stream.tune()
-        self.send(frames.encode(reply, number, view, beside), deadline)
-        if beside and descriptor is not None:
+        self.send(frames.encode(reply, number, view, self.checks, beside), deadline)
+        if beside and isinstance(self.stream, SharesMemory) and descriptor is not None:
             self.stream.send_descriptor(descriptor, deadline)
             self._links.count(view.nbytes, 0)
         answer = self.receive(deadline)
@@ -99,7 +113,7 @@ class Link:
 
     def _take_beside(self, sink: Sink, deadline: float) -> None:
         """Read a payload from the memory whose descriptor follows its frame."""
-        if not self.shares_memory:
+        if not isinstance(self.stream, SharesMemory):
             raise ProtocolError("a payload that lies beside a connection which shares no memory")
         shared = memoryview(self._map(self.stream.receive_descriptor(deadline), sink.nbytes))
         pour(shared, sink)
@@ -127,11 +141,60 @@ class Link:
 
     def ask(self, message: Message, number: int, deadline: float, payload: Sink | None = None) -> frames.Frame:
         """Send ``message`` as request ``number``; its answer, a model's bytes in ``payload``."""
-        self.send(frames.encode(message, number), deadline)
+        self.send(frames.encode(message, number, checks=self.checks), deadline)
         frame = self.receive(deadline, answer_to(message, number, payload))
         if isinstance(frame.message, ModelReply):
-            self.send(frames.encode(Taken(), number), deadline)
+            self.send(frames.encode(Taken(), number, checks=self.checks), deadline)
         return frame
+
+    def prove(self, secret: auth.Secret, me: Hello, to: str, deadline: float) -> None:
+        """Open a connection of a run that has a secret: both sides prove that they know it; then :meth:`greet`.
+
+        Raises:
+            NotAuthorisedError: one of them cannot.
+        """
+        opener = auth.Opener(secret, run=me.peers, name=me.name, to=to, nonce=os.urandom(auth.NONCE_BYTES))
+        challenge = cast(Challenge, self.ask(opener.opened, 0, deadline).message)
+        accepted = cast(Accepted, self.ask(opener.challenged(challenge), 0, deadline).message)
+        self._secure(opener.accepted(accepted))
+
+    def challenge(self, secret: auth.Secret, me: Hello, deadline: float) -> None:
+        """The other side of :meth:`prove`; then :meth:`admit`.
+
+        Raises:
+            NotAuthorisedError: the opener does not prove that it knows the secret.
+            ProtocolError: it does not try, or means another peer.
+        """
+        opened = self._first(deadline)
+        if isinstance(opened, Hello):
+            raise self.turn_away("this run has a secret; give every peer the same --secret-file", deadline)
+        if not isinstance(opened, Open):
+            raise ProtocolError(f"it began with {type(opened).__name__}, not Open")
+        answerer = auth.Answerer(secret, os.urandom(auth.NONCE_BYTES))
+        self.send(frames.encode(answerer.opened(opened), 0), deadline)
+        proof = self.receive(deadline).message
+        if not isinstance(proof, Proof):
+            raise ProtocolError(f"it answered a challenge by {type(proof).__name__}")
+        try:
+            accepted, session = answerer.proven(proof)
+        except NotAuthorisedError:
+            raise self.turn_away(auth.REFUSAL, deadline) from None
+        self.send(frames.encode(accepted, 0), deadline)
+        self._secure(session)
+        elsewhere = auth.misdirected(opened, me.name)
+        if elsewhere is not None:
+            raise self.refuse(elsewhere, deadline)
+
+    def _secure(self, session: auth.Session) -> None:
+        self.checks = session.sending
+        self._decoder.use(session.receiving)
+        self._opened = session.opened
+
+    def _first(self, deadline: float) -> Message:
+        try:
+            return self.receive(deadline).message
+        except frames.VersionError as error:
+            raise self.refuse(str(error), deadline) from None
 
     def greet(self, me: Hello, to: int, name: str, manifest: bytes, deadline: float) -> Welcome:
         """Open a connection: say who ``me`` is, and hear that peer ``to`` answers.
@@ -154,36 +217,59 @@ class Link:
                 f" {difference(manifest, theirs)};"
                 " build the same model on every host"
             )
+        self._decoder.most = frames.MAX_METADATA
         return they
 
-    def admit(self, me: Hello, names: Sequence[str], welcome: Welcome, deadline: float) -> Hello:
+    def admit(self, me: Hello, names: Sequence[str], hosts: Sequence[str], welcome: Welcome, deadline: float) -> Hello:
         """The other side of :meth:`greet`: hear who opened the connection, and welcome or refuse.
 
+        Args:
+            names, hosts: of the run's peers, by rank.
+            welcome: what is answered.
+
         Raises:
+            StrangerError: it is not who it says.
+            NotAuthorisedError: it has a secret to prove, and this peer has none.
             ProtocolError: it is refused.
         """
-        try:
-            they = self.receive(deadline).message
-        except frames.VersionError as error:
-            raise self.refuse(str(error), deadline) from None
+        they = self._first(deadline)
+        if isinstance(they, Open):
+            raise self.turn_away("this peer has no secret; give every peer the same --secret-file", deadline)
         if not isinstance(they, Hello):
             raise ProtocolError(f"it began with {type(they).__name__}, not Hello")
+        if self._opened is not None and (self._opened.opener, self._opened.run) != (they.name, they.peers):
+            raise self.turn_away(f"it has proven to be {self._opened.opener}, not {they.name}", deadline, StrangerError)
         reason = objection(me, they, names)
         if reason is not None:
             raise self.refuse(reason, deadline)
-        self.send(frames.encode(welcome, 0), deadline)
+        if isinstance(self.stream, Certified) and not self.stream.speaks_for(hosts[they.rank]):
+            whose = f"the certificate of {they.name} is not for '{hosts[they.rank]}', its host in the hosts file"
+            raise self.turn_away(whose, deadline, StrangerError)
+        self.send(frames.encode(welcome, 0, checks=self.checks), deadline)
+        self._decoder.most = frames.MAX_METADATA
         return they
+
+    def turn_away(
+        self, reason: str, deadline: float, kind: type[NotAuthorisedError | StrangerError] = NotAuthorisedError
+    ) -> PeerFaultError:
+        """As :meth:`refuse`, of one that has not proven who it is."""
+        self._close_with(NotAuthorised(reason), deadline)
+        return kind(f"not authorised: {reason}")
 
     def refuse(self, reason: str, deadline: float) -> ProtocolError:
         """Say why the connection will be closed; the error to end it with."""
-        self.send(frames.encode(Refused(reason), 0), deadline)
+        self._close_with(Refused(reason), deadline)
+        return ProtocolError(reason)
+
+    def _close_with(self, last: Message, deadline: float) -> None:
+        self.send(frames.encode(last, 0, checks=self.checks), deadline)
         # Closed while bytes of theirs are unread, TCP may take the reason back; so read them out.
         scrap = memoryview(bytearray(4096))
         try:
             while True:
                 self._links.count(0, self.stream.receive_into(scrap, deadline))
         except PeerFaultError:
-            return ProtocolError(reason)
+            return
 
 
 # Blocks of another peer's memory that a link keeps mapped: as many as a peer has models in at a time.
@@ -223,9 +309,9 @@ class Links:
             self.sent += sent
             self.received += received
 
-    def add(self, stream: Stream, shares_memory: bool = False) -> Link:
+    def add(self, stream: Stream) -> Link:
         """A link over ``stream``, which is aborted with PeerUnreachableError once closed."""
-        link = Link(stream, self, shares_memory)
+        link = Link(stream, self)
         with self._lock:
             if not self.closed.is_set():
                 self._links.add(link)

@@ -8,11 +8,9 @@ transfer, for each direction on its own.
 
 from __future__ import annotations
 
-import array
 import contextlib
 import errno
 import math
-import os
 import select
 import socket
 import struct
@@ -23,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from gossipx.errors import GossipxError, PeerTimeoutError, PeerUnreachableError, ProtocolError
+from gossipx.errors import GossipxError, PeerTimeoutError, PeerUnreachableError
 from gossipx.transports import Address
 
 # Buffers given to the kernel at once; it takes 1,024 at most.
@@ -84,33 +82,6 @@ class SocketStream:
 
     def tune(self) -> None:
         """Nothing to tune."""
-
-    def send_descriptor(self, descriptor: int, deadline: float) -> None:
-        """Hand over a file descriptor, where the family of the socket can."""
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))]
-        with self._use():
-            self._attempt(lambda flags: self._socket.sendmsg([b"\0"], rights, flags), self._sending, deadline)
-
-    def receive_descriptor(self, deadline: float) -> int:
-        """The descriptor that the other side sent, now this process's own to close.
-
-        Raises:
-            ProtocolError: there came something else.
-        """
-
-        def receive(flags: int) -> int | None:
-            _, rights, _, _ = self._socket.recvmsg(1, socket.CMSG_SPACE(4), flags)
-            found = [array.array("i", data[: len(data) // 4 * 4]) for _, kind, data in rights if kind == _RIGHTS]
-            descriptors = [each for numbers in found for each in numbers]
-            for each in descriptors[1:]:
-                os.close(each)
-            return descriptors[0] if descriptors else None
-
-        with self._use():
-            descriptor = self._attempt(receive, self._receiving, deadline)
-        if descriptor is None:
-            raise ProtocolError("no descriptor came where one was announced")
-        return descriptor
 
     def quiet(self) -> bool:
         """Whether nothing has come that is still unread, not even the end."""
@@ -180,7 +151,6 @@ class _Way:
 
 
 _Given = TypeVar("_Given")
-_RIGHTS = getattr(socket, "SCM_RIGHTS", None)
 
 
 def _timeval(seconds: float) -> bytes:

@@ -6,17 +6,19 @@ a path. Descriptors of memory can be handed over such a stream, so that models n
 
 from __future__ import annotations
 
+import array
 import contextlib
+import os
 import socket
 import sys
 import time
 from pathlib import Path
 
-from gossipx.errors import GossipxError, LocalFaultError, PeerTimeoutError, PeerUnreachableError
+from gossipx.errors import GossipxError, LocalFaultError, PeerTimeoutError, PeerUnreachableError, ProtocolError
 from gossipx.transports import Address
 from gossipx.transports.sockets import BACKLOG, SocketListener, SocketStream, advice, reason
 
-__all__ = ["Address", "connect", "listen", "machine"]
+__all__ = ["Address", "UnixStream", "connect", "listen", "machine"]
 
 
 def machine() -> str:
@@ -35,12 +37,44 @@ def _place(address: Address) -> str:
     return f"\0{address.host}" if sys.platform == "linux" else address.host
 
 
-def _stream(connected: socket.socket, address: Address) -> SocketStream:
-    connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _HOLDS)
-    return SocketStream(connected, address.host, sends_whole=False)
+class UnixStream(SocketStream):
+    """A connected Unix socket as a :class:`gossipx.transports.Stream` that shares memory."""
+
+    def __init__(self, connected: socket.socket, address: Address):
+        super().__init__(connected, address.host, sends_whole=False)
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _HOLDS)
+
+    def send_descriptor(self, descriptor: int, deadline: float) -> None:
+        """Hand over a file descriptor; see :class:`gossipx.transports.SharesMemory`."""
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))]
+        with self._use():
+            self._attempt(lambda flags: self._socket.sendmsg([b"\0"], rights, flags), self._sending, deadline)
+
+    def receive_descriptor(self, deadline: float) -> int:
+        """The descriptor that the other side sent, now this process's own to close.
+
+        Raises:
+            ProtocolError: there came something else.
+        """
+
+        def receive(flags: int) -> int | None:
+            _, rights, _, _ = self._socket.recvmsg(1, socket.CMSG_SPACE(4), flags)
+            found = [
+                array.array("i", data[: len(data) // 4 * 4]) for _, kind, data in rights if kind == socket.SCM_RIGHTS
+            ]
+            descriptors = [each for numbers in found for each in numbers]
+            for each in descriptors[1:]:
+                os.close(each)
+            return descriptors[0] if descriptors else None
+
+        with self._use():
+            descriptor = self._attempt(receive, self._receiving, deadline)
+        if descriptor is None:
+            raise ProtocolError("no descriptor came where one was announced")
+        return descriptor
 
 
-def listen(address: Address) -> SocketListener[SocketStream]:
+def listen(address: Address) -> SocketListener[UnixStream]:
     """Listen at the name ``address.host``; its port has no meaning.
 
     Raises:
@@ -53,10 +87,10 @@ def listen(address: Address) -> SocketListener[SocketStream]:
     except OSError as error:
         listening.close()
         raise GossipxError(f"cannot listen at {address}: {advice(error)}") from error
-    return SocketListener(listening, address, lambda connected, remote: _stream(connected, address))
+    return SocketListener(listening, address, lambda connected, remote: UnixStream(connected, address))
 
 
-def connect(address: Address, deadline: float) -> SocketStream:
+def connect(address: Address, deadline: float) -> UnixStream:
     """Connect to the name ``address.host``.
 
     Raises:
@@ -78,4 +112,4 @@ def connect(address: Address, deadline: float) -> SocketStream:
         except OSError as error:
             raise PeerUnreachableError(f"cannot connect to {address}: {reason(error)}") from error
         undo.pop_all()
-    return _stream(connecting, address)
+    return UnixStream(connecting, address)

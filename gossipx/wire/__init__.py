@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Protocol
 
-from gossipx.errors import ProtocolError, UsageError
+from gossipx.errors import NotAuthorisedError, ProtocolError, UsageError
 from gossipx.memory import PIECE
 from gossipx.messages import (
     AgreeRequest,
@@ -60,6 +60,50 @@ class Welcome:
 
 
 @dataclass(frozen=True)
+class Open:
+    """The first frame of all where the run has a secret; see :mod:`gossipx.wire.auth`.
+
+    Attributes:
+        nonce: of the opener, 64 hexadecimal digits.
+        run: id of the run, the digest of its list of peers.
+        opener, answerer: names of the two.
+    """
+
+    nonce: str
+    run: str
+    opener: str
+    answerer: str
+
+
+@dataclass(frozen=True)
+class Challenge:
+    """Answers :class:`Open` by the answerer's nonce, which is all that a stranger learns."""
+
+    nonce: str
+
+
+@dataclass(frozen=True)
+class Proof:
+    """Proves that the opener knows the secret, 64 hexadecimal digits."""
+
+    proof: str
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """Answers :class:`Proof` by the answerer's own. All frames after this one are authenticated."""
+
+    proof: str
+
+
+@dataclass(frozen=True)
+class NotAuthorised:
+    """Who opened the connection is no member of the run; it will be closed. A stranger is not told more than that."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
 class Refused:
     """The connection will be closed; ``reason`` is one line for a person."""
 
@@ -87,6 +131,11 @@ Message = (
     Hello
     | Welcome
     | Refused
+    | Open
+    | Challenge
+    | Proof
+    | Accepted
+    | NotAuthorised
     | DescribeRequest
     | Description
     | Taken
@@ -103,6 +152,8 @@ Message = (
 # Which replies answer which request.
 ANSWERS: dict[type, tuple[type, ...]] = {
     Hello: (Welcome,),
+    Open: (Challenge,),
+    Proof: (Accepted,),
     DescribeRequest: (Description,),
     InitialRequest: (ModelReply, NotReadyReply),
     PullRequest: (ModelReply, NotReadyReply),
@@ -199,6 +250,8 @@ def answer_to(asked: Message, number: int, payload: Sink | None) -> Expect:
     def expect(message: Message, request: int) -> Sink | None:
         if isinstance(message, Refused):
             raise ProtocolError(f"refused: {message.reason}")
+        if isinstance(message, NotAuthorised):
+            raise NotAuthorisedError(f"not authorised: {message.reason}")
         if request != number or not isinstance(message, ANSWERS[type(asked)]):
             raise ProtocolError(f"answered {type(asked).__name__} by {type(message).__name__}")
         if isinstance(message, Description):

@@ -9,28 +9,31 @@ A frame, all numbers big-endian::
          8      8  request id, chosen by the requester, repeated in the reply
         16      4  M, length of the metadata
         20      8  P, length of the payload
-        28      8  XXH3-64 of bytes 0..27 and the metadata
-        36      M  metadata: one JSON object, UTF-8, the message's fields
-      36+M      P  payload: raw bytes
-    36+M+P      8  XXH3-64 of the payload; left out where P is 0
+        28      C  check of bytes 0..27 and the metadata
+      28+C      M  metadata: one JSON object, UTF-8, the message's fields
+    28+C+M      P  payload: raw bytes
+  28+C+M+P      C  check of the payload; left out where P is 0
+
+A check is the XXH3-64 of its part (C = 8), which finds accidents and is no protection from an attacker; where the run
+has a secret, from the handshake on, it is a MAC (C = 32, :mod:`gossipx.wire.auth`).
 
 A payload that lies beside the connection is read by the receiver from memory that both share (see
 :mod:`gossipx.transports.unix`): the frame ends with its metadata.
 
 Nothing is unpickled or evaluated. Every length is checked against a bound of its kind before
 anything is allocated, and a payload goes straight into the room that its receiver provides.
-The checksums find accidents; they are no protection from an attacker.
 """
 
 from __future__ import annotations
 
+import hmac
 import itertools
 import json
 import math
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import xxhash
 
@@ -49,11 +52,16 @@ from gossipx.messages import (
 )
 from gossipx.wire import (
     MAX_DESCRIPTION,
+    Accepted,
+    Challenge,
     DescribeRequest,
     Description,
     Expect,
     Hello,
     Message,
+    NotAuthorised,
+    Open,
+    Proof,
     Refused,
     Sink,
     Taken,
@@ -78,8 +86,27 @@ Buffers = list[bytes | memoryview]
 
 _START = struct.Struct("!4sH")
 _HEADER = struct.Struct("!4sHHQIQ")
-_CHECK = struct.Struct("!Q")
-HEADER_BYTES = _HEADER.size + _CHECK.size
+HEADER_BYTES = _HEADER.size
+"""What follows is a check, whose length is the connection's."""
+
+
+class Check(Protocol):
+    """Looks at one part of a frame, piece by piece; as those of :mod:`hashlib`, :mod:`hmac` and :mod:`xxhash` do."""
+
+    @property
+    def digest_size(self) -> int:
+        """Bytes of the digest; the same for all checks of a connection and direction."""
+
+    def update(self, piece: bytes | memoryview, /) -> None:
+        """Look at the next piece."""
+
+    def digest(self) -> bytes:
+        """What the part ends in."""
+
+
+Checks = Callable[[], Check]
+"""Makes the check of each part of each frame: two a frame with a payload, one a frame without, in their order."""
+CHECKSUMS: Checks = xxhash.xxh3_64
 
 
 class VersionError(ProtocolError):
@@ -93,6 +120,15 @@ def _integer(low: int, high: int) -> Callable[[object], int]:
     def check(value: object) -> int:
         if type(value) is not int or not low <= value <= high:
             raise ValueError(f"is not an integer from {low} to {high}")
+        return value
+
+    return check
+
+
+def _hexadecimal(digits: int) -> Callable[[object], str]:
+    def check(value: object) -> str:
+        if type(value) is not str or len(value) != digits or not set(value) <= set("0123456789abcdef"):
+            raise ValueError(f"is not {digits} hexadecimal digits")
         return value
 
     return check
@@ -143,6 +179,7 @@ def _entry(value: object) -> object:
 _U63 = 2**63 - 1
 _rank = _integer(0, MAX_RANKS - 1)
 _size = _integer(1, MAX_RANKS)
+_key = _hexadecimal(64)
 _count = _integer(0, _U63)
 
 
@@ -164,7 +201,12 @@ _KINDS = {
     3: _Kind(Refused, {"reason": _text}),
     4: _Kind(DescribeRequest, {}),
     5: _Kind(Description, {"size": _integer(0, MAX_DESCRIPTION)}, payload=MAX_DESCRIPTION),
-    6: _Kind(Taken, {}),
+    6: _Kind(Open, {"nonce": _key, "run": _text, "opener": _text, "answerer": _text}),
+    7: _Kind(Challenge, {"nonce": _key}),
+    8: _Kind(Proof, {"proof": _key}),
+    9: _Kind(Accepted, {"proof": _key}),
+    10: _Kind(NotAuthorised, {"reason": _text}),
+    11: _Kind(Taken, {}),
     16: _Kind(InitialRequest, {}),
     17: _Kind(PullRequest, {"step": _count}),
     18: _Kind(AgreeRequest, {"round": _count, "members": _members}, MAX_METADATA),
@@ -195,7 +237,11 @@ def _build(kind: _Kind, plain: object) -> Any:
 
 
 def encode(
-    message: Message, request: int, payload: memoryview | None = None, beside: bool = False
+    message: Message,
+    request: int,
+    payload: memoryview | None = None,
+    checks: Checks = CHECKSUMS,
+    beside: bool = False,
 ) -> Iterator[Buffers]:
     """The frame of ``message``, as lists of buffers to send in turn; the payload is never copied.
 
@@ -205,7 +251,9 @@ def encode(
         message: what to say.
         request: id of the request, 0 to 2⁶⁴ − 1.
         payload: contiguous; must not change until its last piece is sent.
-        beside: whether it lies beside the connection, and is no part of the frame.
+        checks: of the connection and direction that it goes out by, as MACs count: what is encoded must be sent, whole
+            and before the next is encoded.
+        beside: whether the payload lies beside the connection, and is no part of the frame.
 
     Raises:
         ValueError: at once, not when iterated: the message is not one that a peer would accept.
@@ -222,22 +270,24 @@ def encode(
             f" at most {kind.metadata} and {kind.payload} can be sent"
         )
     header = _HEADER.pack(MAGIC, VERSION, number | beside * _BESIDE, request, len(metadata), size)
-    head = header + _CHECK.pack(xxhash.xxh3_64_intdigest(header + metadata)) + metadata
-    return _pieces(head, payload.cast("B") if payload is not None and size and not beside else None)
+    check = checks()
+    check.update(header + metadata)
+    head = header + check.digest() + metadata
+    return _pieces(head, payload.cast("B") if payload is not None and size and not beside else None, checks)
 
 
-def _pieces(head: bytes, payload: memoryview | None) -> Iterator[Buffers]:
+def _pieces(head: bytes, payload: memoryview | None, checks: Checks) -> Iterator[Buffers]:
     if payload is None:
         yield [head]
         return
     buffers: Buffers = [head]
-    checksum = xxhash.xxh3_64()
+    check = checks()
     for start in range(0, len(payload), PIECE):
         piece = payload[start : start + PIECE]
-        checksum.update(piece)
+        check.update(piece)
         buffers.append(piece)
         if start + PIECE >= len(payload):
-            buffers.append(_CHECK.pack(checksum.intdigest()))
+            buffers.append(check.digest())
         yield buffers
         buffers = []
 
@@ -281,17 +331,23 @@ class Decoder:
 
     Attributes:
         in_payload: whether the next bytes are a payload's.
+        most: bytes of metadata that are allocated; as long as the other side is a stranger, SMALL_METADATA.
     """
 
-    def __init__(self, expect: Expect):
+    def __init__(self, expect: Expect, most: int = MAX_METADATA):
+        self.most = most
         self._expect = expect
-        self._header = bytearray(HEADER_BYTES)
         self._broken: ProtocolError | None = None
         self._frame: Frame
         self._sink: Sink
         self._start = 0  # of the piece that comes in, in the payload
         self.in_payload = False
-        self._checksum = xxhash.xxh3_64()
+        self.use(CHECKSUMS)
+
+    def use(self, checks: Checks) -> None:
+        """Check frames from the next one on by ``checks``; between two frames only."""
+        self._checks, self._check = checks, checks()
+        self._header = bytearray(HEADER_BYTES + self._check.digest_size)
         self._await(memoryview(self._header), self._header_whole)
 
     def next_buffer(self) -> memoryview:
@@ -339,18 +395,20 @@ class Decoder:
         kind = _KINDS.get(number & ~_BESIDE)
         if kind is None:
             raise ProtocolError(f"a frame of unknown kind {number}")
-        if not 2 <= metadata <= kind.metadata or payload > kind.payload:
+        if not 2 <= metadata <= min(kind.metadata, self.most) or payload > kind.payload:
             raise ProtocolError(
                 f"{kind.message.__name__} announced {metadata} bytes of metadata and {payload} of"
-                f" payload: at most {kind.metadata} and {kind.payload} are allowed"
+                f" payload: at most {min(kind.metadata, self.most)} and {kind.payload} are allowed"
             )
         self._await(memoryview(bytearray(metadata)), self._metadata_whole)
 
     def _metadata_whole(self) -> Frame | None:
         _, _, number, request, _, payload = _HEADER.unpack_from(self._header)
-        checksum = xxhash.xxh3_64(memoryview(self._header)[: _HEADER.size])
-        checksum.update(self._view)
-        if checksum.intdigest() != _CHECK.unpack_from(self._header, _HEADER.size)[0]:
+        check = self._check
+        check.update(memoryview(self._header)[:HEADER_BYTES])
+        check.update(self._view)
+        self._check = self._checks()
+        if not hmac.compare_digest(check.digest(), self._header[HEADER_BYTES:]):
             raise ProtocolError("a frame whose header or metadata does not match its checksum")
         message = _parse(_KINDS[number & ~_BESIDE], bytes(self._view))
         sink = self._expect(message, request)
@@ -363,23 +421,23 @@ class Decoder:
         self._frame = Frame(request, message, sink, beside and size > 0)
         if sink is None or not size or beside:
             return self._trailer_whole()
-        self._checksum.reset()
         self._sink, self._start, self.in_payload = sink, 0, True
         self._await(sink.room(0), self._piece_whole)
         return None
 
     def _piece_whole(self) -> None:
-        self._checksum.update(self._view)
+        self._check.update(self._view)
         self._sink.filled(self._start)
         self._start += len(self._view)
         if self._start < self._sink.nbytes:
             self._await(self._sink.room(self._start), self._piece_whole)
         else:
             self.in_payload = False
-            self._await(memoryview(bytearray(_CHECK.size)), self._check_payload)
+            self._await(memoryview(bytearray(self._check.digest_size)), self._check_payload)
 
     def _check_payload(self) -> Frame:
-        if self._checksum.intdigest() != _CHECK.unpack(self._view)[0]:
+        check, self._check = self._check, self._checks()
+        if not hmac.compare_digest(check.digest(), self._view):
             raise ProtocolError("a payload that does not match its checksum")
         return self._trailer_whole()
 

@@ -1,32 +1,47 @@
-"""What every transport keeps to (the protocols in gossipx.transports), and what is TCP's own.
+"""What every transport keeps to (the protocols in gossipx.transports), and what is TCP's and TLS's own.
 
 Numbers in brackets are rows of the project's fault list.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import errno
 import os
+import random
 import re
 import resource
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
+from certificates import Authority
 
-from gossipx.errors import GossipxError, PeerTimeoutError, PeerUnreachableError
-from gossipx.transports import Address, Listener, Stream, Transport, tcp, unix
+from gossipx.errors import (
+    GossipxError,
+    NotAuthorisedError,
+    PeerTimeoutError,
+    PeerUnreachableError,
+    ProtocolError,
+    StrangerError,
+)
+from gossipx.transports import Address, Certified, Listener, Stream, Transport, tcp, unix
 
 Pair = tuple[Stream, Stream]
 Beside = Callable[..., "Future[Any]"]
 
-TRANSPORTS: dict[str, tuple[Transport, Address]] = {
-    "tcp": (tcp, Address("127.0.0.1", 0)),
-    "unix": (unix, Address(f"gossipx-test-{os.getpid()}", 0)),
+PLACES: dict[str, Address] = {
+    "tcp": Address("127.0.0.1", 0),
+    "tls": Address("127.0.0.1", 0),
+    "unix": Address(f"gossipx-test-{os.getpid()}", 0),
 }
 LONG = 60.0  # seconds: ends a test that hangs
 SHORT = 0.2  # seconds: a deadline that is meant to pass
@@ -36,23 +51,38 @@ def soon(seconds: float = LONG) -> float:
     return time.monotonic() + seconds
 
 
-@pytest.fixture(params=TRANSPORTS)
-def transport(request: pytest.FixtureRequest) -> Transport:
-    return TRANSPORTS[request.param][0]
+@pytest.fixture(params=PLACES)
+def kind(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture(scope="module")
+def tls(tmp_path_factory: pytest.TempPathFactory) -> Transport:
+    return Authority(tmp_path_factory.mktemp("certificates")).issue().transport()
 
 
 @pytest.fixture
-def listener(transport: Transport, request: pytest.FixtureRequest) -> Iterator[Listener]:
-    place = next(place for known, place in TRANSPORTS.values() if known is transport)
-    listening = transport.listen(place)
+def transport(kind: str, request: pytest.FixtureRequest) -> Transport:
+    made: Transport = request.getfixturevalue("tls") if kind == "tls" else {"tcp": tcp, "unix": unix}[kind]
+    return made
+
+
+@pytest.fixture
+def listener(transport: Transport, kind: str) -> Iterator[Listener]:
+    listening = transport.listen(PLACES[kind])
     yield listening
     listening.close()
 
 
 @pytest.fixture
-def pair(transport: Transport, listener: Listener) -> Iterator[Pair]:
-    ours = transport.connect(listener.address, soon())
+def pair(transport: Transport, listener: Listener, beside: Beside) -> Iterator[Pair]:
+    connecting = beside(transport.connect, listener.address, soon())
     theirs = listener.accept()
+    first = beside(read, theirs, 1)  # who accepts may begin to talk no sooner
+    ours = connecting.result(LONG)
+    ours.send([b"."], soon())
+    assert first.result(LONG) == b"."
     yield ours, theirs
     ours.abort()
     theirs.abort()
@@ -407,3 +437,236 @@ def test_out_of_descriptors_accepting_fails_and_recovers() -> None:  # [40]
     stream.abort()
     peer.close()
     listening.close()
+
+
+# --- TLS ----------------------------------------------------------------------------------------
+
+
+def meeting(server: Transport, client: Transport, beside: Beside) -> tuple[Stream | str, Stream | str]:
+    """Each side's stream after one byte both ways, or what it was refused by."""
+    listening = server.listen(Address("127.0.0.1", 0))
+    streams: list[Stream] = []
+
+    def talk(make: Callable[[], Stream]) -> Stream | str:
+        try:
+            streams.append(stream := make())
+            stream.send([b"."], soon())
+            read(stream, 1)
+        except (NotAuthorisedError, StrangerError) as error:
+            for each in streams:
+                each.abort()
+            assert error.exit_code == 5
+            assert "\n" not in str(error)
+            return str(error)
+        return stream
+
+    connecting = beside(talk, lambda: client.connect(listening.address, soon()))
+    accepted = talk(listening.accept)
+    connected = connecting.result(LONG)
+    listening.close()
+    for each in streams:
+        each.abort()
+    return accepted, connected
+
+
+@dataclass(frozen=True)
+class Bad:
+    """What is wrong with a certificate, and how both sides put it where the client has it, and where the server."""
+
+    of_client: tuple[str, str]
+    of_server: tuple[str, str]
+
+
+BAD = {
+    "expired": Bad(
+        ("certificate of 127.0.0.1:.* has expired", "says that the certificate of this peer has expired"),
+        ("says that the certificate of this peer has expired", "certificate of 127.0.0.1:.* has expired"),
+    ),
+    "foreign": Bad(
+        (
+            "was not signed by a CA in --tls-ca",
+            "(does not know the CA that signed|refuses) the certificate of this peer",
+        ),
+        (
+            "(does not know the CA that signed|refuses) the certificate of this peer",
+            "was not signed by a CA in --tls-ca",
+        ),
+    ),
+    "for another use": Bad(
+        (
+            "is not for this use: it needs both",
+            "refuses the certificate of this peer: it needs serverAuth and clientAuth",
+        ),
+        (
+            "refuses the certificate of this peer: it needs serverAuth and clientAuth",
+            "is not for this use: it needs both",
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("whose", ["client", "server"])
+@pytest.mark.parametrize("name", ["a foreign CA", "tests' CA"])
+@pytest.mark.parametrize("what", BAD)
+def test_a_bad_certificate_is_refused_and_both_say_why(  # [20]
+    what: str, name: str, whose: str, tmp_path: Path, beside: Beside
+) -> None:
+    authority, foreign = Authority(tmp_path / "own"), Authority(tmp_path / "foreign", name)
+    good = authority.issue()
+    bad = {
+        "expired": lambda: authority.issue(days=-1),
+        "foreign": lambda: dataclasses.replace(foreign.issue(), authority=authority.file),
+        "for another use": lambda: authority.issue(uses=("server" if whose == "client" else "client",)),
+    }[what]()
+    server, client = (good, bad) if whose == "client" else (bad, good)
+    told = meeting(server.transport(), client.transport(), beside)
+    for text, pattern in zip(told, BAD[what].of_client if whose == "client" else BAD[what].of_server, strict=True):
+        assert isinstance(text, str)
+        assert re.search(pattern, text), told
+
+
+def test_a_client_without_a_certificate_is_refused_and_both_say_so(tmp_path: Path, beside: Beside) -> None:  # [20]
+    good = Authority(tmp_path).issue()
+    client = good.transport()
+    client._client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    client._client.load_verify_locations(good.authority)
+    accepted, connected = meeting(good.transport(), client, beside)
+    assert re.search("127.0.0.1:.* gave no certificate", str(accepted))
+    assert "asks for a certificate, and this peer gave none" in str(connected)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.2", "localhost", "*.0.0.1", "node1"])
+def test_a_certificate_for_another_host_is_refused_by_who_connects(  # [20]
+    host: str, tmp_path: Path, beside: Beside
+) -> None:
+    authority = Authority(tmp_path)
+    accepted, connected = meeting(authority.issue(host).transport(), authority.issue().transport(), beside)
+    assert "is not for '127.0.0.1', the host in the hosts file" in str(connected)
+    assert "refuses the certificate of this peer: is it for its host in the hosts file?" in str(accepted)
+
+
+def test_who_accepts_can_ask_for_whom_the_certificate_is(tmp_path: Path, beside: Beside) -> None:
+    authority = Authority(tmp_path)
+    for host, also in (("node1", "NODE1"), ("fd00::7", "fd00:0:0:0:0:0:0:7"), ("10.0.0.7", "10.0.0.7")):
+        accepted, _ = meeting(authority.issue().transport(), authority.issue(host).transport(), beside)
+        assert isinstance(accepted, Certified)
+        assert accepted.speaks_for(host)
+        assert accepted.speaks_for(also)
+        assert not any(accepted.speaks_for(other) for other in ("node", "node12", "10.0.0.70", "fd00::70", "", "*"))
+
+
+@pytest.mark.parametrize(
+    "first", [b"GET / HTTP/1.1\r\n\r\n", b"GSPX\0\1" + bytes(60), random.Random(0).randbytes(100), bytes(100)]
+)
+def test_who_speaks_no_tls_is_refused(tls: Transport, beside: Beside, first: bytes) -> None:  # [15]
+    listening = tls.listen(Address("127.0.0.1", 0))
+    with socket.create_connection((listening.address.host, listening.address.port)) as peer:
+        stream = listening.accept()
+        peer.sendall(first)
+        peer.shutdown(socket.SHUT_WR)
+        with pytest.raises((ProtocolError, PeerUnreachableError), match="TLS"):
+            read(stream, 1)
+    stream.abort()
+    listening.close()
+
+
+def test_an_older_tls_is_refused(tmp_path: Path, beside: Beside) -> None:  # [16]
+    good = Authority(tmp_path).issue()
+    listening = good.transport().listen(Address("127.0.0.1", 0))
+    old = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    old.maximum_version = ssl.TLSVersion.TLSv1_2
+    old.load_cert_chain(good.certificate, good.key)
+    old.load_verify_locations(good.authority)
+
+    def connect() -> None:
+        with socket.create_connection((listening.address.host, listening.address.port)) as peer:
+            old.wrap_socket(peer, server_hostname="127.0.0.1")
+
+    connecting = beside(connect)
+    stream = listening.accept()
+    with pytest.raises(ProtocolError, match=r"does not speak TLS 1\.3 as it should \(unsupported protocol\)"):
+        read(stream, 1)
+    stream.abort()
+    with pytest.raises(ssl.SSLError, match="PROTOCOL_VERSION"):
+        connecting.result(LONG)
+    listening.close()
+
+
+def test_a_listener_without_tls_is_told_from_one_that_is_gone(tls: Transport, beside: Beside) -> None:
+    listening = tcp.listen(Address("127.0.0.1", 0))
+    connecting = beside(tls.connect, listening.address, soon())
+    listening.accept().abort()
+    with pytest.raises(PeerUnreachableError, match="in the TLS handshake"):
+        connecting.result(LONG)
+    listening.close()
+
+
+def test_a_stranger_that_says_nothing_holds_up_nobody_and_has_a_deadline(  # [25]
+    tls: Transport, beside: Beside
+) -> None:
+    listening = tls.listen(Address("127.0.0.1", 0))
+    with socket.create_connection((listening.address.host, listening.address.port)):
+        silent = listening.accept()
+        connecting = beside(tls.connect, listening.address, soon())
+        stream = listening.accept()
+        stream.send([b"a"], soon())
+        assert read(connecting.result(LONG), 1) == b"a"
+        with pytest.raises(PeerTimeoutError):
+            read(silent, 1, soon(SHORT))
+    with pytest.raises(PeerTimeoutError):
+        tls.connect(listening.address, soon(SHORT))
+    for each in (silent, stream, connecting.result()):
+        each.abort()
+    listening.close()
+
+
+def test_what_a_sender_writes_before_it_closes_is_not_lost(tls: Transport, beside: Beside) -> None:  # [42]
+    """The client has read nothing when it closes: tickets that lay unread would make TCP take its bytes back."""
+    data = os.urandom(3_000_000)
+    listening = tls.listen(Address("127.0.0.1", 0))
+
+    def write_and_close() -> None:
+        stream = tls.connect(listening.address, soon())
+        stream.send([data], soon())
+        stream.abort()
+
+    for _ in range(5):
+        writing = beside(write_and_close)
+        stream = listening.accept()
+        assert read(stream, len(data)) == data
+        writing.result(LONG)
+        stream.abort()
+    listening.close()
+
+
+def test_a_byte_changed_on_the_way_ends_the_stream(tls: Transport, beside: Beside) -> None:  # [12]
+    listening, changing = tls.listen(Address("127.0.0.1", 0)), tcp.listen(Address("127.0.0.1", 0))
+
+    def pass_on(source: Stream, target: Stream, change: threading.Event) -> None:
+        room = memoryview(bytearray(100_000))
+        with contextlib.suppress(PeerUnreachableError):
+            while True:
+                count = source.receive_into(room, soon())
+                if change.is_set():
+                    room[count - 1] ^= 1
+                target.send([room[:count]], soon())
+
+    connecting = beside(tls.connect, changing.address, soon())
+    middle = changing.accept(), tcp.connect(listening.address, soon())
+    change, never = threading.Event(), threading.Event()
+    passing = [beside(pass_on, *middle, change), beside(pass_on, *reversed(middle), never)]
+    theirs = listening.accept()
+    first = beside(read, theirs, 5)
+    ours = connecting.result(LONG)
+    ours.send([b"right"], soon())
+    assert first.result(LONG) == b"right"
+    change.set()
+    ours.send([b"wrong"], soon())
+    with pytest.raises(ProtocolError, match="bad record mac"):
+        read(theirs, 1)
+    for each in (ours, theirs, *middle):
+        each.abort()
+    for each in passing:
+        each.result(LONG)
+    for each in (listening, changing):
+        each.close()

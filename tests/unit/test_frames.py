@@ -45,6 +45,7 @@ from gossipx.wire import (
     objection,
 )
 from gossipx.wire.frames import (
+    CHECKSUMS,
     HEADER_BYTES,
     MAX_METADATA,
     PIECE,
@@ -308,7 +309,7 @@ def test_a_monstrous_payload_is_refused_before_anything_is_allocated(payload: in
     asked: list[object] = []
     decoder = Decoder(lambda *given: asked.append(given))
     with pytest.raises(ProtocolError, match=str(payload)):
-        feed(decoder, forged(32, b'{"step":1,"weight":1}', payload=payload)[:HEADER_BYTES])
+        feed(decoder, forged(32, b'{"step":1,"weight":1}', payload=payload)[: HEADER_BYTES + CHECKSUMS().digest_size])
     assert asked == []
 
 

@@ -185,8 +185,9 @@ def test_a_script_has_a_length_of_its_own(run: Run, mine: Path) -> None:
     assert read(mine).iterations == 7
 
 
-def test_peers_of_other_machines_are_in_the_summary(run: Run, mine: Path) -> None:
+def test_peers_of_other_machines_are_in_the_summary(run: Run, mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They have told their figures to this machine's in the finish; one has not, and is lost."""
+    monkeypatch.setenv("GOSSIPX_SECRET", "which other machines need")
     body = "finish(_1=report(1))"
     peers = "203.0.113.1 name=here\n203.0.113.2 name=there\n203.0.113.3 name=nowhere"
     assert run(body, peers=peers, advertise="203.0.113.1", bind="0.0.0.0") == 0

@@ -1,0 +1,186 @@
+"""``gossipx certs new``: a private CA and a certificate for each host, for those who have none."""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import os
+import re
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gossipx.errors import UsageError
+from gossipx.launch.hosts import PeerLine, read_hosts
+
+if TYPE_CHECKING:
+    from cryptography import x509
+    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
+
+CA_DAYS = 3650
+"""Days that the CA is in force."""
+HOST_DAYS = 730
+"""Days that a host's certificate is in force: longer than any run."""
+EARLY = datetime.timedelta(days=1)
+"""They begin so much earlier than now: clocks differ."""
+
+
+def new(directory: Path, hosts: Path) -> list[str]:
+    """Make ``directory`` with ``ca.pem``, ``ca.key`` and for each host of a hosts file a directory of what it needs.
+
+    That is ``cert.pem``, ``key.pem`` and a copy of ``ca.pem``. The certificate is for the host as the hosts file has
+    it, a name or an address, which is what other peers connect to. All lines of one host share it. All files are
+    readable by their owner alone.
+
+    Returns:
+        Lines that tell what to do with them.
+
+    Raises:
+        UsageError: the package ``cryptography`` is not there, the hosts file is not right, or the directory is in use.
+    """
+    try:
+        import cryptography  # noqa: F401
+    except ImportError as error:
+        raise UsageError("making certificates needs a package that is not here: pip install cryptography") from error
+    lines = read_hosts(hosts)
+    first: dict[str, PeerLine] = {}
+    for peer in lines:
+        first.setdefault(peer.host, peer)
+    folders = {folder_of(host): host for host in first}
+    if len(folders) < len(first):
+        raise UsageError("two hosts differ in signs alone that no file name has: give one of them another name", hosts)
+    made = _make([first[host] for host in folders.values()], hosts)
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if any(directory.iterdir()):
+            raise UsageError("not empty, and no certificate is overwritten: give another directory", directory)
+        for name, content in made.items():
+            _write(directory / name, content)
+    except OSError as error:
+        raise UsageError(f"cannot write the certificates: {error.strerror}", directory) from error
+    return [
+        *(f"copy {directory / folder}/ to {host}, as gossipx-certs/" for folder, host in folders.items()),
+        "then, on each: gossipx run --peers hosts.txt --bind 0.0.0.0 --tls-cert gossipx-certs/cert.pem"
+        " --tls-key gossipx-certs/key.pem --tls-ca gossipx-certs/ca.pem",
+        f"keep {directory / 'ca.key'} here: who has it can make peers of this run; no host needs it",
+        f"the certificates are in force until {datetime.date.today() + datetime.timedelta(HOST_DAYS)}",
+    ]
+
+
+def folder_of(host: str) -> str:
+    """The name of a host's directory."""
+    return "host-" + re.sub(r"[^\w.-]", "-", host)
+
+
+def _make(peers: Sequence[PeerLine], hosts: Path) -> dict[str, bytes]:
+    """All files by name."""
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    # A name of its own: OpenSSL looks for a CA by its name first.
+    authority = _authority(key, f"gossipx CA {secrets.token_hex(4)}")
+    files = {"ca.pem": _pem(authority), "ca.key": _key_pem(key)}
+    for peer in peers:
+        own = ec.generate_private_key(ec.SECP256R1())
+        certificate = _certificate(peer, hosts, own, authority, key)
+        folder = folder_of(peer.host)
+        files |= {
+            f"{folder}/cert.pem": _pem(certificate),
+            f"{folder}/key.pem": _key_pem(own),
+            f"{folder}/ca.pem": files["ca.pem"],
+        }
+    return files
+
+
+def _authority(key: EllipticCurvePrivateKey, name: str) -> x509.Certificate:
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes
+
+    usage = _usage(signs_certificates=True)
+    identifier = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
+    builder = _builder(name, name, CA_DAYS).public_key(key.public_key())
+    builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+    builder = builder.add_extension(usage, critical=True).add_extension(identifier, critical=False)
+    return builder.sign(key, hashes.SHA256())
+
+
+def _certificate(
+    peer: PeerLine, hosts: Path, own: EllipticCurvePrivateKey, authority: x509.Certificate, key: EllipticCurvePrivateKey
+) -> x509.Certificate:
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes
+    from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+    issuer = str(authority.subject.get_attributes_for_oid(NameOID.COMMON_NAME)[0].value)
+    both = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH])
+    identifier = x509.SubjectKeyIdentifier.from_public_key(own.public_key())
+    issued_by = x509.AuthorityKeyIdentifier.from_issuer_public_key(key.public_key())
+    # X.509 allows no longer name, and nobody reads it: what counts is the alternative name.
+    builder = _builder(peer.host[:64], issuer, HOST_DAYS).public_key(own.public_key())
+    builder = builder.add_extension(_alternative_name(peer, hosts), critical=False)
+    builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+    builder = builder.add_extension(_usage(signs_certificates=False), critical=True).add_extension(both, critical=False)
+    builder = builder.add_extension(identifier, critical=False).add_extension(issued_by, critical=False)
+    return builder.sign(key, hashes.SHA256())
+
+
+def _builder(subject: str, issuer: str, days: int) -> x509.CertificateBuilder:
+    from cryptography import x509
+    from cryptography.x509.oid import NameOID
+
+    now = datetime.datetime.now(datetime.timezone.utc)
+    names = [x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]) for name in (subject, issuer)]
+    builder = x509.CertificateBuilder().subject_name(names[0]).issuer_name(names[1])
+    builder = builder.serial_number(x509.random_serial_number())
+    return builder.not_valid_before(now - EARLY).not_valid_after(now + datetime.timedelta(days=days))
+
+
+def _usage(signs_certificates: bool) -> x509.KeyUsage:
+    from cryptography import x509
+
+    return x509.KeyUsage(
+        digital_signature=not signs_certificates,
+        key_cert_sign=signs_certificates,
+        crl_sign=signs_certificates,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _alternative_name(peer: PeerLine, hosts: Path) -> x509.SubjectAlternativeName:
+    from cryptography import x509
+
+    try:
+        name: x509.GeneralName = x509.IPAddress(ipaddress.ip_address(peer.host.partition("%")[0]))
+    except ValueError:
+        try:
+            name = x509.DNSName(peer.host)
+        except ValueError as error:
+            raise UsageError(f"no certificate can be made for '{peer.host}': {error}", hosts, peer.line) from error
+    return x509.SubjectAlternativeName([name])
+
+
+def _pem(certificate: x509.Certificate) -> bytes:
+    from cryptography.hazmat.primitives.serialization import Encoding
+
+    content: bytes = certificate.public_bytes(Encoding.PEM)
+    return content
+
+
+def _key_pem(key: EllipticCurvePrivateKey) -> bytes:
+    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+
+    content: bytes = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    return content
+
+
+def _write(path: Path, content: bytes) -> None:
+    """A new file that its owner alone can read, also while it is written."""
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(content)

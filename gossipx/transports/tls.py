@@ -1,0 +1,348 @@
+"""Streams over mutual TLS 1.3: another transport's, encrypted, and both sides with a certificate.
+
+TLS is done in memory and its bytes are given to the stream below, so that deadlines and aborting are those of that
+stream. OpenSSL's state of a connection is for one thread at a time: a lock is held while it computes, and never while
+bytes are waited for, so that one thread may send while another receives.
+
+Who connects is checked by the connecting side while it connects: the certificate must be for the host that was asked
+for (a DNS name or an IP address among its subject alternative names), signed by the given CA, and in force. The other
+side checks all but the host, as it does not know yet who connects; :meth:`TlsStream.speaks_for` tells once it does. It
+shakes hands when it first receives or sends: the thread that accepts connections never waits for a stranger.
+
+The server sends no session tickets. A client that writes and closes would never read them, and TCP would take back what
+it wrote: data would be lost, and TLS would not tell. Without them that is as rare as with TCP, and whoever needs to
+know asks for an acknowledgement.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from gossipx.errors import (
+    GossipxError,
+    NotAuthorisedError,
+    PeerFaultError,
+    PeerTimeoutError,
+    PeerUnreachableError,
+    ProtocolError,
+    StrangerError,
+    UsageError,
+)
+from gossipx.transports import Address, Listener, Stream, Transport, tcp
+
+# Bytes of plain text that are encrypted before they are sent: enough that the system call is cheap beside them.
+_PIECE = 256 * 1024
+# Bytes received at once: four records. Shaking hands takes one, so that strangers cost little.
+_RECEIVED = 64 * 1024
+_STRANGER = 16 * 1024
+# Seconds that a refused client is given to read why.
+_REFUSAL = 5.0
+
+# OpenSSL's X509_V_ERR_*: what is wrong with the other side's certificate.
+_UNKNOWN_CA = {2, 7, 18, 19, 20, 21}
+_CERTIFICATE_FAULTS = {
+    9: "is not valid yet: look at the clocks of both machines",
+    10: "has expired",
+    26: "is not for this use: it needs both serverAuth and clientAuth",
+    62: "is not for '{host}', the host in the hosts file",
+    64: "is not for '{host}', the host in the hosts file",
+}
+# What the other side says of ours, by OpenSSL's names; any other alert about certificates is told by its name.
+_ALERTS = {
+    "SSLV3_ALERT_CERTIFICATE_EXPIRED": "says that the certificate of this peer has expired (or is not valid yet)",
+    "TLSV1_ALERT_UNKNOWN_CA": "does not know the CA that signed the certificate of this peer",
+    "TLSV13_ALERT_CERTIFICATE_REQUIRED": "asks for a certificate, and this peer gave none",
+    "SSLV3_ALERT_BAD_CERTIFICATE": "refuses the certificate of this peer: is it for its host in the hosts file?",
+    "SSLV3_ALERT_UNSUPPORTED_CERTIFICATE": "refuses the certificate of this peer: it needs serverAuth and clientAuth",
+    "SSLV3_ALERT_CERTIFICATE_UNKNOWN": "refuses the certificate of this peer",
+    "SSLV3_ALERT_CERTIFICATE_REVOKED": "says that the certificate of this peer is revoked",
+    "TLSV1_ALERT_DECRYPT_ERROR": "refuses the certificate of this peer",
+    "TLSV1_ALERT_ACCESS_DENIED": "refuses the certificate of this peer",
+}
+_NO_CERTIFICATE = "PEER_DID_NOT_RETURN_A_CERTIFICATE"
+
+
+class TlsStream:
+    """A stream of another transport, encrypted; also a :class:`gossipx.transports.Certified`.
+
+    Args:
+        below: carries the encrypted bytes.
+        tls: not yet connected; its bytes come in by ``incoming`` and go out by ``outgoing``.
+        host: that the other side must have a certificate for, for messages; None: it is known later.
+    """
+
+    def __init__(
+        self, below: Stream, tls: ssl.SSLObject, incoming: ssl.MemoryBIO, outgoing: ssl.MemoryBIO, host: str | None
+    ):
+        self._below = below
+        self._tls, self._incoming, self._outgoing = tls, incoming, outgoing
+        self._host = host
+        self._state = threading.Lock()  # of what OpenSSL computes with
+        self._shaking = threading.Lock()
+        self._is_up = False
+        self._received = memoryview(bytearray(_STRANGER))
+        self._failed: GossipxError | None = None
+
+    @property
+    def remote(self) -> str:
+        """The other side's address."""
+        return self._below.remote
+
+    def speaks_for(self, host: str) -> bool:
+        """Whether the other side's certificate is for ``host``: one of its names or addresses exactly."""
+        certificate: dict[str, Any] = self._tls.getpeercert() or {}
+        return any(_same_host(name, host) for _, name in certificate.get("subjectAltName", ()))
+
+    def send(self, buffers: Sequence[bytes | memoryview], deadline: float) -> None:
+        """Encrypt and send all bytes; see :class:`gossipx.transports.Stream`."""
+        self.shake_hands(deadline)
+        for buffer in buffers:
+            view = memoryview(buffer).cast("B")
+            while view:
+                view = view[self._encrypt(view[:_PIECE]) :]
+                if self._outgoing.pending >= _PIECE:
+                    self._flush(deadline)
+        self._flush(deadline)
+
+    def receive_into(self, view: memoryview, deadline: float, whole: bool = False) -> int:
+        """Receive and decrypt; see :class:`gossipx.transports.Stream`."""
+        self.shake_hands(deadline)
+        count = 0
+        while True:
+            count += self._decrypt(view[count:])
+            if count == len(view) or (count and not whole):
+                return count
+            self._fill(deadline)
+
+    def tune(self) -> None:
+        """As the stream below does."""
+        self._below.tune()
+
+    def quiet(self) -> bool:
+        """Whether nothing has come that is still unread."""
+        with self._state:
+            waiting = self._tls.pending() or self._incoming.pending
+        return not waiting and self._below.quiet()
+
+    def abort(self) -> None:
+        """End both ways at once."""
+        self._below.abort()
+
+    def shake_hands(self, deadline: float) -> None:
+        """Let both sides prove who they are, once; sending and receiving do it first if nobody has.
+
+        Raises:
+            StrangerError: the other side's certificate is missing, has expired, or is for another host or use.
+            NotAuthorisedError: the other side refuses ours, or the CAs differ. The connecting side may be told so only
+                when it receives.
+            ProtocolError: the other side does not speak TLS 1.3.
+            PeerTimeoutError, PeerUnreachableError: as :meth:`receive_into`.
+        """
+        if self._is_up:
+            return
+        if not self._shaking.acquire(timeout=min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX)):
+            raise PeerTimeoutError(f"{self.remote} did not shake hands within the deadline")
+        try:
+            while not self._is_up:
+                self._is_up = self._step()
+                self._flush(deadline)
+                if not self._is_up:
+                    self._fill(deadline)
+            self._received = memoryview(bytearray(_RECEIVED))
+        except PeerUnreachableError as error:
+            raise PeerUnreachableError(f"{error}, in the TLS handshake") from error
+        except (NotAuthorisedError, StrangerError, ProtocolError):
+            self._tell_why(deadline)
+            raise
+        finally:
+            self._shaking.release()
+
+    def _step(self) -> bool:
+        """Go on with the handshake; whether it is done."""
+        with self._state:
+            try:
+                self._tls.do_handshake()
+            except ssl.SSLWantReadError:
+                return False
+            except ssl.SSLError as error:
+                raise self._fault(error) from error
+            return True
+
+    def _encrypt(self, view: memoryview) -> int:
+        with self._state:
+            try:
+                return self._tls.write(view)
+            except ssl.SSLError as error:
+                raise self._fault(error) from error
+
+    def _decrypt(self, view: memoryview) -> int:
+        """As many bytes as have come whole; 0: more must come first."""
+        count = 0
+        with self._state:
+            if self._failed is not None:
+                raise self._failed
+            try:
+                while count < len(view):
+                    # Given a buffer, it returns how many bytes it has put there.
+                    count += cast(int, self._tls.read(len(view) - count, cast(bytearray, view[count:])))
+            except ssl.SSLWantReadError:
+                pass
+            except ssl.SSLError as error:
+                self._failed = self._fault(error)
+                if not count:
+                    raise self._failed from error
+        return count
+
+    def _fill(self, deadline: float) -> None:
+        count = self._below.receive_into(self._received, deadline)
+        with self._state:
+            self._incoming.write(self._received[:count])
+
+    def _flush(self, deadline: float) -> bool:
+        """Send what is encrypted; whether there was anything."""
+        with self._state:
+            data = self._outgoing.read()
+        if data:
+            self._below.send([data], deadline)
+        return bool(data)
+
+    def _tell_why(self, deadline: float) -> None:
+        """Send the alert that OpenSSL has made, if it is this side that refuses.
+
+        Closed while bytes of theirs are unread, TCP may take the alert back; so read them out.
+        """
+        until = min(deadline, time.monotonic() + _REFUSAL)
+        with contextlib.suppress(PeerFaultError):
+            if self._flush(until):
+                while self._below.receive_into(self._received, until):
+                    pass
+
+    def _fault(self, error: ssl.SSLError) -> GossipxError:
+        """In one line: which of the two sides' certificates is refused, and why."""
+        if isinstance(error, ssl.SSLZeroReturnError):
+            return PeerUnreachableError(f"{self.remote} closed the connection")
+        if isinstance(error, ssl.SSLCertVerificationError):
+            whose = f"not authorised: the certificate of {self.remote}"
+            if error.verify_code in _UNKNOWN_CA:  # either side may have the wrong CA
+                return NotAuthorisedError(f"{whose} was not signed by a CA in --tls-ca")
+            fault = _CERTIFICATE_FAULTS.get(error.verify_code, f"is refused: {error.verify_message}")
+            return StrangerError(f"{whose} {fault.format(host=self._host)}")
+        reason = error.reason or "unknown"
+        if reason == _NO_CERTIFICATE:
+            return StrangerError(f"not authorised: {self.remote} gave no certificate")
+        if reason in _ALERTS:
+            return NotAuthorisedError(f"not authorised: {self.remote} {_ALERTS[reason]}")
+        return ProtocolError(f"{self.remote} does not speak TLS 1.3 as it should ({reason.lower().replace('_', ' ')})")
+
+
+class TlsListener:
+    """Another transport's listener, whose streams are encrypted."""
+
+    def __init__(self, below: Listener, wrap: Callable[[Stream], TlsStream]):
+        self._below = below
+        self._wrap = wrap
+
+    @property
+    def address(self) -> Address:
+        """Where it listens."""
+        return self._below.address
+
+    def accept(self) -> TlsStream:
+        """Wait for the next connection, which has not shaken hands yet."""
+        return self._wrap(self._below.accept())
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._below.close()
+
+
+class Tls:
+    """Mutual TLS 1.3 over another transport; a :class:`gossipx.transports.Transport`.
+
+    Args:
+        certificate: PEM file of this peer's certificate, with those between it and the CA if there are any.
+        key: PEM file of its private key, without a passphrase, that others cannot read.
+        authority: PEM file of the CA that signs the certificates of all peers.
+        below: carries the encrypted bytes.
+
+    Raises:
+        UsageError: a file cannot be read or is not what it should be.
+    """
+
+    def __init__(self, certificate: Path, key: Path, authority: Path, below: Transport = tcp):
+        self._below = below
+        self._files = certificate, key, authority
+        self._server = self._context(ssl.PROTOCOL_TLS_SERVER)
+        self._server.num_tickets = 0
+        self._client = self._context(ssl.PROTOCOL_TLS_CLIENT)
+
+    def listen(self, address: Address) -> TlsListener:
+        """Listen; see :class:`gossipx.transports.Transport`."""
+        return TlsListener(self._below.listen(address), self._wrap)
+
+    def connect(self, address: Address, deadline: float) -> TlsStream:
+        """Connect and shake hands; see :class:`gossipx.transports.Transport`.
+
+        Raises:
+            StrangerError: what answers has no certificate for ``address.host`` that is in force.
+            NotAuthorisedError: the CAs differ.
+        """
+        stream = self._wrap(self._below.connect(address, deadline), address.host.partition("%")[0])
+        try:
+            stream.shake_hands(deadline)
+        except BaseException:
+            stream.abort()
+            raise
+        return stream
+
+    def _wrap(self, below: Stream, host: str | None = None) -> TlsStream:
+        incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        if host is None:
+            tls = self._server.wrap_bio(incoming, outgoing, server_side=True)
+        else:
+            tls = self._client.wrap_bio(incoming, outgoing, server_hostname=host)
+        return TlsStream(below, tls, incoming, outgoing, host)
+
+    def _context(self, protocol: ssl._SSLMethod) -> ssl.SSLContext:
+        certificate, key, authority = self._files
+        context = ssl.SSLContext(protocol)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.verify_mode = ssl.CERT_REQUIRED
+        with _told(authority, "--tls-ca", "a CA's certificate"):
+            context.load_verify_locations(authority)
+        with _told(certificate, "--tls-cert", "a certificate"):
+            ssl.SSLContext(protocol).load_verify_locations(certificate)  # reads it, to tell it from the key
+        with _told(key, "--tls-key", f"the private key of {certificate}"):
+            key.read_bytes()
+            context.load_cert_chain(certificate, key, password=_no_passphrase)
+        return context
+
+
+@contextlib.contextmanager
+def _told(file: Path, option: str, what: str) -> Iterator[None]:
+    """Errors of the system and of OpenSSL as one line that names the file."""
+    try:
+        yield
+    except ssl.SSLError as error:
+        reason = (error.reason or "not PEM").lower().replace("_", " ")
+        raise UsageError(f"{option} is not {what} as PEM ({reason})", file) from error
+    except OSError as error:
+        raise UsageError(f"cannot read {option}: {error.strerror}", file) from error
+
+
+def _no_passphrase() -> str:
+    raise UsageError("--tls-key has a passphrase, which nobody is there to type: give the key without one")
+
+
+def _same_host(certified: str, host: str) -> bool:
+    try:
+        return ipaddress.ip_address(certified.strip()) == ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return certified.lower() == host.lower()

@@ -1,0 +1,404 @@
+"""Who may talk: CommManagers in one process, over real sockets, with a secret or mutual TLS.
+
+Numbers in brackets are rows of the project's fault list.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import resource
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import test_comm
+from certificates import Authority
+from test_comm import LONG, Heard, Host, Run, frame, knock, read_frame
+
+from gossipx.errors import GossipxError, NotAuthorisedError, ProtocolError, StrangerError
+from gossipx.messages import HereReply, LeaveRequest, ModelReply, PullRequest, Stage
+from gossipx.transports import Address
+from gossipx.transports.link import Link
+from gossipx.wire import Challenge, Hello, NotAuthorised, Open, Proof, Refused, frames
+from gossipx.wire.auth import Secret
+
+start, heard = test_comm.start, test_comm.heard
+SECRET, WRONG = Secret(b"the secret of these tests"), Secret(b"another one, of somebody else")
+Start = Callable[[int], Run]
+
+
+@pytest.fixture(params=["secret", "tls"])
+def guard(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
+    """What a CommManager is given so that it asks who the others are."""
+    return {"secret": SECRET} if request.param == "secret" else {"transport": Authority(tmp_path).issue().transport()}
+
+
+def failure(host: Host, to: int) -> GossipxError:
+    result = host.ask(to, LeaveRequest()).get(timeout=LONG)
+    assert isinstance(result, GossipxError), result
+    return result
+
+
+# --- among themselves ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [0, 1, 5_000_001])
+def test_a_model_is_pulled(start: Start, guard: dict[str, Any], size: int) -> None:
+    run, model = start(2), os.urandom(size)
+    a, b = run.host(0, **guard), run.host(1, **guard)
+    b.serve(model)
+    for step in range(3):  # over the same connection
+        room = bytearray(size)
+        assert a.ask(1, PullRequest(step), room).get(timeout=LONG) == ModelReply(step)
+        assert room == model
+        assert a.ask(1, LeaveRequest()).get(timeout=LONG) == HereReply(Stage.TRAIN)
+    assert not a.comm.trust.is_outcast
+    assert b.comm.trust.strangers == 0
+
+
+def test_pulls_across(start: Start, guard: dict[str, Any]) -> None:  # [27]
+    run = start(3)
+    hosts = [run.host(rank, **guard) for rank in range(3)]
+    models = [os.urandom(300_000) for _ in hosts]
+    for host, model in zip(hosts, models, strict=True):
+        host.serve(model)
+    rooms = {(one, other): bytearray(300_000) for one in range(3) for other in range(3) if one != other}
+    asked = [hosts[one].ask(other, PullRequest(1), room) for (one, other), room in rooms.items()]
+    assert [each.get(timeout=LONG) for each in asked] == [ModelReply(1)] * 6
+    assert all(room == models[other] for (_, other), room in rooms.items())
+
+
+def test_another_hosts_file_or_model_is_told_as_without(start: Start, guard: dict[str, Any]) -> None:
+    run = start(3)
+    a, b = run.host(0, **guard), run.host(1, peers_digest="another list", **guard)
+    assert "hosts files of peer-00 (3 peers) and peer-01 (3 peers) differ" in str(failure(a, 1))
+    run.host(2, manifest=["bias float32 (11,) (1,)"], **guard)
+    assert "the models of peer-00 and peer-02 differ: tensor 0" in str(failure(a, 2))
+    assert b.received.empty()
+
+
+# --- strangers ----------------------------------------------------------------------------------
+
+
+def test_a_wrong_secret_is_refused_and_told_once(start: Start, heard: Heard) -> None:  # [18]
+    run = start(2)
+    a, b = run.host(0, secret=WRONG), run.host(1, secret=SECRET)
+    for _ in range(3):
+        error = failure(a, 1)
+        assert isinstance(error, NotAuthorisedError)
+        assert error.exit_code == 5
+        assert str(error) == ("peer-01: not authorised: the secrets differ; give every peer of the run the same")
+    assert a.comm.trust.is_outcast
+    b.comm.close()  # its threads have counted then
+    assert b.comm.trust.strangers == 3
+    assert b.received.empty()
+    assert heard.wait("not authorised: the secrets differ").levelno == logging.WARNING
+    while not heard.records.empty():
+        assert heard.records.get().levelno == logging.DEBUG  # the warning came once
+
+
+@pytest.mark.parametrize(("own", "others"), [(SECRET, None), (None, SECRET)])
+def test_a_secret_on_one_side_alone_is_refused(start: Start, own: Secret | None, others: Secret | None) -> None:
+    run = start(2)
+    a, _ = run.host(0, secret=own), run.host(1, secret=others)
+    error = failure(a, 1)
+    assert isinstance(error, NotAuthorisedError)
+    assert "give every peer the same --secret-file" in str(error)
+
+
+def test_one_stranger_makes_nobody_an_outcast(start: Start) -> None:
+    run = start(3)
+    a, b, stranger = (run.host(rank, secret=secret) for rank, secret in enumerate([SECRET, SECRET, WRONG]))
+    assert isinstance(failure(a, 2), NotAuthorisedError)
+    assert not a.comm.trust.is_outcast  # peer 1 may still come
+    b.serve(b"")
+    assert a.ask(1, LeaveRequest()).get(timeout=LONG) == HereReply(Stage.TRAIN)
+    assert isinstance(failure(b, 2), NotAuthorisedError)
+    assert not a.comm.trust.is_outcast
+    assert not b.comm.trust.is_outcast  # which was asked itself
+    assert isinstance(failure(stranger, 0), NotAuthorisedError)
+    assert not stranger.comm.trust.is_outcast
+    assert isinstance(failure(stranger, 1), NotAuthorisedError)
+    assert stranger.comm.trust.is_outcast
+
+
+def everything(stream: socket.socket) -> bytes:
+    data = b""
+    with contextlib.suppress(ConnectionResetError):
+        while piece := stream.recv(10_000):
+            data += piece
+    return data
+
+
+def test_a_stranger_is_told_nothing_about_the_run(start: Start) -> None:
+    run = start(2)
+    b = run.host(1, secret=SECRET)
+    with knock(b) as stream:
+        stream.sendall(frame(Hello(0, "peer-00", 2, "the same list", b.comm._me.model)))
+        answer = read_frame(stream)
+        stream.shutdown(socket.SHUT_WR)
+        assert everything(stream) == b""
+    assert answer is not None
+    assert answer.message == NotAuthorised("this run has a secret; give every peer the same --secret-file")
+    with knock(b) as stream:
+        stream.sendall(frame(Open("0" * 64, "the same list", "peer-00", "whoever")))
+        stream.sendall(frame(Proof("0" * 64)))
+        stream.shutdown(socket.SHUT_WR)
+        told = everything(stream)
+    assert b"peer-0" not in told
+    assert b"weight" not in told
+    assert b.received.empty()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"GET / HTTP/1.1\r\nHost: a\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200),
+        os.urandom(300),
+        frame(Open("0" * 64, "the same list", "peer-00", "peer-01"))[:-5],
+        frame(PullRequest(1)),
+        frame(Proof("0" * 64)),
+        frame(Challenge("0" * 64)),
+        frame(Open("0" * 64, "a", "b", "c")) + frame(PullRequest(1)),
+        frames._HEADER.pack(b"GSPX", frames.VERSION, 6, 0, 2**32 - 1, 2**63) + bytes(8),
+    ],
+)
+def test_garbage_is_closed_quietly(start: Start, heard: Heard, guard: dict[str, Any], data: bytes) -> None:
+    """[14] [15]"""
+    run = start(2)
+    a, b = run.host(0, **guard), run.host(1, **guard)
+    with knock(b) as stream:
+        stream.sendall(data)
+        stream.shutdown(socket.SHUT_WR)
+        everything(stream)
+    assert heard.wait("the connection from 127.0.0.1").levelno == logging.DEBUG
+    b.serve(b"")
+    assert a.ask(1, LeaveRequest()).get(timeout=LONG) == HereReply(Stage.TRAIN)
+
+
+def test_another_version_is_told_ours(start: Start) -> None:  # [16]
+    with knock(start(2).host(0, secret=SECRET)) as stream:
+        opening = bytearray(frame(Open("0" * 64, "the same list", "peer-01", "peer-00")))
+        opening[4:6] = b"\x00\x63"
+        stream.sendall(opening)
+        refused = read_frame(stream)
+    assert refused is not None
+    assert isinstance(refused.message, Refused)
+    assert f"version 99 of the protocol, this side version {frames.VERSION}" in refused.message.reason
+
+
+# --- men in the middle --------------------------------------------------------------------------
+
+
+class Middle:
+    """Passes connections on to ``target``, and what the client says through ``change``, what the other says through
+    ``back``; both are told how many bytes have passed before."""
+
+    def __init__(self, target: Address):
+        self.sent = bytearray()
+        self.change = self.back = lambda data, before: data
+        self._target = target
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.address = Address(*self._listening.getsockname())
+        self._threads = [threading.Thread(target=self._accept)]
+        self._threads[0].start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = self._listening.accept()
+                server = socket.create_connection((self._target.host, self._target.port))
+                for ends in ((client, server, True), (server, client, False)):
+                    thread = threading.Thread(target=self._pass, args=ends)
+                    self._threads.append(thread)
+                    thread.start()
+
+    def _pass(self, source: socket.socket, target: socket.socket, forth: bool) -> None:
+        passed = 0
+        with contextlib.suppress(OSError):
+            while data := source.recv(100_000):
+                if forth:
+                    self.sent += data
+                target.sendall((self.change if forth else self.back)(data, passed))
+                passed += len(data)
+        for end in (source, target):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._listening.shutdown(socket.SHUT_RDWR)
+        self._listening.close()
+
+
+@pytest.fixture
+def middle() -> Iterator[Callable[[Address], Middle]]:
+    made: list[Middle] = []
+
+    def make(target: Address) -> Middle:
+        made.append(Middle(target))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def flip(at: int) -> Callable[[bytes, int], bytes]:
+    def change(data: bytes, before: int) -> bytes:
+        if before <= at < before + len(data):
+            return data[: at - before] + bytes([data[at - before] ^ 1]) + data[at - before + 1 :]
+        return data
+
+    return change
+
+
+def test_a_model_changed_on_the_way_is_refused(  # [12]
+    start: Start, guard: dict[str, Any], middle: Callable[[Address], Middle]
+) -> None:
+    run = start(2)
+    a, b = run.host(0, share_memory=False, **guard), run.host(1, **guard)
+    b.serve(bytes(1_000_000))
+    way = middle(b.comm.address)
+    run.addresses[1] = way.address
+    assert a.ask(1, PullRequest(1), bytearray(1_000_000)).get(timeout=LONG) == ModelReply(1)
+    way.back = flip(1_700_000)  # in the second model, over the same connection
+    error = a.ask(1, PullRequest(2), bytearray(1_000_000)).get(timeout=LONG)
+    assert isinstance(error, ProtocolError), error
+    assert "does not match" in str(error) or "bad record mac" in str(error)
+    way.back = flip(-1)
+    assert a.ask(1, PullRequest(3), bytearray(1_000_000)).get(timeout=LONG) == ModelReply(3)
+
+
+def test_a_request_changed_on_the_way_reaches_nobody(start: Start, middle: Callable[[Address], Middle]) -> None:
+    """With its checksum made right again, as an attacker would."""
+    run = start(2)
+    a, b = run.host(0, share_memory=False, secret=SECRET), run.host(1, secret=SECRET)
+    way = middle(b.comm.address)
+    run.addresses[1] = way.address
+    whole = frame(PullRequest(1), 1)
+
+    def instead(data: bytes, before: int) -> bytes:
+        return whole[:36] + bytes(24) + whole[36:] if b'{"step":7}' in data else data
+
+    way.change = instead
+    assert isinstance(a.ask(1, PullRequest(7), bytearray(1), seconds=5).get(timeout=LONG), GossipxError)
+    assert b.received.empty()
+
+
+def test_a_replayed_connection_is_refused(start: Start, middle: Callable[[Address], Middle]) -> None:  # [19]
+    run = start(2)
+    a, b = run.host(0, secret=SECRET), run.host(1, secret=SECRET)
+    b.serve(b"")
+    way = middle(b.comm.address)
+    run.addresses[1] = way.address
+    assert a.ask(1, LeaveRequest()).get(timeout=LONG) == HereReply(Stage.TRAIN)
+    assert b.received.get(timeout=LONG)
+    with knock(b) as stream:
+        stream.sendall(way.sent)
+        stream.shutdown(socket.SHUT_WR)
+        assert b"secrets differ" in everything(stream)
+    b.comm.close()  # its threads have counted then
+    assert b.comm.trust.strangers == 1
+    assert b.received.empty()
+
+
+def test_a_connection_carried_back_to_its_opener_is_refused(  # [19]
+    start: Start, middle: Callable[[Address], Middle]
+) -> None:
+    run = start(3)
+    a, c = run.host(0, secret=SECRET), run.host(2, secret=SECRET)
+    run.addresses[1] = middle(a.comm.address).address
+    assert "this is peer-00, not peer-01" in str(failure(a, 1))
+    run.addresses[1] = middle(c.comm.address).address
+    assert "this is peer-02, not peer-01" in str(failure(a, 1))
+    assert a.received.empty()
+    assert c.received.empty()
+
+
+def test_who_proves_to_be_one_peer_cannot_speak_as_another(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = start(3)
+    a, b = run.host(0, secret=SECRET), run.host(1, secret=SECRET)
+    greet = Link.greet
+
+    def pretend(link: Link, me: Hello, *rest: Any) -> None:
+        greet(link, dataclasses.replace(me, rank=2, name="peer-02"), *rest)
+
+    monkeypatch.setattr(Link, "greet", pretend)
+    assert "it has proven to be peer-01, not peer-02" in str(failure(b, 0))
+    assert a.received.empty()
+
+
+# --- certificates -------------------------------------------------------------------------------
+
+
+def test_a_certificate_of_the_run_is_good_for_its_own_host_alone(start: Start, tmp_path: Path) -> None:  # [20]
+    authority, run = Authority(tmp_path), start(2)
+    other = authority.issue("node7").transport()
+    a, b = run.host(0, transport=other), run.host(1, transport=authority.issue().transport())
+    error = failure(a, 1)
+    assert isinstance(error, NotAuthorisedError)
+    assert "the certificate of peer-00 is not for '127.0.0.1', its host in the hosts file" in str(error)
+    assert b.received.empty()
+    assert a.comm.trust.is_outcast
+    error = failure(b, 0)
+    assert isinstance(error, StrangerError)
+    assert not b.comm.trust.is_outcast
+    assert "is not for '127.0.0.1', the host in the hosts file" in str(error)
+    assert a.received.empty()
+
+
+@pytest.mark.parametrize("what", ["expired", "foreign"])
+def test_a_bad_certificate_is_refused_and_told(start: Start, heard: Heard, tmp_path: Path, what: str) -> None:  # [20]
+    authority, run = Authority(tmp_path / "own"), start(2)
+    if what == "expired":
+        bad = authority.issue(days=-1)
+    else:
+        bad = dataclasses.replace(Authority(tmp_path / "foreign", "theirs").issue(), authority=authority.file)
+    a, b = run.host(0, transport=bad.transport()), run.host(1, transport=authority.issue().transport())
+    error = failure(a, 1)
+    assert isinstance(error, NotAuthorisedError)
+    assert {"expired": "says that the certificate of this peer has expired", "foreign": "does not know the CA"}[
+        what
+    ] in str(error)
+    assert a.comm.trust.is_outcast
+    told = heard.wait("not authorised: the certificate of 127.0.0.1")
+    assert {"expired": "has expired", "foreign": "was not signed by a CA in --tls-ca"}[what] in told.getMessage()
+    assert told.levelno == logging.WARNING
+    assert b.received.empty()
+
+
+# --- too many of them ---------------------------------------------------------------------------
+
+
+def test_a_thousand_idle_connections_leave_peers_and_threads_alone(start: Start, guard: dict[str, Any]) -> None:  # [25]
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 3000
+    if hard != resource.RLIM_INFINITY and hard < wanted:
+        pytest.skip(f"this machine allows {hard} open files a process")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
+    run, model = start(2), os.urandom(100_000)
+    a, b = run.host(0, **guard), run.host(1, **guard)
+    b.serve(model)
+    assert a.ask(1, LeaveRequest()).get(timeout=LONG) == HereReply(Stage.TRAIN)
+    threads = threading.active_count()
+    with contextlib.ExitStack() as strangers:
+        strangers.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        for _ in range(1000):
+            strangers.enter_context(knock(b))
+        room = bytearray(len(model))
+        assert a.ask(1, PullRequest(1), room).get(timeout=LONG) == ModelReply(1)
+        assert room == model
+        for link in a.comm._links._idle[1]:
+            link.stream.abort()  # so that the next request needs a connection of its own among them
+        assert a.ask(1, PullRequest(2), bytearray(len(model))).get(timeout=LONG) == ModelReply(2)
+        assert len(b.comm._inbound) <= 32 + 4 * 2
+        assert threading.active_count() <= threads + 2 * (32 + 4 * 2)
+    assert b.comm.trust.strangers == 0

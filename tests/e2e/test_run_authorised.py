@@ -1,0 +1,140 @@
+"""`gossipx run` with a secret or certificates: several of them on one machine, each with a loopback address of its own
+as if it were another machine.
+
+Numbers in brackets are rows of the project's fault list.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from certificates import Authority, Identity
+
+from runs import Ended, Folder, Process, Run, differences, folder, free_ports, one_line
+
+BRIEF = ("--iterations", "30", "--eval-interval", "0", "--peer-timeout", "20", "--policy", "tau:5")
+SECRET, WRONG = "the secret of this run, which is long", "another secret, of somebody else"
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="127.0.0.2 is loopback on Linux alone")
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Folder]:
+    """A folder whose three peers are three hosts."""
+    with folder(tmp_path, 1) as here:
+        here.names = [f"127.0.0.{host}:{port}" for host, port in enumerate(free_ports(3), 1)]
+        here.hosts.write_text("".join(f"{name}\n" for name in here.names))
+        yield here
+
+
+def secret(here: Folder, name: str, value: str) -> Path:
+    path = here.path / name
+    path.write_text(value + "\n")
+    path.chmod(0o600)
+    return path
+
+
+def start(here: Folder, host: int, *options: str | Path) -> Process:
+    """What is typed on one of the hosts, from 1."""
+    return here.start_run(*BRIEF, "--advertise", f"127.0.0.{host}", *options, name=f"host{host}")
+
+
+def agreed(here: Folder, ended: dict[int, Ended]) -> None:
+    models = []
+    for host, end in ended.items():
+        assert end.code == 0, end.shown
+        assert "Traceback" not in end.output + end.errors, end.shown
+        models.append(Run(here.path / f"host{host}", end).model(host - 1))
+    for model in models[1:]:
+        assert max(differences(models[0], model).values()) <= 1e-6
+
+
+def test_the_one_with_the_wrong_secret_ends_by_exit_code_5_and_the_others_train(place: Folder) -> None:  # [18]
+    good, bad = secret(place, "good", SECRET), secret(place, "bad", WRONG)
+    runs = {host: start(place, host, "--secret-file", good) for host in (1, 2)}
+    for run in runs.values():
+        run.line("joining")
+    wrong = start(place, 3, "--secret-file", bad).end()
+    told = one_line(wrong, 5)
+    assert "not authorised: the secrets differ; give every peer of the run the same" in told
+    ended = {host: run.end() for host, run in runs.items()}
+    agreed(place, ended)
+    assert any("not authorised: the secrets differ" in end.output for end in ended.values()), ended[1].shown
+    files = [
+        file.read_bytes() for host in (1, 2, 3) for file in (place.path / f"host{host}").rglob("*") if file.is_file()
+    ]
+    assert len(files) > 4
+    shown = [end.output + end.errors for end in (*ended.values(), wrong)]
+    for value in (SECRET, WRONG):
+        assert not any(value.encode() in content for content in files)
+        assert not any(value in text for text in shown)
+
+
+def certified(here: Folder, what: str) -> tuple[Identity, Identity, str]:
+    """Certificates of two hosts, the second a bad one, and what its owner is told."""
+    authority = Authority(here.path / "ca")
+    good = authority.issue("127.0.0.1")
+    if what == "expired":
+        return good, authority.issue("127.0.0.2", days=-1), "says that the certificate of this peer has expired"
+    if what == "another host's":
+        return good, authority.issue("127.0.0.9"), "is not for '127.0.0.2', its host in the hosts file"
+    foreign = Authority(here.path / "foreign", "somebody's CA").issue("127.0.0.2")
+    return good, dataclasses.replace(foreign, authority=good.authority), "does not know the CA that signed"
+
+
+@pytest.mark.parametrize("what", ["expired", "another host's", "foreign"])
+def test_a_bad_certificate_ends_a_peer_by_exit_code_5(place: Folder, what: str) -> None:  # [20]
+    good, bad, told = certified(place, what)
+    place.hosts.write_text("".join(f"{name}\n" for name in place.names[:2]))
+    first = start(place, 1, *good.options())
+    first.line("joining")
+    assert told in one_line(start(place, 2, *bad.options()).end(), 5)
+    assert first.line("not authorised: the certificate of 127.0.0.")
+
+
+def test_certificates_made_by_gossipx_are_all_that_is_needed(place: Folder) -> None:
+    pytest.importorskip("cryptography", reason="certificates are made with the package cryptography")
+    made = place.start("-m", "gossipx", "certs", "new", "certs", place.hosts).end()
+    assert made.code == 0, made.shown
+    assert "copy certs/host-127.0.0.2/ to 127.0.0.2" in made.output
+    runs = {}
+    for host in (1, 2, 3):
+        own = place.path / "certs" / f"host-127.0.0.{host}"
+        files = Identity(own / "cert.pem", own / "key.pem", own / "ca.pem")
+        runs[host] = start(place, host, *files.options())
+    agreed(place, {host: run.end() for host, run in runs.items()})
+
+
+@pytest.mark.parametrize("bind", ["0.0.0.0", "::"])
+def test_beyond_loopback_a_secret_or_tls_is_needed(place: Folder, bind: str) -> None:
+    told = place.refused(*BRIEF, "--bind", bind)
+    assert told == (
+        f"--bind {bind} lets other machines connect: give --secret-file FILE (or GOSSIPX_SECRET), "
+        "or --tls-cert FILE --tls-key FILE --tls-ca FILE"
+    )
+    assert not (place.path / "x").exists()
+
+
+def test_beyond_loopback_a_script_is_refused_too(place: Folder) -> None:
+    script = place.script(
+        """
+model = nn.Linear(4, 2)
+try:
+    gossipx.join(model, peers=FOLDER / "hosts.txt", rank=0, bind="0.0.0.0")
+except gossipx.errors.UsageError as error:
+    print(error)
+"""
+    )
+    ended = place.start(script, place.path).end()
+    assert ended.code == 0, ended.shown
+    assert "--bind 0.0.0.0 lets other machines connect: give --secret-file FILE" in ended.output
+
+
+def test_a_secret_that_others_can_read_is_refused(place: Folder) -> None:
+    file = secret(place, "secret", SECRET)
+    file.chmod(0o644)
+    assert place.refused(*BRIEF, "--secret-file", file) == f"{file}: others can read --secret-file: chmod 600 {file}"

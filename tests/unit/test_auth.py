@@ -1,0 +1,281 @@
+"""The handshake of a run with a secret, as transcripts, and the MAC of every frame.
+
+Numbers in brackets are rows of the project's fault list.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import hmac
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gossipx.errors import NotAuthorisedError, ProtocolError, StrangerError
+from gossipx.messages import ModelReply, NotReadyReply, PullRequest
+from gossipx.wire import Accepted, Bytes, Challenge, Message, Open, Proof, frames
+from gossipx.wire.auth import Answerer, MacChecks, Opener, Secret, Session, misdirected
+
+SECRET = Secret(b"sixteen bytes or more of it")
+NONCES = bytes(range(32)), bytes(range(100, 132))
+
+
+def opener(secret: Secret = SECRET, nonce: bytes = NONCES[0]) -> Opener:
+    return Opener(secret, run="the list", name="ada", to="bob", nonce=nonce)
+
+
+def answerer(secret: Secret = SECRET, nonce: bytes = NONCES[1]) -> Answerer:
+    return Answerer(secret, nonce)
+
+
+def shake_hands(
+    one: Opener, other: Answerer, on_the_way: Callable[[Message], Message] = lambda message: message
+) -> tuple[Session, Session]:
+    """Both sides' sessions; all messages pass ``on_the_way``."""
+    challenge = other.opened(on_the_way(one.opened))  # type: ignore[arg-type]
+    proof = one.challenged(on_the_way(challenge))  # type: ignore[arg-type]
+    accepted, theirs = other.proven(on_the_way(proof))  # type: ignore[arg-type]
+    return one.accepted(on_the_way(accepted)), theirs  # type: ignore[arg-type]
+
+
+def whole(session: Session, message: Message, payload: bytes = b"") -> bytes:
+    parts = frames.encode(message, 0, memoryview(payload) if payload else None, session.sending)
+    return b"".join(bytes(buffer) for buffers in parts for buffer in buffers)
+
+
+class Receiver:
+    """Takes frames of a session in, with room for a payload of eight bytes."""
+
+    def __init__(self, session: Session):
+        self.room = memoryview(bytearray(8))
+        self._decoder = frames.Decoder(lambda message, _: Bytes(self.room) if isinstance(message, ModelReply) else None)
+        self._decoder.use(session.receiving)
+
+    def take(self, data: bytes) -> list[Message]:
+        taken = []
+        while data:
+            buffer = self._decoder.next_buffer()
+            piece, data = data[: len(buffer)], data[len(buffer) :]
+            buffer[: len(piece)] = piece
+            frame = self._decoder.received(len(piece))
+            if frame is not None:
+                taken.append(frame.message)
+        return taken
+
+
+# --- the handshake ------------------------------------------------------------------------------
+
+
+def test_who_share_a_secret_take_each_other_in_and_understand_each_other() -> None:
+    one, other = shake_hands(opener(), answerer())
+    assert one.opened == other.opened == Open(NONCES[0].hex(), "the list", "ada", "bob")
+    for sender, receiver in ((one, other), (other, one)):
+        to = Receiver(receiver)
+        sent = whole(sender, PullRequest(1)) + whole(sender, ModelReply(2), b"8 bytes.") + whole(sender, PullRequest(3))
+        assert to.take(sent) == [PullRequest(1), ModelReply(2), PullRequest(3)]
+        assert bytes(to.room) == b"8 bytes."
+
+
+def test_a_proof_is_the_hmac_of_both_nonces_the_run_the_side_the_names_and_the_version() -> None:
+    one = opener()
+    proof = one.challenged(Challenge(NONCES[1].hex()))
+    key = hmac.digest(NONCES[0] + NONCES[1], SECRET.value, "sha256")  # RFC 5869, extract
+    parts = [b"gossipx", b"proof", b"opener", frames.VERSION.to_bytes(2, "big"), b"the list", b"ada", b"bob"]
+    info = b"".join(len(part).to_bytes(4, "big") + part for part in parts)
+    assert proof.proof == hmac.digest(key, info + b"\1", "sha256").hex()  # ... and expand
+
+
+def test_a_stranger_learns_a_nonce_and_nothing_else() -> None:
+    assert dataclasses.astuple(answerer().opened(Open("0" * 64, "", "", ""))) == (NONCES[1].hex(),)
+
+
+def test_a_wrong_secret_is_refused_by_either_side() -> None:  # [18]
+    wrong = Secret(b"another one of many bytes")
+    with pytest.raises(NotAuthorisedError, match="secrets differ") as refused:
+        shake_hands(opener(wrong), answerer())
+    assert refused.value.exit_code == 5
+    one = opener()
+    one.challenged(Challenge(NONCES[1].hex()))
+    impostor = opener(wrong), answerer(wrong)
+    accepted, _ = impostor[1].proven(impostor[0].challenged(impostor[1].opened(impostor[0].opened)))
+    with pytest.raises(StrangerError):
+        one.accepted(accepted)
+
+
+@pytest.mark.parametrize("field", ["nonce", "run", "opener", "answerer"])
+def test_no_field_of_the_opening_can_be_changed_on_the_way(field: str) -> None:
+    def change(message: Message) -> Message:
+        if isinstance(message, Open):
+            changed = "f" * 64 if field == "nonce" else getattr(message, field) + "x"
+            return dataclasses.replace(message, **{field: changed})
+        return message
+
+    with pytest.raises(NotAuthorisedError):
+        shake_hands(opener(), answerer(), change)
+
+
+def test_names_and_run_do_not_run_into_each_other() -> None:
+    def move(message: Message) -> Message:
+        return Open(message.nonce, "the list", "adab", "ob") if isinstance(message, Open) else message
+
+    with pytest.raises(NotAuthorisedError):
+        shake_hands(opener(), answerer(), move)
+
+
+@given(which=st.sampled_from([Open, Challenge, Proof, Accepted]), bit=st.integers(0, 255))
+def test_no_bit_of_a_nonce_or_a_proof_can_be_changed_on_the_way(which: type, bit: int) -> None:
+    def flip(message: Message) -> Message:
+        if not isinstance(message, which):
+            return message
+        name = "nonce" if isinstance(message, Open | Challenge) else "proof"
+        value = int(getattr(message, name), 16) ^ 1 << bit
+        return dataclasses.replace(message, **{name: f"{value:064x}"})
+
+    with pytest.raises(StrangerError if which is Accepted else NotAuthorisedError):
+        shake_hands(opener(), answerer(), flip)
+
+
+def test_a_replayed_handshake_is_refused() -> None:  # [19]
+    heard: list[Message] = []
+
+    def listen(message: Message) -> Message:
+        heard.append(message)
+        return message
+
+    shake_hands(opener(), answerer(), listen)
+    opened, _, proof, _ = heard
+    again = answerer(nonce=bytes(32))
+    again.opened(opened)  # type: ignore[arg-type]
+    with pytest.raises(NotAuthorisedError):
+        again.proven(proof)  # type: ignore[arg-type]
+
+
+def test_a_proof_that_is_sent_back_is_refused() -> None:  # [19]
+    one = opener()
+    proof = one.challenged(Challenge(NONCES[1].hex()))
+    with pytest.raises(StrangerError):
+        one.accepted(Accepted(proof.proof))
+
+
+def test_a_nonce_that_is_sent_back_helps_nobody() -> None:  # [19]
+    one = opener()
+    proof = one.challenged(Challenge(one.opened.nonce))
+    with pytest.raises(StrangerError):
+        one.accepted(Accepted(proof.proof))
+
+
+def test_a_connection_carried_back_to_who_opened_it_or_to_a_third_is_refused() -> None:  # [19]
+    one, same = opener(), answerer()  # both are ada's: a man in the middle has its own connection answered by itself
+    _, session = same.proven(one.challenged(same.opened(one.opened)))
+    assert misdirected(session.opened, "ada") == "this is ada, not bob; start every peer with the same hosts file"
+    assert misdirected(session.opened, "carol") is not None
+    assert misdirected(session.opened, "bob") is None
+
+
+def test_proofs_before_their_time_are_refused() -> None:
+    with pytest.raises(ProtocolError):
+        answerer().proven(Proof("0" * 64))
+    with pytest.raises(ProtocolError):
+        opener().accepted(Accepted("0" * 64))
+
+
+def test_another_version_has_other_proofs(monkeypatch: pytest.MonkeyPatch) -> None:  # [16]
+    one, other = opener(), answerer()
+    proof = one.challenged(other.opened(one.opened))
+    monkeypatch.setattr(frames, "VERSION", frames.VERSION + 1)
+    with pytest.raises(NotAuthorisedError):
+        other.proven(proof)
+
+
+def test_a_secret_is_never_shown() -> None:
+    assert "sixteen" not in f"{SECRET!r} {SECRET} {[SECRET]} {opener().__dict__}"
+
+
+# --- the MAC of every frame ---------------------------------------------------------------------
+
+
+def test_the_bytes_of_a_mac() -> None:
+    checks = MacChecks(b"key")
+    for count in range(3):
+        check = checks()
+        check.update(b"a part")
+        assert check.digest() == hmac.new(b"key", count.to_bytes(8, "big") + b"a part", hashlib.sha256).digest()
+
+
+MESSAGES = [PullRequest(1), ModelReply(2), NotReadyReply("later"), ModelReply(3)]
+
+
+def sent(session: Session) -> list[bytes]:
+    return [whole(session, each, b"8 bytes." if isinstance(each, ModelReply) else b"") for each in MESSAGES]
+
+
+@given(order=st.lists(st.integers(0, 3), max_size=6))
+def test_frames_are_taken_in_their_order_alone(order: list[int]) -> None:  # [26]
+    one, other = shake_hands(opener(), answerer())
+    data, receiver = sent(one), Receiver(other)
+    fitting = next((at for at, index in enumerate(order) if at != index), len(order))
+    for index in order[:fitting]:
+        assert receiver.take(data[index]) == [MESSAGES[index]]
+    for index in order[fitting : fitting + 1]:
+        with pytest.raises(ProtocolError, match="does not match"):
+            receiver.take(data[index])
+
+
+@given(place=st.integers(0), change=st.integers(1, 255))
+def test_no_byte_of_a_frame_can_be_changed(place: int, change: int) -> None:  # [12]
+    one, other = shake_hands(opener(), answerer())
+    data = bytearray(b"".join(sent(one)))
+    data[place % len(data)] ^= change
+    taken: list[Message] = []
+    receiver = Receiver(other)
+    with pytest.raises(ProtocolError):
+        for byte in bytes(data) + bytes(2**20):  # a length that has grown asks for more
+            taken += receiver.take(bytes([byte]))
+    assert taken == MESSAGES[: len(taken)]
+    assert len(taken) < len(MESSAGES)
+
+
+@given(cut=st.integers(0))
+def test_a_truncated_frame_is_no_frame(cut: int) -> None:  # [13]
+    one, other = shake_hands(opener(), answerer())
+    data = b"".join(sent(one))
+    assert len(Receiver(other).take(data[: cut % len(data)])) < len(MESSAGES)
+
+
+def test_a_payload_cannot_stand_for_a_header_nor_move_to_another_frame() -> None:
+    one, other = shake_hands(opener(), answerer())
+    first, second = whole(one, ModelReply(2), b"8 bytes."), whole(one, ModelReply(3), b"8 bytes.")
+    tail = 8 + 32
+    with pytest.raises(ProtocolError, match="payload"):
+        Receiver(other).take(first[:-tail] + second[-tail:])
+
+
+def test_frames_that_are_sent_back_are_refused() -> None:  # [19]
+    one, _ = shake_hands(opener(), answerer())
+    with pytest.raises(ProtocolError, match="does not match"):
+        Receiver(one).take(whole(one, PullRequest(1)))
+
+
+def test_frames_of_another_connection_are_refused() -> None:  # [19]
+    one, _ = shake_hands(opener(), answerer())
+    _, other = shake_hands(opener(), answerer(nonce=bytes(32)))
+    with pytest.raises(ProtocolError, match="does not match"):
+        Receiver(other).take(whole(one, PullRequest(1)))
+
+
+def test_a_checksum_is_no_mac() -> None:
+    _, other = shake_hands(opener(), answerer())
+    plain = b"".join(bytes(buffer) for buffers in frames.encode(PullRequest(1), 0) for buffer in buffers)
+    with pytest.raises(ProtocolError):
+        Receiver(other).take(plain + bytes(32))
+
+
+def test_a_stranger_cannot_ask_for_more_than_the_small_bound() -> None:  # [14]
+    decoder = frames.Decoder(lambda message, request: None, frames.SMALL_METADATA)
+    header = frames._HEADER.pack(frames.MAGIC, frames.VERSION, 18, 0, frames.SMALL_METADATA + 1, 0) + bytes(8)
+    decoder.next_buffer()[: len(header)] = header
+    with pytest.raises(ProtocolError, match=str(frames.SMALL_METADATA)):
+        decoder.received(len(header))

@@ -1,0 +1,82 @@
+"""Who is told of strangers, and when a peer takes itself for one. Time is the test's."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from gossipx.errors import NotAuthorisedError, StrangerError
+from gossipx.transports import trust
+from gossipx.transports.trust import Trust
+
+REFUSED = NotAuthorisedError("not authorised: why")
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(trust, "time", made)
+    return made
+
+
+def test_who_is_turned_away_by_all_others_is_an_outcast_at_once(clock: Clock) -> None:
+    own = Trust(2, 30.0)
+    assert not own.is_outcast
+    own.turned_away(1, REFUSED)
+    own.turned_away(1, REFUSED)
+    assert not own.is_outcast
+    own.turned_away(2, REFUSED)
+    assert own.is_outcast
+
+
+def test_who_is_turned_away_by_some_hopes_for_the_others_until_half_of_peer_timeout(clock: Clock) -> None:
+    own, nobody_there = Trust(5, 30.0), Trust(5, 30.0)
+    own.turned_away(1, REFUSED)
+    clock.now += 15
+    assert not own.is_outcast
+    clock.now += 0.1
+    assert own.is_outcast
+    assert not nobody_there.is_outcast
+
+
+def test_who_was_taken_in_by_one_is_no_outcast(clock: Clock) -> None:
+    own = Trust(2, 30.0)
+    own.taken_in()
+    own.turned_away(1, REFUSED)
+    own.turned_away(2, REFUSED)
+    clock.now += 60
+    assert not own.is_outcast
+
+
+def test_strangers_are_told_of_once_a_minute_and_all_counted(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "gossipx")
+    own = Trust(2, 30.0)
+    for _ in range(5):
+        own.stranger("192.0.2.1:7", REFUSED)
+    clock.now += 60
+    own.stranger("192.0.2.1:8", REFUSED)
+    assert [record.getMessage() for record in caplog.records] == [
+        "a connection from 192.0.2.1:7: not authorised: why",
+        "a connection from 192.0.2.1:8: not authorised: why (4 more turned away before)",
+    ]
+    assert own.strangers == 6
+
+
+def test_a_peer_that_stays_alone_knows_whether_somebody_was_there(clock: Clock) -> None:
+    own = Trust(2, 30.0)
+    own.stranger("192.0.2.1:7", StrangerError("not authorised: it gave no certificate"))
+    assert own.doubt is None  # as anybody's scanner does
+    own.stranger("192.0.2.1:7", REFUSED)
+    assert own.doubt is REFUSED
+    assert not own.is_outcast
+    own.taken_in()
+    assert own.doubt is None
