@@ -39,9 +39,10 @@ from gossipx.transports import Address, Listener, Stream, Transport, tcp
 
 # Bytes of plain text that are encrypted before they are sent: enough that the system call is cheap beside them.
 _PIECE = 256 * 1024
-# Bytes received at once: four records. Shaking hands takes one, so that strangers cost little.
-_RECEIVED = 64 * 1024
-_STRANGER = 16 * 1024
+# Bytes received at once: a record; or, while many come, as many as are worth a large buffer, which is borrowed, so that
+# neither strangers nor idle connections hold one.
+_RECORD = 16 * 1024
+_MANY = 256 * 1024
 # Seconds that a refused client is given to read why.
 _REFUSAL = 5.0
 
@@ -76,10 +77,17 @@ class TlsStream:
         below: carries the encrypted bytes.
         tls: not yet connected; its bytes come in by ``incoming`` and go out by ``outgoing``.
         host: that the other side must have a certificate for, for messages; None: it is known later.
+        spare: large buffers that no stream uses now; shared by all streams of a transport.
     """
 
     def __init__(
-        self, below: Stream, tls: ssl.SSLObject, incoming: ssl.MemoryBIO, outgoing: ssl.MemoryBIO, host: str | None
+        self,
+        below: Stream,
+        tls: ssl.SSLObject,
+        incoming: ssl.MemoryBIO,
+        outgoing: ssl.MemoryBIO,
+        host: str | None,
+        spare: list[memoryview],
     ):
         self._below = below
         self._tls, self._incoming, self._outgoing = tls, incoming, outgoing
@@ -87,7 +95,9 @@ class TlsStream:
         self._state = threading.Lock()  # of what OpenSSL computes with
         self._shaking = threading.Lock()
         self._is_up = False
-        self._received = memoryview(bytearray(_STRANGER))
+        self._record = memoryview(bytearray(_RECORD))
+        self._many_come = False
+        self._spare = spare
         self._failed: GossipxError | None = None
 
     @property
@@ -155,7 +165,6 @@ class TlsStream:
                 self._flush(deadline)
                 if not self._is_up:
                     self._fill(deadline)
-            self._received = memoryview(bytearray(_RECEIVED))
         except PeerUnreachableError as error:
             raise PeerUnreachableError(f"{error}, in the TLS handshake") from error
         except (NotAuthorisedError, StrangerError, ProtocolError):
@@ -201,9 +210,25 @@ class TlsStream:
         return count
 
     def _fill(self, deadline: float) -> None:
-        count = self._below.receive_into(self._received, deadline)
-        with self._state:
-            self._incoming.write(self._received[:count])
+        with self._buffer() as buffer:
+            count = self._below.receive_into(buffer, deadline)
+            with self._state:
+                self._incoming.write(buffer[:count])
+        self._many_come = self._is_up and count >= _RECORD
+
+    @contextlib.contextmanager
+    def _buffer(self) -> Iterator[memoryview]:
+        if not self._many_come:
+            yield self._record
+            return
+        try:
+            large = self._spare.pop()
+        except IndexError:
+            large = memoryview(bytearray(_MANY))
+        try:
+            yield large
+        finally:
+            self._spare.append(large)
 
     def _flush(self, deadline: float) -> bool:
         """Send what is encrypted; whether there was anything."""
@@ -221,7 +246,7 @@ class TlsStream:
         until = min(deadline, time.monotonic() + _REFUSAL)
         with contextlib.suppress(PeerFaultError):
             if self._flush(until):
-                while self._below.receive_into(self._received, until):
+                while self._below.receive_into(self._record, until):
                     pass
 
     def _fault(self, error: ssl.SSLError) -> GossipxError:
@@ -282,6 +307,7 @@ class Tls:
         self._server = self._context(ssl.PROTOCOL_TLS_SERVER)
         self._server.num_tickets = 0
         self._client = self._context(ssl.PROTOCOL_TLS_CLIENT)
+        self._spare: list[memoryview] = []
 
     def listen(self, address: Address) -> TlsListener:
         """Listen; see :class:`gossipx.transports.Transport`."""
@@ -308,7 +334,7 @@ class Tls:
             tls = self._server.wrap_bio(incoming, outgoing, server_side=True)
         else:
             tls = self._client.wrap_bio(incoming, outgoing, server_hostname=host)
-        return TlsStream(below, tls, incoming, outgoing, host)
+        return TlsStream(below, tls, incoming, outgoing, host, self._spare)
 
     def _context(self, protocol: ssl._SSLMethod) -> ssl.SSLContext:
         certificate, key, authority = self._files
