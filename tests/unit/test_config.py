@@ -51,7 +51,16 @@ EVERY_KEY: dict[str, dict[str, Any]] = {
         "min_peers": 2,
         "distance_interval": 5,
     },
-    "exchange": {"bind": "0.0.0.0", "advertise": "me.example", "peer_timeout": 1.5},
+    "exchange": {
+        "bind": "0.0.0.0",
+        "advertise": "me.example",
+        "secret_file": "secret",
+        "tls_cert": "here.crt",
+        "tls_key": "here.key",
+        "tls_ca": "ca.crt",
+        "transport": "tcp",
+        "peer_timeout": 1.5,
+    },
 }
 """Every setting with a value that is not its default, as TOML holds it."""
 
@@ -97,6 +106,11 @@ distance_interval = 5
 [exchange]
 bind = "0.0.0.0"
 advertise = "me.example"
+secret_file = "secret"
+tls_cert = "here.crt"
+tls_key = "here.key"
+tls_ca = "ca.crt"
+transport = "tcp"
 peer_timeout = 1.5
 """
 

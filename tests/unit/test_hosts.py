@@ -296,7 +296,7 @@ def test_where_a_peer_listens(tmp_path: Path, host: str, bind: str, expected: st
 @pytest.mark.parametrize("bind", ["127.0.0.1", "::1"])
 def test_a_peer_off_loopback_must_be_told_to_listen_there(tmp_path: Path, host: str, bind: str) -> None:
     file = hosts(tmp_path, f"# one\n{host}\n")
-    with pytest.raises(UsageError, match=r"give --bind 0\.0\.0\.0 .* on a network that you trust") as caught:
+    with pytest.raises(UsageError, match=r"give --bind 0\.0\.0\.0 .* --secret-file FILE or --tls-cert") as caught:
         bind_host(read_hosts(file)[0], bind, file)
     assert str(caught.value).startswith(f"{file}:2: ") and host.strip("[]") in str(caught.value)
 
