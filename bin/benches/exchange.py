@@ -1,7 +1,9 @@
-"""What exchanging costs the training: the share of wall time in which gossipx stops the training thread.
+"""What exchanging costs: how fast a model comes, and the share of wall time in which the training thread is stopped.
 
-bin/bench exchange            tau:10 overlapped and blocking, and never, one peer a core (about 1 minute)
-bin/bench exchange --full     three runs of each
+bin/bench exchange            pulls of 8, 44 and 240 MB beside other ways to move them; then training with tau:10,
+                              overlapped and blocking, and never, one peer a core (about 3 minutes)
+bin/bench exchange --full     more rounds, and three runs of each
+bin/bench exchange --only pulls|training
 """
 
 from __future__ import annotations
@@ -12,10 +14,13 @@ import os
 import statistics
 import tempfile
 from pathlib import Path
+from typing import Any
 
+from _pulls import SIZES, pulled, questions
 from _report import figure, report
 from _runs import train
 
+Table = tuple[str, tuple[str, ...], list[tuple[str, ...]], list[dict[str, Any]]]
 GOAL = 0.02
 KINDS = (
     ("never", ("--policy", "never")),
@@ -28,9 +33,36 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="bin/bench exchange", description=__doc__)
     parser.add_argument("--full", action="store_true")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--only", choices=("pulls", "training"))
     parser.add_argument("--iterations", type=int, default=2000)
     parser.add_argument("--peers", type=int, default=max(2, os.cpu_count() or 2), help="default: one a core")
     arguments = parser.parse_args()
+    tables = []
+    if arguments.only != "training":
+        tables.append(_pulls(arguments.full))
+    if arguments.only != "pulls":
+        tables.append(_training(arguments))
+    if arguments.json:
+        print(json.dumps({"figures": [one for *_, figures in tables for one in figures]}, indent=2))
+        return
+    for table in tables:
+        report(*table)
+
+
+def _pulls(full: bool) -> Table:
+    rows, figures = [], []
+    with tempfile.TemporaryDirectory() as scratch:
+        for size in SIZES:
+            more = pulled(size, 25 if full else 9, Path(scratch))
+            rows += [tuple(row) for row in more[0]]
+            figures += more[1]
+    row, one = questions()
+    headings = ("model", "way", "GB/s", "of what it is held against", "goal")
+    title = f"One pull from another process of this machine, {os.cpu_count()} cores, medians of rounds in turn"
+    return title, headings, [*rows, row], [*figures, one]
+
+
+def _training(arguments: argparse.Namespace) -> Table:
     rows, figures = [], []
     with tempfile.TemporaryDirectory() as scratch:
         measured = {name: _measure(Path(scratch), options, arguments) for name, options in KINDS}
@@ -44,10 +76,7 @@ def main() -> None:
         figures.append(figure(f"{name}: training", seconds, "s", reference=undisturbed))
     headings = ("policy", "pulls a peer", "blocked", "measuring, recording", "ms an iteration")
     title = f"lenet, {arguments.peers} peers on {os.cpu_count()} cores, {arguments.iterations} iterations, medians"
-    if arguments.json:
-        print(json.dumps({"figures": figures}, indent=2))
-    else:
-        report(title, headings, rows, figures)
+    return title, headings, rows, figures
 
 
 def _measure(
