@@ -459,6 +459,10 @@ class CommManager:
             else:
                 link.send(frames.encode(reply, number, checks=link.checks), deadline)
             whole = True
+        except BaseException:
+            # Before the memory that it gives is changed: whoever still reads it must not be able to take it as whole.
+            link.stream.abort()
+            raise
         finally:
             self._forget(key)
             if slot.answer is not None:

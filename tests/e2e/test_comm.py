@@ -781,6 +781,28 @@ def test_a_descriptor_of_something_else_is_refused(two: tuple[Host, Host], make:
     os.close(descriptor)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="needs memory with a descriptor")
+def test_a_model_that_is_read_past_the_givers_deadline_is_not_taken(two: tuple[Host, Host]) -> None:  # [3]
+    """It may change from then on: the other side was stopped meanwhile, say, and reads what is there now."""
+    a, b = two
+    late = threading.Event()
+
+    class Stopped(Bytes):
+        def take(self, start: int, view: memoryview) -> None:
+            late.wait(LONG)
+            super().take(start, view)
+
+    results: queue.Queue[Reply | GossipxError] = queue.Queue()
+    sink = Stopped(memoryview(bytearray(8)))
+    a.comm.request(1, PullRequest(1), deadline=soon(), payload=sink, done=results.put)
+    _, key, _ = b.received.get(timeout=LONG)
+    b.comm.answer(key, ModelReply(1), payload=Model(b"12345678"), deadline=soon(SHORT), done=b.answered.put)
+    assert b.answered.get(timeout=LONG) is False
+    late.set()
+    error = results.get(timeout=LONG)
+    assert isinstance(error, PeerUnreachableError)
+
+
 def test_a_peer_that_does_not_tell_that_it_has_a_model_has_not_got_it(start: Callable[[int], Run]) -> None:  # [42]
     run = start(2)
     a = run.host(0)
