@@ -8,8 +8,8 @@ Squares are summed in the vector's own precision, at least float32, over blocks 
 Nothing is checked on the way: NaN and Inf make the sum non-finite, which tells the caller; so does a float32 change
 above 1e19, whose square overflows. One below 1e-22 counts as none.
 
-float32 and float64 on a CPU are worked on by numpy, whose passes and calls take less time than torch's; halves and
-other devices by torch. One pass fused by a compiler (numba) takes two thirds of numpy's time, and 115 MB in every
+float32 and float64 on a CPU are worked on by numpy, whose passes and calls take less time than torch's; all else by
+torch. One pass fused by a compiler (numba) takes two thirds of numpy's time, and 115 MB in every
 process and a pause when it compiles: ``bin/bench delta`` shows what share of a step there is to gain.
 
 The functions ``*_on_device`` are for any device: they return a 0-dim float64 tensor there and do not wait for it.
@@ -45,17 +45,18 @@ SMALL = 1024
 Biases and the vectors of a normalisation make up a hundredth of a model, and can make up most of its delta: without
 them in full the estimate for a ResNet-20 errs by 20 % (one standard deviation over draws), with them by 0.6 %.
 """
+_NUMPYS = frozenset((torch.float32, torch.float64))
 
 
 def squared_norm(vector: Tensor) -> float:
     """‖vector‖₂²."""
     if not _by_numpy(vector):
-        pieces = _cuts(len(vector), _bytes_at_once(vector) // vector.itemsize)
-        return float(sum(_squares_on_device(vector[piece]) for piece in pieces))
-    values, total = _array(vector), 0.0
+        return float(sum(_squares_on_device(piece) for (piece,) in _pieces(vector)))
+    values, total = vector.numpy(), 0.0
+    at_once = PIECE // values.itemsize
     with np.errstate(over="ignore", invalid="ignore"):
-        for piece in _cuts(len(values), PIECE // values.itemsize):
-            total += _squares(values[piece])
+        for start in range(0, len(values), at_once):
+            total += _squares(values[start : start + at_once])
     return total
 
 
@@ -73,10 +74,13 @@ def advance(x: Tensor, before: Tensor, after: Tensor) -> float:
     _match(x, before, after)
     if not _by_numpy(x):
         return float(advance_on_device(x, before, after))
-    now, old, new, total = _array(x), _array(before), _array(after), 0.0
+    now, old = x.numpy(), before.numpy()
+    new = old if after is before else after.numpy()
+    at_once, total = PIECE // now.itemsize, 0.0
     with np.errstate(over="ignore", invalid="ignore"):
-        for piece in _cuts(len(now), PIECE // now.itemsize):
-            total += _advance(now[piece], old[piece], new[piece])
+        for start in range(0, len(now), at_once):
+            end = start + at_once
+            total += _advance(now[start:end], old[start:end], new[start:end])
     return total
 
 
@@ -96,9 +100,11 @@ def difference(received: Tensor, base: Tensor, out: Tensor) -> float:
     _match(received, base, out)
     if not _by_numpy(out):
         return float(difference_on_device(received, base, out))
-    theirs, ours, result, total = _array(received), _array(base), _array(out), 0.0
+    theirs, ours, result = received.numpy(), base.numpy(), out.numpy()
+    at_once, total = SHARED_PIECE // result.itemsize, 0.0
     with np.errstate(over="ignore", invalid="ignore"):
-        for piece in _cuts(len(result), SHARED_PIECE // result.itemsize):
+        for start in range(0, len(result), at_once):
+            piece = slice(start, start + at_once)
             np.subtract(theirs[piece], ours[piece], out=result[piece])
             total += _squares(result[piece])
     return total
@@ -111,19 +117,18 @@ def commit(x: Tensor, difference: Tensor, share: float, boundary: Tensor) -> Non
         ValueError: the vectors do not match.
     """
     _match(x, difference, boundary)
-    for piece in _cuts(len(x), _bytes_at_once(x) // x.itemsize):
-        boundary[piece].copy_(x[piece].add_(difference[piece], alpha=share))
+    for now, change, new in _pieces(x, difference, boundary):
+        new.copy_(now.add_(change, alpha=share))
 
 
 def advance_on_device(x: Tensor, before: Tensor, after: Tensor) -> Tensor:
     """As :func:`advance`, as a 0-dim float64 tensor on the device."""
     _match(x, before, after)
     total = torch.zeros((), dtype=torch.float64, device=x.device)
-    for piece in _cuts(len(x), _bytes_at_once(x) // x.itemsize):
-        now, old = x[piece], before[piece]
+    for now, old, new in _pieces(x, before, after):
         # A difference of two halves is rounded once more if it is a half itself.
         total += _squares_on_device(now.float() - old.float() if x.itemsize == 2 else now - old)
-        after[piece].copy_(now)
+        new.copy_(now)
     return total
 
 
@@ -131,8 +136,8 @@ def difference_on_device(received: Tensor, base: Tensor, out: Tensor) -> Tensor:
     """As :func:`difference`, as a 0-dim float64 tensor on the device."""
     _match(received, base, out)
     total = torch.zeros((), dtype=torch.float64, device=out.device)
-    for piece in _cuts(len(out), _bytes_at_once(out) // out.itemsize):
-        total += _squares_on_device(torch.sub(received[piece], base[piece], out=out[piece]))
+    for theirs, ours, result in _pieces(received, base, out):
+        total += _squares_on_device(torch.sub(theirs, ours, out=result))
     return total
 
 
@@ -201,13 +206,14 @@ class Sampled:
         values = _working(x)
         rows = values[: self._end].reshape(-1, self._line)
         for weight, lines, kept in zip((RUN, 1), self._lines, self._kept, strict=True):
-            for piece in _cuts(len(lines), self._at_once):
-                fresh = self._fresh[: len(lines[piece])]
+            for start in range(0, len(lines), self._at_once):
+                some, old = lines[start : start + self._at_once], kept[start : start + self._at_once]
+                fresh = self._fresh[: len(some)]
                 if isinstance(rows, Tensor):
-                    torch.index_select(rows, 0, lines[piece], out=fresh)
+                    torch.index_select(rows, 0, some, out=fresh)
                 else:
-                    np.take(rows, lines[piece], axis=0, out=fresh, mode="clip")  # another mode would take a copy of out
-                yield weight, fresh.reshape(-1), kept[piece].reshape(-1)
+                    np.take(rows, some, axis=0, out=fresh, mode="clip")  # other modes take a copy of out
+                yield weight, fresh.reshape(-1), old.reshape(-1)
         if self._end < len(values):
             yield 1, values[self._end :], self._tail
 
@@ -222,10 +228,13 @@ def _advance(now: Array, old: Array, new: Array) -> float:
 
 def _squares(piece: Array) -> float:
     """‖piece‖₂²."""
-    end = len(piece) // BLOCK * BLOCK
-    blocks, rest = piece[:end].reshape(-1, BLOCK), piece[end:]
-    squared = float(np.add.reduce(np.vecdot(blocks, blocks), dtype=np.float64))
-    return squared + float(np.vecdot(rest, rest)) if len(rest) else squared
+    rest = len(piece) % BLOCK
+    blocks = piece[: len(piece) - rest].reshape(-1, BLOCK)
+    squared: float = sum(np.vecdot(blocks, blocks).tolist(), 0.0)  # Python's floats are float64
+    if rest:
+        piece = piece[len(piece) - rest :]
+        squared += float(np.vecdot(piece, piece))
+    return squared
 
 
 def _squares_on_device(piece: Tensor) -> Tensor:
@@ -233,8 +242,10 @@ def _squares_on_device(piece: Tensor) -> Tensor:
     return norm.square()
 
 
-def _cuts(length: int, size: int) -> Iterator[slice]:
-    return (slice(start, start + size) for start in range(0, length, size))
+def _pieces(*vectors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    at_once = _bytes_at_once(vectors[0]) // vectors[0].itemsize
+    for start in range(0, len(vectors[0]), at_once):
+        yield tuple(vector[start : start + at_once] for vector in vectors)
 
 
 def _bytes_at_once(vector: Tensor) -> int:
@@ -242,16 +253,12 @@ def _bytes_at_once(vector: Tensor) -> int:
 
 
 def _by_numpy(vector: Tensor) -> bool:
-    return vector.is_cpu and vector.dtype in (torch.float32, torch.float64, torch.complex64, torch.complex128)
+    return vector.is_cpu and vector.dtype in _NUMPYS
 
 
 def _working(vector: Tensor) -> Any:
     """The same memory as real numbers, in what it is worked on with: numpy or torch."""
-    return _array(vector) if _by_numpy(vector) else _real(vector)
-
-
-def _array(vector: Tensor) -> Array:
-    return _real(vector).numpy()
+    return vector.numpy() if _by_numpy(vector) else _real(vector)
 
 
 def _real(vector: Tensor) -> Tensor:
@@ -259,9 +266,9 @@ def _real(vector: Tensor) -> Tensor:
     return torch.view_as_real(vector).view(-1) if vector.is_complex() else vector
 
 
-def _match(*vectors: Tensor) -> None:
+def _match(one: Tensor, two: Tensor, three: Tensor) -> None:
     """numpy and torch would stretch a vector of one element, and convert another dtype."""
-    first = vectors[0]
-    if first.dim() != 1 or any(one.shape != first.shape or one.dtype != first.dtype for one in vectors):
-        told = ", ".join(f"{str(one.dtype).removeprefix('torch.')} {tuple(one.shape)}" for one in vectors)
-        raise ValueError(f"vectors of one length and dtype were expected, not {told}")
+    if one.shape == two.shape == three.shape and one.dtype == two.dtype == three.dtype and one.dim() == 1:
+        return
+    told = ", ".join(f"{str(each.dtype).removeprefix('torch.')} {tuple(each.shape)}" for each in (one, two, three))
+    raise ValueError(f"vectors of one length and dtype were expected, not {told}")
