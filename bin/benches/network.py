@@ -125,12 +125,12 @@ def _received(net: EmulatedNetwork) -> int:
 
 
 def _median(runs: list[dict[str, Measured]], kind: str, name: str) -> float:
-    return statistics.median(getattr(one[kind], name) for one in runs)
+    return float(statistics.median(getattr(one[kind], name) for one in runs))
 
 
 def _ratio(runs: list[dict[str, Measured]], kind: str, name: str) -> float:
     """To never in the same round."""
-    return statistics.median(getattr(one[kind], name) / getattr(one["never"], name) for one in runs)
+    return float(statistics.median(getattr(one[kind], name) / getattr(one["never"], name) for one in runs))
 
 
 def _row(rate: str, kind: str, runs: list[dict[str, Measured]]) -> list[str]:

@@ -4,6 +4,7 @@ Nothing in it is simulated but the wire's length: packets are the kernel's, prog
 :class:`EmulatedNetwork`.
 """
 
-from emulated.network import Counters, EmulatedNetwork, Host, NetworkUnavailableError, lacking, sweep
+from emulated.namespaces import NetworkUnavailableError, lacking, sweep
+from emulated.network import Counters, EmulatedNetwork, Host
 
 __all__ = ["Counters", "EmulatedNetwork", "Host", "NetworkUnavailableError", "lacking", "sweep"]

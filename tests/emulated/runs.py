@@ -32,16 +32,16 @@ def train(net: EmulatedNetwork, folder: Path, name: str, *options: str | Path) -
     folder.mkdir(parents=True, exist_ok=True)
     hosts = folder / "hosts.txt"
     hosts.write_text("".join(f"{host.address}\n" for host in net.hosts))
-    processes, outputs = [], []
+    started = []
     for number, host in enumerate(net.hosts):
         logdir = folder / f"host-{number}"
         logdir.mkdir(exist_ok=True)
         command = [sys.executable, "-m", "gossipx", "run", "--peers", hosts, "--logdir", logdir, "--name", name]
-        outputs.append(logdir / f"{name}.txt")
-        with outputs[-1].open("w") as output:
-            all_options = [*beyond_loopback(host), *options]
-            processes.append(host.popen([*command, *all_options], stdout=output, stderr=subprocess.STDOUT))
-    for process, output in zip(processes, outputs, strict=True):
+        output = logdir / f"{name}.txt"
+        with output.open("w") as written:
+            whole = [*map(str, command), *beyond_loopback(host), *map(str, options)]
+            started.append((host.popen(whole, stdout=written, stderr=subprocess.STDOUT), output))
+    for process, output in started:
         if process.wait(LONGEST):
             raise RuntimeError(f"gossipx run ended with {process.returncode} ({output}):\n{output.read_text()}")
     return [summary.read(folder / f"host-{number}" / name) for number in range(len(net.hosts))]
