@@ -194,6 +194,16 @@ def test_another_version_is_told_ours(start: Start) -> None:  # [16]
     assert f"version 99 of the protocol, this side version {frames.VERSION}" in refused.message.reason
 
 
+@pytest.mark.parametrize("secret", [None, SECRET])
+def test_a_stranger_cannot_make_a_peer_allocate(start: Start, heard: Heard, secret: Secret | None) -> None:  # [14]
+    """Of the kinds that are large among members, too."""
+    b = start(2).host(1, secret=secret)
+    with knock(b) as stream:
+        stream.sendall(frames._HEADER.pack(b"GSPX", frames.VERSION, 18, 0, frames.SMALL_METADATA + 1, 0) + bytes(8))
+        assert everything(stream) == b""
+    assert f"at most {frames.SMALL_METADATA}" in heard.wait("AgreeRequest announced").getMessage()
+
+
 # --- men in the middle --------------------------------------------------------------------------
 
 
