@@ -49,7 +49,15 @@ EVERY_KEY: dict[str, dict[str, Any]] = {
         "min_peers": 2,
         "distance_interval": 5,
     },
-    "exchange": {"bind": "0.0.0.0", "advertise": "me.example", "peer_timeout": 1.5},
+    "exchange": {
+        "bind": "0.0.0.0",
+        "advertise": "me.example",
+        "secret_file": "secret",
+        "tls_cert": "cert.pem",
+        "tls_key": "key.pem",
+        "tls_ca": "ca.pem",
+        "peer_timeout": 1.5,
+    },
 }
 """Every setting with a value that is not its default, as TOML holds it."""
 
@@ -93,6 +101,10 @@ distance_interval = 5
 [exchange]
 bind = "0.0.0.0"
 advertise = "me.example"
+secret_file = "secret"
+tls_cert = "cert.pem"
+tls_key = "key.pem"
+tls_ca = "ca.pem"
 peer_timeout = 1.5
 """
 
