@@ -555,9 +555,15 @@ def test_who_accepts_can_ask_for_whom_the_certificate_is(tmp_path: Path, beside:
         assert not any(accepted.speaks_for(other) for other in ("node", "node12", "10.0.0.70", "fd00::70", "", "*"))
 
 
-@pytest.mark.parametrize(
-    "first", [b"GET / HTTP/1.1\r\n\r\n", b"GSPX\0\1" + bytes(60), random.Random(0).randbytes(100), bytes(100)]
-)
+STRANGERS = {
+    "HTTP": b"GET / HTTP/1.1\r\n\r\n",
+    "a peer without TLS": b"GSPX\0\1" + bytes(60),
+    "random": random.Random(0).randbytes(100),
+    "zeros": bytes(100),
+}
+
+
+@pytest.mark.parametrize("first", STRANGERS.values(), ids=STRANGERS)
 def test_who_speaks_no_tls_is_refused(tls: Transport, beside: Beside, first: bytes) -> None:  # [15]
     listening = tls.listen(Address("127.0.0.1", 0))
     with socket.create_connection((listening.address.host, listening.address.port)) as peer:

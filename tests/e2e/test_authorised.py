@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import logging
 import os
+import random
 import resource
 import socket
 import threading
@@ -156,20 +157,20 @@ def test_a_stranger_is_told_nothing_about_the_run(start: Start) -> None:
     assert b.received.empty()
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"GET / HTTP/1.1\r\nHost: a\r\n\r\n",
-        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200),
-        os.urandom(300),
-        frame(Open("0" * 64, "the same list", "peer-00", "peer-01"))[:-5],
-        frame(PullRequest(1)),
-        frame(Proof("0" * 64)),
-        frame(Challenge("0" * 64)),
-        frame(Open("0" * 64, "a", "b", "c")) + frame(PullRequest(1)),
-        frames._HEADER.pack(b"GSPX", frames.VERSION, 6, 0, 2**32 - 1, 2**63) + bytes(8),
-    ],
-)
+GARBAGE = {
+    "HTTP": b"GET / HTTP/1.1\r\nHost: a\r\n\r\n",
+    "TLS": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200),
+    "random": random.Random(0).randbytes(300),
+    "half an opening": frame(Open("0" * 64, "the same list", "peer-00", "peer-01"))[:-5],
+    "a request": frame(PullRequest(1)),
+    "a proof at once": frame(Proof("0" * 64)),
+    "a challenge": frame(Challenge("0" * 64)),
+    "no proof": frame(Open("0" * 64, "a", "b", "c")) + frame(PullRequest(1)),
+    "huge lengths": frames._HEADER.pack(b"GSPX", frames.VERSION, 6, 0, 2**32 - 1, 2**63) + bytes(8),
+}
+
+
+@pytest.mark.parametrize("data", GARBAGE.values(), ids=GARBAGE)
 def test_garbage_is_closed_quietly(start: Start, heard: Heard, guard: dict[str, Any], data: bytes) -> None:
     """[14] [15]"""
     run = start(2)
@@ -192,6 +193,16 @@ def test_another_version_is_told_ours(start: Start) -> None:  # [16]
     assert refused is not None
     assert isinstance(refused.message, Refused)
     assert f"version 99 of the protocol, this side version {frames.VERSION}" in refused.message.reason
+
+
+@pytest.mark.parametrize("secret", [None, SECRET])
+def test_a_stranger_cannot_make_a_peer_allocate(start: Start, heard: Heard, secret: Secret | None) -> None:  # [14]
+    """Of the kinds that are large among members, too."""
+    b = start(2).host(1, secret=secret)
+    with knock(b) as stream:
+        stream.sendall(frames._HEADER.pack(b"GSPX", frames.VERSION, 18, 0, frames.SMALL_METADATA + 1, 0) + bytes(8))
+        assert everything(stream) == b""
+    assert f"at most {frames.SMALL_METADATA}" in heard.wait("AgreeRequest announced").getMessage()
 
 
 # --- men in the middle --------------------------------------------------------------------------
