@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import secrets
 import subprocess
 import sys
 from pathlib import Path
 
-from emulated.network import EmulatedNetwork, Host
+from emulated.network import EmulatedNetwork
 from gossipx.metrics import summary
 from gossipx.metrics.summary import Summary
 
@@ -32,6 +33,9 @@ def train(net: EmulatedNetwork, folder: Path, name: str, *options: str | Path) -
     folder.mkdir(parents=True, exist_ok=True)
     hosts = folder / "hosts.txt"
     hosts.write_text("".join(f"{host.address}\n" for host in net.hosts))
+    secret = folder / "secret"
+    secret.touch(mode=0o600)
+    secret.write_text(secrets.token_hex(32))
     started = []
     for number, host in enumerate(net.hosts):
         logdir = folder / f"host-{number}"
@@ -39,14 +43,9 @@ def train(net: EmulatedNetwork, folder: Path, name: str, *options: str | Path) -
         command = [sys.executable, "-m", "gossipx", "run", "--peers", hosts, "--logdir", logdir, "--name", name]
         output = logdir / f"{name}.txt"
         with output.open("w") as written:
-            whole = [*map(str, command), *beyond_loopback(host), *map(str, options)]
+            whole = [*map(str, command), "--bind", host.address, "--secret-file", str(secret), *map(str, options)]
             started.append((host.popen(whole, stdout=written, stderr=subprocess.STDOUT), output))
     for process, output in started:
         if process.wait(LONGEST):
             raise RuntimeError(f"gossipx run ended with {process.returncode} ({output}):\n{output.read_text()}")
     return [summary.read(folder / f"host-{number}" / name) for number in range(len(net.hosts))]
-
-
-def beyond_loopback(host: Host) -> list[str]:
-    """The options that a peer needs to be reached by others than its own machine."""
-    return ["--bind", host.address]
