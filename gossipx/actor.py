@@ -117,7 +117,7 @@ class Answered:
 
 @dataclass(frozen=True)
 class Mixed:
-    """The model under ``ticket`` has been mixed or adopted."""
+    """The model under ``ticket`` has been mixed, adopted or taken in."""
 
     ticket: int
 
@@ -127,6 +127,19 @@ class Poisoned:
     """The model under ``ticket`` was not mixed: it holds NaN or Inf."""
 
     ticket: int
+
+
+@dataclass(frozen=True)
+class Merged:
+    """The model under ``ticket`` has been merged into the one held under ``into``.
+
+    Attributes:
+        sound: False: it holds NaN or Inf, and was not.
+    """
+
+    ticket: int
+    into: int
+    sound: bool
 
 
 @dataclass(frozen=True)
@@ -149,6 +162,7 @@ Event = (
     | Answered
     | Mixed
     | Poisoned
+    | Merged
     | TimerFired
 )
 
@@ -176,12 +190,44 @@ class Answer:
 
     Attributes:
         deadline: the answer is given up if it is not handed over whole by then.
+        captured: give the model held under this ticket (:class:`Capture`) rather than that of the last step boundary.
     """
 
     key: Hashable
     reply: Reply
     deadline: float
     whole_model: bool = False
+    captured: int | None = None
+
+
+@dataclass(frozen=True)
+class Capture:
+    """Hold the model as of the last step boundary under ``ticket``, whatever training does meanwhile."""
+
+    ticket: int
+
+
+@dataclass(frozen=True)
+class Merge:
+    """Merge the model under ``ticket`` into the held one h: h ← (own · h + theirs · x_j) / (own + theirs).
+
+    No weights change. All of it or nothing; :class:`Merged` follows. Then forget ``ticket``.
+    """
+
+    ticket: int
+    into: int
+    own: int
+    theirs: int
+
+
+@dataclass(frozen=True)
+class TakeIn:
+    """x ← h + (x − x_captured): what is held under ``ticket`` in the captured model's place, own steps since then kept.
+
+    :class:`Mixed` follows. Then forget the ticket.
+    """
+
+    ticket: int
 
 
 @dataclass(frozen=True)
@@ -204,7 +250,7 @@ class Adopt:
 
 @dataclass(frozen=True)
 class Forget:
-    """The bytes and the captured copy under ``ticket`` are no longer needed."""
+    """The bytes, the captured copy and what is held under ``ticket`` are no longer needed."""
 
     ticket: int
 
@@ -242,4 +288,4 @@ class Stop:
     reason: str
 
 
-Effect = Send | Answer | Mix | Adopt | Forget | SetTimer | Wait | Resume | Note | Stop
+Effect = Send | Answer | Capture | Merge | TakeIn | Mix | Adopt | Forget | SetTimer | Wait | Resume | Note | Stop

@@ -294,6 +294,49 @@ class ParameterArena:
                 own.copy_(torch.where(as_is, own, own + share * (other - own)))
         self._advance(*self._room())
 
+    def merge(self, received: HostBuffer, held: HostBuffer, own: int, theirs: int) -> float:
+        """x_j ← (own · h + theirs · x_j) / (own + theirs), in place of what was received. Changes no weights.
+
+        Both of a pair that merge each other's models come to the same bits: each product is rounded by itself.
+
+        Args:
+            received: x_j, the mean of ``theirs`` models.
+            held: h, the mean of ``own`` models; 0: x_j is taken as it is.
+
+        Returns:
+            As :meth:`compare`, of x_j − h; on NaN what was received is of no more use.
+        """
+        a, b = own / (own + theirs), theirs / (own + theirs)
+        trained = others = 0.0
+        for section, their, ours in zip(self.sections, received.vectors, held.vectors, strict=True):
+            cut = section.trainable
+            for x, h in zip(_pieces(their[:cut]), _pieces(ours[:cut]), strict=True):
+                trained += _squared_norm(x - h)
+                x.mul_(b).add_(h * a)
+            x, h = their[cut : section.mixed], ours[cut : section.mixed]
+            as_is = (x == h) | ~h.isfinite()
+            others += _squared_norm((x - h).masked_fill(x == h, 0))
+            x.copy_(torch.where(as_is, h, b * x + a * h))
+        return math.sqrt(trained) if math.isfinite(trained + others) else math.nan
+
+    def take_in(self, merged: Snapshot, captured: Snapshot) -> None:
+        """x ← merged + (x − captured) for trained values, buffers as merged: a step boundary, as :meth:`commit`.
+
+        Exactly what was merged if no step was made since the capture.
+        """
+        for section, their, base in zip(self.sections, merged.buffer.vectors, captured.vectors, strict=True):
+            if section.mixed:
+                cut = section.trainable
+                theirs = their.to(section.storage.device)
+                section.storage[:cut].sub_(base[:cut]).add_(theirs[:cut])
+                own = section.storage[cut : section.mixed]
+                own.copy_(torch.where(own.isfinite(), theirs[cut:], own))
+        self._advance(*self._room())
+
+    def held(self, model: HostBuffer, step: int) -> Snapshot:
+        """``model``, given by :meth:`buffer`, as a snapshot: shared, and given back after its last holder's release."""
+        return Snapshot(self, model.vectors, step, model)
+
     def adopt(self, received: HostBuffer, step: int) -> bool:
         """Take another peer's whole model, that has seen ``step`` iterations, in place of one's own.
 

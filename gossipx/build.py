@@ -86,6 +86,7 @@ def peer(
         mixing=mixing.parse(sync.mixing),
         settings=PeerSettings(
             peer_timeout=config.exchange.peer_timeout,
+            exchange=sync.exchange,
             blocking=sync.blocking,
             finish=sync.finish,
             init=sync.init,

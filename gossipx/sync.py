@@ -28,14 +28,17 @@ class SyncManager:
     The count starts anew when a request goes out. If that request fails it is as if it had never gone out: Δ_r is again
     what it was, and the way travelled goes on from the earlier start.
 
+    A wave counts as one request, whoever started it: Δ_r is reset as one begins to take part. Each model that it brings
+    counts as one retrieval, so that figures of pulls and of waves compare.
+
     Args:
         policy: see :mod:`gossipx.policies`.
         seed: of the coin that :attr:`Observation.uniform` shows.
 
     Attributes:
-        retrievals: pulls that were completed and mixed.
-        skipped: decisions to pull that fell while a pull was under way.
-        failed: pulls that were begun and not completed.
+        retrievals: models of others that were mixed.
+        skipped: decisions to pull that fell while a pull or a wave was under way.
+        failed: pulls that were begun and not completed, and waves in which nobody was met.
     """
 
     def __init__(self, policy: Policy, seed: int = 0):
@@ -97,10 +100,10 @@ class SyncManager:
         self._before_request = self._since
         self._since = _Since(delta=self._delta)
 
-    def completed(self) -> None:
-        """The pull that was under way is mixed."""
+    def completed(self, models: int = 1) -> None:
+        """The pull that was under way is mixed; of a wave, ``models`` of others are."""
         self._before_request = None
-        self.retrievals += 1
+        self.retrievals += models
 
     def abandoned(self, *, failed: bool = True) -> None:
         """The pull that was under way came to nothing: count on from where it began.

@@ -85,6 +85,17 @@ class Membership:
         ]
         return self._rng.choice(free) if free else None
 
+    def in_training(self, now: float) -> list[int]:
+        """Ranks that are believed to train, ascending: a wave that begins now is one of theirs."""
+        begun = (Stage.START, Stage.TRAIN)  # START is the last that is told before FINISH
+        return [
+            r for r, other in self.others.items() if other.stage in begun and other.may_be_asked(now) and not other.lost
+        ]
+
+    def silent(self, now: float) -> list[int]:
+        """Ranks that are lost and may be asked whether they are back."""
+        return [rank for rank, other in self.others.items() if other.lost and other.may_be_asked(now)]
+
     def alive(self) -> int:
         """Peers that are not lost and have not left, oneself included."""
         return 1 + sum(not other.lost and other.stage is not Stage.LEFT for other in self.others.values())

@@ -11,7 +11,6 @@ from itertools import zip_longest
 
 from gossipx.errors import ProtocolError, UsageError
 from gossipx.messages import (
-    AgreeRequest,
     ArriveRequest,
     HereReply,
     InitialRequest,
@@ -19,6 +18,7 @@ from gossipx.messages import (
     ModelReply,
     NotReadyReply,
     PullRequest,
+    RoundRequest,
 )
 
 
@@ -77,7 +77,7 @@ Message = (
     | Description
     | InitialRequest
     | PullRequest
-    | AgreeRequest
+    | RoundRequest
     | ArriveRequest
     | LeaveRequest
     | ModelReply
@@ -91,7 +91,7 @@ ANSWERS: dict[type, tuple[type, ...]] = {
     DescribeRequest: (Description,),
     InitialRequest: (ModelReply, NotReadyReply),
     PullRequest: (ModelReply, NotReadyReply),
-    AgreeRequest: (ModelReply, NotReadyReply),
+    RoundRequest: (ModelReply, HereReply, NotReadyReply),
     ArriveRequest: (HereReply, NotReadyReply),
     LeaveRequest: (HereReply, NotReadyReply),
 }

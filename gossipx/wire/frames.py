@@ -33,7 +33,6 @@ import xxhash
 
 from gossipx.errors import ProtocolError
 from gossipx.messages import (
-    AgreeRequest,
     ArriveRequest,
     HereReply,
     InitialRequest,
@@ -41,6 +40,7 @@ from gossipx.messages import (
     ModelReply,
     NotReadyReply,
     PullRequest,
+    RoundRequest,
     Stage,
 )
 from gossipx.wire import MAX_DESCRIPTION, DescribeRequest, Description, Expect, Hello, Message, Refused, Welcome
@@ -152,7 +152,7 @@ _KINDS = {
     5: _Kind(Description, {"size": _integer(0, MAX_DESCRIPTION)}, payload=MAX_DESCRIPTION),
     16: _Kind(InitialRequest, {}),
     17: _Kind(PullRequest, {"step": _count}),
-    18: _Kind(AgreeRequest, {"round": _count, "members": _members}, MAX_METADATA),
+    18: _Kind(RoundRequest, {"wave": _count, "round": _count, "members": _members}, MAX_METADATA),
     19: _Kind(ArriveRequest, {**_STANDING, "incarnation": _count}, MAX_METADATA),
     20: _Kind(LeaveRequest, {}),
     32: _Kind(ModelReply, {"step": _count, "weight": _size}, payload=MAX_MODEL),
