@@ -90,7 +90,11 @@ class Never(Policy):
 @final
 @dataclass(frozen=True)
 class Tau(Policy):
-    """Pull when τ divides t (Algorithm 2, line 3)."""
+    """Pull when τ divides t (Algorithm 2, line 3).
+
+    Not if a retrieval began within the last half of the period: peers that count nearly alike would each start a wave
+    at every multiple, where one is meant. Pulls by this rule alone are a whole period apart and never that near.
+    """
 
     period: int
 
@@ -100,7 +104,7 @@ class Tau(Policy):
             raise ValueError("period counts iterations and is at least 1")
 
     def decide(self, state: State, observation: Observation) -> tuple[bool, State]:
-        return observation.step % self.period == 0, state
+        return observation.step % self.period == 0 and 2 * observation.silence > self.period, state
 
 
 @final

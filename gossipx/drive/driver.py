@@ -78,6 +78,7 @@ class _Transfer:
     distance: float | None = None  # to the base, once the buffer holds the difference to it
     seconds: float = 0.0
     their_step: int = 0
+    models: int = 1  # that are averaged in it
 
 
 @dataclass(frozen=True)
@@ -265,6 +266,7 @@ class Driver:
             transfer = self._transfers[ticket]
             transfer.seconds = time.monotonic() - transfer.began
             transfer.their_step = result.step
+            transfer.models = result.weight
             if transfer.base is not None:  # all but the last pass over the model is done outside the training thread
                 transfer.distance = self.arena.compare(transfer.buffer, transfer.base.buffer)
         match result:
@@ -338,12 +340,12 @@ class Driver:
             self.tell(Merged(merge.ticket, merge.into, sound=False))
             return
         merged = self.arena.held(transfer.buffer, before.step)
-        single = merge.own == merge.theirs == 1
-        found = Retrieval(transfer.seconds, self.arena.step - transfer.their_step, distance if single else None)
+        staleness = self.arena.step - transfer.their_step
         with self.arena.lock:
             held = self._held.get(merge.into)
             if held is not None:
-                held.retrievals.append(found)
+                two_models = held.now is held.base and transfer.models == 1
+                held.retrievals.append(Retrieval(transfer.seconds, staleness, distance if two_models else None))
                 held.now, merged = merged, held.now
         merged.release()
         self.tell(Merged(merge.ticket, merge.into, sound=True))

@@ -364,8 +364,7 @@ class PeerRole:
         self._gathering = False
         if self.stage is Stage.START:
             self.stage = Stage.TRAIN
-            joined = self.waves.join(self.step, now)
-            return joined if joined and self.settings.blocking else [*joined, Resume()]
+            return self._after_mix(now) if self.settings.blocking else [Resume(), *self._join_wave(now)]
         if self.stage is Stage.FINISH:
             return self._agree(now)
         return [Resume()]  # DONE
@@ -508,7 +507,7 @@ class PeerRole:
         event, self._decide_after_mix = self._decide_after_mix, None
         if event:
             return self._decide(event, now)
-        joined = self.waves.join(self.step, now)
+        joined = self._join_wave(now)
         return joined if joined or not self.settings.blocking else [Resume()]
 
     def _restored(self, step: int, sync: dict[str, Any], now: float) -> list[Effect]:
@@ -528,7 +527,7 @@ class PeerRole:
         wave = self.waves.join(self.step, now) if self.sound else self.waves.give_up(UNSOUND, now)
         if self.waves.current is not None:  # the others count on us in it
             self._finish_after_mix = True
-            return [Wait(), *wave, *self._went_on([], now)]
+            return self._went_on([Wait(), *wave], now)
         self._pull = None  # its answer, should it still come, is forgotten
         self.sync.abandoned(failed=False)
         return [Wait(), *wave, *self._finish(now)]
@@ -548,16 +547,20 @@ class PeerRole:
 
     # --- waves ------------------------------------------------------------------------------------
 
+    def _join_wave(self, now: float) -> list[Effect]:
+        return self._went_on(self.waves.join(self.step, now), now)
+
     def _begin_wave(self, wanted: bool, now: float) -> list[Effect]:
         """At a step boundary: take part in what others have begun, or begin one if the policy wants it."""
         begun = self.waves.join(self.step, now)
         asking: list[Effect] = []
         if wanted and not begun:
             asked = self._requests.asked(ArriveRequest)
-            asking = [self._announce(rank, now) for rank in self.members.silent(now) if rank not in asked]
+            asking = [self._announce(rank, now) for rank in self.members.to_probe(now) if rank not in asked]
             begun = self.waves.start(self.step, now)
             self.counts.alone += not begun
-        return [*([Wait()] if begun and self.settings.blocking else []), *begun, *asking]
+        waiting: list[Effect] = [Wait()] if begun and self.settings.blocking else []
+        return self._went_on([*waiting, *begun, *asking], now)
 
     def _round_requested(self, event: Received, request: RoundRequest, now: float) -> list[Effect]:
         waves, last, refusal = self.waves, request.wave == LAST_WAVE, "it takes part in no wave"
@@ -577,7 +580,7 @@ class PeerRole:
                 effects = waves.requested(event, self.step, now)
                 # A peer that waits for its waves begins them between two steps alone.
                 at_once = self.stage is Stage.TRAIN and not self.settings.blocking
-                return effects + waves.join(self.step, now) if at_once else effects
+                return self._went_on(effects + (waves.join(self.step, now) if at_once else []), now)
             case Stage.START | Stage.TRAIN:
                 refusal = "it exchanges models by pulls"
             case Stage.FINISH | Stage.AGREE | Stage.DONE:

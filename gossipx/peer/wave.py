@@ -12,7 +12,7 @@ peer_timeout from its beginning: whoever had to give up a silent partner still m
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
 from gossipx.actor import Answer, Answered, Capture, Effect, Forget, Merge, Note, Received, SetTimer
@@ -64,6 +64,7 @@ class Wave:
         step: iterations that one's own model has seen.
         requests: the role's.
         timeout: peer_timeout, in seconds.
+        missing: ranks that are not waited for.
 
     Attributes:
         ticket: what our model is held under, from its capture on.
@@ -73,7 +74,16 @@ class Wave:
         touched: another has, or may have, our model, or we its: who takes part can no longer change.
     """
 
-    def __init__(self, number: int, rank: int, members: tuple[int, ...], step: int, requests: Requests, timeout: float):
+    def __init__(
+        self,
+        number: int,
+        rank: int,
+        members: tuple[int, ...],
+        step: int,
+        requests: Requests,
+        timeout: float,
+        missing: Iterable[int] = (),
+    ):
         self.number = number
         self.members = members
         self.ticket = requests.ticket()
@@ -86,9 +96,12 @@ class Wave:
         self._began = 0.0
         self._weight = 1  # how many peers' models what we hold is the mean of
         self._rounds = agreement_rounds(len(members))
+        # While training, pairs among a power of two share alike, also after a lost round: their sum stays. At the end,
+        # and where the schedule makes weights unequal, it is the mean of all models reached that counts.
+        self._alike = number != LAST_WAVE and len(members) == 1 << self._rounds
         self._entered = -1  # the last round that we entered or passed by
         self._round: _Round | None = None
-        self._missing: set[int] = set()
+        self._missing = set(missing)
         self._held: list[Received] = []  # requests of a later round than ours
 
     @property
@@ -153,8 +166,8 @@ class Wave:
             return self._next_round(now)
         assert current.ticket is not None
         current.merging = True
-        own = 0 if current.meeting.whole else self._weight
-        return [Merge(current.ticket, self.ticket, own, current.weight)]
+        own, theirs = (1, 1) if self._alike else (0 if current.meeting.whole else self._weight, current.weight)
+        return [Merge(current.ticket, self.ticket, own, theirs)]
 
     # --- the partner's model comes in -------------------------------------------------------------
 
@@ -220,6 +233,7 @@ class Wave:
         same = (request.wave, request.members) == (self.number, self.members)
         if same and self._entered < request.round < self._rounds:
             self._held.append(event)
+            self._missing.discard(event.sender)
             return []
         if current is None or not same or (request.round, event.sender) != (current.number, current.partner):
             return [self._refuse(event, now)]

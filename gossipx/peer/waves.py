@@ -73,11 +73,16 @@ class Waves:
     def _enter(
         self, number: int, members: tuple[int, ...], step: int, now: float, starts: bool = False
     ) -> list[Effect]:
-        self.current = wave = Wave(number, self._rank, members, step, self._requests, self._timeout)
+        self.current = wave = self._made(number, members, step)
         if number != LAST_WAVE:
             self._seen = number
             self._sync.requested()
         return wave.begin(now, starts)
+
+    def _made(self, number: int, members: tuple[int, ...], step: int) -> Wave:
+        # Only the last wave may well begin with a peer that was silent a moment ago.
+        missing = set() if number == LAST_WAVE else set(self._members.silent())
+        return Wave(number, self._rank, members, step, self._requests, self._timeout, missing)
 
     # --- what others ask --------------------------------------------------------------------------
 
@@ -101,7 +106,7 @@ class Waves:
         if not better or wave.touched or not self.may_join(event):
             return wave.requested(event, now)
         self.lost += wave.lost
-        self.current = Wave(wave.number, self._rank, members, step, self._requests, self._timeout)
+        self.current = self._made(wave.number, members, step)
         again = [*wave.leave(), event]
         effects = [Forget(wave.ticket), *self.current.begin(now)]
         return effects + [effect for event in again for effect in self.current.requested(event, now)]

@@ -100,7 +100,7 @@ def test_warmup_holds_pulls_back():
 
 def test_max_silence_pulls_at_the_latest_then():
     assert pulls(SyncManager(Never(max_silence=4)), 13) == [4, 8, 12]
-    assert pulls(SyncManager(Tau(10, max_silence=4)), 20) == [4, 8, 10, 14, 18, 20]
+    assert pulls(SyncManager(Tau(10, max_silence=7)), 30) == [7, 14, 20, 27], "10 and 30 are too near to 7 and 27"
     assert pulls(SyncManager(Never(max_silence=4)), 6, fail=True) == [4, 5, 6], "a failure is no retrieval"
 
 
