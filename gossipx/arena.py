@@ -72,6 +72,12 @@ class Snapshot:
                     ours.copy_(theirs)
             return self._buffer
 
+    def hold(self) -> Snapshot:
+        """Share it with one more holder."""
+        with self._arena.lock:
+            self.holders += 1
+            return self
+
     def release(self) -> None:
         """Give it back; after the last holder's call its memory is used again."""
         with self._arena.lock:

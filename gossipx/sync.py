@@ -20,6 +20,7 @@ class _Since:
     delta: float = 0.0  # Δ_r
     travelled: float = 0.0
     silence: int = 0
+    shared: bool = False
 
 
 class SyncManager:
@@ -84,6 +85,7 @@ class SyncManager:
             drift=drift,
             silence=self._since.silence,
             uniform=self._coin.random(),
+            shared=self._since.shared,
         )
         wanted, self._policy_state = self.policy.decide(self._policy_state, observation)
         if self.policy.max_silence and self._since.silence >= self.policy.max_silence:
@@ -95,10 +97,10 @@ class SyncManager:
             return False
         return True
 
-    def requested(self) -> None:
-        """A pull goes out now: count from here."""
+    def requested(self, *, shared: bool = False) -> None:
+        """A pull goes out now, or (``shared``) a wave begins: count from here."""
         self._before_request = self._since
-        self._since = _Since(delta=self._delta)
+        self._since = _Since(delta=self._delta, shared=shared)
 
     def completed(self, models: int = 1) -> None:
         """The pull that was under way is mixed; of a wave, ``models`` of others are."""
@@ -118,6 +120,7 @@ class SyncManager:
             delta=before.delta,
             travelled=before.travelled + self._since.travelled,
             silence=before.silence + self._since.silence,
+            shared=before.shared,
         )
         self.failed += failed
 
@@ -126,7 +129,8 @@ class SyncManager:
         since = self._since
         if self._before_request is not None:
             before = self._before_request
-            since = _Since(before.delta, before.travelled + since.travelled, before.silence + since.silence)
+            travelled, silence = before.travelled + since.travelled, before.silence + since.silence
+            since = _Since(before.delta, travelled, silence, before.shared)
         version, words, gauss = self._coin.getstate()
         return {
             "policy": copy.deepcopy(self._policy_state),  # the policy may update its own in place

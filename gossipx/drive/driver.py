@@ -98,11 +98,18 @@ class Retrieval:
 
 @dataclass
 class _Held:
-    """A captured model of ours, and what was merged into it so far."""
+    """A captured model of ours, and what was merged into it so far; it holds both."""
 
     base: Snapshot
-    now: Snapshot
+    now: Snapshot = field(init=False)
     retrievals: list[Retrieval] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.now = self.base.hold()
+
+    def release(self) -> None:
+        self.base.release()
+        self.now.release()
 
 
 class Driver:
@@ -202,7 +209,7 @@ class Driver:
             case Stop(reason):
                 self.fail(NotEnoughPeersError(reason))
             case Capture(ticket):
-                self._held[ticket] = _Held(self.arena.snapshot(), self.arena.snapshot())
+                self._held[ticket] = _Held(self.arena.snapshot())
             case Answer(captured=int(ticket)):
                 return self._hold(ticket)
         return None
@@ -323,9 +330,7 @@ class Driver:
         """What is held under ``ticket`` by now; release it after use. None: it was forgotten."""
         with self.arena.lock:
             held = self._held.get(ticket)
-            if held is not None:
-                held.now.holders += 1
-            return None if held is None else held.now
+            return None if held is None else held.now.hold()
 
     def _merge(self, merge: Merge) -> None:
         """Outside the training thread, and with no lock: weights are not touched, and nobody else merges meanwhile."""
@@ -360,16 +365,14 @@ class Driver:
                 self.on_retrieval(retrieval)
             if self.role.sync.policy.uses_drift:
                 self._count_drift_from(held.now)
-        held.base.release()
-        held.now.release()
+        held.release()
         self.tell(Mixed(ticket))
 
     def _forget(self, ticket: int) -> None:
         with self.arena.lock:
             held = self._held.pop(ticket, None)
         if held is not None:
-            held.base.release()
-            held.now.release()
+            held.release()
         transfer = self._transfers.pop(ticket, None)
         if transfer is not None:
             self._release(transfer)

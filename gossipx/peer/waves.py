@@ -76,7 +76,7 @@ class Waves:
         self.current = wave = self._made(number, members, step)
         if number != LAST_WAVE:
             self._seen = number
-            self._sync.requested()
+            self._sync.requested(shared=True)
         return wave.begin(now, starts)
 
     def _made(self, number: int, members: tuple[int, ...], step: int) -> Wave:

@@ -40,8 +40,11 @@ class _Held:
     """A captured model of ours, what was merged into it so far, and from whom."""
 
     base: Snapshot
-    now: Snapshot
+    now: Snapshot = field(init=False)
     retrievals: list[Retrieval] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.now = self.base.hold()
 
 
 @dataclass(frozen=True)
@@ -213,7 +216,7 @@ class SimPeer:
             case actor.Answer():
                 self._answer(effect)
             case actor.Capture(ticket):
-                self._held[ticket] = _Held(self.arena.snapshot(), self.arena.snapshot())
+                self._held[ticket] = _Held(self.arena.snapshot())
             case actor.Merge():
                 self._merge(effect)
             case actor.TakeIn(ticket):
@@ -330,8 +333,7 @@ class SimPeer:
             if answer.captured is None:
                 snapshot = self.arena.snapshot(answer.whole_model)
             else:
-                snapshot = self._held[answer.captured].now
-                snapshot.holders += 1
+                snapshot = self._held[answer.captured].now.hold()
             reply = dataclasses.replace(reply, step=snapshot.step)
             payload = [vector.clone() for vector in snapshot.buffer.vectors]
             nbytes = snapshot.buffer.view.nbytes

@@ -40,6 +40,7 @@ EVERY_KEY: dict[str, dict[str, Any]] = {
     },
     "sync": {
         "policy": "tau:10",
+        "exchange": "waves",
         "topology": "ring",
         "mixing": "average:beta=0.25",
         "blocking": True,
@@ -81,6 +82,7 @@ partition = "dirichlet:alpha=0.3"
 
 [sync]
 policy = "tau:10"
+exchange = "waves"
 topology = "ring"
 mixing = "average:beta=0.25"
 blocking = true

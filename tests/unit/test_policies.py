@@ -79,6 +79,9 @@ def test_when_each_pulls():
     assert wants(Random(0.3), uniform=0.29) and not wants(Random(0.3), uniform=0.3)
     assert wants(Travel(2.0), travelled=2.1) and not wants(Travel(2.0), travelled=2.0)
     assert wants(Drift(2.0), drift=2.1) and not wants(Drift(2.0), drift=2.0)
+    assert wants(Tau(10), step=20, silence=4) and not wants(Tau(10), step=24, silence=10)
+    assert wants(Tau(10), step=24, silence=10, shared=True), "after a wave it counts from there"
+    assert not wants(Tau(10), step=20, silence=6, shared=True)
     assert wants(Adaptive(0.5), delta=1.0, delta_at_retrieval=1.75)
     assert not wants(Adaptive(0.5), delta=math.nan), "a model that has diverged has nothing to compare"
 
@@ -100,7 +103,7 @@ def test_warmup_holds_pulls_back():
 
 def test_max_silence_pulls_at_the_latest_then():
     assert pulls(SyncManager(Never(max_silence=4)), 13) == [4, 8, 12]
-    assert pulls(SyncManager(Tau(10, max_silence=7)), 30) == [7, 14, 20, 27], "10 and 30 are too near to 7 and 27"
+    assert pulls(SyncManager(Tau(10, max_silence=4)), 20) == [4, 8, 10, 14, 18, 20]
     assert pulls(SyncManager(Never(max_silence=4)), 6, fail=True) == [4, 5, 6], "a failure is no retrieval"
 
 
