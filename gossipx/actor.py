@@ -117,7 +117,7 @@ class Answered:
 
 @dataclass(frozen=True)
 class Mixed:
-    """The model under ``ticket`` has been mixed or adopted."""
+    """The model under ``ticket`` has been mixed, adopted or taken in."""
 
     ticket: int
 
@@ -127,6 +127,19 @@ class Poisoned:
     """The model under ``ticket`` was not mixed: it holds NaN or Inf."""
 
     ticket: int
+
+
+@dataclass(frozen=True)
+class Merged:
+    """The model under ``ticket`` has been merged into the one held under ``into``.
+
+    Attributes:
+        sound: False: it holds NaN or Inf, and was not.
+    """
+
+    ticket: int
+    into: int
+    sound: bool
 
 
 @dataclass(frozen=True)
@@ -149,6 +162,7 @@ Event = (
     | Answered
     | Mixed
     | Poisoned
+    | Merged
     | TimerFired
 )
 
@@ -159,15 +173,13 @@ Event = (
 class Send:
     """Send ``request``; exactly one of :class:`Replied` and :class:`Failed` follows, at the latest at ``deadline``.
 
-    Attributes:
-        capture: keep a copy of the model as it is now, the base of the change when the reply is mixed.
+    Of a pull, the model as it is now is the base of the change when the reply is mixed.
     """
 
     ticket: int
     to: int
     request: Request
     deadline: float
-    capture: bool = False
 
 
 @dataclass(frozen=True)
@@ -176,17 +188,49 @@ class Answer:
 
     Attributes:
         deadline: the answer is given up if it is not handed over whole by then.
+        captured: give the model held under this ticket (:class:`Capture`) rather than that of the last step boundary.
     """
 
     key: Hashable
     reply: Reply
     deadline: float
     whole_model: bool = False
+    captured: int | None = None
+
+
+@dataclass(frozen=True)
+class Capture:
+    """Hold the model as of the last step boundary under ``ticket``, whatever training does meanwhile."""
+
+    ticket: int
+
+
+@dataclass(frozen=True)
+class Merge:
+    """Merge the model under ``ticket`` into the held one h: h ← (own · h + theirs · x_j) / (own + theirs).
+
+    No weights change. All of it or nothing; :class:`Merged` follows. Then forget ``ticket``.
+    """
+
+    ticket: int
+    into: int
+    own: int
+    theirs: int
+
+
+@dataclass(frozen=True)
+class TakeIn:
+    """x ← h + (x − x_captured): what is held under ``ticket`` in the captured model's place, own steps since then kept.
+
+    :class:`Mixed` follows. Then forget the ticket.
+    """
+
+    ticket: int
 
 
 @dataclass(frozen=True)
 class Mix:
-    """Mix the model under ``ticket``: x += share · (x_j − base), base the captured copy or else x itself.
+    """Mix the model under ``ticket``: x += share · (x_j − base), base as of the request.
 
     All of it or nothing; :class:`Mixed` or :class:`Poisoned` follows. Then forget the ticket.
     """
@@ -204,7 +248,7 @@ class Adopt:
 
 @dataclass(frozen=True)
 class Forget:
-    """The bytes and the captured copy under ``ticket`` are no longer needed."""
+    """The bytes, the captured copy and what is held under ``ticket`` are no longer needed."""
 
     ticket: int
 
@@ -242,4 +286,4 @@ class Stop:
     reason: str
 
 
-Effect = Send | Answer | Mix | Adopt | Forget | SetTimer | Wait | Resume | Note | Stop
+Effect = Send | Answer | Capture | Merge | TakeIn | Mix | Adopt | Forget | SetTimer | Wait | Resume | Note | Stop

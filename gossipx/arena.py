@@ -289,6 +289,53 @@ class ParameterArena:
                     own.copy_(torch.where(as_is, own, own + share * (other - own)))
                     new[cut:].copy_(own)
 
+    def merge(self, received: HostBuffer, held: HostBuffer, own: int, theirs: int) -> float:
+        """x_j ← (own · h + theirs · x_j) / (own + theirs), in place of what was received. Changes no weights.
+
+        Both of a pair that merge each other's models come to the same bits: each product is rounded by itself.
+
+        Args:
+            received: x_j, the mean of ``theirs`` models.
+            held: h, the mean of ``own`` models; 0: x_j is taken as it is.
+
+        Returns:
+            As :meth:`compare`, of x_j − h; on NaN what was received is of no more use.
+        """
+        a, b = own / (own + theirs), theirs / (own + theirs)
+        trained = others = 0.0
+        for section, their, ours in zip(self.sections, received.vectors, held.vectors, strict=True):
+            cut = section.trainable
+            at_once = PIECE // their.itemsize
+            for start in range(0, cut, at_once):
+                piece = slice(start, min(start + at_once, cut))
+                x, h = their[piece], ours[piece]
+                trained += kernels.squared_norm(x - h)
+                x.mul_(b).add_(h * a)
+            x, h = their[cut : section.mixed], ours[cut : section.mixed]
+            as_is = (x == h) | ~h.isfinite()
+            others += kernels.squared_norm((x - h).masked_fill(x == h, 0))
+            x.copy_(torch.where(as_is, h, b * x + a * h))
+        return math.sqrt(trained) if math.isfinite(trained + others) else math.nan
+
+    def take_in(self, merged: Snapshot, captured: Snapshot) -> None:
+        """x ← merged + (x − captured) for trained values, buffers as merged: a step boundary, as :meth:`commit`.
+
+        Exactly what was merged if no step was made since the capture.
+        """
+        rows = zip(self.sections, merged.buffer.vectors, captured.vectors, strict=True)
+        with self._next_boundary() as (_, after):
+            for (section, their, base), new in zip(rows, after, strict=True):
+                cut, end = section.trainable, section.mixed
+                theirs = their.to(section.storage.device)
+                section.storage[:cut].sub_(base[:cut]).add_(theirs[:cut])
+                own = section.storage[cut:end]
+                own.copy_(torch.where(own.isfinite(), theirs[cut:], own))
+                new.copy_(section.storage[:end])
+
+    def held(self, model: HostBuffer, step: int) -> Snapshot:
+        """``model``, given by :meth:`buffer`, as a snapshot: shared, and given back after its last holder's release."""
+        return Snapshot(self, model.vectors, model, step)
+
     def adopt(self, received: HostBuffer, step: int) -> bool:
         """Take another peer's whole model, that has seen ``step`` iterations, in place of one's own.
 

@@ -15,7 +15,7 @@ from gossipx import mixing, policies, topology
 from gossipx.access import grant
 from gossipx.arena import ParameterArena
 from gossipx.comm import CommManager
-from gossipx.config import RunConfig
+from gossipx.config import RunConfig, SyncSettings
 from gossipx.drive.driver import Driver
 from gossipx.drive.peer import Peer, PeerOptions
 from gossipx.drive.progress import Progress
@@ -77,6 +77,7 @@ def peer(
     granted = grant(config.exchange, place.bind.host)
     size = len(place.names)
     run, sync = config.run, config.sync
+    _check_waves(config)
     arena = ParameterArena(module, mix_buffers=sync.buffers == "mix")
     # Each peer draws from generators of its own; the split of the data is the same for all.
     rng = random.Random(f"peer {run.seed} {place.rank}")
@@ -91,6 +92,7 @@ def peer(
         mixing=mixing.parse(sync.mixing),
         settings=PeerSettings(
             peer_timeout=config.exchange.peer_timeout,
+            exchange=sync.exchange,
             blocking=sync.blocking,
             finish=sync.finish,
             init=sync.init,
@@ -175,7 +177,23 @@ def effective(config: RunConfig, size: int, has_script: bool) -> RunConfig:
         raise UsageError(f"--lr-steps do not ascend: {', '.join(map(str, steps))}")
     policies.parse(config.sync.policy)
     schedule(config, size)
+    _check_waves(config)
     return config
+
+
+def _check_waves(config: RunConfig) -> None:
+    """Refuse what a wave would not heed."""
+    sync = config.sync
+    if sync.exchange == "waves" and sync.topology != SyncSettings().topology:
+        raise UsageError(
+            f"--topology {sync.topology} says who may pull from whom, and in a wave any two peers meet:"
+            " leave it out, or --exchange pulls"
+        )
+    if sync.exchange == "waves" and mixing.parse(sync.mixing) != mixing.Average():
+        raise UsageError(
+            f"--mixing {sync.mixing} says how a pulled model enters, and a wave averages all models alike:"
+            " leave it out, or --exchange pulls"
+        )
 
 
 def check_device(name: str, option: str, file: Path | None = None, line: int | None = None) -> None:

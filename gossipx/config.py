@@ -121,6 +121,9 @@ class SyncSettings:
     policy: str = setting(
         "adaptive", "never, tau:N, random:p, adaptive:threshold, travel:distance, drift:distance.", check=_policy
     )
+    exchange: Literal["pulls", "waves"] = setting(
+        "pulls", "What a policy that fires begins: a pull from one peer, or a wave that averages all."
+    )
     topology: str = setting("full", "Who may pull from whom: a name or file of 'gossipx topology list'.")
     schedule: str | None = setting(
         None,
@@ -133,7 +136,9 @@ class SyncSettings:
     mixing: str = setting(
         "average", "How a model enters: average:beta=0.5 or aged:beta=0.5,half_life=100.", check=_mixing
     )
-    blocking: bool = setting(False, "Wait for each pull (Algorithm 2 as printed) instead of training on meanwhile.")
+    blocking: bool = setting(
+        False, "Wait for each pull (Algorithm 2 as printed) or wave instead of training on meanwhile."
+    )
     finish: Literal["consensus", "none"] = setting("consensus", "Average all models at the end, or (the paper) do not.")
     init: Literal["first", "own"] = setting("first", "Begin with one peer's weights, or each with its own.")
     buffers: Literal["mix", "local"] = setting("mix", "Exchange BatchNorm's statistics, or keep them local.")

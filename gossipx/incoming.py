@@ -34,23 +34,24 @@ class Incoming:
 
     Args:
         arena: whose model it will be mixed into.
-        whole: a whole model, to be adopted: everything is kept as it comes.
-        base: what trained values are compared with, held by the caller, who gives that hold away here; None where
-            ``whole``.
+        whole: a whole model, to be adopted.
+        base: what trained values are compared with, held by the caller, who gives that hold away here; None: everything
+            is kept as it comes.
 
     Attributes:
         nbytes: that are to come.
-        whole: whether it is a whole model.
+        compares: whether trained values are compared with a base.
     """
 
     def __init__(self, arena: ParameterArena, base: Snapshot | None, whole: bool = False):
         self.nbytes = arena.nbytes(whole)
         self._arena = arena
-        self.whole = whole
+        self.compares = base is not None
+        self._whole = whole
         self._base = base
         self._buffer: HostBuffer | None = None
         self._squared = 0.0
-        self._segments = _segments(arena, whole)
+        self._segments = _segments(arena, whole, self.compares)
         self._starts = [segment.start for segment in self._segments]
         self._staging: memoryview | None = None
 
@@ -58,7 +59,7 @@ class Incoming:
     def buffer(self) -> HostBuffer:
         """x_j − base for trained values, x_j for all others; of worth only when all has come."""
         if self._buffer is None:
-            self._buffer = self._arena.buffer(self.whole)
+            self._buffer = self._arena.buffer(self._whole)
         return self._buffer
 
     def room(self, start: int) -> memoryview:
@@ -103,6 +104,12 @@ class Incoming:
         )
         return math.sqrt(self._squared) if math.isfinite(self._squared + others) else math.nan
 
+    def give_away(self) -> HostBuffer:
+        """:attr:`buffer`, the caller's own from now on; all other memory is given back."""
+        buffer, self._buffer = self.buffer, None
+        self.release()
+        return buffer
+
     def release(self) -> None:
         """Give all memory back; nothing may come any more."""
         if self._base is not None:
@@ -129,7 +136,7 @@ class Incoming:
         self._buffer, self._base = taken, None
 
 
-def _segments(arena: ParameterArena, whole: bool) -> list[_Segment]:
+def _segments(arena: ParameterArena, whole: bool, compares: bool) -> list[_Segment]:
     found = []
     start = 0
     for number, section in enumerate(arena.sections):
@@ -138,6 +145,6 @@ def _segments(arena: ParameterArena, whole: bool) -> list[_Segment]:
         for first, last in itertools.pairwise(ends):
             if last > first:
                 stop = start + (last - first) * size
-                found.append(_Segment(start, stop, number, first, trained=not whole and first == 0 < section.trainable))
+                found.append(_Segment(start, stop, number, first, trained=compares and first == 0 < section.trainable))
                 start = stop
     return found

@@ -17,7 +17,7 @@ class Stage(enum.IntEnum):
     START = 1  # has a model, waits for the others
     TRAIN = 2
     FINISH = 3  # has done its iterations
-    AGREE = 4  # averages in pairs
+    AGREE = 4  # takes part in the last wave
     DONE = 5  # has its final figures
     LEFT = 6  # takes no further part
 
@@ -38,15 +38,21 @@ class PullRequest:
     step: int
 
 
+LAST_WAVE = 2**63 - 1
+"""The number of the wave that ends a run: above all that are started while training."""
+
+
 @dataclass(frozen=True)
-class AgreeRequest:
-    """Asks for the partner's model of one round of the agreement that ends a run.
+class RoundRequest:
+    """Asks for the partner's model of one round of a wave; whoever gets one takes part in that wave from then on.
 
     Attributes:
+        wave: number of the wave, from 1; :data:`LAST_WAVE` is the finish.
         round: from 0.
         members: ranks that take part, ascending; partners must mean the same ones.
     """
 
+    wave: int
     round: int
     members: tuple[int, ...]
 
@@ -77,7 +83,7 @@ class ModelReply:
 
     Attributes:
         step: iterations that this model has seen.
-        weight: how many peers' models are averaged in it (1 outside an agreement).
+        weight: how many peers' models are averaged in it (1 outside a wave).
     """
 
     step: int
@@ -86,7 +92,10 @@ class ModelReply:
 
 @dataclass(frozen=True)
 class HereReply:
-    """Answers :class:`ArriveRequest` and :class:`LeaveRequest` with the answerer's own stage and figures."""
+    """Answers :class:`ArriveRequest` and :class:`LeaveRequest` with the answerer's own stage and figures.
+
+    It also answers a :class:`RoundRequest` that was only meant to tell of the wave.
+    """
 
     stage: Stage
     report: dict[str, object] = field(default_factory=dict)
@@ -99,5 +108,5 @@ class NotReadyReply:
     reason: str
 
 
-Request = InitialRequest | PullRequest | AgreeRequest | ArriveRequest | LeaveRequest
+Request = InitialRequest | PullRequest | RoundRequest | ArriveRequest | LeaveRequest
 Reply = ModelReply | HereReply | NotReadyReply

@@ -33,6 +33,7 @@ class Observation:
         travelled: the sum of all deltas since the last retrieval, this one included.
         drift: ‖x_t − x_r‖₂, how far own steps have led since the last retrieval; None unless the policy ``uses_drift``.
         silence: iterations since the last retrieval, this one included.
+        shared: whether the last retrieval was a wave, which any peer may have begun.
         uniform: a fresh number in [0, 1) from the peer's seeded generator, for policies that toss a coin.
     """
 
@@ -43,6 +44,7 @@ class Observation:
     drift: float | None
     silence: int
     uniform: float
+    shared: bool = False
 
     @property
     def difference(self) -> float:
@@ -90,7 +92,10 @@ class Never(Policy):
 @final
 @dataclass(frozen=True)
 class Tau(Policy):
-    """Pull when τ divides t (Algorithm 2, line 3)."""
+    """Pull when τ divides t (Algorithm 2, line 3).
+
+    After a wave, τ iterations later: peers that are not in step would otherwise each start one at its own multiples.
+    """
 
     period: int
 
@@ -100,7 +105,8 @@ class Tau(Policy):
             raise ValueError("period counts iterations and is at least 1")
 
     def decide(self, state: State, observation: Observation) -> tuple[bool, State]:
-        return observation.step % self.period == 0, state
+        counted = observation.silence if observation.shared else observation.step
+        return counted % self.period == 0, state
 
 
 @final

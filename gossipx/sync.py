@@ -20,6 +20,7 @@ class _Since:
     delta: float = 0.0  # Δ_r
     travelled: float = 0.0
     silence: int = 0
+    shared: bool = False
 
 
 class SyncManager:
@@ -28,14 +29,17 @@ class SyncManager:
     The count starts anew when a request goes out. If that request fails it is as if it had never gone out: Δ_r is again
     what it was, and the way travelled goes on from the earlier start.
 
+    A wave counts as one request, whoever started it: Δ_r is reset as one begins to take part. Each model that it brings
+    counts as one retrieval, so that figures of pulls and of waves compare.
+
     Args:
         policy: see :mod:`gossipx.policies`.
         seed: of the coin that :attr:`Observation.uniform` shows.
 
     Attributes:
-        retrievals: pulls that were completed and mixed.
-        skipped: decisions to pull that fell while a pull was under way.
-        failed: pulls that were begun and not completed.
+        retrievals: models of others that were mixed.
+        skipped: decisions to pull that fell while a pull or a wave was under way.
+        failed: pulls that were begun and not completed, and waves in which nobody was met.
     """
 
     def __init__(self, policy: Policy, seed: int = 0):
@@ -81,6 +85,7 @@ class SyncManager:
             drift=drift,
             silence=self._since.silence,
             uniform=self._coin.random(),
+            shared=self._since.shared,
         )
         wanted, self._policy_state = self.policy.decide(self._policy_state, observation)
         if self.policy.max_silence and self._since.silence >= self.policy.max_silence:
@@ -92,15 +97,15 @@ class SyncManager:
             return False
         return True
 
-    def requested(self) -> None:
-        """A pull goes out now: count from here."""
+    def requested(self, *, shared: bool = False) -> None:
+        """A pull goes out now, or (``shared``) a wave begins: count from here."""
         self._before_request = self._since
-        self._since = _Since(delta=self._delta)
+        self._since = _Since(delta=self._delta, shared=shared)
 
-    def completed(self) -> None:
-        """The pull that was under way is mixed."""
+    def completed(self, models: int = 1) -> None:
+        """The pull that was under way is mixed; of a wave, ``models`` of others are."""
         self._before_request = None
-        self.retrievals += 1
+        self.retrievals += models
 
     def abandoned(self, *, failed: bool = True) -> None:
         """The pull that was under way came to nothing: count on from where it began.
@@ -115,6 +120,7 @@ class SyncManager:
             delta=before.delta,
             travelled=before.travelled + self._since.travelled,
             silence=before.silence + self._since.silence,
+            shared=before.shared,
         )
         self.failed += failed
 
@@ -123,7 +129,8 @@ class SyncManager:
         since = self._since
         if self._before_request is not None:
             before = self._before_request
-            since = _Since(before.delta, before.travelled + since.travelled, before.silence + since.silence)
+            travelled, silence = before.travelled + since.travelled, before.silence + since.silence
+            since = _Since(before.delta, travelled, silence, before.shared)
         version, words, gauss = self._coin.getstate()
         return {
             "policy": copy.deepcopy(self._policy_state),  # the policy may update its own in place

@@ -14,7 +14,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,11 +23,14 @@ from gossipx.actor import (
     Adopt,
     Answer,
     Answered,
+    Capture,
     Effect,
     Event,
     Failed,
     Fault,
     Forget,
+    Merge,
+    Merged,
     Mix,
     Mixed,
     Note,
@@ -39,6 +42,7 @@ from gossipx.actor import (
     Send,
     SetTimer,
     Stop,
+    TakeIn,
     TimerFired,
     Wait,
 )
@@ -56,7 +60,7 @@ from gossipx.errors import (
     UsageError,
 )
 from gossipx.incoming import Incoming
-from gossipx.messages import AgreeRequest, InitialRequest, ModelReply, PullRequest, Reply, Request
+from gossipx.messages import InitialRequest, ModelReply, PullRequest, Reply, Request, RoundRequest, Stage
 from gossipx.peer import PeerRole
 
 log = logging.getLogger("gossipx")
@@ -77,6 +81,7 @@ class _Transfer:
     distance: float = math.nan  # to the base, once all has come
     seconds: float = 0.0
     their_step: int = 0
+    models: int = 1  # that are averaged in it
 
 
 @dataclass(frozen=True)
@@ -86,12 +91,28 @@ class Retrieval:
     Attributes:
         seconds: from the request to the last byte.
         staleness: own iterations minus those that the model had seen.
-        distance: ‖x_j − base‖₂ over the trained values.
+        distance: ‖x_j − base‖₂ over the trained values; None where either is a mean of several peers' models.
     """
 
     seconds: float
     staleness: int
-    distance: float
+    distance: float | None
+
+
+@dataclass
+class _Held:
+    """A captured model of ours, and what was merged into it so far; it holds both."""
+
+    base: Snapshot
+    now: Snapshot = field(init=False)
+    retrievals: list[Retrieval] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.now = self.base.hold()
+
+    def release(self) -> None:
+        self.base.release()
+        self.now.release()
 
 
 class Driver:
@@ -119,6 +140,7 @@ class Driver:
         self._may_go_on = threading.Event()
         self._may_go_on.set()
         self._transfers: dict[int, _Transfer] = {}
+        self._held: dict[int, _Held] = {}  # guarded by the arena's lock, as what its snapshots are held for
         self._reference: HostBuffer | None = None
         self._notes: dict[str, tuple[float, int]] = {}
         # Handing a request to the CommManager wakes its threads, which would take the processor from a training step.
@@ -135,15 +157,9 @@ class Driver:
             if self._closed:
                 return
             effects = self.role.handle(event, time.monotonic())
-            for effect in effects:
-                if isinstance(effect, Wait):
-                    self._may_go_on.clear()
-                elif isinstance(effect, Resume):
-                    self._may_go_on.set()
-                elif isinstance(effect, Stop):
-                    self.fail(self.stranger or NotEnoughPeersError(effect.reason))
-        for effect in effects:
-            self._carry_out(effect)
+            given = [self._at_once(effect) for effect in effects]
+        for effect, snapshot in zip(effects, given, strict=True):
+            self._carry_out(effect, snapshot)
 
     def received(self, sender: int, key: Hashable, request: Request) -> None:
         """A request came in; for the CommManager."""
@@ -187,12 +203,35 @@ class Driver:
 
     # --- effects ------------------------------------------------------------------------------------
 
-    def _carry_out(self, effect: Effect) -> None:
+    def _at_once(self, effect: Effect) -> Snapshot | None:
+        """What has to follow the order of the decisions, under the lock.
+
+        Returns:
+            The held model that an answer gives: another thread may merge into it before the answer is carried out.
+        """
+        match effect:
+            case Wait():
+                self._may_go_on.clear()
+            case Resume():
+                self._may_go_on.set()
+            case Stop(reason):
+                self.fail(self.stranger or NotEnoughPeersError(reason))
+            case Capture(ticket):
+                self._held[ticket] = _Held(self.arena.snapshot())
+            case Answer(captured=int(ticket)):
+                return self._hold(ticket)
+        return None
+
+    def _carry_out(self, effect: Effect, given: Snapshot | None) -> None:
         match effect:
             case Send():
                 self._send(effect)
             case Answer():
-                self._answer(effect)
+                self._answer(effect, given)
+            case Merge():
+                self._merge(effect)
+            case TakeIn(ticket):
+                self._take_in(ticket)
             case Mix(ticket, share):
                 self._mix(ticket, share)
             case Adopt(ticket):
@@ -207,15 +246,17 @@ class Driver:
                 self._timers.set(name, at)
             case Note(topic, text):
                 self._note(topic, text)
-            case Wait() | Resume() | Stop():
+            case Wait() | Resume() | Stop() | Capture():
                 pass  # done while deciding
 
     def _send(self, send: Send) -> None:
         payload = None
-        if isinstance(send.request, InitialRequest | PullRequest | AgreeRequest):
-            whole = isinstance(send.request, InitialRequest)
-            payload = Incoming(self.arena, None if whole else self.arena.snapshot(), whole)
-            base = self.arena.snapshot() if send.capture and self.role.sync.policy.uses_drift else None
+        if isinstance(send.request, InitialRequest | PullRequest | RoundRequest):
+            pulls = isinstance(send.request, PullRequest)
+            payload = Incoming(
+                self.arena, self.arena.snapshot() if pulls else None, whole=isinstance(send.request, InitialRequest)
+            )
+            base = self.arena.snapshot() if pulls and self.role.sync.policy.uses_drift else None
             self._transfers[send.ticket] = _Transfer(payload, base, time.monotonic())
         assert self.comm is not None
 
@@ -242,7 +283,8 @@ class Driver:
             transfer = self._transfers[ticket]
             transfer.seconds = time.monotonic() - transfer.began
             transfer.their_step = result.step
-            if not transfer.incoming.whole:
+            transfer.models = result.weight
+            if transfer.incoming.compares:
                 transfer.distance = transfer.incoming.distance()
         match result:
             case UsageError():
@@ -262,11 +304,11 @@ class Driver:
             case _:
                 self.tell(Replied(ticket, result))
 
-    def _answer(self, answer: Answer) -> None:
-        snapshot: Snapshot | None = None
+    def _answer(self, answer: Answer, snapshot: Snapshot | None) -> None:
         reply = answer.reply
         if isinstance(reply, ModelReply):
-            snapshot = self.arena.snapshot(answer.whole_model)
+            if snapshot is None:
+                snapshot = self.arena.snapshot(answer.whole_model)
             reply = dataclasses.replace(reply, step=snapshot.step)
         assert self.comm is not None
 
@@ -291,7 +333,55 @@ class Driver:
         self._release(transfer)
         self.tell(Poisoned(ticket) if poisoned else Mixed(ticket))
 
+    # --- waves --------------------------------------------------------------------------------------
+
+    def _hold(self, ticket: int) -> Snapshot | None:
+        """What is held under ``ticket`` by now; release it after use. None: it was forgotten."""
+        with self.arena.lock:
+            held = self._held.get(ticket)
+            return None if held is None else held.now.hold()
+
+    def _merge(self, merge: Merge) -> None:
+        """Outside the training thread, and with no lock: weights are not touched, and nobody else merges meanwhile."""
+        transfer, before = self._transfers.pop(merge.ticket), self._hold(merge.into)
+        if before is None:  # the wave was given up
+            self._release(transfer)
+            return
+        distance = self.arena.merge(transfer.incoming.buffer, before.buffer, merge.own, merge.theirs)
+        before.release()
+        if math.isnan(distance):
+            self._release(transfer)
+            self.tell(Merged(merge.ticket, merge.into, sound=False))
+            return
+        merged = self.arena.held(transfer.incoming.give_away(), before.step)
+        staleness = self.arena.step - transfer.their_step
+        with self.arena.lock:
+            held = self._held.get(merge.into)
+            if held is not None:
+                two_models = held.now is held.base and transfer.models == 1
+                held.retrievals.append(Retrieval(transfer.seconds, staleness, distance if two_models else None))
+                held.now, merged = merged, held.now
+        merged.release()
+        self.tell(Merged(merge.ticket, merge.into, sound=True))
+
+    def _take_in(self, ticket: int) -> None:
+        with self.arena.lock:
+            held = self._held.pop(ticket)
+        with self.committing:
+            self.arena.take_in(held.now, held.base)
+        if self.role.stage is Stage.TRAIN:
+            for retrieval in held.retrievals:
+                self.on_retrieval(retrieval)
+            if self.role.sync.policy.uses_drift:
+                self._count_drift_from(held.now)
+        held.release()
+        self.tell(Mixed(ticket))
+
     def _forget(self, ticket: int) -> None:
+        with self.arena.lock:
+            held = self._held.pop(ticket, None)
+        if held is not None:
+            held.release()
         transfer = self._transfers.pop(ticket, None)
         if transfer is not None:
             self._release(transfer)
@@ -329,8 +419,9 @@ class Driver:
     def drift(self) -> float:
         """‖x_t − x_r‖₂, the way that own steps have led since the last retrieval's request went out."""
         with self.arena.lock:  # in which no base is given back
-            transfer = None if self.role.pulling is None else self._transfers.get(self.role.pulling)
-            base = None if transfer is None else transfer.base
+            ticket = -1 if self.role.pulling is None else self.role.pulling
+            under_way = self._transfers.get(ticket) or self._held.get(ticket)
+            base = None if under_way is None else under_way.base
             if base is not None:
                 base.hold()
         if base is not None:
@@ -345,10 +436,13 @@ class Driver:
     def set_reference(self) -> None:
         """Count drift from the model as of the last boundary."""
         now = self.arena.snapshot()
-        self._reference = self._reference or self.arena.buffer()
-        for reference, vector in zip(self._reference.vectors, now.buffer.vectors, strict=True):
-            reference.copy_(vector)
+        self._count_drift_from(now)
         now.release()
+
+    def _count_drift_from(self, model: Snapshot) -> None:
+        self._reference = self._reference or self.arena.buffer()
+        for reference, vector in zip(self._reference.vectors, model.buffer.vectors, strict=True):
+            reference.copy_(vector)
 
     def _move_reference(self, transfer: _Transfer, share: float) -> None:
         """x_r ← the model at the request plus the change that was mixed: mixing itself is no drift."""

@@ -61,7 +61,7 @@ class PeerOptions:
 class Peer:
     """One process with one model replica; made by :func:`gossipx.join`.
 
-    Use it as a context manager: leaving the block ends the training, by default with an agreement after which all peers
+    Use it as a context manager: leaving the block ends the training, by default with a last wave after which all peers
     hold the average of their models. A script that never says so does it when it exits.
 
     Attributes:
@@ -308,7 +308,8 @@ class Peer:
     # --- figures ------------------------------------------------------------------------------------
 
     def _retrieved(self, retrieval: Retrieval) -> None:
-        self._figures.squared_distances.append(retrieval.distance**2)
+        if retrieval.distance is not None:
+            self._figures.squared_distances.append(retrieval.distance**2)
         self._figures.retrievals.append(retrieval)  # recorded when the model is mixed and training may go on
 
     def _record(self, delta: float) -> None:
@@ -401,7 +402,7 @@ class Peer:
         present = [rank for rank in range(self.size) if rank not in missing]
         if self._evaluate is None or self._options.directory is None:
             return None
-        # Elsewhere one's own is the average, after an agreement; without one, nobody there has it.
+        # Elsewhere one's own is the average, after a last wave; without one, nobody there has it.
         elsewhere = self._last.get("test/accuracy") if self._agreed else None
         if self.rank != present[0]:
             return elsewhere

@@ -46,6 +46,11 @@ class Other:
     aside_until: float = 0.0
     lost: bool = False
 
+    @property
+    def silent(self) -> bool:
+        """Whether it is lost or has left, or did not answer last time."""
+        return self.lost or self.silent_since is not None or self.stage is Stage.LEFT
+
     def may_be_asked(self, now: float) -> bool:
         """Whether it may be asked for its model now."""
         return self.stage is not Stage.LEFT and max(self.rests_until, self.aside_until) <= now
@@ -97,6 +102,26 @@ class Membership:
         """A pull from ``rank`` took ``seconds``; half of a rate is the last one's, as networks change."""
         if seconds > 0:
             self._rates[rank] = (self._rates.get(rank, 1 / seconds) + 1 / seconds) / 2
+
+    def in_training(self, now: float) -> list[int]:
+        """Ranks that are believed to train, ascending, and can be counted on: a wave that begins now is theirs."""
+        begun = (Stage.START, Stage.TRAIN)  # START is the last that is told before FINISH
+        there = [rank for rank, other in self.others.items() if other.stage in begun and not other.silent]
+        return [rank for rank in there if self.others[rank].aside_until <= now]
+
+    def silent(self) -> list[int]:
+        """Ranks whose last request failed, or who have left: they are not counted on until they are heard of again."""
+        return [rank for rank, other in self.others.items() if other.silent]
+
+    def to_probe(self, now: float) -> list[int]:
+        """Who is asked for a sign of life as a wave begins: those that are silent, and one other at random.
+
+        Whoever never meets a peer in a round would otherwise never learn that it is gone.
+        """
+        free = [r for r, other in self.others.items() if other.may_be_asked(now) and other.stage is not Stage.DONE]
+        silent = [rank for rank in free if self.others[rank].silent]
+        heard = [rank for rank in free if not self.others[rank].silent]
+        return silent + ([self._rng.choice(heard)] if heard else [])
 
     def alive(self) -> int:
         """Peers that are not lost and have not left, oneself included."""

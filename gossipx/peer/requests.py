@@ -13,11 +13,16 @@ class Requests:
         self._last = 0
         self._open: dict[int, tuple[int, Request]] = {}
 
-    def send(self, to: int, request: Request, deadline: float, capture: bool = False) -> Send:
+    def send(self, to: int, request: Request, deadline: float) -> Send:
         """Ask ``to``: the effect, whose ticket is open from now on."""
+        ticket = self.ticket()
+        self._open[ticket] = (to, request)
+        return Send(ticket, to, request, deadline)
+
+    def ticket(self) -> int:
+        """A ticket that no request has."""
         self._last += 1
-        self._open[self._last] = (to, request)
-        return Send(self._last, to, request, deadline, capture)
+        return self._last
 
     def close(self, ticket: int) -> tuple[int, Request]:
         """It was answered or has failed; whom it went to, and what it was."""

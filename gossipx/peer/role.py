@@ -1,7 +1,7 @@
 """The peer's state machine.
 
 A peer's life: JOINING (it has no model yet) → START (waits for the others) → TRAIN → FINISH (waits for the others) →
-AGREE (averages in pairs) → DONE (tells its figures) → LEFT. Each part below is one section of the class.
+AGREE (averages in pairs, the last wave) → DONE (tells its figures) → LEFT. Each part below is one section of the class.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from gossipx.actor import (
     Forget,
     JoinRun,
     LeaveRun,
+    Merged,
     Mix,
     Mixed,
     Note,
@@ -41,7 +42,7 @@ from gossipx.actor import (
     Wait,
 )
 from gossipx.messages import (
-    AgreeRequest,
+    LAST_WAVE,
     ArriveRequest,
     HereReply,
     InitialRequest,
@@ -51,15 +52,20 @@ from gossipx.messages import (
     PullRequest,
     Reply,
     Request,
+    RoundRequest,
     Stage,
 )
 from gossipx.mixing import Average, Mixing
-from gossipx.peer.agreement import TIMER, Agreement
 from gossipx.peer.membership import Membership
 from gossipx.peer.requests import Requests
+from gossipx.peer.wave import TIMER, Wave
+from gossipx.peer.waves import Waves
 from gossipx.sync import SyncManager
 from gossipx.topology import Topology
 from gossipx.topology.schedules import Random, Schedule
+
+UNSOUND = "its model holds NaN or Inf"
+TRAINED = "its training is over"
 
 
 @dataclass(frozen=True)
@@ -69,13 +75,15 @@ class PeerSettings:
     Attributes:
         peer_timeout: seconds after which another peer is no longer waited for. Every deadline is this or a fixed share
             of it. 30 s: several times what a model of 100 MB takes at 100 Mbit/s, short enough for a person to wait.
-        blocking: wait for each pull, as Algorithm 2 is printed, instead of training on meanwhile.
+        exchange: what a policy that fires begins: a pull, or a wave of all.
+        blocking: wait for each pull, as Algorithm 2 is printed, or each wave, instead of training on meanwhile.
         finish: ``consensus``: average all models at the end; ``none``: do not, as in the paper.
         init: ``first``: all begin with one peer's weights; ``own``: each with its own, as Algorithm 2 is printed.
         min_peers: stop (exit code 4) when fewer are left, oneself included; 1: go on alone.
     """
 
     peer_timeout: float = 30.0
+    exchange: Literal["pulls", "waves"] = "pulls"
     blocking: bool = False
     finish: Literal["consensus", "none"] = "consensus"
     init: Literal["first", "own"] = "first"
@@ -136,7 +144,6 @@ class PeerRole:
     step: int = field(default=0, init=False)
     counts: Counts = field(default_factory=Counts, init=False)
     report: dict[str, Any] = field(default_factory=dict, init=False)  # our final figures, once known
-    agreement: Agreement | None = field(default=None, init=False)
     sound: bool = field(default=True, init=False)  # whether our own model is finite: no other is given
     _pull: _Pull | None = field(default=None, init=False)
     _decide_after_mix: StepDone | None = field(default=None, init=False)
@@ -147,11 +154,12 @@ class PeerRole:
     _telling: dict[Hashable, int] = field(default_factory=dict, init=False)  # answers with our figures, and to whom
     _adopting: int | None = field(default=None, init=False)  # JOINING: the ticket of a first model
     _giver: int = field(default=-1, init=False)  # ... and who was asked for it
-    _early: list[Received] = field(default_factory=list, init=False)  # they agree already, and wait for us
 
     def __post_init__(self) -> None:
         schedule = self.schedule or Random(self.topology)
-        self.members = Membership(self.rank, self.size, schedule, self.settings.peer_timeout, self.rng)
+        timeout = self.settings.peer_timeout
+        self.members = Membership(self.rank, self.size, schedule, timeout, self.rng)
+        self.waves = Waves(self.rank, self.members, self._requests, self.sync, timeout)
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Take one event in and say what is to be done about it, in order."""
@@ -168,6 +176,8 @@ class PeerRole:
                 return self._mixed(event.ticket, now)
             case Poisoned():
                 return self._poisoned(event.ticket, now)
+            case Merged():
+                return self._merged(event, now)
             case Answered():
                 return self._answered(event, now)
             case TimerFired():
@@ -181,19 +191,22 @@ class PeerRole:
                 self.report = event.report
                 return [Wait(), *self._gather(Stage.DONE, now)]
             case Restored(step, sync):
-                return self._restored(step, sync)
+                return self._restored(step, sync, now)
             case LeaveRun():
                 return self._leave(now)
 
     @property
     def pulling(self) -> int | None:
-        """The ticket of the pull that is under way."""
+        """The ticket of the pull, or of the wave while training, that is under way."""
+        if self._pull is None and self.waves.current is not None and self.stage is Stage.TRAIN:
+            return self.waves.current.ticket
         return None if self._pull is None else self._pull.ticket
 
     @property
     def rounds_lost(self) -> int:
         """Rounds of the finish that a missing partner cost."""
-        return self.agreement.lost if self.agreement else 0
+        last = self.waves.current
+        return last.lost if last is not None and last.number == LAST_WAVE else 0
 
     def missing(self) -> list[int]:
         """Ranks whose final figures have not come."""
@@ -213,13 +226,15 @@ class PeerRole:
             case LeaveRequest():
                 other.stage = Stage.LEFT
                 left: list[Effect] = [self._answer(event.key, HereReply(self.stage), now)]
-                return [*left, Note("left", f"peer {event.sender} has left"), *self._enough(), *self._look(now)]
-            case AgreeRequest():
-                return self._agree_requested(event, now)
+                left.append(Note("left", f"peer {event.sender} has left"))
+                in_wave = self._went_on(self.waves.gone(event.sender, now), now)
+                return [*left, *in_wave, *self._enough(), *self._look(now)]
+            case RoundRequest():
+                return self._round_requested(event, event.request, now)
             case InitialRequest() | PullRequest() if self.stage in (Stage.JOINING, Stage.LEFT):
                 return [self._answer(event.key, NotReadyReply("it has no model to give yet"), now)]
             case InitialRequest() | PullRequest() if not self.sound:
-                return [self._answer(event.key, NotReadyReply("its model holds NaN or Inf"), now)]
+                return [self._answer(event.key, NotReadyReply(UNSOUND), now)]
             case InitialRequest():
                 return [self._answer(event.key, ModelReply(self.step), now, whole=True)]
             case PullRequest():
@@ -243,8 +258,10 @@ class PeerRole:
                 return [Adopt(event.ticket)]
             case PullRequest(), ModelReply() if self._pull and self._pull.ticket == event.ticket:
                 return self._arrived(event.reply, now)
-            case AgreeRequest(), ModelReply(_, weight) if agreement := self._meeting(event.ticket):
-                return agreement.taken(weight, now)
+            case RoundRequest(), ModelReply(_, weight) if wave := self._meeting(event.ticket):
+                return self._went_on(wave.taken(weight, now), now)
+            case RoundRequest(), NotReadyReply():  # which says nothing about later waves
+                return self._came_to_nothing(event.ticket, to, request, now)
             case LeaveRequest(), _:
                 return self._gone_if_told()
             case _, NotReadyReply() if not isinstance(request, ArriveRequest):
@@ -280,8 +297,8 @@ class PeerRole:
                 return [Forget(ticket), SetTimer(f"announce {to}", self.members.others[to].rests_until)]
             case PullRequest() if self._pull and self._pull.ticket == ticket:
                 return [Forget(ticket), *self._pull_elsewhere(to, now)]
-            case AgreeRequest() if agreement := self._meeting(ticket):
-                return [Forget(ticket), *agreement.partner_lost(now)]
+            case RoundRequest() if wave := self._meeting(ticket):
+                return self._went_on([Forget(ticket), *wave.partner_lost(now)], now)
             case _:
                 return [Forget(ticket)]
 
@@ -291,8 +308,8 @@ class PeerRole:
             return self._announce_again(int(rank), now) if self._gathering else []
         if what == "gather":
             return self._gather_timer(now) if self._gathering else []
-        if what == TIMER and self.agreement is not None and self.stage is Stage.AGREE:
-            return self.agreement.timer(int(rank), now)
+        if what == TIMER and self.stage is not Stage.LEFT:
+            return self._went_on(self.waves.timer(now), now)
         return []
 
     def _enough(self) -> list[Effect]:
@@ -353,7 +370,7 @@ class PeerRole:
         self._gathering = False
         if self.stage is Stage.START:
             self.stage = Stage.TRAIN
-            return [Resume()]
+            return self._after_mix(now) if self.settings.blocking else [Resume(), *self._join_wave(now)]
         if self.stage is Stage.FINISH:
             return self._agree(now)
         return [Resume()]  # DONE
@@ -410,14 +427,21 @@ class PeerRole:
         if not self.sound:
             # Nothing is pulled into it; the policy's state stays fit for a loop that goes back to a sound model.
             text = f"own model holds NaN or Inf since iteration {event.step}: it is not given to others; a lower"
-            return [Note("diverged", f"{text} learning rate may help")] if was else []
+            note = [Note("diverged", f"{text} learning rate may help")] if was else []
+            return [*note, *self.waves.give_up(UNSOUND, now)]
         if self._pull and self._pull.reply:
             self._decide_after_mix = event
             return [self._mix_pulled(self._pull, self._pull.reply)]
+        if self.waves.over:
+            self._decide_after_mix = event
+            return self.waves.take_in()
         return self._decide(event, now)
 
     def _decide(self, event: StepDone, now: float) -> list[Effect]:
-        if not self.sync.step(event.step, event.delta, event.drift):
+        wanted = self.sync.step(event.step, event.delta, event.drift)
+        if self.settings.exchange == "waves":
+            return self._begin_wave(wanted, now)
+        if not wanted:
             return []
         to = self.members.draw(now)
         if to is None:
@@ -430,7 +454,7 @@ class PeerRole:
     def _pull_from(self, to: int, tried: frozenset[int], now: float) -> Send:
         request = PullRequest(self.step)
         deadline = now + self.settings.peer_timeout
-        send = self._requests.send(to, request, deadline, capture=not self.settings.blocking)
+        send = self._requests.send(to, request, deadline)
         self._pull = _Pull(send.ticket, to, tried | {to}, now)
         return send
 
@@ -459,8 +483,8 @@ class PeerRole:
         if self._adopting == ticket:
             self._adopting = None
             return self._gather(Stage.START, now)
-        if agreement := self._meeting(ticket):
-            return agreement.mixed(now)
+        if self.waves.is_taken_in(ticket):
+            return [Resume()] if self.stage is Stage.AGREE else self._after_mix(now)
         if self._pull and self._pull.ticket == ticket:
             self.sync.completed()
         return self._after_mix(now)
@@ -469,8 +493,6 @@ class PeerRole:
         self.counts.poisoned += 1
         if self.stage is Stage.LEFT:
             return []
-        if agreement := self._meeting(ticket):
-            return agreement.poisoned(now)
         adopting = self._adopting == ticket
         assert adopting or self._pull is not None
         sender = self._giver if adopting or self._pull is None else self._pull.to
@@ -492,14 +514,16 @@ class PeerRole:
         event, self._decide_after_mix = self._decide_after_mix, None
         if event:
             return self._decide(event, now)
-        return [Resume()] if self.settings.blocking else []
+        joined = self._join_wave(now)
+        return joined if joined or not self.settings.blocking else [Resume()]
 
-    def _restored(self, step: int, sync: dict[str, Any]) -> list[Effect]:
+    def _restored(self, step: int, sync: dict[str, Any], now: float) -> list[Effect]:
         self.step = step
         self.sync.load_state_dict(sync)
         # A pull under way would add its difference to the model that is no more; its answer is forgotten when it comes.
         pull, self._pull = self._pull, None
-        return [Forget(pull.ticket)] if pull and pull.reply else []
+        forget = [Forget(pull.ticket)] if pull and pull.reply else []
+        return [*forget, *self.waves.give_up("its model was set anew", now)]
 
     # --- the finish -------------------------------------------------------------------------------
 
@@ -507,58 +531,101 @@ class PeerRole:
         if self._pull and self._pull.reply:
             self._finish_after_mix = True
             return [Wait(), self._mix_pulled(self._pull, self._pull.reply)]
+        wave = self.waves.join(self.step, now) if self.sound else self.waves.give_up(UNSOUND, now)
+        if self.waves.current is not None:  # the others count on us in it
+            self._finish_after_mix = True
+            return self._went_on([Wait(), *wave], now)
         self._pull = None  # its answer, should it still come, is forgotten
         self.sync.abandoned(failed=False)
-        return [Wait(), *self._finish(now)]
+        return [Wait(), *wave, *self._finish(now)]
 
     def _finish(self, now: float) -> list[Effect]:
+        refused = self.waves.give_up(TRAINED, now)
         if self.settings.finish == "none" or not self.sound:
-            return [Resume()]
-        return self._gather(Stage.FINISH, now)
+            return [*refused, Resume()]
+        return [*refused, *self._gather(Stage.FINISH, now)]
 
     def _agree(self, now: float, members: tuple[int, ...] | None = None) -> list[Effect]:
-        """Begin the agreement with ``members``; None: all that are here."""
+        """Begin the last wave with ``members``; None: all that are here."""
         self.stage = Stage.AGREE
         here = [r for r in self.members.awaited() if self.members.others[r].stage in (Stage.FINISH, Stage.AGREE)]
         members = members or tuple(sorted([self.rank, *here]))
-        agreement = Agreement(self.rank, members, self.step, self._requests, self.settings.peer_timeout)
-        self.agreement = agreement
-        early, self._early = self._early, []
-        begun = agreement.next_round(now)
-        return begun + [effect for event in early for effect in agreement.requested(event, now)]
+        return self._went_on(self.waves.finish(members, self.step, now), now)
 
-    def _may_follow(self, event: Received) -> bool:
-        """Still waiting at FINISH, and one that no longer does asks: all must mean the same members, so follow it."""
-        assert isinstance(event.request, AgreeRequest)
-        members = event.request.members
-        known = {self.rank, *self.members.others}
-        sound = {self.rank, event.sender} <= set(members) <= known and members == tuple(sorted(set(members)))
-        return sound and self._gathering and self.stage is Stage.FINISH
+    # --- waves ------------------------------------------------------------------------------------
 
-    def _agree_requested(self, event: Received, now: float) -> list[Effect]:
-        assert isinstance(event.request, AgreeRequest)
-        if self.agreement is not None and self.stage is not Stage.LEFT:
-            return self.agreement.requested(event, now)
-        if self._may_follow(event):
-            self._early.append(event)
-            self._gathering = False
-            return self._agree(now, event.request.members)
-        if self.stage in (Stage.START, Stage.TRAIN, Stage.FINISH):
-            self._early.append(event)
+    def _join_wave(self, now: float) -> list[Effect]:
+        return self._went_on(self.waves.join(self.step, now), now)
+
+    def _begin_wave(self, wanted: bool, now: float) -> list[Effect]:
+        """At a step boundary: take part in what others have begun, or begin one if the policy wants it."""
+        begun = self.waves.join(self.step, now)
+        asking: list[Effect] = []
+        if wanted and not begun:
+            asked = self._requests.asked(ArriveRequest)
+            asking = [self._announce(rank, now) for rank in self.members.to_probe(now) if rank not in asked]
+            begun = self.waves.start(self.step, now)
+            self.counts.alone += not begun
+        waiting: list[Effect] = [Wait()] if begun and self.settings.blocking else []
+        return self._went_on([*waiting, *begun, *asking], now)
+
+    def _round_requested(self, event: Received, request: RoundRequest, now: float) -> list[Effect]:
+        waves, last, refusal = self.waves, request.wave == LAST_WAVE, "it takes part in no wave"
+        match self.stage:
+            case Stage.START | Stage.TRAIN | Stage.FINISH if last:
+                waves.hold(event)
+                # One that no longer waits for others asks: all must mean the same members, so follow it.
+                if self.stage is Stage.FINISH and self._gathering and waves.may_join(event):
+                    self._gathering = False
+                    return self._agree(now, request.members)
+                return []
+            case Stage.AGREE | Stage.DONE if last and waves.current is not None:
+                return self._went_on(waves.current.requested(event, now), now)
+            case Stage.START | Stage.TRAIN if self.settings.exchange == "waves":
+                if not self.sound:
+                    return [waves.refuse(event, UNSOUND, now)]
+                effects = waves.requested(event, self.step, now)
+                # A peer that waits for its waves begins them between two steps alone.
+                at_once = self.stage is Stage.TRAIN and not self.settings.blocking
+                return self._went_on(effects + (waves.join(self.step, now) if at_once else []), now)
+            case Stage.START | Stage.TRAIN:
+                refusal = "it exchanges models by pulls"
+            case Stage.FINISH | Stage.AGREE | Stage.DONE:
+                refusal = TRAINED
+        return [waves.refuse(event, refusal, now)]
+
+    def _meeting(self, ticket: int) -> Wave | None:
+        """The wave, if ``ticket`` is our request of the round that it is in."""
+        return None if self.stage is Stage.LEFT else self.waves.meeting(ticket)
+
+    def _merged(self, event: Merged, now: float) -> list[Effect]:
+        wave = self._meeting(event.ticket)
+        if wave is None:  # it was given up meanwhile
             return []
-        return [self._answer(event.key, NotReadyReply("it takes part in no agreement"), now)]
+        if not event.sound:
+            self.counts.poisoned += 1
+            self.members.others[wave.partner].aside_until = now + self.settings.peer_timeout
+        return self._went_on(wave.was_merged(event.sound, now), now)
 
-    def _meeting(self, ticket: int) -> Agreement | None:
-        """The agreement, if ``ticket`` is our request of the round that it is in."""
-        current = self.agreement is not None and self.stage is not Stage.LEFT and self.agreement.is_current(ticket)
-        return self.agreement if current else None
+    def _went_on(self, effects: list[Effect], now: float) -> list[Effect]:
+        """A wave may be over now: take its mean in at once if training waits, else at the next step boundary."""
+        wave, last = self.waves.current, self.stage is Stage.AGREE
+        if wave is None or not self.waves.over or self.stage is Stage.LEFT:
+            return effects
+        merged = wave.merged > 0
+        if merged and not (last or self.settings.blocking or self._finish_after_mix):
+            return effects
+        effects = effects + self.waves.take_in()
+        if merged:
+            return effects
+        return [*effects, Resume()] if last else effects + self._after_mix(now)
 
     def _answered(self, event: Answered, now: float) -> list[Effect]:
         told = self._telling.pop(event.key, None)
         if told is not None and event.whole:
             self.members.others[told].knows = True
-        if self.stage is Stage.AGREE and self.agreement is not None:
-            return self.agreement.answered(event, now)
+        if (wave := self.waves.answering(event.key)) and self.stage is not Stage.LEFT:
+            return self._went_on(wave.answered(event, now), now)
         return self._look(now)
 
     # --- leaving ----------------------------------------------------------------------------------
@@ -571,10 +638,7 @@ class PeerRole:
         self.sync.abandoned(failed=False)
         deadline = now + self.settings.peer_timeout / 10
         told: list[Effect] = [self._requests.send(rank, LeaveRequest(), deadline) for rank in self.members.awaited()]
-        waiting = self._early + (self.agreement.leave() if self.agreement else [])
-        self._early = []
-        told += [self._answer(event.key, NotReadyReply("it leaves"), now) for event in waiting]
-        return [Wait(), *told, *self._gone_if_told()]
+        return [Wait(), *told, *self.waves.leave(now), *self._gone_if_told()]
 
     def _gone_if_told(self) -> list[Effect]:
         """Resume once every peer that could be told has been told."""

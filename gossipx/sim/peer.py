@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections import deque
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +17,7 @@ from gossipx.actor import Fault
 from gossipx.arena import ParameterArena, Snapshot
 from gossipx.buffers import HostBuffer, typed
 from gossipx.incoming import Incoming
-from gossipx.messages import AgreeRequest, InitialRequest, ModelReply, PullRequest, Reply, Stage
+from gossipx.messages import LAST_WAVE, InitialRequest, ModelReply, PullRequest, Reply, RoundRequest, Stage
 from gossipx.peer import PeerRole
 from gossipx.wire import pour
 
@@ -38,9 +38,21 @@ class _Exchange:
     arrived: float = 0.0
 
 
+@dataclass
+class _Held:
+    """A captured model of ours, what was merged into it so far, and from whom."""
+
+    base: Snapshot
+    now: Snapshot = field(init=False)
+    retrievals: list[Retrieval] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.now = self.base.hold()
+
+
 @dataclass(frozen=True)
 class Retrieval:
-    """One model mixed while training: at ``time``, after own iteration ``step``.
+    """One model mixed, or merged in a wave, while training: at ``time``, after own iteration ``step``.
 
     ``seconds`` from the request to the last byte; ``staleness`` own iterations minus the model's; ``distance``
     ‖x_j − base‖₂ over the trained values.
@@ -100,6 +112,7 @@ class SimPeer:
         self._events: deque[actor.Event] = deque()
         self._handling = False
         self._exchanges: dict[int, _Exchange] = {}
+        self._held: dict[int, _Held] = {}
         self._requests = 0  # received so far: the keys of requests
         self._requesters: dict[Hashable, tuple[SimPeer, int]] = {}
         self._timers: dict[str, float] = {}
@@ -205,6 +218,12 @@ class SimPeer:
                 self._send(effect)
             case actor.Answer():
                 self._answer(effect)
+            case actor.Capture(ticket):
+                self._held[ticket] = _Held(self.arena.snapshot())
+            case actor.Merge():
+                self._merge(effect)
+            case actor.TakeIn(ticket):
+                self._take_in(ticket)
             case actor.Mix(ticket, share):
                 self._mix(ticket, share)
             case actor.Adopt(ticket):
@@ -235,10 +254,11 @@ class SimPeer:
 
     def _send(self, send: actor.Send) -> None:
         incoming = base = None
-        if isinstance(send.request, InitialRequest | PullRequest | AgreeRequest):
-            whole = isinstance(send.request, InitialRequest)
-            incoming = Incoming(self.arena, None if whole else self.arena.snapshot(), whole)
-            base = self.arena.snapshot() if send.capture and self.role.sync.policy.uses_drift else None
+        if isinstance(send.request, InitialRequest | PullRequest | RoundRequest):
+            pulls = isinstance(send.request, PullRequest)
+            ours = self.arena.snapshot() if pulls else None
+            incoming = Incoming(self.arena, ours, whole=isinstance(send.request, InitialRequest))
+            base = self.arena.snapshot() if pulls and self.role.sync.policy.uses_drift else None
         exchange = _Exchange(send, self._world.now, base, incoming)
         self._exchanges[send.ticket] = exchange
         match send.request:
@@ -246,8 +266,9 @@ class SimPeer:
                 self._world.note(self.rank, f"asks {send.to} for a model to begin with")
             case PullRequest():
                 self._world.note(self.rank, f"pulls {send.to}")
-            case AgreeRequest(number):
-                self._world.note(self.rank, f"meets {send.to} in round {number}")
+            case RoundRequest(wave, number):
+                which = "" if wave == LAST_WAVE else f" of wave {wave}"
+                self._world.note(self.rank, f"meets {send.to} in round {number}{which}")
         self._world.carry(self, send.to, 0, lambda: self._arrive(send))
         self._later(send.deadline, lambda: self.fail(send.ticket, Fault.TIMEOUT))
 
@@ -287,10 +308,11 @@ class SimPeer:
             exchange.their_step = reply.step
             exchange.arrived = self._world.now
             pour(memoryview(payload), exchange.incoming)
-            if isinstance(exchange.send.request, PullRequest):
-                self.bytes_received += len(payload)
-            elif isinstance(exchange.send.request, AgreeRequest):
+            request = exchange.send.request
+            if isinstance(request, RoundRequest) and request.wave == LAST_WAVE:
                 self.finish_bytes += len(payload)
+            elif isinstance(request, PullRequest | RoundRequest):
+                self.bytes_received += len(payload)
 
         def told() -> None:
             self._tell(actor.Replied(ticket, reply))
@@ -314,7 +336,10 @@ class SimPeer:
         reply = answer.reply
         payload = bytearray()
         if isinstance(reply, ModelReply):
-            snapshot = self.arena.snapshot(answer.whole_model)
+            if answer.captured is None:
+                snapshot = self.arena.snapshot(answer.whole_model)
+            else:
+                snapshot = self._held[answer.captured].now.hold()
             reply = dataclasses.replace(reply, step=snapshot.step)
             payload += snapshot.buffer.view
             snapshot.release()
@@ -367,6 +392,34 @@ class SimPeer:
                 cut = section.trainable
                 torch.add(base[:cut], difference[:cut], alpha=share, out=reference[:cut])
 
+    def _merge(self, merge: actor.Merge) -> None:
+        exchange, held = self._exchanges[merge.ticket], self._held[merge.into]
+        assert exchange.incoming is not None and isinstance(exchange.send.request, RoundRequest)
+        distance = self.arena.merge(exchange.incoming.buffer, held.now.buffer, merge.own, merge.theirs)
+        sound = not math.isnan(distance)
+        self._world.note(self.rank, f"{'mixes' if sound else 'refuses the model of'} {exchange.send.to}")
+        if sound:
+            seconds = exchange.arrived - exchange.began
+            staleness = self.arena.step - exchange.their_step
+            found = Retrieval(self._world.now, self.arena.step, exchange.send.to, seconds, staleness, distance)
+            held.retrievals.append(found)
+            held.now.release()
+            held.now = self.arena.held(exchange.incoming.give_away(), held.base.step)
+        self._events.append(actor.Merged(merge.ticket, merge.into, sound))
+        self._forget(merge.ticket)
+
+    def _take_in(self, ticket: int) -> None:
+        held = self._held[ticket]
+        self.arena.take_in(held.now, held.base)
+        self._world.note(self.rank, "takes the mean in")
+        if self.role.stage is Stage.TRAIN:
+            self.retrievals += held.retrievals
+            if self._reference is not None:  # x_r, of which own steps alone lead away
+                for reference, vector in zip(self._reference.vectors, held.now.buffer.vectors, strict=True):
+                    reference.copy_(vector)
+        self._events.append(actor.Mixed(ticket))
+        self._forget(ticket)
+
     def _adopt(self, ticket: int) -> None:
         exchange = self._exchanges[ticket]
         assert exchange.incoming is not None
@@ -376,6 +429,9 @@ class SimPeer:
         self._forget(ticket)
 
     def _forget(self, ticket: int) -> None:
+        if held := self._held.pop(ticket, None):
+            held.base.release()
+            held.now.release()
         exchange = self._exchanges.pop(ticket, None)
         if exchange is None:
             return
@@ -389,6 +445,7 @@ class SimPeer:
         if not self.role.sync.policy.uses_drift:
             return None
         bases = [exchange.base.buffer for exchange in self._exchanges.values() if exchange.base]
+        bases += [held.base.buffer for held in self._held.values()]
         reference = bases[-1] if bases else self._reference
         assert reference is not None
         return self.arena.distance(reference)

@@ -13,7 +13,6 @@ from typing import Protocol
 from gossipx.errors import NotAuthorisedError, ProtocolError, UsageError
 from gossipx.memory import PIECE
 from gossipx.messages import (
-    AgreeRequest,
     ArriveRequest,
     HereReply,
     InitialRequest,
@@ -21,6 +20,7 @@ from gossipx.messages import (
     ModelReply,
     NotReadyReply,
     PullRequest,
+    RoundRequest,
 )
 
 
@@ -141,7 +141,7 @@ Message = (
     | Taken
     | InitialRequest
     | PullRequest
-    | AgreeRequest
+    | RoundRequest
     | ArriveRequest
     | LeaveRequest
     | ModelReply
@@ -157,7 +157,7 @@ ANSWERS: dict[type, tuple[type, ...]] = {
     DescribeRequest: (Description,),
     InitialRequest: (ModelReply, NotReadyReply),
     PullRequest: (ModelReply, NotReadyReply),
-    AgreeRequest: (ModelReply, NotReadyReply),
+    RoundRequest: (ModelReply, HereReply, NotReadyReply),
     ArriveRequest: (HereReply, NotReadyReply),
     LeaveRequest: (HereReply, NotReadyReply),
 }

@@ -40,7 +40,6 @@ import xxhash
 from gossipx.errors import ProtocolError
 from gossipx.memory import PIECE
 from gossipx.messages import (
-    AgreeRequest,
     ArriveRequest,
     HereReply,
     InitialRequest,
@@ -48,6 +47,7 @@ from gossipx.messages import (
     ModelReply,
     NotReadyReply,
     PullRequest,
+    RoundRequest,
     Stage,
 )
 from gossipx.wire import (
@@ -209,7 +209,7 @@ _KINDS = {
     11: _Kind(Taken, {}),
     16: _Kind(InitialRequest, {}),
     17: _Kind(PullRequest, {"step": _count}),
-    18: _Kind(AgreeRequest, {"round": _count, "members": _members}, MAX_METADATA),
+    18: _Kind(RoundRequest, {"wave": _count, "round": _count, "members": _members}, MAX_METADATA),
     19: _Kind(ArriveRequest, {**_STANDING, "incarnation": _count}, MAX_METADATA),
     20: _Kind(LeaveRequest, {}),
     32: _Kind(ModelReply, {"step": _count, "weight": _size}, payload=MAX_MODEL),

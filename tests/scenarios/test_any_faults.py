@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from toy import SIZE, TIMEOUT, bound, world
 
 from gossipx.sim import Network
+from gossipx.topology import agreement_rounds
 from gossipx.topology.schedules import SCHEDULES
 
 ITERATIONS = 10
@@ -35,6 +36,7 @@ FAULTS = st.one_of(
         {
             "blocking": st.booleans(),
             "init": st.sampled_from(["first", "own"]),
+            "exchange": st.sampled_from(["pulls", "waves"]),
             "graph": st.sampled_from(["full", "full", "exponential", "star"]),
             "schedule": st.sampled_from(["random", *SCHEDULES]),
         }
@@ -53,14 +55,16 @@ def test_every_run_ends(size, seed, faults, paces, loss, bandwidth, options):
                 getattr(made, name)(rank, at, at + more[0])
             case "cut":
                 network.cut([rank], [more[1] % size], at, at + more[0], one_way=more[2])
-    # The last life begins at 40 s at the latest and may stand still for 30 s; a blocked pull asks all neighbours.
-    waits = (40 + 5 * 30) / TIMEOUT + 2 + PULLS * (size - 1) * options["blocking"]
+    # The last life begins at 40 s at the latest and may stand still for 30 s; a blocked pull asks all neighbours, and
+    # in a blocked wave, which any peer may start, each round may be waited for.
+    blocked = PULLS * (size - 1 if options["exchange"] == "pulls" else size * agreement_rounds(size))
+    waits = (40 + 5 * 30) / TIMEOUT + 2 + agreement_rounds(size) + blocked * options["blocking"]
     limit = bound(size, ITERATIONS, 3.0, waits)
     assert made.run(limit), "\n".join(map(str, made.log[-40:]))
     for rank, peer in made.peers.items():
         life = made.lines(rank)
         begun = len(life) - life[::-1].index("starts")  # its last life
         gone = life.index("is LEFT", begun) if "is LEFT" in life[begun:] else len(life)
-        assert not [line for line in life[gone:] if line.startswith(("mixes", "adopts", "pulls"))]
+        assert not [line for line in life[gone:] if line.startswith(("mixes", "takes", "adopts", "pulls"))]
         assert torch.isfinite(peer.weights()).all()
         assert peer.weights().abs().max() < 10  # every model is an average of steps towards targets within this

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 from gossipx.arena import ParameterArena
-from gossipx.buffers import typed
+from gossipx.buffers import HostBuffer, typed
 from gossipx.errors import UsageError
 from gossipx.incoming import Incoming
 from gossipx.wire import pour
@@ -49,6 +49,13 @@ def model_of(arena: ParameterArena, whole: bool = False) -> bytes:
     model = bytes(snapshot.buffer.view)
     snapshot.release()
     return model
+
+
+def received(arena: ParameterArena, other: ParameterArena) -> HostBuffer:
+    """The other's model as it comes over the wire, kept as it is."""
+    buffer = arena.buffer()
+    buffer.view[:] = model_of(other)
+    return buffer
 
 
 def adopt(arena: ParameterArena, other: ParameterArena, step: int) -> bool:
@@ -527,3 +534,89 @@ def test_a_model_that_is_changed_under_the_arena_is_noticed(change: Callable[[nn
     change(module)
     with pytest.raises(UsageError, match=told):
         arena.check(module)
+
+
+# --- merging, as waves do -----------------------------------------------------------------------------
+
+
+def merged(arena: ParameterArena, other: ParameterArena, own: int, theirs: int) -> HostBuffer:
+    """What both hold after a round: the other's model as it comes over the wire, ours merged into it."""
+    held, buffer = arena.snapshot(), received(arena, other)
+    assert arena.merge(buffer, held.buffer, own, theirs) > 0
+    held.release()
+    return buffer
+
+
+@pytest.mark.parametrize(("own", "theirs"), [(1, 1), (2, 1), (3, 4), (5, 2)])
+def test_both_merge_to_the_same_bits_and_to_the_weighted_mean(own: int, theirs: int):
+    one, other = ParameterArena(Net(1)), ParameterArena(Net(2))
+    ours, as_theirs = merged(one, other, own, theirs), merged(other, one, theirs, own)
+    for mine, of_it, a, b in zip(
+        ours.vectors, as_theirs.vectors, one.snapshot().vectors, other.snapshot().vectors, strict=True
+    ):
+        assert torch.equal(mine, of_it)
+        mean = (own * a.double() + theirs * b.double()) / (own + theirs)
+        torch.testing.assert_close(mine.double(), mean, rtol=1e-6, atol=1e-7)
+
+
+def test_a_mean_of_all_is_taken_as_it_is():
+    one, other = ParameterArena(Net(1)), ParameterArena(Net(2))
+    for mine, theirs in zip(merged(one, other, 0, 3).vectors, other.snapshot().vectors, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("name", ["body.weight", "head.bias", "norm.running_var"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_model_that_is_not_finite_is_not_merged(name: str, value: float):
+    arena, other = ParameterArena(Net(1)), Net(2)
+    their_arena = ParameterArena(other)
+    other.state_dict()[name].view(-1)[-1] = value
+    their_arena.set_boundary(1)
+    held = arena.snapshot()
+    before = bytes(held.buffer.view)
+    assert math.isnan(arena.merge(received(arena, their_arena), held.buffer, 1, 1))
+    assert bytes(held.buffer.view) == before, "what is held stays"
+
+
+def test_without_a_step_since_the_capture_exactly_the_mean_is_taken_in():
+    module = Net(1)
+    arena, other = ParameterArena(module), ParameterArena(Net(2))
+    captured = arena.snapshot()
+    mean = arena.held(merged(arena, other, 1, 1), captured.step)
+    frozen = module.frozen.clone()
+    arena.take_in(mean, captured)
+    for mine, wanted in zip(arena.snapshot().vectors, mean.vectors, strict=True):
+        assert torch.equal(mine, wanted)
+    assert torch.equal(module.frozen, frozen)
+
+
+def test_own_steps_since_the_capture_are_kept():
+    module = Net(1)
+    arena, other = ParameterArena(module), ParameterArena(Net(2))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    captured = arena.snapshot()
+    before = [vector.clone() for vector in captured.vectors]
+    mean = arena.held(merged(arena, other, 1, 1), captured.step)
+    train(module, optimizer)
+    arena.step_done()
+    own = [section.storage[: section.trainable].clone() for section in arena.sections]
+    arena.take_in(mean, captured)
+    for section, mine, base, wanted in zip(arena.sections, own, before, mean.vectors, strict=True):
+        cut = section.trainable
+        assert cut == 0 or not torch.equal(mine, base[:cut])
+        torch.testing.assert_close(section.storage[:cut], wanted[:cut] + (mine - base[:cut]), rtol=1e-5, atol=1e-6)
+        assert torch.equal(section.storage[cut : section.mixed], wanted[cut : section.mixed]), "statistics as merged"
+
+
+def test_masks_of_minus_infinity_do_not_hinder_a_wave():
+    class Masked(nn.Module):
+        def __init__(self, value: float):
+            super().__init__()
+            self.weight = nn.Parameter(torch.full((3,), value))
+            self.register_buffer("mask", torch.tensor([0.0, -math.inf, value]))
+
+    module = Masked(1.0)
+    arena, other = ParameterArena(module), ParameterArena(Masked(3.0))
+    captured = arena.snapshot()
+    arena.take_in(arena.held(merged(arena, other, 1, 1), 0), captured)
+    assert module.weight.tolist() == [2.0] * 3 and module.mask.tolist() == [0.0, -math.inf, 2.0]

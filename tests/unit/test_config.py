@@ -40,6 +40,7 @@ EVERY_KEY: dict[str, dict[str, Any]] = {
     },
     "sync": {
         "policy": "tau:10",
+        "exchange": "waves",
         "topology": "ring",
         "schedule": "one-peer",
         "weights": "metropolis",
@@ -92,6 +93,7 @@ partition = "dirichlet:alpha=0.3"
 
 [sync]
 policy = "tau:10"
+exchange = "waves"
 topology = "ring"
 schedule = "one-peer"
 weights = "metropolis"

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from gossipx.errors import ProtocolError, UsageError
 from gossipx.messages import (
-    AgreeRequest,
+    LAST_WAVE,
     ArriveRequest,
     HereReply,
     InitialRequest,
@@ -26,6 +26,7 @@ from gossipx.messages import (
     ModelReply,
     NotReadyReply,
     PullRequest,
+    RoundRequest,
     Stage,
 )
 from gossipx.wire import (
@@ -78,7 +79,8 @@ messages = st.one_of(
     st.just(InitialRequest()),
     st.builds(PullRequest, step=counts),
     st.builds(
-        AgreeRequest,
+        RoundRequest,
+        wave=counts,
         round=counts,
         members=st.sets(ranks, max_size=20).map(lambda found: tuple(sorted(found))),
     ),
@@ -207,7 +209,7 @@ def test_an_empty_model_has_no_trailer() -> None:
 
 
 def test_the_largest_honest_metadata_fit() -> None:
-    everyone = AgreeRequest(2**63 - 1, tuple(range(65_536)))
+    everyone = RoundRequest(LAST_WAVE, 2**63 - 1, tuple(range(65_536)))
     figures: dict[str, object] = {f"figure {name}": [0.123456789012345] * 100 for name in range(200)}
     for message in (everyone, ArriveRequest(Stage.DONE, 1, figures)):
         assert feed(Decoder(no_payload), whole(message)) == [Frame(0, message, None)]
@@ -283,7 +285,7 @@ def test_metadata_of_any_other_form_is_refused_in_one_line(kind: int, metadata: 
     [
         PullRequest(-1),
         PullRequest(2**63),
-        AgreeRequest(0, (2, 1)),
+        RoundRequest(1, 0, (2, 1)),
         NotReadyReply("two\nlines"),
         HereReply(Stage.DONE, {"a": {"b": 1}}),
         HereReply(Stage.DONE, {"a": object()}),

@@ -79,6 +79,9 @@ def test_when_each_pulls():
     assert wants(Random(0.3), uniform=0.29) and not wants(Random(0.3), uniform=0.3)
     assert wants(Travel(2.0), travelled=2.1) and not wants(Travel(2.0), travelled=2.0)
     assert wants(Drift(2.0), drift=2.1) and not wants(Drift(2.0), drift=2.0)
+    assert wants(Tau(10), step=20, silence=4) and not wants(Tau(10), step=24, silence=10)
+    assert wants(Tau(10), step=24, silence=10, shared=True), "after a wave it counts from there"
+    assert not wants(Tau(10), step=20, silence=6, shared=True)
     assert wants(Adaptive(0.5), delta=1.0, delta_at_retrieval=1.75)
     assert not wants(Adaptive(0.5), delta=math.nan), "a model that has diverged has nothing to compare"
 

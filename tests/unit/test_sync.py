@@ -29,11 +29,11 @@ class Growing(Policy):
         return True, state
 
 
-SPECS = ["random:p=0.3", "adaptive:threshold=0.3", "travel:distance=2,max_silence=5", Growing()]
+SPECS = ["tau:3", "random:p=0.3", "adaptive:threshold=0.3", "travel:distance=2,max_silence=5", Growing()]
 
 
 def play(manager: SyncManager, deltas: list[float], first: int) -> list[bool]:
-    """Decisions, where each pull takes two iterations and every third one fails."""
+    """Decisions, where each pull takes two iterations and every third one fails; every other is a wave."""
     decisions = []
     for step, delta in enumerate(deltas, first):
         if manager.in_flight and step % 2:
@@ -43,7 +43,7 @@ def play(manager: SyncManager, deltas: list[float], first: int) -> list[bool]:
                 manager.abandoned()
         decisions.append(manager.step(step, delta))
         if decisions[-1]:
-            manager.requested()
+            manager.requested(shared=bool(step % 4))
     return decisions
 
 
@@ -109,3 +109,17 @@ def test_two_seeds_toss_two_coins():
     ]
     assert runs[0] == runs[1] != runs[2]
     assert 16 < sum(runs[0]) < 48
+
+
+def test_a_wave_counts_once_and_each_of_its_models_as_one():
+    manager = SyncManager(policies.parse("tau:2"))
+    assert [manager.step(step, 1.0) for step in (1, 2)] == [False, True]
+    manager.requested(shared=True)
+    assert not manager.step(3, 1.0)
+    assert not manager.step(4, 1.0) and manager.skipped == 1, "two iterations after it began it is still under way"
+    manager.completed(models=3)
+    assert (manager.retrievals, manager.in_flight) == (3, False)
+    assert [manager.step(step, 1.0) for step in (5, 6)] == [False, True]
+    manager.requested(shared=True)
+    manager.abandoned()
+    assert manager.failed == 1 and manager.step(7, 1.0) is False and manager.step(8, 1.0), "4 and 6 after the last"

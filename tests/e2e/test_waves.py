@@ -1,0 +1,161 @@
+"""Waves between real processes over real sockets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from runs import Folder, Run, differences, folder
+
+
+@pytest.fixture
+def four(tmp_path: Path) -> Iterator[Folder]:
+    """A folder for four peers."""
+    with folder(tmp_path, 4) as made:
+        yield made
+
+
+WATCHED = """
+import hashlib
+import time
+import gossipx.arena
+import gossipx.build
+
+made, waves = [], []
+class Counted(gossipx.arena.HostBuffer):
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        made.append(self)
+gossipx.arena.HostBuffer = Counted
+
+class Arena(gossipx.arena.ParameterArena):
+    def take_in(self, merged, captured):
+        super().take_in(merged, captured)
+        now = self.snapshot()
+        waves.append(hashlib.sha256(now.buffer.view).hexdigest())
+        now.release()
+gossipx.build.ParameterArena = Arena
+
+model = nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 1)).double()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+warm = 0
+with gossipx.join(model, optimizer) as peer:
+    torch.manual_seed(peer.rank)
+    while peer.iteration < ITERATIONS:
+        x = torch.randn(8, 4).double()
+        optimizer.zero_grad()
+        (model(x) - x.sum(1, keepdim=True) * (peer.rank + 1)).square().mean().backward()
+        optimizer.step()
+        if peer.iteration == ITERATIONS // 2:
+            warm = len(made)
+    trained = len(made)
+tell(peer, waves=waves, warm=warm, made=trained, held=len(peer._driver._held))
+"""
+
+
+def test_a_run_with_waves(four: Folder) -> None:
+    """A wave every ten iterations is two models a peer; what is left is the same with all."""
+    run = four.run("--policy", "tau:10", "--exchange", "waves", "--iterations", "100", "--eval-interval", "0")
+    summary = run.summary
+    assert summary["lost"] == []
+    # The last wave may find some whose training is over, and one that is far behind may start another.
+    assert all(17 <= models <= 24 for models in summary["retrievals"]), summary
+    model = sum(tensor.nbytes for tensor in run.model(0).values())
+    for received, models in zip(summary["bytes_received"], summary["retrievals"], strict=True):
+        assert (models - 4) * model * 0.99 < received < (models + 4) * model * 1.1  # the last ones count to the finish
+    for rank in (1, 2, 3):
+        assert max(differences(run.model(0), run.model(rank)).values()) == 0.0
+    assert set(summary["test_accuracy"]) == {summary["consensus_accuracy"]}
+
+
+def test_after_each_blocking_wave_all_hold_the_same_bits(four: Folder) -> None:
+    """Whoever is how far, statistics too; only the last waves may be without those whose training is over."""
+    script = four.script(WATCHED.replace("ITERATIONS", "100"))
+    four.run("--policy", "tau:10", "--exchange", "waves", "--blocking", "--iterations", "100", script, four.path)
+    told = [four.told(rank) for rank in range(4)]
+    common = set.intersection(*(set(one["waves"]) for one in told))
+    assert len(common) >= 6, [len(one["waves"]) for one in told]
+    begun = [[here in common for here in one["waves"]] for one in told]
+    assert all(among[: len(common) - 1] == [True] * (len(common) - 1) for among in begun), begun
+    assert all(one["held"] == 0 for one in told)
+
+
+def test_waves_need_no_further_memory_once_warm(four: Folder) -> None:
+    script = four.script(WATCHED.replace("ITERATIONS", "400"))
+    four.run("--policy", "tau:4", "--exchange", "waves", "--iterations", "400", script, four.path)
+    for rank in range(4):
+        told = four.told(rank)
+        assert told["made"] <= 8 and told["made"] - told["warm"] <= 2, told
+        assert told["held"] == 0
+
+
+def test_the_sum_of_all_models_changes_by_own_steps_alone(four: Folder) -> None:
+    """Whatever the threads of four processes do in what order, while all of them train on."""
+    script = four.script("""
+import time
+
+model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1)).double()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+vector = nn.utils.parameters_to_vector
+own, before = torch.zeros_like(vector(model.parameters())).detach(), None
+
+def begins(*arguments):
+    global before
+    before = vector(model.parameters()).detach().clone()
+
+def ends(*arguments):  # before the peer's own hook, which mixes
+    own.add_(vector(model.parameters()).detach() - before)
+
+optimizer.register_step_pre_hook(begins)
+optimizer.register_step_post_hook(ends)
+# No wave near the end, when some are gone: among fewer than four, a lost round would change the sum.
+with gossipx.join(model, optimizer, policy=lambda seen: seen.step % 3 == 0 and seen.step < 200) as peer:
+    first = vector(model.parameters()).detach().clone()
+    while peer.iteration < 400:
+        x = batch(peer).double()
+        optimizer.zero_grad()
+        (model(x) - x.sum(1, keepdim=True) * (peer.rank + 1)).square().mean().backward()
+        time.sleep(0.002)
+        optimizer.step()
+last = vector(model.parameters()).detach()
+tell(peer, own=own.tolist(), moved=(last - first).tolist(), waves=peer._role.sync.retrievals)
+""")
+    four.run("--exchange", "waves", "--finish", "none", "--iterations", "400", script, four.path)
+    told = [four.told(rank) for rank in range(4)]
+    assert min(one["waves"] for one in told) > 60, [one["waves"] for one in told]
+    own, moved = (np.array([one[key] for one in told]) for key in ("own", "moved"))
+    assert np.abs(moved - own).max() > 0.05
+    np.testing.assert_allclose(moved.sum(0), own.sum(0), rtol=0, atol=1e-9)
+
+
+def test_a_peer_that_is_killed_costs_a_round(four: Folder) -> None:
+    """[1, 2] The others go on with waves among themselves, and end with one model."""
+    killed = """
+        if peer.rank == 1 and peer.iteration == 60:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(0.01)  # else the others are done before they hear of it
+        optimizer.step()
+"""
+    script = four.script(WATCHED.replace("ITERATIONS", "200").replace("\n        optimizer.step()\n", killed))
+    options = ("--policy", "tau:5", "--exchange", "waves", "--iterations", "200", "--peer-timeout", "10")
+    ended = four.start_run(*options, script, four.path).end()
+    assert ended.code == 0 and "Traceback" not in ended.output + ended.errors, ended.shown
+    run = Run(four.path / "x", ended)
+    assert run.summary["lost"] == [four.names[1]]
+    left = [0, 2, 3]
+    assert all(run.summary["retrievals"][rank] > 30 for rank in left), run.summary["retrievals"]
+    assert all(max(differences(run.model(0), run.model(rank)).values()) == 0.0 for rank in left)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("--topology", "ring"), "--topology ring says who may pull from whom"),
+        (("--mixing", "aged"), "--mixing aged says how a pulled model enters"),
+    ],
+)
+def test_what_a_wave_would_not_heed_is_refused(four: Folder, options: tuple[str, str], told: str) -> None:
+    assert told in four.refused("--exchange", "waves", *options)

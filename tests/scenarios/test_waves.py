@@ -1,0 +1,504 @@
+"""Waves in virtual time: a few rounds in a row that leave all who take part with the mean of their models.
+
+Numbers in brackets are rows of the project's fault list. Tracked models are float64, so that sums and means can be told
+from nearly equal ones.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from toy import ITERATIONS, SIZE, TIMEOUT, Point, before, bound, ended, make, models, sgd, spread, until, within, world
+
+from gossipx import policies
+from gossipx.sim import Network, SimPeer, World
+
+EXACT = {"rtol": 0.0, "atol": 1e-12}
+NO_FINISH = {"exchange": "waves", "finish": "none"}
+
+
+class Tracked:
+    """Makes peers whose model is float64, and keeps what each peer's own steps have added to it."""
+
+    def __init__(self) -> None:
+        self.own: dict[int, Tensor] = {}
+
+    def start(self, made: World, rank: int, size: int, at: float = 0.0, **options: Any) -> None:
+        def fresh(incarnation: int) -> SimPeer:
+            self.own[rank] = torch.zeros(SIZE, dtype=torch.float64)
+            module = Point(rank).double()
+            module.target = module.target.double()
+            return make(rank, size, incarnation, module=module, gradient_step=self.step, **{**NO_FINISH, **options})
+
+        made.start(rank, fresh, at)
+
+    def step(self, peer: SimPeer) -> None:
+        was = peer.weights()
+        sgd(peer.module)
+        self.own[peer.rank] += peer.weights() - was
+
+    def world(
+        self, size: int, network: Network | None = None, slow: dict[int, float] | None = None, **options: Any
+    ) -> World:
+        made = World(0, network)
+        for rank in range(size):
+            self.start(made, rank, size, **{"compute": (slow or {}).get(rank, 1.0), **options})
+        return made
+
+
+def start() -> Tensor:
+    """What all begin with: peer 0's weights."""
+    return Point(0).double().x.detach()
+
+
+def conserved(made: World, tracked: Tracked) -> None:
+    """The sum of all models has changed by what their own steps added, and by nothing else."""
+    size = len(made.peers)
+    expected = size * start() + sum(tracked.own.values())
+    torch.testing.assert_close(models(made).sum(0), expected, **EXACT)
+
+
+def waves(made: World, rank: int) -> list[int]:
+    """Numbers of the waves that ``rank`` asked others in, in their order."""
+    numbers = [int(line.rsplit(" ", 1)[1]) for line in made.lines(rank, "meets") if " of wave " in line]
+    return [number for number, _ in itertools.groupby(numbers)]
+
+
+def counts(made: World) -> list[int]:
+    return [made.peers[rank].role.sync.retrievals for rank in sorted(made.peers)]
+
+
+def rounds_lost(made: World) -> int:
+    return sum(peer.role.waves.lost for peer in made.peers.values())
+
+
+# --- without faults -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", range(1, 10))
+def test_a_blocking_wave_leaves_all_with_the_exact_mean(size: int):
+    """As if all models were averaged in one place every five iterations, for any number of peers; the same bits."""
+    tracked = Tracked()
+    made = ended(tracked.world(size, policy="tau:5", blocking=True, iterations=15), bound(size, 15))
+    replicas = [Point(rank).double() for rank in range(size)]
+    for rank, replica in enumerate(replicas):
+        replica.x.data.copy_(start())
+        replica.target = Point(rank).target.double()
+    for _ in range(3):
+        for replica in replicas:
+            for _ in range(5):
+                sgd(replica)
+        mean = torch.stack([replica.x.detach() for replica in replicas]).mean(0)
+        for replica in replicas:
+            replica.x.data.copy_(mean)
+    torch.testing.assert_close(models(made), mean.expand(size, -1), **EXACT)
+    assert torch.equal(models(made), models(made)[:1].expand(size, -1))
+    assert all(waves(made, rank) in ([1, 2, 3], []) for rank in range(size))
+    assert rounds_lost(made) == 0
+    conserved(made, tracked)
+
+
+@pytest.mark.parametrize("size", [2, 4, 5, 8])
+def test_the_finish_leaves_the_same_bits_with_all(size: int):
+    made = ended(world(size, policy="tau:5", exchange="waves"), bound(size))
+    assert torch.equal(models(made), models(made)[:1].expand(size, -1))
+    torch.testing.assert_close(models(made), before(made).mean(0).expand(size, -1), rtol=1e-5, atol=1e-6)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    size=st.integers(2, 9),
+    paces=st.lists(st.floats(0.4, 3.0), min_size=9, max_size=9),
+    delay=st.floats(0, 0.5),
+    policy=st.sampled_from(["tau:1", "tau:3", "random:p=0.3", "travel:0.2"]),
+    blocking=st.booleans(),
+)
+def test_the_sum_of_all_models_is_kept_while_they_train(
+    size: int, paces: list[float], delay: float, policy: str, blocking: bool
+):
+    """Whoever starts when, however fast: a wave moves nothing but differences between models."""
+    tracked, made = Tracked(), World(0, Network(bandwidth=8 * SIZE / 0.1, delay=delay))
+    for rank, pace in enumerate(paces[:size]):
+        mean = policies.parse(policy)
+
+        def until_20(o: policies.Observation, mean: policies.Policy = mean, pace: float = pace) -> bool:
+            return o.step * pace < 20 and mean.decide(mean.init(), o)[0]
+
+        steps = math.ceil(40 / pace)
+        tracked.start(
+            made, rank, size, policy=until_20, iterations=steps, compute=pace, blocking=blocking, peer_timeout=1e3
+        )
+    ended(made, 1e5)
+    assert min(counts(made)) > 0
+    assert blocking or rounds_lost(made) == 0  # blocked peers are late, and some have ended before others start a wave
+    if rounds_lost(made) == 0:
+        conserved(made, tracked)
+
+
+def test_training_goes_on_in_a_wave():
+    """A model takes two steps' time, so that a wave of two rounds lasts for five; nobody stands still for it."""
+    tracked = Tracked()
+    made = ended(tracked.world(4, Network(bandwidth=8 * SIZE / 2), policy="tau:10", iterations=20), bound(4))
+    for peer in made.peers.values():
+        assert peer.blocked_seconds == 0 and peer.arena.step == 20
+        life = [line for line in made.lines(peer.rank) if line.startswith(("step", "meets", "takes"))]
+        assert life.index("takes the mean in") - life.index("step 10") > 5
+    conserved(made, tracked)
+
+
+def test_own_steps_in_a_wave_are_kept():
+    """After the wave each has the mean of the captured models, and the steps that it made since."""
+    tracked = Tracked()
+    made = tracked.world(4, Network(bandwidth=8 * SIZE / 2), policy="tau:10", iterations=19)
+    until(made, 0, "step 10")
+    made.run(limit=made.now + 0.0005)  # less than a message takes
+    captured = models(made)
+    tracked.own = {rank: torch.zeros(SIZE, dtype=torch.float64) for rank in range(4)}
+    made.run(limit=made.now + 8)
+    assert [len(made.lines(rank, "takes the mean in")) for rank in range(4)] == [1] * 4
+    own = torch.stack([tracked.own[rank] for rank in range(4)])
+    assert own.abs().max() > 0.05
+    torch.testing.assert_close(models(made), captured.mean(0) + own, **EXACT)
+
+
+@pytest.mark.parametrize("size", range(2, 10))
+def test_one_starts_and_all_hear_of_it(size: int):
+    """Whoever it is, also one that only gives in the first round."""
+    for starter in range(size):
+        tracked = Tracked()
+        made = World(0)
+        for rank in range(size):
+            tracked.start(made, rank, size, policy="tau:10" if rank == starter else "never", iterations=14)
+        ended(made, bound(size, 14))
+        assert all(count > 0 for count in counts(made))
+        assert rounds_lost(made) == 0 and made.now < 15
+        assert {line for rank in range(size) for line in map(str, waves(made, rank))} == {"1"}
+        for peer in made.peers.values():
+            assert peer.role.sync.failed == 0
+        conserved(made, tracked)
+
+
+@pytest.mark.parametrize("starters", [(0, 3), (1, 2), (0, 1, 2, 3), (2, 6), tuple(range(7))])
+def test_waves_that_start_together_are_one(starters: tuple[int, ...]):
+    """Two at once, in different corners, or all: one number, one mean, and each model once on each way."""
+    size = 7 if len(starters) == 7 or 6 in starters else 4
+    tracked = Tracked()
+    made = World(0)
+    for rank in range(size):
+        tracked.start(made, rank, size, policy="tau:10" if rank in starters else "never", iterations=14)
+    ended(made, bound(size, 14))
+    assert {number for rank in range(size) for number in waves(made, rank)} == {1}
+    assert counts(made) == [3, 3, 3, 2, 1, 1, 1] if size == 7 else counts(made) == [2] * 4
+    conserved(made, tracked)
+
+
+def test_peers_that_count_nearly_alike_do_not_each_start_a_wave():
+    """A wave every 20 iterations of the fastest, however far the others are behind; each counts from the last wave."""
+    slow = {0: 1.0, 1: 1.3, 2: 1.73, 3: 2.2, 4: 1.11}
+    made = world(5, slow=slow, policy="tau:20", iterations=300, exchange="waves")
+    made.run(299.0)
+    assert waves(made, 0) == list(range(1, 300 // 20))
+    assert [len(waves(made, rank)) for rank in range(5)] == [14] * 5
+
+
+def test_a_wave_counts_once_for_the_policy():
+    """Δ_r and the way travelled begin anew for all, whoever started; a policy that fires meanwhile is skipped."""
+    made = World(0)
+    tracked = Tracked()
+    for rank in range(2):
+        tracked.start(made, rank, 2, policy="tau:10" if rank else "tau:6", iterations=9, compute=1.0)
+    made.network.bandwidth = 8 * SIZE / 20.0  # the wave outlasts the training
+    ended(made, bound(2, 9, waits=3))
+    assert [peer.role.sync.skipped for peer in made.peers.values()] == [0, 0]
+    busy = world(2, network=Network(bandwidth=4 * SIZE / 4.5), policy="tau:1", exchange="waves", iterations=11)
+    ended(busy, bound(2))
+    for peer in busy.peers.values():
+        assert peer.role.sync.skipped >= 4 and len(waves(busy, peer.rank)) <= 3
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+@pytest.mark.parametrize("policy", ["adaptive:threshold=0.02", "travel:distance=1", "drift:distance=1", "random:p=0.3"])
+def test_any_policy_starts_waves(policy: str, blocking: bool):
+    made = ended(world(4, policy=policy, blocking=blocking, exchange="waves", iterations=40), bound(4, 40))
+    apart = ended(world(4, policy="never", iterations=40), bound(4, 40))
+    assert not any(made.lines(rank, "pulls") for rank in range(4))
+    assert min(counts(made)) > 0
+    assert spread(before(made)) < spread(before(apart))
+    for peer in made.peers.values():
+        assert len(peer.retrievals) == peer.role.sync.retrievals
+        assert peer.bytes_received == peer.role.sync.retrievals * peer.arena.nbytes()
+
+
+@pytest.mark.parametrize("slow", [{}, {1: 1.7}])
+def test_own_steps_alone_are_drift_from_a_wave(slow: dict[int, float]):
+    """What a wave brings is none: x_r is the mean that it gave."""
+    way, begun = [torch.zeros(SIZE).double() for _ in range(2)], [0, 0]
+
+    def step(peer: SimPeer) -> None:
+        rank, retrievals = peer.rank, peer.role.sync.retrievals
+        if retrievals > begun[rank]:
+            begun[rank], way[rank] = retrievals, torch.zeros(SIZE).double()
+        drift = peer._drift()
+        assert drift is not None and abs(drift - way[rank].norm()) < 1e-5
+        was = peer.weights()
+        sgd(peer.module)
+        way[rank] += peer.weights() - was
+
+    options = {"policy": "drift:distance=0.5", "blocking": True, "exchange": "waves"}
+    ended(world(2, slow=slow, iterations=60, gradient_step=step, **options), bound(2, 120))
+    assert min(begun) > 5
+
+
+# --- who takes part -----------------------------------------------------------------------------------
+
+
+def test_training_that_ends_in_a_wave_ends_it_first():
+    """The others count on it: nothing is lost, and what it gives is in their models."""
+    tracked = Tracked()
+    made = tracked.world(4, Network(bandwidth=8 * SIZE / 2), policy="tau:10", iterations=11)
+    ended(made, bound(4, 11, waits=1))
+    assert counts(made) == [2] * 4 and rounds_lost(made) == 0
+    conserved(made, tracked)
+
+
+def test_who_has_ended_is_not_counted_on():
+    """A straggler alone is left: nobody is asked who said that its training is over."""
+    made = ended(world(3, slow={2: 2.0}, policy="tau:4", exchange="waves", peer_timeout=50.0), 2 * ITERATIONS + 100)
+    assert rounds_lost(made) == 0
+    done = next(entry.time for entry in made.log if entry.rank == 1 and entry.what == "is FINISH")
+    assert not [entry for entry in made.log if entry.time > done + 1 and " of wave " in entry.what]
+    assert made.peers[2].role.counts.alone > 0
+
+
+def test_a_late_joiner_takes_part_once_it_trains():
+    """[37]"""
+    tracked = Tracked()
+    made = World(0)
+    for rank in range(4):
+        tracked.start(made, rank, 4, at=15.0 * (rank == 3), policy="tau:4", iterations=30)
+    ended(made, bound(4, 30, waits=1))
+    life = made.lines(3)
+    first = next(i for i, line in enumerate(life) if " of wave " in line)
+    assert life.index("adopts the model of 0") < life.index("is TRAIN") < first
+    assert made.peers[3].role.sync.retrievals > 4, "its first wave may have a number of long ago; then it hears theirs"
+    assert set(waves(made, 3)) <= set(waves(made, 0))
+    assert all(made.peers[rank].role.waves.lost == 0 for rank in range(3))
+
+
+def test_a_peer_at_the_start_takes_part_once_it_trains():
+    """One that waits for a third at START is asked by one that no longer does."""
+    tracked = Tracked()
+    made = World(0)
+    for rank in range(2):
+        tracked.start(made, rank, 3, policy="tau:1", iterations=6, compute=0.01)
+    ended(made, bound(3, 6, waits=1))
+    assert min(counts(made)) > 0
+    conserved(made, tracked)
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+def test_a_peer_leaves_in_a_wave(blocking: bool):
+    """[4] It takes nothing in any more, and costs its partners a round, but no time."""
+    made = world(4, network=Network(bandwidth=4 * SIZE / 2), policy="tau:6", blocking=blocking, exchange="waves")
+    until(made, 2, "meets 3 in round 0 of wave 1")
+    made.leave(2, made.now + 0.1)
+    ended(made, bound(4))
+    life = made.lines(2)
+    said = life.index("is LEFT")
+    assert not [line for line in life[said:] if line.startswith(("mixes", "takes", "meets"))]
+    assert 1 <= rounds_lost(made) <= 3
+    assert made.now < ITERATIONS + 10 * 2.1 + (TIMEOUT if blocking else 0), "ten models one after the other"
+    left = [0, 1, 3]
+    torch.testing.assert_close(models(made, left), before(made, left).mean(0).expand(3, -1), rtol=1e-5, atol=1e-6)
+
+
+def test_a_checkpoint_restored_in_a_wave_takes_no_part():
+    """What the wave brings belongs to a model that is no more."""
+    from gossipx.actor import Restored
+
+    made = world(2, network=Network(bandwidth=4 * SIZE / 3), policy="tau:5", exchange="waves", finish="none")
+    peer = until(made, 0, "step 7").peers[0]
+    assert peer.role.waves.current is not None
+    state = peer.role.sync.state_dict()
+    kept = peer.weights()
+    peer.arena.set_boundary(3)
+    peer._tell(Restored(3, state))
+    assert peer.role.waves.current is None and not peer._held
+    made.run(made.now + 0.5)
+    assert torch.equal(peer.weights(), kept)
+    ended(made, bound(2, 2 * ITERATIONS))
+
+
+# --- faults -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("size", "number"), [(2, 0), (4, 0), (4, 1), (5, 0), (5, 1), (5, 2), (8, 2)])
+@pytest.mark.parametrize("blocking", [False, True])
+def test_crash_in_each_round(size: int, number: int, blocking: bool):
+    """[1, 2] It costs its partners a round and nobody a wait: its address refuses. The next waves do without it."""
+    made = world(
+        size, network=Network(bandwidth=4 * SIZE), policy="tau:6", exchange="waves", blocking=blocking, iterations=40
+    )
+    rank = 1 if size != 5 or number else 4
+    asker = 0 if (size, number) == (5, 0) else rank
+    until(
+        made,
+        asker,
+        "meets 4 in round 0" if asker != rank else f"meets {rank ^ (1 << (number - (size == 5)))} in round {number}",
+    )
+    at = made.now
+    made.crash(rank, at + 0.5)
+    ended(made, bound(size, 40, waits=8 * blocking))
+    left = [other for other in range(size) if other != rank]
+    assert made.fired["crash"] == 1 and rounds_lost(made) >= 1
+    if len(left) > 1:
+        assert [entry for entry in made.log if entry.time > at + 12 and " of wave " in entry.what]
+    for other in left:
+        asked = [entry for entry in made.log if entry.rank == other and f"meets {rank} " in entry.what]
+        assert len([entry for entry in asked if entry.time > at + 0.5]) <= 2, (
+            "once is enough to know it, and the finish"
+        )
+    waited = [entry.time for entry in made.log if entry.rank in left and entry.what == "is AGREE"]
+    if max(waited) - min(waited) < 1:  # blocked waves hold them up unequally: not all wait for all
+        mean = before(made, left).mean(0).expand(len(left), -1)
+        torch.testing.assert_close(models(made, left), mean, rtol=1e-5, atol=1e-6)
+    assert within(models(made, left), before(made, left))
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+def test_a_silent_partner_costs_its_round_and_not_the_wave(blocking: bool):
+    """[3] Stopped for longer than peer_timeout. Whoever waited for it in vain is still met by the others afterwards."""
+    made = world(4, policy="tau:10", exchange="waves", blocking=blocking, iterations=80, compute=1.0)
+    made.pause(1, 10.5, 60.5)
+    # The wave at 10 is over by then: the first in which 1 is missing is that at 20.
+    made.run(45.0)
+    assert made.fired["pause"] == 1
+    meant = [entry for entry in made.log if entry.time > 11 and entry.rank != 1 and entry.what.startswith("mixes")]
+    pairs = {(entry.rank, entry.what) for entry in meant}
+    assert {(2, "mixes 3"), (3, "mixes 2"), (0, "mixes 2"), (2, "mixes 0")} <= pairs
+    ended(made, bound(4, 80, waits=6))
+    again = [entry for entry in made.log if entry.time > 61 and entry.what == "mixes 1"]
+    assert again, "it is back"
+    assert made.peers[1].arena.step == 80
+
+
+def test_a_straggler_takes_part_at_its_own_pace():
+    """Its steps take longer than peer_timeout: what it gives and takes does not wait for them."""
+    tracked = Tracked()
+    made = tracked.world(4, slow={3: 2.5 * TIMEOUT}, policy="tau:25", iterations=100)
+    made.run(99.0)
+    assert rounds_lost(made) == 0
+    assert len(waves(made, 0)) == 3 == len(waves(made, 3))
+    ended(made, bound(4, 100, 2.5 * TIMEOUT))
+
+
+def test_partition_that_heals():
+    """[5] Both sides have waves of their own, and numbers of their own; then they find each other again."""
+    made = world(4, policy="tau:5", slow={2: 0.9, 3: 0.9}, exchange="waves", iterations=200, peer_timeout=4.0)
+    made.network.cut([0, 1], [2, 3], 5.5, 80.0)
+    made.run(80.0)
+    apart = spread(models(made))
+    assert made.fired["cut"] > 0
+    late = [entry for entry in made.log if 50 < entry.time < 80 and entry.what.startswith("mixes")]
+    assert {(entry.rank, entry.what) for entry in late} == {
+        (0, "mixes 1"),
+        (1, "mixes 0"),
+        (2, "mixes 3"),
+        (3, "mixes 2"),
+    }
+    made.run(150.0)
+    assert spread(models(made)) < 0.5 * apart
+    late = [entry for entry in made.log if 130 < entry.time < 150 and entry.what.startswith("mixes")]
+    assert {(0, "mixes 2"), (2, "mixes 0"), (1, "mixes 3"), (3, "mixes 1")} <= {(e.rank, e.what) for e in late}
+    ended(made, bound(4, 200, waits=4))
+
+
+@pytest.mark.parametrize("starters", [(0, 1), (0, 2), (0, 3), (0, 1, 2, 3)])
+@pytest.mark.parametrize("without", [(1,), (2,), (3,), (1, 3)])
+def test_those_who_mean_different_members_lose_rounds_at_most(starters: tuple[int, ...], without: tuple[int, ...]):
+    """Some start at once, one of whom leaves others out. Nobody waits for a deadline, no model is partly applied."""
+    tracked = Tracked()
+    made = World(0)
+    for rank in range(4):
+        tracked.start(made, rank, 4, policy="tau:10" if rank in starters else "never", iterations=14)
+    until(made, 0, "step 9")
+    for rank in without:
+        made.peers[0].role.members.others[rank].aside_until = 1e9
+    ended(made, bound(4, 14))
+    assert made.now < 15
+    assert sum(counts(made)) > 0
+    assert {number for rank in range(4) for number in waves(made, rank)} == {1}
+    if len(without) == 2:  # among two, and among four, pairs share alike whatever was lost before
+        conserved(made, tracked)
+    own = torch.stack([tracked.own[rank] for rank in range(4)])
+    for moved in models(made) - start() - own:
+        assert moved.abs().max() < own.abs().max(), "differences of own steps, a share of each at most"
+
+
+def test_whoever_has_exchanged_nothing_yet_goes_over_to_the_better_list():
+    """0 starts with 1 alone, while 1 starts with all: when 0 hears of it, no model of its own has gone out."""
+    tracked = Tracked()
+    made = World(0)
+    for rank in range(4):
+        tracked.start(made, rank, 4, policy="tau:10" if rank < 2 else "never", iterations=14)
+    until(made, 0, "step 9")
+    for rank in (2, 3):
+        made.peers[0].role.members.others[rank].aside_until = 1e9
+    ended(made, bound(4, 14, waits=1))
+    assert counts(made) == [2] * 4 and rounds_lost(made) == 0
+    conserved(made, tracked)
+
+
+def test_model_with_nan_is_not_merged():
+    """[22] What is held stays as it was; its giver is left out of the waves that one starts for a while."""
+    made = world(4, policy="tau:3", exchange="waves", iterations=40)
+    made.poison(1, 4.0, 20.0)
+    ended(made, bound(4, 40))
+    hurt = [made.peers[rank] for rank in (0, 2, 3)]
+    assert 0 < sum(peer.role.counts.poisoned for peer in hurt) == made.fired["poison"]
+    assert models(made).isfinite().all()
+    assert any(entry.what == "mixes 1" for entry in made.log if entry.time > 35)
+
+
+def test_peer_whose_own_model_becomes_nan_in_a_wave():
+    """[22] It leaves the wave: what others hold stays finite, and they go on without it."""
+
+    def diverges(peer: SimPeer) -> None:
+        sgd(peer.module)
+        if peer.rank == 1 and peer.arena.step == 7:
+            next(peer.module.parameters()).data[3] = math.nan
+
+    network = Network(bandwidth=4 * SIZE / 2)
+    made = world(4, network=network, policy="tau:6", exchange="waves", iterations=40, gradient_step=diverges)
+    ended(made, bound(4, 40))
+    others = [0, 2, 3]
+    assert models(made, others).isfinite().all()
+    assert not [line for line in made.lines(1)[made.lines(1).index("step 8") :] if line.startswith(("mixes", "takes"))]
+    assert all(made.peers[rank].role.counts.poisoned == 0 for rank in range(4))
+    assert made.peers[0].role.sync.retrievals > 4
+
+
+def test_a_peer_that_exchanges_by_pulls_takes_no_part():
+    """Settings that differ cost rounds; nobody hangs."""
+    made = World(0)
+    for rank, exchange in enumerate(["waves", "waves", "pulls"]):
+        Tracked().start(made, rank, 3, policy="tau:5", exchange=exchange)
+    ended(made, bound(3))
+    assert made.peers[2].role.sync.retrievals > 0 and not made.lines(2, "meets")
+    assert made.peers[0].role.waves.lost > 0
+
+
+def test_messages_are_lost_in_waves():
+    made = world(4, 1, Network(loss=0.1), policy="tau:4", exchange="waves", iterations=60, peer_timeout=3.0)
+    ended(made, bound(4, 60, waits=4))
+    assert made.fired["lost"] > 0 and min(counts(made)) > 5
+    assert within(models(made), before(made))
+    apart = ended(world(4, policy="never", iterations=60), bound(4, 60))
+    assert spread(before(made)) < spread(before(apart))
