@@ -18,7 +18,11 @@ from _runs import train
 
 from gossipx.metrics.summary import Summary
 
-POLICIES = ("tau:10", "tau:100", "adaptive", "travel", "drift", "never")
+KINDS = {
+    **{policy: ("--policy", policy) for policy in ("tau:10", "tau:100", "adaptive", "travel", "drift", "never")},
+    **{f"waves, {policy}": ("--exchange", "waves", "--policy", policy) for policy in ("tau:100", "tau:400")},
+}
+"""Options by the name of a row."""
 PEERS = 4
 T_95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}
 """Student's t for a two-sided 95 % interval, by the number of seeds."""
@@ -29,20 +33,28 @@ def main() -> None:
     parser.add_argument("--full", action="store_true")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--iterations", type=int, default=3000)
+    parser.add_argument("--seeds", type=int, choices=range(1, 6), help="default: 1, with --full 5")
+    parser.add_argument("--partition", help="one alone, in place of iid, or with --full of both")
+    parser.add_argument("--only", action="append", choices=list(KINDS), help="rows beside tau:10; default: all")
     arguments = parser.parse_args()
-    seeds = range(5 if arguments.full else 1)
+    seeds = range(arguments.seeds or (5 if arguments.full else 1))
     partitions = ("iid", "dirichlet:alpha=0.3") if arguments.full else ("iid",)
+    if arguments.partition:
+        partitions = (arguments.partition,)
+    kinds = [kind for kind in KINDS if not arguments.only or kind in ("tau:10", *arguments.only)]
     figures: list[Any] = []
     for partition in partitions:
         with tempfile.TemporaryDirectory() as scratch:
-            runs = {policy: _train(Path(scratch), policy, partition, seeds, arguments) for policy in POLICIES}
+            runs = {kind: _train(Path(scratch), KINDS[kind], partition, seeds, arguments) for kind in kinds}
         figures += _report(partition, runs, arguments)
     if arguments.json:
         print(json.dumps({"figures": figures}, indent=2))
 
 
-def _train(scratch: Path, policy: str, partition: str, seeds: range, arguments: argparse.Namespace) -> list[Summary]:
-    options = ("--policy", policy, "--partition", partition, "--iterations", str(arguments.iterations))
+def _train(
+    scratch: Path, kind: tuple[str, ...], partition: str, seeds: range, arguments: argparse.Namespace
+) -> list[Summary]:
+    options = (*kind, "--partition", partition, "--iterations", str(arguments.iterations))
     return [train(scratch, "run", PEERS, *options, "--eval-interval", "0", "--seed", str(seed)) for seed in seeds]
 
 
@@ -57,7 +69,7 @@ def _report(partition: str, runs: dict[str, list[Summary]], arguments: argparse.
         averaged = statistics.fmean(float(one.consensus_accuracy or 0.0) for one in summaries)
         rows.append(
             (
-                summaries[0].policy,
+                f"waves, {summaries[0].policy}" if policy.startswith("waves") else summaries[0].policy,
                 f"{pulls:.1f}",
                 f"{saved:.1%}",
                 f"{_mean(summaries, 'bytes_received') / 1e6:.1f}",
@@ -86,7 +98,7 @@ def _report(partition: str, runs: dict[str, list[Summary]], arguments: argparse.
                 met=accuracy - own <= goals[1] if goals else None,
             )
         )
-    headings = ("policy", "pulls a peer", "saved", "MB a peer", "own, before finish", "own, after", "averaged")
+    headings = ("policy", "models a peer", "saved", "MB a peer", "own, before finish", "own, after", "averaged")
     count = len(runs["tau:10"])
     title = f"{partition}: {PEERS} peers, {arguments.iterations} iterations, {count} seeds, 10,000 test images"
     if not arguments.json:

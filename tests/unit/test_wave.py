@@ -1,0 +1,133 @@
+"""One peer's way through a wave, told event by event."""
+
+from __future__ import annotations
+
+from gossipx.actor import Answer, Answered, Capture, Effect, Forget, Merge, Note, Received, Send, SetTimer
+from gossipx.messages import LAST_WAVE, HereReply, ModelReply, NotReadyReply, RoundRequest
+from gossipx.peer.requests import Requests
+from gossipx.peer.wave import TIMER, Wave
+
+TIMEOUT = 10.0
+
+
+def begun(rank: int, size: int, number: int = 7, starts: bool = False) -> tuple[Wave, list[Effect]]:
+    wave = Wave(number, rank, tuple(range(size)), 100, Requests(), TIMEOUT)
+    return wave, wave.begin(0.0, starts)
+
+
+def asks(sender: int, round: int, size: int, number: int = 7, key: str = "k") -> Received:
+    return Received(sender, key, RoundRequest(number, round, tuple(range(size))))
+
+
+def sent(effects: list[Effect]) -> Send:
+    return next(effect for effect in effects if isinstance(effect, Send))
+
+
+def given(wave: Wave, key: str = "k", weight: int = 1, deadline: float = TIMEOUT) -> Answer:
+    return Answer(key, ModelReply(100, weight), deadline, captured=wave.ticket)
+
+
+def test_both_models_cross_before_either_is_merged():
+    wave, effects = begun(0, 2)
+    assert effects[0] == Capture(wave.ticket) and effects[2] == SetTimer(TIMER, TIMEOUT)
+    assert sent(effects).to == 1
+    assert wave.taken(1, 0.1) == [], "ours is not with the other yet"
+    assert wave.requested(asks(1, 0, 2), 0.2) == [given(wave)]
+    assert wave.is_answering("k") and not wave.is_answering("other")
+    assert wave.answered(Answered("k", True), 0.3) == [Merge(sent(effects).ticket, wave.ticket, 1, 1)]
+    assert not wave.over
+    assert wave.was_merged(True, 0.4) == [] and wave.over and (wave.merged, wave.lost) == (1, 0)
+
+
+def test_an_answer_that_did_not_go_out_whole_may_be_asked_for_again():
+    wave, effects = begun(0, 2)
+    wave.taken(1, 0.1)
+    wave.requested(asks(1, 0, 2, key="first"), 0.2)
+    assert wave.answered(Answered("first", False), 0.3) == []
+    assert wave.requested(asks(1, 0, 2, key="again"), 0.4) == [given(wave, "again")]
+    assert wave.answered(Answered("again", True), 0.5) == [Merge(sent(effects).ticket, wave.ticket, 1, 1)]
+
+
+def test_who_asks_for_a_later_round_waits_for_it():
+    wave, _ = begun(0, 4)
+    assert wave.requested(asks(2, 1, 4, key="later"), 0.1) == []
+    wave.taken(1, 0.2)
+    wave.requested(asks(1, 0, 4), 0.2)
+    wave.answered(Answered("k", True), 0.3)
+    entered = wave.was_merged(True, 0.4)
+    assert sent(entered).request == RoundRequest(7, 1, (0, 1, 2, 3)) and sent(entered).to == 2
+    assert entered[-1] == given(wave, "later", 2, 1.5 * TIMEOUT)
+
+
+def test_what_is_not_meant_is_refused():
+    wave, _ = begun(0, 4)
+    stranger, over, other, members = (
+        asks(3, 0, 4),
+        asks(2, 2, 4),
+        asks(1, 0, 4, number=8),
+        Received(1, "k", RoundRequest(7, 0, (0, 1))),
+    )
+    for event in (stranger, over, other, members):
+        (answer,) = wave.requested(event, 0.1)
+        assert isinstance(answer, Answer) and isinstance(answer.reply, NotReadyReply)
+    assert not wave.touched
+    wave.requested(asks(1, 0, 4), 0.1)
+    assert wave.touched
+
+
+def test_each_round_may_end_a_little_later_than_the_one_before():
+    """Whoever waited in vain for a first partner meets the second in time."""
+    wave, _ = begun(0, 4)
+    assert wave.timer(TIMEOUT - 0.01) == [], "a timer of an earlier wave"
+    lost = wave.timer(TIMEOUT)
+    assert lost[0] == Note("round", "peer 1 did not come to a round of wave 7")
+    assert sent(lost).to == 2 and sent(lost).deadline == 1.5 * TIMEOUT
+    other, _ = begun(2, 4)
+    other.taken(1, 0.1)
+    other.requested(asks(3, 0, 4), 0.1)
+    other.answered(Answered("k", True), 0.1)
+    assert sent(other.was_merged(True, 0.2)).deadline == 1.5 * TIMEOUT
+    assert wave.lost == 1 and wave.requested(asks(1, 0, 4), TIMEOUT) != [given(wave)]
+
+
+def test_weights_after_a_lost_round():
+    """While training, a pair of a power of two shares alike; in the finish each model counts as one."""
+    for number, shares in ((7, (1, 1)), (LAST_WAVE, (1, 2))):
+        wave, _ = begun(0, 4, number)
+        ticket = sent(wave.partner_lost(1.0)).ticket
+        wave.requested(asks(2, 1, 4, number), 1.1)
+        wave.answered(Answered("k", True), 1.2)
+        assert wave.taken(2, 1.3) == [Merge(ticket, wave.ticket, *shares)]
+
+
+def test_a_model_that_came_is_merged_though_ours_did_not_arrive():
+    wave, effects = begun(0, 2)
+    wave.taken(1, 0.1)
+    assert wave.timer(TIMEOUT)[1:] == [Merge(sent(effects).ticket, wave.ticket, 1, 1)]
+    assert wave.lost == 0
+
+
+def test_one_beyond_the_power_of_two_gives_first_and_takes_the_mean_last():
+    wave, effects = begun(2, 3)
+    assert not any(isinstance(effect, Send) for effect in effects)
+    assert wave.requested(asks(0, 0, 3), 0.1) == [given(wave)]
+    last = wave.answered(Answered("k", True), 0.2)
+    assert sent(last).request == RoundRequest(7, 2, (0, 1, 2))
+    assert wave.taken(3, 0.3) == [Merge(sent(last).ticket, wave.ticket, 0, 3)]
+
+
+def test_one_that_only_gives_at_first_tells_of_the_wave_that_it_starts():
+    starter, effects = begun(2, 3, starts=True)
+    assert sent(effects).to == 0 and sent(effects).request == RoundRequest(7, 0, (0, 1, 2))
+    core, _ = begun(0, 3)
+    (answer,) = core.requested(asks(2, 0, 3), 0.1)
+    assert isinstance(answer, Answer) and isinstance(answer.reply, HereReply)
+    assert starter.taken(1, 0.1) == [Forget(sent(effects).ticket)], "it asked for none"
+    assert starter.requested(asks(0, 0, 3), 0.2) == [given(starter)]
+
+
+def test_one_that_leaves_is_not_waited_for():
+    wave, _ = begun(0, 4)
+    assert wave.gone(2, 0.1) == []
+    assert wave.gone(1, 0.2) == [Note("round", "peer 1 did not come to a round of wave 7")]
+    assert wave.over and (wave.lost, wave.merged) == (2, 0)
