@@ -106,12 +106,12 @@ class Membership:
     def in_training(self, now: float) -> list[int]:
         """Ranks that are believed to train, ascending, and can be counted on: a wave that begins now is theirs."""
         begun = (Stage.START, Stage.TRAIN)  # START is the last that is told before FINISH
-        there = [rank for rank, other in self.others.items() if other.stage in begun and not other.silent]
-        return [rank for rank in there if self.others[rank].aside_until <= now]
+        out = self.not_met(now)
+        return [rank for rank, other in self.others.items() if other.stage in begun and rank not in out]
 
-    def silent(self) -> list[int]:
-        """Ranks whose last request failed, or who have left: they are not counted on until they are heard of again."""
-        return [rank for rank, other in self.others.items() if other.silent]
+    def not_met(self, now: float) -> set[int]:
+        """Ranks that are met in no wave that begins now: who is silent, until it is heard of again, or set aside."""
+        return {rank for rank, other in self.others.items() if other.silent or other.aside_until > now}
 
     def to_probe(self, now: float) -> list[int]:
         """Who is asked for a sign of life as a wave begins: those that are silent, and one other at random.

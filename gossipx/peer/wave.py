@@ -233,7 +233,6 @@ class Wave:
         same = (request.wave, request.members) == (self.number, self.members)
         if same and self._entered < request.round < self._rounds:
             self._held.append(event)
-            self._missing.discard(event.sender)
             return []
         if current is None or not same or (request.round, event.sender) != (current.number, current.partner):
             return [self._refuse(event, now)]

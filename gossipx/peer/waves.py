@@ -73,15 +73,15 @@ class Waves:
     def _enter(
         self, number: int, members: tuple[int, ...], step: int, now: float, starts: bool = False
     ) -> list[Effect]:
-        self.current = wave = self._made(number, members, step)
+        self.current = wave = self._made(number, members, step, now)
         if number != LAST_WAVE:
             self._seen = number
             self._sync.requested(shared=True)
         return wave.begin(now, starts)
 
-    def _made(self, number: int, members: tuple[int, ...], step: int) -> Wave:
-        # Only the last wave may well begin with a peer that was silent a moment ago.
-        missing = set() if number == LAST_WAVE else set(self._members.silent())
+    def _made(self, number: int, members: tuple[int, ...], step: int, now: float) -> Wave:
+        # Whoever has come to the last wave is met in it, though it was silent a moment ago.
+        missing = set() if number == LAST_WAVE else self._members.not_met(now)
         return Wave(number, self._rank, members, step, self._requests, self._timeout, missing)
 
     # --- what others ask --------------------------------------------------------------------------
@@ -106,7 +106,7 @@ class Waves:
         if not better or wave.touched or not self.may_join(event):
             return wave.requested(event, now)
         self.lost += wave.lost
-        self.current = self._made(wave.number, members, step)
+        self.current = self._made(wave.number, members, step, now)
         again = [*wave.leave(), event]
         effects = [Forget(wave.ticket), *self.current.begin(now)]
         return effects + [effect for event in again for effect in self.current.requested(event, now)]

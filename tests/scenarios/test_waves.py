@@ -450,19 +450,23 @@ def test_whoever_has_exchanged_nothing_yet_goes_over_to_the_better_list():
         tracked.start(made, rank, 4, policy="tau:10" if rank < 2 else "never", iterations=14)
     until(made, 0, "step 9")
     for rank in (2, 3):
-        made.peers[0].role.members.others[rank].aside_until = 1e9
+        made.peers[0].role.members.others[rank].aside_until = made.now + 1.0005  # as it starts, not when it hears of 1
     ended(made, bound(4, 14, waits=1))
     assert counts(made) == [2] * 4 and rounds_lost(made) == 0
     conserved(made, tracked)
 
 
 def test_model_with_nan_is_not_merged():
-    """[22] What is held stays as it was; its giver is left out of the waves that one starts for a while."""
+    """[22] What is held stays as it was; its giver is not met for a while."""
     made = world(4, policy="tau:3", exchange="waves", iterations=40)
     made.poison(1, 4.0, 20.0)
     ended(made, bound(4, 40))
     hurt = [made.peers[rank] for rank in (0, 2, 3)]
     assert 0 < sum(peer.role.counts.poisoned for peer in hurt) == made.fired["poison"]
+    for peer in hurt:
+        mine = [entry for entry in made.log if entry.rank == peer.rank]
+        refused = [entry.time for entry in mine if entry.what == "refuses the model of 1"]
+        assert not [e for e in mine if "meets 1" in e.what and any(t < e.time < t + TIMEOUT for t in refused)]
     assert models(made).isfinite().all()
     assert any(entry.what == "mixes 1" for entry in made.log if entry.time > 35)
 

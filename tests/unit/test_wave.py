@@ -1,11 +1,17 @@
-"""One peer's way through a wave, told event by event."""
+"""One peer's way through a wave, and which wave it is in, told event by event."""
 
 from __future__ import annotations
 
+import random
+
+from gossipx import policies
 from gossipx.actor import Answer, Answered, Capture, Effect, Forget, Merge, Note, Received, Send, SetTimer
-from gossipx.messages import LAST_WAVE, HereReply, ModelReply, NotReadyReply, RoundRequest
+from gossipx.messages import LAST_WAVE, HereReply, ModelReply, NotReadyReply, RoundRequest, Stage
+from gossipx.peer.membership import Membership
 from gossipx.peer.requests import Requests
 from gossipx.peer.wave import TIMER, Wave
+from gossipx.peer.waves import Waves
+from gossipx.sync import SyncManager
 
 TIMEOUT = 10.0
 
@@ -131,3 +137,64 @@ def test_one_that_leaves_is_not_waited_for():
     assert wave.gone(2, 0.1) == []
     assert wave.gone(1, 0.2) == [Note("round", "peer 1 did not come to a round of wave 7")]
     assert wave.over and (wave.lost, wave.merged) == (2, 0)
+
+
+# --- which wave a peer is in ----------------------------------------------------------------------------
+
+
+def peer(rank: int, size: int) -> Waves:
+    members = Membership(rank, size, tuple(other for other in range(size) if other != rank), TIMEOUT, random.Random(0))
+    for other in members.others.values():
+        other.stage = Stage.START
+    return Waves(rank, members, Requests(), SyncManager(policies.parse("never")), TIMEOUT)
+
+
+def meant(sender: int, members: tuple[int, ...], wave: int = 1, key: str = "k") -> Received:
+    return Received(sender, key, RoundRequest(wave, 0, members))
+
+
+def test_who_has_given_a_model_stays_with_those_whom_it_gave_it_to():
+    waves = peer(0, 4)
+    waves.hold(meant(1, (0, 1), key="one"))
+    assert any(isinstance(effect, Answer) for effect in waves.join(5, 0.0))
+    first = waves.current
+    (answer,) = waves.requested(meant(1, (0, 1, 2, 3), key="all"), 5, 0.1)
+    assert isinstance(answer, Answer) and isinstance(answer.reply, NotReadyReply)
+    assert waves.current is first is not None and first.members == (0, 1)
+
+
+def test_who_has_given_none_goes_over_and_is_asked_anew():
+    waves = peer(0, 4)
+    waves.start(5, 0.0)
+    first = waves.current
+    assert first is not None and first.members == (0, 1, 2, 3)
+    (worse,) = waves.requested(meant(1, (0, 1), key="worse"), 5, 0.1)
+    assert isinstance(worse, Answer) and isinstance(worse.reply, NotReadyReply) and waves.current is first
+
+    waves = peer(0, 4)
+    few = Wave(1, 0, (0, 2), 5, Requests(), TIMEOUT)
+    waves.current = few
+    effects = waves.requested(meant(1, (0, 1, 2, 3)), 5, 0.1)
+    assert waves.current is not few and waves.current.members == (0, 1, 2, 3)
+    assert effects[0] == Forget(few.ticket) and effects[1] == Capture(waves.current.ticket)
+    assert effects[-1] == Answer("k", ModelReply(5, 1), 0.1 + TIMEOUT, captured=waves.current.ticket)
+
+
+def test_of_several_that_wait_the_latest_wave_is_joined():
+    waves = peer(0, 4)
+    everyone = (0, 1, 2, 3)
+    for event in (meant(2, everyone, 4, "old"), meant(1, everyone, 6, "new"), meant(3, (0, 3), 6, "few")):
+        waves.hold(event)
+    answers = {effect.key: effect.reply for effect in waves.join(5, 0.0) if isinstance(effect, Answer)}
+    assert waves.current is not None and (waves.current.number, waves.current.members) == (6, everyone)
+    assert isinstance(answers["new"], ModelReply)
+    assert isinstance(answers["old"], NotReadyReply) and isinstance(answers["few"], NotReadyReply)
+    assert waves.join(5, 0.1) == []
+
+
+def test_members_that_cannot_be_meant_are_refused():
+    waves = peer(0, 4)
+    for members in ((1, 2), (0, 2), (0, 1, 9)):
+        (answer,) = waves.requested(meant(1, members), 5, 0.0)
+        assert isinstance(answer, Answer) and isinstance(answer.reply, NotReadyReply)
+    assert waves.join(5, 0.1) == []
