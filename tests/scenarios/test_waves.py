@@ -372,6 +372,17 @@ def test_crash_in_each_round(size: int, number: int, blocking: bool):
     assert within(models(made, left), before(made, left))
 
 
+def test_who_never_meets_the_dead_learns_of_it_too():
+    """Of eight, four meet 1 in no round; they probe others now and then, and the waves that they start do without it."""
+    made = world(8, policy="tau:4", exchange="waves", iterations=200)
+    made.crash(1, 10.5)
+    ended(made, bound(8, 200))
+    asked = [entry.time for entry in made.log if entry.time > 10.5 and "meets 1 in round" in entry.what]
+    assert asked and not [time for time in asked if 150 < time < 195]
+    members = [peer.role.members.in_training(made.now) for rank, peer in made.peers.items() if rank != 1]
+    assert not any(1 in known for known in members)
+
+
 @pytest.mark.parametrize("blocking", [False, True])
 def test_a_silent_partner_costs_its_round_and_not_the_wave(blocking: bool):
     """[3] Stopped for longer than peer_timeout. Whoever waited for it in vain is still met by the others afterwards."""
