@@ -23,7 +23,7 @@ from certificates import Authority
 from test_comm import LONG, Heard, Host, Run, frame, knock, read_frame
 
 from gossipx.errors import GossipxError, NotAuthorisedError, ProtocolError, StrangerError
-from gossipx.messages import HereReply, LeaveRequest, ModelReply, PullRequest, Stage
+from gossipx.messages import HereReply, LeaveRequest, ModelReply, PullRequest, RoundRequest, Stage
 from gossipx.transports import Address
 from gossipx.transports.link import Link
 from gossipx.wire import Challenge, Hello, NotAuthorised, Open, Proof, Refused, frames
@@ -200,9 +200,9 @@ def test_a_stranger_cannot_make_a_peer_allocate(start: Start, heard: Heard, secr
     """Of the kinds that are large among members, too."""
     b = start(2).host(1, secret=secret)
     with knock(b) as stream:
-        stream.sendall(frames._HEADER.pack(b"GSPX", frames.VERSION, 18, 0, frames.SMALL_METADATA + 1, 0) + bytes(8))
+        stream.sendall(frames._HEADER.pack(b"GSPX", frames.VERSION, frames._NUMBERS[RoundRequest], 0, frames.SMALL_METADATA + 1, 0) + bytes(8))
         assert everything(stream) == b""
-    assert f"at most {frames.SMALL_METADATA}" in heard.wait("AgreeRequest announced").getMessage()
+    assert f"at most {frames.SMALL_METADATA}" in heard.wait("RoundRequest announced").getMessage()
 
 
 # --- men in the middle --------------------------------------------------------------------------
