@@ -71,10 +71,12 @@ class Restored:
 
     Attributes:
         sync: what :meth:`gossipx.sync.SyncManager.state_dict` gave when the checkpoint was written.
+        weight: the push-sum weight then.
     """
 
     step: int
     sync: dict[str, Any]
+    weight: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -160,7 +162,8 @@ class Send:
     """Send ``request``; exactly one of :class:`Replied` and :class:`Failed` follows, at the latest at ``deadline``.
 
     Attributes:
-        capture: keep a copy of the model as it is now, the base of the change when the reply is mixed.
+        capture: keep a copy of the model as it is now, the base of the change when the reply is mixed, and what an
+            :class:`Answer` may give. It is kept under the ticket until that is forgotten.
     """
 
     ticket: int
@@ -176,12 +179,15 @@ class Answer:
 
     Attributes:
         deadline: the answer is given up if it is not handed over whole by then.
+        whole_model: a model is given with its frozen parameters and all buffers.
+        captured: the ticket of a :class:`Send` of ours: the model captured under it is given; None: the latest.
     """
 
     key: Hashable
     reply: Reply
     deadline: float
     whole_model: bool = False
+    captured: int | None = None
 
 
 @dataclass(frozen=True)
@@ -205,6 +211,13 @@ class Adopt:
 @dataclass(frozen=True)
 class Forget:
     """The bytes and the captured copy under ``ticket`` are no longer needed."""
+
+    ticket: int
+
+
+@dataclass(frozen=True)
+class Given:
+    """The model captured under ``ticket`` has been given away: drift counts from it. Then forget the ticket."""
 
     ticket: int
 
@@ -242,4 +255,4 @@ class Stop:
     reason: str
 
 
-Effect = Send | Answer | Mix | Adopt | Forget | SetTimer | Wait | Resume | Note | Stop
+Effect = Send | Answer | Mix | Adopt | Forget | Given | SetTimer | Wait | Resume | Note | Stop

@@ -72,6 +72,12 @@ class Snapshot:
                     ours.copy_(theirs)
             return self._buffer
 
+    def hold(self) -> bool:
+        """One more holds it; False if it was given back by the last already."""
+        with self._arena.lock:
+            self.holders += self.holders > 0
+            return self.holders > 0
+
     def release(self) -> None:
         """Give it back; after the last holder's call its memory is used again."""
         with self._arena.lock:

@@ -72,6 +72,7 @@ def peer(
         UsageError: settings that do not fit, or a parameter that cannot be joined.
     """
     size = len(place.names)
+    _check_mode(config)
     run, sync = config.run, config.sync
     arena = ParameterArena(module, mix_buffers=sync.buffers == "mix")
     # Each peer draws from generators of its own; the split of the data is the same for all.
@@ -86,6 +87,8 @@ def peer(
         mixing=mixing.parse(sync.mixing),
         settings=PeerSettings(
             peer_timeout=config.exchange.peer_timeout,
+            mode=sync.mode,
+            weights=sync.weights,
             blocking=sync.blocking,
             finish=sync.finish,
             init=sync.init,
@@ -148,7 +151,19 @@ def effective(config: RunConfig, size: int, has_script: bool) -> RunConfig:
         raise UsageError(f"--lr-steps do not ascend: {', '.join(map(str, steps))}")
     policies.parse(config.sync.policy)
     topology.load(config.sync.topology, size)
+    _check_mode(config)
     return config
+
+
+def _check_mode(config: RunConfig) -> None:
+    """Refuse what does not go together."""
+    sync = config.sync
+    if sync.weights == "push-sum" and sync.mode != "push":
+        raise UsageError(f"--weights push-sum goes with --mode push; with {sync.mode} leave it out")
+    given = {"pushpull": "--mode pushpull", "push": "--weights push-sum"}.get(sync.mode)
+    decides = sync.mode == "pushpull" or sync.weights == "push-sum"
+    if decides and mixing.parse(sync.mixing) != mixing.Average():
+        raise UsageError(f"{given} sets the share of a received model itself: leave --mixing out")
 
 
 def check_device(name: str, option: str, file: Path | None = None, line: int | None = None) -> None:

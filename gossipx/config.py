@@ -115,11 +115,17 @@ class SyncSettings:
     policy: str = setting(
         "adaptive", "never, tau:N, random:p, adaptive:threshold, travel:distance, drift:distance.", check=_policy
     )
+    mode: Literal["pull", "push", "pushpull"] = setting(
+        "pull", "Fetch another's model, have another fetch one's own, or average a pair of peers."
+    )
+    weights: Literal["uniform", "push-sum"] = setting(
+        "uniform", "push-sum: a push gives half of one's weight away, so that directed graphs keep the average."
+    )
     topology: str = setting("full", "Who may pull from whom: full, ring, star, or an edge list file.")
     mixing: str = setting(
         "average", "How a model enters: average:beta=0.5 or aged:beta=0.5,half_life=100.", check=_mixing
     )
-    blocking: bool = setting(False, "Wait for each pull (Algorithm 2 as printed) instead of training on meanwhile.")
+    blocking: bool = setting(False, "Wait for each exchange (Algorithm 2 as printed) instead of training on meanwhile.")
     finish: Literal["consensus", "none"] = setting("consensus", "Average all models at the end, or (the paper) do not.")
     init: Literal["first", "own"] = setting("first", "Begin with one peer's weights, or each with its own.")
     buffers: Literal["mix", "local"] = setting("mix", "Exchange BatchNorm's statistics, or keep them local.")

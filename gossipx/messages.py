@@ -39,6 +39,57 @@ class PullRequest:
 
 
 @dataclass(frozen=True)
+class PushRequest:
+    """Offers the sender's model, to be fetched by :class:`TakeRequest`.
+
+    Attributes:
+        incarnation: of the sender; with ``number`` it names this exchange for good.
+        number: of the sender's offers, from 1.
+    """
+
+    incarnation: int
+    number: int
+
+
+@dataclass(frozen=True)
+class PairRequest:
+    """Proposes to average the sender's model and the receiver's; each then fetches the other's.
+
+    Attributes:
+        incarnation, number: as in :class:`PushRequest`.
+    """
+
+    incarnation: int
+    number: int
+
+
+@dataclass(frozen=True)
+class TakeRequest:
+    """Asks for the model that the partner entered an exchange with.
+
+    Attributes:
+        incarnation, number: of the offer that began the exchange, whoever asks.
+    """
+
+    incarnation: int
+    number: int
+
+
+@dataclass(frozen=True)
+class SettleRequest:
+    """Tells the peer whose offer it was how its model has come, and asks whether the exchange stands.
+
+    Attributes:
+        incarnation, number: of the offer.
+        taken: the model is here, whole and finite; if not, the exchange is given up.
+    """
+
+    incarnation: int
+    number: int
+    taken: bool
+
+
+@dataclass(frozen=True)
 class AgreeRequest:
     """Asks for the partner's model of one round of the agreement that ends a run.
 
@@ -77,11 +128,12 @@ class ModelReply:
 
     Attributes:
         step: iterations that this model has seen.
-        weight: how many peers' models are averaged in it (1 outside an agreement).
+        weight: above 0: how many peers' models are averaged in it in an agreement, the push-sum weight that is given
+            away with it in a push, else 1.
     """
 
     step: int
-    weight: int = 1
+    weight: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -99,5 +151,19 @@ class NotReadyReply:
     reason: str
 
 
-Request = InitialRequest | PullRequest | AgreeRequest | ArriveRequest | LeaveRequest
-Reply = ModelReply | HereReply | NotReadyReply
+@dataclass(frozen=True)
+class AcceptReply:
+    """Yes: the offer is taken up, the exchange stands."""
+
+
+@dataclass(frozen=True)
+class BusyReply:
+    """Not now: another exchange is under way. Whoever asked chooses another peer at once."""
+
+
+ExchangeRequest = PushRequest | PairRequest | TakeRequest | SettleRequest
+"""What an exchange is made of that is more than one pull."""
+ModelRequest = InitialRequest | PullRequest | TakeRequest | AgreeRequest
+"""What is answered by a model."""
+Request = ModelRequest | ExchangeRequest | ArriveRequest | LeaveRequest
+Reply = ModelReply | AcceptReply | BusyReply | HereReply | NotReadyReply

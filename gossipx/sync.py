@@ -33,9 +33,9 @@ class SyncManager:
         seed: of the coin that :attr:`Observation.uniform` shows.
 
     Attributes:
-        retrievals: pulls that were completed and mixed.
-        skipped: decisions to pull that fell while a pull was under way.
-        failed: pulls that were begun and not completed.
+        retrievals: models of others that were mixed; those that others pushed, too.
+        skipped: decisions that fell while an exchange was under way, or found all others busy.
+        failed: exchanges that were begun and not completed.
     """
 
     def __init__(self, policy: Policy, seed: int = 0):
@@ -97,9 +97,17 @@ class SyncManager:
         self._before_request = self._since
         self._since = _Since(delta=self._delta)
 
-    def completed(self) -> None:
-        """The pull that was under way is mixed."""
+    def completed(self, *, retrieved: bool = True) -> None:
+        """The exchange that was under way is over.
+
+        Args:
+            retrieved: whether it brought a model, that was mixed.
+        """
         self._before_request = None
+        self.retrievals += retrieved
+
+    def retrieved(self) -> None:
+        """A model that came without a decision of ours is mixed."""
         self.retrievals += 1
 
     def abandoned(self, *, failed: bool = True) -> None:
@@ -117,6 +125,11 @@ class SyncManager:
             silence=before.silence + self._since.silence,
         )
         self.failed += failed
+
+    def found_all_busy(self) -> None:
+        """The exchange that was decided could not begin: the decision is skipped, as if one were under way."""
+        self.abandoned(failed=False)
+        self.skipped += 1
 
     def state_dict(self) -> dict[str, Any]:
         """Everything the next decision depends on, as plain data. A pull under way counts as not begun."""

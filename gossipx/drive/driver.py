@@ -13,6 +13,7 @@ import math
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,7 @@ from gossipx.actor import (
     Failed,
     Fault,
     Forget,
+    Given,
     Mix,
     Mixed,
     Note,
@@ -53,7 +55,16 @@ from gossipx.errors import (
     PeerUnreachableError,
     UsageError,
 )
-from gossipx.messages import AgreeRequest, InitialRequest, ModelReply, PullRequest, Reply, Request
+from gossipx.messages import (
+    InitialRequest,
+    ModelReply,
+    ModelRequest,
+    NotReadyReply,
+    PullRequest,
+    Reply,
+    Request,
+    TakeRequest,
+)
 from gossipx.peer import PeerRole
 
 log = logging.getLogger("gossipx")
@@ -66,9 +77,10 @@ LOOK_EVERY = 0.5
 
 @dataclass
 class _Transfer:
-    """A model on its way to us."""
+    """A model on its way to us (buffer), or our own, captured for a request (base), or both."""
 
-    buffer: HostBuffer
+    request: Request
+    buffer: HostBuffer | None
     base: Snapshot | None
     began: float
     distance: float | None = None  # to the base, once the buffer holds the difference to it
@@ -117,6 +129,7 @@ class Driver:
         self._may_go_on.set()
         self._transfers: dict[int, _Transfer] = {}
         self._reference: HostBuffer | None = None
+        self._given: deque[_Transfer] = deque()  # drift is to count from the last of these
         self._notes: dict[str, tuple[float, int]] = {}
         # Handing a request to the CommManager wakes its threads, which would take the processor from a training step.
         self._outbox: queue.SimpleQueue[tuple[int, Callable[[], None]] | None] = queue.SimpleQueue()
@@ -133,7 +146,9 @@ class Driver:
                 return
             effects = self.role.handle(event, time.monotonic())
             for effect in effects:
-                if isinstance(effect, Wait):
+                if isinstance(effect, Send):
+                    self._prepare(effect)
+                elif isinstance(effect, Wait):
                     self._may_go_on.clear()
                 elif isinstance(effect, Resume):
                     self._may_go_on.set()
@@ -189,12 +204,15 @@ class Driver:
                 self._mix(ticket, share)
             case Adopt(ticket):
                 transfer = self._transfers.pop(ticket)
+                assert transfer.buffer is not None
                 with self.committing:
                     taken = self.arena.adopt(transfer.buffer, transfer.their_step)
                 self._release(transfer)
                 self.tell(Mixed(ticket) if taken else Poisoned(ticket))
             case Forget(ticket):
                 self._forget(ticket)
+            case Given(ticket):
+                self._given_away(ticket)
             case SetTimer(name, at):
                 self._timers.set(name, at)
             case Note(topic, text):
@@ -202,13 +220,18 @@ class Driver:
             case Wait() | Resume() | Stop():
                 pass  # done while deciding
 
-    def _send(self, send: Send) -> None:
-        payload = None
-        if isinstance(send.request, InitialRequest | PullRequest | AgreeRequest):
+    def _prepare(self, send: Send) -> None:
+        """Room for the model that comes, and a hold on our own. Under the lock: an answer may ask for it at once."""
+        buffer = None
+        if isinstance(send.request, ModelRequest):
             buffer = self.arena.buffer(whole=isinstance(send.request, InitialRequest))
-            base = self.arena.snapshot() if send.capture else None
-            self._transfers[send.ticket] = _Transfer(buffer, base, time.monotonic())
-            payload = buffer.view
+        base = self.arena.snapshot() if send.capture else None
+        if buffer is not None or base is not None:
+            self._transfers[send.ticket] = _Transfer(send.request, buffer, base, time.monotonic())
+
+    def _send(self, send: Send) -> None:
+        transfer = self._transfers.get(send.ticket)
+        payload = None if transfer is None or transfer.buffer is None else transfer.buffer.view
         assert self.comm is not None
 
         def done(result: Reply | GossipxError) -> None:
@@ -235,7 +258,11 @@ class Driver:
             transfer.seconds = time.monotonic() - transfer.began
             transfer.their_step = result.step
             if transfer.base is not None:  # all but the last pass over the model is done outside the training thread
+                assert transfer.buffer is not None
                 transfer.distance = self.arena.compare(transfer.buffer, transfer.base.buffer)
+                if math.isnan(transfer.distance) and isinstance(transfer.request, TakeRequest):
+                    self.tell(Failed(ticket, Fault.POISONED))  # before the other side counts on it
+                    return
         match result:
             case UsageError():
                 self.fail(result)
@@ -256,8 +283,11 @@ class Driver:
         snapshot: Snapshot | None = None
         reply = answer.reply
         if isinstance(reply, ModelReply):
-            snapshot = self.arena.snapshot(answer.whole_model)
-            reply = dataclasses.replace(reply, step=snapshot.step)
+            snapshot = self._model_for(answer)
+            if snapshot is None:
+                reply = NotReadyReply("it was given up meanwhile")
+            else:
+                reply = dataclasses.replace(reply, step=snapshot.step)
         assert self.comm is not None
 
         def done(whole: bool) -> None:
@@ -268,8 +298,18 @@ class Driver:
         payload = None if snapshot is None else snapshot.buffer.view
         self.comm.answer(answer.key, reply, payload=payload, deadline=answer.deadline, done=done)
 
+    def _model_for(self, answer: Answer) -> Snapshot | None:
+        """The model to answer by, held; None: the captured one that was meant has been forgotten."""
+        if answer.captured is None:
+            return self.arena.snapshot(answer.whole_model)
+        transfer = self._transfers.get(answer.captured)
+        base = None if transfer is None else transfer.base
+        return base if base is not None and base.hold() else None
+
     def _mix(self, ticket: int, share: float) -> None:
+        own = ticket == self.role.pulling
         transfer = self._transfers.pop(ticket)
+        assert transfer.buffer is not None
         distance = transfer.distance
         if distance is None:
             distance = self.arena.compare(transfer.buffer)
@@ -277,10 +317,10 @@ class Driver:
         if not poisoned:
             with self.committing:
                 self.arena.commit(transfer.buffer, share)
-        if not poisoned and self.role.sync.in_flight:
+        if not poisoned and isinstance(transfer.request, PullRequest | TakeRequest):
             self.on_retrieval(Retrieval(transfer.seconds, self.arena.step - transfer.their_step, distance))
             if self.role.sync.policy.uses_drift:
-                self._move_reference(transfer, share)
+                self._move_reference(transfer, share, own)
         self._release(transfer)
         self.tell(Poisoned(ticket) if poisoned else Mixed(ticket))
 
@@ -289,8 +329,15 @@ class Driver:
         if transfer is not None:
             self._release(transfer)
 
+    def _given_away(self, ticket: int) -> None:
+        if self.role.sync.policy.uses_drift:
+            self._given.append(self._transfers.pop(ticket))  # the training thread may be at work on the reference
+        else:
+            self._forget(ticket)
+
     def _release(self, transfer: _Transfer) -> None:
-        self.arena.free(transfer.buffer)
+        if transfer.buffer is not None:
+            self.arena.free(transfer.buffer)
         if transfer.base is not None:
             transfer.base.release()
 
@@ -308,25 +355,32 @@ class Driver:
     def state_dict(self) -> dict[str, Any]:
         """What the next decision depends on, as plain data."""
         with self._lock:
-            return {"iteration": self.arena.step, "sync": self.role.sync.state_dict()}
+            sync = self.role.sync.state_dict()
+            return {"iteration": self.arena.step, "sync": sync, "weight": self.role.weight}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what :meth:`state_dict` gave; the weights are there already."""
         self.arena.set_boundary(state["iteration"])
-        self.tell(Restored(state["iteration"], state["sync"]))
+        self.tell(Restored(state["iteration"], state["sync"], state["weight"]))
         if self.role.sync.policy.uses_drift:
             self.set_reference()
 
     # --- drift --------------------------------------------------------------------------------------
 
     def drift(self) -> float:
-        """‖x_t − x_r‖₂, the way that own steps have led since the last retrieval's request went out."""
-        with self.arena.lock:  # in which no base is given back
-            transfer = None if self.role.pulling is None else self._transfers.get(self.role.pulling)
-            base = None if transfer is None else transfer.base
-            if base is not None:
-                base.holders += 1
-        if base is not None:
+        """‖x_t − x_r‖₂, the way that own steps have led since the last retrieval's request went out.
+
+        For the training thread, which alone works on the reference.
+        """
+        while self._given:
+            given = self._given.popleft()
+            assert given.base is not None
+            self._refer_to(given.base.buffer)
+            self._release(given)
+        pulling = self.role.pulling
+        transfer = None if pulling is None else self._transfers.get(pulling)
+        base = None if transfer is None else transfer.base
+        if base is not None and base.hold():
             distance = self.arena.distance(base.buffer)
             base.release()
             return distance
@@ -338,18 +392,29 @@ class Driver:
     def set_reference(self) -> None:
         """Count drift from the model as of the last boundary."""
         now = self.arena.snapshot()
-        self._reference = self._reference or self.arena.buffer()
-        for reference, vector in zip(self._reference.vectors, now.buffer.vectors, strict=True):
-            reference.copy_(vector)
+        self._refer_to(now.buffer)
         now.release()
 
-    def _move_reference(self, transfer: _Transfer, share: float) -> None:
-        """x_r ← the model at the request plus the change that was mixed: mixing itself is no drift."""
+    def _refer_to(self, model: HostBuffer) -> None:
+        self._reference = self._reference or self.arena.buffer()
+        for reference, vector in zip(self._reference.vectors, model.vectors, strict=True):
+            reference.copy_(vector)
+
+    def _move_reference(self, transfer: _Transfer, share: float, own: bool) -> None:
+        """x_r ← the model at the request plus the change that was mixed: mixing itself is no drift.
+
+        Args:
+            own: drift counts from that request; if not, what another pushed was mixed, and x_r moves along with x.
+        """
         if transfer.base is None:  # a blocking pull: no own step came between
             self.set_reference()
             return
-        self._reference = self._reference or self.arena.buffer()
-        models = self._reference, transfer.base.buffer, transfer.buffer
+        assert transfer.buffer is not None
+        if self._reference is None:
+            self.set_reference()
+        assert self._reference is not None
+        begin = transfer.base.buffer if own else self._reference
+        models = self._reference, begin, transfer.buffer
         for section, reference, base, difference in zip(
             self.arena.sections, *(model.vectors for model in models), strict=True
         ):

@@ -27,7 +27,7 @@ class _Round:
         partner: rank of the peer met.
         ticket: of our own request, None if this peer only gives.
         taken: the partner's model is here, or is not coming.
-        weight: models in the partner's average; 0 if it is not coming.
+        weight: of the partner's average, the sum of those of the models in it; 0 if it is not coming.
         given: the partner has our model, or will not have it.
         answering: the partner's request while our answer is under way.
         mixing: the partner's model is being mixed; the round is as good as over.
@@ -37,7 +37,7 @@ class _Round:
     meeting: Meeting
     ticket: int | None
     taken: bool
-    weight: int = 0
+    weight: float = 0.0
     given: bool = False
     answering: Hashable | None = None
     mixing: bool = False
@@ -52,19 +52,22 @@ class Agreement:
         step: iterations that one's own model has seen.
         requests: the role's.
         timeout: seconds that a partner is waited for.
+        weight: of one's own model in the average of all; 1, or push-sum's w.
 
     Attributes:
         lost: rounds that a missing partner cost.
     """
 
-    def __init__(self, rank: int, members: tuple[int, ...], step: int, requests: Requests, timeout: float):
+    def __init__(
+        self, rank: int, members: tuple[int, ...], step: int, requests: Requests, timeout: float, weight: float = 1.0
+    ):
         self.lost = 0
         self._members = members
         self._position = members.index(rank)
         self._step = step
         self._requests = requests
         self._timeout = timeout
-        self._weight = 1  # how many peers' models our own is the mean of
+        self._weight = weight  # the sum of those of the models that our own is the mean of
         self._rounds = agreement_rounds(len(members))
         self._number = -1  # of the round we are in; as many as there are when it is over
         self._round: _Round | None = None
@@ -126,8 +129,8 @@ class Agreement:
         """Whether ``ticket`` is our request of this round."""
         return self._round is not None and self._round.ticket == ticket
 
-    def taken(self, weight: int, now: float) -> list[Effect]:
-        """The partner's model is here, the mean of ``weight`` models."""
+    def taken(self, weight: float, now: float) -> list[Effect]:
+        """The partner's model is here, a mean of models whose weights sum up to ``weight``."""
         assert self._round is not None
         self._round.taken = True
         self._round.weight = weight

@@ -48,14 +48,21 @@ from gossipx.messages import (
     LeaveRequest,
     ModelReply,
     NotReadyReply,
+    PairRequest,
     PullRequest,
+    PushRequest,
     Reply,
     Request,
+    SettleRequest,
     Stage,
+    TakeRequest,
 )
 from gossipx.mixing import Average, Mixing
 from gossipx.peer.agreement import TIMER, Agreement
+from gossipx.peer.exchange import OFFER, SETTLE, Counts, Exchange, Ground
 from gossipx.peer.membership import Membership
+from gossipx.peer.pairs import Pairs
+from gossipx.peer.pushes import Pushes
 from gossipx.peer.requests import Requests
 from gossipx.sync import SyncManager
 from gossipx.topology import Topology
@@ -68,13 +75,17 @@ class PeerSettings:
     Attributes:
         peer_timeout: seconds after which another peer is no longer waited for. Every deadline is this or a fixed share
             of it. 30 s: several times what a model of 100 MB takes at 100 Mbit/s, short enough for a person to wait.
-        blocking: wait for each pull, as Algorithm 2 is printed, instead of training on meanwhile.
+        mode: ``pull``: fetch another's model; ``push``: have another fetch ours; ``pushpull``: average a pair.
+        weights: ``push-sum``: a push gives away half of one's weight, so that the average is kept; ``uniform``: none.
+        blocking: wait for each exchange, as Algorithm 2 is printed, instead of training on meanwhile.
         finish: ``consensus``: average all models at the end; ``none``: do not, as in the paper.
         init: ``first``: all begin with one peer's weights; ``own``: each with its own, as Algorithm 2 is printed.
         min_peers: stop (exit code 4) when fewer are left, oneself included; 1: go on alone.
     """
 
     peer_timeout: float = 30.0
+    mode: Literal["pull", "push", "pushpull"] = "pull"
+    weights: Literal["uniform", "push-sum"] = "uniform"
     blocking: bool = False
     finish: Literal["consensus", "none"] = "consensus"
     init: Literal["first", "own"] = "first"
@@ -92,19 +103,6 @@ class _Pull:
 
 
 @dataclass
-class Counts:
-    """What a peer counts beside what its SyncManager counts.
-
-    Attributes:
-        poisoned: received models that held NaN or Inf and were refused.
-        alone: decisions to pull when no neighbour could be asked.
-    """
-
-    poisoned: int = 0
-    alone: int = 0
-
-
-@dataclass
 class PeerRole:
     """One peer, decided purely: tell it of events by :meth:`handle`, carry out what it asks for.
 
@@ -112,7 +110,7 @@ class PeerRole:
         rank: from 0 to ``size`` − 1.
         size: peers in the run.
         sync: decides when to pull; not shared with any other peer.
-        topology: whom to pull from.
+        topology: whom to pull from, push to, or pair with.
         rng: this peer's own generator.
         incarnation: tells this life of the peer from an earlier one under the same rank.
     """
@@ -145,7 +143,15 @@ class PeerRole:
 
     def __post_init__(self) -> None:
         neighbours = self.topology.neighbours[self.rank]
-        self.members = Membership(self.rank, self.size, neighbours, self.settings.peer_timeout, self.rng)
+        settings, timeout = self.settings, self.settings.peer_timeout
+        self.members = Membership(self.rank, self.size, neighbours, timeout, self.rng)
+        own = self.rank, self.incarnation, timeout, settings.blocking
+        ground = Ground(*own, self.members, self._requests, self.sync, self.counts)
+        self.exchange: Exchange | None = None  # of a mode in which an exchange is more than one pull
+        if settings.mode == "push":
+            self.exchange = Pushes(ground, self.mixing, settings.weights == "push-sum")
+        elif settings.mode == "pushpull":
+            self.exchange = Pairs(ground)
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Take one event in and say what is to be done about it, in order."""
@@ -174,15 +180,22 @@ class PeerRole:
             case FiguresReady():
                 self.report = event.report
                 return [Wait(), *self._gather(Stage.DONE, now)]
-            case Restored(step, sync):
-                return self._restored(step, sync)
+            case Restored(step, sync, weight):
+                return self._restored(step, sync, weight, now)
             case LeaveRun():
                 return self._leave(now)
 
     @property
     def pulling(self) -> int | None:
-        """The ticket of the pull that is under way."""
+        """The ticket of the pull that is under way, or of what else our model is captured for."""
+        if self.exchange:
+            return self.exchange.captured
         return None if self._pull is None else self._pull.ticket
+
+    @property
+    def weight(self) -> float:
+        """Push-sum's w of our own model; 1 without push-sum."""
+        return self.exchange.weight if self.exchange else 1.0
 
     @property
     def rounds_lost(self) -> int:
@@ -207,7 +220,10 @@ class PeerRole:
             case LeaveRequest():
                 other.stage = Stage.LEFT
                 left: list[Effect] = [self._answer(event.key, HereReply(self.stage), now)]
-                return [*left, Note("left", f"peer {event.sender} has left"), *self._enough(), *self._look(now)]
+                left.append(Note("left", f"peer {event.sender} has left"))
+                if self.exchange and self.stage is not Stage.LEFT:
+                    left += self._exchanged(self.exchange.left(event.sender, now), now)
+                return [*left, *self._enough(), *self._look(now)]
             case AgreeRequest():
                 return self._agree_requested(event, now)
             case InitialRequest() | PullRequest() if self.stage in (Stage.JOINING, Stage.LEFT):
@@ -218,6 +234,14 @@ class PeerRole:
                 return [self._answer(event.key, ModelReply(self.step), now, whole=True)]
             case PullRequest():
                 return [self._answer(event.key, ModelReply(self.step), now)]
+            case _ if self.exchange is None:
+                return [self._answer(event.key, NotReadyReply("it pulls: give all peers the same --mode"), now)]
+            case TakeRequest() | SettleRequest():
+                return self._exchanged(self.exchange.requested(event, now), now)
+            case _ if self.stage is not Stage.TRAIN or not self.sound:
+                return [self._answer(event.key, NotReadyReply("it does not train now"), now)]
+            case _:
+                return self._exchanged(self.exchange.offered(event, now), now)
 
     def _answer(self, key: Hashable, reply: Reply, now: float, whole: bool = False) -> Answer:
         return Answer(key, reply, now + self.settings.peer_timeout, whole)
@@ -241,6 +265,8 @@ class PeerRole:
                 return agreement.taken(weight, now)
             case LeaveRequest(), _:
                 return self._gone_if_told()
+            case ((PushRequest() | PairRequest() | TakeRequest() | SettleRequest()), _) if self.exchange:
+                return self._exchanged(self.exchange.replied(event.ticket, to, event.reply, now), now)
             case _, NotReadyReply() if not isinstance(request, ArriveRequest):
                 self.members.rest(to, now)
                 return self._came_to_nothing(event.ticket, to, request, now)
@@ -251,6 +277,8 @@ class PeerRole:
         to, request = self._requests.close(event.ticket)
         if isinstance(request, LeaveRequest):
             return self._gone_if_told()
+        if event.fault is Fault.POISONED:
+            return [self._set_aside(to, now), *self._came_to_nothing(event.ticket, to, request, now)]
         effects: list[Effect] = []
         other = self.members.others[to]
         if isinstance(request, ArriveRequest) and other.stage is Stage.DONE and event.fault is Fault.UNREACHABLE:
@@ -276,6 +304,8 @@ class PeerRole:
                 return [Forget(ticket), *self._pull_elsewhere(to, now)]
             case AgreeRequest() if agreement := self._meeting(ticket):
                 return [Forget(ticket), *agreement.partner_lost(now)]
+            case PushRequest() | PairRequest() | TakeRequest() | SettleRequest() if self.exchange:
+                return self._exchanged(self.exchange.failed(ticket, now), now)
             case _:
                 return [Forget(ticket)]
 
@@ -285,6 +315,8 @@ class PeerRole:
             return self._announce_again(int(rank), now) if self._gathering else []
         if what == "gather":
             return self._gather_timer(now) if self._gathering else []
+        if what in (OFFER, SETTLE) and self.exchange and self.stage is not Stage.LEFT:
+            return self._exchanged(self.exchange.timer(what, now), now)
         if what == TIMER and self.agreement is not None and self.stage is Stage.AGREE:
             return self.agreement.timer(int(rank), now)
         return []
@@ -396,7 +428,7 @@ class PeerRole:
             return [Stop(f"{waited}: is any other running? Raise --peer-timeout, or --init own"), Resume()]
         return self._gather(Stage.START, now)
 
-    # --- training: policy, pull, mix --------------------------------------------------------------
+    # --- training: policy, exchange, mix ----------------------------------------------------------
 
     def _step_done(self, event: StepDone, now: float) -> list[Effect]:
         self.step = event.step
@@ -404,7 +436,14 @@ class PeerRole:
         if not self.sound:
             # Nothing is pulled into it; the policy's state stays fit for a loop that goes back to a sound model.
             text = f"own model holds NaN or Inf since iteration {event.step}: it is not given to others; a lower"
-            return [Note("diverged", f"{text} learning rate may help")] if was else []
+            told: list[Effect] = [Note("diverged", f"{text} learning rate may help")] if was else []
+            return [*told, *(self.exchange.drop(now) if self.exchange else [])]
+        if self.exchange:
+            entered = self.exchange.boundary(now)
+            if mix := self.exchange.mix(self.step, at_boundary=True):
+                self._decide_after_mix = event
+                return [*entered, mix]
+            return [*entered, *self._decide(event, now)]
         if self._pull and self._pull.reply:
             self._decide_after_mix = event
             return [self._mix_pulled(self._pull, self._pull.reply)]
@@ -413,6 +452,8 @@ class PeerRole:
     def _decide(self, event: StepDone, now: float) -> list[Effect]:
         if not self.sync.step(event.step, event.delta, event.drift):
             return []
+        if self.exchange:
+            return self.exchange.begin(now)
         to = self.members.draw(now)
         if to is None:
             self.counts.alone += 1
@@ -438,6 +479,16 @@ class PeerRole:
         self.sync.abandoned()
         return [Resume()] if self.settings.blocking else []
 
+    def _exchanged(self, effects: list[Effect], now: float) -> list[Effect]:
+        """An exchange has gone on: may it be mixed now, or is it over, for which the end of training waited?"""
+        assert self.exchange is not None
+        if mix := self.exchange.mix(self.step, at_boundary=False):
+            return [*effects, mix]
+        if self._finish_after_mix and self.exchange.over:
+            self._finish_after_mix = False
+            return [*effects, *self._finish(now)]
+        return effects
+
     def _arrived(self, reply: ModelReply, now: float) -> list[Effect]:
         assert self._pull is not None
         self._pull.reply = reply
@@ -454,28 +505,37 @@ class PeerRole:
             return self._gather(Stage.START, now)
         if agreement := self._meeting(ticket):
             return agreement.mixed(now)
+        if self.exchange:
+            return self._after_mix(now) if self.exchange.mixed(ticket) else []
         if self._pull and self._pull.ticket == ticket:
             self.sync.completed()
         return self._after_mix(now)
 
     def _poisoned(self, ticket: int, now: float) -> list[Effect]:
-        self.counts.poisoned += 1
         if self.stage is Stage.LEFT:
+            self.counts.poisoned += 1
             return []
         if agreement := self._meeting(ticket):
+            self.counts.poisoned += 1
             return agreement.poisoned(now)
         adopting = self._adopting == ticket
         assert adopting or self._pull is not None
         sender = self._giver if adopting or self._pull is None else self._pull.to
-        aside = self.members.others[sender].aside_until = now + self.settings.peer_timeout
-        note = Note(
-            "poisoned", f"the model of peer {sender} holds NaN or Inf: not mixed, and it is set aside for a while"
-        )
+        note = self._set_aside(sender, now)
         if adopting:
             self._adopting = None
+            aside = self.members.others[sender].aside_until
             return [note, SetTimer(f"announce {sender}", aside), *self._look(now)]
         self.sync.abandoned()
         return [note, *self._after_mix(now)]
+
+    def _set_aside(self, sender: int, now: float) -> Note:
+        """A model of ``sender`` cannot be used: count it, and ask it for none for a while."""
+        self.counts.poisoned += 1
+        self.members.others[sender].aside_until = now + self.settings.peer_timeout
+        return Note(
+            "poisoned", f"the model of peer {sender} holds NaN or Inf: not mixed, and it is set aside for a while"
+        )
 
     def _after_mix(self, now: float) -> list[Effect]:
         self._pull = None
@@ -487,8 +547,13 @@ class PeerRole:
             return self._decide(event, now)
         return [Resume()] if self.settings.blocking else []
 
-    def _restored(self, step: int, sync: dict[str, Any]) -> list[Effect]:
+    def _restored(self, step: int, sync: dict[str, Any], weight: float, now: float) -> list[Effect]:
         self.step = step
+        if self.exchange:
+            dropped = self.exchange.drop(now)
+            self.exchange.weight = weight
+            self.sync.load_state_dict(sync)
+            return dropped
         self.sync.load_state_dict(sync)
         # A pull under way would add its difference to the model that is no more; its answer is forgotten when it comes.
         pull, self._pull = self._pull, None
@@ -497,6 +562,9 @@ class PeerRole:
     # --- the finish -------------------------------------------------------------------------------
 
     def _training_ended(self, now: float) -> list[Effect]:
+        if self.exchange:
+            self._finish_after_mix = True
+            return [Wait(), *self._exchanged(self.exchange.end(now), now)]
         if self._pull and self._pull.reply:
             self._finish_after_mix = True
             return [Wait(), self._mix_pulled(self._pull, self._pull.reply)]
@@ -514,7 +582,7 @@ class PeerRole:
         self.stage = Stage.AGREE
         here = [r for r in self.members.awaited() if self.members.others[r].stage in (Stage.FINISH, Stage.AGREE)]
         members = members or tuple(sorted([self.rank, *here]))
-        agreement = Agreement(self.rank, members, self.step, self._requests, self.settings.peer_timeout)
+        agreement = Agreement(self.rank, members, self.step, self._requests, self.settings.peer_timeout, self.weight)
         self.agreement = agreement
         early, self._early = self._early, []
         begun = agreement.next_round(now)
@@ -552,6 +620,8 @@ class PeerRole:
             self.members.others[told].knows = True
         if self.stage is Stage.AGREE and self.agreement is not None:
             return self.agreement.answered(event, now)
+        if self.exchange and self.stage is Stage.TRAIN:
+            return self._exchanged(self.exchange.answered(event, now), now)
         return self._look(now)
 
     # --- leaving ----------------------------------------------------------------------------------
@@ -561,13 +631,15 @@ class PeerRole:
         self._gathering = False
         # Models that still come are forgotten: whoever has been told that this peer leaves counts on its last word.
         self._pull = self._adopting = None
+        self._finish_after_mix = False
         self.sync.abandoned(failed=False)
+        dropped = self.exchange.drop(now) if self.exchange else []
         deadline = now + self.settings.peer_timeout / 10
         told: list[Effect] = [self._requests.send(rank, LeaveRequest(), deadline) for rank in self.members.awaited()]
         waiting = self._early + (self.agreement.leave() if self.agreement else [])
         self._early = []
         told += [self._answer(event.key, NotReadyReply("it leaves"), now) for event in waiting]
-        return [Wait(), *told, *self._gone_if_told()]
+        return [Wait(), *dropped, *told, *self._gone_if_told()]
 
     def _gone_if_told(self) -> list[Effect]:
         """Resume once every peer that could be told has been told."""

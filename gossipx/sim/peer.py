@@ -15,7 +15,18 @@ from torch import Tensor, nn
 from gossipx import actor
 from gossipx.actor import Fault
 from gossipx.arena import HostBuffer, ParameterArena, Snapshot
-from gossipx.messages import AgreeRequest, InitialRequest, ModelReply, PullRequest, Reply, Stage
+from gossipx.messages import (
+    AgreeRequest,
+    InitialRequest,
+    ModelReply,
+    NotReadyReply,
+    PairRequest,
+    PullRequest,
+    PushRequest,
+    Reply,
+    Stage,
+    TakeRequest,
+)
 from gossipx.peer import PeerRole
 
 if TYPE_CHECKING:
@@ -31,6 +42,7 @@ class _Exchange:
     base: Snapshot | None
     open: bool = True
     buffer: HostBuffer | None = None
+    distance: float | None = None  # to the base, once the buffer holds the difference to it
     their_step: int = 0
     arrived: float = 0.0
 
@@ -208,6 +220,8 @@ class SimPeer:
                 self._adopt(ticket)
             case actor.Forget(ticket):
                 self._forget(ticket)
+            case actor.Given(ticket):
+                self._given(ticket)
             case actor.SetTimer(name, at):
                 self._timers[name] = at
                 self._later(at, lambda: self._fire(name, at))
@@ -238,6 +252,12 @@ class SimPeer:
                 self._world.note(self.rank, f"asks {send.to} for a model to begin with")
             case PullRequest():
                 self._world.note(self.rank, f"pulls {send.to}")
+            case PushRequest():
+                self._world.note(self.rank, f"pushes to {send.to}")
+            case PairRequest():
+                self._world.note(self.rank, f"asks {send.to} to pair")
+            case TakeRequest():
+                self._world.note(self.rank, f"takes from {send.to}")
             case AgreeRequest(number):
                 self._world.note(self.rank, f"meets {send.to} in round {number}")
         self._world.carry(self, send.to, 0, lambda: self._arrive(send))
@@ -264,7 +284,7 @@ class SimPeer:
                 exchange.open = False
                 self._world.note(self.rank, f"has no answer of {exchange.send.to}: {fault.name}")
                 self._tell(actor.Failed(ticket, fault))
-                self._forget(ticket)
+                self._close(exchange)
 
         self._later(self._world.now, failed)
 
@@ -281,18 +301,28 @@ class SimPeer:
             exchange.arrived = self._world.now
             for vector, sent in zip(exchange.buffer.vectors, payload, strict=True):
                 vector.copy_(sent)
-            if isinstance(exchange.send.request, PullRequest):
+            if isinstance(exchange.send.request, PullRequest | TakeRequest):
                 self.bytes_received += exchange.buffer.view.nbytes
             elif isinstance(exchange.send.request, AgreeRequest):
                 self.finish_bytes += exchange.buffer.view.nbytes
 
         def told() -> None:
+            if isinstance(reply, ModelReply) and isinstance(exchange.send.request, TakeRequest):
+                exchange.distance = self._compare(exchange)
+                if math.isnan(exchange.distance):  # known before the other side counts on it
+                    self._world.note(self.rank, f"refuses the model of {exchange.send.to}")
+                    self._tell(actor.Failed(ticket, Fault.POISONED))
+                    return
             self._tell(actor.Replied(ticket, reply))
-            if not isinstance(reply, ModelReply):
-                self._forget(ticket)
+            self._close(exchange)
 
         self._later(self._world.now, told)
         return True
+
+    def _close(self, exchange: _Exchange) -> None:
+        """It has its answer: unless it holds a model, nobody refers to it any more."""
+        if exchange.base is None and exchange.buffer is None:
+            self._forget(exchange.send.ticket)
 
     # --- requests of others -----------------------------------------------------------------------------
 
@@ -308,8 +338,10 @@ class SimPeer:
         reply = answer.reply
         payload: list[Tensor] = []
         nbytes = 0
-        if isinstance(reply, ModelReply):
-            snapshot = self.arena.snapshot(answer.whole_model)
+        snapshot = self._model_for(answer) if isinstance(reply, ModelReply) else None
+        if isinstance(reply, ModelReply) and snapshot is None:
+            reply = NotReadyReply("it was given up meanwhile")
+        if isinstance(reply, ModelReply) and snapshot is not None:
             reply = dataclasses.replace(reply, step=snapshot.step)
             payload = [vector.clone() for vector in snapshot.buffer.vectors]
             nbytes = snapshot.buffer.view.nbytes
@@ -328,18 +360,31 @@ class SimPeer:
         self._world.carry(self, requester.rank, nbytes, lambda: answered(requester.replied(ticket, reply, payload)))
         self._later(answer.deadline, lambda: answered(False))
 
+    def _model_for(self, answer: actor.Answer) -> Snapshot | None:
+        """The model to answer by, held; None: the captured one that was meant has been forgotten."""
+        if answer.captured is None:
+            return self.arena.snapshot(answer.whole_model)
+        exchange = self._exchanges.get(answer.captured)
+        base = None if exchange is None else exchange.base
+        return base if base is not None and base.hold() else None
+
     # --- models come in -----------------------------------------------------------------------------------
+
+    def _compare(self, exchange: _Exchange) -> float:
+        assert exchange.buffer is not None
+        return self.arena.compare(exchange.buffer, exchange.base.buffer if exchange.base else None)
 
     def _mix(self, ticket: int, share: float) -> None:
         exchange = self._exchanges[ticket]
         assert exchange.buffer is not None
-        distance = self.arena.mix(exchange.buffer, share, exchange.base.buffer if exchange.base else None)
+        distance = self._compare(exchange) if exchange.distance is None else exchange.distance
         if math.isnan(distance):
             self._world.note(self.rank, f"refuses the model of {exchange.send.to}")
             self._events.append(actor.Poisoned(ticket))
         else:
+            self.arena.commit(exchange.buffer, share)
             self._world.note(self.rank, f"mixes {exchange.send.to}")
-            if isinstance(exchange.send.request, PullRequest):
+            if isinstance(exchange.send.request, PullRequest | TakeRequest):
                 self._retrieved(exchange, distance, share)
             self._events.append(actor.Mixed(ticket))
         self._forget(ticket)
@@ -349,10 +394,12 @@ class SimPeer:
         staleness = step - exchange.their_step
         seconds = exchange.arrived - exchange.began
         self.retrievals.append(Retrieval(now, step, exchange.send.to, seconds, staleness, distance))
-        self._set_reference()
-        if exchange.base is not None and self._reference is not None:
+        if exchange.base is None:
+            self._set_reference()
+        elif self._reference is not None:
             assert exchange.buffer is not None  # it holds the difference now, of which a share was added
-            models = self._reference, exchange.base.buffer, exchange.buffer
+            own = exchange.send.ticket == self.role.pulling  # else another pushed it, and x_r moves along with x
+            models = self._reference, exchange.base.buffer if own else self._reference, exchange.buffer
             for section, reference, base, difference in zip(
                 self.arena.sections, *(model.vectors for model in models), strict=True
             ):
@@ -365,6 +412,12 @@ class SimPeer:
         taken = self.arena.adopt(exchange.buffer, exchange.their_step)
         self._world.note(self.rank, f"{'adopts' if taken else 'refuses'} the model of {exchange.send.to}")
         self._events.append(actor.Mixed(ticket) if taken else actor.Poisoned(ticket))
+        self._forget(ticket)
+
+    def _given(self, ticket: int) -> None:
+        base = self._exchanges[ticket].base
+        if base is not None and self._reference is not None:
+            self._refer_to(base.buffer)
         self._forget(ticket)
 
     def _forget(self, ticket: int) -> None:
@@ -380,8 +433,8 @@ class SimPeer:
         """‖x_t − x_r‖₂: from the request that is under way, which is forgotten if it fails, or the last retrieval."""
         if not self.role.sync.policy.uses_drift:
             return None
-        bases = [exchange.base.buffer for exchange in self._exchanges.values() if exchange.base]
-        reference = bases[-1] if bases else self._reference
+        pulling = None if self.role.pulling is None else self._exchanges.get(self.role.pulling)
+        reference = pulling.base.buffer if pulling and pulling.base else self._reference
         assert reference is not None
         return self.arena.distance(reference)
 
@@ -389,7 +442,10 @@ class SimPeer:
         """Count drift from the model as it is now."""
         if self.role.sync.policy.uses_drift:
             now = self.arena.snapshot()
-            self._reference = self._reference or self.arena.buffer()
-            for reference, vector in zip(self._reference.vectors, now.buffer.vectors, strict=True):
-                reference.copy_(vector)
+            self._refer_to(now.buffer)
             now.release()
+
+    def _refer_to(self, model: HostBuffer) -> None:
+        self._reference = self._reference or self.arena.buffer()
+        for reference, vector in zip(self._reference.vectors, model.vectors, strict=True):
+            reference.copy_(vector)

@@ -11,14 +11,20 @@ from itertools import zip_longest
 
 from gossipx.errors import ProtocolError, UsageError
 from gossipx.messages import (
+    AcceptReply,
     AgreeRequest,
     ArriveRequest,
+    BusyReply,
     HereReply,
     InitialRequest,
     LeaveRequest,
     ModelReply,
     NotReadyReply,
+    PairRequest,
     PullRequest,
+    PushRequest,
+    SettleRequest,
+    TakeRequest,
 )
 
 
@@ -77,10 +83,16 @@ Message = (
     | Description
     | InitialRequest
     | PullRequest
+    | PushRequest
+    | PairRequest
+    | TakeRequest
+    | SettleRequest
     | AgreeRequest
     | ArriveRequest
     | LeaveRequest
     | ModelReply
+    | AcceptReply
+    | BusyReply
     | HereReply
     | NotReadyReply
 )
@@ -91,6 +103,10 @@ ANSWERS: dict[type, tuple[type, ...]] = {
     DescribeRequest: (Description,),
     InitialRequest: (ModelReply, NotReadyReply),
     PullRequest: (ModelReply, NotReadyReply),
+    PushRequest: (AcceptReply, BusyReply, NotReadyReply),
+    PairRequest: (AcceptReply, BusyReply, NotReadyReply),
+    TakeRequest: (ModelReply, NotReadyReply),
+    SettleRequest: (AcceptReply, NotReadyReply),
     AgreeRequest: (ModelReply, NotReadyReply),
     ArriveRequest: (HereReply, NotReadyReply),
     LeaveRequest: (HereReply, NotReadyReply),
