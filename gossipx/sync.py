@@ -34,7 +34,7 @@ class SyncManager:
 
     Attributes:
         retrievals: models of others that were mixed; those that others pushed, too.
-        skipped: decisions that fell while an exchange was under way, or found all others busy.
+        skipped: decisions that fell while an exchange was under way, or found all others so.
         failed: exchanges that were begun and not completed.
     """
 
@@ -126,8 +126,8 @@ class SyncManager:
         )
         self.failed += failed
 
-    def found_all_busy(self) -> None:
-        """The exchange that was decided could not begin: the decision is skipped, as if one were under way."""
+    def found_nobody(self) -> None:
+        """The exchange that was decided could not begin, all said no: the decision counts as skipped."""
         self.abandoned(failed=False)
         self.skipped += 1
 

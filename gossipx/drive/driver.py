@@ -18,8 +18,6 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from gossipx.actor import (
     Adopt,
     Answer,
@@ -46,6 +44,7 @@ from gossipx.actor import (
 )
 from gossipx.arena import HostBuffer, ParameterArena, Snapshot
 from gossipx.comm import CommManager
+from gossipx.drift import DriftReference
 from gossipx.drive.timers import Timers
 from gossipx.errors import (
     GossipxError,
@@ -115,6 +114,7 @@ class Driver:
         on_retrieval: told of each model mixed while training, from the thread that mixed it.
         error: why training cannot go on, once it cannot.
         committing: held while another model enters the weights.
+        reference: what drift counts from.
     """
 
     def __init__(self, role: PeerRole, arena: ParameterArena):
@@ -124,11 +124,11 @@ class Driver:
         self.on_retrieval: Callable[[Retrieval], None] = lambda retrieval: None
         self.error: GossipxError | None = None
         self.committing = threading.Lock()
+        self.reference = DriftReference(arena)
         self._lock = threading.Lock()
         self._may_go_on = threading.Event()
         self._may_go_on.set()
         self._transfers: dict[int, _Transfer] = {}
-        self._reference: HostBuffer | None = None
         self._given: deque[_Transfer] = deque()  # drift is to count from the last of these
         self._notes: dict[str, tuple[float, int]] = {}
         # Handing a request to the CommManager wakes its threads, which would take the processor from a training step.
@@ -320,7 +320,10 @@ class Driver:
         if not poisoned and isinstance(transfer.request, PullRequest | TakeRequest):
             self.on_retrieval(Retrieval(transfer.seconds, self.arena.step - transfer.their_step, distance))
             if self.role.sync.policy.uses_drift:
-                self._move_reference(transfer, share, own)
+                if transfer.base is None:  # a blocking pull: no own step came between
+                    self.reference.set()
+                else:  # not own: another has pushed it, and drift goes on from where it began
+                    self.reference.move(transfer.buffer, share, transfer.base.buffer if own else None)
         self._release(transfer)
         self.tell(Poisoned(ticket) if poisoned else Mixed(ticket))
 
@@ -363,7 +366,7 @@ class Driver:
         self.arena.set_boundary(state["iteration"])
         self.tell(Restored(state["iteration"], state["sync"], state["weight"]))
         if self.role.sync.policy.uses_drift:
-            self.set_reference()
+            self.reference.set()
 
     # --- drift --------------------------------------------------------------------------------------
 
@@ -375,48 +378,13 @@ class Driver:
         while self._given:
             given = self._given.popleft()
             assert given.base is not None
-            self._refer_to(given.base.buffer)
+            self.reference.set(given.base.buffer)
             self._release(given)
         pulling = self.role.pulling
         transfer = None if pulling is None else self._transfers.get(pulling)
         base = None if transfer is None else transfer.base
-        if base is not None and base.hold():
-            distance = self.arena.distance(base.buffer)
-            base.release()
-            return distance
-        if self._reference is None:
-            self.set_reference()
-        assert self._reference is not None
-        return self.arena.distance(self._reference)
-
-    def set_reference(self) -> None:
-        """Count drift from the model as of the last boundary."""
-        now = self.arena.snapshot()
-        self._refer_to(now.buffer)
-        now.release()
-
-    def _refer_to(self, model: HostBuffer) -> None:
-        self._reference = self._reference or self.arena.buffer()
-        for reference, vector in zip(self._reference.vectors, model.vectors, strict=True):
-            reference.copy_(vector)
-
-    def _move_reference(self, transfer: _Transfer, share: float, own: bool) -> None:
-        """x_r ← the model at the request plus the change that was mixed: mixing itself is no drift.
-
-        Args:
-            own: drift counts from that request; if not, what another pushed was mixed, and x_r moves along with x.
-        """
-        if transfer.base is None:  # a blocking pull: no own step came between
-            self.set_reference()
-            return
-        assert transfer.buffer is not None
-        if self._reference is None:
-            self.set_reference()
-        assert self._reference is not None
-        begin = transfer.base.buffer if own else self._reference
-        models = self._reference, begin, transfer.buffer
-        for section, reference, base, difference in zip(
-            self.arena.sections, *(model.vectors for model in models), strict=True
-        ):
-            cut = section.trainable
-            torch.add(base[:cut], difference[:cut], alpha=share, out=reference[:cut])
+        if base is None or not base.hold():
+            return self.reference.distance()
+        distance = self.arena.distance(base.buffer)
+        base.release()
+        return distance

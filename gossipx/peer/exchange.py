@@ -270,11 +270,11 @@ class Exchange(abc.ABC):
         return self._ground.members.draw(now, besides=tried | ended)
 
     def _nowhere(self, fault: bool) -> list[Effect]:
-        """The decision cannot be carried out; ``fault``: a neighbour failed, rather than all were busy."""
+        """The decision cannot be carried out; ``fault``: a neighbour failed, rather than all said no."""
         if fault:
             self._ground.sync.abandoned()
         else:
-            self._ground.sync.found_all_busy()
+            self._ground.sync.found_nobody()
         return [Resume()] if self._ground.blocking else []
 
     def _has_settled(self, event: Received) -> bool:

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from gossipx.actor import Effect, Forget, Mix, Received, Resume, SetTimer, Wait
 from gossipx.messages import (
     AcceptReply,
-    BusyReply,
     ExchangeRequest,
     ModelReply,
     NotReadyReply,
@@ -42,7 +41,7 @@ class _Begun:
         number: names it.
         offer: the ticket of our PairRequest.
         tried: who was asked so far for this decision.
-        fault: one of those failed, rather than was busy.
+        fault: one of those failed, rather than said no.
         ticket: of our request for the partner's model, under which ours is captured; None until the partner accepts.
         fetching: that request has no answer yet.
         taken: the partner's model is here.
@@ -233,7 +232,7 @@ class Pairs(Exchange):
                 return []  # its request for our model was there first
             if isinstance(reply, NotReadyReply):
                 self._ground.members.rest(to, now)
-            return self._elsewhere(now, fault=not isinstance(reply, BusyReply))
+            return self._elsewhere(now, fault=False)
         if begun is not None and ticket == begun.ticket:
             begun.fetching = False
             begun.taken = isinstance(reply, ModelReply)

@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from gossipx.actor import Answered, Effect, Forget, Given, Mix, Received, Resume, SetTimer, Wait
 from gossipx.messages import (
     AcceptReply,
-    BusyReply,
     ExchangeRequest,
     ModelReply,
     NotReadyReply,
@@ -47,7 +46,7 @@ class _Offer:
         ticket: of the offer; our model is captured under it.
         weight: given away with it.
         tried: who was asked so far for this decision.
-        fault: one of those failed, rather than was busy.
+        fault: one of those failed, rather than said no.
         answers: to requests for the model that are being handed over.
         taken: it was asked for.
         given: it was handed over.
@@ -181,7 +180,7 @@ class Pushes(Exchange):
             return []  # it is asked for, or will be
         if isinstance(reply, NotReadyReply):
             self._ground.members.rest(to, now)
-        return self._elsewhere(now, fault=not isinstance(reply, BusyReply))
+        return self._elsewhere(now, fault=False)
 
     def failed(self, ticket: int, now: float) -> list[Effect]:
         if self._taking and self._taking.awaits(ticket):

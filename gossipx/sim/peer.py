@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from gossipx import actor
 from gossipx.actor import Fault
 from gossipx.arena import HostBuffer, ParameterArena, Snapshot
+from gossipx.drift import DriftReference
 from gossipx.messages import (
     AgreeRequest,
     InitialRequest,
@@ -116,7 +117,7 @@ class SimPeer:
         self._leaving = False
         self._waits_since: float | None = None
         self._stepping = False
-        self._reference: HostBuffer | None = None  # x_r, for policies that use drift
+        self._reference = DriftReference(self.arena)
 
     def weights(self) -> Tensor:
         """All trained values, one float64 vector."""
@@ -151,7 +152,8 @@ class SimPeer:
         match self._phase:
             case "join":
                 self._phase = "train"
-                self._set_reference()
+                if self.role.sync.policy.uses_drift:
+                    self._reference.set()
                 self._go_on()
             case "train" if self.arena.step < self.iterations:
                 self._stepping = True
@@ -394,17 +396,14 @@ class SimPeer:
         staleness = step - exchange.their_step
         seconds = exchange.arrived - exchange.began
         self.retrievals.append(Retrieval(now, step, exchange.send.to, seconds, staleness, distance))
+        if not self.role.sync.policy.uses_drift:
+            return
         if exchange.base is None:
-            self._set_reference()
-        elif self._reference is not None:
+            self._reference.set()
+        else:
             assert exchange.buffer is not None  # it holds the difference now, of which a share was added
-            own = exchange.send.ticket == self.role.pulling  # else another pushed it, and x_r moves along with x
-            models = self._reference, exchange.base.buffer if own else self._reference, exchange.buffer
-            for section, reference, base, difference in zip(
-                self.arena.sections, *(model.vectors for model in models), strict=True
-            ):
-                cut = section.trainable
-                torch.add(base[:cut], difference[:cut], alpha=share, out=reference[:cut])
+            own = exchange.send.ticket == self.role.pulling  # else another has pushed it
+            self._reference.move(exchange.buffer, share, exchange.base.buffer if own else None)
 
     def _adopt(self, ticket: int) -> None:
         exchange = self._exchanges[ticket]
@@ -416,8 +415,8 @@ class SimPeer:
 
     def _given(self, ticket: int) -> None:
         base = self._exchanges[ticket].base
-        if base is not None and self._reference is not None:
-            self._refer_to(base.buffer)
+        if base is not None and self.role.sync.policy.uses_drift:
+            self._reference.set(base.buffer)
         self._forget(ticket)
 
     def _forget(self, ticket: int) -> None:
@@ -434,18 +433,6 @@ class SimPeer:
         if not self.role.sync.policy.uses_drift:
             return None
         pulling = None if self.role.pulling is None else self._exchanges.get(self.role.pulling)
-        reference = pulling.base.buffer if pulling and pulling.base else self._reference
-        assert reference is not None
-        return self.arena.distance(reference)
-
-    def _set_reference(self) -> None:
-        """Count drift from the model as it is now."""
-        if self.role.sync.policy.uses_drift:
-            now = self.arena.snapshot()
-            self._refer_to(now.buffer)
-            now.release()
-
-    def _refer_to(self, model: HostBuffer) -> None:
-        self._reference = self._reference or self.arena.buffer()
-        for reference, vector in zip(self._reference.vectors, model.vectors, strict=True):
-            reference.copy_(vector)
+        if pulling is None or pulling.base is None:
+            return self._reference.distance()
+        return self.arena.distance(pulling.base.buffer)

@@ -40,6 +40,8 @@ EVERY_KEY: dict[str, dict[str, Any]] = {
     },
     "sync": {
         "policy": "tau:10",
+        "mode": "push",
+        "weights": "push-sum",
         "topology": "ring",
         "mixing": "average:beta=0.25",
         "blocking": True,
