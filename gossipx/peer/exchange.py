@@ -183,6 +183,7 @@ class Exchange(abc.ABC):
         self._ground = ground
         self._numbers = itertools.count(1)
         self._settled: dict[int, int] = {}  # the last offer of ours that stands, by who took it
+        self._last: int | None = None  # the partner of the last exchange that we have begun, or of the last pair
         self._ending = False  # no exchange begins any more
         self._taking: Taking | None = None
 
@@ -263,11 +264,20 @@ class Exchange(abc.ABC):
             return self.give_up(now)
         return self._taking.ask_again(now) if self._taking else []
 
-    def _draw(self, now: float, tried: frozenset[int] = frozenset()) -> int | None:
-        """A random neighbour that trains, as far as is known, and may be asked now."""
+    def _draw(self, now: float, tried: frozenset[int] = frozenset(), fault: bool = False) -> int | None:
+        """A random neighbour that trains, as far as is known, and may be asked now.
+
+        Args:
+            tried: those that were asked for this decision already.
+            fault: one of these failed, rather than said no.
+        """
         others = self._ground.members.others
-        ended = {rank for rank, other in others.items() if other.stage is not None and other.stage > Stage.TRAIN}
-        return self._ground.members.draw(now, besides=tried | ended)
+        besides = {rank for rank, other in others.items() if other.stage is not None and other.stage > Stage.TRAIN}
+        if tried and not fault and self._last is not None:
+            # Where all are busy nearly always, the one who is free is the last partner, and pairs or rings would stay
+            # by themselves for good.
+            besides.add(self._last)
+        return self._ground.members.draw(now, besides=tried | besides)
 
     def _nowhere(self, fault: bool) -> list[Effect]:
         """The decision cannot be carried out; ``fault``: a neighbour failed, rather than all said no."""

@@ -162,7 +162,7 @@ class Pairs(Exchange):
         if self._held:
             return [*effects, *self._enter(list(self._held), now)]
         fault = fault or begun.fault
-        to = self._draw(now, begun.tried)
+        to = self._draw(now, begun.tried, fault)
         if to is not None:
             return [*effects, *self._ask(to, begun.tried, fault, now)]
         self._decided = False
@@ -272,6 +272,7 @@ class Pairs(Exchange):
         current = self._taking or self._begun
         if current is None or current.ticket != ticket:
             return False
+        self._last = self._taking.sender if self._taking else self._begun.partner if self._begun else None
         self._taking = self._begun = None
         self._decided = False
         self._ground.sync.completed()

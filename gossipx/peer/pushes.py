@@ -113,7 +113,7 @@ class Pushes(Exchange):
         offer, self._offer = self._offer, None
         assert offer is not None
         fault = fault or offer.fault
-        to = self._draw(now, offer.tried)
+        to = self._draw(now, offer.tried, fault)
         further = self._nowhere(fault) if to is None else self._send(to, offer.tried, fault, now)
         return [Forget(offer.ticket), *further]
 
@@ -144,6 +144,7 @@ class Pushes(Exchange):
             return [self._refuse(event.key, now), *self._elsewhere(now)]
         self._offer = None
         self._settled[offer.to] = offer.number
+        self._last = offer.to
         if self._push_sum:
             self.weight -= offer.weight
         self._ground.sync.completed(retrieved=False)

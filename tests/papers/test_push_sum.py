@@ -55,10 +55,12 @@ def starts(size: int) -> Tensor:
 
 def under_way(made: World) -> list[tuple[float, Tensor]]:
     """Of each model that its sender has given away and its receiver has not mixed: its weight and itself."""
-    found = []
+    found = []  # of pushes by peers that live
     for rank, peer in made.peers.items():
         taking = peer.role.exchange._taking
         if peer.down_since is not None or taking is None or taking.way in (Way.COMING, Way.OVER):
+            continue
+        if taking.sender not in made.peers:
             continue
         sender = made.peers[taking.sender].role
         if sender.incarnation == taking._incarnation and sender.exchange._settled.get(rank) == taking._number:
@@ -84,7 +86,7 @@ def conserved(made: World, size: int) -> None:
 # --- mass conservation: Kempe et al., Proposition 2.2 -------------------------------------------------
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(
     size=st.integers(2, 6),
     seed=st.integers(0, 10_000),
@@ -100,16 +102,16 @@ def test_mass_is_conserved_at_every_moment(size, seed, paces, blocking, loss, re
     """Σ w = N and Σ w z as at the start, also while messages are lost, repeated and overtake each other."""
     network = Network(bandwidth=bandwidth, delay=0.05, loss=loss, repeat=repeat, jitter=jitter)
     everyone = Topology("all", tuple(tuple(set(range(size)) - {rank}) for rank in range(size)))
-    made = start(size, everyone, network, seed, paces=paces, blocking=blocking, iterations=30, peer_timeout=5.0)
+    made = start(size, everyone, network, seed, paces=paces, blocking=blocking, iterations=30, peer_timeout=20.0)
     if cut:
         network.cut([0], [1], 6.0, 9.0, one_way=seed % 2 == 0)
-    made.run(0.0)
-    while not made.over and made.now < 25.0:
-        training = [peer.before_finish is None and peer.down_since is None for peer in made.peers.values()]
-        if not all(training):
-            break
+    for moment in range(70):
+        made.run(0.37 * moment)
+        if any(peer.before_finish is not None or peer.down_since is not None for peer in made.peers.values()):
+            break  # what is counted after training is another matter
         conserved(made, size)
-        made.run(made.now + 0.37)
+    if not (loss or jitter or cut):
+        assert sum(peer.role.sync.retrievals for peer in made.peers.values()) > size
 
 
 @pytest.mark.parametrize("blocking", [False, True])
@@ -164,17 +166,19 @@ def test_what_was_given_up_is_not_taken():
     assert made.peers[0].role.sync.failed == 1
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_a_crash_takes_its_own_mass_and_no_more_than_one_push(seed: int):
-    made = start(4, exponential(4), Network(bandwidth=4 * SIZE * 3, delay=0.02), seed, iterations=40)
-    made.run(11.0 + 0.13 * seed)
-    weight = made.peers[2].role.weight
-    amount = max(peer.role.weight for peer in made.peers.values())
+@pytest.mark.parametrize("number", range(6))
+def test_a_crash_takes_what_the_peer_had_and_no_more(number: int):
+    """Its own weight and what it was given and had not mixed yet; what it had only offered or asked for is not gone."""
+    made = start(4, exponential(4), Network(bandwidth=4 * SIZE * 3, delay=0.02), iterations=40)
+    made.run(11.0 + 0.13 * number)
+    crashed = made.peers[2].role
+    taken = crashed.exchange._taking
+    had = crashed.weight + (taken.reply.weight if taken and taken.way is Way.STANDS else 0.0)
     made.crash(2, made.now)
     made.run(35.0)
     assert made.fired["crash"] == 1
-    left = math.fsum(made.peers[rank].role.weight for rank in (0, 1, 3)) + sum(part for part, _ in under_way(made))
-    assert abs(left - (4 - weight)) <= amount / 2 + 1e-12
+    del made.peers[2]
+    assert mass(made)[0] == pytest.approx(4 - had, abs=1e-12)
 
 
 def test_a_restarted_peer_weighs_one_again():
@@ -215,14 +219,15 @@ def test_all_come_to_the_average_on_directed_graphs(graph: Topology):
     """z_i → (1/N) Σ x_i on every strongly connected graph, exponentially."""
     size = len(graph.neighbours)
     mean = starts(size).mean(0)
-    made = start(size, graph, iterations=300, finish="none")
+    made = start(size, graph, iterations=120, finish="none")
     apart = []
-    for time in (1.0, 40.0, 80.0, 280.0):
+    for time in (1.0, 11.0, 31.0, 61.0, 116.0):
         made.run(time)
         apart.append(float((models(made) - mean).abs().max()))
-    assert all(later < earlier for earlier, later in pairwise(apart[:3])), apart
-    assert apart[-1] < 1e-4 < 1 < apart[0]
-    ended(made, bound(size, 300, 1.1))
+    rounding = 1e-6
+    assert all(later < max(earlier / 2, rounding) for earlier, later in pairwise(apart)), apart
+    assert apart[-1] < rounding < 0.5 < apart[0]
+    ended(made, bound(size, 120, 1.1))
 
 
 def test_without_weights_a_directed_graph_does_not_keep_the_average():
@@ -248,8 +253,8 @@ def test_the_finish_weighs_by_weight(size: int):
 
 def test_who_is_never_pushed_to_stops_giving_in_time():
     """Nobody pushes to 0: its weight would vanish, and with it what it learns."""
-    graph = Topology("a source", ((1,), (2,), (1,)))
-    made = start(3, graph, iterations=60, finish="none")
-    ended(made, bound(3, 60, 1.1))
+    graph = Topology("a source", ((1,), (2,), (3,), (2,)))
+    made = start(4, graph, iterations=60, finish="none")
+    ended(made, bound(4, 60, 1.1))
     assert LEAST_WEIGHT / 2 <= made.peers[0].role.weight < LEAST_WEIGHT
     assert made.peers[0].role.sync.skipped > 20

@@ -54,6 +54,10 @@ def nothing_left(made: World) -> None:
         assert not kept, (peer.rank, kept)
 
 
+def still(peer: SimPeer) -> None:
+    """No own step."""
+
+
 # --- without faults ---------------------------------------------------------------------------------
 
 
@@ -168,6 +172,21 @@ def test_a_push_that_finds_all_busy_is_skipped_and_counted():
     assert made.peers[2].role.sync.retrievals == 1
 
 
+@pytest.mark.parametrize("mode", [PUSH, PAIRS], ids=["push", "pushpull"])
+def test_where_all_are_busy_partners_still_change(mode: dict[str, Any]):
+    """The one who is free is then the last partner: with it alone, rings and pairs would stay by themselves."""
+    made = World(0, Network(bandwidth=4 * SIZE / 2.3))
+    options = {"policy": "tau:1", "init": "own", "gradient_step": still, "iterations": 101, "finish": "none", **mode}
+    for rank in range(6):
+        made.start(rank, maker(rank, 6, compute=1 + 0.01 * rank, **options))
+    made.run(0.5)
+    begun = models(made)
+    made.run(90.0)
+    assert sum(peer.role.sync.skipped for peer in made.peers.values()) > 6 * 50
+    apart = [float((rows - rows.mean(0)).norm()) for rows in (begun, models(made))]
+    assert apart[1] < 0.01 * apart[0]
+
+
 @every_mode
 def test_decisions_while_an_exchange_is_under_way_are_skipped(mode: dict[str, Any]):
     made = ended(world(2, network=Network(bandwidth=4 * SIZE / 2.5), policy="tau:1", **mode), bound(2))
@@ -190,10 +209,6 @@ def test_the_way_travelled_counts_from_the_exchange(mode: dict[str, Any]):
 
 
 # --- pairs ------------------------------------------------------------------------------------------
-
-
-def still(peer: SimPeer) -> None:
-    """No own step."""
 
 
 def whole_numbers(rank: int) -> torch.nn.Module:
