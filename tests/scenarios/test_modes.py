@@ -143,21 +143,22 @@ def test_a_push_is_fetched_and_mixed_at_the_next_step():
 
 
 def test_busy_makes_the_other_choose_again():
-    """Two push to 2 at once; it has room for one, and the other goes to 3, which knows of no other push."""
-    to_two = Topology("two, or three", ((2,), (2, 3), (0,), (0,)))
+    """0 pushes to 2, which has room for one model; 1, a little later, is told so and goes to 3 at once."""
+    graph = Topology("two, or three", ((2,), (2, 3), (0,), (0,)))
     made = World(0, slow())
     for rank in range(4):
         policy = "tau:5" if rank < 2 else "never"
-        made.start(rank, maker(rank, 4, graph=to_two, policy=policy, iterations=8, init="own", **PUSH))
-    made.peers.clear()
+        options = {"graph": graph, "policy": policy, "iterations": 8, "init": "own", "compute": 1 + 0.02 * rank}
+        made.start(rank, maker(rank, 4, **options, **PUSH))
+    made.run(5.05)
+    made.peers[1].role.rng.seed(1)  # draws 2
     made.run(5.5)
-    first_choice = made.lines(1, "pushes")[0]
-    made.run(7.5)
-    assert made.lines(0, "pushes") == ["pushes to 2"]
-    if first_choice == "pushes to 2":
-        assert made.lines(1, "pushes") == ["pushes to 2", "pushes to 3"]
     assert made.lines(2, "takes") == ["takes from 0"] and made.lines(3, "takes") == ["takes from 1"]
+    assert made.lines(1, "pushes") == ["pushes to 2", "pushes to 3"]
+    asked = [entry.time for entry in made.log if entry.rank == 1 and entry.what.startswith("pushes")]
+    assert asked[-1] - asked[0] < 0.01, "at once"
     ended(made, bound(4, 8))
+    assert [made.peers[rank].role.sync.retrievals for rank in range(4)] == [0, 0, 1, 1]
 
 
 def test_a_push_that_finds_all_busy_is_skipped_and_counted():

@@ -83,6 +83,8 @@ partition = "dirichlet:alpha=0.3"
 
 [sync]
 policy = "tau:10"
+mode = "push"
+weights = "push-sum"
 topology = "ring"
 mixing = "average:beta=0.25"
 blocking = true

@@ -17,15 +17,21 @@ from hypothesis import strategies as st
 
 from gossipx.errors import ProtocolError, UsageError
 from gossipx.messages import (
+    AcceptReply,
     AgreeRequest,
     ArriveRequest,
+    BusyReply,
     HereReply,
     InitialRequest,
     LeaveRequest,
     ModelReply,
     NotReadyReply,
+    PairRequest,
     PullRequest,
+    PushRequest,
+    SettleRequest,
     Stage,
+    TakeRequest,
 )
 from gossipx.wire import (
     ANSWERS,
@@ -80,7 +86,13 @@ messages = st.one_of(
     ),
     st.builds(ArriveRequest, incarnation=counts, **standing),
     st.just(LeaveRequest()),
-    st.builds(ModelReply, step=counts, weight=st.integers(1, 65_536)),
+    st.builds(PushRequest, incarnation=counts, number=counts),
+    st.builds(PairRequest, incarnation=counts, number=counts),
+    st.builds(TakeRequest, incarnation=counts, number=counts),
+    st.builds(SettleRequest, incarnation=counts, number=counts, taken=st.booleans()),
+    st.builds(ModelReply, step=counts, weight=st.floats(0, 65_536, exclude_min=True) | st.integers(1, 65_536)),
+    st.just(AcceptReply()),
+    st.just(BusyReply()),
     st.builds(HereReply, **standing),
     st.builds(NotReadyReply, reason=lines),
 )
@@ -190,6 +202,18 @@ def test_figures_that_are_not_finite_go_as_none() -> None:
 @pytest.mark.parametrize(
     ("kind", "metadata"),
     [
+        (21, b'{"incarnation":1}'),
+        (22, b'{"incarnation":1,"number":-1}'),
+        (23, b'{"incarnation":1.5,"number":1}'),
+        (24, b'{"incarnation":1,"number":1,"taken":1}'),
+        (24, b'{"incarnation":1,"number":1,"taken":null}'),
+        (32, b'{"step":1,"weight":0}'),
+        (32, b'{"step":1,"weight":-0.5}'),
+        (32, b'{"step":1,"weight":65536.5}'),
+        (32, b'{"step":1,"weight":1e400}'),
+        (32, b'{"step":1,"weight":NaN}'),
+        (32, b'{"step":1,"weight":true}'),
+        (32, b'{"step":1,"weight":"1"}'),
         (17, b'{"step":-1}'),
         (17, b'{"step":9223372036854775808}'),
         (17, b'{"step":1.0}'),
@@ -255,6 +279,9 @@ def test_metadata_of_any_other_form_is_refused_in_one_line(kind: int, metadata: 
         HereReply(Stage.DONE, {f"{name}": "a" * 1000 for name in range(900)}),
         HereReply(Stage.DONE, {f"{name}": 0 for name in range(1001)}),
         ModelReply(1, weight=0),
+        ModelReply(1, weight=math.nan),
+        ModelReply(1, weight=math.inf),
+        PushRequest(-1, 1),
     ],
 )
 def test_what_a_peer_would_refuse_is_not_sent(message: Message) -> None:

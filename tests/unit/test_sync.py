@@ -109,3 +109,23 @@ def test_two_seeds_toss_two_coins():
     ]
     assert runs[0] == runs[1] != runs[2]
     assert 16 < sum(runs[0]) < 48
+
+
+def test_what_others_push_is_a_retrieval_and_no_exchange_of_ours():
+    """Policies look back to the last exchange of our own: a push, which brings nothing."""
+    manager = SyncManager(policies.parse("never"))
+    for step in (1, 2, 3):
+        manager.step(step, 0.5)
+    manager.retrieved()
+    assert (manager.retrievals, manager.difference, manager.in_flight) == (1, 0.5, False)
+    manager.requested()
+    manager.completed(retrieved=False)
+    assert (manager.retrievals, manager.difference, manager.in_flight) == (1, 0.0, False)
+
+
+def test_a_decision_that_finds_nobody_is_skipped_as_if_it_had_not_been_taken():
+    manager = SyncManager(policies.parse("never"))
+    manager.step(1, 0.5)
+    manager.requested()
+    manager.found_nobody()
+    assert (manager.skipped, manager.failed, manager.difference, manager.in_flight) == (1, 0, 0.5, False)
