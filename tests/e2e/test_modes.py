@@ -17,8 +17,7 @@ MODES = {
 BRIEF = ("--policy", "tau:5", "--iterations", str(ITERATIONS), "--eval-interval", "0")
 
 
-@pytest.mark.parametrize("blocking", [False, True], ids=["overlapped", "blocking"])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("mode", "blocking"), [("push", False), ("push-sum", True), ("pushpull", True)])
 def test_four_peers_exchange_and_agree(tmp_path: Path, mode: str, blocking: bool) -> None:
     with folder(tmp_path, 4) as here:
         run = here.run(*BRIEF, *MODES[mode], *(["--blocking"] if blocking else []))

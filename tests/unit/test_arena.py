@@ -521,3 +521,19 @@ def test_a_model_that_is_changed_under_the_arena_is_noticed(change: Callable[[nn
     change(module)
     with pytest.raises(UsageError, match=told):
         arena.check(module)
+
+
+def test_a_snapshot_given_back_by_all_cannot_be_held_again():
+    """Its memory may be another boundary's by then."""
+    module = nn.Linear(3, 2)
+    arena = ParameterArena(module)
+    snapshot = arena.snapshot()
+    module.weight.data.add_(1.0)
+    arena.step_done()
+    assert snapshot.hold()
+    snapshot.release()
+    kept = [vector.clone() for vector in snapshot.vectors]
+    arena.step_done()
+    assert all(torch.equal(now, then) for now, then in zip(snapshot.vectors, kept, strict=True))
+    snapshot.release()
+    assert not snapshot.hold() and snapshot.holders == 0
