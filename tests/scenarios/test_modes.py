@@ -116,30 +116,25 @@ def test_the_finish_is_the_exact_mean(size, seed, pace, delay, blocking, mode):
 
 def test_a_push_is_fetched_and_mixed_at_the_next_step():
     """Jin et al.: the receiver mixes what came since its last step; the sender's model stays as it is."""
-    network = Network(bandwidth=4 * SIZE, delay=0.1)
-    made = World(0, network)
-    made.start(0, maker(0, 2, policy="tau:8", iterations=14, init="own", **PUSH))
-    made.start(1, maker(1, 2, policy="never", iterations=14, init="own", **PUSH))
-    ended(made, bound(2, 14))
-    happened = [entry for entry in made.log if entry.what.startswith(("pushes", "takes", "mixes"))]
-    assert [(entry.rank, entry.what) for entry in happened[:3]] == [
-        (0, "pushes to 1"),
-        (1, "takes from 0"),
-        (1, "mixes 0"),
-    ]
-    pushed, taken, mixed = (entry.time for entry in happened[:3])
-    step = [entry.time for entry in made.log if entry.rank == 1 and entry.what == "step 10"]
-    assert (taken - pushed, [mixed]) == (pytest.approx(0.1), step), "1.1 s for the model, 0.2 s to settle, then a step"
-    given_away = alone(0, 8).float()  # as it was when the push was decided: the sender is at step 10 by now
-    at_taking = alone(1, 8)
-    own = alone(1, 10) + 0.5 * (given_away - at_taking)  # progress made meanwhile is kept
-    again = alone(1, 4, begin=own)
-    torch.testing.assert_close(made.peers[1].before_finish, again, rtol=1e-5, atol=1e-5)
-    assert torch.equal(made.peers[0].before_finish, alone(0, 14))
+    made = World(0, Network(bandwidth=4 * SIZE, delay=0.55))
+    options = {"iterations": 15, "init": "own", "peer_timeout": 30.0, **PUSH}
+    made.start(0, maker(0, 2, policy="tau:8", **options))
+    made.start(1, maker(1, 2, policy="never", **options))
+    ended(made, bound(2, 15))
+    happened = [entry for entry in made.log if entry.what.startswith(("pushes", "takes", "mixes"))][:3]
+    assert [f"{rank} {what}" for _, rank, what in happened] == ["0 pushes to 1", "1 takes from 0", "1 mixes 0"]
+    pushed, taken, mixed = (entry.time for entry in happened)
+    assert taken == pytest.approx(pushed + 0.55)
+    # 2.1 s more for the model, 1.1 s to settle, then a step: both do one a second, at the same moments.
+    assert mixed == pytest.approx(pushed + 4) and made.peers[1].retrievals[0].step == 12
+    pushed_model = alone(0, 8)  # as it was when the push was decided; the sender has done a step more when it gives it
+    own = alone(1, 12) + 0.5 * (pushed_model - alone(1, 8))  # progress made meanwhile is kept
+    torch.testing.assert_close(made.peers[1].before_finish, alone(1, 3, begin=own), rtol=1e-5, atol=1e-5)
+    assert torch.equal(made.peers[0].before_finish, alone(0, 15))
     sender, receiver = made.peers[0], made.peers[1]
     assert (sender.role.sync.retrievals, receiver.role.sync.retrievals) == (0, 1)
     assert (sender.bytes_received, receiver.bytes_received) == (0, sender.arena.nbytes())
-    assert receiver.retrievals[0].staleness == 2
+    assert receiver.retrievals[0].staleness == 4
 
 
 def test_busy_makes_the_other_choose_again():
