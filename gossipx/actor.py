@@ -71,10 +71,12 @@ class Restored:
 
     Attributes:
         sync: what :meth:`gossipx.sync.SyncManager.state_dict` gave when the checkpoint was written.
+        weight: the push-sum weight then.
     """
 
     step: int
     sync: dict[str, Any]
+    weight: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -173,7 +175,7 @@ Event = (
 class Send:
     """Send ``request``; exactly one of :class:`Replied` and :class:`Failed` follows, at the latest at ``deadline``.
 
-    Of a pull, the model as it is now is the base of the change when the reply is mixed.
+    Of a pull, the model as it is now is the base of the change when the reply is mixed; of a take, the one captured.
     """
 
     ticket: int
@@ -188,6 +190,7 @@ class Answer:
 
     Attributes:
         deadline: the answer is given up if it is not handed over whole by then.
+        whole_model: a model is given with its frozen parameters and all buffers.
         captured: give the model held under this ticket (:class:`Capture`) rather than that of the last step boundary.
     """
 
@@ -214,8 +217,8 @@ class Merge:
 
     ticket: int
     into: int
-    own: int
-    theirs: int
+    own: float
+    theirs: float
 
 
 @dataclass(frozen=True)
@@ -254,6 +257,13 @@ class Forget:
 
 
 @dataclass(frozen=True)
+class Given:
+    """The model captured under ``ticket`` has been given away: drift counts from it. Then forget the ticket."""
+
+    ticket: int
+
+
+@dataclass(frozen=True)
 class SetTimer:
     """Tell :class:`TimerFired` at ``at``; a timer of the same name is replaced."""
 
@@ -286,4 +296,6 @@ class Stop:
     reason: str
 
 
-Effect = Send | Answer | Capture | Merge | TakeIn | Mix | Adopt | Forget | SetTimer | Wait | Resume | Note | Stop
+Effect = (
+    Send | Answer | Capture | Merge | TakeIn | Mix | Adopt | Forget | Given | SetTimer | Wait | Resume | Note | Stop
+)

@@ -289,14 +289,14 @@ class ParameterArena:
                     own.copy_(torch.where(as_is, own, own + share * (other - own)))
                     new[cut:].copy_(own)
 
-    def merge(self, received: HostBuffer, held: HostBuffer, own: int, theirs: int) -> float:
+    def merge(self, received: HostBuffer, held: HostBuffer, own: float, theirs: float) -> float:
         """x_j ← (own · h + theirs · x_j) / (own + theirs), in place of what was received. Changes no weights.
 
         Both of a pair that merge each other's models come to the same bits: each product is rounded by itself.
 
         Args:
-            received: x_j, the mean of ``theirs`` models.
-            held: h, the mean of ``own`` models; 0: x_j is taken as it is.
+            received: x_j, a mean of weight ``theirs``.
+            held: h, a mean of weight ``own``; 0: x_j is taken as it is.
 
         Returns:
             As :meth:`compare`, of x_j − h; on NaN what was received is of no more use.

@@ -77,7 +77,7 @@ def peer(
     granted = grant(config.exchange, place.bind.host)
     size = len(place.names)
     run, sync = config.run, config.sync
-    _check_waves(config)
+    _check_exchange(config)
     arena = ParameterArena(module, mix_buffers=sync.buffers == "mix")
     # Each peer draws from generators of its own; the split of the data is the same for all.
     rng = random.Random(f"peer {run.seed} {place.rank}")
@@ -93,6 +93,8 @@ def peer(
         settings=PeerSettings(
             peer_timeout=config.exchange.peer_timeout,
             exchange=sync.exchange,
+            mode=sync.mode,
+            push_sum=sync.weights == "push-sum",
             blocking=sync.blocking,
             finish=sync.finish,
             init=sync.init,
@@ -144,6 +146,10 @@ def schedule(config: RunConfig, size: int, hosts: Sequence[str] = ()) -> Schedul
     """
     graph = topology.load(config.sync.topology, size, config.run.seed)
     weights.check(config.sync.weights, graph)
+    if config.sync.mode == "pushpull" and graph.edge_shares:
+        raise UsageError(
+            f"--mode pushpull takes half of a model, and '{graph.name}' gives edges weights: leave one out"
+        )
     sites = graph.sites or tuple(hosts.index(host) for host in hosts)
     return schedules.parse(config.sync.schedule, dataclasses.replace(graph, sites=sites))
 
@@ -177,23 +183,34 @@ def effective(config: RunConfig, size: int, has_script: bool) -> RunConfig:
         raise UsageError(f"--lr-steps do not ascend: {', '.join(map(str, steps))}")
     policies.parse(config.sync.policy)
     schedule(config, size)
-    _check_waves(config)
+    _check_exchange(config)
     return config
 
 
-def _check_waves(config: RunConfig) -> None:
-    """Refuse what a wave would not heed."""
+def _check_exchange(config: RunConfig) -> None:
+    """Refuse settings of what is exchanged, and how, that do not go together."""
     sync = config.sync
-    if sync.exchange == "waves" and sync.topology != SyncSettings().topology:
-        raise UsageError(
-            f"--topology {sync.topology} says who may pull from whom, and in a wave any two peers meet:"
-            " leave it out, or --exchange pulls"
-        )
-    if sync.exchange == "waves" and mixing.parse(sync.mixing) != mixing.Average():
-        raise UsageError(
-            f"--mixing {sync.mixing} says how a pulled model enters, and a wave averages all models alike:"
-            " leave it out, or --exchange pulls"
-        )
+    averages = mixing.parse(sync.mixing) == mixing.Average()
+    if sync.exchange == "waves":
+        if sync.mode != "pull":
+            raise UsageError(f"--mode {sync.mode} is of exchanges of two peers, and a wave is of all: leave one out")
+        if sync.topology != SyncSettings().topology:
+            raise UsageError(
+                f"--topology {sync.topology} says who may pull from whom, and in a wave any two peers meet:"
+                " leave it out, or --exchange pulls"
+            )
+        if not averages:
+            raise UsageError(
+                f"--mixing {sync.mixing} says how a pulled model enters, and a wave averages all models alike:"
+                " leave it out, or --exchange pulls"
+            )
+    if sync.weights != "uniform":
+        goes_with = {"push-sum": "push", "metropolis": "pull"}[sync.weights]
+        if sync.mode != goes_with:
+            raise UsageError(f"--weights {sync.weights} goes with --mode {goes_with}, not {sync.mode}: leave one out")
+    if (sync.mode == "pushpull" or sync.weights == "push-sum") and not averages:
+        given = "--mode pushpull" if sync.mode == "pushpull" else "--weights push-sum"
+        raise UsageError(f"{given} sets the share of a received model itself: leave --mixing out")
 
 
 def check_device(name: str, option: str, file: Path | None = None, line: int | None = None) -> None:

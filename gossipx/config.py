@@ -121,23 +121,28 @@ class SyncSettings:
     policy: str = setting(
         "adaptive", "never, tau:N, random:p, adaptive:threshold, travel:distance, drift:distance.", check=_policy
     )
-    exchange: Literal["pulls", "waves"] = setting(
-        "pulls", "What a policy that fires begins: a pull from one peer, or a wave that averages all."
+    mode: Literal["pull", "push", "pushpull"] = setting(
+        "pull", "Fetch another's model, have another fetch one's own, or average a pair of peers."
     )
-    topology: str = setting("full", "Who may pull from whom: a name or file of 'gossipx topology list'.")
+    exchange: Literal["pulls", "waves"] = setting(
+        "pulls", "What a policy that fires begins: an exchange with one peer (--mode), or a wave that averages all."
+    )
+    topology: str = setting("full", "Who may exchange with whom: a name or file of 'gossipx topology list'.")
     schedule: str | None = setting(
         None,
         "Whose turn it is: random, static, one-peer, inner-outer, bandwidth-aware. Default: the file's, or random.",
         check=_schedule,
     )
-    weights: Literal["uniform", "metropolis"] = setting(
-        "uniform", "Factor on the mixing's share: 1, or Metropolis' by how often two peers pull from each other."
+    weights: Literal["uniform", "metropolis", "push-sum"] = setting(
+        "uniform",
+        "Factor on the mixing's share: 1, or Metropolis' by how often two peers pull from each other; or push-sum's"
+        " weights, half of which a push gives away.",
     )
     mixing: str = setting(
         "average", "How a model enters: average:beta=0.5 or aged:beta=0.5,half_life=100.", check=_mixing
     )
     blocking: bool = setting(
-        False, "Wait for each pull (Algorithm 2 as printed) or wave instead of training on meanwhile."
+        False, "Wait for each exchange (Algorithm 2 as printed) or wave instead of training on meanwhile."
     )
     finish: Literal["consensus", "none"] = setting("consensus", "Average all models at the end, or (the paper) do not.")
     init: Literal["first", "own"] = setting("first", "Begin with one peer's weights, or each with its own.")

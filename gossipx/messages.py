@@ -43,6 +43,57 @@ LAST_WAVE = 2**63 - 1
 
 
 @dataclass(frozen=True)
+class PushRequest:
+    """Offers the sender's model, to be fetched by :class:`TakeRequest`.
+
+    Attributes:
+        incarnation: of the sender; with ``number`` it names this exchange for good.
+        number: of the sender's offers, from 1.
+    """
+
+    incarnation: int
+    number: int
+
+
+@dataclass(frozen=True)
+class PairRequest:
+    """Proposes to average the sender's model and the receiver's; each then fetches the other's.
+
+    Attributes:
+        incarnation, number: as in :class:`PushRequest`.
+    """
+
+    incarnation: int
+    number: int
+
+
+@dataclass(frozen=True)
+class TakeRequest:
+    """Asks for the model that the partner entered an exchange with.
+
+    Attributes:
+        incarnation, number: of the offer that began the exchange, whoever asks.
+    """
+
+    incarnation: int
+    number: int
+
+
+@dataclass(frozen=True)
+class SettleRequest:
+    """Tells the peer whose offer it was how its model has come, and asks whether the exchange stands.
+
+    Attributes:
+        incarnation, number: of the offer.
+        taken: the model is here, whole and finite; if not, the exchange is given up.
+    """
+
+    incarnation: int
+    number: int
+    taken: bool
+
+
+@dataclass(frozen=True)
 class RoundRequest:
     """Asks for the partner's model of one round of a wave; whoever gets one takes part in that wave from then on.
 
@@ -83,11 +134,12 @@ class ModelReply:
 
     Attributes:
         step: iterations that this model has seen.
-        weight: how many peers' models are averaged in it (1 outside a wave).
+        weight: above 0: how many peers' models are averaged in it in a wave, the push-sum weight that is given away
+            with it in a push, else 1.
     """
 
     step: int
-    weight: int = 1
+    weight: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -108,5 +160,19 @@ class NotReadyReply:
     reason: str
 
 
-Request = InitialRequest | PullRequest | RoundRequest | ArriveRequest | LeaveRequest
-Reply = ModelReply | HereReply | NotReadyReply
+@dataclass(frozen=True)
+class AcceptReply:
+    """Yes: the offer is taken up, the exchange stands."""
+
+
+@dataclass(frozen=True)
+class BusyReply:
+    """Not now: another exchange is under way. Whoever asked chooses another peer at once."""
+
+
+ExchangeRequest = PushRequest | PairRequest | TakeRequest | SettleRequest
+"""What an exchange is made of that is more than one pull."""
+ModelRequest = InitialRequest | PullRequest | TakeRequest | RoundRequest
+"""What is answered by a model."""
+Request = ModelRequest | ExchangeRequest | ArriveRequest | LeaveRequest
+Reply = ModelReply | AcceptReply | BusyReply | HereReply | NotReadyReply

@@ -37,9 +37,9 @@ class SyncManager:
         seed: of the coin that :attr:`Observation.uniform` shows.
 
     Attributes:
-        retrievals: models of others that were mixed.
-        skipped: decisions to pull that fell while a pull or a wave was under way.
-        failed: pulls that were begun and not completed, and waves in which nobody was met.
+        retrievals: models of others that were mixed; those that others pushed, too.
+        skipped: decisions that fell while an exchange was under way, or found all others so.
+        failed: exchanges that were begun and not completed, and waves in which nobody was met.
     """
 
     def __init__(self, policy: Policy, seed: int = 0):
@@ -103,9 +103,13 @@ class SyncManager:
         self._since = _Since(delta=self._delta, shared=shared)
 
     def completed(self, models: int = 1) -> None:
-        """The pull that was under way is mixed; of a wave, ``models`` of others are."""
+        """The exchange that was under way is over, and brought so many models of others, which are mixed."""
         self._before_request = None
         self.retrievals += models
+
+    def retrieved(self) -> None:
+        """A model that came without a decision of ours is mixed."""
+        self.retrievals += 1
 
     def abandoned(self, *, failed: bool = True) -> None:
         """The pull that was under way came to nothing: count on from where it began.
@@ -123,6 +127,11 @@ class SyncManager:
             shared=before.shared,
         )
         self.failed += failed
+
+    def found_nobody(self) -> None:
+        """The exchange that was decided could not begin, all said no: the decision counts as skipped."""
+        self.abandoned(failed=False)
+        self.skipped += 1
 
     def state_dict(self) -> dict[str, Any]:
         """Everything the next decision depends on, as plain data. A pull under way counts as not begun."""

@@ -77,7 +77,9 @@ def show(name: str, size: int | None, seed: int, as_json: bool) -> None:
 @topology.command("check")
 @_which
 @click.option("--schedule", help="Whose turn it is, as for run. Default: the topology's own, or random.")
-@click.option("--weights", type=click.Choice(["uniform", "metropolis"]), default="uniform", help="As for run.")
+@click.option(
+    "--weights", type=click.Choice(["uniform", "metropolis", "push-sum"]), default="uniform", help="As for run."
+)
 @click.option("--slots", type=click.IntRange(1), default=1, help="Peers a machine, on consecutive ranks.")
 @click.option("--tolerance", type=click.FloatRange(0, 1, True, True), help="Models count as equal at this distance.")
 @_json

@@ -13,11 +13,10 @@ import math
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
-
-import torch
 
 from gossipx.actor import (
     Adopt,
@@ -29,6 +28,7 @@ from gossipx.actor import (
     Failed,
     Fault,
     Forget,
+    Given,
     Merge,
     Merged,
     Mix,
@@ -47,8 +47,8 @@ from gossipx.actor import (
     Wait,
 )
 from gossipx.arena import ParameterArena, Snapshot
-from gossipx.buffers import HostBuffer
 from gossipx.comm import CommManager
+from gossipx.drift import DriftReference
 from gossipx.drive.timers import Timers
 from gossipx.errors import (
     GossipxError,
@@ -60,7 +60,16 @@ from gossipx.errors import (
     UsageError,
 )
 from gossipx.incoming import Incoming
-from gossipx.messages import InitialRequest, ModelReply, PullRequest, Reply, Request, RoundRequest, Stage
+from gossipx.messages import (
+    InitialRequest,
+    ModelReply,
+    ModelRequest,
+    PullRequest,
+    Reply,
+    Request,
+    Stage,
+    TakeRequest,
+)
 from gossipx.peer import PeerRole
 
 log = logging.getLogger("gossipx")
@@ -75,13 +84,13 @@ LOOK_EVERY = 0.5
 class _Transfer:
     """A model on its way to us."""
 
+    request: Request
     incoming: Incoming
-    base: Snapshot | None  # held for the policy's drift alone
     began: float
     distance: float = math.nan  # to the base, once all has come
     seconds: float = 0.0
     their_step: int = 0
-    models: int = 1  # that are averaged in it
+    weight: float = 1.0  # the number of models that are averaged in it
 
 
 @dataclass(frozen=True)
@@ -127,6 +136,7 @@ class Driver:
         on_retrieval: told of each model mixed while training, from the thread that mixed it.
         error: why training cannot go on, once it cannot.
         committing: held while another model enters the weights.
+        reference: what drift counts from.
     """
 
     def __init__(self, role: PeerRole, arena: ParameterArena):
@@ -136,12 +146,13 @@ class Driver:
         self.on_retrieval: Callable[[Retrieval], None] = lambda retrieval: None
         self.error: GossipxError | None = None
         self.committing = threading.Lock()
+        self.reference = DriftReference(arena)
         self._lock = threading.Lock()
         self._may_go_on = threading.Event()
         self._may_go_on.set()
         self._transfers: dict[int, _Transfer] = {}
         self._held: dict[int, _Held] = {}  # guarded by the arena's lock, as what its snapshots are held for
-        self._reference: HostBuffer | None = None
+        self._given: deque[_Held] = deque()  # drift is to count from the last of these
         self._notes: dict[str, tuple[float, int]] = {}
         # Handing a request to the CommManager wakes its threads, which would take the processor from a training step.
         self._outbox: queue.SimpleQueue[tuple[int, Callable[[], None]] | None] = queue.SimpleQueue()
@@ -238,10 +249,12 @@ class Driver:
                 transfer = self._transfers.pop(ticket)
                 with self.committing:
                     taken = self.arena.adopt(transfer.incoming.buffer, transfer.their_step)
-                self._release(transfer)
+                transfer.incoming.release()
                 self.tell(Mixed(ticket) if taken else Poisoned(ticket))
             case Forget(ticket):
                 self._forget(ticket)
+            case Given(ticket):
+                self._given_away(ticket)
             case SetTimer(name, at):
                 self._timers.set(name, at)
             case Note(topic, text):
@@ -251,13 +264,9 @@ class Driver:
 
     def _send(self, send: Send) -> None:
         payload = None
-        if isinstance(send.request, InitialRequest | PullRequest | RoundRequest):
-            pulls = isinstance(send.request, PullRequest)
-            payload = Incoming(
-                self.arena, self.arena.snapshot() if pulls else None, whole=isinstance(send.request, InitialRequest)
-            )
-            base = self.arena.snapshot() if pulls and self.role.sync.policy.uses_drift else None
-            self._transfers[send.ticket] = _Transfer(payload, base, time.monotonic())
+        if isinstance(send.request, ModelRequest):
+            payload = Incoming(self.arena, self._base(send), whole=isinstance(send.request, InitialRequest))
+            self._transfers[send.ticket] = _Transfer(send.request, payload, time.monotonic())
         assert self.comm is not None
 
         def done(result: Reply | GossipxError) -> None:
@@ -283,9 +292,12 @@ class Driver:
             transfer = self._transfers[ticket]
             transfer.seconds = time.monotonic() - transfer.began
             transfer.their_step = result.step
-            transfer.models = result.weight
+            transfer.weight = result.weight
             if transfer.incoming.compares:
                 transfer.distance = transfer.incoming.distance()
+            if math.isnan(transfer.distance) and isinstance(transfer.request, TakeRequest):
+                self.tell(Failed(ticket, Fault.POISONED))  # before the other side counts on it
+                return
         match result:
             case UsageError():
                 self.fail(result)
@@ -321,19 +333,37 @@ class Driver:
         self.comm.answer(answer.key, reply, payload=payload, deadline=answer.deadline, done=done)
 
     def _mix(self, ticket: int, share: float) -> None:
+        own = ticket == self.role.pulling  # else another has pushed it, and drift goes on from where it began
         transfer = self._transfers.pop(ticket)
         poisoned = math.isnan(transfer.distance)
         if not poisoned:
             with self.committing:
                 self.arena.commit(transfer.incoming.buffer, share)
-        if not poisoned and self.role.sync.in_flight:
             self.on_retrieval(Retrieval(transfer.seconds, self.arena.step - transfer.their_step, transfer.distance))
             if self.role.sync.policy.uses_drift:
-                self._move_reference(transfer, share)
-        self._release(transfer)
+                base = self._hold(ticket) if own else None
+                self.reference.move(transfer.incoming.buffer, share, None if base is None else base.buffer)
+                if base is not None:
+                    base.release()
+        transfer.incoming.release()
+        self._forget(ticket)
         self.tell(Poisoned(ticket) if poisoned else Mixed(ticket))
 
-    # --- waves --------------------------------------------------------------------------------------
+    # --- captured models ----------------------------------------------------------------------------
+
+    def _base(self, send: Send) -> Snapshot | None:
+        """What the model that is asked for is compared with, held; None: it is kept as it comes."""
+        match send.request:
+            case TakeRequest():
+                return self._hold(send.ticket)
+            case PullRequest():
+                base = self.arena.snapshot()
+                if self.role.sync.policy.uses_drift:
+                    with self.arena.lock:
+                        self._held[send.ticket] = _Held(base.hold())
+                return base
+            case _:
+                return None
 
     def _hold(self, ticket: int) -> Snapshot | None:
         """What is held under ``ticket`` by now; release it after use. None: it was forgotten."""
@@ -345,12 +375,12 @@ class Driver:
         """Outside the training thread, and with no lock: weights are not touched, and nobody else merges meanwhile."""
         transfer, before = self._transfers.pop(merge.ticket), self._hold(merge.into)
         if before is None:  # the wave was given up
-            self._release(transfer)
+            transfer.incoming.release()
             return
         distance = self.arena.merge(transfer.incoming.buffer, before.buffer, merge.own, merge.theirs)
         before.release()
         if math.isnan(distance):
-            self._release(transfer)
+            transfer.incoming.release()
             self.tell(Merged(merge.ticket, merge.into, sound=False))
             return
         merged = self.arena.held(transfer.incoming.give_away(), before.step)
@@ -358,7 +388,7 @@ class Driver:
         with self.arena.lock:
             held = self._held.get(merge.into)
             if held is not None:
-                two_models = held.now is held.base and transfer.models == 1
+                two_models = held.now is held.base and transfer.weight == 1
                 held.retrievals.append(Retrieval(transfer.seconds, staleness, distance if two_models else None))
                 held.now, merged = merged, held.now
         merged.release()
@@ -373,7 +403,7 @@ class Driver:
             for retrieval in held.retrievals:
                 self.on_retrieval(retrieval)
             if self.role.sync.policy.uses_drift:
-                self._count_drift_from(held.now)
+                self.reference.set(held.now.buffer)
         held.release()
         self.tell(Mixed(ticket))
 
@@ -384,12 +414,14 @@ class Driver:
             held.release()
         transfer = self._transfers.pop(ticket, None)
         if transfer is not None:
-            self._release(transfer)
+            transfer.incoming.release()
 
-    def _release(self, transfer: _Transfer) -> None:
-        transfer.incoming.release()
-        if transfer.base is not None:
-            transfer.base.release()
+    def _given_away(self, ticket: int) -> None:
+        if self.role.sync.policy.uses_drift:
+            with self.arena.lock:
+                self._given.append(self._held.pop(ticket))  # the training thread may be at work on the reference
+        else:
+            self._forget(ticket)
 
     def _note(self, topic: str, text: str) -> None:
         now = time.monotonic()
@@ -405,54 +437,35 @@ class Driver:
     def state_dict(self) -> dict[str, Any]:
         """What the next decision depends on, as plain data."""
         with self._lock:
-            return {"iteration": self.arena.step, "sync": self.role.sync.state_dict()}
+            sync = self.role.sync.state_dict()
+            return {"iteration": self.arena.step, "sync": sync, "weight": self.role.weight}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what :meth:`state_dict` gave; the weights are there already."""
         self.arena.set_boundary(state["iteration"])
-        self.tell(Restored(state["iteration"], state["sync"]))
+        self.tell(Restored(state["iteration"], state["sync"], state["weight"]))
         if self.role.sync.policy.uses_drift:
-            self.set_reference()
+            self.reference.set()
 
     # --- drift --------------------------------------------------------------------------------------
 
     def drift(self) -> float:
-        """‖x_t − x_r‖₂, the way that own steps have led since the last retrieval's request went out."""
-        with self.arena.lock:  # in which no base is given back
-            ticket = -1 if self.role.pulling is None else self.role.pulling
-            under_way = self._transfers.get(ticket) or self._held.get(ticket)
-            base = None if under_way is None else under_way.base
-            if base is not None:
-                base.hold()
-        if base is not None:
-            distance = self.arena.distance(base.buffer)
-            base.release()
-            return distance
-        if self._reference is None:
-            self.set_reference()
-        assert self._reference is not None
-        return self.arena.distance(self._reference)
+        """‖x_t − x_r‖₂, the way that own steps have led since the last exchange.
 
-    def set_reference(self) -> None:
-        """Count drift from the model as of the last boundary."""
-        now = self.arena.snapshot()
-        self._count_drift_from(now)
-        now.release()
-
-    def _count_drift_from(self, model: Snapshot) -> None:
-        self._reference = self._reference or self.arena.buffer()
-        for reference, vector in zip(self._reference.vectors, model.buffer.vectors, strict=True):
-            reference.copy_(vector)
-
-    def _move_reference(self, transfer: _Transfer, share: float) -> None:
-        """x_r ← the model at the request plus the change that was mixed: mixing itself is no drift."""
-        if transfer.base is None:  # a blocking pull: no own step came between
-            self.set_reference()
-            return
-        self._reference = self._reference or self.arena.buffer()
-        models = self._reference, transfer.base.buffer, transfer.incoming.buffer
-        for section, reference, base, difference in zip(
-            self.arena.sections, *(model.vectors for model in models), strict=True
-        ):
-            cut = section.trainable
-            torch.add(base[:cut], difference[:cut], alpha=share, out=reference[:cut])
+        For the training thread, which alone works on the reference.
+        """
+        while self._given:
+            given = self._given.popleft()
+            self.reference.set(given.base.buffer)
+            given.release()
+        pulling = self.role.pulling
+        base = None
+        if pulling is not None:
+            with self.arena.lock:
+                held = self._held.get(pulling)
+                base = None if held is None else held.base.hold()
+        if base is None:
+            return self.reference.distance()
+        distance = self.arena.distance(base.buffer)
+        base.release()
+        return distance

@@ -205,7 +205,7 @@ class Peer:
             self.close()
             raise
         if self._role.sync.policy.uses_drift:
-            self._driver.set_reference()
+            self._driver.reference.set()
         self._figures.start(self._comm.bytes_received)
         self._tell_progress("train")
 

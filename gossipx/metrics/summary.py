@@ -28,7 +28,7 @@ class Summary:
         peers: how many began.
         task, model, partition: what was trained; None for a user's script.
         iterations: the run's length.
-        retrievals: pulls completed while training.
+        retrievals: models of others mixed while training, whoever began it.
         bytes_received: while training, on the wire.
         finish_bytes: received in the finish.
         test_accuracy: each peer's own model, after the finish.
@@ -40,8 +40,8 @@ class Summary:
         train_seconds: each peer's, from its first iteration to its last.
         blocked_seconds: the training thread stopped by gossipx, while training.
         overhead_seconds: the training thread measuring its own model and recording figures.
-        skipped: decisions to pull while a pull was under way.
-        failed: pulls begun and not completed.
+        skipped: decisions to exchange while an exchange was under way, or when all others were busy.
+        failed: exchanges begun and not completed.
         poisoned: received models refused for NaN or Inf.
     """
 

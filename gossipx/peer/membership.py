@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,19 +79,20 @@ class Membership:
         self._rank = rank
         self._schedule = schedule
         self._neighbours = schedule.topology.neighbours[rank]
-        self._round = -1  # pulls that were wanted so far; the schedule's round
+        self._round = -1  # exchanges that were wanted so far; the schedule's round
         self._rates: dict[int, float] = {}  # models a second, by whom they came from
         self._timeout = peer_timeout
         self._rng = rng
 
-    def draw(self, now: float, besides: frozenset[int] = frozenset()) -> int | None:
+    def draw(self, now: float, besides: Collection[int] = (), again: bool = False) -> int | None:
         """The neighbour that the schedule gives, of those that may be asked now; or None.
 
         Args:
-            besides: not these, which failed to answer in this round; empty: a new round begins.
+            besides: not these.
+            again: for the round of the last draw, in which those that were asked gave nothing.
         """
         others = self.others
-        self._round += not besides
+        self._round += not again
         free = [
             rank
             for rank in self._neighbours

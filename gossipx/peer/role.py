@@ -49,14 +49,21 @@ from gossipx.messages import (
     LeaveRequest,
     ModelReply,
     NotReadyReply,
+    PairRequest,
     PullRequest,
+    PushRequest,
     Reply,
     Request,
     RoundRequest,
+    SettleRequest,
     Stage,
+    TakeRequest,
 )
 from gossipx.mixing import Average, Mixing
+from gossipx.peer.exchange import OFFER, SETTLE, Counts, Exchange, Ground
 from gossipx.peer.membership import Membership
+from gossipx.peer.pairs import Pairs
+from gossipx.peer.pushes import Pushes
 from gossipx.peer.requests import Requests
 from gossipx.peer.wave import TIMER, Wave
 from gossipx.peer.waves import Waves
@@ -75,8 +82,10 @@ class PeerSettings:
     Attributes:
         peer_timeout: seconds after which another peer is no longer waited for. Every deadline is this or a fixed share
             of it. 30 s: several times what a model of 100 MB takes at 100 Mbit/s, short enough for a person to wait.
-        exchange: what a policy that fires begins: a pull, or a wave of all.
-        blocking: wait for each pull, as Algorithm 2 is printed, or each wave, instead of training on meanwhile.
+        exchange: what a policy that fires begins: an exchange with one other peer, or a wave of all.
+        mode: ``pull``: fetch another's model; ``push``: have another fetch ours; ``pushpull``: average a pair.
+        push_sum: a push gives away half of one's weight, so that the average is kept on directed graphs too.
+        blocking: wait for each exchange, as Algorithm 2 is printed, or each wave, instead of training on meanwhile.
         finish: ``consensus``: average all models at the end; ``none``: do not, as in the paper.
         init: ``first``: all begin with one peer's weights; ``own``: each with its own, as Algorithm 2 is printed.
         min_peers: stop (exit code 4) when fewer are left, oneself included; 1: go on alone.
@@ -84,6 +93,8 @@ class PeerSettings:
 
     peer_timeout: float = 30.0
     exchange: Literal["pulls", "waves"] = "pulls"
+    mode: Literal["pull", "push", "pushpull"] = "pull"
+    push_sum: bool = False
     blocking: bool = False
     finish: Literal["consensus", "none"] = "consensus"
     init: Literal["first", "own"] = "first"
@@ -102,19 +113,6 @@ class _Pull:
 
 
 @dataclass
-class Counts:
-    """What a peer counts beside what its SyncManager counts.
-
-    Attributes:
-        poisoned: received models that held NaN or Inf and were refused.
-        alone: decisions to pull when no neighbour could be asked, or the schedule let this peer rest.
-    """
-
-    poisoned: int = 0
-    alone: int = 0
-
-
-@dataclass
 class PeerRole:
     """One peer, decided purely: tell it of events by :meth:`handle`, carry out what it asks for.
 
@@ -122,7 +120,7 @@ class PeerRole:
         rank: from 0 to ``size`` − 1.
         size: peers in the run.
         sync: decides when to pull; not shared with any other peer.
-        topology: whom to pull from.
+        topology: whom to pull from, push to, or pair with.
         rng: this peer's own generator.
         incarnation: tells this life of the peer from an earlier one under the same rank.
         schedule: whose turn it is, over ``topology``; None: a random neighbour's.
@@ -156,10 +154,17 @@ class PeerRole:
     _giver: int = field(default=-1, init=False)  # ... and who was asked for it
 
     def __post_init__(self) -> None:
+        settings, timeout = self.settings, self.settings.peer_timeout
         schedule = self.schedule or Random(self.topology)
-        timeout = self.settings.peer_timeout
         self.members = Membership(self.rank, self.size, schedule, timeout, self.rng)
         self.waves = Waves(self.rank, self.members, self._requests, self.sync, timeout)
+        own = self.rank, self.incarnation, timeout, settings.blocking
+        ground = Ground(*own, self.members, self._requests, self.sync, self.counts)
+        self.exchange: Exchange | None = None  # of a mode in which an exchange is more than one pull
+        if settings.mode == "push":
+            self.exchange = Pushes(ground, self.mixing, settings.push_sum)
+        elif settings.mode == "pushpull":
+            self.exchange = Pairs(ground)
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Take one event in and say what is to be done about it, in order."""
@@ -190,17 +195,24 @@ class PeerRole:
             case FiguresReady():
                 self.report = event.report
                 return [Wait(), *self._gather(Stage.DONE, now)]
-            case Restored(step, sync):
-                return self._restored(step, sync, now)
+            case Restored(step, sync, weight):
+                return self._restored(step, sync, weight, now)
             case LeaveRun():
                 return self._leave(now)
 
     @property
     def pulling(self) -> int | None:
-        """The ticket of the pull, or of the wave while training, that is under way."""
+        """The ticket of the pull, or of the wave while training, that is under way, or of our captured model."""
+        if self.exchange:
+            return self.exchange.captured
         if self._pull is None and self.waves.current is not None and self.stage is Stage.TRAIN:
             return self.waves.current.ticket
         return None if self._pull is None else self._pull.ticket
+
+    @property
+    def weight(self) -> float:
+        """Push-sum's w of our own model; 1 without push-sum."""
+        return self.exchange.weight if self.exchange else 1.0
 
     @property
     def rounds_lost(self) -> int:
@@ -227,6 +239,8 @@ class PeerRole:
                 other.stage = Stage.LEFT
                 left: list[Effect] = [self._answer(event.key, HereReply(self.stage), now)]
                 left.append(Note("left", f"peer {event.sender} has left"))
+                if self.exchange and self.stage is not Stage.LEFT:
+                    left += self._exchanged(self.exchange.left(event.sender, now), now)
                 in_wave = self._went_on(self.waves.gone(event.sender, now), now)
                 return [*left, *in_wave, *self._enough(), *self._look(now)]
             case RoundRequest():
@@ -239,6 +253,14 @@ class PeerRole:
                 return [self._answer(event.key, ModelReply(self.step), now, whole=True)]
             case PullRequest():
                 return [self._answer(event.key, ModelReply(self.step), now)]
+            case _ if self.exchange is None:
+                return [self._answer(event.key, NotReadyReply("it pulls: give all peers the same --mode"), now)]
+            case TakeRequest() | SettleRequest():
+                return self._exchanged(self.exchange.requested(event, now), now)
+            case _ if self.stage is not Stage.TRAIN or not self.sound:
+                return [self._answer(event.key, NotReadyReply("it does not train now"), now)]
+            case _:
+                return self._exchanged(self.exchange.offered(event, now), now)
 
     def _answer(self, key: Hashable, reply: Reply, now: float, whole: bool = False) -> Answer:
         return Answer(key, reply, now + self.settings.peer_timeout, whole)
@@ -264,6 +286,8 @@ class PeerRole:
                 return self._came_to_nothing(event.ticket, to, request, now)
             case LeaveRequest(), _:
                 return self._gone_if_told()
+            case ((PushRequest() | PairRequest() | TakeRequest() | SettleRequest()), _) if self.exchange:
+                return self._exchanged(self.exchange.replied(event.ticket, to, event.reply, now), now)
             case _, NotReadyReply() if not isinstance(request, ArriveRequest):
                 self.members.rest(to, now)
                 return self._came_to_nothing(event.ticket, to, request, now)
@@ -274,6 +298,8 @@ class PeerRole:
         to, request = self._requests.close(event.ticket)
         if isinstance(request, LeaveRequest):
             return self._gone_if_told()
+        if event.fault is Fault.POISONED:
+            return [self._set_aside(to, now), *self._came_to_nothing(event.ticket, to, request, now)]
         effects: list[Effect] = []
         other = self.members.others[to]
         if isinstance(request, ArriveRequest) and other.stage is Stage.DONE and event.fault is Fault.UNREACHABLE:
@@ -299,6 +325,8 @@ class PeerRole:
                 return [Forget(ticket), *self._pull_elsewhere(to, now)]
             case RoundRequest() if wave := self._meeting(ticket):
                 return self._went_on([Forget(ticket), *wave.partner_lost(now)], now)
+            case PushRequest() | PairRequest() | TakeRequest() | SettleRequest() if self.exchange:
+                return self._exchanged(self.exchange.failed(ticket, now), now)
             case _:
                 return [Forget(ticket)]
 
@@ -308,6 +336,8 @@ class PeerRole:
             return self._announce_again(int(rank), now) if self._gathering else []
         if what == "gather":
             return self._gather_timer(now) if self._gathering else []
+        if what in (OFFER, SETTLE) and self.exchange and self.stage is not Stage.LEFT:
+            return self._exchanged(self.exchange.timer(what, now), now)
         if what == TIMER and self.stage is not Stage.LEFT:
             return self._went_on(self.waves.timer(now), now)
         return []
@@ -419,7 +449,7 @@ class PeerRole:
             return [Stop(f"{waited}: is any other running? Raise --peer-timeout, or --init own"), Resume()]
         return self._gather(Stage.START, now)
 
-    # --- training: policy, pull, mix --------------------------------------------------------------
+    # --- training: policy, exchange, mix ----------------------------------------------------------
 
     def _step_done(self, event: StepDone, now: float) -> list[Effect]:
         self.step = event.step
@@ -427,8 +457,15 @@ class PeerRole:
         if not self.sound:
             # Nothing is pulled into it; the policy's state stays fit for a loop that goes back to a sound model.
             text = f"own model holds NaN or Inf since iteration {event.step}: it is not given to others; a lower"
-            note = [Note("diverged", f"{text} learning rate may help")] if was else []
-            return [*note, *self.waves.give_up(UNSOUND, now)]
+            told: list[Effect] = [Note("diverged", f"{text} learning rate may help")] if was else []
+            dropped = self.exchange.drop(now) if self.exchange else []
+            return [*told, *dropped, *self.waves.give_up(UNSOUND, now)]
+        if self.exchange:
+            entered = self.exchange.boundary(now)
+            if mix := self.exchange.mix(self.step, at_boundary=True):
+                self._decide_after_mix = event
+                return [*entered, mix]
+            return [*entered, *self._decide(event, now)]
         if self._pull and self._pull.reply:
             self._decide_after_mix = event
             return [self._mix_pulled(self._pull, self._pull.reply)]
@@ -443,6 +480,8 @@ class PeerRole:
             return self._begin_wave(wanted, now)
         if not wanted:
             return []
+        if self.exchange:
+            return self.exchange.begin(now)
         to = self.members.draw(now)
         if to is None:
             self.counts.alone += 1
@@ -461,12 +500,22 @@ class PeerRole:
     def _pull_elsewhere(self, failed: int, now: float) -> list[Effect]:
         """The pull from ``failed`` came to nothing: another neighbour meanwhile, if there is one."""
         assert self._pull is not None
-        to = self.members.draw(now, besides=self._pull.tried)
+        to = self.members.draw(now, besides=self._pull.tried, again=True)
         if to is not None and self.stage is Stage.TRAIN:
             return [self._pull_from(to, self._pull.tried, now)]
         self._pull = None
         self.sync.abandoned()
         return [Resume()] if self.settings.blocking else []
+
+    def _exchanged(self, effects: list[Effect], now: float) -> list[Effect]:
+        """An exchange has gone on: may it be mixed now, or is it over, for which the end of training waited?"""
+        assert self.exchange is not None
+        if mix := self.exchange.mix(self.step, at_boundary=False):
+            return [*effects, mix]
+        if self._finish_after_mix and self.exchange.over:
+            self._finish_after_mix = False
+            return [*effects, *self._finish(now)]
+        return effects
 
     def _arrived(self, reply: ModelReply, now: float) -> list[Effect]:
         assert self._pull is not None
@@ -485,26 +534,34 @@ class PeerRole:
             return self._gather(Stage.START, now)
         if self.waves.is_taken_in(ticket):
             return [Resume()] if self.stage is Stage.AGREE else self._after_mix(now)
+        if self.exchange:
+            return self._after_mix(now) if self.exchange.mixed(ticket) else []
         if self._pull and self._pull.ticket == ticket:
             self.sync.completed()
         return self._after_mix(now)
 
     def _poisoned(self, ticket: int, now: float) -> list[Effect]:
-        self.counts.poisoned += 1
         if self.stage is Stage.LEFT:
+            self.counts.poisoned += 1
             return []
         adopting = self._adopting == ticket
         assert adopting or self._pull is not None
         sender = self._giver if adopting or self._pull is None else self._pull.to
-        aside = self.members.others[sender].aside_until = now + self.settings.peer_timeout
-        note = Note(
-            "poisoned", f"the model of peer {sender} holds NaN or Inf: not mixed, and it is set aside for a while"
-        )
+        note = self._set_aside(sender, now)
         if adopting:
             self._adopting = None
+            aside = self.members.others[sender].aside_until
             return [note, SetTimer(f"announce {sender}", aside), *self._look(now)]
         self.sync.abandoned()
         return [note, *self._after_mix(now)]
+
+    def _set_aside(self, sender: int, now: float) -> Note:
+        """A model of ``sender`` cannot be used: count it, and ask it for none for a while."""
+        self.counts.poisoned += 1
+        self.members.others[sender].aside_until = now + self.settings.peer_timeout
+        return Note(
+            "poisoned", f"the model of peer {sender} holds NaN or Inf: not mixed, and it is set aside for a while"
+        )
 
     def _after_mix(self, now: float) -> list[Effect]:
         self._pull = None
@@ -517,8 +574,13 @@ class PeerRole:
         joined = self._join_wave(now)
         return joined if joined or not self.settings.blocking else [Resume()]
 
-    def _restored(self, step: int, sync: dict[str, Any], now: float) -> list[Effect]:
+    def _restored(self, step: int, sync: dict[str, Any], weight: float, now: float) -> list[Effect]:
         self.step = step
+        if self.exchange:
+            dropped = self.exchange.drop(now)
+            self.exchange.weight = weight
+            self.sync.load_state_dict(sync)
+            return dropped
         self.sync.load_state_dict(sync)
         # A pull under way would add its difference to the model that is no more; its answer is forgotten when it comes.
         pull, self._pull = self._pull, None
@@ -528,6 +590,9 @@ class PeerRole:
     # --- the finish -------------------------------------------------------------------------------
 
     def _training_ended(self, now: float) -> list[Effect]:
+        if self.exchange:
+            self._finish_after_mix = True
+            return [Wait(), *self._exchanged(self.exchange.end(now), now)]
         if self._pull and self._pull.reply:
             self._finish_after_mix = True
             return [Wait(), self._mix_pulled(self._pull, self._pull.reply)]
@@ -550,7 +615,7 @@ class PeerRole:
         self.stage = Stage.AGREE
         here = [r for r in self.members.awaited() if self.members.others[r].stage in (Stage.FINISH, Stage.AGREE)]
         members = members or tuple(sorted([self.rank, *here]))
-        return self._went_on(self.waves.finish(members, self.step, now), now)
+        return self._went_on(self.waves.finish(members, self.step, self.weight, now), now)
 
     # --- waves ------------------------------------------------------------------------------------
 
@@ -626,6 +691,8 @@ class PeerRole:
             self.members.others[told].knows = True
         if (wave := self.waves.answering(event.key)) and self.stage is not Stage.LEFT:
             return self._went_on(wave.answered(event, now), now)
+        if self.exchange and self.stage is Stage.TRAIN:
+            return self._exchanged(self.exchange.answered(event, now), now)
         return self._look(now)
 
     # --- leaving ----------------------------------------------------------------------------------
@@ -635,10 +702,12 @@ class PeerRole:
         self._gathering = False
         # Models that still come are forgotten: whoever has been told that this peer leaves counts on its last word.
         self._pull = self._adopting = None
+        self._finish_after_mix = False
         self.sync.abandoned(failed=False)
+        dropped = self.exchange.drop(now) if self.exchange else []
         deadline = now + self.settings.peer_timeout / 10
         told: list[Effect] = [self._requests.send(rank, LeaveRequest(), deadline) for rank in self.members.awaited()]
-        return [Wait(), *told, *self.waves.leave(now), *self._gone_if_told()]
+        return [Wait(), *dropped, *told, *self.waves.leave(now), *self._gone_if_told()]
 
     def _gone_if_told(self) -> list[Effect]:
         """Resume once every peer that could be told has been told."""

@@ -36,7 +36,7 @@ class _Round:
         partner: rank of the peer met.
         ticket: of our own request; None if this peer only gives and does not need to be heard of.
         taken: the partner's model is here, or is not coming.
-        weight: models in the partner's average; 0 if it is not coming.
+        weight: of the partner's average, the sum of those of the models in it; 0 if it is not coming.
         given: the partner has our model, or will not have it.
         answering: the partner's request while our answer is under way.
         merging: the partner's model is being merged; the round is as good as over.
@@ -48,7 +48,7 @@ class _Round:
     meeting: Meeting
     ticket: int | None
     taken: bool
-    weight: int = 0
+    weight: float = 0.0
     given: bool = False
     answering: Hashable | None = None
     merging: bool = False
@@ -65,6 +65,7 @@ class Wave:
         requests: the role's.
         timeout: peer_timeout, in seconds.
         missing: ranks that are not waited for.
+        weight: of our model in the mean of all; 1, or push-sum's w.
 
     Attributes:
         ticket: what our model is held under, from its capture on.
@@ -83,6 +84,7 @@ class Wave:
         requests: Requests,
         timeout: float,
         missing: Iterable[int] = (),
+        weight: float = 1.0,
     ):
         self.number = number
         self.members = members
@@ -94,7 +96,7 @@ class Wave:
         self._requests = requests
         self._timeout = timeout
         self._began = 0.0
-        self._weight = 1  # how many peers' models what we hold is the mean of
+        self._weight = weight  # the sum of those of the models that what we hold is the mean of
         self._rounds = agreement_rounds(len(members))
         # While training, pairs among a power of two share alike, also after a lost round: their sum stays. At the end,
         # and where the schedule makes weights unequal, it is the mean of all models reached that counts.
@@ -175,8 +177,8 @@ class Wave:
         """Whether ``ticket`` is our request of this round."""
         return self._round is not None and self._round.ticket == ticket
 
-    def taken(self, weight: int, now: float) -> list[Effect]:
-        """The partner's model is here, the mean of ``weight`` models."""
+    def taken(self, weight: float, now: float) -> list[Effect]:
+        """The partner's model is here, a mean of models whose weights sum up to ``weight``."""
         assert self._round is not None and self._round.ticket is not None
         if not self._round.meeting.takes:  # it was only told of this wave
             return [Forget(self._round.ticket)]

@@ -63,25 +63,24 @@ class Waves:
         effects = self._enter(latest, members, step, now)
         return effects + [effect for event in waiting for effect in self.requested(event, step, now)]
 
-    def finish(self, members: tuple[int, ...], step: int, now: float) -> list[Effect]:
-        """Begin the last wave, with ``members``."""
+    def finish(self, members: tuple[int, ...], step: int, weight: float, now: float) -> list[Effect]:
+        """Begin the last wave, with ``members``; ``weight``: of our model in their mean."""
         early, self._early = self._early, []
-        effects = self._enter(LAST_WAVE, members, step, now)
-        assert self.current is not None
+        # Whoever has come to the last wave is met in it, though it was silent a moment ago.
+        self.current = Wave(LAST_WAVE, self._rank, members, step, self._requests, self._timeout, weight=weight)
+        effects = self.current.begin(now)
         return effects + [effect for event in early for effect in self.current.requested(event, now)]
 
     def _enter(
         self, number: int, members: tuple[int, ...], step: int, now: float, starts: bool = False
     ) -> list[Effect]:
         self.current = wave = self._made(number, members, step, now)
-        if number != LAST_WAVE:
-            self._seen = number
-            self._sync.requested(shared=True)
+        self._seen = number
+        self._sync.requested(shared=True)
         return wave.begin(now, starts)
 
     def _made(self, number: int, members: tuple[int, ...], step: int, now: float) -> Wave:
-        # Whoever has come to the last wave is met in it, though it was silent a moment ago.
-        missing = set() if number == LAST_WAVE else self._members.not_met(now)
+        missing = self._members.not_met(now)
         return Wave(number, self._rank, members, step, self._requests, self._timeout, missing)
 
     # --- what others ask --------------------------------------------------------------------------

@@ -42,11 +42,15 @@ class Network:
         bandwidth: of each link in each direction, bytes/s; 125e6 is 1 Gbit/s, the network of section VI.
         delay: from a byte's leaving to its arrival, in seconds.
         loss: probability that a message is lost: nothing of it arrives, and nobody is told.
+        repeat: probability that a message arrives twice.
+        jitter: up to so many seconds more of delay for each message, so that one overtakes another.
     """
 
     bandwidth: float = 125e6
     delay: float = 0.001
     loss: float = 0.0
+    repeat: float = 0.0
+    jitter: float = 0.0
     _cuts: list[_Cut] = field(default_factory=list, init=False)
     _out_free: dict[int, float] = field(default_factory=dict, init=False)
     _in_free: dict[int, float] = field(default_factory=dict, init=False)
@@ -74,4 +78,11 @@ class Network:
             begins = max(now, self._out_free.get(sender, 0.0), self._in_free.get(receiver, 0.0))
             left = begins + nbytes / self.bandwidth
             self._out_free[sender] = self._in_free[receiver] = left
-        return Journey(left, left + self.delay, rng.random() < self.loss)
+        late = rng.uniform(0.0, self.jitter) if self.jitter else 0.0
+        return Journey(left, left + self.delay + late, rng.random() < self.loss)
+
+    def repeats(self, journey: Journey, rng: random.Random) -> list[Journey]:
+        """The journey, and another one if this message arrives twice."""
+        if not self.repeat or rng.random() >= self.repeat:
+            return [journey]
+        return [journey, Journey(journey.left, journey.arrives + rng.uniform(0.0, self.jitter), lost=False)]

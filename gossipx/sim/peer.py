@@ -15,9 +15,22 @@ from torch import Tensor, nn
 from gossipx import actor
 from gossipx.actor import Fault
 from gossipx.arena import ParameterArena, Snapshot
-from gossipx.buffers import HostBuffer, typed
+from gossipx.buffers import typed
+from gossipx.drift import DriftReference
 from gossipx.incoming import Incoming
-from gossipx.messages import LAST_WAVE, InitialRequest, ModelReply, PullRequest, Reply, RoundRequest, Stage
+from gossipx.messages import (
+    LAST_WAVE,
+    InitialRequest,
+    ModelReply,
+    ModelRequest,
+    PairRequest,
+    PullRequest,
+    PushRequest,
+    Reply,
+    RoundRequest,
+    Stage,
+    TakeRequest,
+)
 from gossipx.peer import PeerRole
 from gossipx.wire import pour
 
@@ -31,7 +44,6 @@ class _Exchange:
 
     send: actor.Send
     began: float
-    base: Snapshot | None  # held for the policy's drift alone
     incoming: Incoming | None
     open: bool = True
     their_step: int = 0
@@ -120,7 +132,7 @@ class SimPeer:
         self._leaving = False
         self._waits_since: float | None = None
         self._stepping = False
-        self._reference: HostBuffer | None = None  # x_r, for policies that use drift
+        self._reference = DriftReference(self.arena)
 
     def weights(self) -> Tensor:
         """All trained values, one float64 vector."""
@@ -155,7 +167,8 @@ class SimPeer:
         match self._phase:
             case "join":
                 self._phase = "train"
-                self._set_reference()
+                if self.role.sync.policy.uses_drift:
+                    self._reference.set()
                 self._go_on()
             case "train" if self.arena.step < self.iterations:
                 self._stepping = True
@@ -230,6 +243,8 @@ class SimPeer:
                 self._adopt(ticket)
             case actor.Forget(ticket):
                 self._forget(ticket)
+            case actor.Given(ticket):
+                self._given(ticket)
             case actor.SetTimer(name, at):
                 self._timers[name] = at
                 self._later(at, lambda: self._fire(name, at))
@@ -253,24 +268,39 @@ class SimPeer:
     # --- requests of its own ----------------------------------------------------------------------------
 
     def _send(self, send: actor.Send) -> None:
-        incoming = base = None
-        if isinstance(send.request, InitialRequest | PullRequest | RoundRequest):
-            pulls = isinstance(send.request, PullRequest)
-            ours = self.arena.snapshot() if pulls else None
-            incoming = Incoming(self.arena, ours, whole=isinstance(send.request, InitialRequest))
-            base = self.arena.snapshot() if pulls and self.role.sync.policy.uses_drift else None
-        exchange = _Exchange(send, self._world.now, base, incoming)
+        incoming = None
+        if isinstance(send.request, ModelRequest):
+            incoming = Incoming(self.arena, self._base(send), whole=isinstance(send.request, InitialRequest))
+        exchange = _Exchange(send, self._world.now, incoming)
         self._exchanges[send.ticket] = exchange
         match send.request:
             case InitialRequest():
                 self._world.note(self.rank, f"asks {send.to} for a model to begin with")
             case PullRequest():
                 self._world.note(self.rank, f"pulls {send.to}")
+            case PushRequest():
+                self._world.note(self.rank, f"pushes to {send.to}")
+            case PairRequest():
+                self._world.note(self.rank, f"asks {send.to} to pair")
+            case TakeRequest():
+                self._world.note(self.rank, f"takes from {send.to}")
             case RoundRequest(wave, number):
                 which = "" if wave == LAST_WAVE else f" of wave {wave}"
                 self._world.note(self.rank, f"meets {send.to} in round {number}{which}")
         self._world.carry(self, send.to, 0, lambda: self._arrive(send))
         self._later(send.deadline, lambda: self.fail(send.ticket, Fault.TIMEOUT))
+
+    def _base(self, send: actor.Send) -> Snapshot | None:
+        """What the model that is asked for is compared with, held; None: it is kept as it comes."""
+        match send.request:
+            case TakeRequest():
+                return self._held[send.ticket].base.hold()
+            case PullRequest():
+                if self.role.sync.policy.uses_drift:
+                    self._held[send.ticket] = _Held(self.arena.snapshot())
+                return self.arena.snapshot()
+            case _:
+                return None
 
     def _arrive(self, send: actor.Send) -> None:
         """Our request is at the other's address."""
@@ -293,7 +323,7 @@ class SimPeer:
                 exchange.open = False
                 self._world.note(self.rank, f"has no answer of {exchange.send.to}: {fault.name}")
                 self._tell(actor.Failed(ticket, fault))
-                self._forget(ticket)
+                self._close(exchange)
 
         self._later(self._world.now, failed)
 
@@ -311,16 +341,26 @@ class SimPeer:
             request = exchange.send.request
             if isinstance(request, RoundRequest) and request.wave == LAST_WAVE:
                 self.finish_bytes += len(payload)
-            elif isinstance(request, PullRequest | RoundRequest):
+            elif not isinstance(request, InitialRequest):
                 self.bytes_received += len(payload)
 
         def told() -> None:
+            if isinstance(reply, ModelReply) and isinstance(exchange.send.request, TakeRequest):
+                assert exchange.incoming is not None
+                if math.isnan(exchange.incoming.distance()):  # known before the other side counts on it
+                    self._world.note(self.rank, f"refuses the model of {exchange.send.to}")
+                    self._tell(actor.Failed(ticket, Fault.POISONED))
+                    return
             self._tell(actor.Replied(ticket, reply))
-            if not isinstance(reply, ModelReply):
-                self._forget(ticket)
+            self._close(exchange)
 
         self._later(self._world.now, told)
         return True
+
+    def _close(self, exchange: _Exchange) -> None:
+        """It has its answer: unless it holds a model, nobody refers to it any more."""
+        if exchange.incoming is None:
+            self._exchanges.pop(exchange.send.ticket, None)
 
     # --- requests of others -----------------------------------------------------------------------------
 
@@ -372,7 +412,7 @@ class SimPeer:
         else:
             self.arena.commit(exchange.incoming.buffer, share)
             self._world.note(self.rank, f"mixes {exchange.send.to}")
-            if isinstance(exchange.send.request, PullRequest):
+            if isinstance(exchange.send.request, PullRequest | TakeRequest):
                 self._retrieved(exchange, distance, share)
             self._events.append(actor.Mixed(ticket))
         self._forget(ticket)
@@ -382,15 +422,11 @@ class SimPeer:
         staleness = step - exchange.their_step
         seconds = exchange.arrived - exchange.began
         self.retrievals.append(Retrieval(now, step, exchange.send.to, seconds, staleness, distance))
-        self._set_reference()
-        if exchange.base is not None and self._reference is not None:
-            assert exchange.incoming is not None
-            models = self._reference, exchange.base.buffer, exchange.incoming.buffer
-            for section, reference, base, difference in zip(
-                self.arena.sections, *(model.vectors for model in models), strict=True
-            ):
-                cut = section.trainable
-                torch.add(base[:cut], difference[:cut], alpha=share, out=reference[:cut])
+        if self.role.sync.policy.uses_drift:
+            assert exchange.incoming is not None  # it holds the difference now, of which a share was added
+            own = exchange.send.ticket == self.role.pulling  # else another has pushed it
+            base = self._held[exchange.send.ticket].base.buffer if own else None
+            self._reference.move(exchange.incoming.buffer, share, base)
 
     def _merge(self, merge: actor.Merge) -> None:
         exchange, held = self._exchanges[merge.ticket], self._held[merge.into]
@@ -414,9 +450,8 @@ class SimPeer:
         self._world.note(self.rank, "takes the mean in")
         if self.role.stage is Stage.TRAIN:
             self.retrievals += held.retrievals
-            if self._reference is not None:  # x_r, of which own steps alone lead away
-                for reference, vector in zip(self._reference.vectors, held.now.buffer.vectors, strict=True):
-                    reference.copy_(vector)
+            if self.role.sync.policy.uses_drift:
+                self._reference.set(held.now.buffer)
         self._events.append(actor.Mixed(ticket))
         self._forget(ticket)
 
@@ -428,6 +463,11 @@ class SimPeer:
         self._events.append(actor.Mixed(ticket) if taken else actor.Poisoned(ticket))
         self._forget(ticket)
 
+    def _given(self, ticket: int) -> None:
+        if self.role.sync.policy.uses_drift:
+            self._reference.set(self._held[ticket].base.buffer)
+        self._forget(ticket)
+
     def _forget(self, ticket: int) -> None:
         if held := self._held.pop(ticket, None):
             held.base.release()
@@ -435,8 +475,6 @@ class SimPeer:
         exchange = self._exchanges.pop(ticket, None)
         if exchange is None:
             return
-        if exchange.base is not None:
-            exchange.base.release()
         if exchange.incoming is not None:
             exchange.incoming.release()
 
@@ -444,17 +482,5 @@ class SimPeer:
         """‖x_t − x_r‖₂: from the request that is under way, which is forgotten if it fails, or the last retrieval."""
         if not self.role.sync.policy.uses_drift:
             return None
-        bases = [exchange.base.buffer for exchange in self._exchanges.values() if exchange.base]
-        bases += [held.base.buffer for held in self._held.values()]
-        reference = bases[-1] if bases else self._reference
-        assert reference is not None
-        return self.arena.distance(reference)
-
-    def _set_reference(self) -> None:
-        """Count drift from the model as it is now."""
-        if self.role.sync.policy.uses_drift:
-            now = self.arena.snapshot()
-            self._reference = self._reference or self.arena.buffer()
-            for reference, vector in zip(self._reference.vectors, now.buffer.vectors, strict=True):
-                reference.copy_(vector)
-            now.release()
+        held = None if self.role.pulling is None else self._held.get(self.role.pulling)
+        return self._reference.distance() if held is None else self.arena.distance(held.base.buffer)

@@ -38,7 +38,7 @@ class World:
         peers: by rank, the latest incarnation of each that has started.
         log: what happened, in order.
         fired: how often each kind of fault struck: ``lost``, ``cut``, ``broken`` (transfers that the sender's end
-            broke off), ``crash``, ``pause``, ``restart``, ``poison``.
+            broke off), ``repeated``, ``crash``, ``pause``, ``restart``, ``poison``.
     """
 
     def __init__(self, seed: int, network: Network | None = None):
@@ -154,7 +154,11 @@ class World:
             else:
                 deliver()
 
-        self.at(journey.arrives, arrive)
+        times = self.network.repeats(journey, self._rng)
+        if len(times) > 1:
+            self.fired["repeated"] += 1
+        for one in times:
+            self.at(one.arrives, arrive)
 
     def end(self, peer: SimPeer, what: str) -> None:
         """``peer`` is no more: its connections close, and whoever waits for its answer hears of that."""

@@ -147,7 +147,8 @@ def rounds_to_consensus(
     """Rounds until all models are equal to ``tolerance``, by carrying the schedule's rounds out one after the other.
 
     The models begin as the unit vectors: after k rounds row i of X = W_k ⋯ W_1 is peer i's model, and what is left of
-    the peers' root mean square distance from their mean (Eq. 8's) is ‖X − 1 x̄‖ / ‖I − J/n‖ (Frobenius).
+    the peers' root mean square distance from their mean (Eq. 8's) is ‖X − 1 x̄‖ / ‖I − J/n‖ (Frobenius). Of push-sum
+    the de-biased models x / w.
 
     Returns:
         None if :data:`ROUNDS` are not enough.
@@ -155,25 +156,29 @@ def rounds_to_consensus(
     topology, size = schedule.topology, schedule.topology.size
     factors = [shares(weights, schedule, rank) for rank in range(size)]
     rng = random.Random(seed)
-    models = np.eye(size)
+    masses = np.hstack([np.eye(size), np.ones((size, 1))])
     begin = np.sqrt(max(size - 1, 1))
     for number in range(ROUNDS + 1):
+        models = masses[:, :-1] / masses[:, -1:]
         if np.linalg.norm(models - models.mean(0)) <= tolerance * begin:
             return number
-        models = _round(models, schedule, number, factors, topology, rng)
+        partners = [schedule.partner(rank, number, topology.neighbours[rank], rng, {}) for rank in range(size)]
+        masses = _pushed(masses, partners) if weights == "push-sum" else _pulled(masses, partners, factors)
     return None
 
 
-def _round(
-    models: Matrix,
-    schedule: Schedule,
-    number: int,
-    factors: Sequence[dict[int, float]],
-    topology: Topology,
-    rng: random.Random,
-) -> Matrix:
+def _pushed(masses: Matrix, partners: Sequence[int | None]) -> Matrix:
+    """All masses [size, values] after a round, in which each peer gives half of its own to its partner."""
+    after = masses.copy()
+    for giver, partner in enumerate(partners):
+        if partner is not None:
+            after[giver] -= masses[giver] / 2
+            after[partner] += masses[giver] / 2
+    return after
+
+
+def _pulled(models: Matrix, partners: Sequence[int | None], factors: Sequence[dict[int, float]]) -> Matrix:
     """All models [size, values] after a round, in which each peer takes a share of the model that its partner has."""
-    partners = [schedule.partner(rank, number, topology.neighbours[rank], rng, {}) for rank in range(len(models))]
     takers = [rank for rank, partner in enumerate(partners) if partner is not None]
     givers = [partner for partner in partners if partner is not None]
     share = np.array([BETA * factors[taker][giver] for taker, giver in zip(takers, givers, strict=True)])

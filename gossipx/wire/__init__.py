@@ -13,14 +13,20 @@ from typing import Protocol
 from gossipx.errors import NotAuthorisedError, ProtocolError, UsageError
 from gossipx.memory import PIECE
 from gossipx.messages import (
+    AcceptReply,
     ArriveRequest,
+    BusyReply,
     HereReply,
     InitialRequest,
     LeaveRequest,
     ModelReply,
     NotReadyReply,
+    PairRequest,
     PullRequest,
+    PushRequest,
     RoundRequest,
+    SettleRequest,
+    TakeRequest,
 )
 
 
@@ -141,10 +147,16 @@ Message = (
     | Taken
     | InitialRequest
     | PullRequest
+    | PushRequest
+    | PairRequest
+    | TakeRequest
+    | SettleRequest
     | RoundRequest
     | ArriveRequest
     | LeaveRequest
     | ModelReply
+    | AcceptReply
+    | BusyReply
     | HereReply
     | NotReadyReply
 )
@@ -157,6 +169,10 @@ ANSWERS: dict[type, tuple[type, ...]] = {
     DescribeRequest: (Description,),
     InitialRequest: (ModelReply, NotReadyReply),
     PullRequest: (ModelReply, NotReadyReply),
+    PushRequest: (AcceptReply, BusyReply, NotReadyReply),
+    PairRequest: (AcceptReply, BusyReply, NotReadyReply),
+    TakeRequest: (ModelReply, NotReadyReply),
+    SettleRequest: (AcceptReply, NotReadyReply),
     RoundRequest: (ModelReply, HereReply, NotReadyReply),
     ArriveRequest: (HereReply, NotReadyReply),
     LeaveRequest: (HereReply, NotReadyReply),

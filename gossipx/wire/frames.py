@@ -40,15 +40,21 @@ import xxhash
 from gossipx.errors import ProtocolError
 from gossipx.memory import PIECE
 from gossipx.messages import (
+    AcceptReply,
     ArriveRequest,
+    BusyReply,
     HereReply,
     InitialRequest,
     LeaveRequest,
     ModelReply,
     NotReadyReply,
+    PairRequest,
     PullRequest,
+    PushRequest,
     RoundRequest,
+    SettleRequest,
     Stage,
+    TakeRequest,
 )
 from gossipx.wire import (
     MAX_DESCRIPTION,
@@ -141,6 +147,19 @@ def _text(value: object) -> str:
     return value
 
 
+def _flag(value: object) -> bool:
+    if type(value) is not bool:
+        raise ValueError("is neither true nor false")
+    return value
+
+
+def _weight(value: object) -> float:
+    # All weights of a run sum up to its number of peers.
+    if type(value) not in (int, float) or not 0 < value <= MAX_RANKS:  # type: ignore[operator]
+        raise ValueError(f"is not a number above 0, up to {MAX_RANKS}")
+    return float(value)  # type: ignore[arg-type]
+
+
 def _stage(value: object) -> Stage:
     return Stage(_integer(0, max(Stage))(value))
 
@@ -191,6 +210,7 @@ class _Kind:
     payload: int = 0
 
 
+_EXCHANGE = {"incarnation": _count, "number": _count}
 _STANDING = {"stage": _stage, "report": _report}
 _KINDS = {
     1: _Kind(
@@ -212,9 +232,15 @@ _KINDS = {
     18: _Kind(RoundRequest, {"wave": _count, "round": _count, "members": _members}, MAX_METADATA),
     19: _Kind(ArriveRequest, {**_STANDING, "incarnation": _count}, MAX_METADATA),
     20: _Kind(LeaveRequest, {}),
-    32: _Kind(ModelReply, {"step": _count, "weight": _size}, payload=MAX_MODEL),
+    21: _Kind(PushRequest, _EXCHANGE),
+    22: _Kind(PairRequest, _EXCHANGE),
+    23: _Kind(TakeRequest, _EXCHANGE),
+    24: _Kind(SettleRequest, {**_EXCHANGE, "taken": _flag}),
+    32: _Kind(ModelReply, {"step": _count, "weight": _weight}, payload=MAX_MODEL),
     33: _Kind(HereReply, _STANDING, MAX_METADATA),
     34: _Kind(NotReadyReply, {"reason": _text}),
+    35: _Kind(AcceptReply, {}),
+    36: _Kind(BusyReply, {}),
 }
 _NUMBERS = {kind.message: number for number, kind in _KINDS.items()}
 

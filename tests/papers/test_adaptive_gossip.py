@@ -240,6 +240,31 @@ def test_drift_is_the_way_that_own_steps_have_led(blocking: bool):
         assert seen.drift == pytest.approx(float(sum(ways[began : seen.step]).norm()), rel=1e-4)
 
 
+@pytest.mark.parametrize("mode", ["push", "pushpull"])
+@pytest.mark.parametrize("blocking", [False, True])
+def test_drift_is_that_of_own_steps_where_others_give_their_models_too(blocking: bool, mode: str):
+    """x_r is the model as it was pushed, or entered a pair; what others push meanwhile moves x and x_r alike."""
+    policy = Watch()
+    ways: list[torch.Tensor] = []
+
+    def step(peer) -> None:
+        before = peer.weights()
+        sgd(peer.module)
+        ways.append(peer.weights() - before)
+
+    made = World(0, Network(bandwidth=4 * SIZE / 1.5))
+    others = "tau:3" if mode == "push" else "never"
+    options = {"blocking": blocking, "init": "own", "mode": mode}
+    made.start(1, lambda _: make(1, 2, policy=others, **options))
+    watched = make(0, 2, policy=policy, gradient_step=step, **options)
+    made.start(0, lambda _: watched)
+    ended(made, 200.0)
+    assert len(watched.retrievals) >= 3
+    for seen in policy.seen:
+        began = (seen.step - 1) // 4 * 4
+        assert seen.drift == pytest.approx(float(sum(ways[began : seen.step]).norm()), rel=1e-4)
+
+
 def test_drift_goes_on_from_the_earlier_retrieval_when_the_request_fails():
     made = World(0)
     made.start(1, lambda _: make(1, 2, policy="never", init="own"))
@@ -249,10 +274,8 @@ def test_drift_goes_on_from_the_earlier_retrieval_when_the_request_fails():
     made.network.cut([0], [1], 6.5)  # the request after step 8, and all later ones, fail; that after step 4 did not
     made.run(20.5)
     assert made.fired["cut"] > 0 and made.peers[0].role.sync.failed == 1
-    reference = made.peers[0]._reference
-    assert reference is not None
     assert made.peers[0].role.sync.in_flight is False
-    assert policy.seen[-1].drift == pytest.approx(made.peers[0].arena.distance(reference), rel=1e-6)
+    assert policy.seen[-1].drift == pytest.approx(made.peers[0]._reference.distance(), rel=1e-6)
     assert policy.seen[-1].drift > policy.seen[7].drift, "it counts on from step 4"
 
 

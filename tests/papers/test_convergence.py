@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -73,7 +74,7 @@ def loss_of(weights: Tensor) -> float:
     return loss(module)
 
 
-def run(policy: str) -> World:
+def run(policy: str, **settings: Any) -> World:
     made = World(0)
     full = topology.load("full", PEERS)
 
@@ -81,9 +82,8 @@ def run(policy: str) -> World:
         def maker(incarnation: int) -> SimPeer:
             module = model()
             manager = SyncManager(policies.parse(policy), seed=rank)
-            role = PeerRole(
-                rank, PEERS, manager, full, random.Random(rank), incarnation, settings=PeerSettings(peer_timeout=10)
-            )
+            given = PeerSettings(peer_timeout=10, **settings)
+            role = PeerRole(rank, PEERS, manager, full, random.Random(rank), incarnation, settings=given)
             return SimPeer(role, module, trainer(*shard(rank), module, rank), ITERATIONS)
 
         made.start(rank, maker)
@@ -112,8 +112,18 @@ def never() -> World:
     return run("never")
 
 
-@pytest.mark.parametrize("policy", ["tau:5", "adaptive:threshold=0.01", "travel:distance=0.2"])
-def test_pulling_beats_training_alone(policy: str, never: World):
+@pytest.mark.parametrize(
+    ("policy", "mode"),
+    [
+        ("tau:5", {}),
+        ("adaptive:threshold=0.01", {}),
+        ("travel:distance=0.2", {}),
+        ("tau:5", {"mode": "push"}),
+        ("travel:distance=0.2", {"mode": "push", "weights": "push-sum"}),
+        ("adaptive:threshold=0.01", {"mode": "pushpull"}),
+    ],
+)
+def test_exchanging_beats_training_alone(policy: str, mode: dict[str, Any], never: World):
     """Table II, Figure 6: each peer's own model, on all data, against τ = ∞ and against plain SGD in one place."""
     module = model()
     step = trainer(POINTS, CLASSES, module, 99)
@@ -121,7 +131,7 @@ def test_pulling_beats_training_alone(policy: str, never: World):
         step()
     reference = loss(module)
 
-    pulling, training_alone = before_finish(run(policy)), before_finish(never)
+    pulling, training_alone = before_finish(run(policy, **mode)), before_finish(never)
     for own, by_itself in zip(pulling, training_alone, strict=True):
         assert own < by_itself
     assert sum(pulling) / PEERS - reference < (sum(training_alone) / PEERS - reference) / 2

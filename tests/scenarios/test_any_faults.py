@@ -14,6 +14,7 @@ from gossipx.topology.schedules import SCHEDULES
 ITERATIONS = 10
 PULLS = 5
 
+MODES = [{}, {"exchange": "waves"}, {"mode": "push"}, {"mode": "push", "weights": "push-sum"}, {"mode": "pushpull"}]
 times = st.floats(0, 40, allow_nan=False)
 ranks = st.integers(0, 4)
 FAULTS = st.one_of(
@@ -24,7 +25,7 @@ FAULTS = st.one_of(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(
     size=st.integers(2, 5),
     seed=st.integers(0, 100),
@@ -32,18 +33,20 @@ FAULTS = st.one_of(
     paces=st.lists(st.floats(0.5, 3), min_size=5, max_size=5),
     loss=st.sampled_from([0.0, 0.0, 0.05]),
     bandwidth=st.sampled_from([4.0 * SIZE, 1e9]),
+    repeat=st.sampled_from([0.0, 0.0, 0.1]),
+    mode=st.sampled_from(MODES),
     options=st.fixed_dictionaries(
         {
             "blocking": st.booleans(),
             "init": st.sampled_from(["first", "own"]),
-            "exchange": st.sampled_from(["pulls", "waves"]),
             "graph": st.sampled_from(["full", "full", "exponential", "star"]),
             "schedule": st.sampled_from(["random", *SCHEDULES]),
         }
     ),
 )
-def test_every_run_ends(size, seed, faults, paces, loss, bandwidth, options):
-    network = Network(bandwidth=bandwidth, loss=loss)
+def test_every_run_ends(size, seed, faults, paces, loss, bandwidth, repeat, mode, options):
+    network = Network(bandwidth=bandwidth, loss=loss, repeat=repeat, jitter=repeat)
+    options.update(mode)
     made = world(size, seed, network, dict(enumerate(paces)), policy="tau:2", iterations=ITERATIONS, **options)
     made.run(0.0)  # all have started
     for name, rank, at, *more in faults:
@@ -65,6 +68,7 @@ def test_every_run_ends(size, seed, faults, paces, loss, bandwidth, options):
         life = made.lines(rank)
         begun = len(life) - life[::-1].index("starts")  # its last life
         gone = life.index("is LEFT", begun) if "is LEFT" in life[begun:] else len(life)
-        assert not [line for line in life[gone:] if line.startswith(("mixes", "takes", "adopts", "pulls"))]
+        taking_part = "mixes", "adopts", "pulls", "takes", "pushes", "asks"
+        assert not [line for line in life[gone:] if line.startswith(taking_part)]
         assert torch.isfinite(peer.weights()).all()
         assert peer.weights().abs().max() < 10  # every model is an average of steps towards targets within this

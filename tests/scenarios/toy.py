@@ -67,7 +67,7 @@ def make(
     policy: Any = "tau:5",
     iterations: int = ITERATIONS,
     compute: float = 1.0,
-    graph: str = "full",
+    graph: str | topology.Topology = "full",
     schedule: str = "random",
     weights: Any = "uniform",
     mix: str = "average",
@@ -77,16 +77,17 @@ def make(
     **settings: Any,
 ) -> SimPeer:
     """One peer, not started; ``draws`` seeds its own generator."""
-    plan = schedules.parse(schedule, _graph(graph, size))
+    graph = _graph(graph, size) if isinstance(graph, str) else graph
+    plan = schedules.parse(schedule, graph)
     role = PeerRole(
         rank,
         size,
         SyncManager(policies.parse(policy), seed=rank),
-        _graph(graph, size),
+        graph,
         random.Random(draws + rank),
         incarnation,
         mixing.parse(mix),
-        PeerSettings(**{"peer_timeout": TIMEOUT, **settings}),
+        PeerSettings(**{"peer_timeout": TIMEOUT, "push_sum": weights == "push-sum", **settings}),
         plan,
         shares(weights, plan, rank),
     )

@@ -40,6 +40,7 @@ EVERY_KEY: dict[str, dict[str, Any]] = {
     },
     "sync": {
         "policy": "tau:10",
+        "mode": "push",
         "exchange": "waves",
         "topology": "ring",
         "schedule": "one-peer",
@@ -93,6 +94,7 @@ partition = "dirichlet:alpha=0.3"
 
 [sync]
 policy = "tau:10"
+mode = "push"
 exchange = "waves"
 topology = "ring"
 schedule = "one-peer"

@@ -123,3 +123,23 @@ def test_a_wave_counts_once_and_each_of_its_models_as_one():
     manager.requested(shared=True)
     manager.abandoned()
     assert manager.failed == 1 and manager.step(7, 1.0) is False and manager.step(8, 1.0), "4 and 6 after the last"
+
+
+def test_what_others_push_is_a_retrieval_and_no_exchange_of_ours():
+    """Policies look back to the last exchange of our own: a push, which brings nothing."""
+    manager = SyncManager(policies.parse("never"))
+    for step in (1, 2, 3):
+        manager.step(step, 0.5)
+    manager.retrieved()
+    assert (manager.retrievals, manager.difference, manager.in_flight) == (1, 0.5, False)
+    manager.requested()
+    manager.completed(models=0)
+    assert (manager.retrievals, manager.difference, manager.in_flight) == (1, 0.0, False)
+
+
+def test_a_decision_that_finds_nobody_is_skipped_as_if_it_had_not_been_taken():
+    manager = SyncManager(policies.parse("never"))
+    manager.step(1, 0.5)
+    manager.requested()
+    manager.found_nobody()
+    assert (manager.skipped, manager.failed, manager.difference, manager.in_flight) == (1, 0, 0.5, False)

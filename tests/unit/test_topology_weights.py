@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import assume, given
@@ -11,7 +13,7 @@ from gossipx.errors import UsageError
 from gossipx.topology import Topology, load
 from gossipx.topology.analysis import TOLERANCE, analyse, rounds_to_consensus, spectral_gap
 from gossipx.topology.schedules import SCHEDULES, parse
-from gossipx.topology.weights import mixing_matrix, push_sum_matrix, push_sum_shares, shares
+from gossipx.topology.weights import check, mixing_matrix, push_sum_matrix, shares
 
 NAMES = [
     "full",
@@ -92,17 +94,16 @@ def test_metropolis_needs_edges_both_ways() -> None:
 @given(graph=st.one_of(undirected, st.just(DIGRAPH), st.builds(load, st.just("exponential"), st.integers(1, 24))))
 def test_push_sum_keeps_the_sum(graph: Topology) -> None:
     """Kempe et al. 2003, Proposition 2.2 (mass conservation): columns sum to 1."""
-    matrix = push_sum_matrix(graph)
+    matrix = push_sum_matrix(parse("random", graph))
     np.testing.assert_allclose(matrix.sum(0), 1)
     assert (matrix.diagonal() > 0).all()
     for rank, others in enumerate(graph.neighbours):
-        assert set(push_sum_shares(graph, rank)) == {rank, *others}
         assert {int(j) for j in np.flatnonzero(matrix[:, rank])} == {rank, *others}
 
 
 def test_push_sum_ratios_come_to_the_mean_over_a_digraph() -> None:
     """s_t = A s, w_t = A w from w = 1: s / w → the mean at every peer, which a row-stochastic matrix would miss."""
-    matrix = push_sum_matrix(DIGRAPH)
+    matrix = push_sum_matrix(parse("random", DIGRAPH))
     values = np.array([3.0, -1.0, 4.0, 8.0])
     mass = np.ones(4)
     start = values.mean()
@@ -114,8 +115,21 @@ def test_push_sum_ratios_come_to_the_mean_over_a_digraph() -> None:
     assert abs(pulled[0] - start) > 0.1
 
 
-def test_push_sum_shares_follow_the_edges_weights() -> None:
-    assert push_sum_shares(DIGRAPH, 0) == pytest.approx({0: 1 / 2.5, 1: 0.5 / 2.5, 2: 1 / 2.5})
+def test_push_sum_has_no_use_for_the_edges_weights() -> None:
+    with pytest.raises(
+        UsageError, match="--weights push-sum gives half of a peer's own, and 'own' gives edges weights"
+    ):
+        check("push-sum", DIGRAPH)
+
+
+def test_push_sum_brings_a_directed_graph_to_the_mean_in_finite_rounds() -> None:
+    """Uniform pulls over it come to something else; with push-sum the mean is kept."""
+    plain = dataclasses.replace(DIGRAPH, edge_shares={})
+    pulled, pushed = analyse(plain), analyse(plain, weights="push-sum")
+    assert not pulled.keeps_mean
+    assert pushed.keeps_mean
+    assert pushed.rounds_to_consensus is not None
+    assert not any("mean" in warning for warning in pushed.warnings)
 
 
 # --- analysis -------------------------------------------------------------------------------------

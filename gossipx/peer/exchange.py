@@ -1,0 +1,306 @@
+"""Exchanges that are more than one pull: what pushes and pairs have in common.
+
+One peer offers and thereby begins; the other, when it has room, takes the model that is offered. Each exchange has one
+who decides whether it stands, the one who began it: so it happens for both or for neither, whatever is lost, repeated
+or late on the way between them::
+
+    PushRequest, PairRequest   began → other   an offer; Accept, or Busy: the one who began chooses another at once
+    TakeRequest                other → began   its model comes, as it was when the exchange was entered
+    SettleRequest              other → began   "I have it": from Accept on, the exchange stands
+
+Until it is settled nothing is mixed, and whoever began may give up at any time: it then refuses to settle. Requests may
+be repeated: each names the offer by the incarnation and number of the one who began, and an offer stands once. The
+other is in doubt only while its SettleRequest has no answer; it asks again until there is one, or the first is lost.
+"""
+
+from __future__ import annotations
+
+import abc
+import enum
+import itertools
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from gossipx.actor import Answer, Answered, Capture, Effect, Forget, Mix, Received, Resume, SetTimer
+from gossipx.messages import (
+    AcceptReply,
+    BusyReply,
+    ExchangeRequest,
+    ModelReply,
+    NotReadyReply,
+    Reply,
+    SettleRequest,
+    Stage,
+    TakeRequest,
+)
+from gossipx.peer.membership import Membership
+from gossipx.peer.requests import Requests
+from gossipx.sync import SyncManager
+
+OFFER_SHARE = 1 / 10
+"""Share of peer_timeout (3 s of 30 s) within which an offer is answered: it is small, and nothing is fetched for it."""
+OFFER, SETTLE = "offer", "settle"
+"""Timers: the exchange that we began is given up; it is asked again whether that of another stands."""
+
+
+@dataclass
+class Counts:
+    """What a peer counts beside what its SyncManager counts.
+
+    Attributes:
+        poisoned: received models that held NaN or Inf and were refused.
+        alone: decisions to exchange when no neighbour could be asked.
+    """
+
+    poisoned: int = 0
+    alone: int = 0
+
+
+@dataclass(frozen=True)
+class Ground:
+    """What an exchange stands on: parts of its peer's role, and ``timeout`` and ``blocking`` of its settings."""
+
+    rank: int
+    incarnation: int
+    timeout: float
+    blocking: bool
+    members: Membership
+    requests: Requests
+    sync: SyncManager
+    counts: Counts
+
+
+class Way(enum.Enum):
+    """How far a model that another offered has come."""
+
+    COMING = "it is being fetched"
+    SETTLING = "it is here; whether the exchange stands is asked"
+    STANDS = "it is to be mixed at the next step boundary"
+    MIXING = "it is being mixed"
+    OVER = "it is not coming, or is mixed"
+
+
+class Taking:
+    """A model that another peer offered, from its acceptance to the mix. Methods say what is to be done.
+
+    Attributes:
+        sender: who offered.
+        ticket: of our request for it, under which our own model is captured too.
+        reply: it came with this.
+        way: how far it has come.
+    """
+
+    def __init__(self, ground: Ground, offer: Received):
+        assert isinstance(offer.request, ExchangeRequest)
+        self.sender = offer.sender
+        self.ticket = 0
+        self.reply = ModelReply(0)
+        self.way = Way.COMING
+        self._incarnation, self._number = offer.request.incarnation, offer.request.number
+        self._ground = ground
+        self._fetching = False  # our TakeRequest has no answer yet
+        self._settling: int | None = None  # the ticket of our open SettleRequest
+
+    def is_of(self, offer: Received) -> bool:
+        """Whether ``offer`` is the one that this came of, repeated."""
+        assert isinstance(offer.request, ExchangeRequest)
+        name = offer.request.incarnation, offer.request.number
+        return (offer.sender, *name) == (self.sender, self._incarnation, self._number)
+
+    def start(self, now: float) -> list[Effect]:
+        """Ask for the model."""
+        take = TakeRequest(self._incarnation, self._number)
+        send = self._ground.requests.send(self.sender, take, now + self._ground.timeout)
+        self.ticket, self._fetching = send.ticket, True
+        return [Capture(send.ticket), send]
+
+    def awaits(self, ticket: int) -> bool:
+        """Whether ``ticket`` is that of an open request of this."""
+        return ticket == self._settling or (ticket == self.ticket and self.way is Way.COMING)
+
+    def replied(self, ticket: int, reply: Reply, now: float) -> list[Effect]:
+        """One of its requests was answered."""
+        if ticket == self._settling:
+            self._settling = None
+            if isinstance(reply, AcceptReply):
+                self.way = Way.STANDS
+                return []
+            return self.forget()
+        self._fetching = False
+        if isinstance(reply, ModelReply):
+            self.reply = reply
+            self.way = Way.SETTLING
+            return self._settle(now)
+        return self.forget()
+
+    def failed(self, ticket: int, last: bool, now: float) -> list[Effect]:
+        """One of its requests was not answered; ``last``: there is no time to ask again."""
+        if ticket == self.ticket:
+            self._fetching = False
+            return self.decline(now)
+        self._settling = None
+        sender = self._ground.members.others[self.sender]
+        if last or sender.lost or sender.stage in (Stage.DONE, Stage.LEFT):
+            # Nobody is left to say. Mixed, no weight is lost with a sender that died after it gave some away.
+            self.way = Way.STANDS
+            return []
+        return [SetTimer(SETTLE, sender.rests_until)]
+
+    def ask_again(self, now: float) -> list[Effect]:
+        """Ask whether it stands, if that is to be known and not being asked."""
+        return self._settle(now) if self.way is Way.SETTLING and self._settling is None else []
+
+    def decline(self, now: float) -> list[Effect]:
+        """It cannot be taken: the one who offered it need not wait."""
+        told = SettleRequest(self._incarnation, self._number, taken=False)
+        send = self._ground.requests.send(self.sender, told, now + self._ground.timeout * OFFER_SHARE)
+        return [*self.forget(), send]
+
+    def forget(self) -> list[Effect]:
+        """It is of no more interest; where it is still being fetched, its answer is forgotten when it comes."""
+        self.way = Way.OVER
+        self._settling = None
+        return [] if self._fetching else [Forget(self.ticket)]
+
+    def _settle(self, now: float) -> list[Effect]:
+        # The other side of a pair answers when our model has reached it: as long as that may take.
+        request = SettleRequest(self._incarnation, self._number, taken=True)
+        send = self._ground.requests.send(self.sender, request, now + self._ground.timeout)
+        self._settling = send.ticket
+        return [send]
+
+
+class Exchange(abc.ABC):
+    """All exchanges of one peer in one mode. Each method says what is to be done.
+
+    Attributes:
+        weight: push-sum's w of our own model; 1 without push-sum.
+    """
+
+    weight: float = 1.0
+
+    def __init__(self, ground: Ground):
+        self._ground = ground
+        self._numbers = itertools.count(1)
+        self._settled: dict[int, int] = {}  # the last offer of ours that stands, by who took it
+        self._last: int | None = None  # the partner of the last exchange that we have begun, or of the last pair
+        self._ending = False  # no exchange begins any more
+        self._taking: Taking | None = None
+
+    # --- what differs -----------------------------------------------------------------------------
+
+    @property
+    @abc.abstractmethod
+    def captured(self) -> int | None:
+        """The ticket under which our model is captured for the exchange that our drift counts from."""
+
+    @property
+    @abc.abstractmethod
+    def over(self) -> bool:
+        """Nothing is under way that is to be waited for."""
+
+    @abc.abstractmethod
+    def begin(self, now: float) -> list[Effect]:
+        """The policy has decided to exchange, and no decision of before is under way."""
+
+    @abc.abstractmethod
+    def offered(self, event: Received, now: float) -> list[Effect]:
+        """Another offers."""
+
+    @abc.abstractmethod
+    def requested(self, event: Received, now: float) -> list[Effect]:
+        """Another asks for a model of an exchange (TakeRequest), or whether it stands (SettleRequest)."""
+
+    @abc.abstractmethod
+    def replied(self, ticket: int, to: int, reply: Reply, now: float) -> list[Effect]:
+        """A request of an exchange was answered."""
+
+    @abc.abstractmethod
+    def failed(self, ticket: int, now: float) -> list[Effect]:
+        """A request of an exchange was not answered, or by a model that holds NaN or Inf."""
+
+    @abc.abstractmethod
+    def give_up(self, now: float) -> list[Effect]:
+        """The time of the exchange that we began is over."""
+
+    @abc.abstractmethod
+    def left(self, rank: int, now: float) -> list[Effect]:
+        """Another peer has left."""
+
+    @abc.abstractmethod
+    def mix(self, step: int, at_boundary: bool) -> Mix | None:
+        """The model that is to be mixed now, if one is.
+
+        Args:
+            step: iterations that we have done.
+            at_boundary: a step was just done; otherwise training may be in the middle of one.
+        """
+
+    @abc.abstractmethod
+    def mixed(self, ticket: int) -> bool:
+        """A model is mixed; returns whether it was one of these."""
+
+    @abc.abstractmethod
+    def end(self, now: float) -> list[Effect]:
+        """Training has ended: give up what may be given up; the rest is to be waited for until it is :attr:`over`."""
+
+    @abc.abstractmethod
+    def drop(self, now: float) -> list[Effect]:
+        """The model is no more what it was, or we leave: nothing of what is under way is mixed."""
+
+    # --- what does not ----------------------------------------------------------------------------
+
+    def boundary(self, now: float) -> list[Effect]:
+        """A step is done."""
+        return []
+
+    def answered(self, event: Answered, now: float) -> list[Effect]:
+        """An answer was handed over, or not."""
+        return []
+
+    def timer(self, name: str, now: float) -> list[Effect]:
+        """One of our timers fired."""
+        if name == OFFER:
+            return self.give_up(now)
+        return self._taking.ask_again(now) if self._taking else []
+
+    def _draw(self, now: float, tried: frozenset[int] = frozenset(), fault: bool = False) -> int | None:
+        """A random neighbour that trains, as far as is known, and may be asked now.
+
+        Args:
+            tried: those that were asked for this decision already.
+            fault: one of these failed, rather than said no.
+        """
+        others = self._ground.members.others
+        besides = {rank for rank, other in others.items() if other.stage is not None and other.stage > Stage.TRAIN}
+        if tried and not fault and self._last is not None:
+            # Where all are busy nearly always, the one who is free is the last partner, and pairs or rings would stay
+            # by themselves for good.
+            besides.add(self._last)
+        return self._ground.members.draw(now, besides=tried | besides, again=bool(tried))
+
+    def _nowhere(self, fault: bool) -> list[Effect]:
+        """The decision cannot be carried out; ``fault``: a neighbour failed, rather than all said no."""
+        if fault:
+            self._ground.sync.abandoned()
+        else:
+            self._ground.sync.found_nobody()
+        return [Resume()] if self._ground.blocking else []
+
+    def _has_settled(self, event: Received) -> bool:
+        """Whether ``event`` asks again about an offer of ours that stands."""
+        assert isinstance(event.request, ExchangeRequest)
+        number = event.request.number
+        return event.request.incarnation == self._ground.incarnation and self._settled.get(event.sender) == number
+
+    def _answer(self, key: Hashable, reply: Reply, now: float, captured: int | None = None) -> Answer:
+        return Answer(key, reply, now + self._ground.timeout, captured=captured)
+
+    def _accept(self, key: Hashable, now: float) -> Answer:
+        return self._answer(key, AcceptReply(), now)
+
+    def _busy(self, key: Hashable, now: float) -> Answer:
+        return self._answer(key, BusyReply(), now)
+
+    def _refuse(self, key: Hashable, now: float) -> Answer:
+        return self._answer(key, NotReadyReply("there is no such exchange any more"), now)

@@ -1,0 +1,308 @@
+"""Push-pull: pairs of peers that average their models, both or neither.
+
+Both fetch the model that the other entered the exchange with, and each adds half of the difference, ½ (x_other − x_own
+as of entering): what one gains the other loses, so the sum of both is unchanged, and if neither trains meanwhile
+(``blocking``) both end equal (Boyd et al., Randomized Gossip Algorithms, 2006, section II: pairwise averaging).
+
+A peer is in one exchange at a time. One that is asked while it is in one says that it is busy. One that has itself
+asked and has no answer yet may let another wait for its own: perhaps it finds nobody. Such waits could go round in a
+ring, so only an asker of a higher rank is let wait: along each chain of waits ranks fall, and the others are told busy
+at once. Two that ask each other are one exchange, that which the lower rank began.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+from gossipx.actor import Capture, Effect, Forget, Mix, Received, Resume, SetTimer, Wait
+from gossipx.messages import (
+    AcceptReply,
+    ExchangeRequest,
+    ModelReply,
+    NotReadyReply,
+    PairRequest,
+    Reply,
+    SettleRequest,
+    TakeRequest,
+)
+from gossipx.peer.exchange import OFFER, OFFER_SHARE, Exchange, Ground, Taking, Way
+
+SHARE = 0.5
+"""Of the other's model: any other would leave the two apart."""
+
+
+@dataclass
+class _Begun:
+    """The exchange that we began.
+
+    Attributes:
+        partner: who was asked.
+        number: names it.
+        offer: the ticket of our PairRequest.
+        tried: who was asked so far for this decision.
+        fault: one of those failed, rather than said no.
+        ticket: of our request for the partner's model, under which ours is captured; None until the partner accepts.
+        fetching: that request has no answer yet.
+        taken: the partner's model is here.
+        asks: the partner's SettleRequests, which wait for that.
+        way: from STANDS on it is settled.
+    """
+
+    partner: int
+    number: int
+    offer: int
+    tried: frozenset[int]
+    fault: bool
+    ticket: int | None = None
+    fetching: bool = False
+    taken: bool = False
+    asks: list[Hashable] = field(default_factory=list)
+    way: Way = Way.COMING
+
+
+class Pairs(Exchange):
+    """One peer's pairwise averaging: at most one of an exchange that it began and one that another did."""
+
+    def __init__(self, ground: Ground):
+        super().__init__(ground)
+        self._begun: _Begun | None = None
+        self._decided = False  # the exchange under way is, or stands for, one that we have decided
+        self._held: list[Received] = []  # an offer, and its repetitions, that waits for ours or for a step boundary
+
+    @property
+    def captured(self) -> int | None:
+        if self._taking:
+            return self._taking.ticket
+        return self._begun.ticket if self._begun else None
+
+    @property
+    def over(self) -> bool:
+        return self._taking is None and self._begun is None
+
+    # --- entering ---------------------------------------------------------------------------------
+
+    def begin(self, now: float) -> list[Effect]:
+        to = self._draw(now)
+        if to is None:
+            self._ground.counts.alone += 1
+            return []
+        self._ground.sync.requested()
+        self._decided = True
+        asked = self._ask(to, frozenset(), False, now)
+        return [Wait(), *asked] if self._ground.blocking else asked
+
+    def _ask(self, to: int, tried: frozenset[int], fault: bool, now: float) -> list[Effect]:
+        number = next(self._numbers)
+        # Where exchanges block, one that is asked answers at its next step boundary.
+        patience = self._ground.timeout * (1 if self._ground.blocking else OFFER_SHARE)
+        send = self._ground.requests.send(to, PairRequest(self._ground.incarnation, number), now + patience)
+        self._begun = _Begun(to, number, send.ticket, tried | {to}, fault)
+        return [send]
+
+    def _accepted(self, now: float) -> list[Effect]:
+        """The partner has accepted, or asks for our model already: enter."""
+        begun = self._begun
+        assert begun is not None
+        if begun.ticket is not None:
+            return []
+        deadline = now + self._ground.timeout
+        take = TakeRequest(self._ground.incarnation, begun.number)
+        send = self._ground.requests.send(begun.partner, take, deadline)
+        begun.ticket, begun.fetching = send.ticket, True
+        held, self._held = self._held, []
+        return [Capture(send.ticket), send, SetTimer(OFFER, deadline), *(self._busy(event.key, now) for event in held)]
+
+    def offered(self, event: Received, now: float) -> list[Effect]:
+        if not isinstance(event.request, PairRequest):
+            return [self._answer(event.key, NotReadyReply("it averages pairs: give all peers the same --mode"), now)]
+        if self._ending:
+            return [self._refuse(event.key, now)]
+        if self._taking:
+            return [self._accept(event.key, now) if self._taking.is_of(event) else self._busy(event.key, now)]
+        begun = self._begun
+        if begun is None:
+            # Mid-step, training would go on between entering and the mix, and leave the two apart.
+            return self._hold(event, now) if self._ground.blocking else self._enter([event], now)
+        if begun.ticket is None and begun.partner == event.sender and self._ground.rank > event.sender:
+            self._begun = None  # it answers our own offer by "busy", or has done so
+            return self._enter([event], now)
+        waits = begun.ticket is None and begun.partner != event.sender and self._ground.rank < event.sender
+        return self._hold(event, now) if waits else [self._busy(event.key, now)]
+
+    def _hold(self, event: Received, now: float) -> list[Effect]:
+        """Let it wait, if it is the only one that does."""
+        first = self._held[0] if self._held else event
+        if (event.sender, event.request) != (first.sender, first.request):
+            return [self._busy(event.key, now)]
+        self._held.append(event)
+        return []
+
+    def _enter(self, offers: list[Received], now: float) -> list[Effect]:
+        """Take up another's offer."""
+        if not self._ground.sync.in_flight:
+            self._ground.sync.requested()  # for the other it is a retrieval, and so it is for us
+        self._taking = Taking(self._ground, offers[0])
+        answers = [self._accept(event.key, now) for event in offers]
+        wait: list[Effect] = [Wait()] if self._ground.blocking else []
+        held, self._held = self._held, []
+        rest = [self._busy(event.key, now) for event in held if event not in offers]
+        return [*wait, *answers, *self._taking.start(now), *rest]
+
+    def boundary(self, now: float) -> list[Effect]:
+        return self._enter(list(self._held), now) if self._held and self.over else []
+
+    # --- the exchange that we began -----------------------------------------------------------------
+
+    def _elsewhere(self, now: float, fault: bool = True) -> list[Effect]:
+        """It came to nothing: take up an offer that waits, or ask another neighbour, if there is one."""
+        begun = self._begun
+        assert begun is not None
+        effects = self._withdraw(now)
+        if self._held:
+            return [*effects, *self._enter(list(self._held), now)]
+        fault = fault or begun.fault
+        to = self._draw(now, begun.tried, fault)
+        if to is not None:
+            return [*effects, *self._ask(to, begun.tried, fault, now)]
+        self._decided = False
+        return [*effects, *self._nowhere(fault)]
+
+    def _withdraw(self, now: float) -> list[Effect]:
+        """It is not to be any more: it will be refused to whoever asks, and a model still to come is forgotten then."""
+        begun, self._begun = self._begun, None
+        if begun is None:
+            return []
+        refused = [self._refuse(key, now) for key in begun.asks]
+        return [*refused, *([] if begun.ticket is None or begun.fetching else [Forget(begun.ticket)])]
+
+    def give_up(self, now: float) -> list[Effect]:
+        begun = self._begun
+        if begun is None or begun.ticket is None or begun.way is not Way.COMING:
+            return []
+        self._ground.members.rest(begun.partner, now)
+        return self._elsewhere(now)
+
+    def left(self, rank: int, now: float) -> list[Effect]:
+        begun = self._begun
+        return self._elsewhere(now) if begun and begun.partner == rank and begun.way is Way.COMING else []
+
+    def requested(self, event: Received, now: float) -> list[Effect]:
+        assert isinstance(event.request, ExchangeRequest)
+        begun, request = self._begun, event.request
+        if self._taking and self._taking.is_of(event) and isinstance(request, TakeRequest):
+            return [self._answer(event.key, ModelReply(0), now, captured=self._taking.ticket)]
+        name = event.sender, request.incarnation, request.number
+        if begun is None or name != (begun.partner, self._ground.incarnation, begun.number):
+            if isinstance(request, SettleRequest) and self._has_settled(event):
+                return [self._accept(event.key, now)]
+            return [self._refuse(event.key, now)]
+        if isinstance(request, TakeRequest):
+            entered = self._accepted(now)
+            return [*entered, self._answer(event.key, ModelReply(0), now, captured=begun.ticket)]
+        assert isinstance(request, SettleRequest)
+        if begun.way is not Way.COMING:
+            return [self._accept(event.key, now)]
+        if not request.taken:
+            return [self._refuse(event.key, now), *self._elsewhere(now)]
+        begun.asks.append(event.key)
+        return self._settle(now)
+
+    def _settle(self, now: float) -> list[Effect]:
+        """From here on the exchange stands, if both models are where they should be."""
+        begun = self._begun
+        assert begun is not None
+        if not (begun.taken and begun.asks):
+            return []
+        begun.way = Way.STANDS
+        self._settled[begun.partner] = begun.number
+        asks, begun.asks = begun.asks, []
+        return [self._accept(key, now) for key in asks]
+
+    # --- both -------------------------------------------------------------------------------------
+
+    def replied(self, ticket: int, to: int, reply: Reply, now: float) -> list[Effect]:
+        if self._taking and self._taking.awaits(ticket):
+            return self._looked_at(self._taking.replied(ticket, reply, now))
+        begun = self._begun
+        if begun is not None and ticket == begun.offer:
+            if isinstance(reply, AcceptReply):
+                return self._accepted(now)
+            if begun.ticket is not None:
+                return []  # its request for our model was there first
+            if isinstance(reply, NotReadyReply):
+                self._ground.members.rest(to, now)
+            return self._elsewhere(now, fault=False)
+        if begun is not None and ticket == begun.ticket:
+            begun.fetching = False
+            begun.taken = isinstance(reply, ModelReply)
+            return self._settle(now) if begun.taken else self._elsewhere(now)
+        return [Forget(ticket)]
+
+    def failed(self, ticket: int, now: float) -> list[Effect]:
+        if self._taking and self._taking.awaits(ticket):
+            return self._looked_at(self._taking.failed(ticket, self._ending, now))
+        begun = self._begun
+        if begun is not None and ticket == begun.offer:
+            return self._elsewhere(now) if begun.ticket is None else []  # its request for our model was there first
+        if begun is not None and ticket == begun.ticket:
+            begun.fetching = False
+            return self._elsewhere(now)
+        return [Forget(ticket)]
+
+    def _looked_at(self, effects: list[Effect]) -> list[Effect]:
+        """After something has happened to the model that another offered."""
+        if self._taking is None or self._taking.way is not Way.OVER:
+            return effects
+        self._taking = None
+        failed, self._decided = self._decided, False
+        self._ground.sync.abandoned(failed=failed)
+        return [*effects, Resume()] if self._ground.blocking and not self._ending else effects
+
+    def mix(self, step: int, at_boundary: bool) -> Mix | None:
+        if not (at_boundary or self._ending or self._ground.blocking):
+            return None
+        current = self._taking or self._begun
+        if current is None or current.way is not Way.STANDS or current.ticket is None:
+            return None
+        current.way = Way.MIXING
+        return Mix(current.ticket, SHARE)
+
+    def mixed(self, ticket: int) -> bool:
+        current = self._taking or self._begun
+        if current is None or current.ticket != ticket:
+            return False
+        self._last = self._taking.sender if self._taking else self._begun.partner if self._begun else None
+        self._taking = self._begun = None
+        self._decided = False
+        self._ground.sync.completed()
+        return True
+
+    # --- the end ----------------------------------------------------------------------------------
+
+    def end(self, now: float) -> list[Effect]:
+        self._ending = True
+        self._decided = False  # what is given up now has not failed
+        effects: list[Effect] = [self._refuse(event.key, now) for event in self._held]
+        self._held = []
+        if self._begun and self._begun.way is Way.COMING:
+            effects += self._withdraw(now)
+        if self._taking and self._taking.way is Way.COMING:
+            effects += self._taking.decline(now)
+        elif self._taking:
+            effects += self._taking.ask_again(now)
+        effects = self._looked_at(effects)
+        if self.over:
+            self._ground.sync.abandoned(failed=False)
+        return effects
+
+    def drop(self, now: float) -> list[Effect]:
+        self._decided = False
+        effects: list[Effect] = [self._refuse(event.key, now) for event in self._held]
+        self._held = []
+        effects += self._withdraw(now)
+        if self._taking:
+            effects += self._taking.decline(now) if self._taking.way is Way.COMING else self._taking.forget()
+            self._taking = None
+        self._ground.sync.abandoned(failed=False)
+        return effects

@@ -1,0 +1,239 @@
+"""Pushes: gossiping SGD in which each peer gives its model to a random other, and mixes those it was given.
+
+Jin et al., How to scale distributed deep learning? (2016), the push variant. A push is an offer to be pulled: the
+receiver fetches the model when it has room, so that memory, deadlines and checks stay with it. A peer has room for one;
+meanwhile others find it busy and choose another.
+
+With push-sum (Kempe, Dobra, Gehrke, Gossip-Based Computation of Aggregate Information, 2003, Protocol Push-Sum; Assran
+et al., Stochastic Gradient Push for Distributed Deep Learning, 2019, Algorithm 1) each peer has a weight w, 1 at the
+start, and its module holds the de-biased z = x / w. A push gives away half of w; who takes it mixes with the share
+w_in / (w + w_in) and adds w_in to its w. So Σ w and Σ w z stay as they are, on directed graphs too. The half leaves
+when the exchange is settled; until then nothing is mixed here, so that the model given away is that which the half is
+of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+from gossipx.actor import Answered, Capture, Effect, Forget, Given, Mix, Received, Resume, SetTimer, Wait
+from gossipx.messages import (
+    AcceptReply,
+    ExchangeRequest,
+    ModelReply,
+    NotReadyReply,
+    PushRequest,
+    Reply,
+    SettleRequest,
+    TakeRequest,
+)
+from gossipx.mixing import Mixing
+from gossipx.peer.exchange import OFFER, OFFER_SHARE, Exchange, Ground, Taking, Way
+
+LEAST_WEIGHT = 2.0**-20
+"""A peer whose push-sum weight is below this gives none away until it has received some: its own training would hardly
+count any more. That is 20 pushes in a row without anything taken."""
+
+
+@dataclass
+class _Offer:
+    """Our push under way.
+
+    Attributes:
+        to: who is to take it.
+        number: names it.
+        ticket: of the offer; our model is captured under it.
+        weight: given away with it.
+        tried: who was asked so far for this decision.
+        fault: one of those failed, rather than said no.
+        answers: to requests for the model that are being handed over.
+        taken: it was asked for.
+        given: it was handed over.
+    """
+
+    to: int
+    number: int
+    ticket: int
+    weight: float
+    tried: frozenset[int]
+    fault: bool
+    answers: set[Hashable] = field(default_factory=set)
+    taken: bool = False
+    given: bool = False
+
+
+class Pushes(Exchange):
+    """One peer's pushes, and what others push to it.
+
+    Args:
+        mixing: the share of a received model, without push-sum.
+        push_sum: whether weights are given away.
+    """
+
+    def __init__(self, ground: Ground, mixing: Mixing, push_sum: bool):
+        super().__init__(ground)
+        self._mixing = mixing
+        self._push_sum = push_sum
+        self._offer: _Offer | None = None
+
+    @property
+    def captured(self) -> int | None:
+        return None if self._offer is None else self._offer.ticket
+
+    @property
+    def over(self) -> bool:
+        return self._taking is None
+
+    # --- ours goes out ----------------------------------------------------------------------------
+
+    def begin(self, now: float) -> list[Effect]:
+        if self.weight < LEAST_WEIGHT:
+            self._ground.sync.skipped += 1
+            return []
+        to = self._draw(now)
+        if to is None:
+            self._ground.counts.alone += 1
+            return []
+        self._ground.sync.requested()
+        offered = self._send(to, frozenset(), False, now)
+        return [Wait(), *offered] if self._ground.blocking else offered
+
+    def _send(self, to: int, tried: frozenset[int], fault: bool, now: float) -> list[Effect]:
+        number = next(self._numbers)
+        request = PushRequest(self._ground.incarnation, number)
+        deadline = now + self._ground.timeout
+        send = self._ground.requests.send(to, request, now + self._ground.timeout * OFFER_SHARE)
+        weight = self.weight / 2 if self._push_sum else 1.0
+        self._offer = _Offer(to, number, send.ticket, weight, tried | {to}, fault)
+        return [Capture(send.ticket), send, SetTimer(OFFER, deadline)]
+
+    def _elsewhere(self, now: float, fault: bool = True) -> list[Effect]:
+        """This push came to nothing: to another neighbour, if there is one."""
+        offer, self._offer = self._offer, None
+        assert offer is not None
+        fault = fault or offer.fault
+        to = self._draw(now, offer.tried, fault)
+        further = self._nowhere(fault) if to is None else self._send(to, offer.tried, fault, now)
+        return [Forget(offer.ticket), *further]
+
+    def give_up(self, now: float) -> list[Effect]:
+        if self._offer is None:
+            return []
+        self._ground.members.rest(self._offer.to, now)
+        return self._elsewhere(now)
+
+    def left(self, rank: int, now: float) -> list[Effect]:
+        return self._elsewhere(now) if self._offer and self._offer.to == rank else []
+
+    def requested(self, event: Received, now: float) -> list[Effect]:
+        assert isinstance(event.request, ExchangeRequest)
+        offer, request = self._offer, event.request
+        name = event.sender, request.incarnation, request.number
+        if offer is None or name != (offer.to, self._ground.incarnation, offer.number):
+            if isinstance(request, SettleRequest) and self._has_settled(event):
+                return [self._accept(event.key, now)]
+            return [self._refuse(event.key, now)]
+        if isinstance(request, TakeRequest):
+            offer.taken = True
+            offer.answers.add(event.key)
+            # Whoever carries out the answer knows the step of the model that was captured.
+            return [self._answer(event.key, ModelReply(0, offer.weight), now, captured=offer.ticket)]
+        assert isinstance(request, SettleRequest)
+        if not request.taken:
+            return [self._refuse(event.key, now), *self._elsewhere(now)]
+        self._offer = None
+        self._settled[offer.to] = offer.number
+        self._last = offer.to
+        if self._push_sum:
+            self.weight -= offer.weight
+        self._ground.sync.completed(models=0)
+        resume: list[Effect] = [Resume()] if self._ground.blocking else []
+        return [self._accept(event.key, now), Given(offer.ticket), *resume]
+
+    def answered(self, event: Answered, now: float) -> list[Effect]:
+        offer = self._offer
+        if offer is None or event.key not in offer.answers:
+            return []
+        offer.answers.discard(event.key)
+        offer.given = offer.given or event.whole
+        return [] if offer.given or offer.answers else self._elsewhere(now)
+
+    # --- others' come in --------------------------------------------------------------------------
+
+    def offered(self, event: Received, now: float) -> list[Effect]:
+        if not isinstance(event.request, PushRequest):
+            return [self._answer(event.key, NotReadyReply("it pushes: give all peers the same --mode"), now)]
+        if self._ending:
+            return [self._refuse(event.key, now)]
+        if self._taking is None:
+            self._taking = Taking(self._ground, event)
+            return [self._accept(event.key, now), *self._taking.start(now)]
+        return [self._accept(event.key, now) if self._taking.is_of(event) else self._busy(event.key, now)]
+
+    def replied(self, ticket: int, to: int, reply: Reply, now: float) -> list[Effect]:
+        if self._taking and self._taking.awaits(ticket):
+            return self._looked_at(self._taking.replied(ticket, reply, now))
+        offer = self._offer
+        if offer is None or offer.ticket != ticket:
+            return [Forget(ticket)]
+        if offer.taken or isinstance(reply, AcceptReply):
+            return []  # it is asked for, or will be
+        if isinstance(reply, NotReadyReply):
+            self._ground.members.rest(to, now)
+        return self._elsewhere(now, fault=False)
+
+    def failed(self, ticket: int, now: float) -> list[Effect]:
+        if self._taking and self._taking.awaits(ticket):
+            return self._looked_at(self._taking.failed(ticket, self._ending, now))
+        offer = self._offer
+        if offer is None or offer.ticket != ticket:
+            return [Forget(ticket)]
+        return [] if offer.taken else self._elsewhere(now)
+
+    def _looked_at(self, effects: list[Effect]) -> list[Effect]:
+        if self._taking and self._taking.way is Way.OVER:
+            self._taking = None
+        return effects
+
+    def mix(self, step: int, at_boundary: bool) -> Mix | None:
+        taking = self._taking
+        ready = taking is not None and taking.way is Way.STANDS and self._offer is None
+        if taking is None or not ready or not (at_boundary or self._ending):
+            return None
+        taking.way = Way.MIXING
+        given = taking.reply.weight
+        share = given / (self.weight + given) if self._push_sum else self._mixing.share(step, taking.reply.step)
+        return Mix(taking.ticket, share)
+
+    def mixed(self, ticket: int) -> bool:
+        if self._taking is None or self._taking.ticket != ticket:
+            return False
+        if self._push_sum:
+            self.weight += self._taking.reply.weight
+        self._taking = None
+        self._ground.sync.retrieved()
+        return True
+
+    # --- the end ----------------------------------------------------------------------------------
+
+    def end(self, now: float) -> list[Effect]:
+        self._ending = True
+        effects = self._withdraw()
+        if self._taking and self._taking.way is Way.COMING:
+            effects += self._taking.decline(now)
+        elif self._taking:
+            effects += self._taking.ask_again(now)
+        return self._looked_at(effects)
+
+    def drop(self, now: float) -> list[Effect]:
+        effects = self._withdraw()
+        if self._taking:
+            effects += self._taking.decline(now) if self._taking.way is Way.COMING else self._taking.forget()
+        return self._looked_at(effects)
+
+    def _withdraw(self) -> list[Effect]:
+        """Our own push is not to be any more: it will be refused to whoever asks."""
+        offer, self._offer = self._offer, None
+        self._ground.sync.abandoned(failed=False)
+        return [] if offer is None else [Forget(offer.ticket)]

@@ -1,0 +1,99 @@
+"""``gossipx run --mode``: pushes and pairs over real sockets. What they do to the weights is in the scenarios."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from runs import PRELUDE, differences, folder
+
+ITERATIONS = 60
+MODES = {
+    "push": ("--mode", "push"),
+    "push-sum": ("--mode", "push", "--weights", "push-sum"),
+    "pushpull": ("--mode", "pushpull"),
+}
+BRIEF = ("--policy", "tau:5", "--iterations", str(ITERATIONS), "--eval-interval", "0")
+
+
+@pytest.mark.parametrize(("mode", "blocking"), [("push", False), ("push-sum", True), ("pushpull", True)])
+def test_four_peers_exchange_and_agree(tmp_path: Path, mode: str, blocking: bool) -> None:
+    with folder(tmp_path, 4) as here:
+        run = here.run(*BRIEF, *MODES[mode], *(["--blocking"] if blocking else []))
+    summary = run.summary
+    model = sum(tensor.nbytes for tensor in run.model(0).values())
+    decisions = 4 * ITERATIONS // 5
+    mixed = sum(summary["retrievals"])
+    assert decisions / 3 < mixed <= decisions * (2 if mode == "pushpull" else 1), summary
+    for received, retrievals, finish in zip(
+        summary["bytes_received"], summary["retrievals"], summary["finish_bytes"], strict=True
+    ):
+        # One may come in the moment before training begins here, and is not counted; some are given up at the end.
+        assert (retrievals - 1) * model <= received <= (retrievals + 4) * model + 60_000, "models, and small messages"
+        assert finish > 2 * model * 0.99
+    assert (sum(summary["failed"]), sum(summary["poisoned"]), summary["lost"]) == (0, 0, [])
+    assert all(max(differences(run.model(0), run.model(rank)).values()) <= 1e-5 for rank in (1, 2, 3))
+
+
+STILL = (
+    PRELUDE
+    + """
+import torch
+model = nn.Linear(4, 50)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+with gossipx.join(model, optimizer, init="own") as peer:
+    nn.init.constant_(model.weight, float(peer.rank))
+    nn.init.zeros_(model.bias)
+    peer.load_state_dict(peer.state_dict())  # the weights were set from outside
+    import time
+    while peer.iteration < 150:
+        (model(batch(peer)) * 0).sum().backward()
+        optimizer.step()
+        time.sleep(0.003)
+    value = [float(model.weight.min()), float(model.weight.max())]
+    weight = peer.state_dict()["weight"]
+tell(peer, before=value, after=[float(model.weight.min()), float(model.weight.max())], weight=weight)
+"""
+)
+"""Peers that begin at their rank and do not train: all that changes them is mixing."""
+
+
+@pytest.mark.parametrize("mode", ["push-sum", "pushpull"])
+def test_what_keeps_the_average_keeps_it(tmp_path: Path, mode: str) -> None:
+    with folder(tmp_path, 4) as here:
+        options = (*MODES[mode], "--policy", "tau:3", "--init", "own", "--peer-timeout", "20")
+        here.run(*options, here.script(STILL), here.path)
+        told = [here.told(rank) for rank in range(4)]
+    for one in told:
+        assert one["before"][0] == pytest.approx(one["before"][1], abs=1e-5), "no model is partly applied"
+        assert one["after"] == pytest.approx([1.5, 1.5], abs=1e-4)
+    assert max(one["before"][0] for one in told) - min(one["before"][0] for one in told) < 0.5
+    if mode == "push-sum":
+        assert len({one["weight"] for one in told}) > 1
+
+
+def test_drift_and_a_checkpoint_under_pushes(tmp_path: Path) -> None:
+    script = (
+        PRELUDE
+        + """
+model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+with gossipx.join(model, optimizer) as peer:
+    import copy
+    train(peer, model, optimizer, 40)
+    mine, kept = json.dumps(peer.state_dict()), copy.deepcopy(model.state_dict())
+    train(peer, model, optimizer, 80)
+    model.load_state_dict(kept)
+    peer.load_state_dict(json.loads(mine))
+    back = [peer.iteration, peer.state_dict()["weight"] == json.loads(mine)["weight"]]
+    train(peer, model, optimizer, 120)
+tell(peer, back=back)
+"""
+    )
+    with folder(tmp_path, 2) as here:
+        options = (*MODES["push-sum"], "--policy", "drift:distance=0.02", "--peer-timeout", "20")
+        run = here.run(*options, here.script(script), here.path)
+        assert [here.told(rank)["back"] for rank in range(2)] == [[40, True]] * 2
+        assert sum(run.summary["retrievals"]) > 0
+        assert max(differences(run.model(0), run.model(1)).values()) <= 1e-5

@@ -1,0 +1,260 @@
+"""Push-sum: Kempe, Dobra, Gehrke (2003), Protocol Push-Sum; Assran et al. (2019), Stochastic Gradient Push.
+
+Own steps are switched off, so that what is kept and what it converges to can be told. x = w z; z is the module.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from toy import SIZE, TIMEOUT, Point, bound, ended, maker, models, until
+
+from gossipx.peer.exchange import Way
+from gossipx.peer.pushes import LEAST_WEIGHT
+from gossipx.sim import Network, SimPeer, World
+from gossipx.topology import Topology
+
+
+def still(peer: SimPeer) -> None:
+    """No own step."""
+
+
+def start(size: int, graph: Topology, network: Network | None = None, seed: int = 0, **options) -> World:
+    """A run of peers that begin apart, push and do not train."""
+    made = World(seed, network)
+    given = {"policy": "tau:1", "init": "own", "gradient_step": still, "mode": "push", "weights": "push-sum"}
+    paces = options.pop("paces", [1.0 + 0.01 * rank for rank in range(size)])
+    for rank in range(size):
+        made.start(rank, maker(rank, size, graph=graph, compute=paces[rank], **{**given, **options}))
+    return made
+
+
+def directed_ring(size: int) -> Topology:
+    return Topology("directed ring", tuple(((rank + 1) % size,) for rank in range(size)))
+
+
+def exponential(size: int) -> Topology:
+    """Rank r pushes to r + 1, r + 2, r + 4, ... (Assran et al., section 3.1 and Appendix A)."""
+    hops = [2**power for power in range((size - 1).bit_length())]
+    return Topology("exponential", tuple(tuple(sorted({(r + hop) % size for hop in hops} - {r})) for r in range(size)))
+
+
+UNBALANCED = Topology("unbalanced", ((1, 2, 3), (0, 2), (0,), (0, 1)))
+"""Strongly connected; peers are pushed to unequally often."""
+
+
+def starts(size: int) -> Tensor:
+    return torch.stack([Point(rank).x.detach().double() for rank in range(size)])
+
+
+def under_way(made: World) -> list[tuple[float, Tensor]]:
+    """Of each model that its sender has given away and its receiver has not mixed: its weight and itself."""
+    found = []  # of pushes by peers that live
+    for rank, peer in made.peers.items():
+        taking = peer.role.exchange._taking
+        if peer.down_since is not None or taking is None or taking.way in (Way.COMING, Way.OVER):
+            continue
+        if taking.sender not in made.peers:
+            continue
+        sender = made.peers[taking.sender].role
+        if sender.incarnation == taking._incarnation and sender.exchange._settled.get(rank) == taking._number:
+            held = peer._exchanges[taking.ticket]
+            model = held.base.vectors[0].double() + held.buffer.vectors[0].double()
+            found.append((taking.reply.weight, model))
+    return found
+
+
+def mass(made: World) -> tuple[float, Tensor]:
+    """Σ w and Σ w z, with what is under way."""
+    own = [(peer.role.weight, peer.weights()) for peer in made.peers.values()]
+    parts = own + under_way(made)
+    return math.fsum(weight for weight, _ in parts), sum(weight * model for weight, model in parts)  # type: ignore
+
+
+def conserved(made: World, size: int) -> None:
+    weight, total = mass(made)
+    assert weight == size  # halves and sums of halves of 1 are exact
+    torch.testing.assert_close(total, starts(size).sum(0), rtol=1e-5, atol=1e-5)
+
+
+# --- mass conservation: Kempe et al., Proposition 2.2 -------------------------------------------------
+
+
+@settings(max_examples=40)
+@given(
+    size=st.integers(2, 6),
+    seed=st.integers(0, 10_000),
+    paces=st.lists(st.floats(0.5, 2.0), min_size=6, max_size=6),
+    blocking=st.booleans(),
+    loss=st.sampled_from([0.0, 0.03, 0.1]),
+    repeat=st.sampled_from([0.0, 0.3]),
+    jitter=st.sampled_from([0.0, 1.0]),
+    bandwidth=st.sampled_from([4.0 * SIZE, 1e9]),
+    cut=st.booleans(),
+)
+def test_mass_is_conserved_at_every_moment(size, seed, paces, blocking, loss, repeat, jitter, bandwidth, cut):
+    """Σ w = N and Σ w z as at the start, also while messages are lost, repeated and overtake each other."""
+    network = Network(bandwidth=bandwidth, delay=0.05, loss=loss, repeat=repeat, jitter=jitter)
+    everyone = Topology("all", tuple(tuple(set(range(size)) - {rank}) for rank in range(size)))
+    made = start(size, everyone, network, seed, paces=paces, blocking=blocking, iterations=30, peer_timeout=20.0)
+    if cut:
+        network.cut([0], [1], 6.0, 9.0, one_way=seed % 2 == 0)
+    for moment in range(70):
+        made.run(0.37 * moment)
+        if any(peer.before_finish is not None or peer.down_since is not None for peer in made.peers.values()):
+            break  # what is counted after training is another matter
+        conserved(made, size)
+    if not (loss or jitter or cut):
+        assert sum(peer.role.sync.retrievals for peer in made.peers.values()) > size
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+def test_an_answer_lost_leaves_doubt_that_asking_again_ends(blocking: bool):
+    """[26] The half has left its sender, the receiver does not know: it asks until it does, and mixes once."""
+    pair = Topology("one way", ((1,), (0,)))
+    made = World(0, Network(delay=0.1))
+    options = {"graph": pair, "init": "own", "gradient_step": still, "mode": "push", "weights": "push-sum"}
+    made.start(0, maker(0, 2, policy="tau:5", iterations=30, blocking=blocking, **options))
+    made.start(1, maker(1, 2, policy="never", iterations=30, blocking=blocking, **options))
+    until(made, 1, "takes from 0")
+    made.network.cut([0], [1], made.now + 0.35, made.now + 12.0, one_way=True)  # the model has passed, nothing after it
+    made.run(made.now + 5.0)
+    assert made.fired["cut"] > 0
+    assert [peer.role.weight for peer in made.peers.values()] == [0.5, 1.0]
+    assert [weight for weight, _ in under_way(made)] == [0.5]
+    conserved(made, 2)
+    made.run(29.0)
+    assert len(made.lines(1, "mixes 0")) >= 1
+    conserved(made, 2)
+
+
+def test_a_sender_that_dies_in_doubt_loses_no_weight_that_it_gave():
+    pair = Topology("one way", ((1,), (0,)))
+    made = World(0, Network(delay=0.1))
+    options = {"graph": pair, "init": "own", "gradient_step": still, "mode": "push", "weights": "push-sum"}
+    made.start(0, maker(0, 2, policy="tau:5", iterations=40, **options))
+    made.start(1, maker(1, 2, policy="never", iterations=40, **options))
+    until(made, 1, "takes from 0")
+    made.network.cut([0], [1], made.now + 0.35, made.now + 2.0, one_way=True)
+    made.crash(0, made.now + 1.0)
+    ended(made, bound(2, 40))
+    assert made.lines(1, "mixes 0")
+    assert [peer.role.weight for peer in made.peers.values()] == [0.5, 1.5]
+    x = starts(2)
+    torch.testing.assert_close(made.peers[1].weights(), (0.5 * x[0] + x[1]) / 1.5, rtol=1e-5, atol=1e-6)
+
+
+def test_what_was_given_up_is_not_taken():
+    """The receiver comes to settle when the sender has long given up: refused, and nothing has moved."""
+    pair = Topology("one way", ((1,), (0,)))
+    made = World(0, Network(delay=0.1))
+    options = {"graph": pair, "init": "own", "gradient_step": still, "mode": "push", "weights": "push-sum"}
+    made.start(0, maker(0, 2, policy="tau:25", iterations=40, **options))
+    made.start(1, maker(1, 2, policy="never", iterations=40, **options))
+    until(made, 1, "takes from 0")
+    made.network.cut([1], [0], made.now + 0.15, made.now + TIMEOUT + 2, one_way=True)  # it cannot ask to settle
+    made.run(39.5)
+    assert made.fired["cut"] > 0
+    assert [peer.role.weight for peer in made.peers.values()] == [1.0, 1.0]
+    assert torch.equal(models(made), starts(2))
+    assert made.peers[0].role.sync.failed == 1
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_a_crash_takes_what_the_peer_had_and_no_more(number: int):
+    """Its own weight and what it was given and had not mixed yet; what it had only offered or asked for is not gone."""
+    made = start(4, exponential(4), Network(bandwidth=4 * SIZE * 3, delay=0.02), iterations=40)
+    made.run(11.0 + 0.13 * number)
+    crashed = made.peers[2].role
+    taken = crashed.exchange._taking
+    had = crashed.weight + (taken.reply.weight if taken and taken.way is Way.STANDS else 0.0)
+    made.crash(2, made.now)
+    made.run(35.0)
+    assert made.fired["crash"] == 1
+    del made.peers[2]
+    assert mass(made)[0] == pytest.approx(4 - had, abs=1e-12)
+
+
+def test_a_restarted_peer_weighs_one_again():
+    made = start(3, directed_ring(3), iterations=40)
+    made.restart(1, 8.5)
+    made.run(8.6)
+    assert made.peers[1].role.weight == 1.0
+    ended(made, bound(3, 40, waits=2))
+    assert all(0 < peer.role.weight < 3 for peer in made.peers.values())
+
+
+def test_a_checkpoint_brings_the_weight_back():
+    """What a checkpoint holds is enough: weight and model of then, from any moment, and nothing of later."""
+    from gossipx.actor import Restored
+
+    made = start(3, directed_ring(3), iterations=40)
+    made.run(7.5)
+    peer = made.peers[1]
+    state, weight, model = peer.role.sync.state_dict(), peer.role.weight, peer.weights()
+    made.run(15.2)
+    peer.module.x.data.copy_(model)
+    peer.arena.set_boundary(7)
+    peer._tell(Restored(7, state, weight))
+    assert peer.role.weight == weight and peer.role.exchange.over and peer.role.exchange.captured is None
+    ended(made, bound(3, 60, waits=2))
+    assert torch.isfinite(models(made)).all()
+
+
+# --- convergence to the average: Kempe et al., Theorem 3.1; Assran et al., Theorem 1 --------------------
+
+
+@pytest.mark.parametrize(
+    "graph",
+    [directed_ring(2), directed_ring(3), directed_ring(5), exponential(4), exponential(6), exponential(7), UNBALANCED],
+    ids=lambda graph: f"{graph.name} {len(graph.neighbours)}",
+)
+def test_all_come_to_the_average_on_directed_graphs(graph: Topology):
+    """z_i → (1/N) Σ x_i on every strongly connected graph, exponentially."""
+    size = len(graph.neighbours)
+    mean = starts(size).mean(0)
+    made = start(size, graph, iterations=120, finish="none")
+    apart = []
+    for time in (1.0, 11.0, 31.0, 61.0, 116.0):
+        made.run(time)
+        apart.append(float((models(made) - mean).abs().max()))
+    rounding = 1e-6
+    assert all(later < max(earlier / 2, rounding) for earlier, later in pairwise(apart)), apart
+    assert apart[-1] < rounding < 0.5 < apart[0]
+    ended(made, bound(size, 120, 1.1))
+
+
+def test_without_weights_a_directed_graph_does_not_keep_the_average():
+    """What the weights are for."""
+    mean = starts(4).mean(0)
+    away = {}
+    for weights in ("uniform", "push-sum"):
+        made = start(4, UNBALANCED, iterations=200, weights=weights, finish="none")
+        ended(made, bound(4, 200, 1.1))
+        away[weights] = float((models(made) - mean).abs().max())
+    assert away["push-sum"] < 1e-3 < 0.05 < away["uniform"], away
+
+
+@pytest.mark.parametrize("size", [2, 3, 5, 6])
+def test_the_finish_weighs_by_weight(size: int):
+    """Σ w z / Σ w: the mean of where all began, however unequal the weights are by then."""
+    made = start(size, directed_ring(size), Network(bandwidth=4 * SIZE * 2), iterations=7, policy="random:p=0.6")
+    ended(made, bound(size, 7, 1.1, waits=2))
+    weights = [peer.role.weight for peer in made.peers.values()]
+    assert len(set(weights)) > 1 and math.fsum(weights) == size
+    torch.testing.assert_close(models(made), starts(size).mean(0).expand(size, -1), rtol=1e-5, atol=1e-5)
+
+
+def test_who_is_never_pushed_to_stops_giving_in_time():
+    """Nobody pushes to 0: its weight would vanish, and with it what it learns."""
+    graph = Topology("a source", ((1,), (2,), (3,), (2,)))
+    made = start(4, graph, iterations=60, finish="none")
+    ended(made, bound(4, 60, 1.1))
+    assert LEAST_WEIGHT / 2 <= made.peers[0].role.weight < LEAST_WEIGHT
+    assert made.peers[0].role.sync.skipped > 20

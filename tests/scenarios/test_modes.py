@@ -1,0 +1,483 @@
+"""Pushes and pairs in virtual time. Numbers in brackets are rows of the project's fault list."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from toy import ITERATIONS, SIZE, TIMEOUT, alone, before, bound, ended, maker, models, sgd, spread, until, within, world
+
+from gossipx.actor import Fault
+from gossipx.messages import Stage
+from gossipx.sim import Network, SimPeer, World
+from gossipx.topology import Topology
+
+PUSH = {"mode": "push"}
+PUSH_SUM = {"mode": "push", "weights": "push-sum"}
+PAIRS = {"mode": "pushpull"}
+MODES = [PUSH, PUSH_SUM, PAIRS]
+POLICIES = ["tau:5", "adaptive:threshold=0.02", "travel:distance=1", "drift:distance=1", "random:p=0.5"]
+every_mode = pytest.mark.parametrize("mode", MODES, ids=["push", "push-sum", "pushpull"])
+both_ways = pytest.mark.parametrize("blocking", [False, True])
+
+
+def ring(size: int, ahead: int = 1) -> Topology:
+    """Each peer reaches one other alone."""
+    return Topology("ring of choices", tuple(((rank + ahead) % size,) for rank in range(size)))
+
+
+def slow() -> Network:
+    """A model takes a second."""
+    return Network(bandwidth=4 * SIZE)
+
+
+def agree(made: World, ranks: list[int]) -> None:
+    """These peers hold the mean of their models before the finish, weighted by their push-sum weights."""
+    weights = torch.tensor([[made.peers[rank].role.weight] for rank in ranks], dtype=torch.float64)
+    mean = (weights * before(made, ranks)).sum(0) / weights.sum()
+    torch.testing.assert_close(models(made, ranks), mean.expand(len(ranks), -1), rtol=1e-5, atol=1e-6)
+
+
+def transcript(made: World, *words: str) -> list[str]:
+    """What was said and done of ``words``, with ranks."""
+    return [f"{entry.rank} {entry.what}" for entry in made.log if entry.what.startswith(words)]
+
+
+def nothing_left(made: World) -> None:
+    """No peer that came to its end holds on to a model, its own or another's."""
+    for peer in (peer for peer in made.peers.values() if made.lines(peer.rank)[-1] != "crashes"):
+        kept = [exchange for exchange in peer._exchanges.values() if exchange.base or exchange.buffer]
+        assert not kept, (peer.rank, kept)
+
+
+def still(peer: SimPeer) -> None:
+    """No own step."""
+
+
+# --- without faults ---------------------------------------------------------------------------------
+
+
+@every_mode
+@both_ways
+@pytest.mark.parametrize("policy", POLICIES)
+def test_four_peers_exchange_and_agree_whatever_the_policy(policy: str, blocking: bool, mode: dict[str, Any]):
+    made = ended(world(4, policy=policy, blocking=blocking, **mode), bound(4))
+    assert spread(models(made)) < 1e-3 < spread(before(made))
+    assert not made.fired
+    agree(made, [0, 1, 2, 3])
+    nothing_left(made)
+    for peer in made.peers.values():
+        assert peer.arena.step == ITERATIONS
+        assert peer.role.sync.retrievals == len(peer.retrievals) == len(made.lines(peer.rank, "mixes")) - 2 > 0
+        assert peer.bytes_received >= peer.arena.nbytes() * peer.role.sync.retrievals
+        assert peer.role.missing() == []
+
+
+@every_mode
+def test_never_means_never(mode: dict[str, Any]):
+    made = ended(world(4, policy="never", **mode), bound(4))
+    assert all((peer.role.sync.retrievals, peer.bytes_received) == (0, 0) for peer in made.peers.values())
+
+
+@every_mode
+@pytest.mark.parametrize("size", [1, 2, 3, 7])
+def test_any_number_of_peers(size: int, mode: dict[str, Any]):
+    made = ended(world(size, policy="tau:2", **mode), bound(size))
+    agree(made, list(range(size)))
+    assert all((peer.role.sync.retrievals > 0) == (size > 1) for peer in made.peers.values())
+
+
+@settings(max_examples=40)
+@given(
+    size=st.integers(1, 8),
+    seed=st.integers(0, 1000),
+    pace=st.lists(st.floats(0.5, 2.0), min_size=8, max_size=8),
+    delay=st.floats(0, 0.5),
+    blocking=st.booleans(),
+    mode=st.sampled_from(MODES),
+)
+def test_the_finish_is_the_exact_mean(size, seed, pace, delay, blocking, mode):
+    """Whatever is under way when training ends is settled first, or is not at all."""
+    network = Network(bandwidth=2000, delay=delay)
+    options = {"iterations": 5, "policy": "random:p=0.5", "blocking": blocking, "peer_timeout": 30.0, **mode}
+    made = world(size, seed, network, dict(enumerate(pace[:size])), **options)
+    ended(made, bound(size, 5, 2.0, waits=30))
+    agree(made, list(range(size)))
+    assert math.fsum(peer.role.weight for peer in made.peers.values()) == size
+    nothing_left(made)
+
+
+# --- a push, line by line ---------------------------------------------------------------------------
+
+
+def test_a_push_is_fetched_and_mixed_at_the_next_step():
+    """Jin et al.: the receiver mixes what came since its last step; the sender's model stays as it is."""
+    made = World(0, Network(bandwidth=4 * SIZE, delay=0.55))
+    options = {"iterations": 15, "init": "own", "peer_timeout": 30.0, **PUSH}
+    made.start(0, maker(0, 2, policy="tau:8", **options))
+    made.start(1, maker(1, 2, policy="never", **options))
+    ended(made, bound(2, 15))
+    happened = [entry for entry in made.log if entry.what.startswith(("pushes", "takes", "mixes"))][:3]
+    assert [f"{rank} {what}" for _, rank, what in happened] == ["0 pushes to 1", "1 takes from 0", "1 mixes 0"]
+    pushed, taken, mixed = (entry.time for entry in happened)
+    assert taken == pytest.approx(pushed + 0.55)
+    # 2.1 s more for the model, 1.1 s to settle, then a step: both do one a second, at the same moments.
+    assert mixed == pytest.approx(pushed + 4) and made.peers[1].retrievals[0].step == 12
+    pushed_model = alone(0, 8)  # as it was when the push was decided; the sender has done a step more when it gives it
+    own = alone(1, 12) + 0.5 * (pushed_model - alone(1, 8))  # progress made meanwhile is kept
+    torch.testing.assert_close(made.peers[1].before_finish, alone(1, 3, begin=own), rtol=1e-5, atol=1e-5)
+    assert torch.equal(made.peers[0].before_finish, alone(0, 15))
+    sender, receiver = made.peers[0], made.peers[1]
+    assert (sender.role.sync.retrievals, receiver.role.sync.retrievals) == (0, 1)
+    assert (sender.bytes_received, receiver.bytes_received) == (0, sender.arena.nbytes())
+    assert receiver.retrievals[0].staleness == 4
+
+
+def test_busy_makes_the_other_choose_again():
+    """0 pushes to 2, which has room for one model; 1, a little later, is told so and goes to 3 at once."""
+    graph = Topology("two, or three", ((2,), (2, 3), (0,), (0,)))
+    made = World(0, slow())
+    for rank in range(4):
+        policy = "tau:5" if rank < 2 else "never"
+        options = {"graph": graph, "policy": policy, "iterations": 8, "init": "own", "compute": 1 + 0.02 * rank}
+        made.start(rank, maker(rank, 4, **options, **PUSH))
+    made.run(5.05)
+    made.peers[1].role.rng.seed(1)  # draws 2
+    made.run(5.5)
+    assert made.lines(2, "takes") == ["takes from 0"] and made.lines(3, "takes") == ["takes from 1"]
+    assert made.lines(1, "pushes") == ["pushes to 2", "pushes to 3"]
+    asked = [entry.time for entry in made.log if entry.rank == 1 and entry.what.startswith("pushes")]
+    assert asked[-1] - asked[0] < 0.01, "at once"
+    ended(made, bound(4, 8))
+    assert [made.peers[rank].role.sync.retrievals for rank in range(4)] == [0, 0, 1, 1]
+
+
+def test_a_push_that_finds_all_busy_is_skipped_and_counted():
+    into_one = Topology("into one", ((2,), (2,), (0,)))
+    made = World(0, slow())
+    for rank in range(3):
+        policy = "tau:5" if rank < 2 else "never"
+        made.start(rank, maker(rank, 3, graph=into_one, policy=policy, iterations=8, init="own", **PUSH))
+    ended(made, bound(3, 8))
+    counts = [made.peers[rank].role.sync for rank in (0, 1)]
+    assert sorted((sync.skipped, sync.failed) for sync in counts) == [(0, 0), (1, 0)]
+    assert made.peers[2].role.sync.retrievals == 1
+
+
+@pytest.mark.parametrize("mode", [PUSH, PAIRS], ids=["push", "pushpull"])
+def test_where_all_are_busy_partners_still_change(mode: dict[str, Any]):
+    """The one who is free is then the last partner: with it alone, rings and pairs would stay by themselves."""
+    made = World(0, Network(bandwidth=4 * SIZE / 2.3))
+    options = {"policy": "tau:1", "init": "own", "gradient_step": still, "iterations": 101, "finish": "none", **mode}
+    for rank in range(6):
+        made.start(rank, maker(rank, 6, compute=1 + 0.01 * rank, **options))
+    made.run(0.5)
+    begun = models(made)
+    made.run(90.0)
+    assert sum(peer.role.sync.skipped for peer in made.peers.values()) > 6 * 50
+    apart = [float((rows - rows.mean(0)).norm()) for rows in (begun, models(made))]
+    assert apart[1] < 0.01 * apart[0]
+
+
+@every_mode
+def test_decisions_while_an_exchange_is_under_way_are_skipped(mode: dict[str, Any]):
+    made = ended(world(2, network=Network(bandwidth=4 * SIZE / 2.5), policy="tau:1", **mode), bound(2))
+    for peer in made.peers.values():
+        assert peer.blocked_seconds == 0
+        assert peer.role.sync.skipped > 5 and peer.role.sync.retrievals >= 3
+    agree(made, [0, 1])
+
+
+@pytest.mark.parametrize("mode", [PUSH, PAIRS], ids=["push", "pushpull"])
+def test_the_way_travelled_counts_from_the_exchange(mode: dict[str, Any]):
+    """A policy that looks back sees the last exchange: own pushes, and every averaged pair, whoever began it."""
+    made = World(0)
+    made.start(0, maker(0, 2, policy="tau:4", iterations=9, init="own", **mode))
+    made.start(1, maker(1, 2, policy="never:max_silence=7", iterations=9, init="own", **mode))
+    ended(made, bound(2, 9))
+    begins = "pushes" if mode is PUSH else "asks"
+    assert len(made.lines(0, begins)) == 2
+    assert len(made.lines(1, begins)) == (1 if mode is PUSH else 0), "averaged at 4 and 8, it was never silent for 7"
+
+
+# --- pairs ------------------------------------------------------------------------------------------
+
+
+def whole_numbers(rank: int) -> torch.nn.Module:
+    """A model whose values, and halves of their differences, are exact in float32."""
+    module = torch.nn.Linear(SIZE, 1, bias=False)
+    generator = torch.Generator().manual_seed(rank)
+    module.weight.data.copy_(torch.randint(-(2**18), 2**18, (1, SIZE), generator=generator).float())
+    return module
+
+
+def walking(peer: SimPeer) -> None:
+    """An own step of a whole number, by which sums can be told exactly."""
+    next(peer.module.parameters()).data.add_(1.0)
+
+
+@both_ways
+@pytest.mark.parametrize("size", [2, 3, 5, 6])
+def test_an_averaged_pair_leaves_its_sum_as_it_was(size: int, blocking: bool):
+    """Exactly: what one gains the other loses. So the sum of all models is that of their own steps."""
+    network = Network(bandwidth=4 * SIZE * 4, delay=0.05)
+    made = World(0, network)
+    for rank in range(size):
+        given = {"module": whole_numbers(rank), "gradient_step": walking, "init": "own", "finish": "none"}
+        pace = 1 + 0.07 * rank
+        options = {"policy": "random:p=0.5", "iterations": 9, "compute": pace, "blocking": blocking, **given, **PAIRS}
+        made.start(rank, maker(rank, size, **options))
+    ended(made, bound(size, 9, 2.0, waits=9))
+    start = torch.stack([whole_numbers(rank).weight.double().flatten() for rank in range(size)])
+    assert sum(peer.role.sync.retrievals for peer in made.peers.values()) >= 2 * size
+    assert not torch.equal(models(made), start + 9)
+    assert torch.equal(models(made).sum(0), start.sum(0) + 9 * size)
+
+
+def test_both_end_equal_where_exchanges_block():
+    """The one that is asked enters at a step boundary too, and both stand still until they are equal."""
+    made = World(0, Network(bandwidth=4 * SIZE, delay=0.01))
+    made.start(0, maker(0, 2, policy="tau:3", iterations=4, blocking=True, init="own", **PAIRS))
+    made.start(1, maker(1, 2, policy="never", iterations=4, blocking=True, init="own", compute=1.3, **PAIRS))
+    for rank in (0, 1):
+        until(made, rank, "mixes")
+    assert [entry.what for entry in made.log if entry.rank == 1][-3:] == ["step 3", "takes from 0", "mixes 0"]
+    mean = (alone(0, 3) + alone(1, 3)) / 2
+    torch.testing.assert_close(models(made), mean.expand(2, -1), rtol=1e-6, atol=1e-6)
+    ended(made, bound(2, 4, 1.3))
+    asker, asked = made.peers[0], made.peers[1]
+    assert asker.blocked_seconds > 1.9 and 1.0 < asked.blocked_seconds < 1.5, "one waits for the other's step as well"
+
+
+def test_two_that_choose_each_other_are_one_exchange():
+    """[27] That which the lower rank began; the higher one's decision is served by it."""
+    made = world(2, network=Network(bandwidth=4 * SIZE * 8), policy="tau:4", iterations=5, **PAIRS)
+    made.run(4.5)
+    said = transcript(made, "asks", "takes", "mixes")[1:]  # after 1 has asked for a model to begin with
+    assert sorted(said[:2]) == ["0 asks 1 to pair", "1 asks 0 to pair"]
+    assert said[2:] == ["1 takes from 0", "0 takes from 1"]
+    ended(made, bound(2, 5))
+    assert [(peer.role.sync.retrievals, peer.role.sync.skipped) for peer in made.peers.values()] == [(1, 0)] * 2
+
+
+@both_ways
+@pytest.mark.parametrize("ahead", [1, -1])
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 6])
+def test_rings_of_choices(size: int, ahead: int, blocking: bool):
+    """[27] A asks B, B asks C, ... and the last asks A, all at one moment: some pair, the others are told at once."""
+    options = {"policy": "tau:1", "iterations": 6, "blocking": blocking, **PAIRS}
+    made = world(size, graph=ring(size, ahead), **options)
+    ended(made, bound(size, 6))
+    assert made.now < 6 + 1 + 2 * blocking, "nobody waits for a deadline, at most for another's step"
+    assert not any("TIMEOUT" in entry.what for entry in made.log)
+    for peer in made.peers.values():
+        sync = peer.role.sync
+        assert sync.failed == 0
+        assert sync.retrievals + sync.skipped >= 5, "each decision was served or is counted as skipped"
+    assert sum(peer.role.sync.retrievals for peer in made.peers.values()) >= 2 * 5, "one pair an iteration at least"
+    agree(made, list(range(size)))
+
+
+@settings(max_examples=150)
+@given(
+    size=st.integers(2, 7),
+    seed=st.integers(0, 10_000),
+    blocking=st.booleans(),
+    delay=st.sampled_from([0.0, 0.001, 0.3, 1.5]),
+    jitter=st.sampled_from([0.0, 0.7]),
+    bandwidth=st.sampled_from([4.0 * SIZE, 1e9]),
+    data=st.data(),
+)
+def test_no_choices_lead_to_a_deadlock(size, seed, blocking, delay, jitter, bandwidth, data):
+    """[27] Any graph of choices, any delays: no deadline ends a wait, and nobody stands still for good."""
+    others = [[other for other in range(size) if other != rank] for rank in range(size)]
+    choices = tuple(tuple(sorted(data.draw(st.sets(st.sampled_from(some), min_size=1)))) for some in others)
+    network = Network(bandwidth=bandwidth, delay=delay, jitter=jitter)
+    options = {"policy": "random:p=0.7", "iterations": 5, "blocking": blocking, "peer_timeout": 200.0, **PAIRS}
+    made = world(size, seed, network, graph=Topology("any", choices), **options)
+    ended(made, 200.0)  # before any deadline of 200 s, and of 20 s for offers that do not block
+    assert not any("TIMEOUT" in entry.what or "no longer waiting" in entry.what for entry in made.log)
+    agree(made, list(range(size)))
+
+
+# --- faults -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", [PUSH, PUSH_SUM, PAIRS], ids=["push", "push-sum", "pushpull"])
+@both_ways
+def test_crash_of_the_partner_in_mid_exchange(mode: dict[str, Any], blocking: bool):
+    """[1, 2] No model is partly applied: the survivor is, bit for bit, where it would have been alone."""
+    options = {"policy": "tau:9", "iterations": 14, "blocking": blocking, "init": "own", **mode}
+    made = World(0, slow())
+    made.start(0, maker(0, 2, **options))
+    made.start(1, maker(1, 2, **{**options, "policy": "never"}))
+    until(made, 1, "takes from 0")
+    made.crash(1, made.now + 0.5)
+    ended(made, bound(2, 14))
+    peer = made.peers[0]
+    assert made.fired["crash"] == 1
+    assert (peer.role.sync.retrievals, peer.role.sync.failed) == (0, 1)
+    assert torch.equal(peer.before_finish, alone(0, 14))
+    assert peer.role.weight == 1.0
+    assert made.now < 14 + 3 * TIMEOUT
+    nothing_left(made)
+
+
+@pytest.mark.parametrize("mode", [PUSH, PUSH_SUM, PAIRS], ids=["push", "push-sum", "pushpull"])
+@both_ways
+def test_crash_of_the_one_who_began_in_mid_exchange(mode: dict[str, Any], blocking: bool):
+    """[1, 2]"""
+    options = {"policy": "tau:9", "iterations": 14, "blocking": blocking, "init": "own", **mode}
+    made = World(0, slow())
+    made.start(0, maker(0, 2, **options))
+    made.start(1, maker(1, 2, **{**options, "policy": "never"}))
+    until(made, 1, "takes from 0")
+    made.crash(0, made.now + 0.5)
+    ended(made, bound(2, 14))
+    peer = made.peers[1]
+    assert made.fired["crash"] == 1
+    assert peer.role.sync.retrievals == 0
+    assert torch.equal(peer.before_finish, alone(1, 14))
+    nothing_left(made)
+
+
+def test_after_a_crash_another_is_pushed_to():
+    """[1, 10]"""
+    made = until(world(4, network=slow(), policy="tau:9", **PUSH), 0, "pushes")
+    first = int(made.lines(0, "pushes to")[0].split()[2])
+    made.crash(first, made.now + 0.5)
+    ended(made, bound(4))
+    second = made.lines(0, "pushes to")[1].split()[2]
+    assert str(first) != second and made.lines(int(second), "mixes 0")
+
+
+@every_mode
+def test_model_with_nan_is_not_mixed(mode: dict[str, Any]):
+    """[22] Refused before the other side counts on it, counted, its sender set aside; no weight is lost by it."""
+    made = world(3, policy="tau:2", iterations=30, **mode)
+    made.poison(1, 4.0, 20.0)
+    ended(made, bound(3, 30, waits=2))
+    assert made.fired["poison"] > 0
+    hurt = [made.peers[rank] for rank in (0, 2)]
+    assert sum(peer.role.counts.poisoned for peer in hurt) > 0
+    assert models(made).isfinite().all()
+    assert math.fsum(peer.role.weight for peer in made.peers.values()) == 3.0
+    agree(made, [0, 1, 2])
+    nothing_left(made)
+
+
+@every_mode
+@both_ways
+def test_peer_whose_own_model_becomes_nan(mode: dict[str, Any], blocking: bool):
+    """[22] It neither gives nor takes from then on; the others end with their average."""
+
+    def diverges(peer: SimPeer) -> None:
+        sgd(peer.module)
+        if peer.rank == 1 and peer.arena.step == 7:
+            next(peer.module.parameters()).data[3] = math.nan
+
+    made = world(4, policy="tau:2", iterations=30, blocking=blocking, gradient_step=diverges, **mode)
+    ended(made, bound(4, 30, waits=2))
+    assert len([line for line in made.lines(1) if "own model holds NaN" in line]) == 1
+    assert not [entry for entry in made.log if entry.time > 9 and entry.what in ("mixes 1", "takes from 1")]
+    assert models(made, [0, 2, 3]).isfinite().all()
+    agree(made, [0, 2, 3])
+
+
+@every_mode
+@both_ways
+def test_a_peer_leaves(mode: dict[str, Any], blocking: bool):
+    """[4] It finishes its step, tells the others, and is in no exchange from then on."""
+    made = world(4, network=Network(bandwidth=4 * SIZE * 2), policy="tau:2", blocking=blocking, **mode)
+    made.leave(2, 12.5)
+    ended(made, bound(4, waits=2))
+    assert made.lines(2)[-1] == "has left"
+    left = [0, 1, 3]
+    went = next(entry.time for entry in made.log if entry.what == "has left")
+    late = [entry for entry in made.log if entry.time > went + 0.01]
+    assert not [entry for entry in late if entry.what in ("pushes to 2", "takes from 2", "asks 2 to pair")]
+    assert all(made.peers[rank].role.members.others[2].stage is Stage.LEFT for rank in left)
+    agree(made, left)
+
+
+@every_mode
+def test_late_joiner_takes_a_model_before_it_contributes(mode: dict[str, Any]):
+    """[37]"""
+    made = world(4, absent=[3], policy="tau:2", **mode)
+    made.start(3, maker(3, 4, policy="tau:2", **mode), at=12.0)
+    ended(made, bound(4, waits=1))
+    life = made.lines(3)
+    assert life.index("adopts the model of 0") < life.index("is TRAIN")
+    taken = [entry.time for entry in made.log if entry.what in ("mixes 3", "takes from 3")]
+    assert taken and min(taken) > 12
+    agree(made, [0, 1, 2, 3])
+
+
+@every_mode
+@both_ways
+def test_partition_that_heals(mode: dict[str, Any], blocking: bool):
+    """[5]"""
+    made = world(4, policy="tau:3", iterations=40, blocking=blocking, peer_timeout=4.0, **mode)
+    made.network.cut([0, 1], [2, 3], 5.0, 25.0)
+    ended(made, bound(4, 40, waits=8))
+    assert made.fired["cut"] > 0
+    for rank, peer in made.peers.items():
+        assert {entry.sender for entry in peer.retrievals if entry.time < 25} & ({0, 1} if rank < 2 else {2, 3})
+        assert any(entry.time > 28 for entry in peer.retrievals)
+    if not blocking:
+        agree(made, [0, 1, 2, 3])
+
+
+@every_mode
+@pytest.mark.parametrize("seed", range(4))
+def test_lost_repeated_and_overtaking_messages(seed: int, mode: dict[str, Any]):
+    """[26] No exchange happens by halves or twice: the averages of models stay averages, and the run ends."""
+    network = Network(loss=0.02, repeat=0.2, jitter=0.8)
+    made = world(4, seed, network, policy="tau:2", iterations=60, peer_timeout=15.0, **mode)
+    ended(made, bound(4, 60, waits=8))
+    assert made.fired["lost"] > 0 and made.fired["repeated"] > 0
+    assert all(peer.role.sync.retrievals > 3 for peer in made.peers.values())
+    assert within(models(made), before(made))
+    nothing_left(made)
+
+
+@every_mode
+def test_paused_peer_comes_back(mode: dict[str, Any]):
+    """[3]"""
+    made = world(4, policy="tau:2", iterations=80, peer_timeout=5.0, **mode)
+    made.pause(2, 10.5, 40.5)
+    ended(made, bound(4, 80, waits=8))
+    assert made.fired["pause"] == 1
+    assert any(entry.what in ("mixes 2", "takes from 2") for entry in made.log if entry.time > 41)
+    assert made.peers[2].arena.step == 80
+
+
+def test_peers_of_different_modes_train_on():
+    """A mistake of whoever starts them: nothing is exchanged that only one side knows, and each says so."""
+    made = World(0)
+    for rank, mode in enumerate([{}, PUSH, PAIRS]):
+        made.start(rank, maker(rank, 3, policy="tau:4", **mode))
+    ended(made, bound(3))
+    assert {sender for peer in (made.peers[1], made.peers[2]) for sender in peer.retrievals} == set()
+    agree(made, [0, 1, 2])
+
+
+def test_room_that_a_fault_of_the_sender_took_is_free_again():
+    """[8] A transfer that is too slow ends at its deadline on both sides, and the next push finds room."""
+    made = World(0, Network(bandwidth=4 * SIZE / 100))
+    made.start(
+        0, maker(0, 3, policy="tau:5", iterations=40, init="own", graph=Topology("x", ((2,), (2,), (0,))), **PUSH)
+    )
+    made.start(1, maker(1, 3, policy="never", iterations=40, init="own", **PUSH))
+    made.start(2, maker(2, 3, policy="never", iterations=40, init="own", **PUSH))
+    until(made, 2, "takes from 0")
+    made.run(made.now + TIMEOUT + 0.5)
+    assert made.lines(2, f"has no answer of 0: {Fault.TIMEOUT.name}")
+    assert made.peers[0].role.sync.failed == 1
+    made.network = made.network.__class__()
+    ended(made, bound(3, 40))
+    assert made.peers[2].role.sync.retrievals > 0

@@ -1,0 +1,136 @@
+"""What a driver does with models that are captured for an exchange. The rest of it is tested end to end."""
+
+from __future__ import annotations
+
+import math
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from gossipx.actor import Answer, Effect, Event, Failed, Fault, Forget, Given, JoinRun, Mix, Mixed, Replied, Send
+from gossipx.arena import ParameterArena
+from gossipx.drive.driver import Driver, Retrieval
+from gossipx.messages import AcceptReply, ModelReply, NotReadyReply, PullRequest, PushRequest, TakeRequest
+
+
+class Script:
+    """In a role's place: says what the test tells it to, and keeps what it was told."""
+
+    def __init__(self) -> None:
+        self.rank = 0
+        self.pulling: int | None = None
+        self.sync = SimpleNamespace(policy=SimpleNamespace(uses_drift=False))
+        self.next: list[Effect] = []
+        self.told: list[Event] = []
+
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        self.told.append(event)
+        effects, self.next = self.next, []
+        return effects
+
+
+class Comm:
+    """In a CommManager's place: keeps what it was given."""
+
+    def __init__(self) -> None:
+        self.requests: dict[object, Any] = {}
+        self.answers: list[tuple[object, bytes | None]] = []
+        self.posted = threading.Semaphore(0)
+
+    def request(self, to: int, request: Any, *, deadline: float, payload: memoryview | None, done: Any) -> None:
+        self.requests[request] = payload, done
+        self.posted.release()
+
+    def answer(self, key: object, reply: Any, *, payload: memoryview | None, deadline: float, done: Any) -> None:
+        self.answers.append((reply, None if payload is None else bytes(payload)))
+        done(True)
+
+
+class Bench:
+    """A driver between a script and a comm."""
+
+    def __init__(self) -> None:
+        self.module = nn.Linear(16, 1, bias=False)
+        self.arena = ParameterArena(self.module)
+        self.role, self.comm = Script(), Comm()
+        self.driver = Driver(self.role, self.arena)  # type: ignore[arg-type]
+        self.driver.comm = self.comm  # type: ignore[assignment]
+
+    def do(self, *effects: Effect) -> None:
+        self.role.next = list(effects)
+        self.driver.tell(JoinRun())
+
+    def step(self) -> bytes:
+        """One step; the bytes of the model as it is then."""
+        self.module.weight.data.add_(1.0)
+        self.arena.step_done()
+        return bytes(self.arena.snapshot().buffer.view)
+
+    def reply(self, request: Any, reply: Any, model: bytes | None = None) -> None:
+        """The request was answered."""
+        assert self.comm.posted.acquire(timeout=10)
+        payload, done = self.comm.requests[request]
+        if model is not None:
+            payload[:] = model
+        done(reply)
+
+
+@pytest.fixture
+def bench():
+    made = Bench()
+    yield made
+    made.driver.close()
+
+
+OFFER, TAKE = PushRequest(1, 1), TakeRequest(1, 1)
+
+
+def test_the_model_that_was_captured_is_given_whatever_came_after(bench: Bench):
+    then = bench.step()
+    bench.do(Send(5, 1, OFFER, math.inf, capture=True))
+    now = bench.step()
+    assert now != then
+    bench.reply(OFFER, AcceptReply())
+    bench.do(Answer("a", ModelReply(0, 0.5), math.inf, captured=5), Answer("b", ModelReply(0), math.inf))
+    assert bench.comm.answers == [(ModelReply(1, 0.5), then), (ModelReply(2), now)]
+
+
+@pytest.mark.parametrize("over", [Forget(5), Given(5)])
+def test_what_is_no_longer_captured_is_not_given(bench: Bench, over: Effect):
+    """It was given up between the decision to answer and the answer."""
+    bench.do(Send(5, 1, OFFER, math.inf, capture=True), over)
+    bench.do(Answer("a", ModelReply(0), math.inf, captured=5))
+    assert [type(reply) for reply, _ in bench.comm.answers] == [NotReadyReply]
+    assert not bench.driver._transfers
+
+
+def test_an_answer_finds_the_model_that_was_captured_in_the_same_decision(bench: Bench):
+    """Another thread may carry it out before this one has sent the request."""
+    bench.do(Answer("a", ModelReply(0), math.inf, captured=7), Send(7, 1, TAKE, math.inf, capture=True))
+    assert [type(reply) for reply, _ in bench.comm.answers] == [ModelReply]
+
+
+def test_a_model_with_nan_is_told_before_it_is_settled(bench: Bench):
+    """[22] A request that a pull makes is told of it when it is to be mixed; here the other side counts on it."""
+    bench.do(Send(5, 1, TAKE, math.inf, capture=True))
+    bench.reply(TAKE, ModelReply(3), torch.tensor([1.0, math.nan] * 8).numpy().tobytes())
+    assert bench.role.told[-1] == Failed(5, Fault.POISONED)
+
+
+@pytest.mark.parametrize("request_", [TAKE, PullRequest(1)], ids=["take", "pull"])
+def test_what_is_mixed_while_training_is_a_retrieval(bench: Bench, request_: Any):
+    found: list[Retrieval] = []
+    bench.driver.on_retrieval = found.append
+    bench.module.weight.data.zero_()
+    bench.arena.set_boundary(4)
+    bench.do(Send(5, 1, request_, math.inf, capture=True))
+    bench.reply(request_, ModelReply(3), torch.full((16,), 2.0).numpy().tobytes())
+    assert bench.role.told[-1] == Replied(5, ModelReply(3))
+    bench.do(Mix(5, 0.25))
+    assert bench.role.told[-1] == Mixed(5)
+    assert [(one.staleness, one.distance) for one in found] == [(1, pytest.approx(2 * math.sqrt(16)))]
+    assert bench.module.weight.flatten().tolist() == [0.5] * 16
