@@ -35,11 +35,11 @@ def check(weights: Weights, topology: Topology) -> None:
 def shares(weights: Weights, schedule: Schedule, rank: int) -> dict[int, float]:
     """What the mixing's share β is multiplied by when ``rank`` takes a neighbour's model, from 0 to 1.
 
-    ``uniform``: the edge's own weight, 1 where it has none, as with push-sum. ``metropolis``: that times min(1, q_ji / q_ij), where q_ij
-    is how often i turns to j: Hastings' rule (Biometrika 57, 1970) of what part of the proposals to take so that all
-    states are alike in the long run. For a random neighbour, q_ij = 1 / d_i, it is Metropolis' min(1, d_i / d_j): the
-    expected share over an edge is β / max(d_i, d_j) from both its ends, and the mean of all models is kept. A schedule
-    that draws by measured rates is taken as if all were equal.
+    ``uniform``: the edge's own weight, 1 where it has none, as it is with push-sum. ``metropolis``: that times
+    min(1, q_ji / q_ij), where q_ij is how often i turns to j: Hastings' rule (Biometrika 57, 1970) of what part of the
+    proposals to take so that all states are alike in the long run. For a random neighbour, q_ij = 1 / d_i, it is
+    Metropolis' min(1, d_i / d_j): the expected share over an edge is β / max(d_i, d_j) from both its ends, and the mean
+    of all models is kept. A schedule that draws by measured rates is taken as if all were equal.
 
     Raises:
         UsageError: as :func:`check`.
@@ -59,7 +59,8 @@ def shares(weights: Weights, schedule: Schedule, rank: int) -> dict[int, float]:
 def mixing_matrix(weights: Weights, schedule: Schedule, beta: float = 0.5) -> Matrix:
     """The expected matrix of one round in which every peer pulls once. [size, size], rows sum to 1.
 
-    With push-sum that of :func:`push_sum_matrix`. Else W_ij = β · q_ij · share_ij for j ≠ i, with q and shares as in :func:`shares`; W_ii is what is left of 1.
+    W_ij = β · q_ij · share_ij for j ≠ i, with q and shares as in :func:`shares`; W_ii is what is left of 1. With
+    push-sum that of :func:`push_sum_matrix`.
 
     Args:
         beta: the mixing's share.

@@ -200,10 +200,8 @@ def test_a_stranger_cannot_make_a_peer_allocate(start: Start, heard: Heard, secr
     """Of the kinds that are large among members, too."""
     b = start(2).host(1, secret=secret)
     with knock(b) as stream:
-        stream.sendall(
-            frames._HEADER.pack(b"GSPX", frames.VERSION, frames._NUMBERS[RoundRequest], 0, frames.SMALL_METADATA + 1, 0)
-            + bytes(8)
-        )
+        kind = frames._NUMBERS[RoundRequest]
+        stream.sendall(frames._HEADER.pack(b"GSPX", frames.VERSION, kind, 0, frames.SMALL_METADATA + 1, 0) + bytes(8))
         assert everything(stream) == b""
     assert f"at most {frames.SMALL_METADATA}" in heard.wait("RoundRequest announced").getMessage()
 

@@ -373,7 +373,7 @@ def test_crash_in_each_round(size: int, number: int, blocking: bool):
 
 
 def test_who_never_meets_the_dead_learns_of_it_too():
-    """Of eight, four meet 1 in no round; they probe others now and then, and the waves that they start do without it."""
+    """Of eight, four meet 1 in no round; they probe others now and then, and start waves without it."""
     made = world(8, policy="tau:4", exchange="waves", iterations=200)
     made.crash(1, 10.5)
     ended(made, bound(8, 200))

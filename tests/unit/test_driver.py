@@ -11,10 +11,27 @@ import pytest
 import torch
 from torch import nn
 
-from gossipx.actor import Answer, Effect, Event, Failed, Fault, Forget, Given, JoinRun, Mix, Mixed, Replied, Send
+from gossipx.actor import (
+    Answer,
+    Capture,
+    Effect,
+    Event,
+    Failed,
+    Fault,
+    Forget,
+    Given,
+    JoinRun,
+    Mix,
+    Mixed,
+    Replied,
+    Send,
+)
 from gossipx.arena import ParameterArena
+from gossipx.buffers import HostBuffer
 from gossipx.drive.driver import Driver, Retrieval
-from gossipx.messages import AcceptReply, ModelReply, NotReadyReply, PullRequest, PushRequest, TakeRequest
+from gossipx.incoming import Incoming
+from gossipx.messages import AcceptReply, ModelReply, PullRequest, PushRequest, TakeRequest
+from gossipx.wire import pour
 
 
 class Script:
@@ -41,12 +58,12 @@ class Comm:
         self.answers: list[tuple[object, bytes | None]] = []
         self.posted = threading.Semaphore(0)
 
-    def request(self, to: int, request: Any, *, deadline: float, payload: memoryview | None, done: Any) -> None:
+    def request(self, to: int, request: Any, *, deadline: float, payload: Incoming | None, done: Any) -> None:
         self.requests[request] = payload, done
         self.posted.release()
 
-    def answer(self, key: object, reply: Any, *, payload: memoryview | None, deadline: float, done: Any) -> None:
-        self.answers.append((reply, None if payload is None else bytes(payload)))
+    def answer(self, key: object, reply: Any, *, payload: HostBuffer | None, deadline: float, done: Any) -> None:
+        self.answers.append((reply, None if payload is None else bytes(payload.view)))
         done(True)
 
 
@@ -75,7 +92,7 @@ class Bench:
         assert self.comm.posted.acquire(timeout=10)
         payload, done = self.comm.requests[request]
         if model is not None:
-            payload[:] = model
+            pour(memoryview(model), payload)
         done(reply)
 
 
@@ -91,7 +108,7 @@ OFFER, TAKE = PushRequest(1, 1), TakeRequest(1, 1)
 
 def test_the_model_that_was_captured_is_given_whatever_came_after(bench: Bench):
     then = bench.step()
-    bench.do(Send(5, 1, OFFER, math.inf, capture=True))
+    bench.do(Capture(5), Send(5, 1, OFFER, math.inf))
     now = bench.step()
     assert now != then
     bench.reply(OFFER, AcceptReply())
@@ -100,23 +117,25 @@ def test_the_model_that_was_captured_is_given_whatever_came_after(bench: Bench):
 
 
 @pytest.mark.parametrize("over", [Forget(5), Given(5)])
-def test_what_is_no_longer_captured_is_not_given(bench: Bench, over: Effect):
-    """It was given up between the decision to answer and the answer."""
-    bench.do(Send(5, 1, OFFER, math.inf, capture=True), over)
-    bench.do(Answer("a", ModelReply(0), math.inf, captured=5))
-    assert [type(reply) for reply, _ in bench.comm.answers] == [NotReadyReply]
-    assert not bench.driver._transfers
+def test_what_was_to_be_given_is_given_whatever_is_decided_meanwhile(bench: Bench, over: Effect):
+    """The answer has hold of it from the decision on; afterwards nobody has."""
+    then = bench.step()
+    bench.do(Capture(5), Send(5, 1, OFFER, math.inf))
+    bench.step()
+    bench.do(over, Answer("a", ModelReply(0), math.inf, captured=5))
+    assert bench.comm.answers == [(ModelReply(1), then)]
+    assert not bench.driver._held
 
 
 def test_an_answer_finds_the_model_that_was_captured_in_the_same_decision(bench: Bench):
     """Another thread may carry it out before this one has sent the request."""
-    bench.do(Answer("a", ModelReply(0), math.inf, captured=7), Send(7, 1, TAKE, math.inf, capture=True))
+    bench.do(Capture(7), Answer("a", ModelReply(0), math.inf, captured=7), Send(7, 1, TAKE, math.inf))
     assert [type(reply) for reply, _ in bench.comm.answers] == [ModelReply]
 
 
 def test_a_model_with_nan_is_told_before_it_is_settled(bench: Bench):
     """[22] A request that a pull makes is told of it when it is to be mixed; here the other side counts on it."""
-    bench.do(Send(5, 1, TAKE, math.inf, capture=True))
+    bench.do(Capture(5), Send(5, 1, TAKE, math.inf))
     bench.reply(TAKE, ModelReply(3), torch.tensor([1.0, math.nan] * 8).numpy().tobytes())
     assert bench.role.told[-1] == Failed(5, Fault.POISONED)
 
@@ -127,7 +146,7 @@ def test_what_is_mixed_while_training_is_a_retrieval(bench: Bench, request_: Any
     bench.driver.on_retrieval = found.append
     bench.module.weight.data.zero_()
     bench.arena.set_boundary(4)
-    bench.do(Send(5, 1, request_, math.inf, capture=True))
+    bench.do(*([Capture(5)] if request_ is TAKE else []), Send(5, 1, request_, math.inf))
     bench.reply(request_, ModelReply(3), torch.full((16,), 2.0).numpy().tobytes())
     assert bench.role.told[-1] == Replied(5, ModelReply(3))
     bench.do(Mix(5, 0.25))

@@ -12,6 +12,8 @@ from gossipx.peer.requests import Requests
 from gossipx.peer.wave import TIMER, Wave
 from gossipx.peer.waves import Waves
 from gossipx.sync import SyncManager
+from gossipx.topology import load
+from gossipx.topology.schedules import Random
 
 TIMEOUT = 10.0
 
@@ -143,7 +145,7 @@ def test_one_that_leaves_is_not_waited_for():
 
 
 def peer(rank: int, size: int) -> Waves:
-    members = Membership(rank, size, tuple(other for other in range(size) if other != rank), TIMEOUT, random.Random(0))
+    members = Membership(rank, size, Random(load("full", size)), TIMEOUT, random.Random(0))
     for other in members.others.values():
         other.stage = Stage.START
     return Waves(rank, members, Requests(), SyncManager(policies.parse("never")), TIMEOUT)
