@@ -119,7 +119,7 @@ def never() -> World:
         ("adaptive:threshold=0.01", {}),
         ("travel:distance=0.2", {}),
         ("tau:5", {"mode": "push"}),
-        ("travel:distance=0.2", {"mode": "push", "weights": "push-sum"}),
+        ("travel:distance=0.2", {"mode": "push", "push_sum": True}),
         ("adaptive:threshold=0.01", {"mode": "pushpull"}),
     ],
 )

@@ -28,7 +28,7 @@ def still(peer: SimPeer) -> None:
 def start(size: int, graph: Topology, network: Network | None = None, seed: int = 0, **options) -> World:
     """A run of peers that begin apart, push and do not train."""
     made = World(seed, network)
-    given = {"policy": "tau:1", "init": "own", "gradient_step": still, "mode": "push", "weights": "push-sum"}
+    given = {"policy": "tau:1", "init": "own", "gradient_step": still, "mode": "push", "push_sum": True}
     paces = options.pop("paces", [1.0 + 0.01 * rank for rank in range(size)])
     for rank in range(size):
         made.start(rank, maker(rank, size, graph=graph, compute=paces[rank], **{**given, **options}))
@@ -64,8 +64,8 @@ def under_way(made: World) -> list[tuple[float, Tensor]]:
             continue
         sender = made.peers[taking.sender].role
         if sender.incarnation == taking._incarnation and sender.exchange._settled.get(rank) == taking._number:
-            held = peer._exchanges[taking.ticket]
-            model = held.base.vectors[0].double() + held.buffer.vectors[0].double()
+            base, incoming = peer._held[taking.ticket].base, peer._exchanges[taking.ticket].incoming
+            model = base.vectors[0].double() + incoming.buffer.vectors[0].double()
             found.append((taking.reply.weight, model))
     return found
 
@@ -119,7 +119,7 @@ def test_an_answer_lost_leaves_doubt_that_asking_again_ends(blocking: bool):
     """[26] The half has left its sender, the receiver does not know: it asks until it does, and mixes once."""
     pair = Topology("one way", ((1,), (0,)))
     made = World(0, Network(delay=0.1))
-    options = {"graph": pair, "init": "own", "gradient_step": still, "mode": "push", "weights": "push-sum"}
+    options = {"graph": pair, "init": "own", "gradient_step": still, "mode": "push", "push_sum": True}
     made.start(0, maker(0, 2, policy="tau:5", iterations=30, blocking=blocking, **options))
     made.start(1, maker(1, 2, policy="never", iterations=30, blocking=blocking, **options))
     until(made, 1, "takes from 0")
@@ -137,7 +137,7 @@ def test_an_answer_lost_leaves_doubt_that_asking_again_ends(blocking: bool):
 def test_a_sender_that_dies_in_doubt_loses_no_weight_that_it_gave():
     pair = Topology("one way", ((1,), (0,)))
     made = World(0, Network(delay=0.1))
-    options = {"graph": pair, "init": "own", "gradient_step": still, "mode": "push", "weights": "push-sum"}
+    options = {"graph": pair, "init": "own", "gradient_step": still, "mode": "push", "push_sum": True}
     made.start(0, maker(0, 2, policy="tau:5", iterations=40, **options))
     made.start(1, maker(1, 2, policy="never", iterations=40, **options))
     until(made, 1, "takes from 0")
@@ -154,7 +154,7 @@ def test_what_was_given_up_is_not_taken():
     """The receiver comes to settle when the sender has long given up: refused, and nothing has moved."""
     pair = Topology("one way", ((1,), (0,)))
     made = World(0, Network(delay=0.1))
-    options = {"graph": pair, "init": "own", "gradient_step": still, "mode": "push", "weights": "push-sum"}
+    options = {"graph": pair, "init": "own", "gradient_step": still, "mode": "push", "push_sum": True}
     made.start(0, maker(0, 2, policy="tau:25", iterations=40, **options))
     made.start(1, maker(1, 2, policy="never", iterations=40, **options))
     until(made, 1, "takes from 0")
@@ -234,11 +234,11 @@ def test_without_weights_a_directed_graph_does_not_keep_the_average():
     """What the weights are for."""
     mean = starts(4).mean(0)
     away = {}
-    for weights in ("uniform", "push-sum"):
-        made = start(4, UNBALANCED, iterations=200, weights=weights, finish="none")
+    for push_sum in (False, True):
+        made = start(4, UNBALANCED, iterations=200, push_sum=push_sum, finish="none")
         ended(made, bound(4, 200, 1.1))
-        away[weights] = float((models(made) - mean).abs().max())
-    assert away["push-sum"] < 1e-3 < 0.05 < away["uniform"], away
+        away[push_sum] = float((models(made) - mean).abs().max())
+    assert away[True] < 1e-3 < 0.05 < away[False], away
 
 
 @pytest.mark.parametrize("size", [2, 3, 5, 6])

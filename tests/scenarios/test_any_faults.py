@@ -14,7 +14,7 @@ from gossipx.topology.schedules import SCHEDULES
 ITERATIONS = 10
 PULLS = 5
 
-MODES = [{}, {"exchange": "waves"}, {"mode": "push"}, {"mode": "push", "weights": "push-sum"}, {"mode": "pushpull"}]
+MODES = [{}, {"exchange": "waves"}, {"mode": "push"}, {"mode": "push", "push_sum": True}, {"mode": "pushpull"}]
 times = st.floats(0, 40, allow_nan=False)
 ranks = st.integers(0, 4)
 FAULTS = st.one_of(
@@ -60,7 +60,7 @@ def test_every_run_ends(size, seed, faults, paces, loss, bandwidth, repeat, mode
                 network.cut([rank], [more[1] % size], at, at + more[0], one_way=more[2])
     # The last life begins at 40 s at the latest and may stand still for 30 s; a blocked pull asks all neighbours, and
     # in a blocked wave, which any peer may start, each round may be waited for.
-    blocked = PULLS * (size - 1 if options["exchange"] == "pulls" else size * agreement_rounds(size))
+    blocked = PULLS * (size * agreement_rounds(size) if "exchange" in mode else size - 1)
     waits = (40 + 5 * 30) / TIMEOUT + 2 + agreement_rounds(size) + blocked * options["blocking"]
     limit = bound(size, ITERATIONS, 3.0, waits)
     assert made.run(limit), "\n".join(map(str, made.log[-40:]))

@@ -17,7 +17,7 @@ from gossipx.sim import Network, SimPeer, World
 from gossipx.topology import Topology
 
 PUSH = {"mode": "push"}
-PUSH_SUM = {"mode": "push", "weights": "push-sum"}
+PUSH_SUM = {"mode": "push", "push_sum": True}
 PAIRS = {"mode": "pushpull"}
 MODES = [PUSH, PUSH_SUM, PAIRS]
 POLICIES = ["tau:5", "adaptive:threshold=0.02", "travel:distance=1", "drift:distance=1", "random:p=0.5"]
@@ -50,8 +50,8 @@ def transcript(made: World, *words: str) -> list[str]:
 def nothing_left(made: World) -> None:
     """No peer that came to its end holds on to a model, its own or another's."""
     for peer in (peer for peer in made.peers.values() if made.lines(peer.rank)[-1] != "crashes"):
-        kept = [exchange for exchange in peer._exchanges.values() if exchange.base or exchange.buffer]
-        assert not kept, (peer.rank, kept)
+        kept = [exchange for exchange in peer._exchanges.values() if exchange.incoming]
+        assert not kept and not peer._held, (peer.rank, kept, peer._held)
 
 
 def still(peer: SimPeer) -> None:

@@ -87,7 +87,7 @@ def make(
         random.Random(draws + rank),
         incarnation,
         mixing.parse(mix),
-        PeerSettings(**{"peer_timeout": TIMEOUT, "push_sum": weights == "push-sum", **settings}),
+        PeerSettings(**{"peer_timeout": TIMEOUT, **settings}),
         plan,
         shares(weights, plan, rank),
     )

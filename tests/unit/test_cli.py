@@ -132,7 +132,7 @@ def test_wrong_words_exit_2_and_are_named(place: Path, arguments: list[str], tol
         (["--policy", "tau:0"], ["period counts iterations and is at least 1"]),
         (["--model", "lenett"], ["unknown model 'lenett'", "did you mean 'lenet'?"]),
         (["--mixing", "averge"], ["unknown mixing 'averge'", "did you mean 'average'?"]),
-        (["--weights", "push-sum"], ["--weights push-sum goes with --mode push; with pull leave it out"]),
+        (["--weights", "push-sum"], ["--weights push-sum goes with --mode push, not pull: leave one out"]),
         (["--mode", "pushpull", "--mixing", "aged"], ["--mode pushpull", "leave --mixing out"]),
         (["--mode", "push", "--weights", "push-sum", "--mixing", "aged"], ["--weights push-sum", "leave --mixing out"]),
         (["--partition", "dirichlet:alpha=-1"], ["partition 'dirichlet:alpha=-1'"]),

@@ -92,7 +92,7 @@ class Bench:
         assert self.comm.posted.acquire(timeout=10)
         payload, done = self.comm.requests[request]
         if model is not None:
-            pour(memoryview(model), payload)
+            pour(memoryview(bytearray(model)), payload)
         done(reply)
 
 

@@ -116,7 +116,7 @@ def test_push_sum_ratios_come_to_the_mean_over_a_digraph() -> None:
 
 
 def test_push_sum_has_no_use_for_the_edges_weights() -> None:
-    with pytest.raises(UsageError, match="--weights push-sum gives half of .*, and 'own' gives edges weights"):
+    with pytest.raises(UsageError, match=r"--weights push-sum gives half of .*, and 'own' gives edges weights"):
         check("push-sum", DIGRAPH)
 
 
