@@ -61,8 +61,8 @@ def test_a_run_with_waves(four: Folder) -> None:
     run = four.run("--policy", "tau:10", "--exchange", "waves", "--iterations", "100", "--eval-interval", "0")
     summary = run.summary
     assert summary["lost"] == []
-    # The last wave may find some whose training is over, and one that is far behind may start another.
-    assert all(17 <= models <= 24 for models in summary["retrievals"]), summary
+    # Fewer where machines are slow: a wave that is still under way skips the next. More where one is far behind.
+    assert all(8 <= models <= 28 for models in summary["retrievals"]), summary
     model = sum(tensor.nbytes for tensor in run.model(0).values())
     for received, models in zip(summary["bytes_received"], summary["retrievals"], strict=True):
         assert (models - 4) * model * 0.99 < received < (models + 4) * model * 1.1  # the last ones count to the finish
