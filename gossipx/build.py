@@ -30,6 +30,12 @@ from gossipx.tasks.presets import PRESETS
 from gossipx.topology import schedules, weights
 from gossipx.topology.schedules import Schedule
 from gossipx.transports import Address
+from gossipx.transports.pace import parse_rate
+
+SLOWEST = 1.25e6
+"""Bytes a second, 10 Mbit/s: the slowest network on which the first model that a peer asks for is expected in time."""
+MODEL_SLACK = 2.0
+"""Times as long as that takes: a link may be shared."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +83,7 @@ def peer(
     granted = grant(config.exchange, place.bind.host)
     size = len(place.names)
     run, sync = config.run, config.sync
+    max_rate = None if config.exchange.max_rate is None else parse_rate(config.exchange.max_rate)
     _check_exchange(config)
     arena = ParameterArena(module, mix_buffers=sync.buffers == "mix")
     # Each peer draws from generators of its own; the split of the data is the same for all.
@@ -92,6 +99,8 @@ def peer(
         mixing=mixing.parse(sync.mixing),
         settings=PeerSettings(
             peer_timeout=config.exchange.peer_timeout,
+            model_timeout=MODEL_SLACK * arena.nbytes() / min(SLOWEST, max_rate or SLOWEST),
+            max_served=config.exchange.max_served,
             exchange=sync.exchange,
             mode=sync.mode,
             push_sum=sync.weights == "push-sum",
@@ -113,6 +122,7 @@ def peer(
         manifest=arena.manifest,
         on_request=driver.received,
         peer_timeout=config.exchange.peer_timeout,
+        max_rate=max_rate,
         transport=granted.transport,
         secret=granted.secret,
         share_memory=granted.share_memory,

@@ -40,6 +40,7 @@ from gossipx.errors import (
 from gossipx.messages import ModelReply, Reply, Request
 from gossipx.transports import Address, Listener, Stream, Transport, tcp, unix
 from gossipx.transports.link import Link, Links
+from gossipx.transports.pace import Pace
 from gossipx.transports.trust import Trust
 from gossipx.wire import DescribeRequest, Description, Hello, Sink, Source, Welcome, auth, frames, manifest_bytes
 
@@ -96,6 +97,7 @@ class CommManager:
         share_memory: give models to peers on this machine in memory that both share, where the system can; connections
             to them are opened by ``transport`` and go on over a Unix socket.
         only_memory: requests to a peer with which that cannot be end in a UsageError.
+        max_rate: bytes a second of models that are sent over a network, to all others together; None: no limit.
         secret: that all peers of the run share; connections begin with proving it, and every frame has a MAC.
         max_connections: inbound ones at a time; above it the oldest is closed that has not said who it is. By
             default 32 for strangers and four a peer (two that it keeps, and two that it uses meanwhile).
@@ -121,6 +123,7 @@ class CommManager:
         transport: Transport = tcp,
         share_memory: bool = True,
         only_memory: bool = False,
+        max_rate: float | None = None,
         secret: auth.Secret | None = None,
         max_connections: int | None = None,
     ):
@@ -139,7 +142,7 @@ class CommManager:
         self._secret = secret
         self.trust = Trust(len(names) - 1, peer_timeout)
         self._most = 32 + 4 * len(names) if max_connections is None else max_connections
-        self._links = Links(names[rank], len(names), peer_timeout)
+        self._links = Links(names[rank], len(names), peer_timeout, None if max_rate is None else Pace(max_rate))
         self._numbers = itertools.count(1)
         self._listener: Listener | None = None
         self._local_listener: Listener | None = None

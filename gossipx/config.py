@@ -61,6 +61,12 @@ def _schedule(spec: str) -> None:
     schedules.check(spec)
 
 
+def _rate(text: str) -> None:
+    from gossipx.transports import pace
+
+    pace.parse_rate(text)
+
+
 def _partition(spec: str) -> None:
     from gossipx.tasks import partition
 
@@ -167,6 +173,10 @@ class ExchangeSettings:
         "auto",
         "How models travel: in shared memory between peers of one machine, else over TCP; or always one of them.",
     )
+    max_rate: str | None = setting(
+        None, "Send models no faster than this over a network, all together: 100mbit, 2.5gbit.", check=_rate
+    )
+    max_served: int = setting(4, "Pulls that are answered at a time; others are told to ask another peer.", 1, 1000)
     peer_timeout: float = setting(30.0, "Seconds after which another peer is no longer waited for.", 0.1, 86_400)
 
 

@@ -33,9 +33,11 @@ class PullRequest:
 
     Attributes:
         step: iterations that the requester has done.
+        patience: seconds that it waits for the whole model.
     """
 
     step: int
+    patience: float
 
 
 LAST_WAVE = 2**63 - 1

@@ -181,7 +181,7 @@ class Gossipx:
 
     def pull(self) -> None:
         sink = self._sink()
-        self._request(PullRequest(1), sink)
+        self._request(PullRequest(1, 30.0), sink)
         self._after(sink)
 
     def ask(self) -> None:

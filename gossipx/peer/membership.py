@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 from gossipx.actor import Fault
@@ -17,6 +19,18 @@ REST_LONGEST = 1 / 4
 """... and the longest such rest, so that a partition's end is noticed soon."""
 REFUSALS = 3
 """A peer that was here before and whose address refuses this often in a row is lost: its process is gone."""
+MEASURED = 15
+"""Transfers whose times a deadline follows: enough for a median, few enough that a change of the network is noticed."""
+PATIENCE = 2.0, 4.0
+"""A model is waited for as long as so many times the median of these and so many deviations: twice what hardly ever
+comes later, of which a steadily slowing network is noticed before it is too slow."""
+DEVIATION = 1.4826
+"""Times the median absolute deviation: the standard deviation, where times are normally distributed."""
+PATIENCE_LEAST = 1 / 4
+"""... but at least this share of peer_timeout (7.5 s of 30 s): a machine may be short of time for a while."""
+PATIENCE_DOUBLINGS = 6
+"""Each model that comes too late doubles what the next may take, up to so many times: until one comes, all that is
+known is that it takes longer."""
 
 
 @dataclass
@@ -34,6 +48,8 @@ class Other:
         rests_until: it is not asked before then, unless it is heard of.
         aside_until: it is not asked for a model before then, since its last one could not be used.
         lost: it is not waited for.
+        seconds: that the last models took to come from it.
+        late: models that did not come in time since.
     """
 
     stage: Stage | None = None
@@ -46,6 +62,8 @@ class Other:
     rests_until: float = 0.0
     aside_until: float = 0.0
     lost: bool = False
+    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=MEASURED))
+    late: int = 0
 
     @property
     def silent(self) -> bool:
@@ -72,9 +90,18 @@ class Membership:
         schedule: whose turn it is, and over which graph.
         peer_timeout: seconds, see :class:`~gossipx.peer.role.PeerSettings`.
         rng: for draws and for the jitter of rests.
+        model_timeout: seconds that a model is waited for as long as none has been measured, if longer than that.
     """
 
-    def __init__(self, rank: int, size: int, schedule: Schedule, peer_timeout: float, rng: random.Random) -> None:
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        schedule: Schedule,
+        peer_timeout: float,
+        rng: random.Random,
+        model_timeout: float = 0.0,
+    ) -> None:
         self.others = {other: Other() for other in range(size) if other != rank}
         self._rank = rank
         self._schedule = schedule
@@ -82,6 +109,7 @@ class Membership:
         self._round = -1  # exchanges that were wanted so far; the schedule's round
         self._rates: dict[int, float] = {}  # models a second, by whom they came from
         self._timeout = peer_timeout
+        self._model_timeout = max(peer_timeout, model_timeout)
         self._rng = rng
 
     def draw(self, now: float, besides: Collection[int] = (), again: bool = False) -> int | None:
@@ -102,8 +130,25 @@ class Membership:
 
     def measured(self, rank: int, seconds: float) -> None:
         """A pull from ``rank`` took ``seconds``; half of a rate is the last one's, as networks change."""
+        self.others[rank].seconds.append(seconds)
+        self.others[rank].late = 0
         if seconds > 0:
             self._rates[rank] = (self._rates.get(rank, 1 / seconds) + 1 / seconds) / 2
+
+    def patience(self, rank: int) -> float:
+        """Seconds that a model from ``rank`` is waited for: by those of its last ones, else of all others'."""
+        other = self.others[rank]
+        measured = other.seconds or [seconds for one in self.others.values() for seconds in one.seconds]
+        patience = self._model_timeout
+        if measured:
+            usual = median(measured)
+            deviation = DEVIATION * median(abs(seconds - usual) for seconds in measured)
+            patience = max(PATIENCE_LEAST * self._timeout, PATIENCE[0] * (usual + PATIENCE[1] * deviation))
+        return float(patience * 2 ** min(other.late, PATIENCE_DOUBLINGS))
+
+    def was_late(self, rank: int) -> None:
+        """A model from ``rank`` did not come in time."""
+        self.others[rank].late += 1
 
     def in_training(self, now: float) -> list[int]:
         """Ranks that are believed to train, ascending, and can be counted on: a wave that begins now is theirs."""

@@ -44,6 +44,7 @@ from gossipx.actor import (
 from gossipx.messages import (
     LAST_WAVE,
     ArriveRequest,
+    BusyReply,
     HereReply,
     InitialRequest,
     LeaveRequest,
@@ -65,6 +66,7 @@ from gossipx.peer.membership import Membership
 from gossipx.peer.pairs import Pairs
 from gossipx.peer.pushes import Pushes
 from gossipx.peer.requests import Requests
+from gossipx.peer.serving import Serving
 from gossipx.peer.wave import TIMER, Wave
 from gossipx.peer.waves import Waves
 from gossipx.sync import SyncManager
@@ -80,8 +82,11 @@ class PeerSettings:
     """How a peer behaves.
 
     Attributes:
-        peer_timeout: seconds after which another peer is no longer waited for. Every deadline is this or a fixed share
-            of it. 30 s: several times what a model of 100 MB takes at 100 Mbit/s, short enough for a person to wait.
+        peer_timeout: seconds after which another peer is no longer waited for. Every deadline but a model's is this or
+            a fixed share of it. 30 s: several times what a model of 100 MB takes at 100 Mbit/s, short enough for a
+            person to wait.
+        model_timeout: seconds that a model may take on its way if that is more, and none of a pull was measured yet.
+        max_served: pulls that are answered at a time.
         exchange: what a policy that fires begins: an exchange with one other peer, or a wave of all.
         mode: ``pull``: fetch another's model; ``push``: have another fetch ours; ``pushpull``: average a pair.
         push_sum: a push gives away half of one's weight, so that the average is kept on directed graphs too.
@@ -92,6 +97,8 @@ class PeerSettings:
     """
 
     peer_timeout: float = 30.0
+    model_timeout: float = 0.0
+    max_served: int = 4
     exchange: Literal["pulls", "waves"] = "pulls"
     mode: Literal["pull", "push", "pushpull"] = "pull"
     push_sum: bool = False
@@ -108,6 +115,7 @@ class _Pull:
     ticket: int
     to: int
     tried: frozenset[int]
+    fault: bool  # one of those that were tried failed, rather than said no
     began: float
     reply: ModelReply | None = None
 
@@ -155,10 +163,12 @@ class PeerRole:
 
     def __post_init__(self) -> None:
         settings, timeout = self.settings, self.settings.peer_timeout
+        self._model_timeout = max(timeout, settings.model_timeout)
         schedule = self.schedule or Random(self.topology)
-        self.members = Membership(self.rank, self.size, schedule, timeout, self.rng)
-        self.waves = Waves(self.rank, self.members, self._requests, self.sync, timeout)
-        own = self.rank, self.incarnation, timeout, settings.blocking
+        self.members = Membership(self.rank, self.size, schedule, timeout, self.rng, self._model_timeout)
+        self.serving = Serving(settings.max_served, self._requests)
+        self.waves = Waves(self.rank, self.members, self._requests, self.sync, self._model_timeout)
+        own = self.rank, self.incarnation, self._model_timeout, settings.blocking
         ground = Ground(*own, self.members, self._requests, self.sync, self.counts)
         self.exchange: Exchange | None = None  # of a mode in which an exchange is more than one pull
         if settings.mode == "push":
@@ -252,7 +262,7 @@ class PeerRole:
             case InitialRequest():
                 return [self._answer(event.key, ModelReply(self.step), now, whole=True)]
             case PullRequest():
-                return [self._answer(event.key, ModelReply(self.step), now)]
+                return self.serving.requested(event, self.step, now)
             case _ if self.exchange is None:
                 return [self._answer(event.key, NotReadyReply("it pulls: give all peers the same --mode"), now)]
             case TakeRequest() | SettleRequest():
@@ -263,7 +273,7 @@ class PeerRole:
                 return self._exchanged(self.exchange.offered(event, now), now)
 
     def _answer(self, key: Hashable, reply: Reply, now: float, whole: bool = False) -> Answer:
-        return Answer(key, reply, now + self.settings.peer_timeout, whole)
+        return Answer(key, reply, now + self._model_timeout, whole)
 
     def _replied(self, event: Replied, now: float) -> list[Effect]:
         to, request = self._requests.close(event.ticket)
@@ -288,6 +298,8 @@ class PeerRole:
                 return self._gone_if_told()
             case ((PushRequest() | PairRequest() | TakeRequest() | SettleRequest()), _) if self.exchange:
                 return self._exchanged(self.exchange.replied(event.ticket, to, event.reply, now), now)
+            case PullRequest(), BusyReply() if self._pull and self._pull.ticket == event.ticket:
+                return [Forget(event.ticket), *self._pull_elsewhere(now, fault=False)]
             case _, NotReadyReply() if not isinstance(request, ArriveRequest):
                 self.members.rest(to, now)
                 return self._came_to_nothing(event.ticket, to, request, now)
@@ -305,6 +317,8 @@ class PeerRole:
         if isinstance(request, ArriveRequest) and other.stage is Stage.DONE and event.fault is Fault.UNREACHABLE:
             other.knows = True  # it goes once it knows everybody's figures
             return self._look(now)
+        if isinstance(request, PullRequest) and event.fault is Fault.TIMEOUT:
+            self.members.was_late(to)
         if self.members.failed(to, event.fault, now):
             effects.append(Note("lost", f"peer {to} is lost: {event.fault.value}"))
             effects += self._enough()
@@ -322,7 +336,7 @@ class PeerRole:
                 self._adopting = None
                 return [Forget(ticket), SetTimer(f"announce {to}", self.members.others[to].rests_until)]
             case PullRequest() if self._pull and self._pull.ticket == ticket:
-                return [Forget(ticket), *self._pull_elsewhere(to, now)]
+                return [Forget(ticket), *self._pull_elsewhere(now)]
             case RoundRequest() if wave := self._meeting(ticket):
                 return self._went_on([Forget(ticket), *wave.partner_lost(now)], now)
             case PushRequest() | PairRequest() | TakeRequest() | SettleRequest() if self.exchange:
@@ -427,7 +441,7 @@ class PeerRole:
             if other.stage is not None and other.stage >= first and other.may_be_asked(now) and not other.lost
         ]
         if givers:
-            request = self._requests.send(min(givers), InitialRequest(), now + self.settings.peer_timeout)
+            request = self._requests.send(min(givers), InitialRequest(), now + self._model_timeout)
             self._adopting, self._giver = request.ticket, request.to
             return [request]
         asked = self._requests.asked(ArriveRequest)
@@ -487,24 +501,27 @@ class PeerRole:
             self.counts.alone += 1
             return []
         self.sync.requested()
-        request = self._pull_from(to, frozenset(), now)
+        request = self._pull_from(to, frozenset(), False, now)
         return [Wait(), request] if self.settings.blocking else [request]
 
-    def _pull_from(self, to: int, tried: frozenset[int], now: float) -> Send:
-        request = PullRequest(self.step)
-        deadline = now + self.settings.peer_timeout
-        send = self._requests.send(to, request, deadline)
-        self._pull = _Pull(send.ticket, to, tried | {to}, now)
+    def _pull_from(self, to: int, tried: frozenset[int], fault: bool, now: float) -> Send:
+        patience = self.members.patience(to)
+        send = self._requests.send(to, PullRequest(self.step, patience), now + patience)
+        self._pull = _Pull(send.ticket, to, tried | {to}, fault, now)
         return send
 
-    def _pull_elsewhere(self, failed: int, now: float) -> list[Effect]:
-        """The pull from ``failed`` came to nothing: another neighbour meanwhile, if there is one."""
+    def _pull_elsewhere(self, now: float, fault: bool = True) -> list[Effect]:
+        """The pull came to nothing, by a fault or since the other is busy: another neighbour, if there is one."""
         assert self._pull is not None
+        fault = fault or self._pull.fault
         to = self.members.draw(now, besides=self._pull.tried, again=True)
         if to is not None and self.stage is Stage.TRAIN:
-            return [self._pull_from(to, self._pull.tried, now)]
+            return [self._pull_from(to, self._pull.tried, fault, now)]
         self._pull = None
-        self.sync.abandoned()
+        if fault:
+            self.sync.abandoned()
+        else:
+            self.sync.found_nobody()
         return [Resume()] if self.settings.blocking else []
 
     def _exchanged(self, effects: list[Effect], now: float) -> list[Effect]:
@@ -689,6 +706,8 @@ class PeerRole:
         told = self._telling.pop(event.key, None)
         if told is not None and event.whole:
             self.members.others[told].knows = True
+        if served := self.serving.answered(event):
+            return [*served, *self._look(now)]
         if (wave := self.waves.answering(event.key)) and self.stage is not Stage.LEFT:
             return self._went_on(wave.answered(event, now), now)
         if self.exchange and self.stage is Stage.TRAIN:

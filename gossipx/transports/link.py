@@ -15,6 +15,7 @@ from gossipx.errors import (
     ModelMismatchError,
     NotAuthorisedError,
     PeerFaultError,
+    PeerTimeoutError,
     PeerUnreachableError,
     ProtocolError,
     StrangerError,
@@ -22,6 +23,7 @@ from gossipx.errors import (
 from gossipx.memory import cannot_shrink
 from gossipx.messages import ModelReply
 from gossipx.transports import Certified, SharesMemory, Stream
+from gossipx.transports.pace import Pace
 from gossipx.wire import (
     Accepted,
     Bytes,
@@ -73,6 +75,17 @@ class Link:
             self.stream.send(buffers, deadline)
             self._links.count(sum(map(len, buffers)), 0)
 
+    def _send_in_turn(self, frame: Iterable[frames.Buffers], pace: Pace, deadline: float) -> None:
+        """As :meth:`send`, no faster than ``pace``."""
+        for buffers in frame:
+            for part in pace.parts(buffers):
+                begins = time.monotonic() + pace.reserve(len(part))
+                if self._links.closed.wait(min(begins, deadline) - time.monotonic()):
+                    raise self._links.gone()
+                if begins > deadline:
+                    raise PeerTimeoutError(f"--max-rate leaves no room for a model to {self.stream.remote} in time")
+                self.send([[part]], deadline)
+
     def send_model(self, reply: ModelReply, number: int, payload: Source, deadline: float) -> None:
         """Send a model, and wait until the other side has it whole.
 
@@ -83,7 +96,11 @@ class Link:
         view, descriptor = payload.view, payload.descriptor
         beside = isinstance(self.stream, SharesMemory) and descriptor is not None and view.nbytes > 0
         self.stream.tune()
-        self.send(frames.encode(reply, number, view, self.checks, beside), deadline)
+        frame = frames.encode(reply, number, view, self.checks, beside)
+        if self._links.pace is None or beside:
+            self.send(frame, deadline)
+        else:
+            self._send_in_turn(frame, self._links.pace, deadline)
         if beside and isinstance(self.stream, SharesMemory) and descriptor is not None:
             self.stream.send_descriptor(descriptor, deadline)
             self._links.count(view.nbytes, 0)
@@ -286,14 +303,16 @@ class Links:
         peers: how many there are; links that it opened itself are kept by rank for later use.
         timeout: seconds within which a frame that has begun must be whole, where the call sets no
             deadline.
+        pace: of the models that are sent over a network, all together; None: as fast as it goes.
 
     Attributes:
         closed: set once no more links and threads can be had.
         sent, received: bytes of the whole wire.
     """
 
-    def __init__(self, name: str, peers: int, timeout: float):
+    def __init__(self, name: str, peers: int, timeout: float, pace: Pace | None = None):
         self.timeout = timeout
+        self.pace = pace
         self.closed = threading.Event()
         self.sent = 0
         self.received = 0

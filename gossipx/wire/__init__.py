@@ -168,7 +168,7 @@ ANSWERS: dict[type, tuple[type, ...]] = {
     Proof: (Accepted,),
     DescribeRequest: (Description,),
     InitialRequest: (ModelReply, NotReadyReply),
-    PullRequest: (ModelReply, NotReadyReply),
+    PullRequest: (ModelReply, BusyReply, NotReadyReply),
     PushRequest: (AcceptReply, BusyReply, NotReadyReply),
     PairRequest: (AcceptReply, BusyReply, NotReadyReply),
     TakeRequest: (ModelReply, NotReadyReply),

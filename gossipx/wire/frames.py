@@ -78,6 +78,7 @@ MAGIC = b"GSPX"
 VERSION = 2
 MAX_RANKS = 65_536
 MAX_TEXT = 1_000  # characters
+MAX_SECONDS = 7 * 86_400
 MAX_FIGURES = 1_000  # names in a report
 # Bytes of metadata. The largest honest ones: 65,536 ranks of five digits are 384 KiB; the reports
 # of 100 peers have 5 KiB each. The small bound is what a stranger can make us allocate.
@@ -196,6 +197,14 @@ def _entry(value: object) -> object:
 
 
 _U63 = 2**63 - 1
+
+
+def _seconds(value: object) -> float:
+    if type(value) not in (int, float) or not 0 < value <= MAX_SECONDS:  # type: ignore[operator]
+        raise ValueError(f"is not a number above 0, up to {MAX_SECONDS}")
+    return float(value)  # type: ignore[arg-type]
+
+
 _rank = _integer(0, MAX_RANKS - 1)
 _size = _integer(1, MAX_RANKS)
 _key = _hexadecimal(64)
@@ -228,7 +237,7 @@ _KINDS = {
     10: _Kind(NotAuthorised, {"reason": _text}),
     11: _Kind(Taken, {}),
     16: _Kind(InitialRequest, {}),
-    17: _Kind(PullRequest, {"step": _count}),
+    17: _Kind(PullRequest, {"step": _count, "patience": _seconds}),
     18: _Kind(RoundRequest, {"wave": _count, "round": _count, "members": _members}, MAX_METADATA),
     19: _Kind(ArriveRequest, {**_STANDING, "incarnation": _count}, MAX_METADATA),
     20: _Kind(LeaveRequest, {}),

@@ -56,7 +56,7 @@ def test_a_model_is_pulled(start: Start, guard: dict[str, Any], size: int) -> No
     b.serve(model)
     for step in range(3):  # over the same connection
         room = bytearray(size)
-        assert a.ask(1, PullRequest(step), room).get(timeout=LONG) == ModelReply(step)
+        assert a.ask(1, PullRequest(step, 30.0), room).get(timeout=LONG) == ModelReply(step)
         assert room == model
         assert a.ask(1, LeaveRequest()).get(timeout=LONG) == HereReply(Stage.TRAIN)
     assert not a.comm.trust.is_outcast
@@ -70,7 +70,7 @@ def test_pulls_across(start: Start, guard: dict[str, Any]) -> None:  # [27]
     for host, model in zip(hosts, models, strict=True):
         host.serve(model)
     rooms = {(one, other): bytearray(300_000) for one in range(3) for other in range(3) if one != other}
-    asked = [hosts[one].ask(other, PullRequest(1), room) for (one, other), room in rooms.items()]
+    asked = [hosts[one].ask(other, PullRequest(1, 30.0), room) for (one, other), room in rooms.items()]
     assert [each.get(timeout=LONG) for each in asked] == [ModelReply(1)] * 6
     assert all(room == models[other] for (_, other), room in rooms.items())
 
@@ -162,10 +162,10 @@ GARBAGE = {
     "TLS": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200),
     "random": random.Random(0).randbytes(300),
     "half an opening": frame(Open("0" * 64, "the same list", "peer-00", "peer-01"))[:-5],
-    "a request": frame(PullRequest(1)),
+    "a request": frame(PullRequest(1, 30.0)),
     "a proof at once": frame(Proof("0" * 64)),
     "a challenge": frame(Challenge("0" * 64)),
-    "no proof": frame(Open("0" * 64, "a", "b", "c")) + frame(PullRequest(1)),
+    "no proof": frame(Open("0" * 64, "a", "b", "c")) + frame(PullRequest(1, 30.0)),
     "huge lengths": frames._HEADER.pack(b"GSPX", frames.VERSION, 6, 0, 2**32 - 1, 2**63) + bytes(8),
 }
 
@@ -280,13 +280,13 @@ def test_a_model_changed_on_the_way_is_refused(  # [12]
     b.serve(bytes(1_000_000))
     way = middle(b.comm.address)
     run.addresses[1] = way.address
-    assert a.ask(1, PullRequest(1), bytearray(1_000_000)).get(timeout=LONG) == ModelReply(1)
+    assert a.ask(1, PullRequest(1, 30.0), bytearray(1_000_000)).get(timeout=LONG) == ModelReply(1)
     way.back = flip(1_700_000)  # in the second model, over the same connection
-    error = a.ask(1, PullRequest(2), bytearray(1_000_000)).get(timeout=LONG)
+    error = a.ask(1, PullRequest(2, 30.0), bytearray(1_000_000)).get(timeout=LONG)
     assert isinstance(error, ProtocolError), error
     assert "does not match" in str(error) or "bad record mac" in str(error)
     way.back = flip(-1)
-    assert a.ask(1, PullRequest(3), bytearray(1_000_000)).get(timeout=LONG) == ModelReply(3)
+    assert a.ask(1, PullRequest(3, 30.0), bytearray(1_000_000)).get(timeout=LONG) == ModelReply(3)
 
 
 def test_a_request_changed_on_the_way_reaches_nobody(start: Start, middle: Callable[[Address], Middle]) -> None:
@@ -295,13 +295,13 @@ def test_a_request_changed_on_the_way_reaches_nobody(start: Start, middle: Calla
     a, b = run.host(0, share_memory=False, secret=SECRET), run.host(1, secret=SECRET)
     way = middle(b.comm.address)
     run.addresses[1] = way.address
-    whole = frame(PullRequest(1), 1)
+    whole = frame(PullRequest(1, 30.0), 1)
 
     def instead(data: bytes, before: int) -> bytes:
         return whole[:36] + bytes(24) + whole[36:] if b'{"step":7}' in data else data
 
     way.change = instead
-    assert isinstance(a.ask(1, PullRequest(7), bytearray(1), seconds=5).get(timeout=LONG), GossipxError)
+    assert isinstance(a.ask(1, PullRequest(7, 30.0), bytearray(1), seconds=5).get(timeout=LONG), GossipxError)
     assert b.received.empty()
 
 
@@ -406,11 +406,11 @@ def test_a_thousand_idle_connections_leave_peers_and_threads_alone(start: Start,
         for _ in range(1000):
             strangers.enter_context(knock(b))
         room = bytearray(len(model))
-        assert a.ask(1, PullRequest(1), room).get(timeout=LONG) == ModelReply(1)
+        assert a.ask(1, PullRequest(1, 30.0), room).get(timeout=LONG) == ModelReply(1)
         assert room == model
         for link in a.comm._links._idle[1]:
             link.stream.abort()  # so that the next request needs a connection of its own among them
-        assert a.ask(1, PullRequest(2), bytearray(len(model))).get(timeout=LONG) == ModelReply(2)
+        assert a.ask(1, PullRequest(2, 30.0), bytearray(len(model))).get(timeout=LONG) == ModelReply(2)
         assert len(b.comm._inbound) <= 32 + 4 * 2
         assert threading.active_count() <= threads + 2 * (32 + 4 * 2)
     assert b.comm.trust.strangers == 0

@@ -222,10 +222,10 @@ def test_a_model_is_pulled(two: tuple[Host, Host], size: int) -> None:
     model, room = os.urandom(size), bytearray(size)
     b.serve(model)
     for step in (1, 2):
-        results = a.ask(1, PullRequest(step), room)
+        results = a.ask(1, PullRequest(step, 30.0), room)
         assert results.get(timeout=LONG) == ModelReply(step)
         assert room == model
-        assert b.received.get(timeout=LONG)[::2] == (0, PullRequest(step))
+        assert b.received.get(timeout=LONG)[::2] == (0, PullRequest(step, 30.0))
         assert b.answered.get(timeout=LONG) is True
         assert results.empty()
         room[:] = bytes(size)
@@ -282,10 +282,10 @@ def test_a_key_is_answered_once(two: tuple[Host, Host]) -> None:
 def test_what_no_peer_would_accept_is_refused_where_it_is_said(two: tuple[Host, Host]) -> None:
     a, b = two
     with pytest.raises(ValueError, match="step"):
-        a.ask(1, PullRequest(-1))
+        a.ask(1, PullRequest(-1, 30.0))
     for to in (0, 2, -1):
         with pytest.raises(ValueError, match=f"rank {to}"):
-            a.ask(to, PullRequest(1))
+            a.ask(to, PullRequest(1, 30.0))
     results = a.ask(1, LeaveRequest())
     _, key, _ = b.received.get(timeout=LONG)
     with pytest.raises(ValueError, match="reason"):
@@ -298,11 +298,11 @@ def test_a_model_of_another_size_is_refused(two: tuple[Host, Host]) -> None:  # 
     a, b = two
     b.serve(b"12345")
     room = bytearray(4)
-    error = a.ask(1, PullRequest(1), room).get(timeout=LONG)
+    error = a.ask(1, PullRequest(1, 30.0), room).get(timeout=LONG)
     assert isinstance(error, ProtocolError)
     assert "peer-01" in str(error)
     assert room == bytes(4)
-    assert isinstance(a.ask(1, PullRequest(1)).get(timeout=LONG), ProtocolError)
+    assert isinstance(a.ask(1, PullRequest(1, 30.0)).get(timeout=LONG), ProtocolError)
 
 
 def test_pulls_across_and_around_do_not_wait_for_each_other(start: Callable[[int], Run]) -> None:
@@ -316,7 +316,7 @@ def test_pulls_across_and_around_do_not_wait_for_each_other(start: Callable[[int
         for rank in range(4):
             for to in ((rank + 1) % 4, rank ^ 1):
                 room = bytearray(2_000_000)
-                pulls.append((to, room, run.hosts[rank].ask(to, PullRequest(1), room)))
+                pulls.append((to, room, run.hosts[rank].ask(to, PullRequest(1, 30.0), room)))
     for to, room, results in pulls:
         assert results.get(timeout=LONG) == ModelReply(1)
         assert room == models[to]
@@ -362,7 +362,7 @@ def test_a_callback_that_fails_is_logged_and_its_answer_told(two: tuple[Host, Ho
 
 def test_no_answer_within_the_deadline(two: tuple[Host, Host]) -> None:
     a, b = two
-    error = a.ask(1, PullRequest(1), bytearray(4), SHORT).get(timeout=LONG)
+    error = a.ask(1, PullRequest(1, 30.0), bytearray(4), SHORT).get(timeout=LONG)
     assert isinstance(error, PeerTimeoutError)
     assert str(error).startswith("peer-01: ")
     _, key, _ = b.received.get(timeout=LONG)
@@ -375,7 +375,7 @@ def test_a_requester_that_hangs_up_is_noticed(  # [2]
 ) -> None:
     monkeypatch.setattr("gossipx.comm._LOOK", 0.01)
     a, b = two
-    a.ask(1, PullRequest(1), bytearray(4))
+    a.ask(1, PullRequest(1, 30.0), bytearray(4))
     _, key, _ = b.received.get(timeout=LONG)
     a.comm.close()
     heard.wait("hung up before its request was answered")
@@ -387,7 +387,7 @@ def test_a_requester_that_never_reads_is_given_up(start: Callable[[int], Run]) -
     run = start(2)
     a = run.host(0)
     with introduced(a, 1, run.names) as stream:
-        stream.sendall(frame(PullRequest(1), 5))
+        stream.sendall(frame(PullRequest(1, 30.0), 5))
         _, key, _ = a.received.get(timeout=LONG)
         model = Model(bytes(64_000_000))
         a.comm.answer(key, ModelReply(1), payload=model, deadline=soon(SHORT), done=a.answered.put)
@@ -400,7 +400,7 @@ def test_a_sender_that_dies_in_mid_transfer(start: Callable[[int], Run]) -> None
     with socket.create_server(("127.0.0.1", 0)) as listening:
         run.addresses[1] = Address(*listening.getsockname())
         room = bytearray(1000)
-        results = a.ask(1, PullRequest(1), room)
+        results = a.ask(1, PullRequest(1, 30.0), room)
         stream, _ = listening.accept()
         with stream:
             hello = read_frame(stream)
@@ -419,7 +419,7 @@ def test_a_sender_that_dies_in_mid_transfer(start: Callable[[int], Run]) -> None
 
 def test_nobody_listens(start: Callable[[int], Run]) -> None:
     run = start(2)
-    error = run.host(0).ask(1, PullRequest(1), bytearray(4)).get(timeout=LONG)
+    error = run.host(0).ask(1, PullRequest(1, 30.0), bytearray(4)).get(timeout=LONG)
     assert isinstance(error, PeerUnreachableError)
     assert "peer-01: cannot connect to 127.0.0.1:1" in str(error)
 
@@ -430,7 +430,7 @@ def test_a_peer_that_restarted_is_asked_anew(start: Callable[[int], Run]) -> Non
     for _ in range(3):
         b.serve(b"model")
         room = bytearray(5)
-        assert a.ask(1, PullRequest(1), room).get(timeout=LONG) == ModelReply(1)
+        assert a.ask(1, PullRequest(1, 30.0), room).get(timeout=LONG) == ModelReply(1)
         b.comm.close()
         b = run.host(1, bind=b.comm.address)
 
@@ -474,7 +474,7 @@ def test_a_request_whose_connection_dies_under_it_is_tried_once_more(
 
 def test_closing_ends_all_that_is_pending(two: tuple[Host, Host]) -> None:
     a, b = two
-    asked = [a.ask(1, PullRequest(1), bytearray(4)) for _ in range(5)]
+    asked = [a.ask(1, PullRequest(1, 30.0), bytearray(4)) for _ in range(5)]
     asking = [b.ask(0, ArriveRequest(Stage.START, 1)) for _ in range(5)]
     keys = [b.received.get(timeout=LONG)[1] for _ in asked]
     for _ in asking:
@@ -585,7 +585,7 @@ def test_another_model_names_the_first_tensor(start: Callable[[int], Run]) -> No
     a = run.host(0)
     b = run.host(1, manifest=[MANIFEST[0], "bias float32 (11,) (1,)"])
     for asking, other in ((a, 1), (b, 0)):
-        error = asking.ask(other, PullRequest(1), bytearray(4)).get(timeout=LONG)
+        error = asking.ask(other, PullRequest(1, 30.0), bytearray(4)).get(timeout=LONG)
         assert isinstance(error, ModelMismatchError)
         assert error.exit_code == 2
     assert str(error) == (
@@ -602,7 +602,7 @@ def test_a_peer_of_another_model_is_not_served(start: Callable[[int], Run]) -> N
     with knock(a) as stream:
         stream.sendall(frame(Hello(1, "peer-01", 2, "the same list", "another model")))
         assert read_frame(stream) is not None
-        stream.sendall(frame(PullRequest(1), 1))
+        stream.sendall(frame(PullRequest(1, 30.0), 1))
         refused = read_frame(stream)
     assert refused is not None
     assert refused.message == Refused("the models differ")
@@ -728,7 +728,7 @@ def test_models_on_one_machine_go_through_shared_memory(
         model = os.urandom(size)
         b.serve(model)
         room = bytearray(size)
-        assert a.ask(1, PullRequest(round), room).get(timeout=LONG) == ModelReply(round)
+        assert a.ask(1, PullRequest(round, 30.0), room).get(timeout=LONG) == ModelReply(round)
         assert bytes(room) == model
         assert b.answered.get(timeout=LONG) is True
     assert beside == ([size] * 3 if share and size and sys.platform == "linux" else [])
@@ -744,7 +744,7 @@ def test_a_model_that_is_no_shared_memory_goes_over_the_connection(
     a, b = run.host(0), run.host(1)
     b.serve(b"1234")
     room = bytearray(4)
-    assert a.ask(1, PullRequest(1), room).get(timeout=LONG) == ModelReply(1)
+    assert a.ask(1, PullRequest(1, 30.0), room).get(timeout=LONG) == ModelReply(1)
     assert (bytes(room), beside) == (b"1234", [])
 
 
@@ -770,7 +770,7 @@ def test_a_descriptor_of_something_else_is_refused(two: tuple[Host, Host], make:
     model = Model(b"12345678")
     model.descriptor = descriptor
     room = bytearray(8)
-    results = a.ask(1, PullRequest(1), room)
+    results = a.ask(1, PullRequest(1, 30.0), room)
     _, key, _ = b.received.get(timeout=LONG)
     b.comm.answer(key, ModelReply(1), payload=model, deadline=soon(), done=b.answered.put)
     error = results.get(timeout=LONG)
@@ -794,7 +794,7 @@ def test_a_model_that_is_read_past_the_givers_deadline_is_not_taken(two: tuple[H
 
     results: queue.Queue[Reply | GossipxError] = queue.Queue()
     sink = Stopped(memoryview(bytearray(8)))
-    a.comm.request(1, PullRequest(1), deadline=soon(), payload=sink, done=results.put)
+    a.comm.request(1, PullRequest(1, 30.0), deadline=soon(), payload=sink, done=results.put)
     _, key, _ = b.received.get(timeout=LONG)
     b.comm.answer(key, ModelReply(1), payload=Model(b"12345678"), deadline=soon(SHORT), done=b.answered.put)
     assert b.answered.get(timeout=LONG) is False
@@ -807,7 +807,7 @@ def test_a_peer_that_does_not_tell_that_it_has_a_model_has_not_got_it(start: Cal
     run = start(2)
     a = run.host(0)
     with introduced(a, 1, run.names) as stream:
-        stream.sendall(frame(PullRequest(1), 5))
+        stream.sendall(frame(PullRequest(1, 30.0), 5))
         _, key, _ = a.received.get(timeout=LONG)
         a.answer(key, ModelReply(1), b"1234")
         assert read_frame(stream, Bytes(memoryview(bytearray(4)))) is not None

@@ -87,7 +87,7 @@ with gossipx.join(model, optimizer) as peer:
     model.load_state_dict(kept)
     peer.load_state_dict(json.loads(mine))
     back = [peer.iteration, peer.state_dict()["weight"] == json.loads(mine)["weight"]]
-    train(peer, model, optimizer, 120)
+    train(peer, model, optimizer, 2000)
 tell(peer, back=back)
 """
     )

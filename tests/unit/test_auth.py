@@ -74,8 +74,12 @@ def test_who_share_a_secret_take_each_other_in_and_understand_each_other() -> No
     assert one.opened == other.opened == Open(NONCES[0].hex(), "the list", "ada", "bob")
     for sender, receiver in ((one, other), (other, one)):
         to = Receiver(receiver)
-        sent = whole(sender, PullRequest(1)) + whole(sender, ModelReply(2), b"8 bytes.") + whole(sender, PullRequest(3))
-        assert to.take(sent) == [PullRequest(1), ModelReply(2), PullRequest(3)]
+        sent = (
+            whole(sender, PullRequest(1, 30.0))
+            + whole(sender, ModelReply(2), b"8 bytes.")
+            + whole(sender, PullRequest(3, 30.0))
+        )
+        assert to.take(sent) == [PullRequest(1, 30.0), ModelReply(2), PullRequest(3, 30.0)]
         assert bytes(to.room) == b"8 bytes."
 
 
@@ -205,7 +209,7 @@ def test_the_bytes_of_a_mac() -> None:
         assert check.digest() == hmac.new(b"key", count.to_bytes(8, "big") + b"a part", hashlib.sha256).digest()
 
 
-MESSAGES = [PullRequest(1), ModelReply(2), NotReadyReply("later"), ModelReply(3)]
+MESSAGES = [PullRequest(1, 30.0), ModelReply(2), NotReadyReply("later"), ModelReply(3)]
 
 
 def sent(session: Session) -> list[bytes]:
@@ -256,19 +260,19 @@ def test_a_payload_cannot_stand_for_a_header_nor_move_to_another_frame() -> None
 def test_frames_that_are_sent_back_are_refused() -> None:  # [19]
     one, _ = shake_hands(opener(), answerer())
     with pytest.raises(ProtocolError, match="does not match"):
-        Receiver(one).take(whole(one, PullRequest(1)))
+        Receiver(one).take(whole(one, PullRequest(1, 30.0)))
 
 
 def test_frames_of_another_connection_are_refused() -> None:  # [19]
     one, _ = shake_hands(opener(), answerer())
     _, other = shake_hands(opener(), answerer(nonce=bytes(32)))
     with pytest.raises(ProtocolError, match="does not match"):
-        Receiver(other).take(whole(one, PullRequest(1)))
+        Receiver(other).take(whole(one, PullRequest(1, 30.0)))
 
 
 def test_a_checksum_is_no_mac() -> None:
     _, other = shake_hands(opener(), answerer())
-    plain = b"".join(bytes(buffer) for buffers in frames.encode(PullRequest(1), 0) for buffer in buffers)
+    plain = b"".join(bytes(buffer) for buffers in frames.encode(PullRequest(1, 30.0), 0) for buffer in buffers)
     with pytest.raises(ProtocolError):
         Receiver(other).take(plain + bytes(32))
 

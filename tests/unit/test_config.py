@@ -61,6 +61,8 @@ EVERY_KEY: dict[str, dict[str, Any]] = {
         "tls_key": "here.key",
         "tls_ca": "ca.crt",
         "transport": "tcp",
+        "max_rate": "100mbit",
+        "max_served": 2,
         "peer_timeout": 1.5,
     },
 }
@@ -115,6 +117,8 @@ tls_cert = "here.crt"
 tls_key = "here.key"
 tls_ca = "ca.crt"
 transport = "tcp"
+max_rate = "100mbit"
+max_served = 2
 peer_timeout = 1.5
 """
 

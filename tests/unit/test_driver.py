@@ -140,7 +140,7 @@ def test_a_model_with_nan_is_told_before_it_is_settled(bench: Bench):
     assert bench.role.told[-1] == Failed(5, Fault.POISONED)
 
 
-@pytest.mark.parametrize("request_", [TAKE, PullRequest(1)], ids=["take", "pull"])
+@pytest.mark.parametrize("request_", [TAKE, PullRequest(1, 30.0)], ids=["take", "pull"])
 def test_what_is_mixed_while_training_is_a_retrieval(bench: Bench, request_: Any):
     found: list[Retrieval] = []
     bench.driver.on_retrieval = found.append

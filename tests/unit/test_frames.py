@@ -83,7 +83,7 @@ messages = st.one_of(
     st.just(DescribeRequest()),
     st.builds(Description, size=st.just(0)),
     st.just(InitialRequest()),
-    st.builds(PullRequest, step=counts),
+    st.builds(PullRequest, step=counts, patience=st.floats(0, 604_800, exclude_min=True)),
     st.builds(
         RoundRequest,
         wave=counts,
@@ -172,7 +172,7 @@ def test_every_message_comes_back_as_it_was(message: Message, request: int, step
 def test_a_payload_lands_in_the_buffer_that_was_given(payload: bytes, step: int) -> None:
     room = memoryview(bytearray(len(payload)))
     data = whole(ModelReply(3), 9, memoryview(payload))
-    (frame,) = feed(Decoder(answer_to(PullRequest(0), 9, Bytes(room))), data, step)
+    (frame,) = feed(Decoder(answer_to(PullRequest(0, 30.0), 9, Bytes(room))), data, step)
     assert isinstance(frame.payload, Bytes) and frame.payload.view.obj is room.obj
     assert bytes(room) == payload
 
@@ -307,8 +307,11 @@ def test_metadata_of_any_other_form_is_refused_in_one_line(kind: int, metadata: 
 @pytest.mark.parametrize(
     "message",
     [
-        PullRequest(-1),
-        PullRequest(2**63),
+        PullRequest(-1, 30.0),
+        PullRequest(2**63, 30.0),
+        PullRequest(1, 0.0),
+        PullRequest(1, math.inf),
+        PullRequest(1, 604_801.0),
         RoundRequest(1, 0, (2, 1)),
         NotReadyReply("two\nlines"),
         HereReply(Stage.DONE, {"a": {"b": 1}}),
@@ -328,7 +331,7 @@ def test_what_a_peer_would_refuse_is_not_sent(message: Message) -> None:
 
 def test_only_a_model_may_carry_a_payload() -> None:
     with pytest.raises(ValueError, match="PullRequest"):
-        encode(PullRequest(1), 0, memoryview(b"model"))
+        encode(PullRequest(1, 30.0), 0, memoryview(b"model"))
     with pytest.raises(ProtocolError, match="payload"):
         feed(Decoder(no_payload), forged(17, b'{"step":1}', payload=5))
 
@@ -463,7 +466,7 @@ def test_mutated_frames_are_refused(message: Message, changes: list[tuple[int, i
 def test_only_the_answer_to_the_question_is_accepted() -> None:
     for asked, answers in ANSWERS.items():
         assert asked not in answers
-    expect = answer_to(PullRequest(1), 4, None)
+    expect = answer_to(PullRequest(1, 30.0), 4, None)
     assert expect(NotReadyReply("later"), 4) is None
     with pytest.raises(ProtocolError, match="PullRequest by HereReply"):
         expect(HereReply(Stage.TRAIN), 4)

@@ -1,0 +1,73 @@
+"""What others pull from a peer: how many at once, whose turn it is, and of which version.
+
+At most so many pulls are answered at a time, one of each peer; whoever comes beyond that is told that this peer is busy
+and chooses another. Where all places but the last are taken, that one is not given twice in a row to the same peer
+while another was turned away: its turn comes when it asks again.
+
+All that are served at a time are given one and the same version of the model, so that no more than one older than the
+last step boundary is kept, however many ask. Others join in until the first of them has it whole; from then on it is
+given only if it is still the latest. So nobody is given a model older than one transfer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+from gossipx.actor import Answer, Answered, Capture, Effect, Forget, Received
+from gossipx.messages import BusyReply, ModelReply, PullRequest
+from gossipx.peer.requests import Requests
+
+
+class Serving:
+    """One peer's answers to pulls. Each method says what is to be done.
+
+    Args:
+        most: pulls that are answered at a time.
+        requests: the role's, for tickets.
+
+    Attributes:
+        turned_away: pulls that were answered by "busy".
+    """
+
+    def __init__(self, most: int, requests: Requests):
+        self.turned_away = 0
+        self._most = most
+        self._requests = requests
+        self._served: dict[Hashable, int] = {}  # ranks, by the keys of their requests
+        self._ticket = 0  # of the version that these are given
+        self._step = 0  # ... and the iterations that it has seen
+        self._given = False  # one of these has it
+        self._last: int | None = None  # whom the last place was given to
+        self._waiting: set[int] = set()  # turned away since
+
+    def requested(self, event: Received, step: int, now: float) -> list[Effect]:
+        """Another pulls; ``step``: iterations that our model has seen."""
+        assert isinstance(event.request, PullRequest)
+        deadline = now + event.request.patience
+        if not self._has_room_for(event.sender) or (self._served and self._given and step > self._step):
+            self.turned_away += 1
+            return [Answer(event.key, BusyReply(), deadline)]
+        effects: list[Effect] = []
+        if not self._served:
+            self._ticket, self._step, self._given = self._requests.ticket(), step, False
+            effects.append(Capture(self._ticket))
+        self._served[event.key] = self._last = event.sender
+        self._waiting.discard(event.sender)
+        return [*effects, Answer(event.key, ModelReply(step), deadline, captured=self._ticket)]
+
+    def _has_room_for(self, sender: int) -> bool:
+        free = self._most - len(self._served)
+        if free == 1 and sender == self._last and self._waiting - {sender}:
+            self._waiting.clear()  # once: who was turned away may have found another
+            return False
+        if free < 1 or sender in self._served.values():
+            self._waiting.add(sender)
+            return False
+        return True
+
+    def answered(self, event: Answered) -> list[Effect]:
+        """An answer was handed over, or not; nothing if it is none of these."""
+        if self._served.pop(event.key, None) is None:
+            return []
+        self._given = self._given or event.whole
+        return [] if self._served else [Forget(self._ticket)]

@@ -1,0 +1,63 @@
+"""How fast models are sent: a token bucket that all connections of a peer share (``--max-rate``)."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from gossipx.errors import UsageError
+from gossipx.memory import PIECE
+
+TICK = 0.01
+"""Seconds that one piece takes: short beside a round trip over a long path, long beside a system call."""
+PIECE_LEAST = 4096
+"""Bytes of the smallest piece."""
+BURST = 0.02
+"""Seconds whose bytes may be saved up while nothing is sent."""
+_BITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
+
+
+def parse_rate(text: str) -> float:
+    """Bytes a second, of ``100mbit``, ``2.5gbit``, ``500kbit``; as tc writes rates.
+
+    Raises:
+        UsageError: it is none.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?)bit", text.strip().lower())
+    rate = float(found[1]) * _BITS[found[2]] / 8 if found else 0.0
+    if rate < 1000:
+        raise UsageError(f"--max-rate '{text}': a rate from 8kbit on, as 100mbit or 2.5gbit")
+    return rate
+
+
+class Pace:
+    """Says when bytes may be sent. Senders take their turns piece by piece, so that all are served alike.
+
+    Args:
+        rate: bytes a second.
+        clock: seconds.
+    """
+
+    def __init__(self, rate: float, clock: Callable[[], float] = time.monotonic):
+        self._rate = rate
+        self._clock = clock
+        self._piece = min(max(int(rate * TICK), PIECE_LEAST), PIECE)
+        self._lock = threading.Lock()
+        self._free_at = clock()
+
+    def parts(self, buffers: Sequence[bytes | memoryview]) -> Iterator[memoryview]:
+        """All bytes of ``buffers`` in their order, in pieces that are each to be reserved."""
+        for buffer in buffers:
+            view = memoryview(buffer)
+            for start in range(0, len(view), self._piece):
+                yield view[start : start + self._piece]
+
+    def reserve(self, nbytes: int) -> float:
+        """Reserve so many bytes; seconds from now at which they may be sent."""
+        with self._lock:
+            now = self._clock()
+            begins = max(self._free_at, now - BURST)
+            self._free_at = begins + nbytes / self._rate
+            return max(0.0, begins - now)

@@ -1,0 +1,61 @@
+"""How long a model is waited for, by how long the last ones took."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gossipx.peer.membership import DEVIATION, MEASURED, PATIENCE_DOUBLINGS, Membership
+from gossipx.topology import load
+from gossipx.topology.schedules import Random
+
+TIMEOUT = 20.0
+
+
+def members(model_timeout: float = 0.0) -> Membership:
+    return Membership(0, 3, Random(load("full", 3)), TIMEOUT, random.Random(0), model_timeout)
+
+
+@pytest.mark.parametrize(("model_timeout", "first"), [(0.0, TIMEOUT), (300.0, 300.0)])
+def test_before_anything_is_measured_the_slowest_network_is_allowed_for(model_timeout: float, first: float):
+    assert members(model_timeout).patience(1) == first
+
+
+def test_it_follows_the_median_and_the_deviation_of_what_was_measured():
+    made = members()
+    for seconds in (40.0, 41.0, 42.0, 43.0, 400.0):
+        made.measured(1, seconds)
+    assert made.patience(1) == pytest.approx(2 * (42 + 4 * DEVIATION * 1.0)), "one that took long counts for little"
+    assert made.patience(2) == made.patience(1), "of another nothing else is known"
+    made.measured(2, 100.0)
+    assert made.patience(2) == pytest.approx(200.0)
+
+
+def test_a_fast_network_leaves_room_for_a_machine_that_is_short_of_time():
+    made = members()
+    made.measured(1, 0.001)
+    assert made.patience(1) == TIMEOUT / 4
+
+
+def test_a_network_that_has_become_slower_is_learnt():
+    made = members()
+    for _ in range(MEASURED):
+        made.measured(1, 0.1)
+    for doublings in range(PATIENCE_DOUBLINGS + 3):
+        assert made.patience(1) == TIMEOUT / 4 * 2 ** min(doublings, PATIENCE_DOUBLINGS)
+        made.was_late(1)
+    for _ in range(MEASURED):
+        made.measured(1, 60.0)
+    assert made.patience(1) == pytest.approx(120.0)
+
+
+@given(st.lists(st.floats(0.0, 1e4), min_size=1, max_size=40))
+def test_what_takes_as_long_as_before_comes_in_time(seconds: list[float]):
+    made = members()
+    for one in seconds:
+        made.measured(1, one)
+    last = sorted(seconds[-MEASURED:])
+    assert made.patience(1) >= 2 * last[(len(last) - 1) // 2]

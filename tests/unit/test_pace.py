@@ -1,0 +1,69 @@
+"""The token bucket of ``--max-rate``: what may be sent when."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gossipx.errors import UsageError
+from gossipx.memory import PIECE
+from gossipx.transports.pace import BURST, PIECE_LEAST, Pace, parse_rate
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize(
+    ("text", "rate"),
+    [("100mbit", 12.5e6), ("2.5gbit", 312.5e6), ("8kbit", 1e3), ("1 GBIT".replace(" ", ""), 125e6), ("8000bit", 1e3)],
+)
+def test_rates_are_read_as_tc_writes_them(text: str, rate: float) -> None:
+    assert parse_rate(text) == rate
+
+
+@pytest.mark.parametrize("text", ["100", "mbit", "100MB/s", "1kbit", "-1mbit", "0mbit", "nan bit", "1e9bit", ""])
+def test_what_is_no_rate_is_told_with_an_example(text: str) -> None:
+    with pytest.raises(UsageError, match=r"--max-rate .* a rate from 8kbit on, as 100mbit or 2.5gbit"):
+        parse_rate(text)
+
+
+@given(
+    rate=st.floats(1e3, 1e10),
+    sends=st.lists(st.tuples(st.floats(0, 1), st.integers(1, PIECE)), min_size=1, max_size=50),
+)
+def test_in_no_time_more_is_sent_than_the_rate_gives_and_one_burst(rate: float, sends: list[tuple[float, int]]) -> None:
+    """The token bucket's bound, over every interval: bytes ≤ rate · (seconds + BURST), and what is sent at its end."""
+    clock = Clock()
+    pace = Pace(rate, clock)
+    begun: list[tuple[float, int]] = []
+    for idle, nbytes in sends:
+        clock.now += idle
+        begun.append((clock.now + pace.reserve(nbytes), nbytes))
+        clock.now = begun[-1][0]
+    for first in range(len(begun)):
+        total = 0
+        for when, nbytes in begun[first:]:
+            assert total <= rate * (when - begun[first][0] + BURST) * (1 + 1e-9) + 1e-3
+            total += nbytes
+
+
+def test_several_that_send_at_once_take_turns() -> None:
+    """Each has the next piece only after the others had theirs, so all go equally fast."""
+    clock = Clock()
+    pace = Pace(1e6, clock)
+    waits = [pace.reserve(10_000) for _ in range(6)]
+    assert waits == pytest.approx([0.01 * place for place in range(6)])
+
+
+@given(sizes=st.lists(st.integers(0, 3 * PIECE), max_size=4), rate=st.sampled_from([1e3, 1e6, 1e9]))
+def test_the_pieces_are_the_bytes_in_their_order(sizes: list[int], rate: float) -> None:
+    buffers = [bytes([number]) * size for number, size in enumerate(sizes)]
+    pieces = [bytes(part) for part in Pace(rate).parts(buffers)]
+    assert b"".join(pieces) == b"".join(buffers)
+    assert all(0 < len(piece) <= max(PIECE_LEAST, min(rate / 100, PIECE)) for piece in pieces)

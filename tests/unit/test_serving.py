@@ -1,0 +1,118 @@
+"""Which pulls are answered, and by which version."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gossipx.actor import Answer, Answered, Capture, Effect, Forget, Received
+from gossipx.messages import BusyReply, ModelReply, PullRequest
+from gossipx.peer.requests import Requests
+from gossipx.peer.serving import Serving
+
+
+def asks(serving: Serving, sender: int, step: int = 1, key: str = "") -> list[Effect]:
+    return serving.requested(Received(sender, key or f"of {sender}", PullRequest(1, 7.0)), step, now=100.0)
+
+
+def is_served(effects: list[Effect]) -> bool:
+    (answer,) = (effect for effect in effects if isinstance(effect, Answer))
+    assert isinstance(answer.reply, ModelReply | BusyReply)
+    return isinstance(answer.reply, ModelReply)
+
+
+def test_who_asks_is_answered_by_the_model_as_it_is_for_as_long_as_the_requester_waits():
+    serving = Serving(2, Requests())
+    capture, answer = asks(serving, 3, step=5)
+    assert isinstance(capture, Capture)
+    assert answer == Answer("of 3", ModelReply(5), 107.0, captured=capture.ticket)
+    assert serving.answered(Answered("of 3", whole=True)) == [Forget(capture.ticket)]
+    assert serving.answered(Answered("of 3", whole=True)) == []
+
+
+def test_more_at_once_are_told_busy_and_so_is_who_is_served_already():
+    serving = Serving(2, Requests())
+    assert is_served(asks(serving, 1))
+    assert not is_served(asks(serving, 1, key="again"))
+    assert is_served(asks(serving, 2))
+    assert not is_served(asks(serving, 3))
+    assert serving.turned_away == 2
+    assert not serving.answered(Answered("of 1", whole=False)), "the other is still given this version"
+    assert is_served(asks(serving, 3))
+
+
+def test_one_version_is_given_until_the_first_has_it_and_then_no_older_one():
+    serving = Serving(4, Requests())
+    capture = asks(serving, 1, step=10)[0]
+    assert asks(serving, 2, step=14)[0] == Answer("of 2", ModelReply(14), 107.0, captured=capture.ticket)
+    serving.answered(Answered("of 1", whole=True))
+    assert not is_served(asks(serving, 3, step=15)), "10 is still given to 2, and a third in memory is one too many"
+    assert serving.answered(Answered("of 2", whole=True)) == [Forget(capture.ticket)]
+    later = asks(serving, 3, step=15)[0]
+    assert isinstance(later, Capture)
+    assert later.ticket != capture.ticket
+
+
+def test_a_version_that_is_still_the_latest_is_given_on():
+    serving = Serving(4, Requests())
+    asks(serving, 1, step=10)
+    asks(serving, 2, step=10)
+    serving.answered(Answered("of 1", whole=True))
+    assert is_served(asks(serving, 3, step=10))
+
+
+def test_an_answer_that_failed_closes_no_version():
+    serving = Serving(4, Requests())
+    asks(serving, 1, step=10)
+    asks(serving, 2, step=10)
+    serving.answered(Answered("of 1", whole=False))
+    assert is_served(asks(serving, 3, step=11))
+
+
+@pytest.mark.parametrize("most", [1, 2, 3])
+def test_none_is_served_twice_in_a_row_at_the_last_place_while_another_was_turned_away(most: int):
+    serving = Serving(most, Requests())
+    for rank in range(most):
+        assert is_served(asks(serving, rank))
+    assert not is_served(asks(serving, 9))
+    last = most - 1
+    serving.answered(Answered(f"of {last}", whole=False))
+    assert not is_served(asks(serving, last)), "9 was here before"
+    assert is_served(asks(serving, 9))
+    serving.answered(Answered("of 9", whole=False))
+    assert is_served(asks(serving, last))
+
+
+def test_whoever_was_turned_away_and_does_not_come_back_costs_one_refusal():
+    serving = Serving(1, Requests())
+    asks(serving, 1)
+    asks(serving, 9)
+    serving.answered(Answered("of 1", whole=False))
+    assert [is_served(asks(serving, 1, key=str(time))) for time in range(2)] == [False, True]
+
+
+@given(
+    most=st.integers(1, 4),
+    events=st.lists(st.tuples(st.integers(0, 5), st.booleans(), st.booleans()), max_size=60),
+)
+def test_at_any_time_one_version_at_most_is_kept_for_no_more_than_so_many(
+    most: int, events: list[tuple[int, bool, bool]]
+):
+    serving, kept, under_way = Serving(most, Requests()), set[int](), dict[str, int]()
+    for number, (sender, finishes, whole) in enumerate(events):
+        effects: list[Effect]
+        if finishes and under_way:
+            key = sorted(under_way)[sender % len(under_way)]
+            del under_way[key]
+            effects = serving.answered(Answered(key, whole))
+        else:
+            effects = asks(serving, sender, step=number // 3, key=str(number))
+            if is_served(effects):
+                under_way[str(number)] = sender
+        kept |= {effect.ticket for effect in effects if isinstance(effect, Capture)}
+        kept -= {effect.ticket for effect in effects if isinstance(effect, Forget)}
+        given = {effect.captured for effect in effects if isinstance(effect, Answer)} - {None}
+        assert given <= kept and len(kept) <= 1
+        assert bool(kept) == bool(under_way)
+        assert len(under_way) == len(set(under_way.values())) <= most
