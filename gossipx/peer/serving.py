@@ -1,8 +1,9 @@
 """What others pull from a peer: how many at once, whose turn it is, and of which version.
 
 At most so many pulls are answered at a time, one of each peer; whoever comes beyond that is told that this peer is busy
-and chooses another. Where all places but the last are taken, that one is not given twice in a row to the same peer
-while another was turned away: its turn comes when it asks again.
+and chooses another. Who was turned away has precedence, should it ask again, over all that were served after it: each
+of these is told once that this peer is busy too. So nobody is turned away for good, and a place is hardly kept free for
+one that does not come back.
 
 All that are served at a time are given one and the same version of the model, so that no more than one older than the
 last step boundary is kept, however many ask. Others join in until the first of them has it whole; from then on it is
@@ -37,33 +38,37 @@ class Serving:
         self._ticket = 0  # of the version that these are given
         self._step = 0  # ... and the iterations that it has seen
         self._given = False  # one of these has it
-        self._last: int | None = None  # whom the last place was given to
-        self._waiting: set[int] = set()  # turned away since
+        self._turns: dict[int, int] = {}  # the last time each rank was served, counted in answers
+        self._waiting: dict[int, set[int]] = {}  # who has made way for each that was turned away since
 
     def requested(self, event: Received, step: int, now: float) -> list[Effect]:
         """Another pulls; ``step``: iterations that our model has seen."""
         assert isinstance(event.request, PullRequest)
         deadline = now + event.request.patience
-        if not self._has_room_for(event.sender) or (self._served and self._given and step > self._step):
+        if not self._has_room_for(event.sender, step):
             self.turned_away += 1
+            self._waiting[event.sender] = set()
             return [Answer(event.key, BusyReply(), deadline)]
         effects: list[Effect] = []
         if not self._served:
             self._ticket, self._step, self._given = self._requests.ticket(), step, False
             effects.append(Capture(self._ticket))
-        self._served[event.key] = self._last = event.sender
-        self._waiting.discard(event.sender)
+        self._served[event.key] = event.sender
+        self._turns[event.sender] = 1 + max(self._turns.values(), default=0)
+        self._waiting.pop(event.sender, None)
         return [*effects, Answer(event.key, ModelReply(step), deadline, captured=self._ticket)]
 
-    def _has_room_for(self, sender: int) -> bool:
-        free = self._most - len(self._served)
-        if free == 1 and sender == self._last and self._waiting - {sender}:
-            self._waiting.clear()  # once: who was turned away may have found another
+    def _has_room_for(self, sender: int, step: int) -> bool:
+        if len(self._served) >= self._most or sender in self._served.values():
             return False
-        if free < 1 or sender in self._served.values():
-            self._waiting.add(sender)
+        if self._served and self._given and step > self._step:
             return False
-        return True
+        own = self._turns.get(sender, 0)
+        before = [yielded for rank, yielded in self._waiting.items() if self._turns.get(rank, 0) < own]
+        makes_way = any(sender not in yielded for yielded in before)
+        for yielded in before:
+            yielded.add(sender)
+        return not makes_way
 
     def answered(self, event: Answered) -> list[Effect]:
         """An answer was handed over, or not; nothing if it is none of these."""

@@ -71,17 +71,32 @@ def test_an_answer_that_failed_closes_no_version():
 
 
 @pytest.mark.parametrize("most", [1, 2, 3])
-def test_none_is_served_twice_in_a_row_at_the_last_place_while_another_was_turned_away(most: int):
+def test_who_was_turned_away_has_precedence_over_who_was_served_since(most: int):
     serving = Serving(most, Requests())
     for rank in range(most):
         assert is_served(asks(serving, rank))
     assert not is_served(asks(serving, 9))
     last = most - 1
     serving.answered(Answered(f"of {last}", whole=False))
-    assert not is_served(asks(serving, last)), "9 was here before"
+    assert not is_served(asks(serving, last)), "9 was turned away, and served less lately"
     assert is_served(asks(serving, 9))
     serving.answered(Answered("of 9", whole=False))
     assert is_served(asks(serving, last))
+
+
+def test_all_that_ask_again_and_again_are_served_in_turns():
+    """However they are ordered: seven ask one after the other, for one place that is free every third time."""
+    serving, turns = Serving(1, Requests()), list[int]()
+    for time in range(7 * 3 * 4):
+        for rank in range(1, 8):
+            key = f"{rank} at {time}"
+            if is_served(asks(serving, rank, step=time, key=key)):
+                turns.append(rank)
+                open_key = key
+        if time % 3 == 2:
+            serving.answered(Answered(open_key, whole=True))
+    assert sorted(turns[:7]) == list(range(1, 8))
+    assert max(turns.count(rank) for rank in range(1, 8)) <= min(turns.count(rank) for rank in range(1, 8)) + 1
 
 
 def test_whoever_was_turned_away_and_does_not_come_back_costs_one_refusal():
