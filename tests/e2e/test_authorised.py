@@ -298,7 +298,7 @@ def test_a_request_changed_on_the_way_reaches_nobody(start: Start, middle: Calla
     whole = frame(PullRequest(1, 30.0), 1)
 
     def instead(data: bytes, before: int) -> bytes:
-        return whole[:36] + bytes(24) + whole[36:] if b'{"step":7}' in data else data
+        return whole[:36] + bytes(24) + whole[36:] if b'"step":7' in data else data
 
     way.change = instead
     assert isinstance(a.ask(1, PullRequest(7, 30.0), bytearray(1), seconds=5).get(timeout=LONG), GossipxError)

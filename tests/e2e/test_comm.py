@@ -43,7 +43,7 @@ from gossipx.messages import (
 from gossipx.transports import Address, tcp
 from gossipx.transports.link import Link
 from gossipx.transports.sockets import SocketStream
-from gossipx.wire import Bytes, Hello, Refused, Sink, Welcome, frames
+from gossipx.wire import Bytes, Hello, Refused, Sink, Welcome, auth, frames
 
 HERE = Address("127.0.0.1", 0)
 MANIFEST = ("weight float32 (10, 5) (5, 1)", "bias float32 (10,) (1,)")
@@ -320,6 +320,34 @@ def test_pulls_across_and_around_do_not_wait_for_each_other(start: Callable[[int
     for to, room, results in pulls:
         assert results.get(timeout=LONG) == ModelReply(1)
         assert room == models[to]
+
+
+@pytest.mark.parametrize("secret", [None, auth.Secret(b"0123456789abcdef")])
+def test_models_leave_no_faster_than_max_rate_whoever_asks(
+    start: Callable[[int], Run], secret: auth.Secret | None
+) -> None:
+    """Two pull at once: together they get the rate, and the small burst that is saved up."""
+    run = start(3)
+    giver = run.host(0, max_rate=4e6, share_memory=False, secret=secret)
+    pullers = [run.host(rank, share_memory=False, secret=secret) for rank in (1, 2)]
+    model = bytes(range(256)) * 4_000
+    giver.serve(model)
+    rooms = [bytearray(len(model)) for _ in pullers]
+    began = time.monotonic()
+    asked = [one.ask(0, PullRequest(1, 30.0), room) for one, room in zip(pullers, rooms, strict=True)]
+    assert [one.get(timeout=LONG) for one in asked] == [ModelReply(1)] * 2
+    assert time.monotonic() - began >= 2 * len(model) / 4e6 - 0.1
+    assert rooms == [model] * 2
+
+
+def test_what_max_rate_cannot_send_in_time_is_given_up(start: Callable[[int], Run]) -> None:
+    run = start(2)
+    giver, puller = run.host(0, max_rate=1e4, share_memory=False), run.host(1, share_memory=False)
+    result = puller.ask(0, PullRequest(1, 30.0), bytearray(100_000))
+    _, key, _ = giver.received.get(timeout=LONG)
+    giver.comm.answer(key, ModelReply(1), payload=Model(bytes(100_000)), deadline=soon(0.5), done=giver.answered.put)
+    assert isinstance(result.get(timeout=LONG), GossipxError)
+    assert giver.answered.get(timeout=LONG) is False
 
 
 def test_callbacks_may_call_the_manager(two: tuple[Host, Host]) -> None:
