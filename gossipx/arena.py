@@ -24,6 +24,9 @@ from gossipx.errors import UsageError
 from gossipx.layout import Section, lay_out, plain_name, slots_of
 from gossipx.memory import PIECE
 
+COPY_SECONDS = 1.0
+"""Longest that a boundary waits for a copy: several times what the largest models take."""
+
 
 class Snapshot:
     """A model as it was at one step boundary, shared by all who ask for it and not changed while anyone holds it.
@@ -106,7 +109,11 @@ class ParameterArena:
         self._slots_at = {slot.tensor.data_ptr(): slot for slot in slots if slot.tensor.numel()}
         self.copying = threading.Lock()
         self._on_host = all(section.storage.device.type == "cpu" for section in self.sections)
-        self._free: dict[bool, list[HostBuffer]] = {False: [], True: []}
+        self._free: list[HostBuffer] = []
+        self._has_more = any(section.mixed < len(section.storage) for section in self.sections)  # a whole model has
+        self._made = 0  # buffers, those that are free among them
+        self._copied = 0  # bases that are being copied
+        self._given_back = threading.Condition(self.lock)
         self._free_vectors: list[list[Tensor]] = []
         self._free_staging: list[memoryview] = []
         # The model as of the last step boundary is what others are given: the training thread changes weights, and
@@ -189,23 +196,48 @@ class ParameterArena:
         with self.lock:
             before = after = self._now
             if before.holders > 1:
+                # A base that is being copied is given back in a moment, sooner than new memory could be had.
+                self._given_back.wait_for(lambda: not self._copied, COPY_SECONDS)
+            if before.holders > 1:
                 after = Snapshot(self, *self._room(), self.step)
             yield before.vectors, after.vectors
             after.became(self.step)
             self._now = after
             whole, self._whole = self._whole, None
-        if after is not before:
-            before.release()
-        if whole is not None:
-            whole.release()
+            # Before anybody else looks: whoever alone holds the boundary before this one may take its memory over.
+            if after is not before:
+                before.release()
+            if whole is not None:
+                whole.release()
 
     # --- copies -----------------------------------------------------------------------------------------------------
 
     def buffer(self, whole: bool = False) -> HostBuffer:
         """A buffer of the size of a model, reused where one is free; give it back by :meth:`free`."""
+        if whole and self._has_more:
+            return HostBuffer(self._lengths(True), whole=True)  # whole models travel once a run: nothing is kept
         with self.lock:
-            free = self._free[whole]
-            return free.pop() if free else HostBuffer(self._lengths(whole), whole)
+            if self._free:
+                return self._free.pop()
+            self._made += 1
+            return HostBuffer(self._lengths(False), whole=False)
+
+    def would_crowd(self, base: Snapshot) -> bool:
+        """Whether ``base`` is the last boundary and one more is kept: the next boundary would find no room but new."""
+        with self.lock:
+            return base is self._now and self._made - len(self._free) >= 2
+
+    @contextlib.contextmanager
+    def copying_base(self) -> Iterator[None]:
+        """Around the copy of a base and its release: a boundary that would need more memory waits for it."""
+        with self.lock:
+            self._copied += 1
+        try:
+            yield
+        finally:
+            with self.lock:
+                self._copied -= 1
+                self._given_back.notify_all()
 
     def take_over(self, snapshot: Snapshot) -> HostBuffer | None:
         """The memory of a snapshot that only the caller holds and nobody can ask for any more; None: others need it."""
@@ -230,8 +262,9 @@ class ParameterArena:
 
     def free(self, buffer: HostBuffer) -> None:
         """Take back what :meth:`buffer` gave."""
-        with self.lock:
-            self._free[buffer.whole].append(buffer)
+        if not buffer.whole:
+            with self.lock:
+                self._free.append(buffer)
 
     def snapshot(self, whole: bool = False) -> Snapshot:
         """The model as of the last step boundary, never torn: copied at most once a boundary, and shared.
@@ -239,7 +272,7 @@ class ParameterArena:
         Release it after use. Of a whole model the frozen parameters and local buffers are read as they are now.
         """
         with self.lock:
-            if not whole:
+            if not whole or not self._has_more:
                 snapshot = self._now
             elif self._whole is not None:
                 snapshot = self._whole

@@ -126,9 +126,21 @@ class Incoming:
         return self._segments[bisect.bisect(self._starts, start) - 1]
 
     def _settle(self, done: int) -> None:
-        """Go on in the base's own memory, as soon as nobody else needs it: what is ``done`` moves there."""
-        taken = None if self._base is None else self._arena.take_over(self._base)
+        """Go on in the base's own memory, as soon as nobody else needs it: what is ``done`` moves there.
+
+        Where it is the last boundary and others are given an older one, a copy of it is made at the beginning, and the
+        base given back: with the next boundary it would be one model more.
+        """
+        if self._base is None:
+            return
+        taken = self._arena.take_over(self._base)
         if taken is None:
+            if self._buffer is None and self._arena.would_crowd(self._base):
+                with self._arena.copying_base():
+                    self._buffer = self._arena.buffer()
+                    self._buffer.view[:] = self._base.buffer.view
+                    self._base.release()
+                self._base = None
             return
         if self._buffer is not None:
             taken.view[:done] = self._buffer.view[:done]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 
 import pytest
 import torch
@@ -173,3 +174,47 @@ def test_a_whole_model_comes_as_it_is() -> None:
     snapshot = other.snapshot(whole=True)
     receive(snapshot.buffer.view, incoming)
     assert bytes(incoming.buffer.view) == bytes(snapshot.buffer.view)
+
+
+def test_a_base_that_others_read_is_copied_where_memory_is_short():
+    """Beside the weights: the boundary, an older one that is given, and what comes in; no fourth."""
+    module, other = Net(1), ParameterArena(Net(2))
+    arena = ParameterArena(module)
+    given = arena.snapshot()
+    arena.step_done()
+    base = arena.snapshot()
+    sent = memoryview(bytearray(other.snapshot().buffer.view))
+    incoming = Incoming(arena, base.hold())
+    pour(sent, incoming)
+    assert base.holders == 2, "it was given back: the boundary and this test hold it"
+    for difference, theirs, own in zip(
+        incoming.buffer.vectors, other.snapshot().vectors, base.vectors, strict=True
+    ):
+        cut = next(section.trainable for section in arena.sections if len(section.storage) >= len(own))
+        assert torch.equal(difference[:cut], theirs[:cut] - own[:cut])
+    given.release()
+    base.release()
+    incoming.release()
+
+
+def test_a_boundary_waits_for_a_copy_rather_than_take_more_memory():
+    arena = ParameterArena(Net(1))
+    given = arena.snapshot()
+    arena.step_done()
+    base = arena.snapshot()
+    began, made = threading.Event(), arena._made
+
+    def copy() -> None:
+        with arena.copying_base():
+            began.set()
+            stepping.wait(0.2)  # the boundary comes in this time, and waits
+            base.release()
+
+    stepping = threading.Event()
+    copier = threading.Thread(target=copy)
+    copier.start()
+    began.wait(10)
+    arena.step_done()
+    copier.join()
+    assert arena._made == made
+    given.release()
