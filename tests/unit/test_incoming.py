@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gossipx.arena import ParameterArena, Snapshot
+from gossipx.arena import ParameterArena
 from gossipx.incoming import Incoming
 from gossipx.memory import PIECE
+from gossipx.snapshots import Snapshot
 from gossipx.wire import Sink, pour
 
 
