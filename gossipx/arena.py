@@ -194,7 +194,8 @@ class ParameterArena:
         with self.lock:
             if self._free_vectors:
                 return self._free_vectors.pop()
-        return [torch.empty_like(section.values[: section.mixed]) for section in self.sections], self._lanes.mark()
+        made = [self._lanes.room(section.values[: section.mixed]) for section in self.sections]
+        return made, self._lanes.mark()
 
     @contextlib.contextmanager
     def _next_boundary(self) -> Iterator[tuple[list[Tensor] | None, list[Tensor] | None]]:
@@ -436,6 +437,7 @@ class ParameterArena:
 
     def held(self, model: HostBuffer, step: int) -> Snapshot:
         """``model``, given by :meth:`buffer`, as a snapshot: shared, and given back after its last holder's release."""
+        self.upload(model)
         snapshot = Snapshot(self)
         snapshot.fill(model.vectors, model, step)
         return snapshot

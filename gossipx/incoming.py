@@ -103,7 +103,11 @@ class Incoming:
             kernels.squared_norm(theirs.masked_fill(theirs == ours, 0))
             for theirs, ours in self._arena.buffers_of(self.buffer)
         )
-        return math.sqrt(self._squared) if math.isfinite(self._squared + others) else math.nan
+        if not math.isfinite(self._squared + others):
+            return math.nan
+        if self.compares:  # it is to be mixed: let it be there when training comes to that
+            self._arena.upload(self.buffer)
+        return math.sqrt(self._squared)
 
     def give_away(self) -> HostBuffer:
         """:attr:`buffer`, the caller's own from now on; all other memory is given back."""

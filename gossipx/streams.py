@@ -37,6 +37,10 @@ class Lanes(abc.ABC):
     def begin(self) -> None:
         """The calling thread is the one that trains: where it works on the device is training's lane."""
 
+    def room(self, like: Tensor) -> Tensor:
+        """A new vector, to be kept: training's lane is done with what its memory held before."""
+        return torch.empty_like(like)
+
     @abc.abstractmethod
     def train(self, work: Callable[[], object]) -> None:
         """Put ``work`` into training's lane."""
@@ -143,6 +147,10 @@ class Cuda(Asynchronous):
         with torch.cuda.stream(self._side):
             self._side.wait_event(after)
             work()
+
+    def room(self, like: Tensor) -> Tensor:
+        with torch.cuda.stream(self._training):  # which memory that is freed goes back to
+            return torch.empty_like(like)
 
     def mark(self) -> Mark:
         return self._training.record_event()
