@@ -20,10 +20,7 @@ from gossipx.snapshots import Snapshot
 from gossipx.streams import Asynchronous, Lanes, Mark, Synchronous, lanes_of
 from gossipx.wire import pour
 
-DEVICES = [
-    "late",
-    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is here")),
-]
+DEVICES = ["late", pytest.param("cuda", marks=pytest.mark.cuda)]
 
 
 class Lazy(Asynchronous):
@@ -225,7 +222,7 @@ def test_training_waits_for_no_copy_and_no_number(device: str):
     incoming.release()
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is here")
+@pytest.mark.cuda
 def test_models_in_host_memory_are_pinned_once():
     arena = ParameterArena(Net(0, torch.float32).cuda())
     buffer = arena.buffer()
