@@ -340,7 +340,9 @@ class ParameterArena:
         """A copy of vectors on the device, complete; for :class:`Snapshot`. Who asks waits, and training does not."""
         buffer = self.buffer()
         rows = list(zip(buffer.vectors, vectors, strict=True))
-        self._lanes.aside(lambda: [ours.copy_(theirs, non_blocking=True) for ours, theirs in rows], written)
+        self._lanes.aside(
+            lambda: [ours.copy_(theirs, non_blocking=self._lanes.later) for ours, theirs in rows], written
+        )
         self._lanes.wait(self._lanes.mark_aside())
         return buffer
 
@@ -351,7 +353,9 @@ class ParameterArena:
         if buffer.on_device is None:
             vectors, left = self._room_on_device()
             rows = list(zip(vectors, buffer.vectors, strict=True))
-            self._lanes.aside(lambda: [ours.copy_(theirs, non_blocking=True) for ours, theirs in rows], left)
+            self._lanes.aside(
+                lambda: [ours.copy_(theirs, non_blocking=self._lanes.later) for ours, theirs in rows], left
+            )
             self._lanes.wait(self._lanes.mark_aside())
             buffer.on_device = vectors
         return buffer.on_device

@@ -29,9 +29,11 @@ class Lanes(abc.ABC):
 
     Attributes:
         on_host: whether the model lies in host memory, so that nothing has to be copied there.
+        later: whether work may be done after the call that put it there has returned.
     """
 
     on_host: bool = False
+    later: bool = False
 
     @abc.abstractmethod
     def begin(self) -> None:
@@ -107,6 +109,8 @@ class Synchronous(Lanes):
 
 class Asynchronous(Lanes):
     """Work is done some time after it was put into its lane."""
+
+    later = True
 
     def __init__(self, numbers: Tensor) -> None:
         self._numbers = numbers  # two in host memory, written in turn
