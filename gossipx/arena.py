@@ -10,68 +10,26 @@ How tensors are laid out, and which cannot be, stands in :mod:`gossipx.layout`.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gossipx import kernels
+from gossipx import kernels, masters
 from gossipx.buffers import HostBuffer
 from gossipx.errors import UsageError
-from gossipx.layout import Section, lay_out, plain_name, slots_of
+from gossipx.layout import Section, Slot, has_masters, lay_out, plain_name, slots_of
 from gossipx.memory import PIECE
+from gossipx.snapshots import Snapshot
+from gossipx.streams import Lanes, Mark, lanes_of
 
 COPY_SECONDS = 1.0
 """Longest that a boundary waits for a copy: several times what the largest models take."""
-
-
-class Snapshot:
-    """A model as it was at one step boundary, shared by all who ask for it and not changed while anyone holds it.
-
-    Attributes:
-        vectors: for each section its elements, on the module's device.
-        step: iterations that it has seen.
-    """
-
-    def __init__(self, arena: ParameterArena, vectors: list[Tensor], buffer: HostBuffer | None, step: int):
-        self.vectors = vectors
-        self.step = step
-        self.holders = 1
-        self._arena = arena
-        self._buffer = buffer
-
-    @property
-    def buffer(self) -> HostBuffer:
-        """Its bytes in host memory: the vectors themselves on a CPU, else a copy made when it is first asked for."""
-        with self._arena.copying:
-            if self._buffer is None:
-                self._buffer = self._arena.buffer()
-                for ours, theirs in zip(self._buffer.vectors, self.vectors, strict=True):
-                    ours.copy_(theirs)
-            return self._buffer
-
-    def became(self, step: int) -> None:
-        """Its vectors hold the model after ``step`` iterations now."""
-        self.step = step
-        if self._buffer is not None and self._buffer.vectors is not self.vectors:  # a copy of what was there before
-            self._arena.free(self._buffer)
-            self._buffer = None
-
-    def hold(self) -> Snapshot:
-        """Hold it once more; to be given back once more."""
-        with self._arena.lock:
-            self.holders += 1
-        return self
-
-    def release(self) -> None:
-        """Give it back; after the last holder's call its memory is used again."""
-        with self._arena.lock:
-            self.holders -= 1
-            if self.holders == 0:
-                self._arena.reuse(self.vectors, self._buffer)
 
 
 class ParameterArena:
@@ -80,6 +38,9 @@ class ParameterArena:
     Args:
         module: all of it on one device.
         mix_buffers: whether floating-point buffers (BatchNorm's statistics) are exchanged, or stay local.
+        sampled: the delta is estimated from the cache lines that this seed draws, and a boundary is copied only if
+            somebody asks for it; None: it is measured exactly, which needs a copy of each boundary.
+        lanes: of the module's device; None: those that there are.
 
     Attributes:
         manifest: one line a tensor; two peers may exchange models if these are equal.
@@ -93,34 +54,49 @@ class ParameterArena:
         UsageError: a parameter that cannot be laid out, by its name and the reason.
     """
 
-    def __init__(self, module: nn.Module, mix_buffers: bool = True):
+    def __init__(
+        self, module: nn.Module, mix_buffers: bool = True, sampled: int | None = None, lanes: Lanes | None = None
+    ):
         slots = list(slots_of(module, mix_buffers))
         if not any(slot.kind == 0 for slot in slots):
             raise UsageError("the model has no parameter that is trained: nothing to exchange")
-        self.manifest = tuple(slot.line() for slot in slots)
+        dtypes = sorted({slot.tensor.dtype for slot in slots}, key=str)
+        kinds = {dtype: [slot for slot in slots if slot.tensor.dtype == dtype] for dtype in dtypes}
+        self.manifest = tuple(slot.line(has_masters(kinds[slot.tensor.dtype])) for slot in slots)
         self.digest = hashlib.sha256("\n".join(self.manifest).encode()).hexdigest()
         self.lock = threading.RLock()
         self.step = 0
-        self.sections: list[Section] = []
+        self.sections: list[Section] = [lay_out(kinds[dtype]) for dtype in dtypes]
         self._tensors = [slot.tensor for slot in slots]
         self._names = {slot.name for slot in slots}
-        for dtype in sorted({slot.tensor.dtype for slot in slots}, key=str):
-            self.sections.append(lay_out([slot for slot in slots if slot.tensor.dtype == dtype]))
         self._slots_at = {slot.tensor.data_ptr(): slot for slot in slots if slot.tensor.numel()}
         self.copying = threading.Lock()
-        self._on_host = all(section.storage.device.type == "cpu" for section in self.sections)
+        self._lanes = lanes or lanes_of(slots[0].tensor.device)
+        self._has_more = self._lengths(True) != self._lengths(False)  # a whole model has
         self._free: list[HostBuffer] = []
-        self._has_more = any(section.mixed < len(section.storage) for section in self.sections)  # a whole model has
         self._made = 0  # buffers, those that are free among them
         self._copied = 0  # bases that are being copied
         self._given_back = threading.Condition(self.lock)
-        self._free_vectors: list[list[Tensor]] = []
+        self._free_vectors: list[tuple[list[Tensor], Mark]] = []
         self._free_staging: list[memoryview] = []
-        # The model as of the last step boundary is what others are given: the training thread changes weights, and
-        # forward passes change buffers, at any time without asking anyone. Each boundary is written to memory that
-        # nobody holds, so that giving it away costs no copy; the delta needs the boundary anyway.
-        self._now = Snapshot(self, *self._room(), 0)
+        self._delta = 0.0
+        self._samples: list[kernels.Sampled] | None = None
+        if sampled is not None:
+            rows = zip(self.sections, dtypes, strict=True)
+            self._samples = [_sample(section, kinds[dtype], sampled) for section, dtype in rows]
+        # What others are given is the model as of the last step boundary: the training thread changes weights, and
+        # forward passes change buffers, at any time without asking anyone. An exact delta needs a copy of each boundary
+        # anyway; it is written to memory that nobody holds, so that giving it away costs nothing more. Where none is
+        # kept, one is made when it is asked for: at once while training rests, at the end of the step that is under way
+        # otherwise.
+        self._rests = True
+        self._goes_on = True
+        self._now: Snapshot | None = None
         self._whole: Snapshot | None = None
+        self._promised: dict[bool, Snapshot] = {}
+        if self._samples is None:
+            self._now = Snapshot(self)
+            self._now.fill(*self._room(), 0)
         self.set_boundary(0)
 
     @property
@@ -134,29 +110,65 @@ class ParameterArena:
 
     # --- step boundaries --------------------------------------------------------------------------
 
-    def step_done(self) -> float:
-        """Called by the training thread after each change of the weights, the optimizer's step.
+    def step_done(self, measure: bool = True) -> float:
+        """Called by the training thread after each change of the weights, the optimizer's step. Training rests then.
+
+        Args:
+            measure: else the last delta is given again. A sample measures from the last step that was measured.
 
         Returns:
             Δ_t = ‖x_t − x_{t−1}‖₂ over the trained values (Adaptive Communication, Eq. 6); x_{t−1} is taken after any
-            mixing.
+            mixing. On a device that works beside the processor the Δ of the step measured before, Δ_t for the first.
         """
-        squared = 0.0
+        self._lanes.begin()
         with self._next_boundary() as (before, after):
-            for section, old, new in zip(self.sections, before, after, strict=True):
-                cut, end = section.trainable, section.mixed
-                past = old[:cut]
-                squared += kernels.advance(section.storage[:cut], past, past if new is old else new[:cut])
-                new[cut:].copy_(section.storage[cut:end])
             self.step += 1
-        return math.sqrt(squared)
+            if measure:
+                self._delta = math.sqrt(self._measured(before, after))
+            elif after is not None:
+                self._copy(after)
+        return self._delta
+
+    def _measured(self, before: list[Tensor] | None, after: list[Tensor] | None) -> float:
+        """Δ_t², and the copy of the boundary, if one is kept."""
+        passes: list[Callable[[bool], Any]]
+        if self._samples is not None:
+            pairs = zip(self._samples, self.sections, strict=True)
+            passes = [functools.partial(_sampled, sample, section) for sample, section in pairs]
+        else:
+            assert before is not None and after is not None
+            rows = zip(self.sections, before, after, strict=True)
+            passes = [functools.partial(_advance, *row) for row in rows]
+        if self._lanes.on_host:
+            return float(sum(measure(False) for measure in passes))
+        return self._lanes.late(lambda: torch.stack([measure(True) for measure in passes]).sum())
 
     def set_boundary(self, step: int) -> None:
-        """The weights were set from outside, to a model that has seen ``step`` iterations: count from here."""
+        """The weights were set from outside, to a model that has seen ``step`` iterations: count from here.
+
+        Training rests, as after a step.
+        """
         with self._next_boundary() as (_, after):
-            for section, new in zip(self.sections, after, strict=True):
-                new.copy_(section.storage[: section.mixed])
             self.step = step
+            if after is not None:
+                self._copy(after)
+        self._keep_sample()
+
+    def go_on(self) -> None:
+        """Training does not rest any more: weights and buffers may change from now on, until the next boundary."""
+        with self.lock:
+            self._rests = False
+
+    def give_up(self) -> None:
+        """No boundary comes any more: whoever waits for one is told, and nobody is made to wait from here on."""
+        with self.lock:
+            self._goes_on = False
+            given_up, self._promised = list(self._promised.values()), {}
+            for snapshot in given_up:
+                snapshot.fail()
+        for snapshot in given_up:
+            snapshot.tell()
+            snapshot.release()
 
     def check(self, module: nn.Module) -> None:
         """See that what ``module`` trains is still what was laid out; what moves elsewhere is not exchanged.
@@ -179,36 +191,64 @@ class ParameterArena:
 
     def _room(self) -> tuple[list[Tensor], HostBuffer | None]:
         """Memory for one boundary on the module's device, that nobody holds."""
-        if self._on_host:
+        if self._lanes.on_host:
             buffer = self.buffer()
             return buffer.vectors, buffer
+        return self._room_on_device()[0], None
+
+    def _room_on_device(self) -> tuple[list[Tensor], Mark]:
+        """The same, and when training's lane is done with it; training's own later work need not look at that."""
         with self.lock:
             if self._free_vectors:
-                return self._free_vectors.pop(), None
-        return [torch.empty_like(section.storage[: section.mixed]) for section in self.sections], None
+                return self._free_vectors.pop()
+        made = [self._lanes.room(section.values[: section.mixed]) for section in self.sections]
+        return made, self._lanes.mark()
 
     @contextlib.contextmanager
-    def _next_boundary(self) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+    def _next_boundary(self) -> Iterator[tuple[list[Tensor] | None, list[Tensor] | None]]:
         """The last boundary, and where the next one is to be written: the same memory unless somebody holds it.
 
-        Nobody can ask for either meanwhile.
+        None where no boundary is kept: those who were promised a snapshot get theirs at the end. Nobody can ask for any
+        meanwhile.
         """
         with self.lock:
-            before = after = self._now
-            if before.holders > 1:
-                # A base that is being copied is given back in a moment, sooner than new memory could be had.
-                self._given_back.wait_for(lambda: not self._copied, COPY_SECONDS)
-            if before.holders > 1:
-                after = Snapshot(self, *self._room(), self.step)
-            yield before.vectors, after.vectors
-            after.became(self.step)
-            self._now = after
-            whole, self._whole = self._whole, None
+            self._rests = True
+            before = self._now
+            if self._samples is not None:
+                yield None, None
+                self._now = None
+            else:
+                assert before is not None
+                after = before
+                if before.holders > 1:
+                    # A base that is being copied is given back in a moment, sooner than new memory could be had.
+                    self._given_back.wait_for(lambda: not self._copied, COPY_SECONDS)
+                if before.holders > 1:
+                    after = Snapshot(self)
+                    after.fill(*self._room(), self.step)
+                yield before.vectors, after.vectors
+                after.became(self.step, self._lanes.mark())
+                self._now = after
             # Before anybody else looks: whoever alone holds the boundary before this one may take its memory over.
-            if after is not before:
-                before.release()
-            if whole is not None:
-                whole.release()
+            for past in (before, self._whole):
+                if past is not None and past is not self._now:
+                    past.release()
+            self._whole = None
+            promised, self._promised = list(self._promised.items()), {}
+            for is_whole, snapshot in promised:
+                self._fill(snapshot, is_whole)
+        for _, snapshot in promised:
+            snapshot.tell()
+
+    def _copy(self, to: list[Tensor]) -> None:
+        """Copy the values that are exchanged, as they are now."""
+        for section, vector in zip(self.sections, to, strict=True):
+            self._lanes.train(functools.partial(_copy, section, vector))
+
+    def _keep_sample(self) -> None:
+        """Something else than a step has changed the weights: the next delta counts from here."""
+        for sample, section in zip(self._samples or (), self.sections, strict=False):
+            self._lanes.train(functools.partial(sample.keep, section.storage[: section.trainable]))
 
     # --- copies -----------------------------------------------------------------------------------------------------
 
@@ -220,7 +260,9 @@ class ParameterArena:
             if self._free:
                 return self._free.pop()
             self._made += 1
-            return HostBuffer(self._lengths(False), whole=False)
+            made = HostBuffer(self._lengths(False), whole=False)
+            self._lanes.pin(made)
+            return made
 
     def would_crowd(self, base: Snapshot) -> bool:
         """Whether ``base`` is the last boundary and one more is kept: the next boundary would find no room but new."""
@@ -247,7 +289,7 @@ class ParameterArena:
                 return None
             snapshot.holders = 0
             if buffer.vectors is not snapshot.vectors:
-                self._free_vectors.append(snapshot.vectors)
+                self._free_vectors.append((snapshot.vectors, self._lanes.mark()))
             return buffer
 
     def staging(self) -> memoryview:
@@ -262,46 +304,117 @@ class ParameterArena:
 
     def free(self, buffer: HostBuffer) -> None:
         """Take back what :meth:`buffer` gave."""
-        if not buffer.whole:
-            with self.lock:
-                self._free.append(buffer)
-
-    def snapshot(self, whole: bool = False) -> Snapshot:
-        """The model as of the last step boundary, never torn: copied at most once a boundary, and shared.
-
-        Release it after use. Of a whole model the frozen parameters and local buffers are read as they are now.
-        """
         with self.lock:
-            if not whole or not self._has_more:
-                snapshot = self._now
-            elif self._whole is not None:
-                snapshot = self._whole
-            else:
-                snapshot = self._whole = self._copy_whole()
-            snapshot.holders += 1
-            return snapshot
-
-    def _copy_whole(self) -> Snapshot:
-        buffer = self.buffer(whole=True)
-        for section, vector, boundary in zip(self.sections, buffer.vectors, self._now.vectors, strict=True):
-            vector[: section.mixed].copy_(boundary)
-            vector[section.mixed :].copy_(section.storage[section.mixed :])
-        return Snapshot(self, buffer.vectors, buffer, self._now.step)
+            if buffer.on_device is not None:
+                self._free_vectors.append((buffer.on_device, self._lanes.mark()))
+                buffer.on_device = None
+            if not buffer.whole:
+                self._free.append(buffer)
 
     def reuse(self, vectors: list[Tensor], buffer: HostBuffer | None) -> None:
         """Take back what a snapshot held; for :meth:`Snapshot.release`."""
         if buffer is not None:
             self.free(buffer)
         if buffer is None or buffer.vectors is not vectors:
-            self._free_vectors.append(vectors)
+            with self.lock:
+                self._free_vectors.append((vectors, self._lanes.mark()))
+
+    def snapshot(self, whole: bool = False) -> Snapshot:
+        """The model as of a step boundary, never torn: copied at most once a boundary, and shared.
+
+        It is the last boundary if that was copied or training rests, else the next, and promised until then. Release it
+        after use. Of a whole model the frozen parameters and local buffers are read as they are now.
+        """
+        whole = whole and self._has_more
+        with self.lock:
+            found = self._whole if whole else self._now
+            if found is None and whole in self._promised:
+                found = self._promised[whole]
+            if found is None:
+                found = Snapshot(self)
+                if self._rests or self._samples is None:
+                    self._fill(found, whole)
+                elif self._goes_on:
+                    self._promised[whole] = found
+                else:
+                    found.fail()
+                    return found
+            found.holders += 1
+            return found
+
+    def _fill(self, snapshot: Snapshot, whole: bool) -> None:
+        """Copy the boundary at which training is."""
+        if whole:
+            self._whole = snapshot
+            buffer = self._copy_whole()
+            snapshot.fill(buffer.vectors, buffer, self.step)
+        else:
+            self._now = snapshot
+            vectors, room = self._room()
+            self._copy(vectors)
+            snapshot.fill(vectors, room, self.step, self._lanes.mark())
+
+    def _copy_whole(self) -> HostBuffer:
+        buffer = self.buffer(whole=True)
+        if self._samples is not None and self._now is None:
+            self._follow()
+        boundary = [s.values[: s.mixed] for s in self.sections] if self._now is None else self._now.vectors
+
+        def copy() -> None:
+            for section, vector, exchanged in zip(self.sections, buffer.vectors, boundary, strict=True):
+                vector[: section.mixed].copy_(exchanged)
+                vector[section.mixed :].copy_(section.storage[section.mixed :])
+
+        self._lanes.aside(copy, self._lanes.mark())
+        self._lanes.wait(self._lanes.mark_aside())
+        return buffer
+
+    def on_host(self, vectors: list[Tensor], written: Mark) -> HostBuffer:
+        """A copy of vectors on the device, complete; for :class:`Snapshot`. Who asks waits, and training does not."""
+        buffer = self.buffer()
+        rows = list(zip(buffer.vectors, vectors, strict=True))
+        self._lanes.aside(
+            lambda: [ours.copy_(theirs, non_blocking=self._lanes.later) for ours, theirs in rows], written
+        )
+        self._lanes.wait(self._lanes.mark_aside())
+        return buffer
+
+    def upload(self, buffer: HostBuffer) -> list[Tensor]:
+        """The vectors of a model that came in, on the module's device; done beside training if called ahead."""
+        if self._lanes.on_host:
+            return buffer.vectors
+        if buffer.on_device is None:
+            vectors, left = self._room_on_device()
+            rows = list(zip(vectors, buffer.vectors, strict=True))
+            self._lanes.aside(
+                lambda: [ours.copy_(theirs, non_blocking=self._lanes.later) for ours, theirs in rows], left
+            )
+            self._lanes.wait(self._lanes.mark_aside())
+            buffer.on_device = vectors
+        return buffer.on_device
+
+    def _to_host(self, values: Tensor) -> Tensor:
+        """Values as they are now in training's lane."""
+        if self._lanes.on_host:
+            return values
+        there = torch.empty_like(values, device="cpu")
+        self._lanes.train(lambda: there.copy_(values))
+        self._lanes.wait(self._lanes.mark())
+        return there
+
+    def _follow(self) -> None:
+        """Bring masters up to the module's tensors, where no boundary is kept, which would have done that."""
+        for section in self.sections if self._samples is not None else ():
+            self._lanes.train(functools.partial(masters.take, section))
 
     # --- other models come in -----------------------------------------------------------------------------------
 
     def buffers_of(self, received: HostBuffer) -> Iterator[tuple[Tensor, Tensor]]:
-        """Of each section with buffers that are exchanged, those in ``received``, and one's own as of the boundary."""
-        for section, theirs, ours in zip(self.sections, received.vectors, self._now.vectors, strict=True):
-            if section.mixed > section.trainable:
-                yield theirs[section.trainable :], ours[section.trainable :].cpu()
+        """Of each section with buffers that are exchanged, those in ``received``, and one's own."""
+        for section, theirs in zip(self.sections, received.vectors, strict=True):
+            cut, end = section.trainable, section.mixed
+            if end > cut:
+                yield theirs[cut:], self._to_host(section.values[cut:end])
 
     def commit(self, compared: HostBuffer, share: float) -> None:
         """x ← x + share · (x_j − base) for trained values: a step boundary, for the training thread or while it waits.
@@ -311,16 +424,12 @@ class ParameterArena:
         A buffer b becomes b + share · (b_j − b): running statistics follow the data and do not add up, so that a
         difference to what they were at the request could make a variance negative. An infinite one stays.
         """
+        changes = self.upload(compared)
+        self._follow()
         with self._next_boundary() as (_, after):
-            for section, vector, new in zip(self.sections, compared.vectors, after, strict=True):
-                cut, end = section.trainable, section.mixed
-                theirs = vector.to(section.storage.device)
-                kernels.commit(section.storage[:cut], theirs[:cut], share, new[:cut])
-                if cut < end:
-                    own, other = section.storage[cut:end], theirs[cut:]
-                    as_is = (own == other) | ~own.isfinite()
-                    own.copy_(torch.where(as_is, own, own + share * (other - own)))
-                    new[cut:].copy_(own)
+            for section, change, new in zip(self.sections, changes, _or_none(after, changes), strict=True):
+                self._lanes.train(functools.partial(_commit, section, change, share, new))
+        self._keep_sample()
 
     def merge(self, received: HostBuffer, held: HostBuffer, own: float, theirs: float) -> float:
         """x_j ← (own · h + theirs · x_j) / (own + theirs), in place of what was received. Changes no weights.
@@ -355,19 +464,20 @@ class ParameterArena:
 
         Exactly what was merged if no step was made since the capture.
         """
-        rows = zip(self.sections, merged.buffer.vectors, captured.vectors, strict=True)
+        means = self.upload(merged.buffer)
+        self._follow()
         with self._next_boundary() as (_, after):
-            for (section, their, base), new in zip(rows, after, strict=True):
-                cut, end = section.trainable, section.mixed
-                theirs = their.to(section.storage.device)
-                section.storage[:cut].sub_(base[:cut]).add_(theirs[:cut])
-                own = section.storage[cut:end]
-                own.copy_(torch.where(own.isfinite(), theirs[cut:], own))
-                new.copy_(section.storage[:end])
+            rows = zip(self.sections, means, captured.vectors, _or_none(after, means), strict=True)
+            for row in rows:
+                self._lanes.train(functools.partial(_take_in, *row))
+        self._keep_sample()
 
     def held(self, model: HostBuffer, step: int) -> Snapshot:
         """``model``, given by :meth:`buffer`, as a snapshot: shared, and given back after its last holder's release."""
-        return Snapshot(self, model.vectors, model, step)
+        self.upload(model)
+        snapshot = Snapshot(self)
+        snapshot.fill(model.vectors, model, step)
+        return snapshot
 
     def adopt(self, received: HostBuffer, step: int) -> bool:
         """Take another peer's whole model, that has seen ``step`` iterations, in place of one's own.
@@ -379,15 +489,17 @@ class ParameterArena:
         if not all(math.isfinite(kernels.squared_norm(vector[: section.trainable])) for section, vector in rows):
             return False
         for section, vector in rows:
-            section.storage.copy_(vector)
+            self._lanes.train(functools.partial(_adopt, section, vector))
+        self._lanes.wait(self._lanes.mark())
         self.set_boundary(step)
         return True
 
     def distance(self, reference: HostBuffer) -> float:
         """‖x − reference‖₂ over the trained values."""
+        self._follow()
         return math.sqrt(
             sum(
-                kernels.squared_norm(section.storage[: section.trainable].cpu() - vector[: section.trainable])
+                kernels.squared_norm(self._to_host(section.values[: section.trainable]) - vector[: section.trainable])
                 for section, vector in zip(self.sections, reference.vectors, strict=True)
                 if section.trainable
             )
@@ -403,4 +515,70 @@ class ParameterArena:
             tensor.data = own[place]
 
     def _lengths(self, whole: bool) -> list[tuple[torch.dtype, int]]:
-        return [(section.storage.dtype, len(section.storage) if whole else section.mixed) for section in self.sections]
+        return [(section.values.dtype, len(section.values) if whole else section.mixed) for section in self.sections]
+
+
+def _or_none(after: list[Tensor] | None, like: list[Tensor]) -> Sequence[Tensor | None]:
+    return [None] * len(like) if after is None else after
+
+
+# --- what is put into training's lane, for one section each ---------------------------------------
+
+
+def _copy(section: Section, to: Tensor) -> None:
+    masters.take(section)
+    to.copy_(section.values[: section.mixed])
+
+
+def _advance(section: Section, before: Tensor, after: Tensor, on_device: bool) -> float | Tensor:
+    """Δ_t² of a section, and the copy of its boundary."""
+    masters.take(section)
+    cut, end = section.trainable, section.mixed
+    past = before[:cut]
+    advance = kernels.advance_on_device if on_device else kernels.advance
+    squared = advance(section.values[:cut], past, past if after is before else after[:cut])
+    after[cut:].copy_(section.values[cut:end])
+    return squared
+
+
+def _sampled(sample: kernels.Sampled, section: Section, on_device: bool) -> float | Tensor:
+    """An estimate of Δ_t² of a section. Of masters, the module's own tensors say as much as these would."""
+    x = section.storage[: section.trainable]
+    return sample.advance_on_device(x) if on_device else sample.advance(x)
+
+
+def _commit(section: Section, change: Tensor, share: float, boundary: Tensor | None) -> None:
+    cut, end = section.trainable, section.mixed
+    values = section.values
+    kernels.commit(values[:cut], change[:cut], share, None if boundary is None else boundary[:cut])
+    if cut < end:
+        own, other = values[cut:end], change[cut:end]
+        as_is = (own == other) | ~own.isfinite()
+        own.copy_(torch.where(as_is, own, own + share * (other - own)))
+        if boundary is not None:
+            boundary[cut:].copy_(own)
+    masters.give(section)
+
+
+def _take_in(section: Section, mean: Tensor, captured: Tensor, boundary: Tensor | None) -> None:
+    cut, end = section.trainable, section.mixed
+    section.values[:cut].sub_(captured[:cut]).add_(mean[:cut])
+    own = section.values[cut:end]
+    own.copy_(torch.where(own.isfinite(), mean[cut:end], own))
+    masters.give(section)
+    if boundary is not None:
+        boundary.copy_(section.values[:end])
+
+
+def _adopt(section: Section, model: Tensor) -> None:
+    section.values.copy_(model)
+    masters.give(section, whole=True)
+
+
+def _sample(section: Section, slots: list[Slot], seed: int) -> kernels.Sampled:
+    begin, size = section.storage.data_ptr(), section.storage.itemsize
+    small = [slot.tensor for slot in slots if slot.kind == 0 and slot.tensor.numel() < kernels.SMALL]
+    starts = [(tensor.data_ptr() - begin) // size for tensor in small if tensor.numel()]
+    lengths = [tensor.numel() for tensor in small if tensor.numel()]
+    ranges = [(start, start + length) for start, length in zip(starts, lengths, strict=True)]
+    return kernels.Sampled(section.storage[: section.trainable], seed, ranges)

@@ -21,6 +21,7 @@ class HostBuffer:
         view: the bytes, writable, for the wire.
         descriptor: of a file of these bytes; None where there is none.
         vectors: for each section its elements in this buffer.
+        on_device: the same on the module's device, where they have been brought there to be mixed.
     """
 
     def __init__(self, lengths: Sequence[tuple[torch.dtype, int]], whole: bool):
@@ -34,6 +35,7 @@ class HostBuffer:
             typed(self.view[end - size : end], dtype)
             for end, size, (dtype, _) in zip(ends, sizes, lengths, strict=True)
         ]
+        self.on_device: list[torch.Tensor] | None = None
 
 
 def typed(view: memoryview, dtype: torch.dtype) -> torch.Tensor:

@@ -85,7 +85,8 @@ def peer(
     run, sync = config.run, config.sync
     max_rate = None if config.exchange.max_rate is None else parse_rate(config.exchange.max_rate)
     _check_exchange(config)
-    arena = ParameterArena(module, mix_buffers=sync.buffers == "mix")
+    drawn = random.Random(f"delta {run.seed} {place.rank}").getrandbits(64) if sync.delta == "sampled" else None
+    arena = ParameterArena(module, mix_buffers=sync.buffers == "mix", sampled=drawn)
     # Each peer draws from generators of its own; the split of the data is the same for all.
     rng = random.Random(f"peer {run.seed} {place.rank}")
     turns = schedule(config, size, [address.host for address in place.addresses])

@@ -153,6 +153,9 @@ class SyncSettings:
     finish: Literal["consensus", "none"] = setting("consensus", "Average all models at the end, or (the paper) do not.")
     init: Literal["first", "own"] = setting("first", "Begin with one peer's weights, or each with its own.")
     buffers: Literal["mix", "local"] = setting("mix", "Exchange BatchNorm's statistics, or keep them local.")
+    delta: Literal["exact", "sampled"] = setting(
+        "exact", "Measure each step over all weights; or estimate it from a sixteenth of them, for large models."
+    )
     min_peers: int = setting(1, "Stop with exit code 4 when fewer peers are left; 1: go on alone.", 1)
     distance_interval: int = setting(50, "Iterations between two estimates of the consensus distance (Eq. 8).", 1)
 

@@ -13,9 +13,10 @@ import math
 from dataclasses import dataclass
 
 from gossipx import kernels
-from gossipx.arena import ParameterArena, Snapshot
+from gossipx.arena import ParameterArena
 from gossipx.buffers import HostBuffer, typed
 from gossipx.memory import PIECE
+from gossipx.snapshots import Snapshot
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class Incoming:
         if not segment.trained:
             self.buffer.view[start : start + len(view)] = view
             return
-        dtype = self._arena.sections[segment.section].storage.dtype
+        dtype = self._arena.sections[segment.section].values.dtype
         theirs = typed(view, dtype)
         first = segment.first + (start - segment.start) // dtype.itemsize
         here = slice(first, first + len(theirs))
@@ -102,7 +103,11 @@ class Incoming:
             kernels.squared_norm(theirs.masked_fill(theirs == ours, 0))
             for theirs, ours in self._arena.buffers_of(self.buffer)
         )
-        return math.sqrt(self._squared) if math.isfinite(self._squared + others) else math.nan
+        if not math.isfinite(self._squared + others):
+            return math.nan
+        if self.compares:  # it is to be mixed: let it be there when training comes to that
+            self._arena.upload(self.buffer)
+        return math.sqrt(self._squared)
 
     def give_away(self) -> HostBuffer:
         """:attr:`buffer`, the caller's own from now on; all other memory is given back."""
@@ -152,7 +157,7 @@ def _segments(arena: ParameterArena, whole: bool, compares: bool) -> list[_Segme
     found = []
     start = 0
     for number, section in enumerate(arena.sections):
-        size = section.storage.itemsize
+        size = section.values.itemsize
         ends = [0, len(section.storage)] if whole else [0, section.trainable, section.mixed]
         for first, last in itertools.pairwise(ends):
             if last > first:

@@ -110,15 +110,31 @@ def difference(received: Tensor, base: Tensor, out: Tensor) -> float:
     return total
 
 
-def commit(x: Tensor, difference: Tensor, share: float, boundary: Tensor) -> None:
-    """``x ← x + share · difference`` and ``boundary ← x``, on any device.
+def commit(x: Tensor, difference: Tensor, share: float, boundary: Tensor | None) -> None:
+    """``x ← x + share · difference`` and ``boundary ← x``, if there is one, on any device.
 
     Raises:
         ValueError: the vectors do not match.
     """
-    _match(x, difference, boundary)
+    _match(x, difference, x if boundary is None else boundary)
+    if boundary is None:
+        x.add_(difference, alpha=share)
+        return
     for now, change, new in _pieces(x, difference, boundary):
         new.copy_(now.add_(change, alpha=share))
+
+
+def follow(rounded: Tensor, master: Tensor) -> None:
+    """``master ← rounded + (master − its rounding)`` where that rounds to ``rounded``, else ``rounded``, on any device.
+
+    Args:
+        rounded: 16-bit values, not changed.
+        master: float32, of the same length.
+    """
+    for now, exact in _pieces(rounded, master):
+        wide = now.float()
+        carried = (exact - exact.to(now.dtype)).add_(wide)
+        exact.copy_(torch.where(carried.to(now.dtype) == now, carried, wide))
 
 
 def advance_on_device(x: Tensor, before: Tensor, after: Tensor) -> Tensor:

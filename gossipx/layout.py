@@ -7,7 +7,7 @@ retrieval is its head, what a joining peer takes is all of it.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -27,12 +27,13 @@ class Slot:
     tensor: Tensor
     kind: int  # 0 trainable, 1 mixed buffer, 2 frozen, 3 other buffer
 
-    def line(self) -> str:
-        """Its line of the manifest."""
+    def line(self, masters: bool) -> str:
+        """Its line of the manifest; ``masters``: it is exchanged in float32."""
         kind = ("trainable", "mixed", "frozen", "local")[self.kind]
         dtype = str(self.tensor.dtype).removeprefix("torch.")
         shape = "x".join(map(str, self.tensor.shape)) or "scalar"
-        return f"{self.name} {dtype} {shape} strides {'x'.join(map(str, self.tensor.stride())) or '-'} {kind}"
+        exchanged = f"{dtype} as float32" if masters else dtype
+        return f"{self.name} {exchanged} {shape} strides {'x'.join(map(str, self.tensor.stride())) or '-'} {kind}"
 
 
 @dataclass
@@ -40,12 +41,15 @@ class Section:
     """All tensors of one dtype.
 
     Attributes:
-        storage: flat vector on the module's device.
+        storage: flat vector on the module's device, of which the module's tensors are views.
+        values: what is measured, exchanged and mixed: the storage itself, or its float32 masters where it is trained in
+            16 bits (see :mod:`gossipx.masters`).
         trainable: elements from the front that are trained.
         mixed: elements from the front that a retrieval exchanges.
     """
 
     storage: Tensor
+    values: Tensor
     trainable: int
     mixed: int
 
@@ -157,4 +161,9 @@ def lay_out(slots: list[Slot]) -> Section:
             view = storage.as_strided(slot.tensor.shape, slot.tensor.stride(), place)
             view.copy_(slot.tensor)
             slot.tensor.data = view
-    return Section(storage, trainable, mixed)
+    return Section(storage, storage.float() if has_masters(slots) else storage, trainable, mixed)
+
+
+def has_masters(slots: Iterable[Slot]) -> bool:
+    """Whether tensors of one dtype are exchanged as float32 masters: some of them are trained in 16 bits."""
+    return any(slot.kind == 0 and slot.tensor.dtype in (torch.float16, torch.bfloat16) for slot in slots)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 
-from gossipx.arena import ParameterArena, Snapshot
+from gossipx.arena import ParameterArena
 from gossipx.incoming import Incoming
+from gossipx.snapshots import Snapshot
 from gossipx.wire import pour
 
 

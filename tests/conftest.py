@@ -1,8 +1,18 @@
-"""What holds for all tests: property tests draw the same examples every time, and no test asserts a time."""
+"""What holds for all tests: property tests draw the same examples every time, and no test asserts a time.
+
+Those marked ``cuda`` are skipped where there is no such device; ``bin/gpu-check`` runs them.
+"""
 
 from __future__ import annotations
 
+import pytest
+import torch
 from hypothesis import HealthCheck, settings
 
 settings.register_profile("gossipx", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("gossipx")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("cuda") is not None and not torch.cuda.is_available():
+        pytest.skip("no CUDA device is here; bin/gpu-check runs this where there is one")

@@ -19,11 +19,19 @@ from _report import figure, report
 from torch import nn
 
 from gossipx import kernels
+from gossipx.arena import ParameterArena
 from gossipx.layout import lay_out, slots_of
 from gossipx.tasks.models import MODELS, build_model
 
 Pass = Callable[[], float]
 MEMCPY, EXACT, SAMPLED = "memcpy", "kernels.advance", "kernels.Sampled"
+IN_TRAINING = {
+    EXACT: (False, True),
+    SAMPLED: (True, True),
+    "exact, the policy does not look": (False, False),
+    "sampled, the policy does not look": (True, False),
+}
+"""What is timed after a step: whether the delta is sampled, and whether it is measured."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +42,7 @@ class Case:
         model: a name of MODELS.
         batch: images a step.
         rounds: of the passes, outside of training.
-        steps: of training, for each of the two deltas.
+        steps: of training, for each way to measure.
         goals: shares of a step that the exact and the sampled delta are to stay under.
     """
 
@@ -51,6 +59,28 @@ CASES = (
     Case("resnet110", 128, 60, 4, (0.001, 0.001)),
     Case("alexnet", 32, 9, 5, (0.04, 0.01)),
 )
+
+
+class Trained:
+    """A model in training, laid out by an arena that nobody asks for a model."""
+
+    def __init__(self, case: Case, sampled: bool):
+        facts = MODELS[case.model].facts
+        torch.manual_seed(0)
+        self.module = build_model(case.model, classes=facts.classes, channels=facts.channels, pixels=facts.pixels)
+        self.optimizer = torch.optim.SGD(self.module.parameters(), lr=1e-4, momentum=0.9)
+        self.images = torch.randn(case.batch, facts.channels, facts.pixels, facts.pixels)
+        self.labels = torch.randint(0, facts.classes, (case.batch,))
+        self.arena = ParameterArena(self.module, sampled=0 if sampled else None)
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        nn.functional.cross_entropy(self.module(self.images), self.labels).backward()
+        self.optimizer.step()
+
+    def measured(self, measure: bool) -> None:
+        self.arena.step_done(measure)
+        self.arena.go_on()
 
 
 class Laid:
@@ -71,14 +101,6 @@ class Laid:
             (start, one) for start, one in zip(starts, self.parameters, strict=True) if one.numel() < kernels.SMALL
         ]
         self.sampled = kernels.Sampled(self.x, 0, [(start, start + one.numel()) for start, one in small])
-        self.optimizer = torch.optim.SGD(self.module.parameters(), lr=1e-4, momentum=0.9)
-        self.images = torch.randn(case.batch, facts.channels, facts.pixels, facts.pixels)
-        self.labels = torch.randint(0, facts.classes, (case.batch,))
-
-    def step(self) -> None:
-        self.optimizer.zero_grad()
-        nn.functional.cross_entropy(self.module(self.images), self.labels).backward()
-        self.optimizer.step()
 
     def foreach(self) -> float:
         changes = torch._foreach_sub(self.parameters, self.each_before)
@@ -150,17 +172,20 @@ def _side_by_side(laid: Laid, rounds: int) -> dict[str, list[float]]:
     return seconds
 
 
-def _in_training(laid: Laid, steps: int) -> tuple[float, dict[str, float]]:
-    """Medians: seconds of a step, and of each of our deltas right after one, with the caches as it left them."""
-    passes = laid.passes()
-    ours: dict[str, list[float]] = {EXACT: [], SAMPLED: []}
+def _in_training(case: Case, steps: int) -> tuple[float, dict[str, float]]:
+    """Medians: seconds of a step, and of what the arena does right after one, with the caches as it left them."""
+    ours: dict[str, float] = {}
     whole = []
-    laid.step()
-    for index in range(2 * steps):
-        whole.append(_timed(laid.step))
-        name = (EXACT, SAMPLED)[index % 2]
-        ours[name].append(_timed(passes[name]))
-    return statistics.median(whole), {name: statistics.median(values) for name, values in ours.items()}
+    for name, (sampled, measure) in IN_TRAINING.items():
+        trained = Trained(case, sampled)
+        trained.step()
+        trained.measured(measure)
+        seconds = []
+        for _ in range(steps):
+            whole.append(_timed(trained.step))
+            seconds.append(_timed(lambda of=trained, look=measure: of.measured(look)))  # type: ignore[misc]
+        ours[name] = statistics.median(seconds)
+    return statistics.median(whole), ours
 
 
 def main() -> None:
@@ -174,8 +199,10 @@ def main() -> None:
     for case in CASES:
         laid = Laid(case)
         seconds = _side_by_side(laid, times * case.rounds)
-        step, ours = _in_training(laid, times * case.steps)
-        figures += _report(case, len(laid.x), seconds, step, ours, quiet=arguments.json)
+        length = len(laid.x)
+        del laid
+        step, ours = _in_training(case, times * case.steps)
+        figures += _report(case, length, seconds, step, ours, quiet=arguments.json)
     if arguments.json:
         print(json.dumps({"figures": figures}, indent=2))
 
@@ -196,6 +223,10 @@ def _report(
             goal = case.goals[(EXACT, SAMPLED).index(name)] if case.goals else None
             met = share < goal if goal else None
             figures.append(figure(f"{case.model} {name}: share", share, "of a step", goal=goal, met=met))
+    for name in IN_TRAINING:
+        if name not in seconds:
+            rows.append((name, "", "", f"{ours[name] * 1e3:.3f}", f"{ours[name] / step:.3%}"))
+            figures.append(figure(f"{case.model} {name}: share", ours[name] / step, "of a step"))
     figures.append(figure(f"{case.model} training step", step * 1e3, "ms"))
     if not quiet:
         title = f"{case.model}, {length:,} values, batches of {case.batch}, a step takes {step * 1e3:.1f} ms; medians"

@@ -46,7 +46,7 @@ from gossipx.actor import (
     TimerFired,
     Wait,
 )
-from gossipx.arena import ParameterArena, Snapshot
+from gossipx.arena import ParameterArena
 from gossipx.comm import CommManager
 from gossipx.drift import DriftReference
 from gossipx.drive.timers import Timers
@@ -71,6 +71,7 @@ from gossipx.messages import (
     TakeRequest,
 )
 from gossipx.peer import PeerRole
+from gossipx.snapshots import Snapshot
 
 log = logging.getLogger("gossipx")
 
@@ -155,7 +156,7 @@ class Driver:
         self._given: deque[_Held] = deque()  # drift is to count from the last of these
         self._notes: dict[str, tuple[float, int]] = {}
         # Handing a request to the CommManager wakes its threads, which would take the processor from a training step.
-        self._outbox: queue.SimpleQueue[tuple[int, Callable[[], None]] | None] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         threading.Thread(target=self._post, name=f"gossipx-outbox-{role.rank}", daemon=True).start()
         self._timers = Timers(lambda name: self.tell(TimerFired(name)), str(role.rank))
         self._closed = False
@@ -263,9 +264,10 @@ class Driver:
                 pass  # done while deciding
 
     def _send(self, send: Send) -> None:
-        payload = None
+        payload = base = None
         if isinstance(send.request, ModelRequest):
-            payload = Incoming(self.arena, self._base(send), whole=isinstance(send.request, InitialRequest))
+            base = self._base(send)
+            payload = Incoming(self.arena, base, whole=isinstance(send.request, InitialRequest))
             self._transfers[send.ticket] = _Transfer(send.request, payload, time.monotonic())
         assert self.comm is not None
 
@@ -275,17 +277,19 @@ class Driver:
         request = self.comm.request
 
         def post() -> None:
-            request(send.to, send.request, deadline=send.deadline, payload=payload, done=done)
+            try:
+                request(send.to, send.request, deadline=send.deadline, payload=payload, done=done)
+            except Exception as error:  # the role still has to hear of its request
+                self._replied(send.ticket, LocalFaultError(f"a request could not be sent: {error}"))
 
-        self._outbox.put((send.ticket, post))
+        if base is None:
+            self._outbox.put(post)
+        else:  # before that, nothing can be made of what comes
+            base.when_settled(lambda: self._outbox.put(post))
 
     def _post(self) -> None:
-        while (item := self._outbox.get()) is not None:
-            ticket, post = item
-            try:
-                post()
-            except Exception as error:  # the role still has to hear of its request
-                self._replied(ticket, LocalFaultError(f"a request could not be sent: {error}"))
+        while (post := self._outbox.get()) is not None:
+            post()
 
     def _replied(self, ticket: int, result: Reply | GossipxError) -> None:
         if isinstance(result, ModelReply):
@@ -317,20 +321,36 @@ class Driver:
                 self.tell(Replied(ticket, result))
 
     def _answer(self, answer: Answer, snapshot: Snapshot | None) -> None:
-        reply = answer.reply
-        if isinstance(reply, ModelReply):
-            if snapshot is None:
-                snapshot = self.arena.snapshot(answer.whole_model)
-            reply = dataclasses.replace(reply, step=snapshot.step)
         assert self.comm is not None
+        if isinstance(answer.reply, ModelReply):
+            self._answer_model(answer, answer.reply, snapshot or self.arena.snapshot(answer.whole_model))
+            return
 
         def done(whole: bool) -> None:
-            if snapshot is not None:
-                snapshot.release()
             self.tell(Answered(answer.key, whole))
 
-        payload = None if snapshot is None else snapshot.buffer
-        self.comm.answer(answer.key, reply, payload=payload, deadline=answer.deadline, done=done)
+        self.comm.answer(answer.key, answer.reply, payload=None, deadline=answer.deadline, done=done)
+
+    def _answer_model(self, answer: Answer, reply: ModelReply, snapshot: Snapshot) -> None:
+        assert self.comm is not None
+        comm = self.comm
+
+        def done(whole: bool) -> None:
+            snapshot.release()
+            self.tell(Answered(answer.key, whole))
+
+        def give() -> None:
+            try:
+                told, payload = dataclasses.replace(reply, step=snapshot.step), snapshot.buffer
+            except LocalFaultError:  # training has ended before the model could be copied: the asker's deadline ends it
+                done(False)
+                return
+            comm.answer(answer.key, told, payload=payload, deadline=answer.deadline, done=done)
+
+        if snapshot.settled:
+            give()
+        else:  # at the next step boundary, and not in the training thread
+            snapshot.when_settled(lambda: self._outbox.put(give))
 
     def _mix(self, ticket: int, share: float) -> None:
         own = ticket == self.role.pulling  # else another has pushed it, and drift goes on from where it began

@@ -123,16 +123,24 @@ class Peer:
         if self._arena.step % self._options.distance_interval == 0:
             self._arena.check(self._module)
         self._steps += 1
-        delta = self._arena.step_done()
+        delta = self._arena.step_done(self._to_be_measured(self._arena.step + 1))
         drift = self._driver.drift() if self._role.sync.policy.uses_drift else None
         measured = time.perf_counter()
-        self._driver.tell(StepDone(self._arena.step, delta, drift))
-        if self._driver.waiting or self._driver.error or self._term.is_set():
-            self._wait()
-        went_on = time.perf_counter()
-        self._record(delta)
+        try:
+            self._driver.tell(StepDone(self._arena.step, delta, drift))
+            if self._driver.waiting or self._driver.error or self._term.is_set():
+                self._wait()
+            went_on = time.perf_counter()
+            self._record(delta)
+        finally:
+            self._arena.go_on()
         self._figures.blocked += went_on - measured
         self._figures.overhead += measured - began + time.perf_counter() - went_on
+
+    def _to_be_measured(self, step: int) -> bool:
+        """For a policy that does not look at the delta, measuring one for a curve takes this step and the last."""
+        interval = self._options.log_interval
+        return self._role.sync.policy.uses_delta or step % interval == 0 or (step + 1) % interval == 0
 
     def log(self, tag: str, value: float | torch.Tensor) -> None:
         """Record a figure of one's own under ``tag`` (``train/loss``, ``test/accuracy``) at this iteration.
@@ -157,6 +165,7 @@ class Peer:
             state: what :meth:`state_dict` gave, under the same policy.
         """
         self._driver.load_state_dict(state)
+        self._arena.go_on()
 
     def shard(self, dataset: Dataset[Any]) -> Subset[Any]:
         """This peer's part of a data set, by the run's ``partition``; the parts of all peers are disjoint and cover it.
@@ -208,6 +217,7 @@ class Peer:
             self._driver.reference.set()
         self._figures.start(self._comm.bytes_received)
         self._tell_progress("train")
+        self._arena.go_on()
 
     def finish(self) -> None:
         """Training is over: agree with the others, write down the figures, and leave."""
@@ -250,6 +260,7 @@ class Peer:
     def leave(self) -> None:
         """Take no further part, without a finish, and tell the others."""
         if self._open:
+            self._arena.give_up()
             self._tell_leaving()
         self.close()
 
@@ -258,6 +269,7 @@ class Peer:
         if not self._open:
             return
         self._open = False
+        self._arena.give_up()
         process.leave(self)
         if self._hook is not None:
             self._hook.remove()
@@ -338,6 +350,7 @@ class Peer:
     def _measure_accuracy(self) -> float | None:
         if self._evaluate is None:
             return None
+        self._arena.snapshot().release()  # what others are given meanwhile: evaluating may change the model for a while
         given = self._evaluate(self._module)
         try:
             accuracy = float(given)

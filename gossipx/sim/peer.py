@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from gossipx import actor
 from gossipx.actor import Fault
-from gossipx.arena import ParameterArena, Snapshot
+from gossipx.arena import ParameterArena
 from gossipx.buffers import typed
 from gossipx.drift import DriftReference
 from gossipx.incoming import Incoming
@@ -32,6 +32,7 @@ from gossipx.messages import (
     TakeRequest,
 )
 from gossipx.peer import PeerRole
+from gossipx.snapshots import Snapshot
 from gossipx.wire import pour
 
 if TYPE_CHECKING:
@@ -136,7 +137,7 @@ class SimPeer:
 
     def weights(self) -> Tensor:
         """All trained values, one float64 vector."""
-        parts = [section.storage[: section.trainable].double() for section in self.arena.sections]
+        parts = [section.values[: section.trainable].double() for section in self.arena.sections]
         return torch.cat(parts).clone()
 
     # --- its life -----------------------------------------------------------------------------------
@@ -385,7 +386,7 @@ class SimPeer:
             snapshot.release()
             if self.poisoned:
                 self._world.fired["poison"] += 1
-                dtype = next(section.storage.dtype for section in self.arena.sections if section.mixed)
+                dtype = next(section.values.dtype for section in self.arena.sections if section.mixed)
                 typed(memoryview(payload), dtype)[0] = math.nan
         told = False
 

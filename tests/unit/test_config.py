@@ -50,6 +50,7 @@ EVERY_KEY: dict[str, dict[str, Any]] = {
         "finish": "none",
         "init": "own",
         "buffers": "local",
+        "delta": "sampled",
         "min_peers": 2,
         "distance_interval": 5,
     },
@@ -106,6 +107,7 @@ blocking = true
 finish = "none"
 init = "own"
 buffers = "local"
+delta = "sampled"
 min_peers = 2
 distance_interval = 5
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from gossipx.actor import (
     Answer,
+    Answered,
     Capture,
     Effect,
     Event,
@@ -70,9 +71,9 @@ class Comm:
 class Bench:
     """A driver between a script and a comm."""
 
-    def __init__(self) -> None:
+    def __init__(self, sampled: int | None = None) -> None:
         self.module = nn.Linear(16, 1, bias=False)
-        self.arena = ParameterArena(self.module)
+        self.arena = ParameterArena(self.module, sampled=sampled)
         self.role, self.comm = Script(), Comm()
         self.driver = Driver(self.role, self.arena)  # type: ignore[arg-type]
         self.driver.comm = self.comm  # type: ignore[assignment]
@@ -103,7 +104,7 @@ def bench():
     made.driver.close()
 
 
-OFFER, TAKE = PushRequest(1, 1), TakeRequest(1, 1)
+OFFER, TAKE, PULL = PushRequest(1, 1), TakeRequest(1, 1), PullRequest(1, 30.0)
 
 
 def test_the_model_that_was_captured_is_given_whatever_came_after(bench: Bench):
@@ -140,7 +141,53 @@ def test_a_model_with_nan_is_told_before_it_is_settled(bench: Bench):
     assert bench.role.told[-1] == Failed(5, Fault.POISONED)
 
 
-@pytest.mark.parametrize("request_", [TAKE, PullRequest(1, 30.0)], ids=["take", "pull"])
+@pytest.fixture
+def in_midst():
+    """A driver whose arena keeps no boundary, in the midst of a step."""
+    made = Bench(sampled=0)
+    made.arena.go_on()
+    yield made
+    made.driver.close()
+
+
+def answered(bench: Bench) -> None:
+    """The outbox has done all that it was given so far."""
+    done = threading.Event()
+    bench.driver._outbox.put(done.set)
+    assert done.wait(10)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_who_asks_in_the_midst_of_a_step_is_given_the_model_after_it(in_midst: Bench, captured: bool):
+    held = [Capture(5)] if captured else []
+    in_midst.do(*held, Answer("a", ModelReply(0), math.inf, captured=5 if captured else None))
+    answered(in_midst)
+    assert in_midst.comm.answers == [], "weights may be changing"
+    model = in_midst.step()
+    answered(in_midst)
+    assert in_midst.comm.answers == [(ModelReply(1), model)]
+
+
+def test_a_request_goes_out_when_there_is_something_to_compare_with(in_midst: Bench):
+    in_midst.do(Send(5, 1, PULL, math.inf))
+    answered(in_midst)
+    assert not in_midst.comm.requests
+    before = in_midst.step()
+    in_midst.reply(PULL, ModelReply(3), before)
+    assert in_midst.role.told[-1] == Replied(5, ModelReply(3))
+    assert in_midst.driver._transfers[5].distance == 0
+
+
+def test_who_waits_for_a_boundary_that_does_not_come_is_told(in_midst: Bench):
+    in_midst.do(Answer("a", ModelReply(0), math.inf))
+    in_midst.arena.give_up()
+    answered(in_midst)
+    in_midst.do(Answer("b", ModelReply(0), math.inf))
+    assert in_midst.role.told.count(Answered("a", False)) == in_midst.role.told.count(Answered("b", False)) == 1
+    assert in_midst.comm.answers == []
+
+
+@pytest.mark.parametrize("request_", [TAKE, PULL], ids=["take", "pull"])
 def test_what_is_mixed_while_training_is_a_retrieval(bench: Bench, request_: Any):
     found: list[Retrieval] = []
     bench.driver.on_retrieval = found.append

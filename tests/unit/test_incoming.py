@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gossipx.arena import ParameterArena, Snapshot
+from gossipx.arena import ParameterArena
 from gossipx.incoming import Incoming
 from gossipx.memory import PIECE
+from gossipx.snapshots import Snapshot
 from gossipx.wire import Sink, pour
 
 
@@ -187,9 +188,7 @@ def test_a_base_that_others_read_is_copied_where_memory_is_short():
     incoming = Incoming(arena, base.hold())
     pour(sent, incoming)
     assert base.holders == 2, "it was given back: the boundary and this test hold it"
-    for difference, theirs, own in zip(
-        incoming.buffer.vectors, other.snapshot().vectors, base.vectors, strict=True
-    ):
+    for difference, theirs, own in zip(incoming.buffer.vectors, other.snapshot().vectors, base.vectors, strict=True):
         cut = next(section.trainable for section in arena.sections if len(section.storage) >= len(own))
         assert torch.equal(difference[:cut], theirs[:cut] - own[:cut])
     given.release()

@@ -1,0 +1,177 @@
+"""What a peer costs a training loop on a device, and what it moves: run by bin/gpu-check, after the tests.
+
+bin/bench gpu [--json]              models of 2 and 60 million parameters, on the first CUDA device
+bin/bench gpu --device cpu          the same passes on the processor, to see that the program works
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from _report import figure, report
+from torch import nn
+
+from gossipx.arena import ParameterArena
+from gossipx.buffers import HostBuffer
+from gossipx.incoming import Incoming
+from gossipx.wire import pour
+
+WIDTHS = {"2 M": 512, "60 M": 2752}
+"""Of eight square layers."""
+LAYERS, BATCH, ROUNDS, STEPS = 8, 512, 9, 30
+
+
+class Loop:
+    """A model in training on a device."""
+
+    def __init__(self, width: int, device: torch.device, sampled: bool, joined: bool = True):
+        torch.manual_seed(0)
+        layers = [part for _ in range(LAYERS) for part in (nn.Linear(width, width), nn.ReLU())]
+        self.module = nn.Sequential(*layers).to(device)
+        self.device = device
+        self.arena = ParameterArena(self.module, sampled=0 if sampled else None) if joined else None
+        self.optimizer = torch.optim.SGD(self.module.parameters(), lr=1e-4, momentum=0.9)
+        self.images = torch.randn(BATCH, width, device=device)
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.module(self.images).square().mean().backward()
+        self.optimizer.step()
+        if self.arena is not None:
+            self.arena.step_done()
+            self.arena.go_on()
+
+    def seconds(self, steps: int = STEPS) -> float:
+        """Of a step, with all that it started."""
+        self.finish()
+        begin = time.perf_counter()
+        for _ in range(steps):
+            self.step()
+        self.finish()
+        return (time.perf_counter() - begin) / steps
+
+    def finish(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def _timed(work: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin
+
+
+def _steps(width: int, device: torch.device) -> dict[str, list[float]]:
+    """Seconds of a step in each round, without a peer and with one."""
+    kinds = {"alone": (False, False), "exact delta": (False, True), "sampled delta": (True, True)}
+    loops = {name: Loop(width, device, *kind) for name, kind in kinds.items()}
+    found: dict[str, list[float]] = {name: [] for name in loops}
+    for loop in loops.values():
+        loop.seconds(3)
+    for _ in range(ROUNDS):
+        for name, loop in loops.items():
+            found[name].append(loop.seconds())
+    return found
+
+
+def _moves(width: int, device: torch.device) -> tuple[int, dict[str, float]]:
+    """Bytes of a model, and median seconds of what is done with one."""
+    loop = Loop(width, device, sampled=False)
+    assert loop.arena is not None
+    arena, found = loop.arena, {"snapshot": [], "brought to the device": [], "mixed": []}
+    snapshot = arena.snapshot()
+    model = bytearray(snapshot.buffer.view)
+    snapshot.release()
+    for _ in range(ROUNDS):
+        loop.step()
+        snapshot = arena.snapshot()
+        found["snapshot"].append(_timed(lambda one=snapshot: one.buffer))
+        snapshot.release()
+        incoming = Incoming(arena, arena.snapshot())
+        pour(memoryview(model), incoming)
+        there: HostBuffer = incoming.buffer
+        loop.finish()
+        found["brought to the device"].append(_timed(lambda one=there: arena.upload(one)))
+        found["mixed"].append(_timed(lambda one=there: (arena.commit(one, 0.5), loop.finish())))
+        arena.go_on()
+        incoming.release()
+    return len(model), {name: statistics.median(values) for name, values in found.items()}
+
+
+def _overlap(width: int, device: torch.device) -> tuple[float, float, float]:
+    """Seconds of a step undisturbed, and while models are read and brought in all the time; how many a second."""
+    loop = Loop(width, device, sampled=False)
+    assert loop.arena is not None
+    arena, stop, moved = loop.arena, threading.Event(), [0]
+
+    def move() -> None:
+        while not stop.is_set():
+            snapshot = arena.snapshot()
+            arena.upload(snapshot.buffer)
+            snapshot.release()
+            moved[0] += 1
+
+    loop.seconds(3)
+    alone = statistics.median(loop.seconds() for _ in range(ROUNDS))
+    mover = threading.Thread(target=move)
+    begin = time.perf_counter()
+    mover.start()
+    try:
+        busy = statistics.median(loop.seconds() for _ in range(ROUNDS))
+    finally:
+        stop.set()
+        mover.join(60)
+    return alone, busy, moved[0] / (time.perf_counter() - begin)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="bin/bench gpu", description=__doc__)
+    parser.add_argument("--full", action="store_true", help="the same: it takes a minute")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--device", default="cuda", type=torch.device)
+    arguments = parser.parse_args()
+    if arguments.device.type == "cuda" and not torch.cuda.is_available():
+        parser.exit(0, "bin/bench gpu: skipped, torch sees no CUDA device here\n")
+    figures: list[Any] = []
+    for name, width in WIDTHS.items():
+        figures += _measure(name, width, arguments.device, arguments.json)
+    if arguments.json:
+        print(json.dumps({"figures": figures}, indent=2))
+
+
+def _measure(name: str, width: int, device: torch.device, quiet: bool) -> list[Any]:
+    rows, figures = [], []
+
+    def tell(what: str, value: float, unit: str, reference: float | None = None) -> None:
+        told = "" if reference is None else f"{value / reference:.3f}"
+        rows.append((what, f"{value:.4g}", unit, told))
+        figures.append(figure(f"{name} {what}", value, unit, reference=reference))
+
+    steps = _steps(width, device)
+    for kind, values in steps.items():
+        # Of rounds, not of medians: other work on the machine slows both sides of a round alike.
+        ratio = statistics.median(mine / alone for mine, alone in zip(values, steps["alone"], strict=True))
+        milliseconds = statistics.median(values) * 1e3
+        tell(f"step, {kind}", milliseconds, "ms", milliseconds / ratio)
+    nbytes, moves = _moves(width, device)
+    for what, seconds in moves.items():
+        tell(what, seconds * 1e3, "ms")
+        tell(f"{what}, rate", nbytes / seconds / 1e9, "GB/s")
+    alone, busy, models = _overlap(width, device)
+    tell("step, models read and brought in all the time", busy * 1e3, "ms", alone * 1e3)
+    tell("models read and brought in", models, "a second")
+    if not quiet:
+        where = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+        report(f"{name} parameters on {where}; medians", ("what", "value", "unit", "to undisturbed"), rows, figures)
+    return figures
+
+
+if __name__ == "__main__":
+    main()

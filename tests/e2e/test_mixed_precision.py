@@ -1,0 +1,54 @@
+"""Models trained in 16 bits, and sampled deltas, over real processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from runs import PRELUDE, differences, folder
+
+HALF = (
+    PRELUDE
+    + """
+import time
+model = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 1)).bfloat16()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+with gossipx.join(model, optimizer) as peer:
+    while peer.iteration < 120:
+        optimizer.zero_grad()
+        (model(batch(peer).bfloat16()).float() - 1).square().mean().backward()
+        optimizer.step()
+        time.sleep(0.003)  # a step takes a while, so that there are answers before the end
+tell(peer, dtype=str(model[0].weight.dtype))
+"""
+)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--delta", "sampled", "--policy", "tau:5"),
+        ("--delta", "exact", "--policy", "tau:20", "--exchange", "waves"),
+        ("--delta", "sampled", "--policy", "tau:5", "--mode", "pushpull"),
+    ],
+    ids=["pulls", "waves", "pairs"],
+)
+def test_peers_in_bfloat16_agree(tmp_path: Path, options: tuple[str, ...]) -> None:
+    """Also where peers are asked in the midst of a step, and none has a boundary to give."""
+    with folder(tmp_path, 3) as here:
+        run = here.run(*options, "--peer-timeout", "20", here.script(HALF), here.path)
+        assert [here.told(rank)["dtype"] for rank in range(3)] == ["torch.bfloat16"] * 3
+    summary = run.summary
+    assert min(summary["retrievals"]) > 0, summary
+    assert (sum(summary["poisoned"]), summary["lost"]) == (0, [])
+    assert {tensor.dtype for tensor in run.model(0).values()} == {torch.bfloat16}
+    assert all(max(differences(run.model(0), run.model(rank)).values()) == 0 for rank in (1, 2))
+
+
+def test_the_built_in_task_with_a_sampled_delta(tmp_path: Path) -> None:
+    with folder(tmp_path, 3) as here:
+        run = here.run("--delta", "sampled", "--policy", "adaptive:threshold=0.005", "--iterations", "60")
+    assert sum(run.summary["retrievals"]) > 0 and run.summary["lost"] == []
+    assert all(max(differences(run.model(0), run.model(rank)).values()) <= 1e-6 for rank in (1, 2))

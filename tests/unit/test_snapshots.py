@@ -1,0 +1,218 @@
+"""Where no boundary is kept: models are copied when someone asks, and only then; the delta is a sample's."""
+
+from __future__ import annotations
+
+import math
+import threading
+
+import pytest
+import torch
+from arenas import mix
+from torch import nn
+
+from gossipx import snapshots
+from gossipx.arena import ParameterArena
+from gossipx.errors import LocalFaultError
+
+
+def net(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(300, 40), nn.BatchNorm1d(40), nn.Linear(40, 30).double())
+
+
+def made(seed: int = 0, sampled: int | None = 0) -> ParameterArena:
+    arena = ParameterArena(net(seed), sampled=sampled)
+    arena.go_on()
+    return arena
+
+
+def change(arena: ParameterArena, amount: float = 0.5) -> None:
+    for section in arena.sections:
+        section.storage[: section.trainable].add_(amount)
+
+
+def step(arena: ParameterArena, amount: float = 0.5) -> float:
+    change(arena, amount)
+    delta = arena.step_done()
+    arena.go_on()
+    return delta
+
+
+def model_of(arena: ParameterArena, whole: bool = False) -> bytes:
+    """The model as it is now, whether training rests or not."""
+    ends = [len(s.storage) if whole else s.mixed for s in arena.sections]
+    return b"".join(s.values[:end].numpy().tobytes() for s, end in zip(arena.sections, ends, strict=True))
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_while_training_rests_a_copy_is_made_at_once_and_shared(whole: bool):
+    arena = made()
+    change(arena)
+    arena.step_done()
+    one, two = arena.snapshot(whole), arena.snapshot(whole)
+    assert one is two and one.settled and one.step == 1
+    model = bytes(one.buffer.view)
+    assert model == model_of(arena, whole)
+    arena.go_on()
+    three = arena.snapshot(whole)
+    assert three is one, "the boundary has been copied: who asks later in the step is given the same"
+    step(arena)
+    assert bytes(one.buffer.view) == model, "one that is held does not change"
+    assert arena.snapshot(whole) is not one
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_in_the_midst_of_a_step_the_next_boundary_is_promised(whole: bool):
+    arena = made()
+    promised = arena.snapshot(whole)
+    assert arena.snapshot(whole) is promised and not promised.settled
+    told: list[bool] = []
+    promised.when_settled(lambda: told.append(promised.settled))
+    found: list[tuple[int, bytes]] = []
+    reader = threading.Thread(target=lambda: found.append((promised.step, bytes(promised.buffer.view))))
+    reader.start()
+    change(arena)
+    assert (told, found) == ([], [])
+    arena.step_done()
+    reader.join(10)
+    assert told == [True] and found == [(1, model_of(arena, whole))]
+    promised.when_settled(lambda: told.append(True))
+    assert len(told) == 2, "there already"
+
+
+def test_where_nobody_asks_nothing_is_copied():
+    arena = made()
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("a copy")
+
+    arena._copy = refuse  # type: ignore[method-assign]
+    for _ in range(3):
+        step(arena)
+    arena.snapshot()
+    with pytest.raises(AssertionError, match="a copy"):
+        step(arena)
+
+
+def test_no_boundary_any_more():
+    arena = made()
+    waiting = arena.snapshot()
+    told: list[int] = []
+    waiting.when_settled(lambda: told.append(1))
+    arena.give_up()
+    assert told == [1]
+    for snapshot in (waiting, arena.snapshot(), arena.snapshot(whole=True)):
+        with pytest.raises(LocalFaultError, match="ended"):
+            _ = snapshot.buffer
+        snapshot.release()
+
+
+def test_a_thread_is_kept_for_a_while_only(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(snapshots, "PATIENCE", 0.0)
+    with pytest.raises(LocalFaultError, match="the step takes longer"):
+        _ = made().snapshot().vectors
+
+
+def test_a_snapshot_is_never_torn_while_another_thread_steps():
+    """At rest all values are one constant, BatchNorm's buffers too; in a step they are a mixture."""
+    module = nn.Sequential(nn.Linear(300, 300), nn.BatchNorm1d(300))
+    arena = ParameterArena(module, sampled=0)
+    tensors = [*module.parameters(), *(b for b in module.buffers() if b.is_floating_point())]
+
+    def fill(value: float) -> None:
+        with torch.no_grad():
+            for tensor in tensors:
+                tensor.fill_(value)
+
+    fill(0.5)
+    arena.set_boundary(0)
+    enough = threading.Event()
+
+    def steps() -> None:
+        while not enough.is_set():
+            arena.go_on()
+            fill(arena.step + 1.5)
+            arena.step_done()
+        arena.give_up()
+
+    thread = threading.Thread(target=steps)
+    thread.start()
+    seen = set()
+    try:
+        for number in range(200):
+            snapshot = arena.snapshot(whole=number % 2 == 0)
+            present = set(snapshot.buffer.vectors[0].unique().tolist()) - {0.0}  # 0: the padding between tensors
+            assert present == {snapshot.step + 0.5}
+            seen.add(snapshot.step)
+            snapshot.release()
+    finally:
+        enough.set()
+        thread.join(10)
+    assert len(seen) > 3
+
+
+def test_memory_is_used_again():
+    arena = made()
+    places = set()
+    for _ in range(20):
+        snapshot = arena.snapshot()
+        step(arena)
+        places.add(snapshot.vectors[0].data_ptr())
+        snapshot.release()
+    assert len(places) <= 2
+
+
+@pytest.mark.parametrize("how", ["commit", "wave"])
+def test_mixing_is_the_same_with_and_without_a_boundary(how: str):
+    models = []
+    for sampled in (None, 0):
+        arena, other = made(0, sampled), made(1, None)
+        change(arena)
+        arena.step_done()
+        if how == "commit":
+            mix(arena, bytes(other.snapshot().buffer.view), 0.25)
+        else:
+            captured, mean = arena.snapshot(), arena.buffer()
+            mean.view[:] = other.snapshot().buffer.view
+            step(arena, 0.125)
+            arena.take_in(arena.held(mean, 3), captured)
+        models.append((model_of(arena), bytes(arena.snapshot().buffer.view)))
+    assert models[0] == models[1] and models[1][0] == models[1][1]
+
+
+def test_the_sampled_delta_is_the_steps_alone():
+    """Eq. 6: x_{t−1} is taken after any mixing. Of a step that changes all values alike every sample says the same."""
+    arena, exact = made(0), made(0, None)
+    for amount in (0.5, 0.25):
+        measured, wanted = step(arena, amount), step(exact, amount)
+        padding = math.sqrt(sum(s.trainable for s in arena.sections)) * amount
+        assert measured == pytest.approx(wanted, rel=1e-4) and wanted == pytest.approx(padding, rel=1e-4)
+        arena.step_done()
+        mix(arena, model_of(made(1)), 0.5)
+        exact.sections[0].storage.copy_(arena.sections[0].storage)
+        exact.sections[1].storage.copy_(arena.sections[1].storage)
+        exact.set_boundary(exact.step)
+
+
+@pytest.mark.parametrize("sampled", [None, 0])
+def test_a_delta_that_nobody_looks_at_is_not_measured(sampled: int | None):
+    arena = made(0, sampled)
+    first = step(arena)
+    change(arena, 9.0)
+    assert arena.step_done(measure=False) == first and arena.step == 2
+    arena.step_done()
+    assert step(arena) == pytest.approx(first, rel=1e-3)
+    snapshot = arena.snapshot()
+    change(arena)
+    arena.step_done(measure=False)
+    if sampled is not None:
+        assert snapshot.settled and bytes(snapshot.buffer.view) == model_of(arena)
+    assert bytes(arena.snapshot().buffer.view) == model_of(arena), "the boundary is right all the same"
+
+
+def test_weights_that_are_set_from_outside_are_no_step():
+    arena = made()
+    change(arena, 100.0)
+    arena.set_boundary(5)
+    arena.go_on()
+    assert step(arena) == pytest.approx(step(made(0)), rel=1e-3) and arena.step == 6

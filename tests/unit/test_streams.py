@@ -1,0 +1,231 @@
+"""What waits for what on a device: as far as that can be seen without one, and on one.
+
+Without one, :class:`Lazy` stands for a device that is as late as it may be, and now and then is not: work is done only
+when somebody waits for it, or when a coin says so. What the arena leaves unordered comes out wrong in some order.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gossipx.arena import ParameterArena
+from gossipx.buffers import HostBuffer
+from gossipx.incoming import Incoming
+from gossipx.snapshots import Snapshot
+from gossipx.streams import Asynchronous, Lanes, Mark, Synchronous, lanes_of
+from gossipx.wire import pour
+
+DEVICES = ["late", pytest.param("cuda", marks=pytest.mark.cuda)]
+
+
+class Lazy(Asynchronous):
+    """Lanes whose work waits in queues.
+
+    Attributes:
+        hasty: how likely it is that the next work of a lane is done before anyone waits for it.
+    """
+
+    def __init__(self, seed: int):
+        super().__init__(torch.zeros(2, dtype=torch.float64))
+        self._coin = random.Random(seed)
+        self.hasty = self._coin.choice([0.0, 0.1, 0.5])
+        self._work: dict[str, list[Callable[[], object]]] = {"train": [], "side": []}
+        self._done = {"train": 0, "side": 0}
+
+    def begin(self) -> None:
+        pass
+
+    def pin(self, buffer: HostBuffer) -> None:
+        pass
+
+    def train(self, work: Callable[[], object]) -> None:
+        self._work["train"].append(work)
+        self._chance()
+
+    def aside(self, work: Callable[[], object], after: Mark) -> None:
+        self._work["side"].append(lambda: (after is None or self.wait(after), work()))
+        self._chance()
+
+    def mark(self) -> Mark:
+        return "train", len(self._work["train"])
+
+    def mark_aside(self) -> Mark:
+        return "side", len(self._work["side"])
+
+    def wait(self, mark: Mark) -> None:
+        lane, end = mark
+        while self._done[lane] < end:
+            self._done[lane] += 1
+            self._work[lane][self._done[lane] - 1]()
+
+    def _chance(self) -> None:
+        for lane in ("train", "side"):
+            while self._done[lane] < len(self._work[lane]) and self._coin.random() < self.hasty:
+                self.wait((lane, self._done[lane] + 1))
+
+
+class Net(nn.Module):
+    def __init__(self, seed: int, dtype: torch.dtype):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.body = nn.Linear(50, 40).to(dtype)
+        self.norm = nn.BatchNorm1d(40).to(dtype)
+        self.head = nn.Linear(40, 30)
+        self.frozen = nn.Parameter(torch.randn(30), requires_grad=False)
+
+
+class Side:
+    """A peer's arena, and the models that it has to do with: the same on every device, if all is ordered."""
+
+    def __init__(self, dtype: torch.dtype, sampled: int | None, lanes: Lanes, device: str):
+        self.lanes = lanes
+        self.arena = ParameterArena(Net(0, dtype).to(device), sampled=sampled, lanes=lanes)
+        self.read: list[Snapshot] = []
+        self.coming: Incoming | None = None
+        self.captured: Snapshot | None = None
+
+    def step(self, amount: float) -> float:
+        self.arena.go_on()
+        for section in self.arena.sections:
+            self.lanes.train(lambda to=section.storage[: section.mixed]: to.mul_(1 - amount).add_(amount))
+        return self.arena.step_done()
+
+    def ask(self, whole: bool) -> None:
+        self.read.append(self.arena.snapshot(whole))
+
+    def give(self) -> tuple[int, bytes] | None:
+        if not self.read:
+            return None
+        snapshot = self.read.pop(0)
+        given = snapshot.step, bytes(snapshot.buffer.view)
+        snapshot.release()
+        return given
+
+    def pull(self) -> None:
+        if self.coming is None:
+            self.coming = Incoming(self.arena, self.arena.snapshot())
+
+    def come(self, model: bytes) -> float:
+        if self.coming is None:
+            return 0.0
+        pour(memoryview(bytearray(model)), self.coming)
+        distance = self.coming.distance()
+        self.arena.commit(self.coming.buffer, 0.25)
+        self.coming.release()
+        self.coming = None
+        return distance
+
+    def wave(self, model: bytes) -> None:
+        if self.captured is None:
+            self.captured = self.arena.snapshot()
+            return
+        received = self.arena.buffer()
+        received.view[:] = model
+        self.arena.merge(received, self.captured.buffer, 1.0, 3.0)
+        merged = self.arena.held(received, 0)
+        self.arena.take_in(merged, self.captured)
+        merged.release()
+        self.captured.release()
+        self.captured = None
+
+    def adopt(self, model: bytes) -> bool:
+        incoming = Incoming(self.arena, None, whole=True)
+        pour(memoryview(bytearray(model)), incoming)
+        taken = self.arena.adopt(incoming.buffer, self.arena.step)
+        incoming.release()
+        return taken
+
+
+def storages(side: Side) -> list[Tensor]:
+    side.lanes.wait(side.lanes.mark())
+    return [section.storage.cpu().clone() for section in side.arena.sections]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sampled", [None, 3])
+def test_all_is_as_if_it_were_done_at_once(device: str, dtype: torch.dtype, sampled: int | None):
+    exact = {"rtol": 1e-2, "atol": 1e-2} if device == "cuda" else {"rtol": 0, "atol": 0}
+    for seed in range(3 if device == "cuda" else 60):
+        coin = random.Random(seed)
+        late = Lazy(seed) if device == "late" else lanes_of(torch.device("cuda"))
+        sides = [
+            Side(dtype, sampled, Synchronous(on_host=True), "cpu"),
+            Side(dtype, sampled, late, "cpu" if device == "late" else device),
+        ]
+        other = ParameterArena(Net(seed + 1, dtype))
+        model, whole = (bytes(other.snapshot(kind).buffer.view) for kind in (False, True))
+        deltas: list[list[float]] = [[], []]
+        for _ in range(40):
+            what, amount = coin.choice(["step", "step", "ask", "give", "pull", "come", "wave", "adopt"]), coin.random()
+            found = []
+            for side, measured in zip(sides, deltas, strict=True):
+                match what:
+                    case "step":
+                        measured.append(side.step(amount / 10))
+                    case "ask":
+                        found.append(side.ask(amount < 0.3))
+                    case "give":
+                        found.append(side.give())
+                    case "pull":
+                        found.append(side.pull())
+                    case "come":
+                        found.append(round(side.come(model), 3))
+                    case "wave":
+                        found.append(side.wave(model))
+                    case "adopt" if amount < 0.3:
+                        found.append(side.adopt(whole))
+            if device == "late":
+                assert found[:1] == found[1:], (seed, what)
+        for one, two in zip(*map(storages, sides), strict=True):
+            torch.testing.assert_close(two, one, **exact)
+        at_once, later = deltas
+        assert later == pytest.approx([at_once[0], *at_once[:-1]] if at_once else [], rel=1e-3), "a step late"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_training_waits_for_no_copy_and_no_number(device: str):
+    """Of a step that is measured and copied, and of a model that has been brought to the device and is mixed."""
+    if device == "cuda":
+        lanes: Lanes = lanes_of(torch.device("cuda"))
+        arena = ParameterArena(Net(0, torch.float32).cuda(), lanes=lanes)
+    else:
+        lanes = Lazy(0)
+        lanes.hasty = 0.0
+        arena = ParameterArena(Net(0, torch.float32), lanes=lanes)
+    arena.step_done()
+    incoming = Incoming(arena, arena.snapshot())
+    model = bytes(ParameterArena(Net(1, torch.float32)).snapshot().buffer.view)
+    pour(memoryview(bytearray(model)), incoming)
+    incoming.distance()
+    arena.step_done()
+    lanes.wait(lanes.mark())
+    if device == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
+        slow = torch.ones(4000, 4000, device="cuda")
+    try:
+        for _ in range(20) if device == "cuda" else ():
+            slow = slow @ slow  # keeps the stream busy for longer than what follows takes to be put there
+        before = None if device == "cuda" else dict(lanes._done)
+        arena.commit(incoming.buffer, 0.5)
+        arena.step_done()  # reads the number of the step before, which is there
+        assert device == "late" or not lanes.mark().query(), "the stream is still at work"
+        assert before is None or lanes._done == before
+    finally:
+        if device == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+    incoming.release()
+
+
+@pytest.mark.cuda
+def test_models_in_host_memory_are_pinned_once():
+    arena = ParameterArena(Net(0, torch.float32).cuda())
+    buffer = arena.buffer()
+    assert all(vector.is_pinned() for vector in buffer.vectors if len(vector))
+    arena.free(buffer)
+    assert arena.buffer() is buffer
