@@ -163,9 +163,10 @@ class ExchangeSettings:
     tls_cert: str | None = setting(None, "Mutual TLS instead: PEM file of this machine's certificate ...")
     tls_key: str | None = setting(None, "... of its private key ...")
     tls_ca: str | None = setting(None, "... and of the CA that has signed those of all peers; see gossipx certs new.")
-    transport: Literal["auto", "tcp", "shm"] = setting(
+    transport: Literal["auto", "tcp", "shm", "gloo", "nccl"] = setting(
         "auto",
-        "How models travel: in shared memory between peers of one machine, else over TCP; or always one of them.",
+        "How models travel: in shared memory between peers of one machine, else over TCP; or always one of them;"
+        " or by torch.distributed's gloo, or its NCCL between CUDA devices.",
     )
     peer_timeout: float = setting(30.0, "Seconds after which another peer is no longer waited for.", 0.1, 86_400)
 
