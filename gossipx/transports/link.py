@@ -346,6 +346,8 @@ class _Notes:
     def get(self, key: str) -> bytes:
         """What was told of ``key``; waits for it."""
         while key not in self.book.known:
+            if self.book.built:
+                raise ProtocolError("it has built its end and not told what the other needs")
             self.hear()
         return self.book.known[key]
 

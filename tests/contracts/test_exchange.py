@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 from giver import model
-from managers import LONG, SHORT, WAYS, Host, Run, certify, runs, settings_of, soon
+from managers import LONG, SHORT, WAYS, Host, certify, runs, settings_of, soon
 
 from gossipx.errors import GossipxError, PeerTimeoutError, PeerUnreachableError
 from gossipx.memory import PIECE, Memory
