@@ -343,7 +343,9 @@ class CommManager:
     def _ask_over(self, link: Link, job: _Job) -> Reply:
         try:
             if self._carriers is not None and link.carrier is None and job.to not in self._bare and _wants_bytes(job):
-                link.ask_for_carrier(self._carriers, next(self._numbers), self._soon(job.deadline))
+                # Half the time: if it cannot be built, the other half is for the model to come without.
+                by = (time.monotonic() + self._soon(job.deadline)) / 2
+                link.ask_for_carrier(self._carriers, next(self._numbers), by)
             frame = link.ask(job.request, next(self._numbers), job.deadline, job.payload)
         except BaseException:
             self._links.drop(link)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import stat
+from collections.abc import Callable
 
 from gossipx.errors import NoCarrierError, ProtocolError
 from gossipx.memory import cannot_shrink
@@ -48,24 +49,49 @@ class TheirMemory:
 
 
 class Notebook:
-    """What both sides have told while they build a carrier, whatever carries the messages."""
+    """What both sides tell each other while they build a carrier; :class:`gossipx.transports.Notes`.
 
-    def __init__(self) -> None:
-        self.known: dict[str, bytes] = {}
-        self.built = False  # by the other side
+    Args:
+        tell: sends a message to the other side.
+        hear: waits for its next one.
+    """
 
-    def heard(self, message: Message) -> None:
-        """The other side's next message.
+    def __init__(self, tell: Callable[[Message], None], hear: Callable[[], Message]):
+        self._tell, self._hear = tell, hear
+        self._known: dict[str, bytes] = {}
+        self._built = False  # by the other side
+
+    def set(self, key: str, value: bytes) -> None:
+        """Tell the other side."""
+        self._known[key] = value
+        self._tell(Noted(key, value.hex()))
+
+    def get(self, key: str) -> bytes:
+        """What was told of ``key``; waits for it.
 
         Raises:
-            NoCarrierError: it cannot build its end.
-            ProtocolError: it is about something else.
+            NoCarrierError: the other side cannot build its end.
+            ProtocolError: it talks about something else, or too much.
         """
+        while key not in self._known:
+            if self._built:
+                raise ProtocolError("it has built its end and not told what the other needs")
+            self._listen()
+        return self._known[key]
+
+    def end(self) -> None:
+        """This side's end is built; waits until the other's is, and raises as :meth:`get`."""
+        self._tell(CarrierReply())
+        while not self._built:
+            self._listen()
+
+    def _listen(self) -> None:
+        message = self._hear()
         if isinstance(message, NoCarrierReply):
             raise NoCarrierError(f"it says: {message.reason}")
-        if self.built or not isinstance(message, Noted | CarrierReply) or len(self.known) >= _MOST_NOTES:
-            raise ProtocolError(f"it sent {type(message).__name__} while a way beside the connection was built")
-        if isinstance(message, Noted):
-            self.known[message.key] = bytes.fromhex(message.value)
+        if isinstance(message, CarrierReply):
+            self._built = True
+        elif isinstance(message, Noted) and len(self._known) < _MOST_NOTES:
+            self._known[message.key] = bytes.fromhex(message.value)
         else:
-            self.built = True
+            raise ProtocolError(f"it sent {type(message).__name__} while a way beside the connection was built")

@@ -29,7 +29,6 @@ from gossipx.wire import (
     Accepted,
     Bytes,
     Carried,
-    CarrierReply,
     CarrierRequest,
     Challenge,
     DescribeRequest,
@@ -38,7 +37,6 @@ from gossipx.wire import (
     Message,
     NoCarrierReply,
     NotAuthorised,
-    Noted,
     Open,
     Proof,
     Refused,
@@ -146,15 +144,16 @@ class Link:
 
     def build_carrier(self, carriers: Carriers, receives: bool, number: int, deadline: float) -> None:
         """Build this side's end of :attr:`carrier`; errors as :meth:`ask_for_carrier`."""
-        notes = _Notes(self, number, deadline)
+        notes = Notebook(
+            lambda message: self.send(frames.encode(message, number, checks=self.checks), deadline),
+            lambda: self.receive(deadline).message,
+        )
         try:
             self.carrier = carriers.build(receives, notes, self.stream.here, deadline)
         except NoCarrierError as error:
             self.refuse_carrier(str(error), number, deadline)
             raise
-        self.send(frames.encode(CarrierReply(), number, checks=self.checks), deadline)
-        while not notes.book.built:
-            notes.hear()
+        notes.end()
 
     def refuse_carrier(self, reason: str, number: int, deadline: float) -> None:
         """Tell that this side cannot build one."""
@@ -328,32 +327,6 @@ class Link:
                 self._links.count(0, self.stream.receive_into(scrap, deadline))
         except PeerFaultError:
             return
-
-
-class _Notes:
-    """Notes of both sides by frames of a link; :class:`gossipx.transports.Notes`."""
-
-    def __init__(self, link: Link, number: int, deadline: float):
-        self.book = Notebook()
-        self._link, self._number, self._deadline = link, number, deadline
-
-    def set(self, key: str, value: bytes) -> None:
-        """Tell the other side."""
-        self.book.known[key] = value
-        noted = frames.encode(Noted(key, value.hex()), self._number, checks=self._link.checks)
-        self._link.send(noted, self._deadline)
-
-    def get(self, key: str) -> bytes:
-        """What was told of ``key``; waits for it."""
-        while key not in self.book.known:
-            if self.book.built:
-                raise ProtocolError("it has built its end and not told what the other needs")
-            self.hear()
-        return self.book.known[key]
-
-    def hear(self) -> None:
-        """Wait for the other side's next word."""
-        self.book.heard(self._link.receive(self._deadline).message)
 
 
 # Idle links kept to another peer: a pull and a message beside it.

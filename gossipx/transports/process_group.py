@@ -119,7 +119,7 @@ class PairGroup:
 
     def send(self, view: memoryview, deadline: float) -> Iterator[memoryview]:
         """Send; see :class:`gossipx.transports.Carrier`."""
-        staging = self._staging()
+        staging = self._staging() if self._backend.copies else None
         under_way: deque[_Work] = deque()
         for number, start in enumerate(range(0, len(view), CHUNK)):
             if len(under_way) == WINDOW:
@@ -131,7 +131,8 @@ class PairGroup:
             yield part
         while under_way:
             self._wait(under_way.popleft(), deadline)
-        self._spare.append(staging)
+        if staging is not None:
+            self._spare.append(staging)
 
     def receive(self, nbytes: int, deadline: float) -> Iterator[memoryview]:
         """Receive; see :class:`gossipx.transports.Carrier`."""
@@ -230,7 +231,14 @@ class _Group(Protocol):
 
 
 class _Backend(Protocol):
-    """What gloo and NCCL do differently."""
+    """What gloo and NCCL do differently.
+
+    Attributes:
+        copies: whether what is sent is copied to staging first.
+    """
+
+    @property
+    def copies(self) -> bool: ...
 
     def build(self, store: _Store, rank: int, here: str, deadline: float) -> _Group:
         """This end of a group of two."""
@@ -238,7 +246,7 @@ class _Backend(Protocol):
     def staging(self) -> _Staging:
         """New staging."""
 
-    def outgoing(self, part: memoryview, staging: _Staging, slot: int) -> torch.Tensor:
+    def outgoing(self, part: memoryview, staging: _Staging | None, slot: int) -> torch.Tensor:
         """``part`` as the group can send it."""
 
     def incoming(self, staging: _Staging, slot: int, size: int) -> memoryview:
@@ -253,6 +261,8 @@ class _Backend(Protocol):
 
 class _Gloo:
     """TCP between the addresses that the connection has; one thread of gloo's for all groups of an address."""
+
+    copies = False
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -276,7 +286,7 @@ class _Gloo:
         host = torch.zeros(WINDOW, CHUNK, dtype=torch.uint8)
         return _Staging(host, host)
 
-    def outgoing(self, part: memoryview, staging: _Staging, slot: int) -> torch.Tensor:
+    def outgoing(self, part: memoryview, staging: _Staging | None, slot: int) -> torch.Tensor:
         """From where it lies."""
         return typed(part, torch.uint8)
 
@@ -301,6 +311,8 @@ class _Nccl:
         device: of this peer.
     """
 
+    copies = True
+
     def __init__(self, device: torch.device):
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -318,8 +330,9 @@ class _Nccl:
         near = torch.zeros(WINDOW, CHUNK, dtype=torch.uint8, device=self._device)
         return _Staging(near, torch.zeros(WINDOW, CHUNK, dtype=torch.uint8, pin_memory=True))
 
-    def outgoing(self, part: memoryview, staging: _Staging, slot: int) -> torch.Tensor:
-        """By way of the pinned copy; the group's send comes after this one on its stream."""
+    def outgoing(self, part: memoryview, staging: _Staging | None, slot: int) -> torch.Tensor:
+        """By way of the pinned copy."""
+        assert staging is not None
         host, near = staging.host[slot][: len(part)], staging.near[slot][: len(part)]
         host.copy_(typed(part, torch.uint8))
         with torch.cuda.stream(self._stream):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from gossipx.messages import ModelReply, PullRequest
 from gossipx.transports import Notes, link
 from gossipx.transports.beside import Notebook
 from gossipx.transports.process_group import CHUNK, PairGroup, ProcessGroups, _Gloo
-from gossipx.wire import Carried, CarrierReply, NoCarrierReply, Noted, Taken
+from gossipx.wire import Carried, CarrierReply, Message, NoCarrierReply, Noted, Taken
 
 SIZE = 2 * CHUNK + 5
 
@@ -126,6 +128,26 @@ def test_where_no_group_can_be_built_models_go_over_sockets_and_it_is_said_once(
     ]
 
 
+def test_a_group_that_is_never_there_leaves_time_for_the_model(
+    start: Callable[..., list[Host]], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where only the run's own ports are open."""
+
+    def waiting(backend: _Gloo, store: Any, rank: int, here: str, deadline: float) -> Any:
+        over.wait(deadline - time.monotonic())
+        raise RuntimeError("timed out")
+
+    over = threading.Event()
+    monkeypatch.setattr(_Gloo, "build", waiting)
+    a, b = start("gloo", "gloo")
+    give(b)
+    room = bytearray(SIZE)
+    assert a.ask(1, PullRequest(1), room, seconds=4).get(timeout=LONG) == ModelReply(1)
+    assert told(caplog) == ["models of peer-01 come over sockets from now on: no gloo group could be built: timed out"]
+    over.set()
+    b.comm.close()
+
+
 def test_a_peer_that_dies_while_a_group_is_built_is_gone_and_not_gloo(
     start: Callable[..., list[Host]], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,21 +207,23 @@ def _kind_of(kind: type, make: Callable[..., object]) -> type:
     return Kind("Made", (), {})
 
 
-def test_what_both_ends_may_say_while_they_build_is_bounded() -> None:
-    book = Notebook()
-    for number in range(64):
-        book.heard(Noted(str(number), "00"))
-    with pytest.raises(ProtocolError, match="it sent Noted while"):
-        book.heard(Noted("one more", "00"))
-    with pytest.raises(ProtocolError, match="it sent Taken while"):
-        Notebook().heard(Taken())
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ([Noted(str(number), "00") for number in range(65)], "it sent Noted while"),
+        ([Taken()], "it sent Taken while"),
+        ([CarrierReply()], "has built its end and not told"),
+    ],
+)
+def test_what_the_other_end_may_say_while_both_build_is_bounded(said: list[Message], told: str) -> None:
+    notes = Notebook(lambda message: None, iter(said).__next__)
+    with pytest.raises(ProtocolError, match=told):
+        notes.get("what never comes")
+
+
+def test_an_end_that_cannot_be_built_ends_the_other() -> None:
     with pytest.raises(NoCarrierError, match="it says: no"):
-        Notebook().heard(NoCarrierReply("no"))
-    book = Notebook()
-    book.heard(CarrierReply())
-    assert book.built
-    with pytest.raises(ProtocolError):
-        book.heard(CarrierReply())
+        Notebook(lambda message: None, lambda: NoCarrierReply("no")).get("a key")
 
 
 def test_an_end_that_is_built_before_the_other_has_told_what_it_must_is_refused(
