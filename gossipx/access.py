@@ -72,7 +72,21 @@ def grant(exchange: ExchangeSettings, bind: str) -> Access:
             f"--bind {bind} lets other machines connect: give --secret-file FILE (or {SECRET_VARIABLE}), "
             "or --tls-cert FILE --tls-key FILE --tls-ca FILE"
         )
-    return Access(tcp, secret, share_memory=exchange.transport != "tcp")
+    return Access(tcp, secret, share_memory=exchange.transport in ("auto", "shm"))
+
+
+def uncovered(exchange: ExchangeSettings, bind: str) -> str | None:
+    """What a user should know of the bytes of models that others could get at, in one line; None if there is nothing.
+
+    gloo and NCCL know neither secrets nor certificates.
+    """
+    if exchange.transport not in ("gloo", "nccl") or is_loopback(bind):
+        return None
+    how = "its digest goes over TLS" if exchange.tls_cert else "a MAC of it is checked"
+    return (
+        f"--transport {exchange.transport} has neither authentication nor encryption of its own: models travel in the"
+        f" clear, and one that was changed on the way is refused, as {how}; keep its ports to networks that you trust"
+    )
 
 
 def absolute(exchange: ExchangeSettings) -> ExchangeSettings:

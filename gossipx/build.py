@@ -15,7 +15,7 @@ from gossipx import mixing, policies, topology
 from gossipx.access import grant
 from gossipx.arena import ParameterArena
 from gossipx.comm import CommManager
-from gossipx.config import RunConfig, SyncSettings
+from gossipx.config import ExchangeSettings, RunConfig, SyncSettings
 from gossipx.drive.driver import Driver
 from gossipx.drive.peer import Peer, PeerOptions
 from gossipx.drive.progress import Progress
@@ -29,7 +29,7 @@ from gossipx.tasks import partition
 from gossipx.tasks.presets import PRESETS
 from gossipx.topology import schedules, weights
 from gossipx.topology.schedules import Schedule
-from gossipx.transports import Address
+from gossipx.transports import Address, Carriers
 from gossipx.transports.pace import parse_rate
 
 SLOWEST = 1.25e6
@@ -128,6 +128,7 @@ def peer(
         secret=granted.secret,
         share_memory=granted.share_memory,
         only_memory=config.exchange.transport == "shm",
+        carriers=_carriers(config.exchange, module),
     )
     split = partition.parse(config.task.partition)
     options = PeerOptions(
@@ -143,6 +144,15 @@ def peer(
     )
     recorder = _recorder(config, place)
     return Peer(module, optimizer, driver, comm, recorder, place.progress, options, evaluate)
+
+
+def _carriers(exchange: ExchangeSettings, module: nn.Module) -> Carriers | None:
+    transport = exchange.transport
+    if transport != "gloo" and transport != "nccl":
+        return None
+    from gossipx.transports import process_group  # loads torch.distributed, which takes a while
+
+    return process_group.ProcessGroups(transport, next(module.parameters()).device)
 
 
 def schedule(config: RunConfig, size: int, hosts: Sequence[str] = ()) -> Schedule:
@@ -245,6 +255,22 @@ def check_device(name: str, option: str, file: Path | None = None, line: int | N
         raise UsageError(
             f"{option} '{name}': {there} devices of type {device.type} are here; cpu always is", file, line
         )
+
+
+def check_transport(exchange: ExchangeSettings, device: str | None) -> None:
+    """Look whether models can travel so, here.
+
+    Args:
+        device: of the model; None: a script will say.
+
+    Raises:
+        UsageError: they cannot.
+    """
+    transport = exchange.transport
+    if transport == "gloo" or transport == "nccl":
+        from gossipx.transports import process_group
+
+        process_group.check(transport, None if device is None else torch.device(device))
 
 
 def _with_preset(config: RunConfig) -> RunConfig:

@@ -30,6 +30,7 @@ from typing import Any, cast
 
 from gossipx.errors import (
     GossipxError,
+    NoCarrierError,
     NotAuthorisedError,
     PeerFaultError,
     PeerUnreachableError,
@@ -38,11 +39,22 @@ from gossipx.errors import (
     UsageError,
 )
 from gossipx.messages import ModelReply, Reply, Request
-from gossipx.transports import Address, Listener, Stream, Transport, tcp, unix
+from gossipx.transports import Address, Carriers, Listener, Stream, Transport, tcp, unix
 from gossipx.transports.link import Link, Links
 from gossipx.transports.pace import Pace
 from gossipx.transports.trust import Trust
-from gossipx.wire import DescribeRequest, Description, Hello, Sink, Source, Welcome, auth, frames, manifest_bytes
+from gossipx.wire import (
+    CarrierRequest,
+    DescribeRequest,
+    Description,
+    Hello,
+    Sink,
+    Source,
+    Welcome,
+    auth,
+    frames,
+    manifest_bytes,
+)
 
 log = logging.getLogger("gossipx")
 
@@ -97,6 +109,8 @@ class CommManager:
         share_memory: give models to peers on this machine in memory that both share, where the system can; connections
             to them are opened by ``transport`` and go on over a Unix socket.
         only_memory: requests to a peer with which that cannot be end in a UsageError.
+        carriers: build a way for models beside each connection that one is asked for over. Where they cannot, models
+            go over the connections, and a line is logged once a peer. Go not with ``share_memory``.
         max_rate: bytes a second of models that are sent over a network, to all others together; None: no limit.
         secret: that all peers of the run share; connections begin with proving it, and every frame has a MAC.
         max_connections: inbound ones at a time; above it the oldest is closed that has not said who it is. By
@@ -123,6 +137,7 @@ class CommManager:
         transport: Transport = tcp,
         share_memory: bool = True,
         only_memory: bool = False,
+        carriers: Carriers | None = None,
         max_rate: float | None = None,
         secret: auth.Secret | None = None,
         max_connections: int | None = None,
@@ -139,6 +154,8 @@ class CommManager:
         # Unguessable, so that nobody else can have taken it; of processes of this machine alone.
         self._local = Address(f"gossipx-{secrets.token_hex(16)}" if self._machine else "", 0)
         self._apart: set[int] = set()  # ranks that say they are on this machine and cannot be reached as such
+        self._carriers = carriers
+        self._bare: set[int] = set()  # ranks with which no carrier can be built
         self._secret = secret
         self.trust = Trust(len(names) - 1, peer_timeout)
         self._most = 32 + 4 * len(names) if max_connections is None else max_connections
@@ -305,6 +322,17 @@ class CommManager:
         _tell(job.done, result)
 
     def _exchange(self, job: _Job) -> Reply:
+        try:
+            return self._attempt(job)
+        except NoCarrierError as error:
+            with self._lock:
+                told = job.to in self._bare
+                self._bare.add(job.to)
+            if not told:
+                log.warning("models of %s come over sockets from now on: %s", self._names[job.to], error)
+            return self._attempt(job)
+
+    def _attempt(self, job: _Job) -> Reply:
         link = self._links.take(job.to)
         if link is not None:
             began = time.monotonic()
@@ -317,6 +345,10 @@ class CommManager:
 
     def _ask_over(self, link: Link, job: _Job) -> Reply:
         try:
+            if self._carriers is not None and link.carrier is None and job.to not in self._bare and _wants_bytes(job):
+                # Half the time: if it cannot be built, the other half is for the model to come without.
+                by = (time.monotonic() + self._soon(job.deadline)) / 2
+                link.ask_for_carrier(self._carriers, next(self._numbers), by)
             frame = link.ask(job.request, next(self._numbers), job.deadline, job.payload)
         except BaseException:
             self._links.drop(link)
@@ -326,7 +358,7 @@ class CommManager:
 
     def _open(self, to: int, deadline: float) -> Link:
         """A new connection to peer ``to``, both sides having said who they are."""
-        deadline = min(deadline, time.monotonic() + self._timeout)
+        deadline = self._soon(deadline)
         link = self._links.add(self._transport.connect(self._addresses[to], deadline))
         they = self._greet(link, to, deadline)
         here = bool(self._machine and they.local) and they.machine == self._machine and to not in self._apart
@@ -338,6 +370,10 @@ class CommManager:
             self._links.drop(link)
             raise UsageError(f"no memory can be shared with {self._names[to]}, as --transport shm wants: use auto")
         return link
+
+    def _soon(self, deadline: float) -> float:
+        """When a handshake must be over."""
+        return min(deadline, time.monotonic() + self._timeout)
 
     def _open_local(self, they: Welcome, to: int, deadline: float) -> Link | None:
         """The same over a Unix socket, to a peer that says it is on this machine; None if it cannot be reached so."""
@@ -439,8 +475,18 @@ class CommManager:
             raise link.refuse("the models differ", deadline)
         elif isinstance(frame.message, Request):
             self._ask(link, they.rank, frame.request, frame.message)
+        elif isinstance(frame.message, CarrierRequest):
+            self._build_carrier(link, frame.message.kind, frame.request, deadline)
         else:
             raise ProtocolError(f"it sent {type(frame.message).__name__}, not a request")
+
+    def _build_carrier(self, link: Link, kind: str, number: int, deadline: float) -> None:
+        if link.carrier is not None:
+            raise ProtocolError("it asked for a second way beside the connection")
+        if self._carriers is None or self._carriers.kind != kind:
+            link.refuse_carrier("its --transport is another; give every peer the same", number, deadline)
+            raise NoCarrierError(f"it asked for {kind}, which is not this peer's --transport")
+        link.build_carrier(self._carriers, False, number, deadline)
 
     def _ask(self, link: Link, sender: int, number: int, request: Request) -> None:
         """Tell of a request, wait until it is answered, send the answer."""
@@ -464,7 +510,7 @@ class CommManager:
             whole = True
         except BaseException:
             # Before the memory that it gives is changed: whoever still reads it must not be able to take it as whole.
-            link.stream.abort()
+            link.abort()
             raise
         finally:
             self._forget(key)
@@ -487,3 +533,7 @@ def _tell(done: Callable[[Any], None], result: object) -> None:
 def _tell_aside(done: Callable[[Any], None], result: object) -> None:
     """Tell from a thread of its own: the caller may hold locks that ``done`` takes."""
     threading.Thread(target=_tell, args=(done, result), name="gossipx-tell", daemon=True).start()
+
+
+def _wants_bytes(job: _Job) -> bool:
+    return job.payload is not None and job.payload.nbytes > 0

@@ -172,9 +172,10 @@ class ExchangeSettings:
     tls_cert: str | None = setting(None, "Mutual TLS instead: PEM file of this machine's certificate ...")
     tls_key: str | None = setting(None, "... of its private key ...")
     tls_ca: str | None = setting(None, "... and of the CA that has signed those of all peers; see gossipx certs new.")
-    transport: Literal["auto", "tcp", "shm"] = setting(
+    transport: Literal["auto", "tcp", "shm", "gloo", "nccl"] = setting(
         "auto",
-        "How models travel: in shared memory between peers of one machine, else over TCP; or always one of them.",
+        "How models travel: in shared memory between peers of one machine, else over TCP; or always one of them;"
+        " or by torch.distributed's gloo, or its NCCL between CUDA devices.",
     )
     max_rate: str | None = setting(
         None, "Send models no faster than this over a network, all together: 100mbit, 2.5gbit.", check=_rate

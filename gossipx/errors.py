@@ -53,6 +53,10 @@ class LocalFaultError(PeerFaultError):
     """This process could not ask: it has no file descriptor or thread left, or its names cannot be looked up now."""
 
 
+class NoCarrierError(PeerFaultError):
+    """No way for models beside a connection could be built; another connection without one may well do."""
+
+
 class ProtocolError(PeerFaultError):
     """The peer sent what the protocol does not allow."""
 

@@ -22,6 +22,7 @@ from gossipx.comm import CommManager
 from gossipx.memory import PIECE, Memory
 from gossipx.messages import ArriveRequest, HereReply, ModelReply, PullRequest, Request, Stage
 from gossipx.transports import Address
+from gossipx.transports.process_group import ProcessGroups
 from gossipx.wire import Sink
 
 HERE = "127.0.0.1"
@@ -119,9 +120,9 @@ class Raw:
 
 
 def manager(
-    rank: int, addresses: list[Address], on_request: Callable[[int, Hashable, Request], None], share: bool
+    rank: int, addresses: list[Address], on_request: Callable[[int, Hashable, Request], None], way: str
 ) -> CommManager:
-    """One of two managers."""
+    """One of two managers; ``way`` is tcp, shm or gloo."""
     comm = CommManager(
         rank=rank,
         names=["near", "far"],
@@ -131,13 +132,14 @@ def manager(
         manifest=MANIFEST,
         on_request=on_request,
         peer_timeout=SECONDS,
-        share_memory=share,
+        share_memory=way == "shm",
+        carriers=ProcessGroups("gloo", torch.device("cpu")) if way == "gloo" else None,
     )
     comm.start()
     return comm
 
 
-def serve_gossipx(size: int, share: str) -> None:
+def serve_gossipx(size: int, way: str) -> None:
     """Answer pulls by the model, all else by a few bytes."""
     model = filled(size)
 
@@ -147,7 +149,7 @@ def serve_gossipx(size: int, share: str) -> None:
         deadline = time.monotonic() + SECONDS
         comm.answer(key, reply, payload=model if pulled else None, deadline=deadline, done=lambda whole: None)
 
-    comm = manager(1, [Address(HERE, 1)] * 2, react, bool(share))
+    comm = manager(1, [Address(HERE, 1)] * 2, react, way)
     print(comm.address.port, flush=True)
     sys.stdin.read()
     comm.close()
@@ -157,18 +159,17 @@ class Gossipx:
     """A CommManager's pull, with all its checks.
 
     Args:
+        way: how models travel: tcp, shm or gloo.
         sink: where the model goes, made anew for each pull.
         after: called with the sink once the model is there.
     """
 
-    def __init__(
-        self, size: int, share: bool, sink: Callable[[], Sink], after: Callable[[Any], None] = lambda sink: None
-    ):
-        command = [sys.executable, __file__, "gossipx", str(size), "share" if share else ""]
+    def __init__(self, size: int, way: str, sink: Callable[[], Sink], after: Callable[[Any], None] = lambda sink: None):
+        command = [sys.executable, __file__, "gossipx", str(size), way]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self._process.stdout is not None
         port = int(self._process.stdout.readline())
-        self._comm = manager(0, [Address(HERE, 1), Address(HERE, port)], lambda *given: None, share)
+        self._comm = manager(0, [Address(HERE, 1), Address(HERE, port)], lambda *given: None, way)
         self._sink, self._after = sink, after
         self._done: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._question = ArriveRequest(Stage.TRAIN, 1, {"text": "x" * 900})

@@ -64,10 +64,11 @@ def pulls(size: int, rounds: int, scratch: Path) -> tuple[list[tuple[str, ...]],
     ways: dict[str, Any] = {
         "sockets, sendall": Raw(size, "sendall"),
         "sockets, sendfile": Raw(size, "sendfile"),
-        "gossipx, TCP": Gossipx(size, False, lambda: Bytes(room)),
-        "gossipx, TCP, averaged": Gossipx(size, False, averaging.sink, averaging.commit),
-        "gossipx, shared memory": Gossipx(size, True, lambda: Bytes(room)),
-        "gossipx, shared memory, averaged": Gossipx(size, True, averaging.sink, averaging.commit),
+        "gossipx, TCP": Gossipx(size, "tcp", lambda: Bytes(room)),
+        "gossipx, TCP, averaged": Gossipx(size, "tcp", averaging.sink, averaging.commit),
+        "gossipx, shared memory": Gossipx(size, "shm", lambda: Bytes(room)),
+        "gossipx, shared memory, averaged": Gossipx(size, "shm", averaging.sink, averaging.commit),
+        "gossipx, gloo": Gossipx(size, "gloo", lambda: Bytes(room)),
         "gloo": Gloo(size, str(scratch / f"gloo-{size}")),
         "torch rpc": Rpc(size, str(scratch / f"rpc-{size}")),
     }
@@ -88,11 +89,12 @@ def pulls(size: int, rounds: int, scratch: Path) -> tuple[list[tuple[str, ...]],
 def _told(size: int, rate: dict[str, float]) -> tuple[list[tuple[str, ...]], list[dict[str, Any]]]:
     raw = max(rate["sockets, sendall"], rate["sockets, sendfile"])
     others = max(rate["gloo"], rate["torch rpc"])
-    references = {
+    references: dict[str, tuple[float, float | None]] = {
         "gossipx, TCP": (raw, 0.9),
         "gossipx, TCP, averaged": (rate["gossipx, TCP"], 0.75),
         "gossipx, shared memory": (rate["memcpy"], 0.9),
         "gossipx, shared memory, averaged": (rate["gossipx, shared memory"], 0.75),
+        "gossipx, gloo": (rate["gloo"], None),
     }
     rows, figures = [], []
     megabytes = f"{size // 1_000_000} MB"
@@ -120,7 +122,7 @@ def pulled(size: int, rounds: int, scratch: Path) -> list[Any]:
 
 def questions() -> tuple[tuple[str, ...], dict[str, Any]]:
     """A request of 1 KB and its answer: gossipx beside blocking sockets."""
-    ways = {"sockets": Raw(1, "sendall"), "gossipx": Gossipx(1, False, lambda: Bytes(memoryview(bytearray(1))))}
+    ways = {"sockets": Raw(1, "sendall"), "gossipx": Gossipx(1, "tcp", lambda: Bytes(memoryview(bytearray(1))))}
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(QUESTIONS + 20):
         for name, way in ways.items():

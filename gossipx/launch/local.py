@@ -54,18 +54,22 @@ def launch(given: RunConfig, hosts: Path, script: list[str]) -> int:
         raise UsageError(f"--min-peers {given.sync.min_peers} is more than the {len(peers)} peers here", hosts)
     settings = build.effective(given, len(peers), bool(script))
     here = local_ranks(peers, settings.exchange.advertise, hosts)
+    uncovered = None
     for peer in (peers[rank] for rank in here):
-        access.grant(settings.exchange, bind_host(peer, settings.exchange.bind, hosts))
+        bind = bind_host(peer, settings.exchange.bind, hosts)
+        access.grant(settings.exchange, bind)
+        uncovered = uncovered or access.uncovered(settings.exchange, bind)
         if peer.device is None:
             build.check_device(settings.run.device, "--device")
         else:
             build.check_device(peer.device, "device=", hosts, peer.line)
+        build.check_transport(settings.exchange, None if script else peer.device or settings.run.device)
     if not script_exists(script):
         raise UsageError("no such script", file=script[0])
     settings = _named(replace(settings, exchange=access.absolute(settings.exchange)))
     directory = RunDirectory(settings, hosts)
     try:
-        return _Run(settings, directory, peers, here, script).go()
+        return _Run(settings, directory, peers, here, script).go(uncovered)
     finally:
         directory.release()
 
@@ -106,9 +110,11 @@ class _Run:
         self._interrupts = 0
         self._began: float | None = None
 
-    def go(self) -> int:
-        """Start them, follow them, sum them up."""
+    def go(self, notice: str | None = None) -> int:
+        """Start them, follow them, sum them up; ``notice`` is told first."""
         with selectors.DefaultSelector() as selector, self._signals(), self._display:
+            if notice is not None:
+                self._display.line(notice)
             try:
                 for rank in self._standings:
                     self._start(rank, selector)

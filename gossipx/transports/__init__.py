@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -37,6 +37,10 @@ class Stream(Protocol):
     @property
     def remote(self) -> str:
         """The other side's address, for messages."""
+
+    @property
+    def here(self) -> str:
+        """This machine's address on it; empty where it has none."""
 
     def send(self, buffers: Sequence[bytes | memoryview], deadline: float) -> None:
         """Hand over all bytes of all (contiguous) buffers; they may be changed afterwards.
@@ -87,6 +91,70 @@ class SharesMemory(Protocol):
 
         Raises:
             ProtocolError: there came something else.
+        """
+
+
+class Carrier(Protocol):
+    """Carries payloads beside a connection, from who accepted it to who opened it.
+
+    One payload at a time. Deadlines are as those of a :class:`Stream`. After an error, only abort is of use.
+    """
+
+    def send(self, view: memoryview, deadline: float) -> Iterator[memoryview]:
+        """Send all of ``view``, which must not change until the last part was given.
+
+        Yields:
+            its bytes in order, in parts that are on their way, for whoever wants to look at them meanwhile.
+
+        Raises:
+            PeerTimeoutError, PeerUnreachableError: as :meth:`Stream.send`.
+        """
+
+    def receive(self, nbytes: int, deadline: float) -> Iterator[memoryview]:
+        """What :meth:`send` sends on the other side.
+
+        Yields:
+            its bytes in order, in parts that are good until the next is asked for.
+
+        Raises:
+            PeerTimeoutError, PeerUnreachableError: as :meth:`Stream.receive_into`.
+        """
+
+    def abort(self) -> None:
+        """End it at once; calls blocked in other threads raise. Any number of times."""
+
+
+class Notes(Protocol):
+    """What the two ends of a carrier tell each other while they are built; errors as those of a connection."""
+
+    def set(self, key: str, value: bytes) -> None:
+        """Tell the other end."""
+
+    def get(self, key: str) -> bytes:
+        """What was told of ``key``, by either end; waits for it."""
+
+
+class Carriers(Protocol):
+    """Builds carriers of one kind.
+
+    Attributes:
+        kind: such as "gloo".
+    """
+
+    @property
+    def kind(self) -> str: ...
+
+    def build(self, receives: bool, notes: Notes, here: str, deadline: float) -> Carrier:
+        """One end of a carrier, while the other peer builds the other end.
+
+        Args:
+            receives: whether it is the end of who opened the connection.
+            notes: carries what must be known on both sides.
+            here: this machine's address on the connection.
+
+        Raises:
+            NoCarrierError: it cannot be built here, or with that peer.
+            PeerFaultError: of the connection.
         """
 
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import hmac
 import math
-import mmap
 import os
-import stat
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import cast
 
 from gossipx.errors import (
     ModelMismatchError,
+    NoCarrierError,
     NotAuthorisedError,
     PeerFaultError,
     PeerTimeoutError,
@@ -20,18 +22,22 @@ from gossipx.errors import (
     ProtocolError,
     StrangerError,
 )
-from gossipx.memory import cannot_shrink
+from gossipx.memory import PIECE
 from gossipx.messages import ModelReply
-from gossipx.transports import Certified, SharesMemory, Stream
+from gossipx.transports import Carrier, Carriers, Certified, SharesMemory, Stream
+from gossipx.transports.beside import Notebook, TheirMemory
 from gossipx.transports.pace import Pace
 from gossipx.wire import (
     Accepted,
     Bytes,
+    Carried,
+    CarrierRequest,
     Challenge,
     DescribeRequest,
     Expect,
     Hello,
     Message,
+    NoCarrierReply,
     NotAuthorised,
     Open,
     Proof,
@@ -44,6 +50,7 @@ from gossipx.wire import (
     auth,
     difference,
     frames,
+    gather,
     no_payload,
     objection,
     pour,
@@ -56,12 +63,14 @@ class Link:
     Attributes:
         heard: whether anything came since a frame was last sent.
         checks: of the frames that are sent, for :func:`gossipx.wire.frames.encode`.
+        carrier: takes models beside the stream, once it is built.
     """
 
     def __init__(self, stream: Stream, links: Links):
         self.stream = stream
         self.heard = False
-        self._mapped: dict[tuple[int, int], mmap.mmap] = {}  # memory of the other side, by its file
+        self.carrier: Carrier | None = None
+        self._memory = TheirMemory()
         self.checks: frames.Checks = frames.CHECKSUMS
         self._links = links
         self._expect: Expect = no_payload
@@ -79,12 +88,15 @@ class Link:
         """As :meth:`send`, no faster than ``pace``."""
         for buffers in frame:
             for part in pace.parts(buffers):
-                begins = time.monotonic() + pace.reserve(len(part))
-                if self._links.closed.wait(min(begins, deadline) - time.monotonic()):
-                    raise self._links.gone()
-                if begins > deadline:
-                    raise PeerTimeoutError(f"--max-rate leaves no room for a model to {self.stream.remote} in time")
+                self._wait_for_turn(pace, len(part), deadline)
                 self.send([[part]], deadline)
+
+    def _wait_for_turn(self, pace: Pace, nbytes: int, deadline: float) -> None:
+        begins = time.monotonic() + pace.reserve(nbytes)
+        if self._links.closed.wait(min(begins, deadline) - time.monotonic()):
+            raise self._links.gone()
+        if begins > deadline:
+            raise PeerTimeoutError(f"--max-rate leaves no room for a model to {self.stream.remote} in time")
 
     def send_model(self, reply: ModelReply, number: int, payload: Source, deadline: float) -> None:
         """Send a model, and wait until the other side has it whole.
@@ -93,20 +105,86 @@ class Link:
             PeerTimeoutError, PeerUnreachableError: as :meth:`Stream.send`; it may have arrived even so.
             ProtocolError: something else came than that it has.
         """
-        view, descriptor = payload.view, payload.descriptor
-        beside = isinstance(self.stream, SharesMemory) and descriptor is not None and view.nbytes > 0
-        self.stream.tune()
-        frame = frames.encode(reply, number, view, self.checks, beside)
-        if self._links.pace is None or beside:
-            self.send(frame, deadline)
-        else:
-            self._send_in_turn(frame, self._links.pace, deadline)
-        if beside and isinstance(self.stream, SharesMemory) and descriptor is not None:
-            self.stream.send_descriptor(descriptor, deadline)
+        view, stream, descriptor = payload.view, self.stream, payload.descriptor
+        stream.tune()
+        if view.nbytes and self.carrier is not None:
+            self.send(frames.encode(reply, number, view, self.checks, beside=True), deadline)
+            self._carry(self.carrier, view, number, deadline)
+        elif view.nbytes and descriptor is not None and isinstance(stream, SharesMemory):
+            self.send(frames.encode(reply, number, view, self.checks, beside=True), deadline)
+            stream.send_descriptor(descriptor, deadline)
             self._links.count(view.nbytes, 0)
+        elif self._links.pace is not None:
+            self._send_in_turn(frames.encode(reply, number, view, self.checks), self._links.pace, deadline)
+        else:
+            self.send(frames.encode(reply, number, view, self.checks), deadline)
         answer = self.receive(deadline)
         if not isinstance(answer.message, Taken) or answer.request != number:
             raise ProtocolError(f"it answered a model by {type(answer.message).__name__}")
+
+    def _carry(self, carrier: Carrier, view: memoryview, number: int, deadline: float) -> None:
+        """Send a payload by the carrier; what its check ends in goes over the connection."""
+        check = hashlib.sha256() if isinstance(self.stream, Certified) else self.checks()
+        for part in carrier.send(view.cast("B"), deadline):
+            for start in range(0, len(part), PIECE):
+                check.update(part[start : start + PIECE])
+            self._links.count(len(part), 0)
+            if self._links.pace is not None:
+                self._wait_for_turn(self._links.pace, len(part), deadline)
+        self.send(frames.encode(Carried(check.digest().hex()), number, checks=self.checks), deadline)
+
+    def _take_carried(self, carrier: Carrier, sink: Sink, number: int, deadline: float) -> None:
+        """The other side of :meth:`_carry`.
+
+        No key goes into what a TLS connection is checked by, as TLS itself tells of any change; of what does not go
+        through it, a digest must be one that nobody can find other bytes for.
+        """
+        check = hashlib.sha256() if isinstance(self.stream, Certified) else self._decoder.part()
+
+        def parts() -> Iterator[memoryview]:
+            for part in carrier.receive(sink.nbytes, deadline):
+                self._links.count(0, len(part))
+                yield part
+
+        gather(parts(), sink, check.update)
+        last = self.receive(deadline)
+        if not isinstance(last.message, Carried) or last.request != number:
+            raise ProtocolError(f"a payload was followed by {type(last.message).__name__}")
+        if not hmac.compare_digest(last.message.digest, check.digest().hex()):
+            raise ProtocolError("a payload that does not match its checksum")
+
+    def ask_for_carrier(self, carriers: Carriers, number: int, deadline: float) -> None:
+        """Build :attr:`carrier` together with the other side, which does :meth:`build_carrier`.
+
+        Raises:
+            NoCarrierError: one side cannot, and the connection is of no more use.
+        """
+        self.send(frames.encode(CarrierRequest(carriers.kind), number, checks=self.checks), deadline)
+        self.build_carrier(carriers, True, number, deadline)
+
+    def build_carrier(self, carriers: Carriers, receives: bool, number: int, deadline: float) -> None:
+        """Build this side's end of :attr:`carrier`; errors as :meth:`ask_for_carrier`."""
+        notes = Notebook(
+            lambda message: self.send(frames.encode(message, number, checks=self.checks), deadline),
+            lambda: self.receive(deadline).message,
+        )
+        try:
+            self.carrier = carriers.build(receives, notes, self.stream.here, deadline)
+        except NoCarrierError as error:
+            self.refuse_carrier(str(error), number, deadline)
+            raise
+        notes.end()
+
+    def refuse_carrier(self, reason: str, number: int, deadline: float) -> None:
+        """Tell that this side cannot build one."""
+        with contextlib.suppress(PeerFaultError):  # who has said so first may have hung up
+            self.send(frames.encode(NoCarrierReply(reason), number, checks=self.checks), deadline)
+
+    def abort(self) -> None:
+        """End the connection and what is beside it at once; from any thread, any number of times."""
+        self.stream.abort()
+        if self.carrier is not None:
+            self.carrier.abort()
 
     def receive(self, deadline: float, expect: Expect = no_payload) -> frames.Frame:
         """The next frame; an infinite deadline ends ``Links.timeout`` after its first byte.
@@ -125,36 +203,18 @@ class Link:
                 deadline = time.monotonic() + self._links.timeout
             frame = self._decoder.received(count)
         if frame.beside and frame.payload is not None:
-            self._take_beside(frame.payload, deadline)
+            if self.carrier is not None:
+                self._take_carried(self.carrier, frame.payload, frame.request, deadline)
+            else:
+                self._take_beside(frame.payload, deadline)
         return frame
 
     def _take_beside(self, sink: Sink, deadline: float) -> None:
         """Read a payload from the memory whose descriptor follows its frame."""
         if not isinstance(self.stream, SharesMemory):
-            raise ProtocolError("a payload that lies beside a connection which shares no memory")
-        shared = memoryview(self._map(self.stream.receive_descriptor(deadline), sink.nbytes))
-        pour(shared, sink)
+            raise ProtocolError("a payload that lies beside a connection which has nothing beside it")
+        pour(self._memory.view(self.stream.receive_descriptor(deadline), sink.nbytes), sink)
         self._links.count(0, sink.nbytes)
-
-    def _map(self, descriptor: int, nbytes: int) -> mmap.mmap:
-        """The other side's memory, mapped once and kept while the link lives."""
-        try:
-            status = os.fstat(descriptor)
-            place = status.st_dev, status.st_ino
-            if place not in self._mapped:
-                if not stat.S_ISREG(status.st_mode) or status.st_size < nbytes or not cannot_shrink(descriptor):
-                    raise ProtocolError(f"a descriptor of no memory of {nbytes} bytes that stays as it is")
-                if len(self._mapped) >= _MAPPED:
-                    self._mapped.pop(next(iter(self._mapped)))
-                # Private, so that nothing done here could reach the other side.
-                self._mapped[place] = mmap.mmap(descriptor, status.st_size, flags=mmap.MAP_PRIVATE)
-            elif len(self._mapped[place]) < nbytes:
-                raise ProtocolError(f"memory of {len(self._mapped[place])} bytes for a payload of {nbytes}")
-            return self._mapped[place]
-        except (OSError, ValueError) as error:
-            raise ProtocolError(f"memory that cannot be mapped: {error}") from error
-        finally:
-            os.close(descriptor)
 
     def ask(self, message: Message, number: int, deadline: float, payload: Sink | None = None) -> frames.Frame:
         """Send ``message`` as request ``number``; its answer, a model's bytes in ``payload``."""
@@ -289,8 +349,6 @@ class Link:
             return
 
 
-# Blocks of another peer's memory that a link keeps mapped: as many as a peer has models in at a time.
-_MAPPED = 4
 # Idle links kept to another peer: a pull and a message beside it.
 _KEPT = 2
 
@@ -340,7 +398,7 @@ class Links:
 
     def drop(self, link: Link) -> None:
         """End a link."""
-        link.stream.abort()
+        link.abort()
         with self._lock:
             self._links.discard(link)
 
@@ -384,7 +442,7 @@ class Links:
             self.closed.set()
             links = list(self._links)
         for link in links:
-            link.stream.abort()
+            link.abort()
 
     def join(self, seconds: float) -> None:
         """Wait for all threads but the caller's, no longer than ``seconds`` altogether."""

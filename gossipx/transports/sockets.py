@@ -56,6 +56,13 @@ class SocketStream:
         """The other side's address."""
         return self._remote
 
+    @property
+    def here(self) -> str:
+        """This machine's address on it; empty where it has none."""
+        with self._use():
+            own = self._socket.getsockname()
+        return str(own[0]) if isinstance(own, tuple) else ""
+
     def send(self, buffers: Sequence[bytes | memoryview], deadline: float) -> None:
         """Hand over all bytes to the kernel; see :class:`gossipx.transports.Stream`."""
         left = [view for view in (memoryview(item).cast("B") for item in buffers) if view.nbytes]

@@ -105,6 +105,11 @@ class TlsStream:
         """The other side's address."""
         return self._below.remote
 
+    @property
+    def here(self) -> str:
+        """This machine's address on it."""
+        return self._below.here
+
     def speaks_for(self, host: str) -> bool:
         """Whether the other side's certificate is for ``host``: one of its names or addresses exactly."""
         certificate: dict[str, Any] = self._tls.getpeercert() or {}

@@ -5,7 +5,7 @@ What peers say to each other over it is in :mod:`gossipx.messages`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Protocol
@@ -133,6 +133,52 @@ class Taken:
     """The model that was asked for has arrived whole: its bytes need not be kept any longer."""
 
 
+@dataclass(frozen=True)
+class CarrierRequest:
+    """Asks that both build a way for models beside this connection.
+
+    Attributes:
+        kind: of it, such as "gloo".
+    """
+
+    kind: str
+
+
+@dataclass(frozen=True)
+class Noted:
+    """What one side tells the other while they build: both have the ``value`` of ``key`` then.
+
+    Attributes:
+        value: bytes, as hexadecimal digits.
+    """
+
+    key: str
+    value: str
+
+
+@dataclass(frozen=True)
+class CarrierReply:
+    """Who says so has built its end."""
+
+
+@dataclass(frozen=True)
+class NoCarrierReply:
+    """Who says so cannot build its end; the connection is of no more use."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Carried:
+    """The payload that went beside the connection is whole.
+
+    Attributes:
+        digest: what its check ends in, as hexadecimal digits.
+    """
+
+    digest: str
+
+
 Message = (
     Hello
     | Welcome
@@ -145,6 +191,11 @@ Message = (
     | DescribeRequest
     | Description
     | Taken
+    | CarrierRequest
+    | Noted
+    | CarrierReply
+    | NoCarrierReply
+    | Carried
     | InitialRequest
     | PullRequest
     | PushRequest
@@ -235,11 +286,35 @@ class Bytes:
 
 def pour(view: memoryview, sink: Sink) -> None:
     """Let ``sink`` take all its bytes from ``view``, where they lie."""
-    start = 0
-    while start < sink.nbytes:
-        stop = start + len(sink.room(start))
-        sink.take(start, view[start:stop])
-        start = stop
+    gather([view], sink)
+
+
+def gather(parts: Iterable[memoryview], sink: Sink, look: Callable[[memoryview], None] = lambda view: None) -> None:
+    """Let ``sink`` take all its bytes from where they lie in parts.
+
+    Args:
+        parts: as many bytes as the sink takes, in order; each is done with when the next is asked for.
+        look: sees all bytes in order, a piece at most at a time, before they are taken.
+    """
+    start = had = 0  # of the piece, and how much of it lies in its room already
+    room = memoryview(b"")
+    for part in parts:
+        done = 0
+        while done < len(part):
+            if not had:
+                room = sink.room(start)
+            view = part[done : done + len(room) - had]
+            look(view)
+            done += len(view)
+            if len(view) == len(room):
+                sink.take(start, view)
+            else:  # the piece lies in two parts
+                room[had : had + len(view)] = view
+                had += len(view)
+                if had < len(room):
+                    continue
+                sink.filled(start)
+            start, had = start + len(room), 0
 
 
 # Tells, of a message and its request id, what its payload must fill exactly; None: no payload. Raises ProtocolError if

@@ -17,8 +17,9 @@ A frame, all numbers big-endian::
 A check is the XXH3-64 of its part (C = 8), which finds accidents and is no protection from an attacker; where the run
 has a secret, from the handshake on, it is a MAC (C = 32, :mod:`gossipx.wire.auth`).
 
-A payload that lies beside the connection is read by the receiver from memory that both share (see
-:mod:`gossipx.transports.unix`): the frame ends with its metadata.
+A payload that lies beside the connection comes another way (:mod:`gossipx.transports.beside`), and the frame ends with
+its metadata: the receiver reads it from memory that both share, or it is carried by what they built, and then Carried
+tells what its check ends in.
 
 Nothing is unpickled or evaluated. Every length is checked against a bound of its kind before
 anything is allocated, and a payload goes straight into the room that its receiver provides.
@@ -59,13 +60,18 @@ from gossipx.messages import (
 from gossipx.wire import (
     MAX_DESCRIPTION,
     Accepted,
+    Carried,
+    CarrierReply,
+    CarrierRequest,
     Challenge,
     DescribeRequest,
     Description,
     Expect,
     Hello,
     Message,
+    NoCarrierReply,
     NotAuthorised,
+    Noted,
     Open,
     Proof,
     Refused,
@@ -86,11 +92,13 @@ MAX_METADATA = 512 * 1024
 SMALL_METADATA = 16 * 1024
 # Bytes of payload. A model's true size is the receiver's to expect; this only keeps sums sane.
 MAX_MODEL = 2**40
+MAX_NOTE = 4096  # bytes; gloo has 170, NCCL 128
 # Of the kind: the payload lies beside the connection.
 _BESIDE = 0x8000
 
 Buffers = list[bytes | memoryview]
 
+_DIGITS = "0123456789abcdef"
 _START = struct.Struct("!4sH")
 _HEADER = struct.Struct("!4sHHQIQ")
 HEADER_BYTES = _HEADER.size
@@ -134,8 +142,17 @@ def _integer(low: int, high: int) -> Callable[[object], int]:
 
 def _hexadecimal(digits: int) -> Callable[[object], str]:
     def check(value: object) -> str:
-        if type(value) is not str or len(value) != digits or not set(value) <= set("0123456789abcdef"):
+        if type(value) is not str or len(value) != digits or not set(value) <= set(_DIGITS):
             raise ValueError(f"is not {digits} hexadecimal digits")
+        return value
+
+    return check
+
+
+def _octets(most: int) -> Callable[[object], str]:
+    def check(value: object) -> str:
+        if type(value) is not str or len(value) % 2 or len(value) > 2 * most or not set(value) <= set(_DIGITS):
+            raise ValueError(f"is not at most {most} bytes in hexadecimal digits")
         return value
 
     return check
@@ -236,6 +253,10 @@ _KINDS = {
     9: _Kind(Accepted, {"proof": _key}),
     10: _Kind(NotAuthorised, {"reason": _text}),
     11: _Kind(Taken, {}),
+    12: _Kind(CarrierRequest, {"kind": _text}),
+    13: _Kind(Noted, {"key": _text, "value": _octets(MAX_NOTE)}),
+    14: _Kind(CarrierReply, {}),
+    15: _Kind(NoCarrierReply, {"reason": _text}),
     16: _Kind(InitialRequest, {}),
     17: _Kind(PullRequest, {"step": _count, "patience": _seconds}),
     18: _Kind(RoundRequest, {"wave": _count, "round": _count, "members": _members}, MAX_METADATA),
@@ -250,6 +271,7 @@ _KINDS = {
     34: _Kind(NotReadyReply, {"reason": _text}),
     35: _Kind(AcceptReply, {}),
     36: _Kind(BusyReply, {}),
+    48: _Kind(Carried, {"digest": _octets(32)}),
 }
 _NUMBERS = {kind.message: number for number, kind in _KINDS.items()}
 
@@ -384,6 +406,11 @@ class Decoder:
         self._checks, self._check = checks, checks()
         self._header = bytearray(HEADER_BYTES + self._check.digest_size)
         self._await(memoryview(self._header), self._header_whole)
+
+    def part(self) -> Check:
+        """Looks at what comes next, beside the connection, as at the next part of a frame; between two frames only."""
+        check, self._check = self._check, self._checks()
+        return check
 
     def next_buffer(self) -> memoryview:
         """Where the next bytes belong; never empty. Raises the ProtocolError that came before."""

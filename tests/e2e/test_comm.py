@@ -19,8 +19,8 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import pytest
+from managers import LONG, MANIFEST, SHORT, Host, Model, Run, runs, soon
 
-from gossipx.comm import CommManager
 from gossipx.errors import (
     GossipxError,
     ModelMismatchError,
@@ -45,107 +45,12 @@ from gossipx.transports.link import Link
 from gossipx.transports.sockets import SocketStream
 from gossipx.wire import Bytes, Hello, Refused, Sink, Welcome, auth, frames
 
-HERE = Address("127.0.0.1", 0)
-MANIFEST = ("weight float32 (10, 5) (5, 1)", "bias float32 (10,) (1,)")
-LONG = 60.0  # seconds: ends a test that hangs
-SHORT = 1.0  # seconds: a deadline that is meant to pass, but not before a request has arrived
-
-Received = tuple[int, Hashable, Request]
-
-
-def soon(seconds: float = LONG) -> float:
-    return time.monotonic() + seconds
-
-
-class Model:
-    """What a peer gives, in memory that can be shared, as a :class:`gossipx.wire.Source`."""
-
-    def __init__(self, content: bytes):
-        self.memory = Memory(len(content))
-        self.memory.view[:] = content
-        self.view, self.descriptor = self.memory.view, self.memory.descriptor
-
-
-class Host:
-    """A manager whose requests are put into ``received``, or answered by ``react``."""
-
-    def __init__(self, run: Run, rank: int, **settings: Any):
-        self.received: queue.Queue[Received] = queue.Queue()
-        self.answered: queue.Queue[bool] = queue.Queue()
-        self.react: Callable[[Hashable, Request], None] | None = None
-        given: dict[str, Any] = {
-            "rank": rank,
-            "names": run.names,
-            "addresses": run.addresses,
-            "bind": HERE,
-            "peers_digest": "the same list",
-            "manifest": MANIFEST,
-            "on_request": self._requested,
-            "peer_timeout": LONG,
-        }
-        self.comm = CommManager(**(given | settings))
-        self.comm.start()
-        run.addresses[rank] = self.comm.address
-
-    def _requested(self, sender: int, key: Hashable, request: Request) -> None:
-        self.received.put((sender, key, request))
-        if self.react is not None:
-            self.react(key, request)
-
-    def ask(
-        self, to: int, request: Request, payload: bytearray | None = None, seconds: float = LONG
-    ) -> queue.Queue[Reply | GossipxError]:
-        results: queue.Queue[Reply | GossipxError] = queue.Queue()
-        room = None if payload is None else Bytes(memoryview(payload))
-        self.comm.request(to, request, deadline=soon(seconds), payload=room, done=results.put)
-        return results
-
-    def answer(self, key: Hashable, reply: Reply, payload: bytes | None = None) -> None:
-        model = None if payload is None else Model(payload)
-        self.comm.answer(key, reply, payload=model, deadline=soon(), done=self.answered.put)
-
-    def serve(self, model: bytes) -> None:
-        """Answer every pull with ``model``, all else with HereReply."""
-
-        def react(key: Hashable, request: Request) -> None:
-            if isinstance(request, PullRequest):
-                self.answer(key, ModelReply(request.step), model)
-            else:
-                self.answer(key, HereReply(Stage.TRAIN))
-
-        self.react = react
-
-
-class Run:
-    """Peers of one run; addresses become known as they start."""
-
-    def __init__(self, size: int):
-        self.names = [f"peer-{rank:02}" for rank in range(size)]
-        self.addresses = [Address("127.0.0.1", 1)] * size
-        self.hosts: list[Host] = []
-
-    def host(self, rank: int, **settings: Any) -> Host:
-        self.hosts.append(Host(self, rank, **settings))
-        return self.hosts[-1]
-
 
 @pytest.fixture
 def start() -> Iterator[Callable[[int], Run]]:
     """Makes runs; all end with the test and leave no thread."""
-    before = set(threading.enumerate())
-    runs: list[Run] = []
-
-    def make(size: int) -> Run:
-        runs.append(Run(size))
-        return runs[-1]
-
-    yield make
-    for run in runs:
-        for host in run.hosts:
-            host.comm.close()
-    for thread in set(threading.enumerate()) - before:
-        thread.join(LONG)
-        assert not thread.is_alive(), thread
+    with runs() as make:
+        yield make
 
 
 @pytest.fixture
@@ -303,23 +208,6 @@ def test_a_model_of_another_size_is_refused(two: tuple[Host, Host]) -> None:  # 
     assert "peer-01" in str(error)
     assert room == bytes(4)
     assert isinstance(a.ask(1, PullRequest(1, 30.0)).get(timeout=LONG), ProtocolError)
-
-
-def test_pulls_across_and_around_do_not_wait_for_each_other(start: Callable[[int], Run]) -> None:
-    """A pulls B while B pulls A, and a ring of four, at once. [27]"""
-    run = start(4)
-    models = [os.urandom(2_000_000) for _ in range(4)]
-    for rank, model in enumerate(models):
-        run.host(rank).serve(model)
-    pulls = []
-    for _ in range(3):
-        for rank in range(4):
-            for to in ((rank + 1) % 4, rank ^ 1):
-                room = bytearray(2_000_000)
-                pulls.append((to, room, run.hosts[rank].ask(to, PullRequest(1, 30.0), room)))
-    for to, room, results in pulls:
-        assert results.get(timeout=LONG) == ModelReply(1)
-        assert room == models[to]
 
 
 @pytest.mark.parametrize("secret", [None, auth.Secret(b"0123456789abcdef")])

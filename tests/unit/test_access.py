@@ -13,7 +13,7 @@ import pytest
 from certificates import Authority
 
 from gossipx import config
-from gossipx.access import SECRET_VARIABLE, absolute, grant, is_loopback
+from gossipx.access import SECRET_VARIABLE, absolute, grant, is_loopback, uncovered
 from gossipx.cli import main
 from gossipx.config import ExchangeSettings
 from gossipx.errors import UsageError
@@ -55,6 +55,24 @@ def test_any_other_address_needs_a_secret_or_tls(bind: str, tmp_path: Path) -> N
     assert refused.value.exit_code == 2
     assert "\n" not in str(refused.value)
     assert grant(ExchangeSettings(secret_file=secret_file(tmp_path)), bind).secret is not None
+
+
+@pytest.mark.parametrize("transport", ["gloo", "nccl"])
+def test_what_gloo_and_nccl_leave_open_is_said_off_loopback_in_one_line(transport: str) -> None:
+    exchange = ExchangeSettings(transport=transport, secret_file="secret")
+    assert uncovered(exchange, "127.0.0.1") is None
+    assert uncovered(ExchangeSettings(secret_file="secret"), "192.0.2.1") is None
+    told = uncovered(exchange, "192.0.2.1")
+    assert told is not None and "\n" not in told
+    assert told.startswith(f"--transport {transport} has neither authentication nor encryption of its own")
+    assert "a MAC of it is checked" in told
+    over_tls = uncovered(ExchangeSettings(transport=transport, tls_cert="cert"), "192.0.2.1")
+    assert over_tls is not None and "its digest goes over TLS" in over_tls
+
+
+@pytest.mark.parametrize(("transport", "shares"), [("auto", True), ("shm", True), ("tcp", False), ("gloo", False)])
+def test_only_some_transports_share_memory(transport: str, shares: bool) -> None:
+    assert grant(ExchangeSettings(transport=transport), "127.0.0.1").share_memory is shares
 
 
 def test_a_name_is_loopback_only_if_all_its_addresses_are(monkeypatch: pytest.MonkeyPatch) -> None:

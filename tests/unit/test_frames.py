@@ -38,10 +38,15 @@ from gossipx.messages import (
 from gossipx.wire import (
     ANSWERS,
     Bytes,
+    Carried,
+    CarrierReply,
+    CarrierRequest,
     DescribeRequest,
     Description,
     Hello,
     Message,
+    NoCarrierReply,
+    Noted,
     Refused,
     Taken,
     Welcome,
@@ -55,6 +60,7 @@ from gossipx.wire.frames import (
     CHECKSUMS,
     HEADER_BYTES,
     MAX_METADATA,
+    MAX_NOTE,
     PIECE,
     SMALL_METADATA,
     VERSION,
@@ -102,6 +108,11 @@ messages = st.one_of(
     st.builds(HereReply, **standing),
     st.builds(NotReadyReply, reason=lines),
     st.just(Taken()),
+    st.builds(CarrierRequest, kind=lines),
+    st.builds(Noted, key=lines, value=st.binary(max_size=MAX_NOTE).map(bytes.hex)),
+    st.just(CarrierReply()),
+    st.builds(NoCarrierReply, reason=lines),
+    st.builds(Carried, digest=st.binary(max_size=32).map(bytes.hex)),
 )
 
 

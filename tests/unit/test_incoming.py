@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from gossipx.arena import ParameterArena
 from gossipx.incoming import Incoming
 from gossipx.memory import PIECE
 from gossipx.snapshots import Snapshot
-from gossipx.wire import Sink, pour
+from gossipx.wire import Sink, gather, pour
 
 
 class Net(nn.Module):
@@ -69,7 +70,26 @@ def same(incoming: Incoming, wanted: list[Tensor]) -> bool:
     return all(torch.equal(one, other) for one, other in zip(incoming.buffer.vectors, wanted, strict=True))
 
 
-@pytest.mark.parametrize("way", [receive, pour])
+def in_parts(size: int) -> Callable[[memoryview, Sink], None]:
+    """As a carrier brings it: in parts that know nothing of pieces, each gone when the next comes."""
+
+    def way(view: memoryview, sink: Sink) -> None:
+        seen = bytearray()
+        room = memoryview(bytearray(size))
+
+        def parts() -> Iterator[memoryview]:
+            for start in range(0, len(view), size):
+                part = view[start : start + size]
+                room[: len(part)] = part
+                yield room[: len(part)]
+
+        gather(parts(), sink, seen.extend)
+        assert seen == view, "all of it was looked at, in order"
+
+    return way
+
+
+@pytest.mark.parametrize("way", [receive, pour, in_parts(800), in_parts(PIECE // 3 // 8 * 8), in_parts(4 * PIECE)])
 @pytest.mark.parametrize("stepped", [False, True])
 @pytest.mark.parametrize("shared", [False, True])
 def test_what_comes_in_is_the_difference_to_the_base(way, stepped: bool, shared: bool) -> None:

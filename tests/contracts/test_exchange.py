@@ -1,0 +1,331 @@
+"""What every way for models keeps to, between CommManagers over real connections.
+
+Numbers in brackets are rows of the project's fault list.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from giver import model
+from managers import LONG, SHORT, WAYS, Host, certify, runs, settings_of, soon
+
+from gossipx.errors import GossipxError, PeerTimeoutError, PeerUnreachableError
+from gossipx.memory import PIECE, Memory
+from gossipx.messages import HereReply, LeaveRequest, ModelReply, PullRequest, Reply, Stage
+from gossipx.transports import Address
+from gossipx.wire import Bytes
+
+MODEL = 64 * PIECE  # more than lies on the way anywhere
+PAST_ALL_32_BITS = 2**31 + 100 * PIECE + 12
+
+
+@pytest.fixture(params=WAYS)
+def way(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    name: str = request.param
+    if "shm" in name and sys.platform != "linux":
+        pytest.skip("needs memory with a descriptor")
+    certify(name, tmp_path)
+    return name
+
+
+@pytest.fixture
+def start(way: str, tmp_path: Path) -> Iterator[Callable[[int], list[Host]]]:
+    """Starts the peers of a run; all end with the test and leave no thread."""
+    with runs() as make:
+
+        def started(size: int) -> list[Host]:
+            run = make(size)
+            return [run.host(rank, **settings_of(way, tmp_path, rank)) for rank in range(size)]
+
+        yield started
+
+
+@pytest.fixture
+def giver(way: str, tmp_path: Path) -> Iterator[Callable[..., tuple[subprocess.Popen[str], int]]]:
+    """Starts givers of ``model(MODEL)`` in processes of their own; tells their ports."""
+    with contextlib.ExitStack() as undo:
+
+        def started(port: int = 0) -> tuple[subprocess.Popen[str], int]:
+            script = str(Path(__file__).parents[1] / "giver.py")
+            command = [sys.executable, script, way, str(tmp_path), str(MODEL), str(port)]
+            path = os.pathsep.join(sys.path)
+            environment = {**os.environ, "PYTHONPATH": path}
+            given = undo.enter_context(
+                subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+            )
+            undo.callback(given.kill)
+            assert given.stdout is not None
+            return given, int(given.stdout.readline())
+
+        yield started
+
+
+class During(Bytes):
+    """Room for a model; ``first`` is called once a part of it is there."""
+
+    def __init__(self, size: int, first: Callable[[], None]):
+        super().__init__(memoryview(bytearray(size)))
+        self._first: Callable[[], None] | None = first
+
+    def filled(self, start: int) -> None:
+        self._began()
+
+    def take(self, start: int, view: memoryview) -> None:
+        super().take(start, view)
+        self._began()
+
+    def _began(self) -> None:
+        first, self._first = self._first, None
+        if first is not None:
+            first()
+
+
+def pull(host: Host, to: int, sink: Bytes, seconds: float = LONG) -> queue.Queue[Reply | GossipxError]:
+    results: queue.Queue[Reply | GossipxError] = queue.Queue()
+    host.comm.request(to, PullRequest(1, 30.0), deadline=soon(seconds), payload=sink, done=results.put)
+    return results
+
+
+def pulled(host: Host, to: int, size: int) -> bytes:
+    room = bytearray(size)
+    assert host.ask(to, PullRequest(1, 30.0), room).get(timeout=LONG) == ModelReply(1)
+    return bytes(room)
+
+
+# --- what arrives -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [0, 4, 9 * PIECE + 12])
+def test_models_arrive_as_they_were_and_are_counted(start: Callable[[int], list[Host]], size: int) -> None:
+    a, b = start(2)
+    for round in range(3):
+        given = os.urandom(size)
+        b.serve(given)
+        assert pulled(a, 1, size) == given
+        assert b.answered.get(timeout=LONG) is True
+        assert a.comm.bytes_received >= (round + 1) * size
+    assert a.comm.bytes_received == b.comm.bytes_sent < 3 * size + 10_000
+    assert a.comm.bytes_sent == b.comm.bytes_received < 10_000
+
+
+def test_models_and_messages_come_in_order_on_one_connection(
+    start: Callable[[int], list[Host]],
+) -> None:
+    a, b = start(2)
+
+    def answer(key: Any, request: Any) -> None:
+        if isinstance(request, PullRequest):
+            b.answer(key, ModelReply(request.step), request.step.to_bytes(4, "big") * 300_000)
+        else:
+            b.answer(key, HereReply(Stage.TRAIN))
+
+    b.react = answer
+    for step in range(20):
+        room = bytearray(1_200_000)
+        assert a.ask(1, PullRequest(step, 30.0), room).get(timeout=LONG) == ModelReply(step)
+        assert room == step.to_bytes(4, "big") * 300_000
+        assert a.ask(1, LeaveRequest()).get(timeout=LONG) == HereReply(Stage.TRAIN)
+    assert len(b.comm._inbound) == 1
+
+
+class Giant:
+    """A model of zeros but for a mark at the start of each piece; what is not marked takes no time to write."""
+
+    def __init__(self, size: int):
+        self._memory = Memory(size)
+        self.view, self.descriptor = self._memory.view, self._memory.descriptor
+        for start in range(0, size, PIECE):
+            self.view[start : start + 4] = (start // PIECE).to_bytes(4, "big")
+
+
+class Marks:
+    """Looks whether a giant's pieces come in order; keeps none of them."""
+
+    def __init__(self, size: int):
+        self.nbytes, self.seen = size, 0
+        self._room = memoryview(bytearray(PIECE))
+
+    def room(self, start: int) -> memoryview:
+        return self._room[: min(PIECE, self.nbytes - start)]
+
+    def filled(self, start: int) -> None:
+        self.take(start, self.room(start))
+
+    def take(self, start: int, view: memoryview) -> None:
+        assert view[:4] == (start // PIECE).to_bytes(4, "big")
+        assert not np.frombuffer(view[4:], dtype=np.uint8).any()
+        assert start == self.seen
+        self.seen += len(view)
+
+
+@pytest.mark.slow
+def test_a_model_of_more_than_2_gb(start: Callable[[int], list[Host]]) -> None:
+    a, b = start(2)
+    giant, marks = Giant(PAST_ALL_32_BITS), Marks(PAST_ALL_32_BITS)
+    b.react = lambda key, request: b.comm.answer(
+        key, ModelReply(1), payload=giant, deadline=soon(), done=b.answered.put
+    )
+    results: queue.Queue[Reply | GossipxError] = queue.Queue()
+    a.comm.request(1, PullRequest(1, 30.0), deadline=soon(), payload=marks, done=results.put)
+    assert results.get(timeout=LONG) == ModelReply(1)
+    assert marks.seen == PAST_ALL_32_BITS
+    assert b.answered.get(timeout=LONG) is True
+
+
+# --- many at once -------------------------------------------------------------------------------
+
+
+def test_pulls_across_and_around_do_not_wait_for_each_other(start: Callable[[int], list[Host]]) -> None:
+    """A pulls B while B pulls A, and a ring of four, at once. [27]"""
+    hosts = start(4)
+    models = [os.urandom(2_000_000) for _ in hosts]
+    for host, given in zip(hosts, models, strict=True):
+        host.serve(given)
+    pulls = []
+    for _ in range(3):
+        for rank in range(4):
+            for to in ((rank + 1) % 4, rank ^ 1):
+                room = bytearray(2_000_000)
+                pulls.append((to, room, hosts[rank].ask(to, PullRequest(1, 30.0), room)))
+    for to, room, results in pulls:
+        assert results.get(timeout=LONG) == ModelReply(1)
+        assert room == models[to]
+
+
+def test_two_peers_pull_from_each_other_again_and_again(start: Callable[[int], list[Host]]) -> None:  # [27]
+    hosts = start(2)
+    models = [os.urandom(3_000_000) for _ in hosts]
+    for host, given in zip(hosts, models, strict=True):
+        host.serve(given)
+    for _ in range(25):
+        rooms = [bytearray(3_000_000) for _ in hosts]
+        pulls = [hosts[rank].ask(1 - rank, PullRequest(1, 30.0), rooms[rank]) for rank in range(2)]
+        for rank, results in enumerate(pulls):
+            assert results.get(timeout=LONG) == ModelReply(1)
+            assert rooms[rank] == models[1 - rank]
+
+
+def test_64_peers_pull_from_one_at_once(start: Callable[[int], list[Host]]) -> None:
+    hosts = start(65)
+    given = os.urandom(300_000)
+    hosts[0].serve(given)
+    rooms = [bytearray(300_000) for _ in hosts[1:]]
+    pulls = [host.ask(0, PullRequest(1, 30.0), room) for host, room in zip(hosts[1:], rooms, strict=True)]
+    for room, results in zip(rooms, pulls, strict=True):
+        assert results.get(timeout=LONG) == ModelReply(1)
+        assert room == given
+
+
+# --- what goes wrong ----------------------------------------------------------------------------
+
+
+def half_close(host: Host) -> None:
+    """Say on all connections that nothing more will be sent, and be ready to receive."""
+    for link in host.comm._links._links:
+        stream: Any = link.stream
+        getattr(stream, "_below", stream)._socket.shutdown(socket.SHUT_WR)
+
+
+@pytest.mark.parametrize("whose", [0, 1])
+def test_a_connection_that_one_side_has_half_closed_is_not_used_again(
+    start: Callable[[int], list[Host]], whose: int
+) -> None:
+    hosts = start(2)
+    for _ in range(3):
+        given = os.urandom(2_000_000)
+        hosts[1].serve(given)
+        assert pulled(hosts[0], 1, len(given)) == given
+        half_close(hosts[whose])
+
+
+@pytest.mark.parametrize("whose", [0, 1])
+def test_closing_in_the_middle_of_a_model_ends_it_on_both_sides(
+    start: Callable[[int], list[Host]], way: str, whose: int
+) -> None:
+    hosts = start(3)
+    began, go_on = threading.Event(), threading.Event()
+    hosts[1].serve(model(MODEL))
+
+    def first() -> None:
+        began.set()
+        assert go_on.wait(LONG)
+
+    results = pull(hosts[0], 1, During(MODEL, first))
+    assert began.wait(LONG)
+    closing = threading.Thread(target=hosts[whose].comm.close)
+    closing.start()
+    assert hosts[whose].comm._links.closed.wait(LONG)
+    if whose == 0:
+        assert hosts[1].answered.get(timeout=LONG) is False  # while the receiver still does what it does
+    go_on.set()
+    closing.join(LONG)
+    result = results.get(timeout=LONG)
+    if whose == 0 or "shm" not in way:
+        assert isinstance(result, PeerUnreachableError)
+    if whose == 0:  # and the giver still gives
+        assert pulled(hosts[2], 1, MODEL) == model(MODEL)
+    assert results.empty()
+
+
+def test_a_giver_that_stops_in_the_middle_has_a_deadline(  # [3]
+    start: Callable[[int], list[Host]], way: str, giver: Callable[..., tuple[subprocess.Popen[str], int]]
+) -> None:
+    process, port = giver()
+    host = start_with(start, port)
+    assert pulled(host, 1, MODEL) == model(MODEL)
+    stopped = threading.Event()
+
+    def stop() -> None:
+        process.send_signal(signal.SIGSTOP)
+        stopped.set()
+
+    result = pull(host, 1, During(MODEL, stop), 2 * SHORT).get(timeout=LONG)
+    assert stopped.is_set()
+    process.send_signal(signal.SIGCONT)
+    if "shm" in way:  # all of it was given at once
+        assert result == ModelReply(1)
+    else:
+        assert isinstance(result, PeerTimeoutError)
+    assert pulled(host, 1, MODEL) == model(MODEL)
+
+
+def test_a_giver_that_dies_in_the_middle_is_asked_anew_once_it_is_back(  # [1]
+    start: Callable[[int], list[Host]], way: str, giver: Callable[..., tuple[subprocess.Popen[str], int]]
+) -> None:
+    process, port = giver()
+    host = start_with(start, port)
+
+    def die() -> None:
+        process.kill()
+        process.wait()
+
+    result = pull(host, 1, During(MODEL, die)).get(timeout=LONG)
+    assert process.returncode == -signal.SIGKILL
+    if "shm" in way:  # what it gave outlives it
+        assert result == ModelReply(1) or isinstance(result, PeerUnreachableError)
+    else:
+        assert isinstance(result, PeerUnreachableError)
+    giver(port)
+    assert pulled(host, 1, MODEL) == model(MODEL)
+
+
+def start_with(start: Callable[[int], list[Host]], port: int) -> Host:
+    """Peer 0 of two, of which the other is a process of its own."""
+    host, other = start(2)
+    other.comm.close()
+    addresses: Any = host.comm._addresses
+    addresses[1] = Address("127.0.0.1", port)
+    return host

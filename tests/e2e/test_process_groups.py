@@ -1,0 +1,250 @@
+"""Models by torch.distributed's groups: what is theirs alone. What all ways keep to is in the contracts."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from managers import LONG, Host, certify, runs, settings_of
+
+from gossipx.errors import NoCarrierError, PeerUnreachableError, ProtocolError
+from gossipx.messages import ModelReply, PullRequest
+from gossipx.transports import Notes, link
+from gossipx.transports.beside import Notebook
+from gossipx.transports.process_group import CHUNK, PairGroup, ProcessGroups, _Gloo
+from gossipx.wire import Carried, CarrierReply, Message, NoCarrierReply, Noted, Taken
+
+SIZE = 2 * CHUNK + 5
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., list[Host]]]:
+    """Starts one peer a way; all end with the test and leave no thread."""
+    with runs() as make:
+
+        def started(*ways: str) -> list[Host]:
+            run = make(len(ways))
+            if any("tls" in way for way in ways):
+                certify("tls", tmp_path)
+            return [run.host(rank, **settings_of(way, tmp_path, rank)) for rank, way in enumerate(ways)]
+
+        yield started
+
+
+def groups_of(host: Host) -> ProcessGroups:
+    groups = host.comm._carriers
+    assert isinstance(groups, ProcessGroups)
+    return groups
+
+
+def pulls_well(host: Host, times: int = 1) -> None:
+    """Peer 1 gives a model to ``host``."""
+    for number in range(times):
+        room = bytearray(SIZE)
+        assert host.ask(1, PullRequest(number, 30.0), room).get(timeout=LONG) == ModelReply(number)
+        assert room == bytes(range(1, 256)) * (SIZE // 255) + bytes(SIZE % 255)
+
+
+def give(host: Host) -> None:
+    host.serve(bytes(range(1, 256)) * (SIZE // 255) + bytes(SIZE % 255))
+
+
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Ends of groups that were built, by whether they receive."""
+    ends: list[bool] = []
+    build = ProcessGroups.build
+
+    def building(groups: ProcessGroups, receives: bool, notes: Notes, here: str, deadline: float) -> PairGroup:
+        made = build(groups, receives, notes, here, deadline)
+        ends.append(receives)
+        return made
+
+    monkeypatch.setattr(ProcessGroups, "build", building)
+    return ends
+
+
+def test_one_group_and_one_staging_serve_all_pulls_of_a_connection(
+    start: Callable[..., list[Host]], built: list[bool]
+) -> None:
+    a, b = start("gloo", "gloo")
+    give(b)
+    pulls_well(a)
+    (staging,) = groups_of(a)._spare
+    pulls_well(a, 10)
+    assert sorted(built) == [False, True]
+    assert groups_of(a)._spare == [staging]
+    assert not torch.distributed.is_initialized(), "a script's own default group is its own"
+
+
+def test_messages_build_no_group(start: Callable[..., list[Host]], built: list[bool]) -> None:
+    a, b = start("gloo", "gloo")
+    b.serve(b"")
+    assert a.ask(1, PullRequest(1, 30.0), bytearray()).get(timeout=LONG) == ModelReply(1)
+    assert built == []
+
+
+def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_with_a_peer_of_another_transport_models_go_over_sockets_and_it_is_said_once(
+    start: Callable[..., list[Host]], caplog: pytest.LogCaptureFixture
+) -> None:
+    a, b = start("gloo", "tcp")
+    give(b)
+    pulls_well(a, 3)
+    assert told(caplog) == [
+        "models of peer-01 come over sockets from now on: it says: its --transport is another; give every peer the same"
+    ]
+
+
+@pytest.mark.parametrize("whose", [0, 1])
+def test_where_no_group_can_be_built_models_go_over_sockets_and_it_is_said_once(
+    start: Callable[..., list[Host]], caplog: pytest.LogCaptureFixture, whose: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build = _Gloo.build
+
+    def failing(backend: _Gloo, store: Any, rank: int, here: str, deadline: float) -> Any:
+        if rank == whose:
+            raise RuntimeError("there is\nno gloo today")
+        return build(backend, store, rank, here, deadline)
+
+    monkeypatch.setattr(_Gloo, "build", failing)
+    a, b = start("gloo", "gloo")
+    give(b)
+    pulls_well(a, 3)
+    says = "it says: " if whose else ""
+    assert told(caplog) == [
+        f"models of peer-01 come over sockets from now on: {says}no gloo group could be built: there is"
+    ]
+
+
+def test_a_group_that_is_never_there_leaves_time_for_the_model(
+    start: Callable[..., list[Host]], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where only the run's own ports are open."""
+
+    def waiting(backend: _Gloo, store: Any, rank: int, here: str, deadline: float) -> Any:
+        over.wait(deadline - time.monotonic())
+        raise RuntimeError("timed out")
+
+    over = threading.Event()
+    monkeypatch.setattr(_Gloo, "build", waiting)
+    a, b = start("gloo", "gloo")
+    give(b)
+    room = bytearray(SIZE)
+    assert a.ask(1, PullRequest(1, 30.0), room, seconds=4).get(timeout=LONG) == ModelReply(1)
+    assert told(caplog) == ["models of peer-01 come over sockets from now on: no gloo group could be built: timed out"]
+    over.set()
+    b.comm.close()
+
+
+def test_a_peer_that_dies_while_a_group_is_built_is_gone_and_not_gloo(
+    start: Callable[..., list[Host]], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = start("gloo", "gloo")
+    build = _Gloo.build
+
+    def dying(backend: _Gloo, store: Any, rank: int, here: str, deadline: float) -> Any:
+        if rank == 1:
+            b.comm.close()
+        return build(backend, store, rank, here, deadline)
+
+    monkeypatch.setattr(_Gloo, "build", dying)
+    assert isinstance(a.ask(1, PullRequest(1, 30.0), bytearray(4)).get(timeout=LONG), PeerUnreachableError)
+    assert told(caplog) == []
+
+
+@pytest.mark.parametrize(("way", "digits"), [("gloo", 16), ("gloo, secret", 64), ("gloo, tls", 64)])
+def test_a_model_that_was_changed_on_the_way_is_refused_and_the_next_is_well(
+    start: Callable[..., list[Host]], monkeypatch: pytest.MonkeyPatch, way: str, digits: int, built: list[bool]
+) -> None:
+    receive, changes, digests = PairGroup.receive, [1], []
+
+    def changing(group: PairGroup, nbytes: int, deadline: float) -> Iterator[memoryview]:
+        for part in receive(group, nbytes, deadline):
+            if nbytes == SIZE and changes:
+                part[changes.pop()] ^= 1
+            yield part
+
+    def noting(digest: str) -> Carried:
+        digests.append(digest)
+        return Carried(digest)
+
+    a, b = start(way, way)
+    give(b)
+    monkeypatch.setattr(PairGroup, "receive", changing)
+    error = a.ask(1, PullRequest(1, 30.0), bytearray(SIZE)).get(timeout=LONG)
+    assert isinstance(error, ProtocolError)
+    assert str(error) == "peer-01: a payload that does not match its checksum"
+    assert b.answered.get(timeout=LONG) is False
+    with monkeypatch.context() as patched:
+        patched.setattr(link, "Carried", _kind_of(Carried, noting))
+        pulls_well(a)
+    assert [len(digest) for digest in digests] == [digits], "a MAC, or a digest that nobody can find other bytes for"
+    assert len(built) == 4, "a new group, with the new connection"
+
+
+def _kind_of(kind: type, make: Callable[..., object]) -> type:
+    """A class that makes its objects by ``make``, and takes those of ``kind`` for its own."""
+
+    class Kind(type):
+        def __call__(cls, *given: object) -> Any:
+            return make(*given)
+
+        def __instancecheck__(cls, one: object) -> bool:
+            return isinstance(one, kind)
+
+    return Kind("Made", (), {})
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ([Noted(str(number), "00") for number in range(65)], "it sent Noted while"),
+        ([Taken()], "it sent Taken while"),
+        ([CarrierReply()], "has built its end and not told"),
+    ],
+)
+def test_what_the_other_end_may_say_while_both_build_is_bounded(said: list[Message], told: str) -> None:
+    notes = Notebook(lambda message: None, iter(said).__next__)
+    with pytest.raises(ProtocolError, match=told):
+        notes.get("what never comes")
+
+
+def test_an_end_that_cannot_be_built_ends_the_other() -> None:
+    with pytest.raises(NoCarrierError, match="it says: no"):
+        Notebook(lambda message: None, lambda: NoCarrierReply("no")).get("a key")
+
+
+def test_an_end_that_is_built_before_the_other_has_told_what_it_must_is_refused(
+    start: Callable[..., list[Host]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = start("gloo", "gloo")
+    b.comm._carriers = Liar()
+    error = a.ask(1, PullRequest(1, 30.0), bytearray(4)).get(timeout=LONG)
+    assert isinstance(error, ProtocolError)
+    assert "has built its end and not told" in str(error)
+
+
+class Liar:
+    """Says at once that its end is there."""
+
+    kind = "gloo"
+
+    def build(self, receives: bool, notes: Notes, here: str, deadline: float) -> PairGroup:
+        return None  # type: ignore[return-value]
+
+
+def test_torch_distributed_is_not_loaded_for_other_transports() -> None:
+    looks = "import sys, gossipx.build; sys.exit('gossipx.transports.process_group' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", looks], timeout=LONG).returncode == 0

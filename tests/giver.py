@@ -1,0 +1,27 @@
+"""A peer in a process of its own that gives one model to whoever asks, until its standard input ends.
+
+python giver.py WAY FOLDER SIZE PORT
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from managers import Run, settings_of
+
+from gossipx.transports import Address
+
+
+def model(size: int) -> bytes:
+    """What it gives: numbers that differ everywhere."""
+    return b"".join(number.to_bytes(8, "little") for number in range(-(-size // 8)))[:size]
+
+
+if __name__ == "__main__":
+    way, folder, size, port = sys.argv[1:]
+    host = Run(2).host(1, bind=Address("127.0.0.1", int(port)), **settings_of(way, Path(folder), 1))
+    host.serve(model(int(size)))
+    print(host.comm.address.port, flush=True)
+    sys.stdin.read()
+    host.comm.close()

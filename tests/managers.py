@@ -1,0 +1,157 @@
+"""CommManagers over real sockets, and every way that models travel between them."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from certificates import Authority, Identity
+
+from gossipx.comm import CommManager
+from gossipx.errors import GossipxError
+from gossipx.memory import Memory
+from gossipx.messages import HereReply, ModelReply, PullRequest, Reply, Request, Stage
+from gossipx.transports import Address
+from gossipx.transports.process_group import ProcessGroups
+from gossipx.wire import Bytes
+from gossipx.wire.auth import Secret
+
+HERE = Address("127.0.0.1", 0)
+MANIFEST = ("weight float32 (10, 5) (5, 1)", "bias float32 (10,) (1,)")
+LONG = 60.0  # seconds: ends a test that hangs
+SHORT = 1.0  # seconds: a deadline that is meant to pass, but not before a request has arrived
+
+Received = tuple[int, Hashable, Request]
+
+
+def soon(seconds: float = LONG) -> float:
+    return time.monotonic() + seconds
+
+
+class Model:
+    """What a peer gives, in memory that can be shared, as a :class:`gossipx.wire.Source`."""
+
+    def __init__(self, content: bytes):
+        self.memory = Memory(len(content))
+        self.memory.view[:] = content
+        self.view, self.descriptor = self.memory.view, self.memory.descriptor
+
+
+class Host:
+    """A manager whose requests are put into ``received``, or answered by ``react``."""
+
+    def __init__(self, run: Run, rank: int, **settings: Any):
+        self.received: queue.Queue[Received] = queue.Queue()
+        self.answered: queue.Queue[bool] = queue.Queue()
+        self.react: Callable[[Hashable, Request], None] | None = None
+        given: dict[str, Any] = {
+            "rank": rank,
+            "names": run.names,
+            "addresses": run.addresses,
+            "bind": HERE,
+            "peers_digest": "the same list",
+            "manifest": MANIFEST,
+            "on_request": self._requested,
+            "peer_timeout": LONG,
+        }
+        self.comm = CommManager(**(given | settings))
+        self.comm.start()
+        run.addresses[rank] = self.comm.address
+
+    def _requested(self, sender: int, key: Hashable, request: Request) -> None:
+        self.received.put((sender, key, request))
+        if self.react is not None:
+            self.react(key, request)
+
+    def ask(
+        self, to: int, request: Request, payload: bytearray | None = None, seconds: float = LONG
+    ) -> queue.Queue[Reply | GossipxError]:
+        results: queue.Queue[Reply | GossipxError] = queue.Queue()
+        room = None if payload is None else Bytes(memoryview(payload))
+        self.comm.request(to, request, deadline=soon(seconds), payload=room, done=results.put)
+        return results
+
+    def answer(self, key: Hashable, reply: Reply, payload: bytes | None = None) -> None:
+        model = None if payload is None else Model(payload)
+        self.comm.answer(key, reply, payload=model, deadline=soon(), done=self.answered.put)
+
+    def serve(self, model: bytes) -> None:
+        """Answer every pull with ``model``, all else with HereReply."""
+
+        def react(key: Hashable, request: Request) -> None:
+            if isinstance(request, PullRequest):
+                self.answer(key, ModelReply(request.step), model)
+            else:
+                self.answer(key, HereReply(Stage.TRAIN))
+
+        self.react = react
+
+
+class Run:
+    """Peers of one run; addresses become known as they start."""
+
+    def __init__(self, size: int):
+        self.names = [f"peer-{rank:02}" for rank in range(size)]
+        self.addresses = [Address("127.0.0.1", 1)] * size
+        self.hosts: list[Host] = []
+
+    def host(self, rank: int, **settings: Any) -> Host:
+        self.hosts.append(Host(self, rank, **settings))
+        return self.hosts[-1]
+
+
+@contextlib.contextmanager
+def runs() -> Iterator[Callable[[int], Run]]:
+    """Makes runs; all end with it and leave no thread."""
+    before = set(threading.enumerate())
+    made: list[Run] = []
+
+    def make(size: int) -> Run:
+        made.append(Run(size))
+        return made[-1]
+
+    yield make
+    for run in made:
+        for host in run.hosts:
+            host.comm.close()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(LONG)
+        assert not thread.is_alive(), thread
+
+
+WAYS = ("tcp", "tcp, secret", "tls", "shm", "shm, secret", "gloo", "gloo, secret", "gloo, tls", "nccl")
+"""How models travel, and how peers know each other."""
+SECRET = Secret(b"known to all peers of these tests")
+
+
+def certify(way: str, folder: Path) -> None:
+    """Make what peers need in ``folder``; skip the test where the way cannot be had."""
+    if "tls" in way:
+        Authority(folder).issue()
+    if way == "nccl" and not (torch.distributed.is_nccl_available() and torch.cuda.device_count() > 1):
+        pytest.skip("NCCL needs two GPUs")
+
+
+def settings_of(way: str, folder: Path, rank: int = 0) -> dict[str, Any]:
+    """A manager's settings.
+
+    Args:
+        folder: as :func:`certify` left it.
+    """
+    settings: dict[str, Any] = {"share_memory": "shm" in way}
+    if "secret" in way:
+        settings["secret"] = SECRET
+    if "tls" in way:
+        settings["transport"] = Identity(folder / "1.pem", folder / "1.key", folder / "ca.pem").transport()
+    if "gloo" in way:
+        settings["carriers"] = ProcessGroups("gloo", torch.device("cpu"))
+    if "nccl" in way:
+        settings["carriers"] = ProcessGroups("nccl", torch.device("cuda", rank % 2))
+    return settings
