@@ -5,25 +5,31 @@ Each way is a pair: ``serve`` in a process of its own, which prints a line once 
 
 from __future__ import annotations
 
+import hmac
+import json
 import os
 import queue
 import socket
+import ssl
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Hashable
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+import xxhash
 from torch.distributed import rpc
 
 from gossipx.comm import CommManager
 from gossipx.memory import PIECE, Memory
 from gossipx.messages import ArriveRequest, HereReply, ModelReply, PullRequest, Request, Stage
-from gossipx.transports import Address
+from gossipx.transports import Address, tcp
 from gossipx.transports.process_group import ProcessGroups
-from gossipx.wire import Sink
+from gossipx.transports.tls import Tls
+from gossipx.wire import Sink, auth, frames
 
 HERE = "127.0.0.1"
 MANIFEST = ("model uint8 1 strides 1 trainable",)
@@ -116,13 +122,145 @@ class Raw:
         self._process.wait(SECONDS)
 
 
+class Iperf:
+    """iperf3, for as many bytes; its own time, from its first byte to its last."""
+
+    def __init__(self, size: int):
+        with socket.create_server((HERE, 0)) as free:
+            self._port = str(free.getsockname()[1])
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        self._server = subprocess.Popen(["iperf3", "-s", "-p", self._port, "-B", HERE], **quiet)
+        self._size = str(size)
+        self.seconds = 0.0
+
+    def pull(self) -> None:
+        command = ["iperf3", "-c", HERE, "-p", self._port, "-n", self._size, "-C", "cubic", "-J"]
+        for _ in range(50):  # it listens soon
+            done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+            if done.returncode == 0:
+                self.seconds = float(json.loads(done.stdout)["end"]["sum_received"]["seconds"])
+                return
+            time.sleep(0.1)
+        raise SystemExit(f"iperf3 failed: {done.stdout}{done.stderr}")
+
+    def close(self) -> None:
+        self._server.terminate()
+        self._server.wait(SECONDS)
+
+
+# --- the same with what secures them, piece by piece -------------------------------------------------------
+
+
+def context(folder: Path, purpose: ssl._SSLMethod) -> ssl.SSLContext:
+    """TLS 1.3 with certificates of both sides, as gossipx has it."""
+    made = ssl.SSLContext(purpose)
+    made.minimum_version = ssl.TLSVersion.TLSv1_3
+    made.check_hostname = False
+    made.load_cert_chain(folder / HERE / "cert.pem", folder / HERE / "key.pem")
+    made.load_verify_locations(folder / "ca.pem")
+    made.verify_mode = ssl.CERT_REQUIRED
+    return made
+
+
+def serve_secured(size: int, way: str) -> None:
+    """Send the model for each byte that comes: under a MAC, with XXH3, or by TLS."""
+    model = filled(size)
+    kind, _, folder = way.partition(":")
+    with socket.create_server((HERE, 0)) as listening:
+        print(listening.getsockname()[1], flush=True)
+        connected, _ = listening.accept()
+        loss_based(connected)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if kind == "tls":
+            connected = context(Path(folder), ssl.PROTOCOL_TLS_SERVER).wrap_socket(connected, server_side=True)
+        while connected.recv(1):
+            check = CHECKS[kind]()
+            for start in range(0, size, PIECE):
+                piece = model.view[start : start + PIECE]
+                check.update(piece)
+                connected.sendall(piece)
+            connected.sendall(check.digest())
+
+
+class Secured:
+    """Blocking sockets with one primitive on both sides: what can be had of it."""
+
+    def __init__(self, size: int, way: str):
+        self._process, port = start("secured", size, way)
+        self._kind, _, folder = way.partition(":")
+        self._socket = socket.create_connection((HERE, int(port)))
+        loss_based(self._socket)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if self._kind == "tls":
+            self._socket = context(Path(folder), ssl.PROTOCOL_TLS_CLIENT).wrap_socket(self._socket)
+        self._room = Memory(size + CHECKS[self._kind]().digest_size).view
+        self._size = size
+
+    def pull(self) -> None:
+        self._socket.send(b"x")
+        check = CHECKS[self._kind]()
+        done = 0
+        while done < len(self._room):
+            end = min(done + PIECE, self._size) if done < self._size else len(self._room)
+            begin = done
+            while done < end:
+                done += self._socket.recv_into(self._room[done:end], 0, *self._flags())
+            if end <= self._size:
+                check.update(self._room[begin:end])
+        assert bytes(self._room[self._size :]) == check.digest()
+
+    def _flags(self) -> tuple[int, ...]:
+        return () if self._kind == "tls" else (socket.MSG_WAITALL,)
+
+    def close(self) -> None:
+        self._socket.close()
+        self._process.wait(SECONDS)
+
+
+class Unchecked:
+    """In a check's place: looks at nothing."""
+
+    digest_size = 8
+
+    def update(self, piece: bytes | memoryview, /) -> None:
+        pass
+
+    def digest(self) -> bytes:
+        return bytes(8)
+
+
+class _None:
+    digest_size = 0
+
+    def update(self, piece: bytes | memoryview, /) -> None:
+        pass
+
+    def digest(self) -> bytes:
+        return b""
+
+
+KEY = bytes(range(32))
+SECRET = auth.Secret(KEY)
+CHECKS: dict[str, Callable[[], Any]] = {
+    "mac": lambda: hmac.new(KEY, digestmod="sha256"),
+    "xxh3": xxhash.xxh3_64,
+    "tls": _None,
+}
+
+
+def tls_of(folder: Path) -> Tls:
+    """gossipx's own transport with these certificates."""
+    return Tls(folder / HERE / "cert.pem", folder / HERE / "key.pem", folder / "ca.pem")
+
+
 # --- gossipx ---------------------------------------------------------------------------------------------
 
 
 def manager(
     rank: int, addresses: list[Address], on_request: Callable[[int, Hashable, Request], None], way: str
 ) -> CommManager:
-    """One of two managers; ``way`` is tcp, shm or gloo."""
+    """One of two managers; ``way`` is tcp, shm, gloo, mac, unchecked, or tls with the folder of its certificates."""
+    kind, _, folder = way.partition(":")
     comm = CommManager(
         rank=rank,
         names=["near", "far"],
@@ -132,8 +270,10 @@ def manager(
         manifest=MANIFEST,
         on_request=on_request,
         peer_timeout=SECONDS,
-        share_memory=way == "shm",
-        carriers=ProcessGroups("gloo", torch.device("cpu")) if way == "gloo" else None,
+        transport=tls_of(Path(folder)) if kind == "tls" else tcp,
+        secret=SECRET if kind == "mac" else None,
+        share_memory=kind == "shm",
+        carriers=ProcessGroups("gloo", torch.device("cpu")) if kind == "gloo" else None,
     )
     comm.start()
     return comm
@@ -149,6 +289,8 @@ def serve_gossipx(size: int, way: str) -> None:
         deadline = time.monotonic() + SECONDS
         comm.answer(key, reply, payload=model if pulled else None, deadline=deadline, done=lambda whole: None)
 
+    if way == "unchecked":
+        frames.CHECKSUMS = Unchecked
     comm = manager(1, [Address(HERE, 1)] * 2, react, way)
     print(comm.address.port, flush=True)
     sys.stdin.read()
@@ -173,6 +315,10 @@ class Gossipx:
         self._sink, self._after = sink, after
         self._done: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._question = ArriveRequest(Stage.TRAIN, 1, {"text": "x" * 900})
+        if way == "unchecked":  # connections keep the check that they began with
+            usual, frames.CHECKSUMS = frames.CHECKSUMS, Unchecked
+            self.pull()
+            frames.CHECKSUMS = usual
 
     def _request(self, request: Request, sink: Sink | None) -> None:
         self._comm.request(1, request, deadline=time.monotonic() + SECONDS, payload=sink, done=self._done.put)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import statistics
 import subprocess
 import sys
@@ -13,12 +14,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from _far import Gloo, Gossipx, Raw, Rpc
+from _far import HERE, Gloo, Gossipx, Iperf, Raw, Rpc, Secured
 from _report import figure
 from torch import nn
 
 from gossipx.arena import ParameterArena
 from gossipx.incoming import Incoming
+from gossipx.launch import certs
 from gossipx.memory import Memory
 from gossipx.wire import Bytes
 
@@ -72,21 +74,9 @@ def pulls(size: int, rounds: int, scratch: Path) -> tuple[list[tuple[str, ...]],
         "gloo": Gloo(size, str(scratch / f"gloo-{size}")),
         "torch rpc": Rpc(size, str(scratch / f"rpc-{size}")),
     }
-    kinds: dict[str, Callable[[], float]] = {"memcpy": _median(lambda: np.copyto(target, source))}
-    kinds |= {name: _median(way.pull) for name, way in ways.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in kinds}
-    for number in range(rounds + 2):
-        for name, once in kinds.items():
-            took = once()
-            if number >= 2:  # all memory has been touched
-                seconds[name].append(took)
-    for way in ways.values():
-        way.close()
-    rate = {name: size / statistics.median(values) / 1e9 for name, values in seconds.items()}
-    return _told(size, rate)
-
-
-def _told(size: int, rate: dict[str, float]) -> tuple[list[tuple[str, ...]], list[dict[str, Any]]]:
+    if shutil.which("iperf3"):
+        ways |= {"iperf3": Iperf(size)}
+    rate = _rates(size, {"memcpy": lambda: np.copyto(target, source)}, ways, rounds)
     raw = max(rate["sockets, sendall"], rate["sockets, sendfile"])
     others = max(rate["gloo"], rate["torch rpc"])
     references: dict[str, tuple[float, float | None]] = {
@@ -96,23 +86,74 @@ def _told(size: int, rate: dict[str, float]) -> tuple[list[tuple[str, ...]], lis
         "gossipx, shared memory, averaged": (rate["gossipx, shared memory"], 0.75),
         "gossipx, gloo": (rate["gloo"], None),
     }
+    rows, figures = _told(size, rate, references, raw)
+    ahead = rate["gossipx, TCP"]
+    name = f"{size // 1_000_000} MB: ahead of gloo and rpc"
+    figures.append(figure(name, ahead, "GB/s", goal=others, met=ahead > others))
+    return rows, figures
+
+
+def secured(size: int, rounds: int, scratch: Path) -> tuple[list[tuple[str, ...]], list[dict[str, Any]]]:
+    """What checking, signing and encrypting cost, each beside sockets with nothing but that."""
+    room = Memory(size).view
+    hosts = scratch / "hosts.txt"
+    hosts.write_text(f"{HERE}:40000\n")
+    certs.new(scratch / "certs", hosts)
+    tls = f"tls:{scratch / 'certs'}"
+    ways: dict[str, Any] = {
+        "gossipx, TCP, unchecked": Gossipx(size, "unchecked", lambda: Bytes(room)),
+        "gossipx, TCP": Gossipx(size, "tcp", lambda: Bytes(room)),
+        "sockets, XXH3": Secured(size, "xxh3"),
+        "gossipx, TCP, MAC": Gossipx(size, "mac", lambda: Bytes(room)),
+        "sockets, HMAC-SHA256": Secured(size, "mac"),
+        "gossipx, TLS": Gossipx(size, tls, lambda: Bytes(room)),
+        "sockets, TLS 1.3": Secured(size, tls),
+    }
+    rate = _rates(size, {}, ways, rounds)
+    unchecked = rate["gossipx, TCP, unchecked"]
+    references: dict[str, tuple[float, float | None]] = {
+        "gossipx, TCP": (unchecked, 0.8),
+        "gossipx, TCP, MAC": (rate["sockets, HMAC-SHA256"], 0.9),
+        "gossipx, TLS": (rate["sockets, TLS 1.3"], 0.9),
+    }
+    return _told(size, rate, references, unchecked)
+
+
+def _rates(size: int, more: dict[str, Callable[[], None]], ways: dict[str, Any], rounds: int) -> dict[str, float]:
+    """GB/s of each, medians of rounds in turn."""
+    kinds = {name: _median(work) for name, work in more.items()}
+    kinds |= {name: _median(way.pull) for name, way in ways.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in kinds}
+    for number in range(rounds + 2):
+        for name, once in kinds.items():
+            took = once()
+            took = getattr(ways.get(name), "seconds", took)  # iperf3 tells its own
+            if number >= 2:  # all memory has been touched
+                seconds[name].append(took)
+    for way in ways.values():
+        way.close()
+    return {name: size / statistics.median(values) / 1e9 for name, values in seconds.items()}
+
+
+def _told(
+    size: int, rate: dict[str, float], references: dict[str, tuple[float, float | None]], other: float
+) -> tuple[list[tuple[str, ...]], list[dict[str, Any]]]:
+    """Rows and figures; ``other``: what is held against all that have no reference of their own."""
     rows, figures = [], []
     megabytes = f"{size // 1_000_000} MB"
     for name, value in rate.items():
-        reference, goal = references.get(name, (raw, None))
+        reference, goal = references.get(name, (other, None))
         met = None if goal is None else value >= goal * reference
         shown = None if goal is None else goal * reference
         wanted = "" if goal is None else f"{goal:.0%}"
         rows.append((megabytes, name, f"{value:.2f}", f"{value / reference:.0%}", wanted))
         figures.append(figure(f"{megabytes}: {name}", value, "GB/s", reference=reference, goal=shown, met=met))
-    ahead = rate["gossipx, TCP"]
-    figures.append(figure(f"{megabytes}: ahead of gloo and rpc", ahead, "GB/s", goal=others, met=ahead > others))
     return rows, figures
 
 
-def pulled(size: int, rounds: int, scratch: Path) -> list[Any]:
-    """As :func:`pulls`, in a process of its own: gloo and rpc are joined once in the life of a process."""
-    command = [sys.executable, __file__, str(size), str(rounds), str(scratch)]
+def pulled(what: str, size: int, rounds: int, scratch: Path) -> list[Any]:
+    """:func:`pulls` or :func:`secured` in a process of its own: gloo and rpc are joined once in the life of one."""
+    command = [sys.executable, __file__, what, str(size), str(rounds), str(scratch)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr}")
@@ -147,4 +188,5 @@ def questions() -> tuple[tuple[str, ...], dict[str, Any]]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    print(json.dumps(pulls(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))))
+    what = {"pulls": pulls, "secured": secured}[sys.argv[1]]
+    print(json.dumps(what(int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))))

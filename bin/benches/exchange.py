@@ -1,9 +1,10 @@
-"""What exchanging costs: how fast a model comes, and the share of wall time in which the training thread is stopped.
+"""What exchanging costs: how fast a model comes, what securing it costs, and what a training step feels of it.
 
-bin/bench exchange            pulls of 8, 44 and 240 MB beside other ways to move them; then training with tau:10,
-                              overlapped and blocking, and never, one peer a core (about 3 minutes)
+bin/bench exchange            pulls of 8, 44 and 240 MB beside other ways to move them; the same checked, signed and
+                              encrypted; training steps while another process pulls; then training with tau:10,
+                              overlapped and blocking, and never, one peer a core (about 6 minutes)
 bin/bench exchange --full     more rounds, and three runs of each
-bin/bench exchange --only pulls|training
+bin/bench exchange --only pulls|secured|served|training
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 from _pulls import SIZES, pulled, questions
 from _report import figure, report
 from _runs import train
+from _served import served
 
 Table = tuple[str, tuple[str, ...], list[tuple[str, ...]], list[dict[str, Any]]]
 GOAL = 0.02
@@ -33,15 +35,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="bin/bench exchange", description=__doc__)
     parser.add_argument("--full", action="store_true")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--only", choices=("pulls", "training"))
+    parser.add_argument("--only", choices=tuple(PARTS))
     parser.add_argument("--iterations", type=int, default=2000)
     parser.add_argument("--peers", type=int, default=max(2, os.cpu_count() or 2), help="default: one a core")
     arguments = parser.parse_args()
     tables = []
-    if arguments.only != "training":
-        tables.append(_pulls(arguments.full))
-    if arguments.only != "pulls":
-        tables.append(_training(arguments))
+    for name, measure in PARTS.items():
+        if arguments.only in (None, name):
+            tables.append(measure(arguments))
     if arguments.json:
         print(json.dumps({"figures": [one for *_, figures in tables for one in figures]}, indent=2))
         return
@@ -49,17 +50,32 @@ def main() -> None:
         report(*table)
 
 
-def _pulls(full: bool) -> Table:
+def _pulls(arguments: argparse.Namespace) -> Table:
     rows, figures = [], []
     with tempfile.TemporaryDirectory() as scratch:
         for size in SIZES:
-            more = pulled(size, 25 if full else 9, Path(scratch))
+            more = pulled("pulls", size, 25 if arguments.full else 9, Path(scratch))
             rows += [tuple(row) for row in more[0]]
             figures += more[1]
     row, one = questions()
     headings = ("model", "way", "GB/s", "of what it is held against", "goal")
     title = f"One pull from another process of this machine, {os.cpu_count()} cores, medians of rounds in turn"
     return title, headings, [*rows, row], [*figures, one]
+
+
+def _secured(arguments: argparse.Namespace) -> Table:
+    rows, figures = [], []
+    for size in SIZES[1:]:
+        with tempfile.TemporaryDirectory() as scratch:
+            more = pulled("secured", size, 25 if arguments.full else 9, Path(scratch))
+        rows += [tuple(row) for row in more[0]]
+        figures += more[1]
+    headings = ("model", "way", "GB/s", "of what it is held against", "goal")
+    return "What checking, signing and encrypting a model costs, medians of rounds in turn", headings, rows, figures
+
+
+def _served(arguments: argparse.Namespace) -> Table:
+    return served(arguments.full)
 
 
 def _training(arguments: argparse.Namespace) -> Table:
@@ -94,6 +110,9 @@ def _measure(
             measuring.append(float(one.overhead_seconds[rank] or 0.0) / wall)
             pulls.append(float(one.retrievals[rank] or 0.0))
     return tuple(statistics.median(values) for values in (blocked, seconds, measuring, pulls))  # type: ignore[return-value]
+
+
+PARTS = {"pulls": _pulls, "secured": _secured, "served": _served, "training": _training}
 
 
 if __name__ == "__main__":

@@ -1,0 +1,171 @@
+"""What it costs a training step when another process pulls the model that is being trained."""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from _far import HERE, SECONDS, manager
+from _report import figure
+from torch import nn
+
+from gossipx.arena import ParameterArena
+from gossipx.comm import CommManager
+from gossipx.memory import Memory
+from gossipx.messages import ModelReply, PullRequest, Request
+from gossipx.tasks.models import build_model
+from gossipx.transports import Address
+from gossipx.wire import Bytes
+
+RATES = {"none": 0.0, "10 a second": 10.0, "back to back": float("inf")}
+GOALS = {"10 a second": 0.01, "back to back": 0.05}
+SEGMENT = 1.5
+"""Seconds of training under one rate, before the next has its turn."""
+
+
+def _cnn() -> tuple[nn.Module, torch.Tensor]:
+    return build_model("lenet", classes=10, channels=1, pixels=28), torch.randn(32, 1, 28, 28)
+
+
+def _mlp() -> tuple[nn.Module, torch.Tensor]:
+    return nn.Sequential(nn.Linear(784, 96), nn.ReLU(), nn.Linear(96, 10)), torch.randn(32, 784)
+
+
+class Training:
+    """A model that trains, and gives itself to whoever pulls, as a peer's driver does."""
+
+    def __init__(self, made: tuple[nn.Module, torch.Tensor]):
+        self._module, self._batch = made
+        self._targets = torch.randint(0, 10, (len(self._batch),))
+        self._optimizer = torch.optim.SGD(self._module.parameters(), lr=1e-4)
+        self._loss = nn.CrossEntropyLoss()
+        self.arena = ParameterArena(self._module)
+        self.comm: CommManager | None = None
+
+    def give(self, sender: int, key: Hashable, request: Request) -> None:
+        """Answer a pull by the last boundary."""
+        assert self.comm is not None
+        held = self.arena.snapshot()
+        deadline = time.monotonic() + SECONDS
+        reply = ModelReply(held.step)
+        self.comm.answer(key, reply, payload=held.buffer, deadline=deadline, done=lambda whole: held.release())
+
+    def step(self) -> None:
+        """One step and its boundary."""
+        self._optimizer.zero_grad()
+        self._loss(self._module(self._batch), self._targets).backward()
+        self._optimizer.step()
+        self.arena.step_done()
+
+    def mean_step(self) -> float:
+        """Seconds a step, of those of one segment."""
+        steps, began = 0, time.perf_counter()
+        while time.perf_counter() - began < SEGMENT:
+            self.step()
+            steps += 1
+        return (time.perf_counter() - began) / steps
+
+
+def pull(nbytes: int, port: int, share: str) -> None:
+    """The other process: pull at the rate that the last line named, and tell of each line how many came under it."""
+    comm = manager(1, [Address(HERE, port), Address(HERE, 1)], lambda *given: None, "shm" if share else "tcp")
+    room = Bytes(Memory(nbytes).view)
+    rate, count = [0.0], [0]
+    changed, over = threading.Event(), threading.Event()
+
+    def work() -> None:
+        done = threading.Event()
+        while not over.is_set():
+            changed.clear()
+            now = rate[0]
+            if not now:
+                changed.wait()
+                continue
+            done.clear()
+            deadline = time.monotonic() + SECONDS
+            comm.request(0, PullRequest(1, SECONDS), deadline=deadline, payload=room, done=lambda reply: done.set())
+            done.wait(SECONDS)
+            count[0] += 1
+            if now != float("inf"):
+                changed.wait(1 / now)
+
+    threading.Thread(target=work, daemon=True).start()
+    for line in sys.stdin:
+        print(count[0], flush=True)
+        rate[0], count[0] = float(line), 0
+        changed.set()
+    over.set()
+    changed.set()
+    comm.close()
+
+
+def disturbance(name: str, make: Callable[[], Any], share: bool, rounds: int) -> tuple[list[Any], list[Any]]:
+    """Rows and figures of one model; every rate in turn in each round, ratios to none in the same round."""
+    training = Training(make())
+    comm = training.comm = manager(0, [Address(HERE, 1)] * 2, training.give, "shm" if share else "tcp")
+    nbytes = training.arena.nbytes()
+    command = [sys.executable, __file__, str(nbytes), str(comm.address.port), "share" if share else ""]
+    puller = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert puller.stdin is not None
+    assert puller.stdout is not None
+
+    def turn_to(rate: float) -> int:
+        assert puller.stdin is not None
+        assert puller.stdout is not None
+        print(rate, file=puller.stdin, flush=True)
+        return int(puller.stdout.readline())
+
+    seconds: dict[str, list[float]] = {kind: [] for kind in RATES}
+    pulls: dict[str, list[float]] = {kind: [] for kind in RATES}
+    for number in range(rounds + 1):
+        for kind, rate in RATES.items():
+            turn_to(rate)
+            took = training.mean_step()
+            came = turn_to(0.0)
+            if number:  # the first warms up
+                seconds[kind].append(took)
+                pulls[kind].append(came / SEGMENT)
+    puller.stdin.close()
+    puller.wait(SECONDS)
+    comm.close()
+    way = "shared memory" if share else "TCP"
+    rows, figures = [], []
+    for kind in RATES:
+        ratios = [one / none - 1 for one, none in zip(seconds[kind], seconds["none"], strict=True)]
+        more = statistics.median(ratios)
+        goal = GOALS.get(kind)
+        shown = [
+            name,
+            way,
+            kind,
+            f"{statistics.median(pulls[kind]):.0f}",
+            f"{statistics.median(seconds[kind]) * 1e3:.3f}",
+        ]
+        rows.append((*shown, f"{more:+.1%}", "" if goal is None else f"{goal:.0%}"))
+        if goal is not None:
+            what = f"{name} over {way}, pulled {kind}: longer steps"
+            figures.append(figure(what, more, "of undisturbed", goal=goal, met=more < goal))
+    return rows, figures
+
+
+def served(full: bool) -> tuple[str, tuple[str, ...], list[Any], list[Any]]:
+    """Title, headings, rows and figures."""
+    torch.set_num_threads(1)
+    rows, figures = [], []
+    for name, make in (("lenet, batch 32", _cnn), ("MLP 784-96-10, batch 32", _mlp)):
+        for share in (False, True):
+            more = disturbance(name, make, share, 15 if full else 7)
+            rows += more[0]
+            figures += more[1]
+    headings = ("model", "way", "pulled", "pulls a second", "ms a step", "longer", "goal")
+    return "A training step while another process pulls the model, medians of rounds in turn", headings, rows, figures
+
+
+if __name__ == "__main__":
+    pull(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
