@@ -79,7 +79,6 @@ class ParameterArena:
         self._given_back = threading.Condition(self.lock)
         self._free_vectors: list[tuple[list[Tensor], Mark]] = []
         self._free_staging: list[memoryview] = []
-        self._delta = 0.0
         self._samples: list[kernels.Sampled] | None = None
         if sampled is not None:
             rows = zip(self.sections, dtypes, strict=True)
@@ -110,24 +109,17 @@ class ParameterArena:
 
     # --- step boundaries --------------------------------------------------------------------------
 
-    def step_done(self, measure: bool = True) -> float:
+    def step_done(self) -> float:
         """Called by the training thread after each change of the weights, the optimizer's step. Training rests then.
-
-        Args:
-            measure: else the last delta is given again. A sample measures from the last step that was measured.
 
         Returns:
             Δ_t = ‖x_t − x_{t−1}‖₂ over the trained values (Adaptive Communication, Eq. 6); x_{t−1} is taken after any
-            mixing. On a device that works beside the processor the Δ of the step measured before, Δ_t for the first.
+            mixing. On a device that works beside the processor Δ of the step before, Δ_t for the first.
         """
         self._lanes.begin()
         with self._next_boundary() as (before, after):
             self.step += 1
-            if measure:
-                self._delta = math.sqrt(self._measured(before, after))
-            elif after is not None:
-                self._copy(after)
-        return self._delta
+            return math.sqrt(self._measured(before, after))
 
     def _measured(self, before: list[Tensor] | None, after: list[Tensor] | None) -> float:
         """Δ_t², and the copy of the boundary, if one is kept."""

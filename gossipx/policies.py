@@ -61,13 +61,11 @@ class Policy(abc.ABC):
         max_silence: pull at the latest after this many iterations without a retrieval; 0: no such limit.
         uses_drift: whether :attr:`Observation.drift` is to be measured (one more pass over the model a step, and one
             more copy of it).
-        uses_delta: whether it looks at deltas at all. If not, they are measured for the curves alone, at those steps.
     """
 
     warmup: int = field(default=0, kw_only=True)
     max_silence: int = field(default=0, kw_only=True)
     uses_drift: ClassVar[bool] = False
-    uses_delta: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.warmup < 0 or self.max_silence < 0:
@@ -87,8 +85,6 @@ class Policy(abc.ABC):
 class Never(Policy):
     """Never pull: gossiping SGD with τ = ∞ (Figure 6)."""
 
-    uses_delta: ClassVar[bool] = False
-
     def decide(self, state: State, observation: Observation) -> tuple[bool, State]:
         return False, state
 
@@ -102,7 +98,6 @@ class Tau(Policy):
     """
 
     period: int
-    uses_delta: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -120,7 +115,6 @@ class Random(Policy):
     """Pull with probability p after each iteration (section IV: "a probability distribution")."""
 
     p: float
-    uses_delta: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -175,7 +169,6 @@ class Drift(Policy):
 
     distance: float
     uses_drift: ClassVar[bool] = True
-    uses_delta: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -25,13 +25,8 @@ from gossipx.tasks.models import MODELS, build_model
 
 Pass = Callable[[], float]
 MEMCPY, EXACT, SAMPLED = "memcpy", "kernels.advance", "kernels.Sampled"
-IN_TRAINING = {
-    EXACT: (False, True),
-    SAMPLED: (True, True),
-    "exact, the policy does not look": (False, False),
-    "sampled, the policy does not look": (True, False),
-}
-"""What is timed after a step: whether the delta is sampled, and whether it is measured."""
+IN_TRAINING = {EXACT: False, SAMPLED: True}
+"""What is timed after a step: whether the delta is sampled."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +73,8 @@ class Trained:
         nn.functional.cross_entropy(self.module(self.images), self.labels).backward()
         self.optimizer.step()
 
-    def measured(self, measure: bool) -> None:
-        self.arena.step_done(measure)
+    def measured(self) -> None:
+        self.arena.step_done()
         self.arena.go_on()
 
 
@@ -176,14 +171,14 @@ def _in_training(case: Case, steps: int) -> tuple[float, dict[str, float]]:
     """Medians: seconds of a step, and of what the arena does right after one, with the caches as it left them."""
     ours: dict[str, float] = {}
     whole = []
-    for name, (sampled, measure) in IN_TRAINING.items():
+    for name, sampled in IN_TRAINING.items():
         trained = Trained(case, sampled)
         trained.step()
-        trained.measured(measure)
+        trained.measured()
         seconds = []
         for _ in range(steps):
             whole.append(_timed(trained.step))
-            seconds.append(_timed(lambda of=trained, look=measure: of.measured(look)))  # type: ignore[misc]
+            seconds.append(_timed(trained.measured))
         ours[name] = statistics.median(seconds)
     return statistics.median(whole), ours
 
@@ -223,10 +218,6 @@ def _report(
             goal = case.goals[(EXACT, SAMPLED).index(name)] if case.goals else None
             met = share < goal if goal else None
             figures.append(figure(f"{case.model} {name}: share", share, "of a step", goal=goal, met=met))
-    for name in IN_TRAINING:
-        if name not in seconds:
-            rows.append((name, "", "", f"{ours[name] * 1e3:.3f}", f"{ours[name] / step:.3%}"))
-            figures.append(figure(f"{case.model} {name}: share", ours[name] / step, "of a step"))
     figures.append(figure(f"{case.model} training step", step * 1e3, "ms"))
     if not quiet:
         title = f"{case.model}, {length:,} values, batches of {case.batch}, a step takes {step * 1e3:.1f} ms; medians"

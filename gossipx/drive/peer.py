@@ -123,7 +123,7 @@ class Peer:
         if self._arena.step % self._options.distance_interval == 0:
             self._arena.check(self._module)
         self._steps += 1
-        delta = self._arena.step_done(self._to_be_measured(self._arena.step + 1))
+        delta = self._arena.step_done()
         drift = self._driver.drift() if self._role.sync.policy.uses_drift else None
         measured = time.perf_counter()
         try:
@@ -136,11 +136,6 @@ class Peer:
             self._arena.go_on()
         self._figures.blocked += went_on - measured
         self._figures.overhead += measured - began + time.perf_counter() - went_on
-
-    def _to_be_measured(self, step: int) -> bool:
-        """For a policy that does not look at the delta, measuring one for a curve takes this step and the last."""
-        interval = self._options.log_interval
-        return self._role.sync.policy.uses_delta or step % interval == 0 or (step + 1) % interval == 0
 
     def log(self, tag: str, value: float | torch.Tensor) -> None:
         """Record a figure of one's own under ``tag`` (``train/loss``, ``test/accuracy``) at this iteration.

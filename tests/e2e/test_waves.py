@@ -26,8 +26,8 @@ import gossipx.build
 
 made, waves = [], []
 class Counted(gossipx.arena.HostBuffer):
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
+    def __init__(self, *arguments, **named):
+        super().__init__(*arguments, **named)
         made.append(self)
 gossipx.arena.HostBuffer = Counted
 

@@ -194,22 +194,6 @@ def test_the_sampled_delta_is_the_steps_alone():
         exact.set_boundary(exact.step)
 
 
-@pytest.mark.parametrize("sampled", [None, 0])
-def test_a_delta_that_nobody_looks_at_is_not_measured(sampled: int | None):
-    arena = made(0, sampled)
-    first = step(arena)
-    change(arena, 9.0)
-    assert arena.step_done(measure=False) == first and arena.step == 2
-    arena.step_done()
-    assert step(arena) == pytest.approx(first, rel=1e-3)
-    snapshot = arena.snapshot()
-    change(arena)
-    arena.step_done(measure=False)
-    if sampled is not None:
-        assert snapshot.settled and bytes(snapshot.buffer.view) == model_of(arena)
-    assert bytes(arena.snapshot().buffer.view) == model_of(arena), "the boundary is right all the same"
-
-
 def test_weights_that_are_set_from_outside_are_no_step():
     arena = made()
     change(arena, 100.0)
