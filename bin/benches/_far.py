@@ -24,6 +24,7 @@ import xxhash
 from torch.distributed import rpc
 
 from gossipx.comm import CommManager
+from gossipx.launch.certs import folder_of
 from gossipx.memory import PIECE, Memory
 from gossipx.messages import ArriveRequest, HereReply, ModelReply, PullRequest, Request, Stage
 from gossipx.transports import Address, tcp
@@ -156,7 +157,7 @@ def context(folder: Path, purpose: ssl._SSLMethod) -> ssl.SSLContext:
     made = ssl.SSLContext(purpose)
     made.minimum_version = ssl.TLSVersion.TLSv1_3
     made.check_hostname = False
-    made.load_cert_chain(folder / HERE / "cert.pem", folder / HERE / "key.pem")
+    made.load_cert_chain(folder / folder_of(HERE) / "cert.pem", folder / folder_of(HERE) / "key.pem")
     made.load_verify_locations(folder / "ca.pem")
     made.verify_mode = ssl.CERT_REQUIRED
     return made
@@ -250,7 +251,7 @@ CHECKS: dict[str, Callable[[], Any]] = {
 
 def tls_of(folder: Path) -> Tls:
     """gossipx's own transport with these certificates."""
-    return Tls(folder / HERE / "cert.pem", folder / HERE / "key.pem", folder / "ca.pem")
+    return Tls(folder / folder_of(HERE) / "cert.pem", folder / folder_of(HERE) / "key.pem", folder / "ca.pem")
 
 
 # --- gossipx ---------------------------------------------------------------------------------------------
@@ -317,6 +318,7 @@ class Gossipx:
         self._question = ArriveRequest(Stage.TRAIN, 1, {"text": "x" * 900})
         if way == "unchecked":  # connections keep the check that they began with
             usual, frames.CHECKSUMS = frames.CHECKSUMS, Unchecked
+            self.prepare()
             self.pull()
             frames.CHECKSUMS = usual
 
@@ -326,10 +328,13 @@ class Gossipx:
         if isinstance(reply, Exception):
             raise reply
 
+    def prepare(self) -> None:
+        """Before each pull, not part of it: where the model is to go."""
+        self._room = self._sink()
+
     def pull(self) -> None:
-        sink = self._sink()
-        self._request(PullRequest(1, 30.0), sink)
-        self._after(sink)
+        self._request(PullRequest(1, 30.0), self._room)
+        self._after(self._room)
 
     def ask(self) -> None:
         """1 KB there, a few bytes back."""
