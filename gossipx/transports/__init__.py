@@ -67,6 +67,9 @@ class Stream(Protocol):
     def quiet(self) -> bool:
         """Whether the other side has neither closed nor sent what is still unread; never waits."""
 
+    def ended(self) -> bool:
+        """Whether the other side has closed, and nothing is left to be read; never waits."""
+
     def abort(self) -> None:
         """End both ways at once; calls blocked in other threads raise. Any number of times."""
 

@@ -125,12 +125,13 @@ class Link:
     def _carry(self, carrier: Carrier, view: memoryview, number: int, deadline: float) -> None:
         """Send a payload by the carrier; what its check ends in goes over the connection."""
         check = hashlib.sha256() if isinstance(self.stream, Certified) else self.checks()
-        for part in carrier.send(view.cast("B"), deadline):
-            for start in range(0, len(part), PIECE):
-                check.update(part[start : start + PIECE])
-            self._links.count(len(part), 0)
-            if self._links.pace is not None:
-                self._wait_for_turn(self._links.pace, len(part), deadline)
+        with self._watching(carrier):
+            for part in carrier.send(view.cast("B"), deadline):
+                for start in range(0, len(part), PIECE):
+                    check.update(part[start : start + PIECE])
+                self._links.count(len(part), 0)
+                if self._links.pace is not None:
+                    self._wait_for_turn(self._links.pace, len(part), deadline)
         self.send(frames.encode(Carried(check.digest().hex()), number, checks=self.checks), deadline)
 
     def _take_carried(self, carrier: Carrier, sink: Sink, number: int, deadline: float) -> None:
@@ -146,12 +147,30 @@ class Link:
                 self._links.count(0, len(part))
                 yield part
 
-        gather(parts(), sink, check.update)
+        with self._watching(carrier):
+            gather(parts(), sink, check.update)
         last = self.receive(deadline)
         if not isinstance(last.message, Carried) or last.request != number:
             raise ProtocolError(f"a payload was followed by {type(last.message).__name__}")
         if not hmac.compare_digest(last.message.digest, check.digest().hex()):
             raise ProtocolError("a payload that does not match its checksum")
+
+    @contextlib.contextmanager
+    def _watching(self, carrier: Carrier) -> Iterator[None]:
+        """End the carrier if the connection ends: gloo does not always notice that the other side has closed."""
+        over = threading.Event()
+
+        def watch() -> None:
+            while not over.wait(_LOOK):
+                if self.stream.ended():
+                    carrier.abort()
+                    return
+
+        self._links.spawn("watch", watch)
+        try:
+            yield
+        finally:
+            over.set()
 
     def ask_for_carrier(self, carriers: Carriers, number: int, deadline: float) -> None:
         """Build :attr:`carrier` together with the other side, which does :meth:`build_carrier`.
@@ -349,6 +368,8 @@ class Link:
             return
 
 
+# Seconds between two looks whether the other side of a transfer beside a connection is still there.
+_LOOK = 0.5
 # Idle links kept to another peer: a pull and a message beside it.
 _KEPT = 2
 

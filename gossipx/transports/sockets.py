@@ -101,6 +101,16 @@ class SocketStream:
             return False
         return False
 
+    def ended(self) -> bool:
+        """Whether the other side has closed, and nothing is left to be read."""
+        try:
+            with self._use():
+                return not self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except (OSError, PeerUnreachableError):
+            return True
+
     def abort(self) -> None:
         """End both ways at once."""
         with self._lock:

@@ -146,6 +146,12 @@ class TlsStream:
             waiting = self._tls.pending() or self._incoming.pending
         return not waiting and self._below.quiet()
 
+    def ended(self) -> bool:
+        """Whether the other side has closed, and nothing is left to be read."""
+        with self._state:
+            waiting = self._tls.pending() or self._incoming.pending
+        return not waiting and self._below.ended()
+
     def abort(self) -> None:
         """End both ways at once."""
         self._below.abort()
