@@ -25,7 +25,7 @@ def test_four_peers_exchange_and_agree(tmp_path: Path, mode: str, blocking: bool
     model = sum(tensor.nbytes for tensor in run.model(0).values())
     decisions = 4 * ITERATIONS // 5
     mixed = sum(summary["retrievals"])
-    assert decisions / 3 < mixed <= decisions * (2 if mode == "pushpull" else 1), summary
+    assert decisions / 8 < mixed <= decisions * (2 if mode == "pushpull" else 1), summary
     for received, retrievals, finish in zip(
         summary["bytes_received"], summary["retrievals"], summary["finish_bytes"], strict=True
     ):
