@@ -73,6 +73,10 @@ from gossipx.sync import SyncManager
 from gossipx.topology import Topology
 from gossipx.topology.schedules import Random, Schedule
 
+BUSY = "busy"
+"""The timer of a blocking pull that found all neighbours busy."""
+BUSY_REST = 1 / 10_000
+"""Share of peer_timeout (3 ms of 30 s) until it asks again: what a small model takes to be given to another."""
 UNSOUND = "its model holds NaN or Inf"
 TRAINED = "its training is over"
 
@@ -117,6 +121,7 @@ class _Pull:
     tried: frozenset[int]
     fault: bool  # one of those that were tried failed, rather than said no
     began: float
+    decided: float  # when the policy has fired
     reply: ModelReply | None = None
 
 
@@ -350,6 +355,8 @@ class PeerRole:
             return self._announce_again(int(rank), now) if self._gathering else []
         if what == "gather":
             return self._gather_timer(now) if self._gathering else []
+        if what == BUSY:
+            return self._pull_again(now)
         if what in (OFFER, SETTLE) and self.exchange and self.stage is not Stage.LEFT:
             return self._exchanged(self.exchange.timer(what, now), now)
         if what == TIMER and self.stage is not Stage.LEFT:
@@ -501,13 +508,13 @@ class PeerRole:
             self.counts.alone += 1
             return []
         self.sync.requested()
-        request = self._pull_from(to, frozenset(), False, now)
+        request = self._pull_from(to, frozenset(), False, now, now)
         return [Wait(), request] if self.settings.blocking else [request]
 
-    def _pull_from(self, to: int, tried: frozenset[int], fault: bool, now: float) -> Send:
+    def _pull_from(self, to: int, tried: frozenset[int], fault: bool, decided: float, now: float) -> Send:
         patience = self.members.patience(to)
         send = self._requests.send(to, PullRequest(self.step, patience), now + patience)
-        self._pull = _Pull(send.ticket, to, tried | {to}, fault, now)
+        self._pull = _Pull(send.ticket, to, tried | {to}, fault, now, decided)
         return send
 
     def _pull_elsewhere(self, now: float, fault: bool = True) -> list[Effect]:
@@ -516,13 +523,23 @@ class PeerRole:
         fault = fault or self._pull.fault
         to = self.members.draw(now, besides=self._pull.tried, again=True)
         if to is not None and self.stage is Stage.TRAIN:
-            return [self._pull_from(to, self._pull.tried, fault, now)]
+            return [self._pull_from(to, self._pull.tried, fault, self._pull.decided, now)]
+        waits = self.settings.blocking and not fault and now - self._pull.decided < self._model_timeout
+        if waits and self.stage is Stage.TRAIN:  # Algorithm 2 does not go on without a model
+            return [SetTimer(BUSY, now + BUSY_REST * self.settings.peer_timeout)]
         self._pull = None
         if fault:
             self.sync.abandoned()
         else:
             self.sync.found_nobody()
         return [Resume()] if self.settings.blocking else []
+
+    def _pull_again(self, now: float) -> list[Effect]:
+        """All neighbours were busy a moment ago, and training waits."""
+        if self._pull is None or self.stage is not Stage.TRAIN:
+            return []
+        self._pull.tried = frozenset()
+        return self._pull_elsewhere(now, fault=False)
 
     def _exchanged(self, effects: list[Effect], now: float) -> list[Effect]:
         """An exchange has gone on: may it be mixed now, or is it over, for which the end of training waited?"""
