@@ -344,15 +344,12 @@ class CommManager:
         return self._ask_over(self._open(job.to, job.deadline), job)
 
     def _ask_over(self, link: Link, job: _Job) -> Reply:
-        try:
+        with self._links.dropped_on_failure(link):
             if self._carriers is not None and link.carrier is None and job.to not in self._bare and _wants_bytes(job):
                 # Half the time: if it cannot be built, the other half is for the model to come without.
                 by = (time.monotonic() + self._soon(job.deadline)) / 2
                 link.ask_for_carrier(self._carriers, next(self._numbers), by)
             frame = link.ask(job.request, next(self._numbers), job.deadline, job.payload)
-        except BaseException:
-            self._links.drop(link)
-            raise
         self._links.keep(job.to, link)
         return cast(Reply, frame.message)
 
@@ -387,13 +384,10 @@ class CommManager:
             return None
 
     def _greet(self, link: Link, to: int, deadline: float) -> Welcome:
-        try:
+        with self._links.dropped_on_failure(link):
             if self._secret is not None:
                 link.prove(self._secret, self._me, self._names[to], deadline)
             they = link.greet(self._me, to, self._names[to], self._manifest, deadline)
-        except BaseException:
-            self._links.drop(link)
-            raise
         self.trust.taken_in()
         return they
 
@@ -508,11 +502,10 @@ class CommManager:
             else:
                 link.send(frames.encode(reply, number, checks=link.checks), deadline)
             whole = True
-        except BaseException:
-            # Before the memory that it gives is changed: whoever still reads it must not be able to take it as whole.
-            link.abort()
-            raise
         finally:
+            if not whole:
+                # Before the memory that it gives is changed: whoever still reads it must not take it as whole.
+                link.abort()
             self._forget(key)
             if slot.answer is not None:
                 _tell(slot.answer[3], whole)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import threading
@@ -190,24 +191,19 @@ class Peer:
 
     def start(self) -> None:
         """Listen, take a model to begin with, and wait for the others; called by :func:`gossipx.join`."""
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.close)
             process.join(self, self._options.under_run)
-        except UsageError:
-            self.close()
-            raise
-        if threading.current_thread() is threading.main_thread() and self._options.under_run:
-            process.on_sigterm(self._asked_to_leave)
-        self._progress.watch_parent()
-        try:
+            if threading.current_thread() is threading.main_thread() and self._options.under_run:
+                process.on_sigterm(self._asked_to_leave)
+            self._progress.watch_parent()
             self._comm.start()
             self._tell_progress("joining")
             self._driver.tell(JoinRun())
             self._wait()
             if self._driver.stranger is not None:  # nobody else has come: do not train alone by mistake
                 raise self._driver.stranger
-        except BaseException:
-            self.close()
-            raise
+            undo.pop_all()
         if self._role.sync.policy.uses_drift:
             self._driver.reference.set()
         self._figures.start(self._comm.bytes_received)

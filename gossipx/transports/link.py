@@ -423,6 +423,14 @@ class Links:
         with self._lock:
             self._links.discard(link)
 
+    @contextlib.contextmanager
+    def dropped_on_failure(self, link: Link) -> Iterator[None]:
+        """End ``link`` if what is done with it raises."""
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.drop, link)
+            yield
+            undo.pop_all()
+
     def keep(self, to: int, link: Link) -> None:
         """Keep a link to peer ``to`` for its next use, or end it if there are enough."""
         with self._lock:

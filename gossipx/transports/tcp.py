@@ -128,15 +128,16 @@ def connect(address: Address, deadline: float) -> TcpStream:
                 raise LocalFaultError(f"cannot connect to {address}: {reason(error)}") from error
             failure = error
             continue
-        try:
-            _connect(connecting, place, address, deadline)
-            return TcpStream(connecting, address)
-        except OSError as error:
-            connecting.close()
-            failure = error
-        except BaseException:
-            connecting.close()
-            raise
+        with contextlib.ExitStack() as undo:
+            undo.callback(connecting.close)
+            try:
+                _connect(connecting, place, address, deadline)
+                stream = TcpStream(connecting, address)
+            except OSError as error:
+                failure = error
+                continue
+            undo.pop_all()
+            return stream
     cause = "no address" if failure is None else reason(failure)
     raise PeerUnreachableError(f"cannot connect to {address}: {cause}") from failure
 

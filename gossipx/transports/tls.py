@@ -332,11 +332,10 @@ class Tls:
             NotAuthorisedError: the CAs differ.
         """
         stream = self._wrap(self._below.connect(address, deadline), address.host.partition("%")[0])
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(stream.abort)
             stream.shake_hands(deadline)
-        except BaseException:
-            stream.abort()
-            raise
+            undo.pop_all()
         return stream
 
     def _wrap(self, below: Stream, host: str | None = None) -> TlsStream:
