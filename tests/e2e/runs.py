@@ -53,6 +53,13 @@ def train(peer, model, optimizer, until):
         (model(batch(peer)).double() - 1).square().mean().backward()
         optimizer.step()
 
+
+def all_have(peer, what, done, ranks, most=200_000):
+    # Says so once this peer is done. True when all of them have said so, or it takes too long.
+    if done:
+        (FOLDER / f"{peer.rank}-{what}").touch()
+    return peer.iteration >= most or all((FOLDER / f"{rank}-{what}").exists() for rank in ranks)
+
 """
 """What the tests' training scripts begin with; their first argument is the folder that they tell figures in."""
 
