@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,13 +16,9 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import tomli_w
 
+from gossipx import toml
 from gossipx.errors import UsageError
 from gossipx.specs import known_word, suggest
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 
 def setting(
@@ -255,12 +250,7 @@ def load(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise UsageError(f"cannot read the configuration: {reason}", path) from error
-    try:
-        tables = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        at = re.search(r"line (\d+)", str(error))
-        last = max(1, len(text.splitlines()))  # "at end of document" has no number
-        raise UsageError(f"not TOML: {error}", path, int(at.group(1)) if at else last) from error
+    tables = toml.loads(text, path)
     values: dict[str, Any] = {}
     known = dict.fromkeys(key.table for key in KEYS.values())
     for table, content in tables.items():

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
 
 from gossipx.buffers import HostBuffer
 from gossipx.errors import LocalFaultError
 from gossipx.streams import Mark
+
+Retrieval = TypeVar("Retrieval")
 
 PATIENCE = 30.0
 """Seconds that a thread is kept for a snapshot of the next boundary: as long as a peer is waited for by default."""
@@ -134,3 +137,26 @@ class Snapshot:
             self.holders -= 1
             if self.holders == 0 and self._vectors is not None:
                 self._keeper.reuse(self._vectors, self._buffer)
+
+
+@dataclass
+class Captured(Generic[Retrieval]):
+    """A model that was captured for an exchange; it holds ``base`` and ``now``.
+
+    Attributes:
+        base: the model as it was captured.
+        now: what it has become by merging others into it.
+        retrievals: these, in order.
+    """
+
+    base: Snapshot
+    now: Snapshot = field(init=False)
+    retrievals: list[Retrieval] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.now = self.base.hold()
+
+    def release(self) -> None:
+        """Let both go."""
+        self.base.release()
+        self.now.release()

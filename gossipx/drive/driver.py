@@ -15,7 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from gossipx.actor import (
@@ -71,7 +71,7 @@ from gossipx.messages import (
     TakeRequest,
 )
 from gossipx.peer import PeerRole
-from gossipx.snapshots import Snapshot
+from gossipx.snapshots import Captured, Snapshot
 
 log = logging.getLogger("gossipx")
 
@@ -109,22 +109,6 @@ class Retrieval:
     distance: float | None
 
 
-@dataclass
-class _Held:
-    """A captured model of ours, and what was merged into it so far; it holds both."""
-
-    base: Snapshot
-    now: Snapshot = field(init=False)
-    retrievals: list[Retrieval] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.now = self.base.hold()
-
-    def release(self) -> None:
-        self.base.release()
-        self.now.release()
-
-
 class Driver:
     """One role, its arena and its CommManager in one process.
 
@@ -152,8 +136,9 @@ class Driver:
         self._may_go_on = threading.Event()
         self._may_go_on.set()
         self._transfers: dict[int, _Transfer] = {}
-        self._held: dict[int, _Held] = {}  # guarded by the arena's lock, as what its snapshots are held for
-        self._given: deque[_Held] = deque()  # drift is to count from the last of these
+        # Guarded by the arena's lock, as what its snapshots are held for:
+        self._held: dict[int, Captured[Retrieval]] = {}
+        self._given: deque[Captured[Retrieval]] = deque()  # drift is to count from the last of these
         self._notes: dict[str, tuple[float, int]] = {}
         # Handing a request to the CommManager wakes its threads, which would take the processor from a training step.
         self._outbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -229,7 +214,7 @@ class Driver:
             case Stop(reason):
                 self.fail(self.stranger or NotEnoughPeersError(reason))
             case Capture(ticket):
-                self._held[ticket] = _Held(self.arena.snapshot())
+                self._held[ticket] = Captured(self.arena.snapshot())
             case Answer(captured=int(ticket)):
                 return self._hold(ticket)
         return None
@@ -380,7 +365,7 @@ class Driver:
                 base = self.arena.snapshot()
                 if self.role.sync.policy.uses_drift:
                     with self.arena.lock:
-                        self._held[send.ticket] = _Held(base.hold())
+                        self._held[send.ticket] = Captured(base.hold())
                 return base
             case _:
                 return None

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections import deque
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,7 +32,7 @@ from gossipx.messages import (
     TakeRequest,
 )
 from gossipx.peer import PeerRole
-from gossipx.snapshots import Snapshot
+from gossipx.snapshots import Captured, Snapshot
 from gossipx.wire import pour
 
 if TYPE_CHECKING:
@@ -49,18 +49,6 @@ class _Exchange:
     open: bool = True
     their_step: int = 0
     arrived: float = 0.0
-
-
-@dataclass
-class _Held:
-    """A captured model of ours, what was merged into it so far, and from whom."""
-
-    base: Snapshot
-    now: Snapshot = field(init=False)
-    retrievals: list[Retrieval] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.now = self.base.hold()
 
 
 @dataclass(frozen=True)
@@ -125,7 +113,7 @@ class SimPeer:
         self._events: deque[actor.Event] = deque()
         self._handling = False
         self._exchanges: dict[int, _Exchange] = {}
-        self._held: dict[int, _Held] = {}
+        self._held: dict[int, Captured[Retrieval]] = {}
         self._requests = 0  # received so far: the keys of requests
         self._requesters: dict[Hashable, tuple[SimPeer, int]] = {}
         self._timers: dict[str, float] = {}
@@ -233,7 +221,7 @@ class SimPeer:
             case actor.Answer():
                 self._answer(effect)
             case actor.Capture(ticket):
-                self._held[ticket] = _Held(self.arena.snapshot())
+                self._held[ticket] = Captured(self.arena.snapshot())
             case actor.Merge():
                 self._merge(effect)
             case actor.TakeIn(ticket):
@@ -298,7 +286,7 @@ class SimPeer:
                 return self._held[send.ticket].base.hold()
             case PullRequest():
                 if self.role.sync.policy.uses_drift:
-                    self._held[send.ticket] = _Held(self.arena.snapshot())
+                    self._held[send.ticket] = Captured(self.arena.snapshot())
                 return self.arena.snapshot()
             case _:
                 return None
@@ -471,8 +459,7 @@ class SimPeer:
 
     def _forget(self, ticket: int) -> None:
         if held := self._held.pop(ticket, None):
-            held.base.release()
-            held.now.release()
+            held.release()
         exchange = self._exchanges.pop(ticket, None)
         if exchange is None:
             return

@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,15 +17,10 @@ from typing import Any
 
 import networkx as nx
 
-from gossipx import specs
+from gossipx import specs, toml
 from gossipx.errors import UsageError
 from gossipx.topology import schedules
 from gossipx.topology.graphs import GENERATORS
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 _KEYS = dict.fromkeys(("generator", "parameters", "edges", "directed", "sites", "schedule"))
 
@@ -50,12 +44,7 @@ def drawn_in_toml(text: str, path: Path) -> Drawing:
     Raises:
         UsageError: the file and line of what is wrong in it, and what would have been right.
     """
-    try:
-        data = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        at = re.search(r"line (\d+)", str(error))
-        last = max(1, len(text.splitlines()))  # "at end of document" has no number
-        raise UsageError(f"not TOML: {error}", path, int(at.group(1)) if at else last) from error
+    data = toml.loads(text, path)
     key = next(iter(data), "generator")
     try:
         for key in data:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -17,7 +18,7 @@ from toy import SIZE, Point, alone, ended, make, sgd, until, world
 from gossipx import policies
 from gossipx.arena import ParameterArena
 from gossipx.policies import Observation, Policy
-from gossipx.sim import Network, World
+from gossipx.sim import Network, SimPeer, World
 from gossipx.sync import SyncManager, consensus_distance
 
 
@@ -218,17 +219,23 @@ class Watch(Policy):
         return observation.step % 4 == 0, state
 
 
-@pytest.mark.parametrize("blocking", [False, True])
-def test_drift_is_the_way_that_own_steps_have_led(blocking: bool):
-    """‖x_t − x_r‖ with x_r the model at the request plus the change once mixed: own steps alone, Σ (x_t − x_{t−1})."""
-    policy = Watch()
+def keeping_ways() -> tuple[list[torch.Tensor], Callable[[SimPeer], None]]:
+    """SGD, and the way of each of its steps."""
     ways: list[torch.Tensor] = []
 
-    def step(peer) -> None:
+    def step(peer: SimPeer) -> None:
         before = peer.weights()
         sgd(peer.module)
         ways.append(peer.weights() - before)
 
+    return ways, step
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+def test_drift_is_the_way_that_own_steps_have_led(blocking: bool):
+    """‖x_t − x_r‖ with x_r the model at the request plus the change once mixed: own steps alone, Σ (x_t − x_{t−1})."""
+    policy = Watch()
+    ways, step = keeping_ways()
     made = World(0, Network(bandwidth=4 * SIZE / 1.5))
     made.start(1, lambda _: make(1, 2, policy="never", init="own"))
     watched = make(0, 2, policy=policy, blocking=blocking, init="own", gradient_step=step)
@@ -245,13 +252,7 @@ def test_drift_is_the_way_that_own_steps_have_led(blocking: bool):
 def test_drift_is_that_of_own_steps_where_others_give_their_models_too(blocking: bool, mode: str):
     """x_r is the model as it was pushed, or entered a pair; what others push meanwhile moves x and x_r alike."""
     policy = Watch()
-    ways: list[torch.Tensor] = []
-
-    def step(peer) -> None:
-        before = peer.weights()
-        sgd(peer.module)
-        ways.append(peer.weights() - before)
-
+    ways, step = keeping_ways()
     made = World(0, Network(bandwidth=4 * SIZE / 1.5))
     others = "tau:3" if mode == "push" else "never"
     options = {"blocking": blocking, "init": "own", "mode": mode}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -114,15 +115,20 @@ def test_mass_is_conserved_at_every_moment(size, seed, paces, blocking, loss, re
         assert sum(peer.role.sync.retrievals for peer in made.peers.values()) > size
 
 
+def one_pushes(policy: str, iterations: int, **options: Any) -> World:
+    """Of two that stand still, 0 alone pushes; the first push has just been asked for by 1."""
+    made = World(0, Network(delay=0.1))
+    options = {"graph": Topology("one way", ((1,), (0,))), "init": "own", "gradient_step": still, **options}
+    options |= {"mode": "push", "push_sum": True, "iterations": iterations}
+    made.start(0, maker(0, 2, policy=policy, **options))
+    made.start(1, maker(1, 2, policy="never", **options))
+    return until(made, 1, "takes from 0")
+
+
 @pytest.mark.parametrize("blocking", [False, True])
 def test_an_answer_lost_leaves_doubt_that_asking_again_ends(blocking: bool):
     """[26] The half has left its sender, the receiver does not know: it asks until it does, and mixes once."""
-    pair = Topology("one way", ((1,), (0,)))
-    made = World(0, Network(delay=0.1))
-    options = {"graph": pair, "init": "own", "gradient_step": still, "mode": "push", "push_sum": True}
-    made.start(0, maker(0, 2, policy="tau:5", iterations=30, blocking=blocking, **options))
-    made.start(1, maker(1, 2, policy="never", iterations=30, blocking=blocking, **options))
-    until(made, 1, "takes from 0")
+    made = one_pushes("tau:5", 30, blocking=blocking)
     made.network.cut([0], [1], made.now + 0.35, made.now + 12.0, one_way=True)  # the model has passed, nothing after it
     made.run(made.now + 5.0)
     assert made.fired["cut"] > 0
@@ -135,12 +141,7 @@ def test_an_answer_lost_leaves_doubt_that_asking_again_ends(blocking: bool):
 
 
 def test_a_sender_that_dies_in_doubt_loses_no_weight_that_it_gave():
-    pair = Topology("one way", ((1,), (0,)))
-    made = World(0, Network(delay=0.1))
-    options = {"graph": pair, "init": "own", "gradient_step": still, "mode": "push", "push_sum": True}
-    made.start(0, maker(0, 2, policy="tau:5", iterations=40, **options))
-    made.start(1, maker(1, 2, policy="never", iterations=40, **options))
-    until(made, 1, "takes from 0")
+    made = one_pushes("tau:5", 40)
     made.network.cut([0], [1], made.now + 0.35, made.now + 2.0, one_way=True)
     made.crash(0, made.now + 1.0)
     ended(made, bound(2, 40))
@@ -152,12 +153,7 @@ def test_a_sender_that_dies_in_doubt_loses_no_weight_that_it_gave():
 
 def test_what_was_given_up_is_not_taken():
     """The receiver comes to settle when the sender has long given up: refused, and nothing has moved."""
-    pair = Topology("one way", ((1,), (0,)))
-    made = World(0, Network(delay=0.1))
-    options = {"graph": pair, "init": "own", "gradient_step": still, "mode": "push", "push_sum": True}
-    made.start(0, maker(0, 2, policy="tau:25", iterations=40, **options))
-    made.start(1, maker(1, 2, policy="never", iterations=40, **options))
-    until(made, 1, "takes from 0")
+    made = one_pushes("tau:25", 40)
     made.network.cut([1], [0], made.now + 0.15, made.now + TIMEOUT + 2, one_way=True)  # it cannot ask to settle
     made.run(39.5)
     assert made.fired["cut"] > 0

@@ -307,19 +307,25 @@ def test_no_choices_lead_to_a_deadlock(size, seed, blocking, delay, jitter, band
 # --- faults -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", [PUSH, PUSH_SUM, PAIRS], ids=["push", "push-sum", "pushpull"])
-@both_ways
-def test_crash_of_the_partner_in_mid_exchange(mode: dict[str, Any], blocking: bool):
-    """[1, 2] No model is partly applied: the survivor is, bit for bit, where it would have been alone."""
+def crash_in_mid_exchange(who: int, mode: dict[str, Any], blocking: bool) -> World:
+    """Of two, 0 alone begins exchanges; ``who`` crashes in the midst of the first."""
     options = {"policy": "tau:9", "iterations": 14, "blocking": blocking, "init": "own", **mode}
     made = World(0, slow())
     made.start(0, maker(0, 2, **options))
     made.start(1, maker(1, 2, **{**options, "policy": "never"}))
     until(made, 1, "takes from 0")
-    made.crash(1, made.now + 0.5)
+    made.crash(who, made.now + 0.5)
     ended(made, bound(2, 14))
-    peer = made.peers[0]
     assert made.fired["crash"] == 1
+    return made
+
+
+@pytest.mark.parametrize("mode", [PUSH, PUSH_SUM, PAIRS], ids=["push", "push-sum", "pushpull"])
+@both_ways
+def test_crash_of_the_partner_in_mid_exchange(mode: dict[str, Any], blocking: bool):
+    """[1, 2] No model is partly applied: the survivor is, bit for bit, where it would have been alone."""
+    made = crash_in_mid_exchange(1, mode, blocking)
+    peer = made.peers[0]
     assert (peer.role.sync.retrievals, peer.role.sync.failed) == (0, 1)
     assert torch.equal(peer.before_finish, alone(0, 14))
     assert peer.role.weight == 1.0
@@ -331,15 +337,8 @@ def test_crash_of_the_partner_in_mid_exchange(mode: dict[str, Any], blocking: bo
 @both_ways
 def test_crash_of_the_one_who_began_in_mid_exchange(mode: dict[str, Any], blocking: bool):
     """[1, 2]"""
-    options = {"policy": "tau:9", "iterations": 14, "blocking": blocking, "init": "own", **mode}
-    made = World(0, slow())
-    made.start(0, maker(0, 2, **options))
-    made.start(1, maker(1, 2, **{**options, "policy": "never"}))
-    until(made, 1, "takes from 0")
-    made.crash(0, made.now + 0.5)
-    ended(made, bound(2, 14))
+    made = crash_in_mid_exchange(0, mode, blocking)
     peer = made.peers[1]
-    assert made.fired["crash"] == 1
     assert peer.role.sync.retrievals == 0
     assert torch.equal(peer.before_finish, alone(1, 14))
     nothing_left(made)

@@ -1,0 +1,29 @@
+"""TOML, with the line of what is wrong in it."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from gossipx.errors import UsageError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+def loads(text: str, path: Path) -> dict[str, Any]:
+    """The tables in ``text``, the content of ``path``.
+
+    Raises:
+        UsageError: it is not TOML; the message names the file and the line.
+    """
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        at = re.search(r"line (\d+)", str(error))
+        last = max(1, len(text.splitlines()))  # "at end of document" has no number
+        raise UsageError(f"not TOML: {error}", path, int(at.group(1)) if at else last) from error
