@@ -341,12 +341,14 @@ def _pieces(head: bytes, payload: memoryview | None, checks: Checks) -> Iterator
     check = checks()
     for start in range(0, len(payload), PIECE):
         piece = payload[start : start + PIECE]
-        check.update(piece)
         buffers.append(piece)
-        if start + PIECE >= len(payload):
-            buffers.append(check.digest())
-        yield buffers
-        buffers = []
+        if start + PIECE < len(payload):
+            yield buffers
+            buffers = []
+            check.update(piece)  # after it was sent, which has brought it into the processor's cache
+        else:
+            check.update(piece)
+            yield [*buffers, check.digest()]
 
 
 def _plain(value: object) -> object:
