@@ -88,7 +88,7 @@ class Membership:
         rank: one's own.
         size: peers in the run.
         schedule: whose turn it is, and over which graph.
-        peer_timeout: seconds, see :class:`~gossipx.peer.role.PeerSettings`.
+        peer_timeout: seconds, see :class:`~gossipx.peer.settings.PeerSettings`.
         rng: for draws and for the jitter of rests.
         model_timeout: seconds that a model is waited for as long as none has been measured, if longer than that.
     """
