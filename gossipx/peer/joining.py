@@ -59,8 +59,8 @@ class Joining:
         self._ticket, self._giver = request.ticket, request.to
         return [request]
 
-    def none_is_had(self) -> bool:
-        """Whether it is known that nobody has a model, so that we begin with our own."""
+    def may_begin(self) -> bool:
+        """Whether we begin with our own model, as it is known that nobody has one to give."""
         asked = self._requests.asked(ArriveRequest)
         known = all(rank not in asked or other.stage is not None for rank, other in self._members.others.items())
         return self._ticket is None and (self._own or self._rank == 0) and known

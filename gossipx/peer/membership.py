@@ -156,6 +156,10 @@ class Membership:
         out = self.not_met(now)
         return [rank for rank, other in self.others.items() if other.stage in begun and rank not in out]
 
+    def in_finish(self) -> list[int]:
+        """Ranks that are known to have come to the finish, ascending: the last wave is theirs."""
+        return [rank for rank in self.awaited() if self.others[rank].stage in (Stage.FINISH, Stage.AGREE)]
+
     def not_met(self, now: float) -> set[int]:
         """Ranks that are met in no wave that begins now: who is silent, until it is heard of again, or set aside."""
         return {rank for rank, other in self.others.items() if other.silent or other.aside_until > now}

@@ -1,6 +1,7 @@
-"""Pulls: gossiping SGD in which a peer fetches a neighbour's model, and mixes it at a step boundary.
+"""Pulls: gossiping SGD in which each peer fetches the model of a neighbour, and mixes it at a step boundary.
 
-A decision is one pull. A neighbour that is busy, or whose model does not come, is not asked again for it: another is,
+Jin et al., How to scale distributed deep learning? (2016), the pull variant; Algorithm 2 of Adaptive Communication. A
+decision is one pull. A neighbour that is busy, or whose model does not come, is not asked again for it: another is,
 until a model is here or none is left. A pull then came to nothing; but one that training waits for, and that found all
 busy, asks all of them again a moment later.
 """

@@ -1,12 +1,14 @@
 """The peer's state machine.
 
 A peer's life: JOINING (it has no model yet) → START (waits for the others) → TRAIN → FINISH (waits for the others) →
-AGREE (averages in pairs, the last wave) → DONE (tells its figures) → LEFT. Each part below is one section of the class.
+AGREE (averages in pairs, the last wave) → DONE (tells its figures) → LEFT. The role goes from stage to stage and passes
+on what happens to its parts, each of which decides one matter: who is waited for (gathering), where a first model comes
+from (joining), what follows at step boundaries (training), and how models go from peer to peer (pulls, an exchange of
+pushes or pairs, waves, serving).
 """
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
@@ -67,13 +69,13 @@ from gossipx.peer.pushes import Pushes
 from gossipx.peer.requests import Requests
 from gossipx.peer.serving import Serving
 from gossipx.peer.settings import PeerSettings
+from gossipx.peer.training import UNSOUND, Training
 from gossipx.peer.wave import TIMER, Wave
 from gossipx.peer.waves import Waves
 from gossipx.sync import SyncManager
 from gossipx.topology import Topology
 from gossipx.topology.schedules import Random, Schedule
 
-UNSOUND = "its model holds NaN or Inf"
 TRAINED = "its training is over"
 
 
@@ -104,12 +106,8 @@ class PeerRole:
     shares: Mapping[int, float] = field(default_factory=dict)
 
     stage: Stage = field(default=Stage.JOINING, init=False)
-    step: int = field(default=0, init=False)
     counts: Counts = field(default_factory=Counts, init=False)
     report: dict[str, Any] = field(default_factory=dict, init=False)  # our final figures, once known
-    sound: bool = field(default=True, init=False)  # whether our own model is finite: no other is given
-    _decide_after_mix: StepDone | None = field(default=None, init=False)
-    _finish_after_mix: bool = field(default=False, init=False)
     _requests: Requests = field(default_factory=Requests, init=False)
 
     def __post_init__(self) -> None:
@@ -129,12 +127,14 @@ class PeerRole:
             self.exchange = Pushes(ground, self.mixing, settings.push_sum)
         elif settings.mode == "pushpull":
             self.exchange = Pairs(ground)
+        in_waves = settings.exchange == "waves"
+        self.training = Training(ground, self.gathering, self.pulls, self.exchange, self.waves, in_waves)
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Take one event in and say what is to be done about it, in order."""
         match event:
             case StepDone():
-                return self._step_done(event, now)
+                return self._trained(self.training.step_done(event, now), now)
             case Received():
                 return self._received(event, now)
             case Replied():
@@ -155,13 +155,12 @@ class PeerRole:
                 # With --init own, too: one that is started again takes a model of those that train.
                 return [Wait(), *self._gather(Stage.START if self.size == 1 else Stage.JOINING, now)]
             case TrainingEnded(agrees):
-                self.sound = self.sound and agrees
-                return self._training_ended(now)
+                return self._trained(self.training.ended(agrees, now), now)
             case FiguresReady():
                 self.report = event.report
                 return [Wait(), *self._gather(Stage.DONE, now)]
-            case Restored(step, sync, weight):
-                return self._restored(step, sync, weight, now)
+            case Restored():
+                return self.training.restored(event, now)
             case LeaveRun():
                 return self._leave(now)
 
@@ -209,17 +208,17 @@ class PeerRole:
                 return self._round_requested(event, event.request, now)
             case InitialRequest() | PullRequest() if self.stage in (Stage.JOINING, Stage.LEFT):
                 return [self._answer(event.key, NotReadyReply("it has no model to give yet"), now)]
-            case InitialRequest() | PullRequest() if not self.sound:
+            case InitialRequest() | PullRequest() if not self.training.sound:
                 return [self._answer(event.key, NotReadyReply(UNSOUND), now)]
             case InitialRequest():
-                return [self._answer(event.key, ModelReply(self.step), now, whole=True)]
+                return [self._answer(event.key, ModelReply(self.training.step), now, whole=True)]
             case PullRequest():
-                return self.serving.requested(event, self.step, now)
+                return self.serving.requested(event, self.training.step, now)
             case _ if self.exchange is None:
                 return [self._answer(event.key, NotReadyReply("it pulls: give all peers the same --mode"), now)]
             case TakeRequest() | SettleRequest():
                 return self._exchanged(self.exchange.requested(event, now), now)
-            case _ if self.stage is not Stage.TRAIN or not self.sound:
+            case _ if self.stage is not Stage.TRAIN or not self.training.sound:
                 return [self._answer(event.key, NotReadyReply("it does not train now"), now)]
             case _:
                 return self._exchanged(self.exchange.offered(event, now), now)
@@ -235,10 +234,10 @@ class PeerRole:
                 self.gathering.replied(to, request, event.reply)
                 return self._look(now)
             case InitialRequest(), ModelReply(step) if self.joining.awaits(event.ticket):
-                self.step = step
+                self.training.step = step
                 return [Adopt(event.ticket)]
             case PullRequest(), _:
-                return self.pulls.replied(event.ticket, to, event.reply, self.step, now)
+                return self.pulls.replied(event.ticket, to, event.reply, self.training.step, now)
             case RoundRequest(), ModelReply(_, weight) if wave := self._meeting(event.ticket):
                 return self._went_on(wave.taken(weight, now), now)
             case RoundRequest(), NotReadyReply():  # which says nothing about later waves
@@ -281,13 +280,23 @@ class PeerRole:
             case InitialRequest():
                 return self.joining.failed(ticket, to)
             case PullRequest():
-                return self.pulls.failed(ticket, self.step, now)
+                return self.pulls.failed(ticket, self.training.step, now)
             case RoundRequest() if wave := self._meeting(ticket):
                 return self._went_on([Forget(ticket), *wave.partner_lost(now)], now)
             case PushRequest() | PairRequest() | TakeRequest() | SettleRequest() if self.exchange:
                 return self._exchanged(self.exchange.failed(ticket, now), now)
             case _:
                 return [Forget(ticket)]
+
+    def _answered(self, event: Answered, now: float) -> list[Effect]:
+        self.gathering.answered(event)
+        if served := self.serving.answered(event):
+            return [*served, *self._look(now)]
+        if (wave := self.waves.answering(event.key)) and self.stage is not Stage.LEFT:
+            return self._went_on(wave.answered(event, now), now)
+        if self.exchange and self.stage is Stage.TRAIN:
+            return self._exchanged(self.exchange.answered(event, now), now)
+        return self._look(now)
 
     def _timer(self, name: str, now: float) -> list[Effect]:
         what, _, rank = name.partition(" ")
@@ -296,7 +305,7 @@ class PeerRole:
         if what == GATHER:
             return self._late(now) if self.gathering.on else []
         if what == BUSY:
-            return self.pulls.timer(self.step, now)
+            return self.pulls.timer(self.training.step, now)
         if what in (OFFER, SETTLE) and self.exchange and self.stage is not Stage.LEFT:
             return self._exchanged(self.exchange.timer(what, now), now)
         if what == TIMER and self.stage is not Stage.LEFT:
@@ -314,10 +323,8 @@ class PeerRole:
     def _gather(self, stage: Stage, now: float) -> list[Effect]:
         """Enter ``stage``, tell all others, and wait until they have come too, or peer_timeout has passed."""
         self.stage = stage
-        return [*self.gathering.begin(self._arrival(), now), *self._look(now)]
-
-    def _arrival(self) -> ArriveRequest:
-        return ArriveRequest(self.stage, self.incarnation, self.report)
+        arrival = ArriveRequest(stage, self.incarnation, self.report)
+        return [*self.gathering.begin(arrival, now), *self._look(now)]
 
     def _look(self, now: float) -> list[Effect]:
         """Something was heard while waiting: is the wait over?"""
@@ -326,7 +333,7 @@ class PeerRole:
         if self.stage is not Stage.JOINING:
             return self._gathered(now) if self.gathering.complete() else []
         asked = self.joining.ask(now)
-        return self._gather(Stage.START, now) if not asked and self.joining.none_is_had() else asked
+        return self._gather(Stage.START, now) if self.joining.may_begin() else asked
 
     def _late(self, now: float) -> list[Effect]:
         """They were waited for long enough."""
@@ -338,65 +345,29 @@ class PeerRole:
         self.gathering.end()
         if self.stage is Stage.START:
             self.stage = Stage.TRAIN
-            return self._after_mix(now) if self.settings.blocking else [Resume(), *self._join_wave(now)]
+            return self._trained(self.training.begin(now), now)
         if self.stage is Stage.FINISH:
             return self._agree(now)
         return [Resume()]  # DONE
 
-    # --- training: policy, exchange, mix ----------------------------------------------------------
+    # --- training ---------------------------------------------------------------------------------
 
-    def _step_done(self, event: StepDone, now: float) -> list[Effect]:
-        self.step = event.step
-        was, self.sound = self.sound, math.isfinite(event.delta)
-        if not self.sound:
-            # Nothing is pulled into it; the policy's state stays fit for a loop that goes back to a sound model.
-            text = f"own model holds NaN or Inf since iteration {event.step}: it is not given to others; a lower"
-            told: list[Effect] = [Note("diverged", f"{text} learning rate may help")] if was else []
-            dropped = self.exchange.drop(now) if self.exchange else []
-            return [*told, *dropped, *self.waves.give_up(UNSOUND, now)]
-        if self.exchange:
-            entered = self.exchange.boundary(now)
-            if mix := self.exchange.mix(self.step, at_boundary=True):
-                self._decide_after_mix = event
-                return [*entered, mix]
-            return [*entered, *self._decide(event, now)]
-        if mix := self.pulls.mix(self.step):
-            self._decide_after_mix = event
-            return [mix]
-        if self.waves.over:
-            self._decide_after_mix = event
-            return self.waves.take_in()
-        return self._decide(event, now)
-
-    def _decide(self, event: StepDone, now: float) -> list[Effect]:
-        wanted = self.sync.step(event.step, event.delta, event.drift)
-        if self.settings.exchange == "waves":
-            return self._begin_wave(wanted, now)
-        if not wanted:
-            return []
-        return self.exchange.begin(now) if self.exchange else self.pulls.begin(self.step, now)
+    def _trained(self, effects: list[Effect], now: float) -> list[Effect]:
+        """Training has gone on; what comes after it is the finish."""
+        return [*effects, *self._finish(now)] if self.training.is_over() else effects
 
     def _exchanged(self, effects: list[Effect], now: float) -> list[Effect]:
-        """An exchange has gone on: may it be mixed now, or is it over, for which the end of training waited?"""
-        assert self.exchange is not None
-        if mix := self.exchange.mix(self.step, at_boundary=False):
-            return [*effects, mix]
-        if self._finish_after_mix and self.exchange.over:
-            self._finish_after_mix = False
-            return [*effects, *self._finish(now)]
-        return effects
+        """An exchange has gone on."""
+        return self._trained(self.training.exchanged(effects), now)
 
     def _mixed(self, ticket: int, now: float) -> list[Effect]:
         if self.stage is Stage.LEFT:
             return []
         if self.joining.adopted(ticket):
             return self._gather(Stage.START, now)
-        if self.waves.is_taken_in(ticket):
-            return [Resume()] if self.stage is Stage.AGREE else self._after_mix(now)
-        if self.exchange:
-            return self._after_mix(now) if self.exchange.mixed(ticket) else []
-        self.pulls.mixed(ticket)
-        return self._after_mix(now)
+        if self.stage is Stage.AGREE and self.waves.is_taken_in(ticket):
+            return [Resume()]
+        return self._trained(self.training.mixed(ticket, now), now)
 
     def _poisoned(self, ticket: int, now: float) -> list[Effect]:
         if self.stage is Stage.LEFT:
@@ -406,7 +377,8 @@ class PeerRole:
             note = self._set_aside(giver, now)
             later = self.gathering.tell_later(giver, self.members.others[giver].aside_until)
             return [note, later, *self._look(now)]
-        return [self._set_aside(self.pulls.poisoned(), now), *self._after_mix(now)]
+        note = self._set_aside(self.pulls.poisoned(), now)
+        return [note, *self._trained(self.training.go_on(now), now)]
 
     def _set_aside(self, sender: int, now: float) -> Note:
         """A model of ``sender`` cannot be used: count it, and ask it for none for a while."""
@@ -416,75 +388,20 @@ class PeerRole:
             "poisoned", f"the model of peer {sender} holds NaN or Inf: not mixed, and it is set aside for a while"
         )
 
-    def _after_mix(self, now: float) -> list[Effect]:
-        if self._finish_after_mix:
-            self._finish_after_mix = False
-            return self._finish(now)
-        event, self._decide_after_mix = self._decide_after_mix, None
-        if event:
-            return self._decide(event, now)
-        joined = self._join_wave(now)
-        return joined if joined or not self.settings.blocking else [Resume()]
-
-    def _restored(self, step: int, sync: dict[str, Any], weight: float, now: float) -> list[Effect]:
-        self.step = step
-        if self.exchange:
-            dropped = self.exchange.drop(now)
-            self.exchange.weight = weight
-            self.sync.load_state_dict(sync)
-            return dropped
-        self.sync.load_state_dict(sync)
-        return [*self.pulls.drop(), *self.waves.give_up("its model was set anew", now)]
-
     # --- the finish -------------------------------------------------------------------------------
-
-    def _training_ended(self, now: float) -> list[Effect]:
-        if self.exchange:
-            self._finish_after_mix = True
-            return [Wait(), *self._exchanged(self.exchange.end(now), now)]
-        if mix := self.pulls.end(self.step):
-            self._finish_after_mix = True
-            return [Wait(), mix]
-        wave = self.waves.join(self.step, now) if self.sound else self.waves.give_up(UNSOUND, now)
-        if self.waves.current is not None:  # the others count on us in it
-            self._finish_after_mix = True
-            return self._went_on([Wait(), *wave], now)
-        self.sync.abandoned(failed=False)
-        return [Wait(), *wave, *self._finish(now)]
 
     def _finish(self, now: float) -> list[Effect]:
         refused = self.waves.give_up(TRAINED, now)
-        if self.settings.finish == "none" or not self.sound:
+        if self.settings.finish == "none" or not self.training.sound:
             return [*refused, Resume()]
         return [*refused, *self._gather(Stage.FINISH, now)]
 
     def _agree(self, now: float, members: tuple[int, ...] | None = None) -> list[Effect]:
         """Begin the last wave with ``members``; None: all that are here."""
         self.stage = Stage.AGREE
-        here = [r for r in self.members.awaited() if self.members.others[r].stage in (Stage.FINISH, Stage.AGREE)]
-        members = members or tuple(sorted([self.rank, *here]))
-        return self._went_on(self.waves.finish(members, self.step, self.weight, now), now)
+        return self._went_on(self.waves.finish(members, self.training.step, self.weight, now), now)
 
     # --- waves ------------------------------------------------------------------------------------
-
-    def _join_wave(self, now: float) -> list[Effect]:
-        return self._went_on(self.waves.join(self.step, now), now)
-
-    def _begin_wave(self, wanted: bool, now: float) -> list[Effect]:
-        """At a step boundary: take part in what others have begun, or begin one if the policy wants it."""
-        begun = self.waves.join(self.step, now)
-        asking: list[Effect] = []
-        if wanted and not begun:
-            asked = self._requests.asked(ArriveRequest)
-            asking = [
-                self.gathering.tell(rank, self._arrival(), now)
-                for rank in self.members.to_probe(now)
-                if rank not in asked
-            ]
-            begun = self.waves.start(self.step, now)
-            self.counts.alone += not begun
-        waiting: list[Effect] = [Wait()] if begun and self.settings.blocking else []
-        return self._went_on([*waiting, *begun, *asking], now)
 
     def _round_requested(self, event: Received, request: RoundRequest, now: float) -> list[Effect]:
         waves, last, refusal = self.waves, request.wave == LAST_WAVE, "it takes part in no wave"
@@ -498,15 +415,9 @@ class PeerRole:
                 return []
             case Stage.AGREE | Stage.DONE if last and waves.current is not None:
                 return self._went_on(waves.current.requested(event, now), now)
-            case Stage.START | Stage.TRAIN if self.settings.exchange == "waves":
-                if not self.sound:
-                    return [waves.refuse(event, UNSOUND, now)]
-                effects = waves.requested(event, self.step, now)
-                # A peer that waits for its waves begins them between two steps alone.
-                at_once = self.stage is Stage.TRAIN and not self.settings.blocking
-                return self._went_on(effects + (waves.join(self.step, now) if at_once else []), now)
             case Stage.START | Stage.TRAIN:
-                refusal = "it exchanges models by pulls"
+                begun = self.stage is Stage.TRAIN
+                return self._trained(self.training.round_requested(event, begun, now), now)
             case Stage.FINISH | Stage.AGREE | Stage.DONE:
                 refusal = TRAINED
         return [waves.refuse(event, refusal, now)]
@@ -525,27 +436,15 @@ class PeerRole:
         return self._went_on(wave.was_merged(event.sound, now), now)
 
     def _went_on(self, effects: list[Effect], now: float) -> list[Effect]:
-        """A wave may be over now: take its mean in at once if training waits, else at the next step boundary."""
-        wave, last = self.waves.current, self.stage is Stage.AGREE
-        if wave is None or not self.waves.over or self.stage is Stage.LEFT:
+        """A wave has gone on; if it was the last, take its mean in at once."""
+        if self.stage is Stage.LEFT:
             return effects
-        merged = wave.merged > 0
-        if merged and not (last or self.settings.blocking or self._finish_after_mix):
+        if self.stage is not Stage.AGREE:
+            return self._trained(self.training.waved(effects, now), now)
+        last = self.waves.current
+        if last is None or not self.waves.over:
             return effects
-        effects = effects + self.waves.take_in()
-        if merged:
-            return effects
-        return [*effects, Resume()] if last else effects + self._after_mix(now)
-
-    def _answered(self, event: Answered, now: float) -> list[Effect]:
-        self.gathering.answered(event)
-        if served := self.serving.answered(event):
-            return [*served, *self._look(now)]
-        if (wave := self.waves.answering(event.key)) and self.stage is not Stage.LEFT:
-            return self._went_on(wave.answered(event, now), now)
-        if self.exchange and self.stage is Stage.TRAIN:
-            return self._exchanged(self.exchange.answered(event, now), now)
-        return self._look(now)
+        return [*effects, *self.waves.take_in(), *([] if last.merged else [Resume()])]
 
     # --- leaving ----------------------------------------------------------------------------------
 
@@ -553,11 +452,8 @@ class PeerRole:
         self.stage = Stage.LEFT
         self.gathering.end()
         # Models that still come are forgotten: whoever has been told that this peer leaves counts on its last word.
-        self.pulls.leave()
         self.joining.leave()
-        self._finish_after_mix = False
-        self.sync.abandoned(failed=False)
-        dropped = self.exchange.drop(now) if self.exchange else []
+        dropped = self.training.leave(now)
         deadline = now + self.settings.peer_timeout / 10
         told: list[Effect] = [self._requests.send(rank, LeaveRequest(), deadline) for rank in self.members.awaited()]
         return [Wait(), *dropped, *told, *self.waves.leave(now), *self._gone_if_told()]

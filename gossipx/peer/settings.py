@@ -1,4 +1,4 @@
-"""How a peer behaves."""
+"""The settings of one peer's role; those of a run are :mod:`gossipx.config`."""
 
 from __future__ import annotations
 
