@@ -58,7 +58,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class Ground:
-    """What an exchange stands on: parts of its peer's role, and ``timeout`` and ``blocking`` of its settings."""
+    """What exchanges and pulls stand on: parts of their peer's role, ``timeout`` and ``blocking`` of its settings."""
 
     rank: int
     incarnation: int

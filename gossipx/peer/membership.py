@@ -88,7 +88,7 @@ class Membership:
         rank: one's own.
         size: peers in the run.
         schedule: whose turn it is, and over which graph.
-        peer_timeout: seconds, see :class:`~gossipx.peer.role.PeerSettings`.
+        peer_timeout: seconds, see :class:`~gossipx.peer.settings.PeerSettings`.
         rng: for draws and for the jitter of rests.
         model_timeout: seconds that a model is waited for as long as none has been measured, if longer than that.
     """
@@ -155,6 +155,10 @@ class Membership:
         begun = (Stage.START, Stage.TRAIN)  # START is the last that is told before FINISH
         out = self.not_met(now)
         return [rank for rank, other in self.others.items() if other.stage in begun and rank not in out]
+
+    def in_finish(self) -> list[int]:
+        """Ranks that are known to have come to the finish, ascending: the last wave is theirs."""
+        return [rank for rank in self.awaited() if self.others[rank].stage in (Stage.FINISH, Stage.AGREE)]
 
     def not_met(self, now: float) -> set[int]:
         """Ranks that are met in no wave that begins now: who is silent, until it is heard of again, or set aside."""

@@ -63,8 +63,9 @@ class Waves:
         effects = self._enter(latest, members, step, now)
         return effects + [effect for event in waiting for effect in self.requested(event, step, now)]
 
-    def finish(self, members: tuple[int, ...], step: int, weight: float, now: float) -> list[Effect]:
-        """Begin the last wave, with ``members``; ``weight``: of our model in their mean."""
+    def finish(self, members: tuple[int, ...] | None, step: int, weight: float, now: float) -> list[Effect]:
+        """Begin the last wave, with ``members``; None: all that are here. ``weight``: of our model in their mean."""
+        members = members or tuple(sorted([self._rank, *self._members.in_finish()]))
         early, self._early = self._early, []
         # Whoever has come to the last wave is met in it, though it was silent a moment ago.
         self.current = Wave(LAST_WAVE, self._rank, members, step, self._requests, self._timeout, weight=weight)

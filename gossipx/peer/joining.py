@@ -1,0 +1,110 @@
+"""Joining: where a peer's first model comes from.
+
+It takes the model of whoever has one. If nobody has, rank 0 begins with its own, and the others take that; where rank 0
+does not come, the lowest rank that is here takes its part once peer_timeout has passed. With ``init="own"`` all begin
+with their own, unless others train already.
+"""
+
+from __future__ import annotations
+
+from gossipx.actor import Effect, Forget, Resume, Stop
+from gossipx.messages import ArriveRequest, InitialRequest, Stage
+from gossipx.peer.gathering import Gathering
+from gossipx.peer.membership import Membership
+from gossipx.peer.requests import Requests
+from gossipx.peer.settings import PeerSettings
+
+
+class Joining:
+    """One peer's way to its first model, while it waits in JOINING.
+
+    Args:
+        rank: one's own.
+        members: the role's; ``requests`` and ``gathering`` too.
+        model_timeout: seconds that the model is waited for.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        members: Membership,
+        requests: Requests,
+        gathering: Gathering,
+        settings: PeerSettings,
+        model_timeout: float,
+    ):
+        self._rank = rank
+        self._members = members
+        self._requests = requests
+        self._gathering = gathering
+        self._timeout = settings.peer_timeout
+        self._model_timeout = model_timeout
+        self._own = settings.init == "own"
+        self._ticket: int | None = None  # of our request for the model
+        self._giver = -1  # ... and who was asked for it
+
+    def ask(self, now: float) -> list[Effect]:
+        """Ask whoever has a model for it, unless one is asked already."""
+        if self._ticket is not None:
+            return []
+        first = Stage.TRAIN if self._own else Stage.START
+        givers = [
+            rank
+            for rank, other in self._members.others.items()
+            if other.stage is not None and other.stage >= first and other.may_be_asked(now) and not other.lost
+        ]
+        if not givers:
+            return []
+        request = self._requests.send(min(givers), InitialRequest(), now + self._model_timeout)
+        self._ticket, self._giver = request.ticket, request.to
+        return [request]
+
+    def may_begin(self) -> bool:
+        """Whether we begin with our own model, as it is known that nobody has one to give."""
+        asked = self._requests.asked(ArriveRequest)
+        known = all(rank not in asked or other.stage is not None for rank, other in self._members.others.items())
+        return self._ticket is None and (self._own or self._rank == 0) and known
+
+    def late(self, now: float) -> list[Effect]:
+        """peer_timeout has passed without a model; no effects: we are the lowest rank that is here, and begin."""
+        others = self._members.others
+        here = [rank for rank in self._members.awaited() if others[rank].stage is Stage.JOINING]
+        if self._ticket is not None or (here and min(here) < self._rank and not self._own):
+            # They may have died since they were heard of: ask.
+            return self._gathering.go_on((rank for rank in here if rank < self._rank), now)
+        if not here and self._rank and not self._own:
+            self._gathering.end()
+            waited = f"no peer gave a model to begin with within peer_timeout = {self._timeout:g} s"
+            return [Stop(f"{waited}: is any other running? Raise --peer-timeout, or --init own"), Resume()]
+        return []
+
+    # --- what comes of it -------------------------------------------------------------------------
+
+    def awaits(self, ticket: int) -> bool:
+        """Whether ``ticket`` is that of the model that is on its way, or being adopted."""
+        return ticket == self._ticket
+
+    def adopted(self, ticket: int) -> bool:
+        """A model is in our weights; returns whether it was this one."""
+        return self._close(ticket)
+
+    def poisoned(self, ticket: int) -> int | None:
+        """A model holds NaN or Inf, and is not taken; if it was this one, returns whose it is."""
+        return self._giver if self._close(ticket) else None
+
+    def failed(self, ticket: int, to: int) -> list[Effect]:
+        """An InitialRequest was not answered, or by no model."""
+        if not self._close(ticket):
+            return [Forget(ticket)]
+        return [Forget(ticket), self._gathering.tell_later(to, self._members.others[to].rests_until)]
+
+    def _close(self, ticket: int) -> bool:
+        """Whether ``ticket`` is that of the model; it is under way no more."""
+        if not self.awaits(ticket):
+            return False
+        self._ticket = None
+        return True
+
+    def leave(self) -> None:
+        """A model that still comes is forgotten."""
+        self._ticket = None
