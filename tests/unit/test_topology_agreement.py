@@ -37,7 +37,7 @@ def test_partners_mean_each_other():
 
 
 def test_all_end_with_the_exact_mean():
-    """By the rule of peer/agreement.py: averages are weighted by how many models they hold."""
+    """By the rule of the last wave: averages are weighted by how many models they hold."""
     rng = np.random.default_rng(1)
     for size in SIZES:
         begin = rng.normal(size=(size, 3))
