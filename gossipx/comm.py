@@ -40,7 +40,8 @@ from gossipx.errors import (
 )
 from gossipx.messages import ModelReply, Reply, Request
 from gossipx.transports import Address, Carriers, Listener, Stream, Transport, tcp, unix
-from gossipx.transports.link import Link, Links
+from gossipx.transports.link import Link
+from gossipx.transports.links import Links
 from gossipx.transports.pace import Pace
 from gossipx.transports.trust import Trust
 from gossipx.wire import (
