@@ -51,6 +51,7 @@ from gossipx.wire import (
     difference,
     frames,
     gather,
+    kinds,
     no_payload,
     objection,
     pour,
@@ -104,7 +105,7 @@ class Link:
         self.checks: frames.Checks = frames.CHECKSUMS
         self._owner = owner
         self._expect: Expect = no_payload
-        self._decoder = frames.Decoder(lambda message, request: self._expect(message, request), frames.SMALL_METADATA)
+        self._decoder = frames.Decoder(lambda message, request: self._expect(message, request), kinds.SMALL_METADATA)
         self._opened: Open | None = None  # what the other side has proven to be
 
     def send(self, frame: Iterable[frames.Buffers], deadline: float) -> None:
@@ -343,7 +344,7 @@ class Link:
                 f" {difference(manifest, theirs)};"
                 " build the same model on every host"
             )
-        self._decoder.most = frames.MAX_METADATA
+        self._decoder.most = kinds.MAX_METADATA
         return they
 
     def admit(self, me: Hello, names: Sequence[str], hosts: Sequence[str], welcome: Welcome, deadline: float) -> Hello:
@@ -372,7 +373,7 @@ class Link:
             whose = f"the certificate of {they.name} is not for '{hosts[they.rank]}', its host in the hosts file"
             raise self.turn_away(whose, deadline, StrangerError)
         self.send(frames.encode(welcome, 0, checks=self.checks), deadline)
-        self._decoder.most = frames.MAX_METADATA
+        self._decoder.most = kinds.MAX_METADATA
         return they
 
     def turn_away(

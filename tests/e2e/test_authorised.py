@@ -26,7 +26,7 @@ from gossipx.errors import GossipxError, NotAuthorisedError, ProtocolError, Stra
 from gossipx.messages import HereReply, LeaveRequest, ModelReply, PullRequest, RoundRequest, Stage
 from gossipx.transports import Address
 from gossipx.transports.link import Link
-from gossipx.wire import Challenge, Hello, NotAuthorised, Open, Proof, Refused, frames
+from gossipx.wire import Challenge, Hello, NotAuthorised, Open, Proof, Refused, frames, kinds
 from gossipx.wire.auth import Secret
 
 start, heard = test_comm.start, test_comm.heard
@@ -200,10 +200,10 @@ def test_a_stranger_cannot_make_a_peer_allocate(start: Start, heard: Heard, secr
     """Of the kinds that are large among members, too."""
     b = start(2).host(1, secret=secret)
     with knock(b) as stream:
-        kind = frames._NUMBERS[RoundRequest]
-        stream.sendall(frames._HEADER.pack(b"GSPX", frames.VERSION, kind, 0, frames.SMALL_METADATA + 1, 0) + bytes(8))
+        kind = kinds.NUMBERS[RoundRequest]
+        stream.sendall(frames._HEADER.pack(b"GSPX", frames.VERSION, kind, 0, kinds.SMALL_METADATA + 1, 0) + bytes(8))
         assert everything(stream) == b""
-    assert f"at most {frames.SMALL_METADATA}" in heard.wait("RoundRequest announced").getMessage()
+    assert f"at most {kinds.SMALL_METADATA}" in heard.wait("RoundRequest announced").getMessage()
 
 
 # --- men in the middle --------------------------------------------------------------------------
