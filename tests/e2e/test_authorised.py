@@ -141,7 +141,7 @@ def test_a_stranger_is_told_nothing_about_the_run(start: Start) -> None:
     run = start(2)
     b = run.host(1, secret=SECRET)
     with knock(b) as stream:
-        stream.sendall(frame(Hello(0, "peer-00", 2, "the same list", b.comm._me.model)))
+        stream.sendall(frame(Hello(0, "peer-00", 2, "the same list", b.comm._member.me.model)))
         answer = read_frame(stream)
         stream.shutdown(socket.SHUT_WR)
         assert everything(stream) == b""
@@ -408,9 +408,9 @@ def test_a_thousand_idle_connections_leave_peers_and_threads_alone(start: Start,
         room = bytearray(len(model))
         assert a.ask(1, PullRequest(1, 30.0), room).get(timeout=LONG) == ModelReply(1)
         assert room == model
-        for link in a.comm._links._idle[1]:
+        for link in a.comm._member.links._idle[1]:
             link.stream.abort()  # so that the next request needs a connection of its own among them
         assert a.ask(1, PullRequest(2, 30.0), bytearray(len(model))).get(timeout=LONG) == ModelReply(2)
-        assert len(b.comm._inbound) <= 32 + 4 * 2
+        assert len(b.comm._answering._inbound) <= 32 + 4 * 2
         assert threading.active_count() <= threads + 2 * (32 + 4 * 2)
     assert b.comm.trust.strangers == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import subprocess
 import sys
@@ -41,7 +42,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., list[Host]]]:
 
 
 def groups_of(host: Host) -> ProcessGroups:
-    groups = host.comm._carriers
+    groups = host.comm._member.carriers
     assert isinstance(groups, ProcessGroups)
     return groups
 
@@ -231,7 +232,7 @@ def test_an_end_that_is_built_before_the_other_has_told_what_it_must_is_refused(
     start: Callable[..., list[Host]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a, b = start("gloo", "gloo")
-    b.comm._carriers = Liar()
+    b.comm._answering._member = dataclasses.replace(b.comm._member, carriers=Liar())
     error = a.ask(1, PullRequest(1, 30.0), bytearray(4)).get(timeout=LONG)
     assert isinstance(error, ProtocolError)
     assert "has built its end and not told" in str(error)
