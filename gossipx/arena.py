@@ -4,7 +4,8 @@ Every parameter becomes a view of a buffer that holds all parameters of its dtyp
 are single passes over one vector. Parameters stay the same objects with the same shape and strides, so optimizers,
 parameter groups and compiled modules keep working.
 
-How tensors are laid out, and which cannot be, stands in :mod:`gossipx.layout`.
+How tensors are laid out, and which cannot be, stands in :mod:`gossipx.layout`; what memory models are kept in, in
+:mod:`gossipx.pool`; the passes themselves, in :mod:`gossipx.passes`.
 """
 
 from __future__ import annotations
@@ -13,23 +14,20 @@ import contextlib
 import functools
 import hashlib
 import math
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gossipx import kernels, masters
+from gossipx import kernels, masters, passes
 from gossipx.buffers import HostBuffer
 from gossipx.errors import UsageError
-from gossipx.layout import Section, Slot, has_masters, lay_out, plain_name, slots_of
+from gossipx.layout import Section, has_masters, lay_out, lengths, plain_name, slots_of
 from gossipx.memory import PIECE
+from gossipx.pool import Pool
 from gossipx.snapshots import Snapshot
-from gossipx.streams import Lanes, Mark, lanes_of
-
-COPY_SECONDS = 1.0
-"""Longest that a boundary waits for a copy: several times what the largest models take."""
+from gossipx.streams import Lanes, lanes_of
 
 
 class ParameterArena:
@@ -46,9 +44,9 @@ class ParameterArena:
         manifest: one line a tensor; two peers may exchange models if these are equal.
         digest: SHA-256 of the manifest, hexadecimal.
         step: iterations done.
-        lock: guards who holds what; held while a boundary is written, and while a whole model is copied for a joining
-            peer.
-        copying: guards copies from the device to host memory.
+        pool: memory for models of this module.
+        lock: the pool's, which guards who holds what; held while a boundary is written, and while a whole model is
+            copied for a joining peer.
 
     Raises:
         UsageError: a parameter that cannot be laid out, by its name and the reason.
@@ -64,25 +62,18 @@ class ParameterArena:
         kinds = {dtype: [slot for slot in slots if slot.tensor.dtype == dtype] for dtype in dtypes}
         self.manifest = tuple(slot.line(has_masters(kinds[slot.tensor.dtype])) for slot in slots)
         self.digest = hashlib.sha256("\n".join(self.manifest).encode()).hexdigest()
-        self.lock = threading.RLock()
         self.step = 0
         self.sections: list[Section] = [lay_out(kinds[dtype]) for dtype in dtypes]
         self._tensors = [slot.tensor for slot in slots]
         self._names = {slot.name for slot in slots}
         self._slots_at = {slot.tensor.data_ptr(): slot for slot in slots if slot.tensor.numel()}
-        self.copying = threading.Lock()
         self._lanes = lanes or lanes_of(slots[0].tensor.device)
-        self._has_more = self._lengths(True) != self._lengths(False)  # a whole model has
-        self._free: list[HostBuffer] = []
-        self._made = 0  # buffers, those that are free among them
-        self._copied = 0  # bases that are being copied
-        self._given_back = threading.Condition(self.lock)
-        self._free_vectors: list[tuple[list[Tensor], Mark]] = []
-        self._free_staging: list[memoryview] = []
+        self.pool = Pool(self.sections, self._lanes)
+        self.lock = self.pool.lock
         self._samples: list[kernels.Sampled] | None = None
         if sampled is not None:
             rows = zip(self.sections, dtypes, strict=True)
-            self._samples = [_sample(section, kinds[dtype], sampled) for section, dtype in rows]
+            self._samples = [passes.sampler(section, kinds[dtype], sampled) for section, dtype in rows]
         # What others are given is the model as of the last step boundary: the training thread changes weights, and
         # forward passes change buffers, at any time without asking anyone. An exact delta needs a copy of each boundary
         # anyway; it is written to memory that nobody holds, so that giving it away costs nothing more. Where none is
@@ -90,12 +81,11 @@ class ParameterArena:
         # otherwise.
         self._rests = True
         self._goes_on = True
-        self._now: Snapshot | None = None
         self._whole: Snapshot | None = None
         self._promised: dict[bool, Snapshot] = {}
         if self._samples is None:
-            self._now = Snapshot(self)
-            self._now.fill(*self._room(), 0)
+            self.pool.now = Snapshot(self.pool)
+            self.pool.now.fill(*self.pool.room(), 0)
         self.set_boundary(0)
 
     @property
@@ -105,7 +95,7 @@ class ParameterArena:
 
     def nbytes(self, whole: bool = False) -> int:
         """Bytes of a model on the wire: as a retrieval exchanges it, or whole."""
-        return sum(length * dtype.itemsize for dtype, length in self._lengths(whole))
+        return sum(length * dtype.itemsize for dtype, length in lengths(self.sections, whole))
 
     # --- step boundaries --------------------------------------------------------------------------
 
@@ -123,17 +113,17 @@ class ParameterArena:
 
     def _measured(self, before: list[Tensor] | None, after: list[Tensor] | None) -> float:
         """Δ_t², and the copy of the boundary, if one is kept."""
-        passes: list[Callable[[bool], Any]]
+        measures: list[Callable[[bool], Any]]
         if self._samples is not None:
             pairs = zip(self._samples, self.sections, strict=True)
-            passes = [functools.partial(_sampled, sample, section) for sample, section in pairs]
+            measures = [functools.partial(passes.sampled, sample, section) for sample, section in pairs]
         else:
             assert before is not None and after is not None
             rows = zip(self.sections, before, after, strict=True)
-            passes = [functools.partial(_advance, *row) for row in rows]
+            measures = [functools.partial(passes.advance, *row) for row in rows]
         if self._lanes.on_host:
-            return float(sum(measure(False) for measure in passes))
-        return self._lanes.late(lambda: torch.stack([measure(True) for measure in passes]).sum())
+            return float(sum(measure(False) for measure in measures))
+        return self._lanes.late(lambda: torch.stack([measure(True) for measure in measures]).sum())
 
     def set_boundary(self, step: int) -> None:
         """The weights were set from outside, to a model that has seen ``step`` iterations: count from here.
@@ -181,21 +171,6 @@ class ParameterArena:
             told = f"'{plain_name(name)}' {reason} since the model was joined"
             raise UsageError(f"{told}: change the model before gossipx.join")
 
-    def _room(self) -> tuple[list[Tensor], HostBuffer | None]:
-        """Memory for one boundary on the module's device, that nobody holds."""
-        if self._lanes.on_host:
-            buffer = self.buffer()
-            return buffer.vectors, buffer
-        return self._room_on_device()[0], None
-
-    def _room_on_device(self) -> tuple[list[Tensor], Mark]:
-        """The same, and when training's lane is done with it; training's own later work need not look at that."""
-        with self.lock:
-            if self._free_vectors:
-                return self._free_vectors.pop()
-        made = [self._lanes.room(section.values[: section.mixed]) for section in self.sections]
-        return made, self._lanes.mark()
-
     @contextlib.contextmanager
     def _next_boundary(self) -> Iterator[tuple[list[Tensor] | None, list[Tensor] | None]]:
         """The last boundary, and where the next one is to be written: the same memory unless somebody holds it.
@@ -205,25 +180,25 @@ class ParameterArena:
         """
         with self.lock:
             self._rests = True
-            before = self._now
+            before = self.pool.now
             if self._samples is not None:
                 yield None, None
-                self._now = None
+                self.pool.now = None
             else:
                 assert before is not None
                 after = before
                 if before.holders > 1:
                     # A base that is being copied is given back in a moment, sooner than new memory could be had.
-                    self._given_back.wait_for(lambda: not self._copied, COPY_SECONDS)
+                    self.pool.wait_for_bases()
                 if before.holders > 1:
-                    after = Snapshot(self)
-                    after.fill(*self._room(), self.step)
+                    after = Snapshot(self.pool)
+                    after.fill(*self.pool.room(), self.step)
                 yield before.vectors, after.vectors
                 after.became(self.step, self._lanes.mark())
-                self._now = after
+                self.pool.now = after
             # Before anybody else looks: whoever alone holds the boundary before this one may take its memory over.
             for past in (before, self._whole):
-                if past is not None and past is not self._now:
+                if past is not None and past is not self.pool.now:
                     past.release()
             self._whole = None
             promised, self._promised = list(self._promised.items()), {}
@@ -235,7 +210,7 @@ class ParameterArena:
     def _copy(self, to: list[Tensor]) -> None:
         """Copy the values that are exchanged, as they are now."""
         for section, vector in zip(self.sections, to, strict=True):
-            self._lanes.train(functools.partial(_copy, section, vector))
+            self._lanes.train(functools.partial(passes.copy, section, vector))
 
     def _keep_sample(self) -> None:
         """Something else than a step has changed the weights: the next delta counts from here."""
@@ -244,86 +219,19 @@ class ParameterArena:
 
     # --- copies -----------------------------------------------------------------------------------------------------
 
-    def buffer(self, whole: bool = False) -> HostBuffer:
-        """A buffer of the size of a model, reused where one is free; give it back by :meth:`free`."""
-        if whole and self._has_more:
-            return HostBuffer(self._lengths(True), whole=True)  # whole models travel once a run: nothing is kept
-        with self.lock:
-            if self._free:
-                return self._free.pop()
-            self._made += 1
-            made = HostBuffer(self._lengths(False), whole=False)
-            self._lanes.pin(made)
-            return made
-
-    def would_crowd(self, base: Snapshot) -> bool:
-        """Whether ``base`` is the last boundary and one more is kept: the next boundary would find no room but new."""
-        with self.lock:
-            return base is self._now and self._made - len(self._free) >= 2
-
-    @contextlib.contextmanager
-    def copying_base(self) -> Iterator[None]:
-        """Around the copy of a base and its release: a boundary that would need more memory waits for it."""
-        with self.lock:
-            self._copied += 1
-        try:
-            yield
-        finally:
-            with self.lock:
-                self._copied -= 1
-                self._given_back.notify_all()
-
-    def take_over(self, snapshot: Snapshot) -> HostBuffer | None:
-        """The memory of a snapshot that only the caller holds and nobody can ask for any more; None: others need it."""
-        buffer = snapshot.buffer
-        with self.lock:
-            if snapshot is self._now or snapshot.holders > 1:
-                return None
-            snapshot.holders = 0
-            if buffer.vectors is not snapshot.vectors:
-                self._free_vectors.append((snapshot.vectors, self._lanes.mark()))
-            return buffer
-
-    def staging(self) -> memoryview:
-        """Room for one piece, reused where one is free; give it back by :meth:`free_staging`."""
-        with self.lock:
-            return self._free_staging.pop() if self._free_staging else memoryview(bytearray(PIECE))
-
-    def free_staging(self, staging: memoryview) -> None:
-        """Take back what :meth:`staging` gave."""
-        with self.lock:
-            self._free_staging.append(staging)
-
-    def free(self, buffer: HostBuffer) -> None:
-        """Take back what :meth:`buffer` gave."""
-        with self.lock:
-            if buffer.on_device is not None:
-                self._free_vectors.append((buffer.on_device, self._lanes.mark()))
-                buffer.on_device = None
-            if not buffer.whole:
-                self._free.append(buffer)
-
-    def reuse(self, vectors: list[Tensor], buffer: HostBuffer | None) -> None:
-        """Take back what a snapshot held; for :meth:`Snapshot.release`."""
-        if buffer is not None:
-            self.free(buffer)
-        if buffer is None or buffer.vectors is not vectors:
-            with self.lock:
-                self._free_vectors.append((vectors, self._lanes.mark()))
-
     def snapshot(self, whole: bool = False) -> Snapshot:
         """The model as of a step boundary, never torn: copied at most once a boundary, and shared.
 
         It is the last boundary if that was copied or training rests, else the next, and promised until then. Release it
         after use. Of a whole model the frozen parameters and local buffers are read as they are now.
         """
-        whole = whole and self._has_more
+        whole = whole and self.pool.has_more
         with self.lock:
-            found = self._whole if whole else self._now
+            found = self._whole if whole else self.pool.now
             if found is None and whole in self._promised:
                 found = self._promised[whole]
             if found is None:
-                found = Snapshot(self)
+                found = Snapshot(self.pool)
                 if self._rests or self._samples is None:
                     self._fill(found, whole)
                 elif self._goes_on:
@@ -341,16 +249,16 @@ class ParameterArena:
             buffer = self._copy_whole()
             snapshot.fill(buffer.vectors, buffer, self.step)
         else:
-            self._now = snapshot
-            vectors, room = self._room()
+            self.pool.now = snapshot
+            vectors, room = self.pool.room()
             self._copy(vectors)
             snapshot.fill(vectors, room, self.step, self._lanes.mark())
 
     def _copy_whole(self) -> HostBuffer:
-        buffer = self.buffer(whole=True)
-        if self._samples is not None and self._now is None:
+        buffer = self.pool.buffer(whole=True)
+        if self._samples is not None and self.pool.now is None:
             self._follow()
-        boundary = [s.values[: s.mixed] for s in self.sections] if self._now is None else self._now.vectors
+        boundary = [s.values[: s.mixed] for s in self.sections] if self.pool.now is None else self.pool.now.vectors
 
         def copy() -> None:
             for section, vector, exchanged in zip(self.sections, buffer.vectors, boundary, strict=True):
@@ -360,30 +268,6 @@ class ParameterArena:
         self._lanes.aside(copy, self._lanes.mark())
         self._lanes.wait(self._lanes.mark_aside())
         return buffer
-
-    def on_host(self, vectors: list[Tensor], written: Mark) -> HostBuffer:
-        """A copy of vectors on the device, complete; for :class:`Snapshot`. Who asks waits, and training does not."""
-        buffer = self.buffer()
-        rows = list(zip(buffer.vectors, vectors, strict=True))
-        self._lanes.aside(
-            lambda: [ours.copy_(theirs, non_blocking=self._lanes.later) for ours, theirs in rows], written
-        )
-        self._lanes.wait(self._lanes.mark_aside())
-        return buffer
-
-    def upload(self, buffer: HostBuffer) -> list[Tensor]:
-        """The vectors of a model that came in, on the module's device; done beside training if called ahead."""
-        if self._lanes.on_host:
-            return buffer.vectors
-        if buffer.on_device is None:
-            vectors, left = self._room_on_device()
-            rows = list(zip(vectors, buffer.vectors, strict=True))
-            self._lanes.aside(
-                lambda: [ours.copy_(theirs, non_blocking=self._lanes.later) for ours, theirs in rows], left
-            )
-            self._lanes.wait(self._lanes.mark_aside())
-            buffer.on_device = vectors
-        return buffer.on_device
 
     def _to_host(self, values: Tensor) -> Tensor:
         """Values as they are now in training's lane."""
@@ -416,11 +300,11 @@ class ParameterArena:
         A buffer b becomes b + share · (b_j − b): running statistics follow the data and do not add up, so that a
         difference to what they were at the request could make a variance negative. An infinite one stays.
         """
-        changes = self.upload(compared)
+        changes = self.pool.upload(compared)
         self._follow()
         with self._next_boundary() as (_, after):
             for section, change, new in zip(self.sections, changes, _or_none(after, changes), strict=True):
-                self._lanes.train(functools.partial(_commit, section, change, share, new))
+                self._lanes.train(functools.partial(passes.commit, section, change, share, new))
         self._keep_sample()
 
     def merge(self, received: HostBuffer, held: HostBuffer, own: float, theirs: float) -> float:
@@ -456,18 +340,18 @@ class ParameterArena:
 
         Exactly what was merged if no step was made since the capture.
         """
-        means = self.upload(merged.buffer)
+        means = self.pool.upload(merged.buffer)
         self._follow()
         with self._next_boundary() as (_, after):
             rows = zip(self.sections, means, captured.vectors, _or_none(after, means), strict=True)
             for row in rows:
-                self._lanes.train(functools.partial(_take_in, *row))
+                self._lanes.train(functools.partial(passes.take_in, *row))
         self._keep_sample()
 
     def held(self, model: HostBuffer, step: int) -> Snapshot:
-        """``model``, given by :meth:`buffer`, as a snapshot: shared, and given back after its last holder's release."""
-        self.upload(model)
-        snapshot = Snapshot(self)
+        """``model``, in a buffer of the pool, as a snapshot: shared, and given back after its last holder's release."""
+        self.pool.upload(model)
+        snapshot = Snapshot(self.pool)
         snapshot.fill(model.vectors, model, step)
         return snapshot
 
@@ -481,7 +365,7 @@ class ParameterArena:
         if not all(math.isfinite(kernels.squared_norm(vector[: section.trainable])) for section, vector in rows):
             return False
         for section, vector in rows:
-            self._lanes.train(functools.partial(_adopt, section, vector))
+            self._lanes.train(functools.partial(passes.adopt, section, vector))
         self._lanes.wait(self._lanes.mark())
         self.set_boundary(step)
         return True
@@ -506,71 +390,6 @@ class ParameterArena:
                 own[place] = tensor.detach().clone(memory_format=torch.preserve_format)
             tensor.data = own[place]
 
-    def _lengths(self, whole: bool) -> list[tuple[torch.dtype, int]]:
-        return [(section.values.dtype, len(section.values) if whole else section.mixed) for section in self.sections]
-
 
 def _or_none(after: list[Tensor] | None, like: list[Tensor]) -> Sequence[Tensor | None]:
     return [None] * len(like) if after is None else after
-
-
-# --- what is put into training's lane, for one section each ---------------------------------------
-
-
-def _copy(section: Section, to: Tensor) -> None:
-    masters.take(section)
-    to.copy_(section.values[: section.mixed])
-
-
-def _advance(section: Section, before: Tensor, after: Tensor, on_device: bool) -> float | Tensor:
-    """Δ_t² of a section, and the copy of its boundary."""
-    masters.take(section)
-    cut, end = section.trainable, section.mixed
-    past = before[:cut]
-    advance = kernels.advance_on_device if on_device else kernels.advance
-    squared = advance(section.values[:cut], past, past if after is before else after[:cut])
-    after[cut:].copy_(section.values[cut:end])
-    return squared
-
-
-def _sampled(sample: kernels.Sampled, section: Section, on_device: bool) -> float | Tensor:
-    """An estimate of Δ_t² of a section. Of masters, the module's own tensors say as much as these would."""
-    x = section.storage[: section.trainable]
-    return sample.advance_on_device(x) if on_device else sample.advance(x)
-
-
-def _commit(section: Section, change: Tensor, share: float, boundary: Tensor | None) -> None:
-    cut, end = section.trainable, section.mixed
-    values = section.values
-    kernels.commit(values[:cut], change[:cut], share, None if boundary is None else boundary[:cut])
-    if cut < end:
-        own, other = values[cut:end], change[cut:end]
-        as_is = (own == other) | ~own.isfinite()
-        own.copy_(torch.where(as_is, own, own + share * (other - own)))
-        if boundary is not None:
-            boundary[cut:].copy_(own)
-    masters.give(section)
-
-
-def _take_in(section: Section, mean: Tensor, captured: Tensor, boundary: Tensor | None) -> None:
-    cut, end = section.trainable, section.mixed
-    section.values[:cut].sub_(captured[:cut]).add_(mean[:cut])
-    own = section.values[cut:end]
-    own.copy_(torch.where(own.isfinite(), mean[cut:end], own))
-    masters.give(section)
-    if boundary is not None:
-        boundary.copy_(section.values[:end])
-
-
-def _adopt(section: Section, model: Tensor) -> None:
-    section.values.copy_(model)
-    masters.give(section, whole=True)
-
-
-def _sample(section: Section, slots: list[Slot], seed: int) -> kernels.Sampled:
-    begin, size = section.storage.data_ptr(), section.storage.itemsize
-    small = [slot.tensor for slot in slots if slot.kind == 0 and slot.tensor.numel() < kernels.SMALL]
-    starts = [(tensor.data_ptr() - begin) // size for tensor in small if tensor.numel()]
-    lengths = [tensor.numel() for tensor in small if tensor.numel()]
-    ranges = [(start, start + length) for start, length in zip(starts, lengths, strict=True)]
-    return kernels.Sampled(section.storage[: section.trainable], seed, ranges)

@@ -26,7 +26,7 @@ class DriftReference:
             self.set(now.buffer)
             now.release()
             return
-        self._model = self._model or self._arena.buffer()
+        self._model = self._model or self._arena.pool.buffer()
         for reference, vector in zip(self._model.vectors, model.vectors, strict=True):
             reference.copy_(vector)
 

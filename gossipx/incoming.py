@@ -46,7 +46,7 @@ class Incoming:
 
     def __init__(self, arena: ParameterArena, base: Snapshot | None, whole: bool = False):
         self.nbytes = arena.nbytes(whole)
-        self._arena = arena
+        self._arena, self._pool = arena, arena.pool
         self.compares = base is not None
         self._whole = whole
         self._base = base
@@ -60,7 +60,7 @@ class Incoming:
     def buffer(self) -> HostBuffer:
         """x_j − base for trained values, x_j for all others; of worth only when all has come."""
         if self._buffer is None:
-            self._buffer = self._arena.buffer(self._whole)
+            self._buffer = self._pool.buffer(self._whole)
         return self._buffer
 
     def room(self, start: int) -> memoryview:
@@ -71,7 +71,7 @@ class Incoming:
         if not segment.trained:
             return self.buffer.view[start:stop]
         if self._staging is None:
-            self._staging = self._arena.staging()
+            self._staging = self._pool.staging()
         return self._staging[: stop - start]
 
     def filled(self, start: int) -> None:
@@ -106,7 +106,7 @@ class Incoming:
         if not math.isfinite(self._squared + others):
             return math.nan
         if self.compares:  # it is to be mixed: let it be there when training comes to that
-            self._arena.upload(self.buffer)
+            self._pool.upload(self.buffer)
         return math.sqrt(self._squared)
 
     def give_away(self) -> HostBuffer:
@@ -121,10 +121,10 @@ class Incoming:
             self._base.release()
             self._base = None
         if self._buffer is not None:
-            self._arena.free(self._buffer)
+            self._pool.free(self._buffer)
             self._buffer = None
         if self._staging is not None:
-            self._arena.free_staging(self._staging)
+            self._pool.free_staging(self._staging)
             self._staging = None
 
     def _segment(self, start: int) -> _Segment:
@@ -138,18 +138,18 @@ class Incoming:
         """
         if self._base is None:
             return
-        taken = self._arena.take_over(self._base)
+        taken = self._pool.take_over(self._base)
         if taken is None:
-            if self._buffer is None and self._arena.would_crowd(self._base):
-                with self._arena.copying_base():
-                    self._buffer = self._arena.buffer()
+            if self._buffer is None and self._pool.would_crowd(self._base):
+                with self._pool.copying_base():
+                    self._buffer = self._pool.buffer()
                     self._buffer.view[:] = self._base.buffer.view
                     self._base.release()
                 self._base = None
             return
         if self._buffer is not None:
             taken.view[:done] = self._buffer.view[:done]
-            self._arena.free(self._buffer)
+            self._pool.free(self._buffer)
         self._buffer, self._base = taken, None
 
 

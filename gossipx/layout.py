@@ -164,6 +164,11 @@ def lay_out(slots: list[Slot]) -> Section:
     return Section(storage, storage.float() if has_masters(slots) else storage, trainable, mixed)
 
 
+def lengths(sections: Iterable[Section], whole: bool) -> list[tuple[torch.dtype, int]]:
+    """For each section its dtype and the elements that a model has of it: one as a retrieval exchanges it, or whole."""
+    return [(section.values.dtype, len(section.values) if whole else section.mixed) for section in sections]
+
+
 def has_masters(slots: Iterable[Slot]) -> bool:
     """Whether tensors of one dtype are exchanged as float32 masters: some of them are trained in 16 bits."""
     return any(slot.kind == 0 and slot.tensor.dtype in (torch.float16, torch.bfloat16) for slot in slots)

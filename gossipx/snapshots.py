@@ -20,7 +20,7 @@ PATIENCE = 30.0
 
 
 class Keeper(Protocol):
-    """Whose snapshots they are; the arena.
+    """Whose snapshots they are; :class:`gossipx.pool.Pool`.
 
     Attributes:
         lock: guards who holds what.

@@ -5,12 +5,10 @@ Each way is a pair: ``serve`` in a process of its own, which prints a line once 
 
 from __future__ import annotations
 
-import hmac
 import json
 import os
 import queue
 import socket
-import ssl
 import subprocess
 import sys
 import threading
@@ -21,7 +19,6 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-import xxhash
 from torch.distributed import rpc
 
 from gossipx.comm import CommManager
@@ -48,12 +45,28 @@ class Way(Protocol):
         """End it."""
 
 
-def start(kind: str, size: int, *more: str) -> tuple[subprocess.Popen[str], str]:
-    """The serving process of ``kind``, and the line that it prints."""
-    command = [sys.executable, __file__, kind, str(size), *more]
+def start(script: str, kind: str, size: int, *more: str) -> tuple[subprocess.Popen[str], str]:
+    """The process in which ``script`` serves a way, and the line that it prints."""
+    command = [sys.executable, script, kind, str(size), *more]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     return process, process.stdout.readline().strip()
+
+
+def serve(ways: dict[str, Callable[..., None]]) -> None:
+    """What a process that :func:`start` starts does: serve the way that its arguments name."""
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    torch.set_num_threads(1)
+    pin(1)
+    ways[sys.argv[1]](int(sys.argv[2]), *sys.argv[3:])
+
+
+def end_with_parent() -> None:
+    """Whatever happens to the benchmark, nothing of it stays."""
+    parent = os.getppid()
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
 
 
 def pin(place: int) -> None:
@@ -106,7 +119,7 @@ class Raw:
     """Blocking sockets; MSG_WAITALL into one buffer."""
 
     def __init__(self, size: int, sending: str):
-        self._process, port = start("raw", size, sending)
+        self._process, port = start(__file__, "raw", size, sending)
         self._socket = socket.create_connection((HERE, int(port)))
         loss_based(self._socket)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -157,73 +170,16 @@ class Iperf:
         self._server.wait(SECONDS)
 
 
-# --- the same with what secures them, piece by piece -------------------------------------------------------
+# --- gossipx ---------------------------------------------------------------------------------------------
 
 
-def context(folder: Path, purpose: ssl._SSLMethod) -> ssl.SSLContext:
-    """TLS 1.3 with certificates of both sides, as gossipx has it."""
-    made = ssl.SSLContext(purpose)
-    made.minimum_version = ssl.TLSVersion.TLSv1_3
-    made.check_hostname = False
-    made.load_cert_chain(folder / folder_of(HERE) / "cert.pem", folder / folder_of(HERE) / "key.pem")
-    made.load_verify_locations(folder / "ca.pem")
-    made.verify_mode = ssl.CERT_REQUIRED
-    return made
+KEY = bytes(range(32))
+SECRET = auth.Secret(KEY)
 
 
-def serve_secured(size: int, way: str) -> None:
-    """Send the model for each byte that comes: under a MAC, with XXH3, or by TLS."""
-    model = filled(size)
-    kind, _, folder = way.partition(":")
-    with socket.create_server((HERE, 0)) as listening:
-        print(listening.getsockname()[1], flush=True)
-        connected, _ = listening.accept()
-        loss_based(connected)
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if kind == "tls":
-            connected = context(Path(folder), ssl.PROTOCOL_TLS_SERVER).wrap_socket(connected, server_side=True)
-        while connected.recv(1):
-            check = CHECKS[kind]()
-            for start in range(0, size, PIECE):
-                piece = model.view[start : start + PIECE]
-                check.update(piece)
-                connected.sendall(piece)
-            connected.sendall(check.digest())
-
-
-class Secured:
-    """Blocking sockets with one primitive on both sides: what can be had of it."""
-
-    def __init__(self, size: int, way: str):
-        self._process, port = start("secured", size, way)
-        self._kind, _, folder = way.partition(":")
-        self._socket = socket.create_connection((HERE, int(port)))
-        loss_based(self._socket)
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if self._kind == "tls":
-            self._socket = context(Path(folder), ssl.PROTOCOL_TLS_CLIENT).wrap_socket(self._socket)
-        self._room = Memory(size + CHECKS[self._kind]().digest_size).view
-        self._size = size
-
-    def pull(self) -> None:
-        self._socket.send(b"x")
-        check = CHECKS[self._kind]()
-        done = 0
-        while done < len(self._room):
-            end = min(done + PIECE, self._size) if done < self._size else len(self._room)
-            begin = done
-            while done < end:
-                done += self._socket.recv_into(self._room[done:end], 0, *self._flags())
-            if end <= self._size:
-                check.update(self._room[begin:end])
-        assert bytes(self._room[self._size :]) == check.digest()
-
-    def _flags(self) -> tuple[int, ...]:
-        return () if self._kind == "tls" else (socket.MSG_WAITALL,)
-
-    def close(self) -> None:
-        self._socket.close()
-        self._process.wait(SECONDS)
+def tls_of(folder: Path) -> Tls:
+    """gossipx's own transport with these certificates."""
+    return Tls(folder / folder_of(HERE) / "cert.pem", folder / folder_of(HERE) / "key.pem", folder / "ca.pem")
 
 
 class Unchecked:
@@ -236,33 +192,6 @@ class Unchecked:
 
     def digest(self) -> bytes:
         return bytes(8)
-
-
-class _None:
-    digest_size = 0
-
-    def update(self, piece: bytes | memoryview, /) -> None:
-        pass
-
-    def digest(self) -> bytes:
-        return b""
-
-
-KEY = bytes(range(32))
-SECRET = auth.Secret(KEY)
-CHECKS: dict[str, Callable[[], Any]] = {
-    "mac": lambda: hmac.new(KEY, digestmod="sha256"),
-    "xxh3": xxhash.xxh3_64,
-    "tls": _None,
-}
-
-
-def tls_of(folder: Path) -> Tls:
-    """gossipx's own transport with these certificates."""
-    return Tls(folder / folder_of(HERE) / "cert.pem", folder / folder_of(HERE) / "key.pem", folder / "ca.pem")
-
-
-# --- gossipx ---------------------------------------------------------------------------------------------
 
 
 def manager(
@@ -378,7 +307,7 @@ class Gloo:
     """torch.distributed's send and recv."""
 
     def __init__(self, size: int, place: str):
-        self._process, _ = start("gloo", size, place)
+        self._process, _ = start(__file__, "gloo", size, place)
         _join(0, place)
         self._room = torch.ones(size // 4)
 
@@ -418,7 +347,7 @@ class Rpc:
     """A remote call that returns the model."""
 
     def __init__(self, size: int, place: str):
-        self._process, _ = start("rpc", size, place)
+        self._process, _ = start(__file__, "rpc", size, place)
         _rpc(0, place)
         self._size = size
 
@@ -430,19 +359,8 @@ class Rpc:
         self._process.wait(SECONDS)
 
 
-def end_with_parent() -> None:
-    """Whatever happens to the benchmark, nothing of it stays."""
-    parent = os.getppid()
-    while os.getppid() == parent:
-        time.sleep(1.0)
-    os._exit(1)
-
-
 if __name__ == "__main__":
     import _far  # under its own name, as the other side of a remote call knows it
 
-    threading.Thread(target=end_with_parent, daemon=True).start()
-
-    torch.set_num_threads(1)
-    pin(1)
-    getattr(_far, f"serve_{sys.argv[1]}")(int(sys.argv[2]), *sys.argv[3:])
+    ways = {"raw": _far.serve_raw, "gossipx": _far.serve_gossipx, "gloo": _far.serve_gloo, "rpc": _far.serve_rpc}
+    _far.serve(ways)

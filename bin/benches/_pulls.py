@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from _far import HERE, Gloo, Gossipx, Iperf, Raw, Rpc, Secured, pin
+from _far import HERE, Gloo, Gossipx, Iperf, Raw, Rpc, pin
 from _report import figure
+from _secured import Secured
 from torch import nn
 
 from gossipx.arena import ParameterArena

@@ -98,7 +98,7 @@ def _moves(width: int, device: torch.device) -> tuple[int, dict[str, float]]:
         pour(memoryview(model), incoming)
         there: HostBuffer = incoming.buffer
         loop.finish()
-        found["brought to the device"].append(_timed(lambda one=there: arena.upload(one)))
+        found["brought to the device"].append(_timed(lambda one=there: arena.pool.upload(one)))
         found["mixed"].append(_timed(lambda one=there: (arena.commit(one, 0.5), loop.finish())))
         arena.go_on()
         incoming.release()
@@ -114,7 +114,7 @@ def _overlap(width: int, device: torch.device) -> tuple[float, float, float]:
     def move() -> None:
         while not stop.is_set():
             snapshot = arena.snapshot()
-            arena.upload(snapshot.buffer)
+            arena.pool.upload(snapshot.buffer)
             snapshot.release()
             moved[0] += 1
 

@@ -1,6 +1,7 @@
 """Ways for bytes to reach another peer; each is a module or object that is a :class:`Transport`.
 
-:mod:`gossipx.transports.link` carries frames over any of them.
+:mod:`gossipx.transports.link` carries frames over any of them; :mod:`gossipx.transports.links` has all that a peer
+has open.
 """
 
 from __future__ import annotations

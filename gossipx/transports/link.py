@@ -1,4 +1,4 @@
-"""Frames over a stream: one :class:`Link`, and all :class:`Links` of a peer."""
+"""Frames over a stream: one connection, from its first frame to its last."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import cast
+from typing import Protocol, cast
 
 from gossipx.errors import (
     ModelMismatchError,
@@ -51,14 +51,45 @@ from gossipx.wire import (
     difference,
     frames,
     gather,
+    kinds,
     no_payload,
     objection,
     pour,
 )
 
+# Seconds between two looks whether the other side of a transfer beside a connection is still there.
+_LOOK = 0.5
+
+
+class Owner(Protocol):
+    """Whose link it is; :class:`gossipx.transports.links.Links`.
+
+    Attributes:
+        timeout: seconds within which a frame that has begun must be whole, where the call sets no deadline.
+        pace: of the models that are sent over a network; None: as fast as it goes.
+        closed: set once nothing more is to be sent.
+    """
+
+    timeout: float
+    pace: Pace | None
+    closed: threading.Event
+
+    def count(self, sent: int, received: int) -> None:
+        """Add bytes."""
+
+    def spawn(self, what: str, target: Callable[..., None], *given: object) -> None:
+        """Start a daemon thread; RuntimeError if the system has none left."""
+
+    def gone(self) -> PeerUnreachableError:
+        """Why nothing can be sent any more."""
+
 
 class Link:
-    """A stream that carries frames; for one thread at a time. Made by :class:`Links`.
+    """A stream that carries frames; for one thread at a time. Made by :class:`gossipx.transports.links.Links`.
+
+    Args:
+        stream: ready to send and receive.
+        owner: counts its bytes, and says how fast and how long it may send.
 
     Attributes:
         heard: whether anything came since a frame was last sent.
@@ -66,15 +97,15 @@ class Link:
         carrier: takes models beside the stream, once it is built.
     """
 
-    def __init__(self, stream: Stream, links: Links):
+    def __init__(self, stream: Stream, owner: Owner):
         self.stream = stream
         self.heard = False
         self.carrier: Carrier | None = None
         self._memory = TheirMemory()
         self.checks: frames.Checks = frames.CHECKSUMS
-        self._links = links
+        self._owner = owner
         self._expect: Expect = no_payload
-        self._decoder = frames.Decoder(lambda message, request: self._expect(message, request), frames.SMALL_METADATA)
+        self._decoder = frames.Decoder(lambda message, request: self._expect(message, request), kinds.SMALL_METADATA)
         self._opened: Open | None = None  # what the other side has proven to be
 
     def send(self, frame: Iterable[frames.Buffers], deadline: float) -> None:
@@ -82,7 +113,7 @@ class Link:
         self.heard = False
         for buffers in frame:
             self.stream.send(buffers, deadline)
-            self._links.count(sum(map(len, buffers)), 0)
+            self._owner.count(sum(map(len, buffers)), 0)
 
     def _send_in_turn(self, frame: Iterable[frames.Buffers], pace: Pace, deadline: float) -> None:
         """As :meth:`send`, no faster than ``pace``."""
@@ -93,8 +124,8 @@ class Link:
 
     def _wait_for_turn(self, pace: Pace, nbytes: int, deadline: float) -> None:
         begins = time.monotonic() + pace.reserve(nbytes)
-        if self._links.closed.wait(min(begins, deadline) - time.monotonic()):
-            raise self._links.gone()
+        if self._owner.closed.wait(min(begins, deadline) - time.monotonic()):
+            raise self._owner.gone()
         if begins > deadline:
             raise PeerTimeoutError(f"--max-rate leaves no room for a model to {self.stream.remote} in time")
 
@@ -113,9 +144,9 @@ class Link:
         elif view.nbytes and descriptor is not None and isinstance(stream, SharesMemory):
             self.send(frames.encode(reply, number, view, self.checks, beside=True), deadline)
             stream.send_descriptor(descriptor, deadline)
-            self._links.count(view.nbytes, 0)
-        elif self._links.pace is not None:
-            self._send_in_turn(frames.encode(reply, number, view, self.checks), self._links.pace, deadline)
+            self._owner.count(view.nbytes, 0)
+        elif self._owner.pace is not None:
+            self._send_in_turn(frames.encode(reply, number, view, self.checks), self._owner.pace, deadline)
         else:
             self.send(frames.encode(reply, number, view, self.checks), deadline)
         answer = self.receive(deadline)
@@ -129,9 +160,9 @@ class Link:
             for part in carrier.send(view.cast("B"), deadline):
                 for start in range(0, len(part), PIECE):
                     check.update(part[start : start + PIECE])
-                self._links.count(len(part), 0)
-                if self._links.pace is not None:
-                    self._wait_for_turn(self._links.pace, len(part), deadline)
+                self._owner.count(len(part), 0)
+                if self._owner.pace is not None:
+                    self._wait_for_turn(self._owner.pace, len(part), deadline)
         self.send(frames.encode(Carried(check.digest().hex()), number, checks=self.checks), deadline)
 
     def _take_carried(self, carrier: Carrier, sink: Sink, number: int, deadline: float) -> None:
@@ -144,7 +175,7 @@ class Link:
 
         def parts() -> Iterator[memoryview]:
             for part in carrier.receive(sink.nbytes, deadline):
-                self._links.count(0, len(part))
+                self._owner.count(0, len(part))
                 yield part
 
         with self._watching(carrier):
@@ -166,7 +197,7 @@ class Link:
                     carrier.abort()
                     return
 
-        self._links.spawn("watch", watch)
+        self._owner.spawn("watch", watch)
         try:
             yield
         finally:
@@ -206,7 +237,7 @@ class Link:
             self.carrier.abort()
 
     def receive(self, deadline: float, expect: Expect = no_payload) -> frames.Frame:
-        """The next frame; an infinite deadline ends ``Links.timeout`` after its first byte.
+        """The next frame; an infinite deadline ends ``Owner.timeout`` after its first byte.
 
         Raises:
             PeerTimeoutError, PeerUnreachableError: as :meth:`Stream.receive_into`.
@@ -216,10 +247,10 @@ class Link:
         frame = None
         while frame is None:
             count = self.stream.receive_into(self._decoder.next_buffer(), deadline, self._decoder.in_payload)
-            self._links.count(0, count)
+            self._owner.count(0, count)
             self.heard = True
             if deadline == math.inf:
-                deadline = time.monotonic() + self._links.timeout
+                deadline = time.monotonic() + self._owner.timeout
             frame = self._decoder.received(count)
         if frame.beside and frame.payload is not None:
             if self.carrier is not None:
@@ -233,7 +264,7 @@ class Link:
         if not isinstance(self.stream, SharesMemory):
             raise ProtocolError("a payload that lies beside a connection which has nothing beside it")
         pour(self._memory.view(self.stream.receive_descriptor(deadline), sink.nbytes), sink)
-        self._links.count(0, sink.nbytes)
+        self._owner.count(0, sink.nbytes)
 
     def ask(self, message: Message, number: int, deadline: float, payload: Sink | None = None) -> frames.Frame:
         """Send ``message`` as request ``number``; its answer, a model's bytes in ``payload``."""
@@ -313,7 +344,7 @@ class Link:
                 f" {difference(manifest, theirs)};"
                 " build the same model on every host"
             )
-        self._decoder.most = frames.MAX_METADATA
+        self._decoder.most = kinds.MAX_METADATA
         return they
 
     def admit(self, me: Hello, names: Sequence[str], hosts: Sequence[str], welcome: Welcome, deadline: float) -> Hello:
@@ -342,7 +373,7 @@ class Link:
             whose = f"the certificate of {they.name} is not for '{hosts[they.rank]}', its host in the hosts file"
             raise self.turn_away(whose, deadline, StrangerError)
         self.send(frames.encode(welcome, 0, checks=self.checks), deadline)
-        self._decoder.most = frames.MAX_METADATA
+        self._decoder.most = kinds.MAX_METADATA
         return they
 
     def turn_away(
@@ -363,124 +394,6 @@ class Link:
         scrap = memoryview(bytearray(4096))
         try:
             while True:
-                self._links.count(0, self.stream.receive_into(scrap, deadline))
+                self._owner.count(0, self.stream.receive_into(scrap, deadline))
         except PeerFaultError:
             return
-
-
-# Seconds between two looks whether the other side of a transfer beside a connection is still there.
-_LOOK = 0.5
-# Idle links kept to another peer: a pull and a message beside it.
-_KEPT = 2
-
-
-class Links:
-    """All links of a peer, their bytes, and the threads that use them: ended together.
-
-    Args:
-        name: of this peer, for its threads' names.
-        peers: how many there are; links that it opened itself are kept by rank for later use.
-        timeout: seconds within which a frame that has begun must be whole, where the call sets no
-            deadline.
-        pace: of the models that are sent over a network, all together; None: as fast as it goes.
-
-    Attributes:
-        closed: set once no more links and threads can be had.
-        sent, received: bytes of the whole wire.
-    """
-
-    def __init__(self, name: str, peers: int, timeout: float, pace: Pace | None = None):
-        self.timeout = timeout
-        self.pace = pace
-        self.closed = threading.Event()
-        self.sent = 0
-        self.received = 0
-        self._name = name
-        self._lock = threading.Lock()
-        self._links: set[Link] = set()
-        self._idle: list[list[Link]] = [[] for _ in range(peers)]
-        self._threads: set[threading.Thread] = set()
-
-    def count(self, sent: int, received: int) -> None:
-        """Add bytes."""
-        with self._lock:
-            self.sent += sent
-            self.received += received
-
-    def add(self, stream: Stream) -> Link:
-        """A link over ``stream``, which is aborted with PeerUnreachableError once closed."""
-        link = Link(stream, self)
-        with self._lock:
-            if not self.closed.is_set():
-                self._links.add(link)
-                return link
-        stream.abort()
-        raise self.gone()
-
-    def drop(self, link: Link) -> None:
-        """End a link."""
-        link.abort()
-        with self._lock:
-            self._links.discard(link)
-
-    @contextlib.contextmanager
-    def dropped_on_failure(self, link: Link) -> Iterator[None]:
-        """End ``link`` if what is done with it raises."""
-        with contextlib.ExitStack() as undo:
-            undo.callback(self.drop, link)
-            yield
-            undo.pop_all()
-
-    def keep(self, to: int, link: Link) -> None:
-        """Keep a link to peer ``to`` for its next use, or end it if there are enough."""
-        with self._lock:
-            if len(self._idle[to]) < _KEPT:
-                self._idle[to].append(link)
-                return
-        self.drop(link)
-
-    def take(self, to: int) -> Link | None:
-        """A kept link to peer ``to`` that the peer has not closed, if there is one."""
-        while True:
-            with self._lock:
-                if not self._idle[to]:
-                    return None
-                link = self._idle[to].pop()
-            if link.stream.quiet():
-                return link
-            self.drop(link)
-
-    def spawn(self, what: str, target: Callable[..., None], *given: object) -> None:
-        """Start a daemon thread; RuntimeError if the system has none left."""
-
-        def run() -> None:
-            try:
-                target(*given)
-            finally:
-                with self._lock:
-                    self._threads.discard(threading.current_thread())
-
-        thread = threading.Thread(target=run, name=f"gossipx-{what}-{self._name}", daemon=True)
-        with self._lock:
-            thread.start()
-            self._threads.add(thread)
-
-    def abort(self) -> None:
-        """Abort all links; from now on there are no new ones."""
-        with self._lock:
-            self.closed.set()
-            links = list(self._links)
-        for link in links:
-            link.abort()
-
-    def join(self, seconds: float) -> None:
-        """Wait for all threads but the caller's, no longer than ``seconds`` altogether."""
-        until = time.monotonic() + seconds
-        with self._lock:
-            threads = self._threads - {threading.current_thread()}
-        for thread in threads:
-            thread.join(max(0.0, until - time.monotonic()))
-
-    def gone(self) -> PeerUnreachableError:
-        """Why nothing can be sent any more."""
-        return PeerUnreachableError(f"{self._name} has ended its connections")

@@ -21,84 +21,32 @@ A payload that lies beside the connection comes another way (:mod:`gossipx.trans
 its metadata: the receiver reads it from memory that both share, or it is carried by what they built, and then Carried
 tells what its check ends in.
 
-Nothing is unpickled or evaluated. Every length is checked against a bound of its kind before
-anything is allocated, and a payload goes straight into the room that its receiver provides.
+Nothing is unpickled or evaluated. Every length is checked against a bound of its kind, from :mod:`gossipx.wire.kinds`,
+before anything is allocated, and a payload goes straight into the room that its receiver provides.
 """
 
 from __future__ import annotations
 
 import hmac
-import itertools
-import json
-import math
 import struct
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
-from typing import Any, NoReturn, Protocol
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
 
 import xxhash
 
 from gossipx.errors import ProtocolError
 from gossipx.memory import PIECE
-from gossipx.messages import (
-    AcceptReply,
-    ArriveRequest,
-    BusyReply,
-    HereReply,
-    InitialRequest,
-    LeaveRequest,
-    ModelReply,
-    NotReadyReply,
-    PairRequest,
-    PullRequest,
-    PushRequest,
-    RoundRequest,
-    SettleRequest,
-    Stage,
-    TakeRequest,
-)
-from gossipx.wire import (
-    MAX_DESCRIPTION,
-    Accepted,
-    Carried,
-    CarrierReply,
-    CarrierRequest,
-    Challenge,
-    DescribeRequest,
-    Description,
-    Expect,
-    Hello,
-    Message,
-    NoCarrierReply,
-    NotAuthorised,
-    Noted,
-    Open,
-    Proof,
-    Refused,
-    Sink,
-    Taken,
-    Welcome,
-)
+from gossipx.wire import Expect, Message, Sink
+from gossipx.wire.kinds import KINDS, MAX_METADATA, NUMBERS, message_of, metadata_of
 
 MAGIC = b"GSPX"
 VERSION = 2
-MAX_RANKS = 65_536
-MAX_TEXT = 1_000  # characters
-MAX_SECONDS = 7 * 86_400
-MAX_FIGURES = 1_000  # names in a report
-# Bytes of metadata. The largest honest ones: 65,536 ranks of five digits are 384 KiB; the reports
-# of 100 peers have 5 KiB each. The small bound is what a stranger can make us allocate.
-MAX_METADATA = 512 * 1024
-SMALL_METADATA = 16 * 1024
-# Bytes of payload. A model's true size is the receiver's to expect; this only keeps sums sane.
-MAX_MODEL = 2**40
-MAX_NOTE = 4096  # bytes; gloo has 170, NCCL 128
 # Of the kind: the payload lies beside the connection.
 _BESIDE = 0x8000
 
 Buffers = list[bytes | memoryview]
 
-_DIGITS = "0123456789abcdef"
 _START = struct.Struct("!4sH")
 _HEADER = struct.Struct("!4sHHQIQ")
 HEADER_BYTES = _HEADER.size
@@ -128,168 +76,6 @@ class VersionError(ProtocolError):
     """The other side speaks another version of the protocol."""
 
 
-# --- checks: a plain JSON value in, the field's value out; ValueError tells what it should be ----
-
-
-def _integer(low: int, high: int) -> Callable[[object], int]:
-    def check(value: object) -> int:
-        if type(value) is not int or not low <= value <= high:
-            raise ValueError(f"is not an integer from {low} to {high}")
-        return value
-
-    return check
-
-
-def _hexadecimal(digits: int) -> Callable[[object], str]:
-    def check(value: object) -> str:
-        if type(value) is not str or len(value) != digits or not set(value) <= set(_DIGITS):
-            raise ValueError(f"is not {digits} hexadecimal digits")
-        return value
-
-    return check
-
-
-def _octets(most: int) -> Callable[[object], str]:
-    def check(value: object) -> str:
-        if type(value) is not str or len(value) % 2 or len(value) > 2 * most or not set(value) <= set(_DIGITS):
-            raise ValueError(f"is not at most {most} bytes in hexadecimal digits")
-        return value
-
-    return check
-
-
-def _text(value: object) -> str:
-    # Printable: such text ends up in logs and terminals of other machines.
-    if type(value) is not str or len(value) > MAX_TEXT or not value.isprintable():
-        raise ValueError(f"is not one printable line of at most {MAX_TEXT} characters")
-    return value
-
-
-def _flag(value: object) -> bool:
-    if type(value) is not bool:
-        raise ValueError("is neither true nor false")
-    return value
-
-
-def _weight(value: object) -> float:
-    # All weights of a run sum up to its number of peers.
-    if type(value) not in (int, float) or not 0 < value <= MAX_RANKS:  # type: ignore[operator]
-        raise ValueError(f"is not a number above 0, up to {MAX_RANKS}")
-    return float(value)  # type: ignore[arg-type]
-
-
-def _stage(value: object) -> Stage:
-    return Stage(_integer(0, max(Stage))(value))
-
-
-def _members(value: object) -> tuple[int, ...]:
-    if type(value) is not list or len(value) > MAX_RANKS:
-        raise ValueError(f"is not a list of at most {MAX_RANKS} ranks")
-    ranks = tuple(_rank(item) for item in value)
-    if any(rank >= after for rank, after in itertools.pairwise(ranks)):
-        raise ValueError("is not ascending")
-    return ranks
-
-
-def _figure(value: object) -> object:
-    if value is None or type(value) is bool:
-        return value
-    if type(value) is str:
-        return _text(value)
-    if type(value) is int:
-        return _integer(-_U63, _U63)(value)
-    if type(value) is float and math.isfinite(value):
-        return value
-    raise ValueError("holds what is neither text, a finite number, true, false nor null")
-
-
-def _report(value: object) -> dict[str, object]:
-    if type(value) is not dict or len(value) > MAX_FIGURES:
-        raise ValueError(f"is not an object of at most {MAX_FIGURES} figures")
-    return {_text(name): _entry(item) for name, item in value.items()}
-
-
-def _entry(value: object) -> object:
-    return [_figure(item) for item in value] if type(value) is list else _figure(value)
-
-
-_U63 = 2**63 - 1
-
-
-def _seconds(value: object) -> float:
-    if type(value) not in (int, float) or not 0 < value <= MAX_SECONDS:  # type: ignore[operator]
-        raise ValueError(f"is not a number above 0, up to {MAX_SECONDS}")
-    return float(value)  # type: ignore[arg-type]
-
-
-_rank = _integer(0, MAX_RANKS - 1)
-_size = _integer(1, MAX_RANKS)
-_key = _hexadecimal(64)
-_count = _integer(0, _U63)
-
-
-@dataclass(frozen=True)
-class _Kind:
-    message: type
-    checks: Mapping[str, Callable[[object], Any]]
-    metadata: int = SMALL_METADATA  # upper bounds, bytes
-    payload: int = 0
-
-
-_EXCHANGE = {"incarnation": _count, "number": _count}
-_STANDING = {"stage": _stage, "report": _report}
-_KINDS = {
-    1: _Kind(
-        Hello,
-        {"rank": _rank, "name": _text, "size": _size, "peers": _text, "model": _text},
-    ),
-    2: _Kind(Welcome, {"rank": _rank, "name": _text, "model": _text, "machine": _text, "local": _text}),
-    3: _Kind(Refused, {"reason": _text}),
-    4: _Kind(DescribeRequest, {}),
-    5: _Kind(Description, {"size": _integer(0, MAX_DESCRIPTION)}, payload=MAX_DESCRIPTION),
-    6: _Kind(Open, {"nonce": _key, "run": _text, "opener": _text, "answerer": _text}),
-    7: _Kind(Challenge, {"nonce": _key}),
-    8: _Kind(Proof, {"proof": _key}),
-    9: _Kind(Accepted, {"proof": _key}),
-    10: _Kind(NotAuthorised, {"reason": _text}),
-    11: _Kind(Taken, {}),
-    12: _Kind(CarrierRequest, {"kind": _text}),
-    13: _Kind(Noted, {"key": _text, "value": _octets(MAX_NOTE)}),
-    14: _Kind(CarrierReply, {}),
-    15: _Kind(NoCarrierReply, {"reason": _text}),
-    16: _Kind(InitialRequest, {}),
-    17: _Kind(PullRequest, {"step": _count, "patience": _seconds}),
-    18: _Kind(RoundRequest, {"wave": _count, "round": _count, "members": _members}, MAX_METADATA),
-    19: _Kind(ArriveRequest, {**_STANDING, "incarnation": _count}, MAX_METADATA),
-    20: _Kind(LeaveRequest, {}),
-    21: _Kind(PushRequest, _EXCHANGE),
-    22: _Kind(PairRequest, _EXCHANGE),
-    23: _Kind(TakeRequest, _EXCHANGE),
-    24: _Kind(SettleRequest, {**_EXCHANGE, "taken": _flag}),
-    32: _Kind(ModelReply, {"step": _count, "weight": _weight}, payload=MAX_MODEL),
-    33: _Kind(HereReply, _STANDING, MAX_METADATA),
-    34: _Kind(NotReadyReply, {"reason": _text}),
-    35: _Kind(AcceptReply, {}),
-    36: _Kind(BusyReply, {}),
-    48: _Kind(Carried, {"digest": _octets(32)}),
-}
-_NUMBERS = {kind.message: number for number, kind in _KINDS.items()}
-
-
-def _build(kind: _Kind, plain: object) -> Any:
-    """The message with these fields; ValueError tells what is wrong in one line."""
-    if type(plain) is not dict or plain.keys() != kind.checks.keys():
-        named = ", ".join(kind.checks) or "none"
-        raise ValueError(f"{kind.message.__name__} has not exactly its fields ({named})")
-    values = {}
-    for name, check in kind.checks.items():
-        try:
-            values[name] = check(plain[name])
-        except ValueError as error:
-            raise ValueError(f"{kind.message.__name__}: {name} {error}") from None
-    return kind.message(**values)
-
-
 # --- out ----------------------------------------------------------------------------------------
 
 
@@ -302,8 +88,6 @@ def encode(
 ) -> Iterator[Buffers]:
     """The frame of ``message``, as lists of buffers to send in turn; the payload is never copied.
 
-    NaN and infinite figures of a report go as null, which JSON has and which reads as "no figure".
-
     Args:
         message: what to say.
         request: id of the request, 0 to 2⁶⁴ − 1.
@@ -315,11 +99,9 @@ def encode(
     Raises:
         ValueError: at once, not when iterated: the message is not one that a peer would accept.
     """
-    number = _NUMBERS[type(message)]
-    kind = _KINDS[number]
-    plain = {field.name: _plain(getattr(message, field.name)) for field in fields(message)}
-    _build(kind, plain)
-    metadata = json.dumps(plain, ensure_ascii=False, separators=(",", ":")).encode()
+    number = NUMBERS[type(message)]
+    kind = KINDS[number]
+    metadata = metadata_of(message)
     size = 0 if payload is None else payload.nbytes
     if len(metadata) > kind.metadata or size > kind.payload:
         raise ValueError(
@@ -349,19 +131,6 @@ def _pieces(head: bytes, payload: memoryview | None, checks: Checks) -> Iterator
         else:
             check.update(piece)
             yield [*buffers, check.digest()]
-
-
-def _plain(value: object) -> object:
-    """As JSON has it: enums and subclasses of numbers as numbers, tuples as lists."""
-    if isinstance(value, dict):
-        return {name: _plain(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else None
-    if isinstance(value, int) and not isinstance(value, bool):
-        return int(value)
-    return value
 
 
 # --- in -----------------------------------------------------------------------------------------
@@ -456,7 +225,7 @@ class Decoder:
 
     def _header_whole(self) -> None:
         _, _, number, _, metadata, payload = _HEADER.unpack_from(self._header)
-        kind = _KINDS.get(number & ~_BESIDE)
+        kind = KINDS.get(number & ~_BESIDE)
         if kind is None:
             raise ProtocolError(f"a frame of unknown kind {number}")
         if not 2 <= metadata <= min(kind.metadata, self.most) or payload > kind.payload:
@@ -474,7 +243,7 @@ class Decoder:
         self._check = self._checks()
         if not hmac.compare_digest(check.digest(), self._header[HEADER_BYTES:]):
             raise ProtocolError("a frame whose header or metadata does not match its checksum")
-        message = _parse(_KINDS[number & ~_BESIDE], bytes(self._view))
+        message = message_of(KINDS[number & ~_BESIDE], bytes(self._view))
         sink = self._expect(message, request)
         size = 0 if sink is None else sink.nbytes
         if payload != size:
@@ -508,27 +277,3 @@ class Decoder:
     def _trailer_whole(self) -> Frame:
         self._await(memoryview(self._header), self._header_whole)
         return self._frame
-
-
-def _parse(kind: _Kind, metadata: bytes) -> Message:
-    try:
-        # The interpreter's recursion limit bounds the nesting that is read; _build then allows
-        # three levels.
-        plain = json.loads(metadata.decode(), object_pairs_hook=_object, parse_constant=_constant)
-        message: Message = _build(kind, plain)
-    except RecursionError:
-        raise ProtocolError(f"{kind.message.__name__}: metadata nests too deep") from None
-    except ValueError as error:
-        raise ProtocolError(f"metadata refused: {error}") from None
-    return message
-
-
-def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    named = dict(pairs)
-    if len(named) != len(pairs):
-        raise ValueError("a field stands twice")
-    return named
-
-
-def _constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")

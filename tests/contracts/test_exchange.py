@@ -138,7 +138,7 @@ def test_models_and_messages_come_in_order_on_one_connection(
         assert a.ask(1, PullRequest(step, 30.0), room).get(timeout=LONG) == ModelReply(step)
         assert room == step.to_bytes(4, "big") * 300_000
         assert a.ask(1, LeaveRequest()).get(timeout=LONG) == HereReply(Stage.TRAIN)
-    assert len(b.comm._inbound) == 1
+    assert len(b.comm._answering._inbound) == 1
 
 
 class Giant:
@@ -235,7 +235,7 @@ def test_64_peers_pull_from_one_at_once(start: Callable[[int], list[Host]]) -> N
 def half_close(host: Host, but: set[Any]) -> set[Any]:
     """Say on all connections ``but`` those that nothing more will be sent, and be ready to receive."""
     said = set()
-    for link in set(host.comm._links._links) - but:
+    for link in set(host.comm._member.links._links) - but:
         stream: Any = link.stream
         with contextlib.suppress(OSError):  # the manager ends one by itself: that of TCP, where memory is shared
             getattr(stream, "_below", stream)._socket.shutdown(socket.SHUT_WR)
@@ -274,7 +274,7 @@ def test_closing_in_the_middle_of_a_model_ends_it_on_both_sides(
     assert began.wait(LONG)
     closing = threading.Thread(target=hosts[whose].comm.close)
     closing.start()
-    assert hosts[whose].comm._links.closed.wait(LONG)
+    assert hosts[whose].comm._member.links.closed.wait(LONG)
     if whose == 0:
         assert hosts[1].answered.get(timeout=LONG) is False  # while the receiver still does what it does
     go_on.set()
@@ -333,6 +333,6 @@ def start_with(start: Callable[[int], list[Host]], port: int) -> Host:
     """Peer 0 of two, of which the other is a process of its own."""
     host, other = start(2)
     other.comm.close()
-    addresses: Any = host.comm._addresses
+    addresses: Any = host.comm._member.addresses
     addresses[1] = Address("127.0.0.1", port)
     return host

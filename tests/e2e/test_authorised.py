@@ -26,7 +26,7 @@ from gossipx.errors import GossipxError, NotAuthorisedError, ProtocolError, Stra
 from gossipx.messages import HereReply, LeaveRequest, ModelReply, PullRequest, RoundRequest, Stage
 from gossipx.transports import Address
 from gossipx.transports.link import Link
-from gossipx.wire import Challenge, Hello, NotAuthorised, Open, Proof, Refused, frames
+from gossipx.wire import Challenge, Hello, NotAuthorised, Open, Proof, Refused, frames, kinds
 from gossipx.wire.auth import Secret
 
 start, heard = test_comm.start, test_comm.heard
@@ -141,7 +141,7 @@ def test_a_stranger_is_told_nothing_about_the_run(start: Start) -> None:
     run = start(2)
     b = run.host(1, secret=SECRET)
     with knock(b) as stream:
-        stream.sendall(frame(Hello(0, "peer-00", 2, "the same list", b.comm._me.model)))
+        stream.sendall(frame(Hello(0, "peer-00", 2, "the same list", b.comm._member.me.model)))
         answer = read_frame(stream)
         stream.shutdown(socket.SHUT_WR)
         assert everything(stream) == b""
@@ -200,10 +200,10 @@ def test_a_stranger_cannot_make_a_peer_allocate(start: Start, heard: Heard, secr
     """Of the kinds that are large among members, too."""
     b = start(2).host(1, secret=secret)
     with knock(b) as stream:
-        kind = frames._NUMBERS[RoundRequest]
-        stream.sendall(frames._HEADER.pack(b"GSPX", frames.VERSION, kind, 0, frames.SMALL_METADATA + 1, 0) + bytes(8))
+        kind = kinds.NUMBERS[RoundRequest]
+        stream.sendall(frames._HEADER.pack(b"GSPX", frames.VERSION, kind, 0, kinds.SMALL_METADATA + 1, 0) + bytes(8))
         assert everything(stream) == b""
-    assert f"at most {frames.SMALL_METADATA}" in heard.wait("RoundRequest announced").getMessage()
+    assert f"at most {kinds.SMALL_METADATA}" in heard.wait("RoundRequest announced").getMessage()
 
 
 # --- men in the middle --------------------------------------------------------------------------
@@ -408,9 +408,9 @@ def test_a_thousand_idle_connections_leave_peers_and_threads_alone(start: Start,
         room = bytearray(len(model))
         assert a.ask(1, PullRequest(1, 30.0), room).get(timeout=LONG) == ModelReply(1)
         assert room == model
-        for link in a.comm._links._idle[1]:
+        for link in a.comm._member.links._idle[1]:
             link.stream.abort()  # so that the next request needs a connection of its own among them
         assert a.ask(1, PullRequest(2, 30.0), bytearray(len(model))).get(timeout=LONG) == ModelReply(2)
-        assert len(b.comm._inbound) <= 32 + 4 * 2
+        assert len(b.comm._answering._inbound) <= 32 + 4 * 2
         assert threading.active_count() <= threads + 2 * (32 + 4 * 2)
     assert b.comm.trust.strangers == 0

@@ -112,7 +112,7 @@ def read_frame(stream: socket.socket, payload: Bytes | None = None) -> frames.Fr
 def introduced(host: Host, rank: int, names: Sequence[str]) -> socket.socket:
     """A connection past its handshake, by someone who says he is ``rank``."""
     stream = knock(host)
-    model = host.comm._me.model
+    model = host.comm._member.me.model
     stream.sendall(frame(Hello(rank, names[rank], len(names), "the same list", model)))
     assert read_frame(stream) is not None
     return stream
@@ -162,7 +162,7 @@ def test_an_answer_that_lasts_longer_than_a_look_at_the_requester(
         looks.release()
         return quiet(stream)
 
-    monkeypatch.setattr("gossipx.comm._LOOK", 0.01)
+    monkeypatch.setattr("gossipx.comm.answering._LOOK", 0.01)
     monkeypatch.setattr(SocketStream, "quiet", look)
     a, b = two
     results = a.ask(1, LeaveRequest())
@@ -289,7 +289,7 @@ def test_no_answer_within_the_deadline(two: tuple[Host, Host]) -> None:
 def test_a_requester_that_hangs_up_is_noticed(  # [2]
     two: tuple[Host, Host], heard: Heard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gossipx.comm._LOOK", 0.01)
+    monkeypatch.setattr("gossipx.comm.answering._LOOK", 0.01)
     a, b = two
     a.ask(1, PullRequest(1, 30.0), bytearray(4))
     _, key, _ = b.received.get(timeout=LONG)

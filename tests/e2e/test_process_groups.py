@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import subprocess
 import sys
@@ -18,8 +19,9 @@ from managers import LONG, Host, certify, runs, settings_of
 from gossipx.errors import NoCarrierError, PeerUnreachableError, ProtocolError
 from gossipx.messages import ModelReply, PullRequest
 from gossipx.transports import Notes, link
+from gossipx.transports.backends import CHUNK, Gloo
 from gossipx.transports.beside import Notebook
-from gossipx.transports.process_group import CHUNK, PairGroup, ProcessGroups, _Gloo
+from gossipx.transports.process_group import PairGroup, ProcessGroups
 from gossipx.wire import Carried, CarrierReply, Message, NoCarrierReply, Noted, Taken
 
 SIZE = 2 * CHUNK + 5
@@ -40,7 +42,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., list[Host]]]:
 
 
 def groups_of(host: Host) -> ProcessGroups:
-    groups = host.comm._carriers
+    groups = host.comm._member.carriers
     assert isinstance(groups, ProcessGroups)
     return groups
 
@@ -111,14 +113,14 @@ def test_with_a_peer_of_another_transport_models_go_over_sockets_and_it_is_said_
 def test_where_no_group_can_be_built_models_go_over_sockets_and_it_is_said_once(
     start: Callable[..., list[Host]], caplog: pytest.LogCaptureFixture, whose: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    build = _Gloo.build
+    build = Gloo.build
 
-    def failing(backend: _Gloo, store: Any, rank: int, here: str, deadline: float) -> Any:
+    def failing(backend: Gloo, store: Any, rank: int, here: str, deadline: float) -> Any:
         if rank == whose:
             raise RuntimeError("there is\nno gloo today")
         return build(backend, store, rank, here, deadline)
 
-    monkeypatch.setattr(_Gloo, "build", failing)
+    monkeypatch.setattr(Gloo, "build", failing)
     a, b = start("gloo", "gloo")
     give(b)
     pulls_well(a, 3)
@@ -133,12 +135,12 @@ def test_a_group_that_is_never_there_leaves_time_for_the_model(
 ) -> None:
     """As where only the run's own ports are open."""
 
-    def waiting(backend: _Gloo, store: Any, rank: int, here: str, deadline: float) -> Any:
+    def waiting(backend: Gloo, store: Any, rank: int, here: str, deadline: float) -> Any:
         over.wait(deadline - time.monotonic())
         raise RuntimeError("timed out")
 
     over = threading.Event()
-    monkeypatch.setattr(_Gloo, "build", waiting)
+    monkeypatch.setattr(Gloo, "build", waiting)
     a, b = start("gloo", "gloo")
     give(b)
     room = bytearray(SIZE)
@@ -152,14 +154,14 @@ def test_a_peer_that_dies_while_a_group_is_built_is_gone_and_not_gloo(
     start: Callable[..., list[Host]], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a, b = start("gloo", "gloo")
-    build = _Gloo.build
+    build = Gloo.build
 
-    def dying(backend: _Gloo, store: Any, rank: int, here: str, deadline: float) -> Any:
+    def dying(backend: Gloo, store: Any, rank: int, here: str, deadline: float) -> Any:
         if rank == 1:
             b.comm.close()
         return build(backend, store, rank, here, deadline)
 
-    monkeypatch.setattr(_Gloo, "build", dying)
+    monkeypatch.setattr(Gloo, "build", dying)
     assert isinstance(a.ask(1, PullRequest(1, 30.0), bytearray(4)).get(timeout=LONG), PeerUnreachableError)
     assert told(caplog) == []
 
@@ -230,7 +232,7 @@ def test_an_end_that_is_built_before_the_other_has_told_what_it_must_is_refused(
     start: Callable[..., list[Host]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a, b = start("gloo", "gloo")
-    b.comm._carriers = Liar()
+    b.comm._answering._member = dataclasses.replace(b.comm._member, carriers=Liar())
     error = a.ask(1, PullRequest(1, 30.0), bytearray(4)).get(timeout=LONG)
     assert isinstance(error, ProtocolError)
     assert "has built its end and not told" in str(error)

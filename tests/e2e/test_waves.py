@@ -22,13 +22,14 @@ WATCHED = """
 import hashlib
 import gossipx.arena
 import gossipx.build
+import gossipx.pool
 
 made, waves = [], []
-class Counted(gossipx.arena.HostBuffer):
+class Counted(gossipx.pool.HostBuffer):
     def __init__(self, *arguments, **named):
         super().__init__(*arguments, **named)
         made.append(self)
-gossipx.arena.HostBuffer = Counted
+gossipx.pool.HostBuffer = Counted
 
 class Arena(gossipx.arena.ParameterArena):
     def take_in(self, merged, captured):

@@ -53,7 +53,7 @@ def model_of(arena: ParameterArena, whole: bool = False) -> bytes:
 
 def received(arena: ParameterArena, other: ParameterArena) -> HostBuffer:
     """The other's model as it comes over the wire, kept as it is."""
-    buffer = arena.buffer()
+    buffer = arena.pool.buffer()
     buffer.view[:] = model_of(other)
     return buffer
 
@@ -434,7 +434,7 @@ def test_a_model_with_nan_is_not_adopted():
 def test_distance_to_a_reference():
     module, other = Net(0), Net(1)
     arena, their_arena = ParameterArena(module), ParameterArena(other)
-    reference = arena.buffer()
+    reference = arena.pool.buffer()
     reference.view[:] = model_of(their_arena)
     far = arena.distance(reference)
     assert far == pytest.approx(mix(arena, model_of(their_arena), 0.5), rel=1e-6)

@@ -59,16 +59,14 @@ from gossipx.wire import (
 from gossipx.wire.frames import (
     CHECKSUMS,
     HEADER_BYTES,
-    MAX_METADATA,
-    MAX_NOTE,
     PIECE,
-    SMALL_METADATA,
     VERSION,
     Decoder,
     Frame,
     VersionError,
     encode,
 )
+from gossipx.wire.kinds import MAX_METADATA, MAX_NOTE, SMALL_METADATA
 
 ranks = st.integers(0, 65_535)
 counts = st.integers(0, 2**63 - 1)

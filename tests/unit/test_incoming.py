@@ -221,10 +221,10 @@ def test_a_boundary_waits_for_a_copy_rather_than_take_more_memory():
     given = arena.snapshot()
     arena.step_done()
     base = arena.snapshot()
-    began, made = threading.Event(), arena._made
+    began, made = threading.Event(), arena.pool._made
 
     def copy() -> None:
-        with arena.copying_base():
+        with arena.pool.copying_base():
             began.set()
             stepping.wait(0.2)  # the boundary comes in this time, and waits
             base.release()
@@ -235,5 +235,5 @@ def test_a_boundary_waits_for_a_copy_rather_than_take_more_memory():
     began.wait(10)
     arena.step_done()
     copier.join()
-    assert arena._made == made
+    assert arena.pool._made == made
     given.release()

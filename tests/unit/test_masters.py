@@ -114,7 +114,7 @@ def test_a_pair_comes_to_the_mean(dtype: torch.dtype):
 @pytest.mark.parametrize("dtype", HALVES)
 def test_a_wave_leaves_what_was_merged_and_own_steps_are_kept(dtype: torch.dtype, sampled: int | None):
     arena, other = made(0, dtype, sampled), made(1, dtype)
-    captured, mean = arena.snapshot(), arena.buffer()
+    captured, mean = arena.snapshot(), arena.pool.buffer()
     mean.view[:] = model_of(other)
     now, master = halves(arena)
     now.add_(0.25)

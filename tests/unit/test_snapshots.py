@@ -172,7 +172,7 @@ def test_mixing_is_the_same_with_and_without_a_boundary(how: str):
         if how == "commit":
             mix(arena, bytes(other.snapshot().buffer.view), 0.25)
         else:
-            captured, mean = arena.snapshot(), arena.buffer()
+            captured, mean = arena.snapshot(), arena.pool.buffer()
             mean.view[:] = other.snapshot().buffer.view
             step(arena, 0.125)
             arena.take_in(arena.held(mean, 3), captured)

@@ -124,7 +124,7 @@ class Side:
         if self.captured is None:
             self.captured = self.arena.snapshot()
             return
-        received = self.arena.buffer()
+        received = self.arena.pool.buffer()
         received.view[:] = model
         self.arena.merge(received, self.captured.buffer, 1.0, 3.0)
         merged = self.arena.held(received, 0)
@@ -225,7 +225,7 @@ def test_training_waits_for_no_copy_and_no_number(device: str):
 @pytest.mark.cuda
 def test_models_in_host_memory_are_pinned_once():
     arena = ParameterArena(Net(0, torch.float32).cuda())
-    buffer = arena.buffer()
+    buffer = arena.pool.buffer()
     assert all(vector.is_pinned() for vector in buffer.vectors if len(vector))
-    arena.free(buffer)
-    assert arena.buffer() is buffer
+    arena.pool.free(buffer)
+    assert arena.pool.buffer() is buffer

@@ -1,0 +1,107 @@
+"""A model over blocking sockets with what secures it, piece by piece: under a MAC, with a checksum, or by TLS.
+
+What can be had of each primitive alone, in Python: gossipx is held against it. The serving side is a process of its
+own, as those of :mod:`_far` are.
+"""
+
+from __future__ import annotations
+
+import hmac
+import socket
+import ssl
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import xxhash
+from _far import HERE, KEY, SECONDS, filled, loss_based, serve, start
+
+from gossipx.launch.certs import folder_of
+from gossipx.memory import PIECE, Memory
+
+
+class _None:
+    digest_size = 0
+
+    def update(self, piece: bytes | memoryview, /) -> None:
+        pass
+
+    def digest(self) -> bytes:
+        return b""
+
+
+CHECKS: dict[str, Callable[[], Any]] = {
+    "mac": lambda: hmac.new(KEY, digestmod="sha256"),
+    "xxh3": xxhash.xxh3_64,
+    "tls": _None,
+}
+
+
+def context(folder: Path, purpose: ssl._SSLMethod) -> ssl.SSLContext:
+    """TLS 1.3 with certificates of both sides, as gossipx has it."""
+    made = ssl.SSLContext(purpose)
+    made.minimum_version = ssl.TLSVersion.TLSv1_3
+    made.check_hostname = False
+    made.load_cert_chain(folder / folder_of(HERE) / "cert.pem", folder / folder_of(HERE) / "key.pem")
+    made.load_verify_locations(folder / "ca.pem")
+    made.verify_mode = ssl.CERT_REQUIRED
+    return made
+
+
+def serve_secured(size: int, way: str) -> None:
+    """Send the model for each byte that comes: under a MAC, with XXH3, or by TLS."""
+    model = filled(size)
+    kind, _, folder = way.partition(":")
+    with socket.create_server((HERE, 0)) as listening:
+        print(listening.getsockname()[1], flush=True)
+        connected, _ = listening.accept()
+        loss_based(connected)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if kind == "tls":
+            connected = context(Path(folder), ssl.PROTOCOL_TLS_SERVER).wrap_socket(connected, server_side=True)
+        while connected.recv(1):
+            check = CHECKS[kind]()
+            for start in range(0, size, PIECE):
+                piece = model.view[start : start + PIECE]
+                check.update(piece)
+                connected.sendall(piece)
+            connected.sendall(check.digest())
+
+
+class Secured:
+    """Blocking sockets with one primitive on both sides: what can be had of it."""
+
+    def __init__(self, size: int, way: str):
+        self._process, port = start(__file__, "secured", size, way)
+        self._kind, _, folder = way.partition(":")
+        self._socket = socket.create_connection((HERE, int(port)))
+        loss_based(self._socket)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if self._kind == "tls":
+            self._socket = context(Path(folder), ssl.PROTOCOL_TLS_CLIENT).wrap_socket(self._socket)
+        self._room = Memory(size + CHECKS[self._kind]().digest_size).view
+        self._size = size
+
+    def pull(self) -> None:
+        self._socket.send(b"x")
+        check = CHECKS[self._kind]()
+        done = 0
+        while done < len(self._room):
+            end = min(done + PIECE, self._size) if done < self._size else len(self._room)
+            begin = done
+            while done < end:
+                done += self._socket.recv_into(self._room[done:end], 0, *self._flags())
+            if end <= self._size:
+                check.update(self._room[begin:end])
+        assert bytes(self._room[self._size :]) == check.digest()
+
+    def _flags(self) -> tuple[int, ...]:
+        return () if self._kind == "tls" else (socket.MSG_WAITALL,)
+
+    def close(self) -> None:
+        self._socket.close()
+        self._process.wait(SECONDS)
+
+
+if __name__ == "__main__":
+    serve({"secured": serve_secured})

@@ -1,0 +1,179 @@
+"""Requests to other peers and answers to theirs, over real connections.
+
+One request, from end to end: of :class:`gossipx.comm.asking.Asking` here, which sends it, and of
+:class:`gossipx.comm.answering.Answering` there::
+
+    request()     here    queues a job, wakes or starts a worker, returns
+      _work       here    the worker takes the job
+      _exchange   here    on an idle connection to that peer, or one from _open (Hello, Welcome):
+      Link.ask    here    the request goes out ...
+        _ask      there   ... comes in on the connection's own thread, which tells on_request of it
+        answer()  there   and waits until it is answered, then sends the reply
+      Link.ask    here    ... the reply comes in, a model straight into the payload buffer
+      _finish     here    done(reply), or done(error)
+
+A connection carries one request at a time, of the side that opened it. Callbacks hold no lock.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Hashable, Sequence
+
+from gossipx.comm.answering import Answering
+from gossipx.comm.asking import Asking, Job
+from gossipx.comm.common import Member
+from gossipx.errors import GossipxError
+from gossipx.messages import Reply, Request
+from gossipx.transports import Address, Carriers, Transport, tcp, unix
+from gossipx.transports.links import Links
+from gossipx.transports.pace import Pace
+from gossipx.transports.trust import Trust
+from gossipx.wire import Hello, Sink, Source, auth, manifest_bytes
+
+# Seconds that close() gives its threads: it wakes all but those in a callback or in connect.
+_CLOSE = 5.0
+
+
+class CommManager:
+    """Sends requests to the peers of a run and receives theirs.
+
+    Args:
+        rank: this peer's own.
+        names: of all peers, by rank.
+        addresses: of all peers, by rank; looked up whenever a connection is opened.
+        bind: where to listen; port 0 lets the system choose.
+        peers_digest: of the list of peers; peers with another are refused.
+        manifest: one line a tensor, ``name dtype shape stride``; all peers must have the same.
+        on_request: told (sender's rank, key, request) from a connection's thread; each key is to
+            be given to :meth:`answer` once, then or later.
+        peer_timeout: seconds within which a handshake, and a request once begun, must be whole.
+        transport: makes the connections.
+        share_memory: give models to peers on this machine in memory that both share, where the system can; connections
+            to them are opened by ``transport`` and go on over a Unix socket.
+        only_memory: requests to a peer with which that cannot be end in a UsageError.
+        carriers: build a way for models beside each connection that one is asked for over. Where they cannot, models
+            go over the connections, and a line is logged once a peer. Go not with ``share_memory``.
+        max_rate: bytes a second of models that are sent over a network, to all others together; None: no limit.
+        secret: that all peers of the run share; connections begin with proving it, and every frame has a MAC.
+        max_connections: inbound ones at a time; above it the oldest is closed that has not said who it is. By
+            default 32 for strangers and four a peer (two that it keeps, and two that it uses meanwhile).
+
+    Attributes:
+        trust: who was turned away.
+
+    Raises:
+        UsageError: the manifest is larger than the 16 MiB that can be sent.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        names: Sequence[str],
+        addresses: Sequence[Address],
+        bind: Address,
+        peers_digest: str,
+        manifest: Sequence[str],
+        on_request: Callable[[int, Hashable, Request], None],
+        peer_timeout: float,
+        transport: Transport = tcp,
+        share_memory: bool = True,
+        only_memory: bool = False,
+        carriers: Carriers | None = None,
+        max_rate: float | None = None,
+        secret: auth.Secret | None = None,
+        max_connections: int | None = None,
+    ):
+        described = manifest_bytes(manifest)
+        self.trust = Trust(len(names) - 1, peer_timeout)
+        self._member = Member(
+            me=Hello(rank, names[rank], len(names), peers_digest, hashlib.sha256(described).hexdigest()),
+            names=names,
+            addresses=addresses,
+            manifest=described,
+            timeout=peer_timeout,
+            transport=transport,
+            machine=unix.machine() if share_memory else "",
+            carriers=carriers,
+            secret=secret,
+            trust=self.trust,
+            links=Links(names[rank], len(names), peer_timeout, None if max_rate is None else Pace(max_rate)),
+        )
+        most = 32 + 4 * len(names) if max_connections is None else max_connections
+        self._asking = Asking(self._member, only_memory)
+        self._answering = Answering(self._member, bind, on_request, most)
+
+    @property
+    def address(self) -> Address:
+        """Where it listens; RuntimeError before it is started."""
+        return self._answering.address
+
+    @property
+    def bytes_sent(self) -> int:
+        """Of the whole wire: models, messages, handshakes."""
+        return self._member.links.sent
+
+    @property
+    def bytes_received(self) -> int:
+        """Of the whole wire, with what was dropped later."""
+        return self._member.links.received
+
+    def start(self) -> None:
+        """Listen and answer from now on; GossipxError if the address cannot be had."""
+        self._answering.start()
+
+    def request(
+        self,
+        to: int,
+        request: Request,
+        *,
+        deadline: float,
+        payload: Sink | None,
+        done: Callable[[Reply | GossipxError], None],
+    ) -> None:
+        """Ask peer ``to``; never blocks.
+
+        Args:
+            deadline: absolute, on time.monotonic(), for everything until the last byte.
+            payload: takes a ModelReply's bytes in, which must be exactly as many (None: none), until ``done`` is
+                called; what it has taken is of worth only if a ModelReply came.
+            done: called once, from a thread of the manager's, with the reply or with
+                PeerUnreachableError, PeerTimeoutError, ProtocolError or ModelMismatchError.
+
+        Raises:
+            ValueError: the request is not one that a peer would accept.
+            RuntimeError: the system has no thread left for it; ``done`` is not called.
+        """
+        self._asking.request(Job(to, request, deadline, payload, done))
+
+    def answer(
+        self,
+        key: Hashable,
+        reply: Reply,
+        *,
+        payload: Source | None,
+        deadline: float,
+        done: Callable[[bool], None],
+    ) -> None:
+        """Answer a received request; never blocks.
+
+        Args:
+            key: as told to ``on_request``.
+            payload: a ModelReply's bytes; they must not change until ``done`` is called.
+            deadline: absolute; the answer is given up if its last byte has not gone out by then, or a model's receiver
+                has not told by then that it has it.
+            done: called once, from a thread of the manager's: whether it has arrived, as far as is known.
+
+        Raises:
+            ValueError: the reply is not one that a peer would accept.
+        """
+        self._answering.answer(key, reply, payload=payload, deadline=deadline, done=done)
+
+    def close(self) -> None:
+        """End everything; what is pending is told an error or False. Any number of times."""
+        self._member.links.abort()
+        self._answering.end()
+        self._asking.wake()
+        self._member.links.join(_CLOSE)
+        self._asking.give_up()

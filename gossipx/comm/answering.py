@@ -1,0 +1,239 @@
+"""The requests of others: they come in on connections that this peer has accepted, each with a thread of its own."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import secrets
+import threading
+import time
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+
+from gossipx.comm.common import Member, tell, tell_aside
+from gossipx.errors import (
+    GossipxError,
+    NoCarrierError,
+    NotAuthorisedError,
+    PeerUnreachableError,
+    ProtocolError,
+    StrangerError,
+)
+from gossipx.messages import ModelReply, Reply, Request
+from gossipx.transports import Address, Listener, Stream, unix
+from gossipx.transports.link import Link
+from gossipx.wire import CarrierRequest, DescribeRequest, Description, Hello, Source, Welcome, frames
+
+log = logging.getLogger("gossipx")
+
+# Seconds. How often a thread that waits for an answer looks whether the requester is still there.
+_LOOK = 1.0
+# Seconds to wait before accepting again when the system lacks something: first, and at most.
+_PAUSE = (0.05, 1.0)
+
+
+@dataclass(eq=False)
+class _Slot:
+    """A received request that waits for its answer."""
+
+    number: int
+    ready: threading.Event = field(default_factory=threading.Event)
+    # The answer, its deadline, and whom to tell; None as long as there is no answer.
+    answer: tuple[Reply, Source | None, float, Callable[[bool], None]] | None = None
+
+
+class Answering:
+    """Listens, tells of requests that come in, and sends their answers.
+
+    Args:
+        member: who is asked.
+        bind: where to listen; port 0 lets the system choose.
+        on_request: told (sender's rank, key, request) from a connection's thread.
+        most: inbound connections at a time; above it the oldest is closed that has not said who it is.
+    """
+
+    def __init__(self, member: Member, bind: Address, on_request: Callable[[int, Hashable, Request], None], most: int):
+        self._member = member
+        self._bind = bind
+        self._on_request = on_request
+        self._most = most
+        self._links = member.links
+        self._keys = itertools.count(1)
+        # Unguessable, so that nobody else can have taken it; of processes of this machine alone.
+        self._local = Address(f"gossipx-{secrets.token_hex(16)}" if member.machine else "", 0)
+        self._listener: Listener | None = None
+        self._local_listener: Listener | None = None
+        # Everything below is touched under the lock alone.
+        self._lock = threading.Lock()
+        self._slots: dict[Hashable, _Slot] = {}
+        self._inbound: dict[Stream, bool] = {}  # in order of arrival; whether it has been admitted
+
+    @property
+    def address(self) -> Address:
+        """Where it listens; RuntimeError before it is started."""
+        if self._listener is None:
+            raise RuntimeError("not started")
+        return self._listener.address
+
+    def start(self) -> None:
+        """Listen and answer from now on; GossipxError if the address cannot be had."""
+        self._listener = self._member.transport.listen(self._bind)
+        self._links.spawn("accept", self._accept, self._listener)
+        if self._local.host:
+            self._local_listener = unix.listen(self._local)
+            self._links.spawn("accept-local", self._accept, self._local_listener)
+
+    def answer(
+        self,
+        key: Hashable,
+        reply: Reply,
+        *,
+        payload: Source | None,
+        deadline: float,
+        done: Callable[[bool], None],
+    ) -> None:
+        """Have an answer sent; see :meth:`gossipx.comm.CommManager.answer`."""
+        with self._lock:
+            slot = self._slots.get(key)
+            if slot is not None:
+                frames.encode(reply, slot.number, None if payload is None else payload.view)  # raises here
+                slot.answer = reply, payload, deadline, done
+                del self._slots[key]
+                slot.ready.set()
+                return
+        tell_aside(done, False)
+
+    def end(self) -> None:
+        """All links have ended: accept no more, and let those see it that wait for answers."""
+        with self._lock:
+            for slot in self._slots.values():
+                slot.ready.set()
+            self._slots.clear()
+        for listener in (self._listener, self._local_listener):
+            if listener is not None:
+                listener.close()
+
+    def _accept(self, listener: Listener) -> None:
+        pause, full = _PAUSE[0], False
+        while not self._links.closed.is_set():
+            try:
+                stream = listener.accept()
+            except GossipxError as error:
+                if pause == _PAUSE[0] and not self._links.closed.is_set():
+                    log.warning("%s; trying again until it can", error)
+                self._links.closed.wait(pause)
+                pause = min(2 * pause, _PAUSE[1])
+                continue
+            pause = _PAUSE[0]
+            fits = self._serve_beside(stream)
+            if not fits and not full:
+                log.warning("%d connections are open: closing those that have not said who they are", self._most)
+            full = not fits
+        listener.close()
+
+    def _serve_beside(self, stream: Stream) -> bool:
+        """Give a connection its thread; returns whether there was room, without closing one for it."""
+        with self._lock:
+            full = len(self._inbound) >= self._most
+            # Whoever is a peer says so at once: of those that have not, the first has had the most time.
+            goes = next((one for one, admitted in self._inbound.items() if not admitted), stream) if full else None
+            if goes is not None and goes is not stream:
+                del self._inbound[goes]
+            if goes is not stream:
+                try:
+                    self._links.spawn("serve", self._serve, stream)
+                    self._inbound[stream] = False
+                except RuntimeError:  # the system has no thread left
+                    stream.abort()
+        if goes is not None:
+            goes.abort()
+        return not full
+
+    def _serve(self, stream: Stream) -> None:
+        """All of an inbound connection."""
+        member = self._member
+        try:
+            link = self._links.add(stream)
+            try:
+                deadline = time.monotonic() + member.timeout
+                if member.secret is not None:
+                    link.challenge(member.secret, member.me, deadline)
+                hosts = [address.host for address in member.addresses]
+                welcome = Welcome(member.me.rank, member.me.name, member.me.model, member.machine, self._local.host)
+                they = link.admit(member.me, member.names, hosts, welcome, deadline)
+                member.trust.taken_in()
+                with self._lock:
+                    if stream in self._inbound:
+                        self._inbound[stream] = True
+                while True:
+                    self._serve_one(link, they)
+            finally:
+                self._links.drop(link)
+        except (NotAuthorisedError, StrangerError) as error:
+            member.trust.stranger(stream.remote, error)
+        except GossipxError as error:
+            # Peers come and go, and anything may knock: not worth a user's attention.
+            log.debug("the connection from %s has ended: %s", stream.remote, error)
+        except Exception:
+            log.exception("serving %s has failed", stream.remote)
+        finally:
+            with self._lock:
+                self._inbound.pop(stream, None)
+
+    def _serve_one(self, link: Link, they: Hello) -> None:
+        frame = link.receive(math.inf)
+        deadline = time.monotonic() + self._member.timeout
+        if isinstance(frame.message, DescribeRequest):
+            manifest = memoryview(self._member.manifest)
+            link.send(frames.encode(Description(len(manifest)), frame.request, manifest, link.checks), deadline)
+        elif they.model != self._member.me.model:
+            raise link.refuse("the models differ", deadline)
+        elif isinstance(frame.message, Request):
+            self._ask(link, they.rank, frame.request, frame.message)
+        elif isinstance(frame.message, CarrierRequest):
+            self._build_carrier(link, frame.message.kind, frame.request, deadline)
+        else:
+            raise ProtocolError(f"it sent {type(frame.message).__name__}, not a request")
+
+    def _build_carrier(self, link: Link, kind: str, number: int, deadline: float) -> None:
+        if link.carrier is not None:
+            raise ProtocolError("it asked for a second way beside the connection")
+        carriers = self._member.carriers
+        if carriers is None or carriers.kind != kind:
+            link.refuse_carrier("its --transport is another; give every peer the same", number, deadline)
+            raise NoCarrierError(f"it asked for {kind}, which is not this peer's --transport")
+        link.build_carrier(carriers, False, number, deadline)
+
+    def _ask(self, link: Link, sender: int, number: int, request: Request) -> None:
+        """Tell of a request, wait until it is answered, send the answer."""
+        key, slot, whole = next(self._keys), _Slot(number), False
+        with self._lock:
+            if self._links.closed.is_set():
+                raise self._links.gone()
+            self._slots[key] = slot
+        try:
+            self._on_request(sender, key, request)
+            while not slot.ready.wait(_LOOK) and link.stream.quiet():
+                pass
+            self._forget(key)
+            if slot.answer is None:
+                raise PeerUnreachableError("it hung up before its request was answered")
+            reply, payload, deadline, _ = slot.answer
+            if isinstance(reply, ModelReply) and payload is not None:
+                link.send_model(reply, number, payload, deadline)
+            else:
+                link.send(frames.encode(reply, number, checks=link.checks), deadline)
+            whole = True
+        finally:
+            if not whole:
+                # Before the memory that it gives is changed: whoever still reads it must not take it as whole.
+                link.abort()
+            self._forget(key)
+            if slot.answer is not None:
+                tell(slot.answer[3], whole)
+
+    def _forget(self, key: Hashable) -> None:
+        """No answer to ``key`` is taken from now on."""
+        with self._lock:
+            self._slots.pop(key, None)

@@ -1,0 +1,207 @@
+"""The requests of a peer: each is sent by a worker, on a connection that this peer has opened."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import cast
+
+from gossipx.comm.common import Member, tell, tell_aside
+from gossipx.errors import (
+    GossipxError,
+    NoCarrierError,
+    NotAuthorisedError,
+    PeerFaultError,
+    PeerUnreachableError,
+    UsageError,
+)
+from gossipx.messages import Reply, Request
+from gossipx.transports import Address, unix
+from gossipx.transports.link import Link
+from gossipx.wire import Sink, Welcome, frames
+
+log = logging.getLogger("gossipx")
+
+# Seconds within which a reused connection must fail for the request to be tried on a new one: it
+# was dead before. Later, the peer may have been at work on the request.
+_AT_ONCE = 1.0
+# Seconds that a worker without work stays: longer than between two pulls of a fast loop.
+_REST = 30.0
+
+
+@dataclass(eq=False)
+class Job:
+    """A request of ours; fields as the arguments of :meth:`gossipx.comm.CommManager.request`."""
+
+    to: int
+    request: Request
+    deadline: float
+    payload: Sink | None
+    done: Callable[[Reply | GossipxError], None]
+
+
+class Asking:
+    """Sends requests and takes their answers in.
+
+    Args:
+        member: whose requests they are.
+        only_memory: requests to a peer with which no memory can be shared end in a UsageError.
+    """
+
+    def __init__(self, member: Member, only_memory: bool):
+        self._member = member
+        self._only_memory = only_memory
+        self._links = member.links
+        self._numbers = itertools.count(1)
+        self._apart: set[int] = set()  # ranks that say they are on this machine and cannot be reached as such
+        self._bare: set[int] = set()  # ranks with which no carrier can be built
+        # Everything below is touched under the lock alone.
+        self._lock = threading.Lock()
+        self._arrived = threading.Condition(self._lock)  # a job, or the end
+        self._jobs: deque[Job] = deque()
+        self._unfinished: set[Job] = set()
+        self._resting = 0  # workers without a job
+
+    def request(self, job: Job) -> None:
+        """Have a request sent; see :meth:`gossipx.comm.CommManager.request`."""
+        if job.to == self._member.me.rank or not 0 <= job.to < self._member.me.size:
+            raise ValueError(f"rank {job.to} is not another peer's")
+        frames.encode(job.request, 0)  # raises here, where the mistake is
+        with self._lock:
+            if not self._links.closed.is_set():
+                # As many workers as requests, no cap: under one, requests to peers that are gone
+                # would keep a request to a living peer waiting past its deadline.
+                if self._resting <= len(self._jobs):
+                    self._links.spawn("ask", self._work)
+                self._jobs.append(job)
+                self._unfinished.add(job)
+                self._arrived.notify()
+                return
+        tell_aside(job.done, self._links.gone())
+
+    def wake(self) -> None:
+        """All links have ended: let the workers see it."""
+        with self._lock:
+            self._arrived.notify_all()
+
+    def give_up(self) -> None:
+        """Tell whoever still waits for an answer that there will be none."""
+        with self._lock:
+            left = list(self._unfinished)
+        for job in left:
+            self._finish(job, self._links.gone())
+
+    def _work(self) -> None:
+        """A worker: one job after the other, until there is none for a while."""
+        while True:
+            with self._arrived:
+                self._resting += 1
+                self._arrived.wait_for(lambda: self._jobs or self._links.closed.is_set(), _REST)
+                self._resting -= 1
+                if not self._jobs:
+                    return
+                job = self._jobs.popleft()
+            self._finish(job, self._outcome(job))
+
+    def _outcome(self, job: Job) -> Reply | GossipxError:
+        try:
+            return self._exchange(job)
+        except PeerFaultError as error:
+            if self._links.closed.is_set():
+                return self._links.gone()
+            if isinstance(error, NotAuthorisedError):
+                self._member.trust.turned_away(job.to, error)
+            return type(error)(f"{self._member.names[job.to]}: {error}")
+        except GossipxError as error:
+            return error
+        except Exception as error:  # a fault of ours; the driver still has to hear of its request
+            log.exception("a request to %s failed", self._member.names[job.to])
+            return GossipxError(f"{self._member.names[job.to]}: {error!r}")
+
+    def _finish(self, job: Job, result: Reply | GossipxError) -> None:
+        with self._lock:
+            if job not in self._unfinished:
+                return
+            self._unfinished.remove(job)
+        tell(job.done, result)
+
+    def _exchange(self, job: Job) -> Reply:
+        try:
+            return self._attempt(job)
+        except NoCarrierError as error:
+            with self._lock:
+                told = job.to in self._bare
+                self._bare.add(job.to)
+            if not told:
+                log.warning("models of %s come over sockets from now on: %s", self._member.names[job.to], error)
+            return self._attempt(job)
+
+    def _attempt(self, job: Job) -> Reply:
+        link = self._links.take(job.to)
+        if link is not None:
+            began = time.monotonic()
+            try:
+                return self._ask_over(link, job)
+            except PeerUnreachableError:
+                if link.heard or time.monotonic() - began > _AT_ONCE:
+                    raise
+        return self._ask_over(self._open(job.to, job.deadline), job)
+
+    def _ask_over(self, link: Link, job: Job) -> Reply:
+        carriers = self._member.carriers
+        with self._links.dropped_on_failure(link):
+            if carriers is not None and link.carrier is None and job.to not in self._bare and _wants_bytes(job):
+                # Half the time: if it cannot be built, the other half is for the model to come without.
+                by = (time.monotonic() + self._soon(job.deadline)) / 2
+                link.ask_for_carrier(carriers, next(self._numbers), by)
+            frame = link.ask(job.request, next(self._numbers), job.deadline, job.payload)
+        self._links.keep(job.to, link)
+        return cast(Reply, frame.message)
+
+    def _open(self, to: int, deadline: float) -> Link:
+        """A new connection to peer ``to``, both sides having said who they are."""
+        member, deadline = self._member, self._soon(deadline)
+        link = self._links.add(member.transport.connect(member.addresses[to], deadline))
+        they = self._greet(link, to, deadline)
+        here = bool(member.machine and they.local) and they.machine == member.machine and to not in self._apart
+        local = self._open_local(they, to, deadline) if here else None
+        if local is not None:
+            self._links.drop(link)
+            return local
+        if self._only_memory:
+            self._links.drop(link)
+            raise UsageError(f"no memory can be shared with {member.names[to]}, as --transport shm wants: use auto")
+        return link
+
+    def _soon(self, deadline: float) -> float:
+        """When a handshake must be over."""
+        return min(deadline, time.monotonic() + self._member.timeout)
+
+    def _open_local(self, they: Welcome, to: int, deadline: float) -> Link | None:
+        """The same over a Unix socket, to a peer that says it is on this machine; None if it cannot be reached so."""
+        try:
+            local = self._links.add(unix.connect(Address(they.local, 0), deadline))
+            self._greet(local, to, deadline)
+            return local
+        except PeerFaultError as error:
+            log.debug("%s is on this machine and cannot share memory: %s", self._member.names[to], error)
+            self._apart.add(to)
+            return None
+
+    def _greet(self, link: Link, to: int, deadline: float) -> Welcome:
+        member = self._member
+        with self._links.dropped_on_failure(link):
+            if member.secret is not None:
+                link.prove(member.secret, member.me, member.names[to], deadline)
+            they = link.greet(member.me, to, member.names[to], member.manifest, deadline)
+        member.trust.taken_in()
+        return they
+
+
+def _wants_bytes(job: Job) -> bool:
+    return job.payload is not None and job.payload.nbytes > 0
