@@ -79,10 +79,10 @@ class Answering:
     def start(self) -> None:
         """Listen and answer from now on; GossipxError if the address cannot be had."""
         self._listener = self._member.transport.listen(self._bind)
-        self._links.spawn("accept", self._accept, self._listener)
-        if self._local.host:
+        if self._local.host:  # before anybody is told of it
             self._local_listener = unix.listen(self._local)
             self._links.spawn("accept-local", self._accept, self._local_listener)
+        self._links.spawn("accept", self._accept, self._listener)
 
     def answer(
         self,

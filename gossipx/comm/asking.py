@@ -17,6 +17,7 @@ from gossipx.errors import (
     NoCarrierError,
     NotAuthorisedError,
     PeerFaultError,
+    PeerTimeoutError,
     PeerUnreachableError,
     UsageError,
 )
@@ -169,7 +170,8 @@ class Asking:
         link = self._links.add(member.transport.connect(member.addresses[to], deadline))
         they = self._greet(link, to, deadline)
         here = bool(member.machine and they.local) and they.machine == member.machine and to not in self._apart
-        local = self._open_local(they, to, deadline) if here else None
+        with self._links.dropped_on_failure(link):
+            local = self._open_local(they, to, deadline) if here else None
         if local is not None:
             self._links.drop(link)
             return local
@@ -188,6 +190,8 @@ class Asking:
             local = self._links.add(unix.connect(Address(they.local, 0), deadline))
             self._greet(local, to, deadline)
             return local
+        except PeerTimeoutError:
+            raise  # it says nothing of whether it could be reached
         except PeerFaultError as error:
             log.debug("%s is on this machine and cannot share memory: %s", self._member.names[to], error)
             self._apart.add(to)

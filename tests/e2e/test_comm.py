@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,7 +41,7 @@ from gossipx.messages import (
     Request,
     Stage,
 )
-from gossipx.transports import Address, tcp
+from gossipx.transports import Address, tcp, unix
 from gossipx.transports.link import Link
 from gossipx.transports.sockets import SocketStream
 from gossipx.wire import Bytes, Hello, Refused, Sink, Welcome, auth, frames
@@ -717,6 +718,35 @@ def test_a_model_that_is_read_past_the_givers_deadline_is_not_taken(two: tuple[H
     late.set()
     error = results.get(timeout=LONG)
     assert isinstance(error, PeerUnreachableError)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs memory with a descriptor")
+def test_who_comes_while_a_peer_starts_shares_memory_with_it(
+    start: Callable[[int], Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A peer that tells of its Unix socket already listens at it."""
+    run = start(2)
+    a = run.host(0)
+    listen = unix.listen
+    asked: list[queue.Queue[Reply | GossipxError]] = []
+
+    def known(bind: Address) -> tcp.TcpListener:
+        listener = tcp.listen(bind)
+        run.addresses[1] = listener.address
+        return listener
+
+    def late(address: Address) -> Any:
+        asked.append(a.ask(1, PullRequest(1, 30.0), bytearray(4)))
+        with pytest.raises(queue.Empty):
+            asked[0].get(timeout=SHORT)
+        return listen(address)
+
+    monkeypatch.setattr(unix, "listen", late)
+    b = run.host(1, transport=SimpleNamespace(listen=known, connect=tcp.connect))
+    _, key, _ = b.received.get(timeout=LONG)
+    b.answer(key, ModelReply(1), b"1234")
+    assert asked[0].get(timeout=LONG) == ModelReply(1)
+    assert a.comm._asking._apart == set()
 
 
 def test_a_peer_that_does_not_tell_that_it_has_a_model_has_not_got_it(start: Callable[[int], Run]) -> None:  # [42]
