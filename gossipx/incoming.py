@@ -60,6 +60,8 @@ class Incoming:
     def buffer(self) -> HostBuffer:
         """x_j − base for trained values, x_j for all others; of worth only when all has come."""
         if self._buffer is None:
+            if self._base is not None:
+                self._pool.has_both(self._base)
             self._buffer = self._pool.buffer(self._whole)
         return self._buffer
 
@@ -99,6 +101,7 @@ class Incoming:
 
         A buffer may hold −∞ on both sides, as attention masks do.
         """
+        self._let_base_go()
         others = sum(
             kernels.squared_norm(theirs.masked_fill(theirs == ours, 0))
             for theirs, ours in self._arena.buffers_of(self.buffer)
@@ -117,9 +120,7 @@ class Incoming:
 
     def release(self) -> None:
         """Give all memory back; nothing may come any more."""
-        if self._base is not None:
-            self._base.release()
-            self._base = None
+        self._let_base_go()
         if self._buffer is not None:
             self._pool.free(self._buffer)
             self._buffer = None
@@ -150,7 +151,15 @@ class Incoming:
         if self._buffer is not None:
             taken.view[:done] = self._buffer.view[:done]
             self._pool.free(self._buffer)
+            self._pool.has_one(self._base)
         self._buffer, self._base = taken, None
+
+    def _let_base_go(self) -> None:
+        """It is needed no more."""
+        if self._base is not None:
+            self._base.release()
+            self._pool.has_one(self._base)
+            self._base = None
 
 
 def _segments(arena: ParameterArena, whole: bool, compares: bool) -> list[_Segment]:

@@ -46,6 +46,7 @@ class Pool:
         self._free: list[HostBuffer] = []
         self._made = 0  # buffers, those that are free among them
         self._copied = 0  # bases that are being copied
+        self._doubled: list[Snapshot] = []  # bases of models that have buffers of their own
         self._given_back = threading.Condition(self.lock)
         self._free_vectors: list[tuple[list[Tensor], Mark]] = []
         self._free_staging: list[memoryview] = []
@@ -135,6 +136,26 @@ class Pool:
             with self.lock:
                 self._copied -= 1
                 self._given_back.notify_all()
+
+    def has_both(self, base: Snapshot) -> None:
+        """A model comes in to a buffer of its own, as others read its ``base``: until :meth:`has_one`."""
+        with self.lock:
+            self._doubled.append(base)
+
+    def has_one(self, base: Snapshot) -> None:
+        """It has gone on in the base, or come to an end."""
+        with self.lock:
+            self._doubled = [one for one in self._doubled if one is not base]
+            self._given_back.notify_all()
+
+    def wait_for_buffers(self) -> None:
+        """Before one more model is given: wait until no buffer is about to be free.
+
+        That is where nobody reads a base any more and its model goes on in it with the next piece. The boundary after
+        the one that is given would find no room but new.
+        """
+        with self.lock:
+            self._given_back.wait_for(lambda: all(base.holders > 1 for base in self._doubled), COPY_SECONDS)
 
     def wait_for_bases(self) -> None:
         """With :attr:`lock` held, wait until no base is being copied."""

@@ -160,6 +160,8 @@ class Driver:
 
     def received(self, sender: int, key: Hashable, request: Request) -> None:
         """A request came in; for the CommManager."""
+        if isinstance(request, PullRequest):
+            self.arena.pool.wait_for_buffers()
         self.tell(Received(sender, key, request))
 
     @property

@@ -237,3 +237,30 @@ def test_a_boundary_waits_for_a_copy_rather_than_take_more_memory():
     copier.join()
     assert arena.pool._made == made
     given.release()
+
+
+def test_who_gives_the_boundary_waits_for_the_buffer_that_a_model_is_about_to_leave():
+    """Its base was read by others, so that it has a buffer too; the boundary, given, would make the next a fourth."""
+    arena, model = ParameterArena(Net(1)), bytes_of(ParameterArena(Net(2)))
+    base = arena.snapshot()
+    read, incoming = base.hold(), Incoming(arena, base)
+    done = receive(model, incoming, 0, PIECE)
+    step(arena)
+    read.release()
+    made, given = arena.pool._made, threading.Event()
+
+    def give() -> None:
+        arena.pool.wait_for_buffers()
+        given.set()
+
+    giver = threading.Thread(target=give)
+    giver.start()
+    assert not given.wait(0.05)
+    receive(model, incoming, done)
+    assert given.wait(10)
+    giver.join()
+    reader = arena.snapshot()
+    step(arena)
+    assert arena.pool._made == made == 3
+    reader.release()
+    incoming.release()
