@@ -122,6 +122,7 @@ def peer(
         peers_digest=place.digest,
         manifest=arena.manifest,
         on_request=driver.received,
+        training=lambda: driver.training,
         peer_timeout=config.exchange.peer_timeout,
         max_rate=max_rate,
         transport=granted.transport,

@@ -108,7 +108,7 @@ def pull(nbytes: int, port: int, share: str) -> None:
 def disturbance(name: str, make: Callable[[], Any], share: bool, rounds: int) -> tuple[list[Any], list[Any]]:
     """Rows and figures of one model; every rate in turn in each round, ratios to none in the same round."""
     training = Training(make())
-    comm = training.comm = manager(0, [Address(HERE, 1)] * 2, training.give, "shm" if share else "tcp")
+    comm = training.comm = manager(0, [Address(HERE, 1)] * 2, training.give, "shm" if share else "tcp", trains=True)
     nbytes = training.arena.nbytes()
     command = [sys.executable, __file__, str(nbytes), str(comm.address.port), "share" if share else ""]
     puller = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

@@ -58,6 +58,8 @@ class CommManager:
         secret: that all peers of the run share; connections begin with proving it, and every frame has a MAC.
         max_connections: inbound ones at a time; above it the oldest is closed that has not said who it is. By
             default 32 for strangers and four a peer (two that it keeps, and two that it uses meanwhile).
+        training: whether this peer trains at the moment: then models are given no more often than what that costs stays
+            under 4 % of a step.
 
     Attributes:
         trust: who was turned away.
@@ -84,6 +86,7 @@ class CommManager:
         max_rate: float | None = None,
         secret: auth.Secret | None = None,
         max_connections: int | None = None,
+        training: Callable[[], bool] = lambda: False,
     ):
         described = manifest_bytes(manifest)
         self.trust = Trust(len(names) - 1, peer_timeout)
@@ -102,7 +105,7 @@ class CommManager:
         )
         most = 32 + 4 * len(names) if max_connections is None else max_connections
         self._asking = Asking(self._member, only_memory)
-        self._answering = Answering(self._member, bind, on_request, most)
+        self._answering = Answering(self._member, bind, on_request, most, training)
 
     @property
     def address(self) -> Address:

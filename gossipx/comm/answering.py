@@ -23,6 +23,7 @@ from gossipx.errors import (
 from gossipx.messages import ModelReply, Reply, Request
 from gossipx.transports import Address, Listener, Stream, unix
 from gossipx.transports.link import Link
+from gossipx.transports.pace import Bucket
 from gossipx.wire import CarrierRequest, DescribeRequest, Description, Hello, Source, Welcome, frames
 
 log = logging.getLogger("gossipx")
@@ -31,6 +32,10 @@ log = logging.getLogger("gossipx")
 _LOOK = 1.0
 # Seconds to wait before accepting again when the system lacks something: first, and at most.
 _PAUSE = (0.05, 1.0)
+# Seconds that one model which is given takes of the interpreter, whatever its size (bin/bench exchange --only served),
+_GIVING = 0.0003
+# what share of them that may be while training goes on, which they would be taken from, and seconds that are saved up.
+_SHARE, _SAVED = 0.04, 1.0
 
 
 @dataclass(eq=False)
@@ -51,10 +56,20 @@ class Answering:
         bind: where to listen; port 0 lets the system choose.
         on_request: told (sender's rank, key, request) from a connection's thread.
         most: inbound connections at a time; above it the oldest is closed that has not said who it is.
+        training: whether this peer trains at the moment.
     """
 
-    def __init__(self, member: Member, bind: Address, on_request: Callable[[int, Hashable, Request], None], most: int):
+    def __init__(
+        self,
+        member: Member,
+        bind: Address,
+        on_request: Callable[[int, Hashable, Request], None],
+        most: int,
+        training: Callable[[], bool],
+    ):
         self._member = member
+        self._training = training
+        self._allowance = Bucket(_SHARE, _SAVED)
         self._bind = bind
         self._on_request = on_request
         self._most = most
@@ -232,6 +247,9 @@ class Answering:
             self._forget(key)
             if slot.answer is not None:
                 tell(slot.answer[3], whole)
+        if isinstance(reply, ModelReply) and self._training():
+            # Whoever asks again and again is heard again when that costs training no more than the share.
+            self._links.closed.wait(self._allowance.reserve(_GIVING))
 
     def _forget(self, key: Hashable) -> None:
         """No answer to ``key`` is taken from now on."""

@@ -170,6 +170,11 @@ class Driver:
         return None if self.comm is None else self.comm.trust.doubt
 
     @property
+    def training(self) -> bool:
+        """Whether the training thread is at its iterations."""
+        return self.role.stage is Stage.TRAIN and not self.waiting
+
+    @property
     def waiting(self) -> bool:
         """Whether the training thread may not go on."""
         return not self._may_go_on.is_set()
