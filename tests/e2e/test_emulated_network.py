@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +143,16 @@ def share_of_rate(told: Any, bucket: TokenBucket) -> float:
     return (told["got"] * FRAME - bucket.burst) * 8 / told["seconds"] / bucket.rate
 
 
+def gets_the_rate(bucket: TokenBucket, transferred: Callable[[], Any]) -> bool:
+    """Whether one of three transfers gets 90 % of the rate, as the machine may have other work; none may get more."""
+    for _ in range(3):
+        share = share_of_rate(transferred(), bucket)
+        assert share <= 1.01
+        if share >= 0.9:
+            return True
+    return False
+
+
 # --- rate -------------------------------------------------------------------------------------------
 
 
@@ -153,13 +163,13 @@ def share_of_rate(told: Any, bucket: TokenBucket) -> float:
 )
 def test_tcp_gets_the_links_rate(rate: str, count: int) -> None:
     with EmulatedNetwork(2, rate) as net:
-        assert 0.9 <= share_of_rate(transfer(net.hosts[0], net.hosts[1:], count), net.bucket) <= 1.01
+        assert gets_the_rate(net.bucket, lambda: transfer(net.hosts[0], net.hosts[1:], count))
 
 
 @needs_network
 def test_two_senders_share_the_link_of_one_receiver() -> None:
     with EmulatedNetwork(3, "50mbit") as net:
-        assert 0.9 <= share_of_rate(transfer(net.hosts[0], net.hosts[1:], 6_000_000), net.bucket) <= 1.01
+        assert gets_the_rate(net.bucket, lambda: transfer(net.hosts[0], net.hosts[1:], 6_000_000))
 
 
 @needs_network
@@ -167,10 +177,13 @@ def test_two_receivers_share_the_link_of_one_sender() -> None:
     count = 3_000_000
     with EmulatedNetwork(3, "50mbit") as net:
         sender, *receivers = net.hosts
-        for receiver in receivers:
-            assert ask(python(receiver, SINK))
-        told = result(python(sender, SOURCE, count, *(receiver.address for receiver in receivers)))
-        assert 0.9 <= share_of_rate(told, net.bucket) <= 1.01
+
+        def transferred() -> Any:
+            for receiver in receivers:
+                assert ask(python(receiver, SINK))
+            return result(python(sender, SOURCE, count, *(receiver.address for receiver in receivers)))
+
+        assert gets_the_rate(net.bucket, transferred)
 
 
 @needs_network
