@@ -58,8 +58,8 @@ class CommManager:
         secret: that all peers of the run share; connections begin with proving it, and every frame has a MAC.
         max_connections: inbound ones at a time; above it the oldest is closed that has not said who it is. By
             default 32 for strangers and four a peer (two that it keeps, and two that it uses meanwhile).
-        training: whether this peer trains at the moment: then models are given no more often than what that costs stays
-            under 4 % of a step.
+        training: whether this peer trains at the moment: then pulls are answered no more often than what that costs
+            stays at 3 % of the time.
 
     Attributes:
         trust: who was turned away.

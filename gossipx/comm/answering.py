@@ -20,7 +20,7 @@ from gossipx.errors import (
     ProtocolError,
     StrangerError,
 )
-from gossipx.messages import ModelReply, Reply, Request
+from gossipx.messages import ModelReply, PullRequest, Reply, Request
 from gossipx.transports import Address, Listener, Stream, unix
 from gossipx.transports.link import Link
 from gossipx.transports.pace import Bucket
@@ -36,7 +36,7 @@ _PAUSE = (0.05, 1.0)
 # 0.5 ms (bin/bench exchange --only served).
 _GIVING = 0.0008
 # What share of the time that may be, and seconds whose share is saved up.
-_SHARE, _SAVED = 0.04, 0.2
+_SHARE, _SAVED = 0.03, 0.2
 
 
 @dataclass(eq=False)
@@ -248,7 +248,7 @@ class Answering:
             self._forget(key)
             if slot.answer is not None:
                 tell(slot.answer[3], whole)
-        if isinstance(reply, ModelReply) and self._training():
+        if isinstance(request, PullRequest) and isinstance(reply, ModelReply) and self._training():
             # Whoever asks again and again is heard again when that costs training no more than the share.
             self._links.closed.wait(self._allowance.reserve(_GIVING))
 
