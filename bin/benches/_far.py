@@ -77,9 +77,10 @@ def pin(place: int) -> None:
 
 
 def filled(size: int) -> Memory:
-    """A model of ``size`` bytes that has been written to."""
+    """A model of ``size`` bytes, of values as weights have them: arithmetic on denormal ones takes far longer."""
     memory = Memory(size)
-    memory.view[:] = os.urandom(PIECE) * (size // PIECE) + bytes(size % PIECE)
+    piece = torch.randn(PIECE // 4).numpy().tobytes()
+    memory.view[:] = piece * (size // PIECE) + piece[: size % PIECE]
     return memory
 
 

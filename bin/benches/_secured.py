@@ -63,8 +63,8 @@ def serve_secured(size: int, way: str) -> None:
             check = CHECKS[kind]()
             for start in range(0, size, PIECE):
                 piece = model.view[start : start + PIECE]
-                check.update(piece)
                 connected.sendall(piece)
+                check.update(piece)  # now that it is in the processor's cache
             connected.sendall(check.digest())
 
 
