@@ -126,6 +126,8 @@ def runs() -> Iterator[Callable[[int], Run]]:
         assert not thread.is_alive(), thread
 
 
+shares_memory = pytest.mark.skipif(Memory(1).descriptor is None, reason="this system has no memory with a descriptor")
+"""What is about memory that peers share. All else of a manager is tested where there is none, too."""
 WAYS = ("tcp", "tcp, secret", "tls", "shm", "shm, secret", "gloo", "gloo, secret", "gloo, tls", "nccl")
 """How models travel, and how peers know each other."""
 SECRET = Secret(b"known to all peers of these tests")

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 from giver import model
-from managers import LONG, SHORT, WAYS, Host, certify, runs, settings_of, soon
+from managers import LONG, SHORT, WAYS, Host, certify, runs, settings_of, shares_memory, soon
 
 from gossipx.errors import GossipxError, PeerTimeoutError, PeerUnreachableError
 from gossipx.memory import PIECE, Memory
@@ -32,11 +32,9 @@ MODEL = 64 * PIECE  # more than lies on the way anywhere
 PAST_ALL_32_BITS = 2**31 + 100 * PIECE + 12
 
 
-@pytest.fixture(params=WAYS)
+@pytest.fixture(params=[pytest.param(name, marks=shares_memory) if "shm" in name else name for name in WAYS])
 def way(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     name: str = request.param
-    if "shm" in name and sys.platform != "linux":
-        pytest.skip("needs memory with a descriptor")
     certify(name, tmp_path)
     return name
 

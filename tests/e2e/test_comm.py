@@ -20,7 +20,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from managers import LONG, MANIFEST, SHORT, Host, Model, Run, runs, soon
+from managers import LONG, MANIFEST, SHORT, Host, Model, Run, runs, shares_memory, soon
 
 from gossipx.comm import answering
 from gossipx.errors import (
@@ -672,7 +672,7 @@ def _short(size: int) -> int:
     return os.dup(memory.descriptor)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="needs memory with a descriptor")
+@shares_memory
 @pytest.mark.parametrize(
     ("make", "told"),
     [
@@ -699,7 +699,7 @@ def test_a_descriptor_of_something_else_is_refused(two: tuple[Host, Host], make:
     os.close(descriptor)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="needs memory with a descriptor")
+@shares_memory
 def test_a_model_that_is_read_past_the_givers_deadline_is_not_taken(two: tuple[Host, Host]) -> None:  # [3]
     """It may change from then on: the other side was stopped meanwhile, say, and reads what is there now."""
     a, b = two
@@ -721,7 +721,7 @@ def test_a_model_that_is_read_past_the_givers_deadline_is_not_taken(two: tuple[H
     assert isinstance(error, PeerUnreachableError)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="needs memory with a descriptor")
+@shares_memory
 def test_who_comes_while_a_peer_starts_shares_memory_with_it(
     start: Callable[[int], Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
