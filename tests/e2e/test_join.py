@@ -479,16 +479,12 @@ def test_a_poisoned_model_is_refused_and_counted(three: Folder) -> None:
     script = three.script(
         TEN_LINES.replace("nn.ReLU()", "nn.BatchNorm1d(16)")
         + """
-flag = FOLDER / "poisoned"
 with peer:
     train(peer, model, optimizer, 10)
     if peer.rank == 1:
         model[1].running_mean.fill_(float("nan"))
-        train(peer, model, optimizer, 15)
-        flag.touch()
-    while not flag.exists():
+    while not all_have(peer, "refused", peer._role.counts.poisoned > 0, (0, 2)):
         train(peer, model, optimizer, peer.iteration + 5)
-    train(peer, model, optimizer, peer.iteration + 30)
 """
     )
     run = three.run("--policy", "tau:1", "--blocking", "--peer-timeout", "20", script, three.path)
