@@ -192,6 +192,7 @@ class Answer:
         deadline: the answer is given up if it is not handed over whole by then.
         whole_model: a model is given with its frozen parameters and all buffers.
         captured: give the model held under this ticket (:class:`Capture`) rather than that of the last step boundary.
+        begins: when to hand it over, if that is later than now.
     """
 
     key: Hashable
@@ -199,6 +200,7 @@ class Answer:
     deadline: float
     whole_model: bool = False
     captured: int | None = None
+    begins: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -176,6 +176,12 @@ class ExchangeSettings:
         None, "Send models no faster than this over a network, all together: 100mbit, 2.5gbit.", check=_rate
     )
     max_served: int = setting(4, "Pulls that are answered at a time; others are told to ask another peer.", 1, 1000)
+    serve_share: float = setting(
+        0.03,
+        "Share of training that answering pulls may take; who asks more often waits. 1: no limit.",
+        0.001,
+        1,
+    )
     peer_timeout: float = setting(30.0, "Seconds after which another peer is no longer waited for.", 0.1, 86_400)
 
 

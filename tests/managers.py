@@ -78,9 +78,9 @@ class Host:
         self.comm.request(to, request, deadline=soon(seconds), payload=room, done=results.put)
         return results
 
-    def answer(self, key: Hashable, reply: Reply, payload: bytes | None = None) -> None:
+    def answer(self, key: Hashable, reply: Reply, payload: bytes | None = None, begins: float = 0.0) -> None:
         model = None if payload is None else Model(payload)
-        self.comm.answer(key, reply, payload=model, deadline=soon(), done=self.answered.put)
+        self.comm.answer(key, reply, payload=model, deadline=soon(), done=self.answered.put, begins=begins)
 
     def serve(self, model: bytes) -> None:
         """Answer every pull with ``model``, all else with HereReply."""

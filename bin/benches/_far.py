@@ -200,7 +200,6 @@ def manager(
     addresses: list[Address],
     on_request: Callable[[int, Hashable, Request], None],
     way: str,
-    trains: bool = False,
 ) -> CommManager:
     """One of two managers; ``way`` is tcp, shm, gloo, mac, unchecked, or tls with the folder of its certificates."""
     kind, _, folder = way.partition(":")
@@ -216,7 +215,6 @@ def manager(
         transport=tls_of(Path(folder)) if kind == "tls" else tcp,
         secret=SECRET if kind == "mac" else None,
         share_memory=kind == "shm",
-        training=lambda: trains,
         carriers=ProcessGroups("gloo", torch.device("cpu")) if kind == "gloo" else None,
     )
     comm.start()

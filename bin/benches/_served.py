@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 import subprocess
 import sys
@@ -15,10 +16,15 @@ from _far import HERE, SECONDS, manager
 from _report import figure
 from torch import nn
 
+from gossipx.actor import Answer, Answered, Capture, Effect, Forget, Received
 from gossipx.arena import ParameterArena
 from gossipx.comm import CommManager
 from gossipx.memory import Memory
-from gossipx.messages import ModelReply, PullRequest, Request
+from gossipx.messages import PullRequest, Request
+from gossipx.peer.requests import Requests
+from gossipx.peer.serving import Serving
+from gossipx.peer.settings import PeerSettings
+from gossipx.snapshots import Snapshot
 from gossipx.tasks.models import build_model
 from gossipx.transports import Address
 from gossipx.wire import Bytes
@@ -38,7 +44,7 @@ def _mlp() -> tuple[nn.Module, torch.Tensor]:
 
 
 class Training:
-    """A model that trains, and gives itself to whoever pulls, as a peer's driver does."""
+    """A model that trains, and gives itself to whoever pulls, as a peer's role and driver do."""
 
     def __init__(self, made: tuple[nn.Module, torch.Tensor]):
         self._module, self._batch = made
@@ -47,14 +53,32 @@ class Training:
         self._loss = nn.CrossEntropyLoss()
         self.arena = ParameterArena(self._module)
         self.comm: CommManager | None = None
+        settings = PeerSettings()
+        self._serving = Serving(settings.max_served, settings.serve_share, Requests())
+        self._deciding = threading.Lock()
+        self._held: dict[int, Snapshot] = {}
 
     def give(self, sender: int, key: Hashable, request: Request) -> None:
-        """Answer a pull by the last boundary."""
+        """Answer a pull."""
+        with self._deciding:
+            self._do(self._serving.requested(Received(sender, key, request), self.arena.step, time.monotonic(), True))
+
+    def _given(self, key: Hashable, whole: bool) -> None:
+        with self._deciding:
+            self._do(self._serving.answered(Answered(key, whole)))
+
+    def _do(self, effects: list[Effect]) -> None:
         assert self.comm is not None
-        held = self.arena.snapshot()
-        deadline = time.monotonic() + SECONDS
-        reply = ModelReply(held.step)
-        self.comm.answer(key, reply, payload=held.buffer, deadline=deadline, done=lambda whole: held.release())
+        for effect in effects:
+            match effect:
+                case Capture(ticket):
+                    self._held[ticket] = self.arena.snapshot()
+                case Forget(ticket):
+                    self._held.pop(ticket).release()
+                case Answer(key, reply, deadline):
+                    held = None if effect.captured is None else self._held[effect.captured].buffer
+                    done = functools.partial(self._given, key)
+                    self.comm.answer(key, reply, payload=held, deadline=deadline, done=done, begins=effect.begins)
 
     def step(self) -> None:
         """One step and its boundary."""
@@ -108,7 +132,7 @@ def pull(nbytes: int, port: int, share: str) -> None:
 def disturbance(name: str, make: Callable[[], Any], share: bool, rounds: int) -> tuple[list[Any], list[Any]]:
     """Rows and figures of one model; every rate in turn in each round, ratios to none in the same round."""
     training = Training(make())
-    comm = training.comm = manager(0, [Address(HERE, 1)] * 2, training.give, "shm" if share else "tcp", trains=True)
+    comm = training.comm = manager(0, [Address(HERE, 1)] * 2, training.give, "shm" if share else "tcp")
     nbytes = training.arena.nbytes()
     command = [sys.executable, __file__, str(nbytes), str(comm.address.port), "share" if share else ""]
     puller = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

@@ -20,7 +20,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Hashable, Sequence
 
-from gossipx.comm.answering import Answering
+from gossipx.comm.answering import Answering, Outgoing
 from gossipx.comm.asking import Asking, Job
 from gossipx.comm.common import Member
 from gossipx.errors import GossipxError
@@ -58,8 +58,6 @@ class CommManager:
         secret: that all peers of the run share; connections begin with proving it, and every frame has a MAC.
         max_connections: inbound ones at a time; above it the oldest is closed that has not said who it is. By
             default 32 for strangers and four a peer (two that it keeps, and two that it uses meanwhile).
-        training: whether this peer trains at the moment: then pulls are answered no more often than what that costs
-            stays at 3 % of the time.
 
     Attributes:
         trust: who was turned away.
@@ -86,7 +84,6 @@ class CommManager:
         max_rate: float | None = None,
         secret: auth.Secret | None = None,
         max_connections: int | None = None,
-        training: Callable[[], bool] = lambda: False,
     ):
         described = manifest_bytes(manifest)
         self.trust = Trust(len(names) - 1, peer_timeout)
@@ -105,7 +102,7 @@ class CommManager:
         )
         most = 32 + 4 * len(names) if max_connections is None else max_connections
         self._asking = Asking(self._member, only_memory)
-        self._answering = Answering(self._member, bind, on_request, most, training)
+        self._answering = Answering(self._member, bind, on_request, most)
 
     @property
     def address(self) -> Address:
@@ -158,6 +155,7 @@ class CommManager:
         payload: Source | None,
         deadline: float,
         done: Callable[[bool], None],
+        begins: float = 0.0,
     ) -> None:
         """Answer a received request; never blocks.
 
@@ -167,11 +165,12 @@ class CommManager:
             deadline: absolute; the answer is given up if its last byte has not gone out by then, or a model's receiver
                 has not told by then that it has it.
             done: called once, from a thread of the manager's: whether it has arrived, as far as is known.
+            begins: absolute; nothing is sent before.
 
         Raises:
             ValueError: the reply is not one that a peer would accept.
         """
-        self._answering.answer(key, reply, payload=payload, deadline=deadline, done=done)
+        self._answering.answer(key, Outgoing(reply, payload, deadline, done, begins))
 
     def close(self) -> None:
         """End everything; what is pending is told an error or False. Any number of times."""

@@ -20,10 +20,9 @@ from gossipx.errors import (
     ProtocolError,
     StrangerError,
 )
-from gossipx.messages import ModelReply, PullRequest, Reply, Request
+from gossipx.messages import ModelReply, Reply, Request
 from gossipx.transports import Address, Listener, Stream, unix
 from gossipx.transports.link import Link
-from gossipx.transports.pace import Bucket
 from gossipx.wire import CarrierRequest, DescribeRequest, Description, Hello, Source, Welcome, frames
 
 log = logging.getLogger("gossipx")
@@ -32,11 +31,17 @@ log = logging.getLogger("gossipx")
 _LOOK = 1.0
 # Seconds to wait before accepting again when the system lacks something: first, and at most.
 _PAUSE = (0.05, 1.0)
-# Seconds that one model which is given takes from training, whatever its size: the most that was seen, with steps of
-# 0.5 ms (bin/bench exchange --only served).
-_GIVING = 0.0008
-# What share of the time that may be, and seconds whose share is saved up.
-_SHARE, _SAVED = 0.03, 0.2
+
+
+@dataclass(frozen=True)
+class Outgoing:
+    """An answer of ours; fields as the arguments of :meth:`gossipx.comm.CommManager.answer`."""
+
+    reply: Reply
+    payload: Source | None
+    deadline: float
+    done: Callable[[bool], None]
+    begins: float
 
 
 @dataclass(eq=False)
@@ -45,8 +50,7 @@ class _Slot:
 
     number: int
     ready: threading.Event = field(default_factory=threading.Event)
-    # The answer, its deadline, and whom to tell; None as long as there is no answer.
-    answer: tuple[Reply, Source | None, float, Callable[[bool], None]] | None = None
+    answer: Outgoing | None = None
 
 
 class Answering:
@@ -57,7 +61,6 @@ class Answering:
         bind: where to listen; port 0 lets the system choose.
         on_request: told (sender's rank, key, request) from a connection's thread.
         most: inbound connections at a time; above it the oldest is closed that has not said who it is.
-        training: whether this peer trains at the moment.
     """
 
     def __init__(
@@ -66,11 +69,8 @@ class Answering:
         bind: Address,
         on_request: Callable[[int, Hashable, Request], None],
         most: int,
-        training: Callable[[], bool],
     ):
         self._member = member
-        self._training = training
-        self._allowance = Bucket(_SHARE, _SAVED)
         self._bind = bind
         self._on_request = on_request
         self._most = most
@@ -100,25 +100,18 @@ class Answering:
             self._links.spawn("accept-local", self._accept, self._local_listener)
         self._links.spawn("accept", self._accept, self._listener)
 
-    def answer(
-        self,
-        key: Hashable,
-        reply: Reply,
-        *,
-        payload: Source | None,
-        deadline: float,
-        done: Callable[[bool], None],
-    ) -> None:
+    def answer(self, key: Hashable, outgoing: Outgoing) -> None:
         """Have an answer sent; see :meth:`gossipx.comm.CommManager.answer`."""
         with self._lock:
             slot = self._slots.get(key)
             if slot is not None:
-                frames.encode(reply, slot.number, None if payload is None else payload.view)  # raises here
-                slot.answer = reply, payload, deadline, done
+                payload = outgoing.payload
+                frames.encode(outgoing.reply, slot.number, None if payload is None else payload.view)  # raises here
+                slot.answer = outgoing
                 del self._slots[key]
                 slot.ready.set()
                 return
-        tell_aside(done, False)
+        tell_aside(outgoing.done, False)
 
     def end(self) -> None:
         """All links have ended: accept no more, and let those see it that wait for answers."""
@@ -233,13 +226,16 @@ class Answering:
             while not slot.ready.wait(_LOOK) and link.stream.quiet():
                 pass
             self._forget(key)
-            if slot.answer is None:
+            answer = slot.answer
+            if answer is None:
                 raise PeerUnreachableError("it hung up before its request was answered")
-            reply, payload, deadline, _ = slot.answer
-            if isinstance(reply, ModelReply) and payload is not None:
-                link.send_model(reply, number, payload, deadline)
+            early = min(answer.begins, answer.deadline) - time.monotonic()
+            if early > 0 and self._links.closed.wait(early):
+                raise self._links.gone()
+            if isinstance(answer.reply, ModelReply) and answer.payload is not None:
+                link.send_model(answer.reply, number, answer.payload, answer.deadline)
             else:
-                link.send(frames.encode(reply, number, checks=link.checks), deadline)
+                link.send(frames.encode(answer.reply, number, checks=link.checks), answer.deadline)
             whole = True
         finally:
             if not whole:
@@ -247,10 +243,7 @@ class Answering:
                 link.abort()
             self._forget(key)
             if slot.answer is not None:
-                tell(slot.answer[3], whole)
-        if isinstance(request, PullRequest) and isinstance(reply, ModelReply) and self._training():
-            # Whoever asks again and again is heard again when that costs training no more than the share.
-            self._links.closed.wait(self._allowance.reserve(_GIVING))
+                tell(slot.answer.done, whole)
 
     def _forget(self, key: Hashable) -> None:
         """No answer to ``key`` is taken from now on."""

@@ -64,6 +64,7 @@ from gossipx.messages import (
     InitialRequest,
     ModelReply,
     ModelRequest,
+    NotReadyReply,
     PullRequest,
     Reply,
     Request,
@@ -168,11 +169,6 @@ class Driver:
     def stranger(self) -> NotAuthorisedError | None:
         """Why no other peer takes this one in, if that is so."""
         return None if self.comm is None else self.comm.trust.doubt
-
-    @property
-    def training(self) -> bool:
-        """Whether the training thread is at its iterations."""
-        return self.role.stage is Stage.TRAIN and not self.waiting
 
     @property
     def waiting(self) -> bool:
@@ -334,10 +330,11 @@ class Driver:
         def give() -> None:
             try:
                 told, payload = dataclasses.replace(reply, step=snapshot.step), snapshot.buffer
-            except LocalFaultError:  # training has ended before the model could be copied: the asker's deadline ends it
-                done(False)
+            except LocalFaultError as error:
+                refusal = NotReadyReply(str(error))
+                comm.answer(answer.key, refusal, payload=None, deadline=answer.deadline, done=lambda whole: done(False))
                 return
-            comm.answer(answer.key, told, payload=payload, deadline=answer.deadline, done=done)
+            comm.answer(answer.key, told, payload=payload, deadline=answer.deadline, begins=answer.begins, done=done)
 
         if snapshot.settled:
             give()

@@ -115,7 +115,7 @@ class PeerRole:
         self._model_timeout = max(timeout, settings.model_timeout)
         schedule = self.schedule or Random(self.topology)
         self.members = Membership(self.rank, self.size, schedule, timeout, self.rng, self._model_timeout)
-        self.serving = Serving(settings.max_served, self._requests)
+        self.serving = Serving(settings.max_served, settings.serve_share, self._requests)
         self.gathering = Gathering(self.members, self._requests, timeout)
         self.joining = Joining(self.rank, self.members, self._requests, self.gathering, settings, self._model_timeout)
         self.waves = Waves(self.rank, self.members, self._requests, self.sync, self._model_timeout)
@@ -213,7 +213,8 @@ class PeerRole:
             case InitialRequest():
                 return [self._answer(event.key, ModelReply(self.training.step), now, whole=True)]
             case PullRequest():
-                return self.serving.requested(event, self.training.step, now)
+                trains = self.stage is Stage.TRAIN and not self.settings.blocking
+                return self.serving.requested(event, self.training.step, now, trains)
             case _ if self.exchange is None:
                 return [self._answer(event.key, NotReadyReply("it pulls: give all peers the same --mode"), now)]
             case TakeRequest() | SettleRequest():

@@ -218,6 +218,8 @@ class SimPeer:
         match effect:
             case actor.Send():
                 self._send(effect)
+            case actor.Answer(begins=begins) if begins > now:
+                self._later(begins, lambda: self._answer(effect))
             case actor.Answer():
                 self._answer(effect)
             case actor.Capture(ticket):

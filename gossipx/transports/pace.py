@@ -1,4 +1,4 @@
-"""How fast, and how often, models are given: token buckets that all connections of a peer share."""
+"""How fast models are sent: a token bucket that all connections of a peer share."""
 
 from __future__ import annotations
 
@@ -32,32 +32,7 @@ def parse_rate(text: str) -> float:
     return rate
 
 
-class Bucket:
-    """A token bucket: says when something may be used of which there is so much a second.
-
-    Args:
-        rate: of it, a second.
-        saved: seconds whose share may be saved up while none is used.
-        clock: seconds.
-    """
-
-    def __init__(self, rate: float, saved: float, clock: Callable[[], float] = time.monotonic):
-        self._rate = rate
-        self._saved = saved
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._free_at = clock()
-
-    def reserve(self, amount: float) -> float:
-        """Reserve so much; seconds from now at which it may be used."""
-        with self._lock:
-            now = self._clock()
-            begins = max(self._free_at, now - self._saved)
-            self._free_at = begins + amount / self._rate
-            return max(0.0, begins - now)
-
-
-class Pace(Bucket):
+class Pace:
     """Says when bytes may be sent (``--max-rate``). Senders take turns piece by piece, so that all are served alike.
 
     Args:
@@ -66,8 +41,19 @@ class Pace(Bucket):
     """
 
     def __init__(self, rate: float, clock: Callable[[], float] = time.monotonic):
-        super().__init__(rate, BURST, clock)
+        self._rate = rate
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._free_at = clock()
         self._piece = min(max(int(rate * TICK), PIECE_LEAST), PIECE)
+
+    def reserve(self, nbytes: int) -> float:
+        """Reserve so many bytes; seconds from now at which they may be sent."""
+        with self._lock:
+            now = self._clock()
+            begins = max(self._free_at, now - BURST)
+            self._free_at = begins + nbytes / self._rate
+            return max(0.0, begins - now)
 
     def parts(self, buffers: Sequence[bytes | memoryview]) -> Iterator[memoryview]:
         """All bytes of ``buffers`` in their order, in pieces that are each to be reserved."""

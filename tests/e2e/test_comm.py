@@ -22,7 +22,6 @@ from typing import Any
 import pytest
 from managers import LONG, MANIFEST, SHORT, Host, Model, Run, runs, shares_memory, soon
 
-from gossipx.comm import answering
 from gossipx.errors import (
     GossipxError,
     ModelMismatchError,
@@ -750,29 +749,15 @@ def test_who_comes_while_a_peer_starts_shares_memory_with_it(
     assert a.comm._asking._apart == set()
 
 
-@pytest.mark.parametrize("trains", [True, False])
-def test_who_asks_again_and_again_waits_while_the_other_trains(
-    start: Callable[[int], Run], monkeypatch: pytest.MonkeyPatch, trains: bool
-) -> None:
-    """A model that is given takes the interpreter from training; other answers, and those of a peer at rest, do not."""
-    reserved: list[float] = []
-
-    class Counted:
-        def __init__(self, share: float, saved: float):
-            assert 0 < share < 0.05
-
-        def reserve(self, seconds: float) -> float:
-            reserved.append(seconds)
-            return 0.0
-
-    monkeypatch.setattr(answering, "Bucket", Counted)
+def test_an_answer_that_begins_later_is_not_sent_before(start: Callable[[int], Run]) -> None:
     run = start(2)
-    a, b = run.host(0), run.host(1, training=lambda: trains)
-    b.serve(b"1234")
-    for _ in range(3):
-        assert a.ask(1, PullRequest(1, 30.0), bytearray(4)).get(timeout=LONG) == ModelReply(1)
-        assert a.ask(1, ArriveRequest(Stage.TRAIN, 1)).get(timeout=LONG) == HereReply(Stage.TRAIN)
-    assert len(reserved) == (3 if trains else 0)
+    a, b = run.host(0), run.host(1)
+    asked = a.ask(1, PullRequest(1, 30.0), bytearray(4))
+    _, key, _ = b.received.get(timeout=LONG)
+    begins = time.monotonic() + 0.2
+    b.answer(key, ModelReply(1), b"1234", begins=begins)
+    assert asked.get(timeout=LONG) == ModelReply(1)
+    assert time.monotonic() >= begins
 
 
 def test_a_peer_that_does_not_tell_that_it_has_a_model_has_not_got_it(start: Callable[[int], Run]) -> None:  # [42]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from toy import SIZE, bound, ended, world
 
+from gossipx.peer.serving import GIVING, SAVED
 from gossipx.sim import Network
 
 
@@ -62,3 +63,19 @@ def test_where_the_size_of_the_model_says_so_it_is_waited_for_from_the_start():
     made = world(2, network=network, policy="tau:1", iterations=200, finish="none", init="own", model_timeout=60.0)
     ended(made, bound(2, 200, waits=4))
     assert [peer.role.sync.failed for peer in made.peers.values()] == [0, 0]
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+@pytest.mark.parametrize("serve_share", [0.03, 1.0])
+def test_answers_take_their_share_of_training_and_no_more(serve_share: float, blocking: bool):
+    """Steps of 1 ms, a pull after each: models follow one another by 0.8 ms / 0.03, whoever asks more often waits.
+
+    Not where training waits for its own pulls: it has nothing to lose.
+    """
+    limited, seconds = serve_share < 1 and not blocking, 2000 * 0.001
+    settings = {"blocking": blocking, "serve_share": serve_share, "finish": "none"}
+    made = world(2, policy="tau:1", iterations=2000, compute=0.001, **settings)
+    ended(made, bound(2, 2000, 0.001))
+    given = max(peer.role.sync.retrievals for peer in made.peers.values())
+    most = (SAVED + seconds) * 0.03 / GIVING
+    assert 0.9 * most < given <= most + 1 if limited else given > 5 * most

@@ -31,7 +31,7 @@ from gossipx.arena import ParameterArena
 from gossipx.buffers import HostBuffer
 from gossipx.drive.driver import Driver, Retrieval
 from gossipx.incoming import Incoming
-from gossipx.messages import AcceptReply, ModelReply, PullRequest, PushRequest, TakeRequest
+from gossipx.messages import AcceptReply, ModelReply, NotReadyReply, PullRequest, PushRequest, TakeRequest
 from gossipx.wire import pour
 
 
@@ -63,7 +63,9 @@ class Comm:
         self.requests[request] = payload, done
         self.posted.release()
 
-    def answer(self, key: object, reply: Any, *, payload: HostBuffer | None, deadline: float, done: Any) -> None:
+    def answer(
+        self, key: object, reply: Any, *, payload: HostBuffer | None, deadline: float, done: Any, begins: float = 0.0
+    ) -> None:
         self.answers.append((reply, None if payload is None else bytes(payload.view)))
         done(True)
 
@@ -184,7 +186,8 @@ def test_who_waits_for_a_boundary_that_does_not_come_is_told(in_midst: Bench):
     answered(in_midst)
     in_midst.do(Answer("b", ModelReply(0), math.inf))
     assert in_midst.role.told.count(Answered("a", False)) == in_midst.role.told.count(Answered("b", False)) == 1
-    assert in_midst.comm.answers == []
+    refusal = "a model is given at a step boundary, and training has ended before the next"
+    assert in_midst.comm.answers == [(NotReadyReply(refusal), None)] * 2
 
 
 @pytest.mark.parametrize("request_", [TAKE, PULL], ids=["take", "pull"])

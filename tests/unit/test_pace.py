@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from gossipx.errors import UsageError
 from gossipx.memory import PIECE
-from gossipx.transports.pace import BURST, PIECE_LEAST, Bucket, Pace, parse_rate
+from gossipx.transports.pace import BURST, PIECE_LEAST, Pace, parse_rate
 
 
 class Clock:
@@ -67,10 +67,3 @@ def test_the_pieces_are_the_bytes_in_their_order(sizes: list[int], rate: float) 
     pieces = [bytes(part) for part in Pace(rate).parts(buffers)]
     assert b"".join(pieces) == b"".join(buffers)
     assert all(0 < len(piece) <= max(PIECE_LEAST, min(rate / 100, PIECE)) for piece in pieces)
-
-
-def test_what_was_saved_up_may_be_used_at_once_and_then_as_much_as_comes() -> None:
-    clock = Clock()
-    bucket = Bucket(0.04, 1.0, clock)
-    clock.now += 100
-    assert [bucket.reserve(0.01) for _ in range(6)] == pytest.approx([0, 0, 0, 0, 0, 0.25])

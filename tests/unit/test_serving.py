@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 from gossipx.actor import Answer, Answered, Capture, Effect, Forget, Received
 from gossipx.messages import BusyReply, ModelReply, PullRequest
 from gossipx.peer.requests import Requests
-from gossipx.peer.serving import Serving
+from gossipx.peer.serving import GIVING, SAVED, Serving
 
 
 def asks(serving: Serving, sender: int, step: int = 1, key: str = "") -> list[Effect]:
-    return serving.requested(Received(sender, key or f"of {sender}", PullRequest(1, 7.0)), step, now=100.0)
+    request = Received(sender, key or f"of {sender}", PullRequest(1, 7.0))
+    return serving.requested(request, step, now=100.0, trains=False)
 
 
 def is_served(effects: list[Effect]) -> bool:
@@ -23,7 +24,7 @@ def is_served(effects: list[Effect]) -> bool:
 
 
 def test_who_asks_is_answered_by_the_model_as_it_is_for_as_long_as_the_requester_waits():
-    serving = Serving(2, Requests())
+    serving = Serving(2, 1.0, Requests())
     capture, answer = asks(serving, 3, step=5)
     assert isinstance(capture, Capture)
     assert answer == Answer("of 3", ModelReply(5), 107.0, captured=capture.ticket)
@@ -32,7 +33,7 @@ def test_who_asks_is_answered_by_the_model_as_it_is_for_as_long_as_the_requester
 
 
 def test_more_at_once_are_told_busy_and_so_is_who_is_served_already():
-    serving = Serving(2, Requests())
+    serving = Serving(2, 1.0, Requests())
     assert is_served(asks(serving, 1))
     assert not is_served(asks(serving, 1, key="again"))
     assert is_served(asks(serving, 2))
@@ -43,7 +44,7 @@ def test_more_at_once_are_told_busy_and_so_is_who_is_served_already():
 
 
 def test_one_version_is_given_until_the_first_has_it_and_then_no_older_one():
-    serving = Serving(4, Requests())
+    serving = Serving(4, 1.0, Requests())
     capture = asks(serving, 1, step=10)[0]
     assert asks(serving, 2, step=14)[0] == Answer("of 2", ModelReply(14), 107.0, captured=capture.ticket)
     serving.answered(Answered("of 1", whole=True))
@@ -55,7 +56,7 @@ def test_one_version_is_given_until_the_first_has_it_and_then_no_older_one():
 
 
 def test_a_version_that_is_still_the_latest_is_given_on():
-    serving = Serving(4, Requests())
+    serving = Serving(4, 1.0, Requests())
     asks(serving, 1, step=10)
     asks(serving, 2, step=10)
     serving.answered(Answered("of 1", whole=True))
@@ -63,7 +64,7 @@ def test_a_version_that_is_still_the_latest_is_given_on():
 
 
 def test_an_answer_that_failed_closes_no_version():
-    serving = Serving(4, Requests())
+    serving = Serving(4, 1.0, Requests())
     asks(serving, 1, step=10)
     asks(serving, 2, step=10)
     serving.answered(Answered("of 1", whole=False))
@@ -72,7 +73,7 @@ def test_an_answer_that_failed_closes_no_version():
 
 @pytest.mark.parametrize("most", [1, 2, 3])
 def test_who_was_turned_away_has_precedence_over_who_was_served_since(most: int):
-    serving = Serving(most, Requests())
+    serving = Serving(most, 1.0, Requests())
     for rank in range(most):
         assert is_served(asks(serving, rank))
     assert not is_served(asks(serving, 9))
@@ -86,7 +87,7 @@ def test_who_was_turned_away_has_precedence_over_who_was_served_since(most: int)
 
 def test_all_that_ask_again_and_again_are_served_in_turns():
     """However they are ordered: seven ask one after the other, for one place that is free every third time."""
-    serving, turns = Serving(1, Requests()), list[int]()
+    serving, turns = Serving(1, 1.0, Requests()), list[int]()
     for time in range(7 * 3 * 4):
         for rank in range(1, 8):
             key = f"{rank} at {time}"
@@ -100,7 +101,7 @@ def test_all_that_ask_again_and_again_are_served_in_turns():
 
 
 def test_whoever_was_turned_away_and_does_not_come_back_costs_one_refusal():
-    serving = Serving(1, Requests())
+    serving = Serving(1, 1.0, Requests())
     asks(serving, 1)
     asks(serving, 9)
     serving.answered(Answered("of 1", whole=False))
@@ -114,7 +115,7 @@ def test_whoever_was_turned_away_and_does_not_come_back_costs_one_refusal():
 def test_at_any_time_one_version_at_most_is_kept_for_no_more_than_so_many(
     most: int, events: list[tuple[int, bool, bool]]
 ):
-    serving, kept, under_way = Serving(most, Requests()), set[int](), dict[str, int]()
+    serving, kept, under_way = Serving(most, 1.0, Requests()), set[int](), dict[str, int]()
     for number, (sender, finishes, whole) in enumerate(events):
         effects: list[Effect]
         if finishes and under_way:
@@ -131,3 +132,15 @@ def test_at_any_time_one_version_at_most_is_kept_for_no_more_than_so_many(
         assert given <= kept and len(kept) <= 1
         assert bool(kept) == bool(under_way)
         assert len(under_way) == len(set(under_way.values())) <= most
+
+
+def test_while_it_trains_models_follow_one_another_by_their_share_of_its_time_after_what_it_saved_up():
+    """SAVED's share is given at once, then one model each GIVING / share; what is begun is not put off any more."""
+    serving, begins = Serving(1, 0.1, Requests()), list[float]()
+    for number in range(40):
+        *_, answer = serving.requested(Received(1, number, PullRequest(1, 7.0)), 1, now=100.0, trains=True)
+        assert isinstance(answer, Answer)
+        begins.append(answer.begins - 100.0)
+        serving.answered(Answered(number, whole=True))
+    at_once = round(SAVED * 0.1 / GIVING) + 1
+    assert begins == pytest.approx([0.0] * at_once + [GIVING / 0.1 * turn for turn in range(1, 41 - at_once)])
