@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from gossipx import kernels
 from gossipx.arena import ParameterArena
 from gossipx.buffers import HostBuffer, typed
-from gossipx.memory import PIECE
+from gossipx.memory import PIECE, copy
 from gossipx.snapshots import Snapshot
 
 
@@ -82,12 +82,21 @@ class Incoming:
             self.take(start, self.room(start))
 
     def take(self, start: int, view: memoryview) -> None:
-        """Take the bytes of one piece from where they lie."""
-        segment = self._segment(start)
-        self._settle(start)
-        if not segment.trained:
-            self.buffer.view[start : start + len(view)] = view
-            return
+        """Take the bytes from ``start`` on from where they lie."""
+        done = 0
+        while done < len(view):
+            segment = self._segment(start + done)
+            most = PIECE if segment.trained else segment.stop
+            stop = min(len(view), done + most, segment.stop - start)
+            self._settle(start + done)
+            if segment.trained:
+                self._compare(segment, start + done, view[done:stop])
+            else:
+                copy(view[done:stop], self.buffer.view[start + done : start + stop])
+            done = stop
+
+    def _compare(self, segment: _Segment, start: int, view: memoryview) -> None:
+        """Take a piece of trained values."""
         dtype = self._arena.sections[segment.section].values.dtype
         theirs = typed(view, dtype)
         first = segment.first + (start - segment.start) // dtype.itemsize

@@ -117,11 +117,25 @@ def commit(x: Tensor, difference: Tensor, share: float, boundary: Tensor | None)
         ValueError: the vectors do not match.
     """
     _match(x, difference, x if boundary is None else boundary)
-    if boundary is None:
+    if len(x):  # torch multiplies integers by no share, even where there are none
         x.add_(difference, alpha=share)
-        return
-    for now, change, new in _pieces(x, difference, boundary):
-        new.copy_(now.add_(change, alpha=share))
+    if boundary is not None:
+        copy(x, boundary)
+
+
+def copy(x: Tensor, to: Tensor) -> None:
+    """``to ← x``, on any device.
+
+    On a CPU as bytes: of vectors larger than the cache, two thirds of the time that torch takes to copy numbers.
+
+    Raises:
+        ValueError: the vectors do not match.
+    """
+    _match(x, to, to)
+    if x.is_cpu and to.is_cpu:
+        np.copyto(to.view(torch.uint8).numpy(), x.view(torch.uint8).numpy())
+    else:
+        to.copy_(x)
 
 
 def follow(rounded: Tensor, master: Tensor) -> None:

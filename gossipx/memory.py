@@ -7,6 +7,9 @@ import mmap
 import os
 import sys
 import weakref
+from dataclasses import dataclass
+
+import numpy as np
 
 PIECE = 2**20
 """Bytes worked on at once: checked, sent, received and mixed while they are in the processor's cache, which has 1 MB or
@@ -46,6 +49,27 @@ class Memory:
             _seal(descriptor)
             self.descriptor = descriptor
         self.view = memoryview(mapped)[:nbytes]  # the mapping goes with the last view of it
+
+
+@dataclass
+class Source:
+    """A payload to send, to one or to many.
+
+    Attributes:
+        view: its bytes, contiguous; they must not change until the other side has them.
+        descriptor: of a file of just these bytes, which another process on this machine may map; None: there is none.
+        checksum: of these bytes, once they were sent the first time: to read a model again for each that asks for it
+            would take a third of the time in which it is sent.
+    """
+
+    view: memoryview
+    descriptor: int | None = None
+    checksum: bytes | None = None
+
+
+def copy(source: memoryview, to: memoryview) -> None:
+    """Copy bytes, without the interpreter's lock; many at once go past the processor's cache, up to twice as fast."""
+    np.copyto(np.frombuffer(to, dtype=np.uint8), np.frombuffer(source, dtype=np.uint8))
 
 
 def _create(size: int) -> int | None:

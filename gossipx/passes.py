@@ -15,7 +15,7 @@ from gossipx.layout import Section, Slot
 def copy(section: Section, to: Tensor) -> None:
     """Copy what is exchanged, as it is now."""
     masters.take(section)
-    to.copy_(section.values[: section.mixed])
+    kernels.copy(section.values[: section.mixed], to)
 
 
 def advance(section: Section, before: Tensor, after: Tensor, on_device: bool) -> float | Tensor:

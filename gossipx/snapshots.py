@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gossipx.buffers import HostBuffer
 from gossipx.errors import LocalFaultError
+from gossipx.memory import Source
 from gossipx.streams import Mark
 
 Retrieval = TypeVar("Retrieval")
@@ -51,6 +52,7 @@ class Snapshot:
         self._keeper = keeper
         self._vectors: list[Tensor] | None = None
         self._buffer: HostBuffer | None = None
+        self._source: Source | None = None
         self._step = 0
         self._written: Mark = None
         self._settled = threading.Event()
@@ -65,11 +67,12 @@ class Snapshot:
             written: when they are on the device.
         """
         self._vectors, self._buffer, self._step, self._written = vectors, buffer, step, written
+        self._source = None
         self._settled.set()
 
     def became(self, step: int, written: Mark) -> None:
         """Its vectors hold the model after ``step`` iterations now."""
-        self._step, self._written = step, written
+        self._step, self._written, self._source = step, written, None
         if self._buffer is not None and self._buffer.vectors is not self._vectors:  # a copy of what was there before
             self._keeper.free(self._buffer)
             self._buffer = None
@@ -124,6 +127,15 @@ class Snapshot:
             if self._buffer is None:
                 self._buffer = self._keeper.on_host(vectors, self._written)
             return self._buffer
+
+    @property
+    def source(self) -> Source:
+        """The same to be sent, by all who send this version."""
+        buffer = self.buffer
+        with self._keeper.lock:
+            if self._source is None:
+                self._source = Source(buffer.view, buffer.descriptor)
+            return self._source
 
     def hold(self) -> Snapshot:
         """Hold it once more; to be given back once more."""

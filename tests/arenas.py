@@ -7,7 +7,6 @@ import math
 from gossipx.arena import ParameterArena
 from gossipx.incoming import Incoming
 from gossipx.snapshots import Snapshot
-from gossipx.wire import pour
 
 
 def mix(arena: ParameterArena, model: bytes, share: float, base: Snapshot | None = None) -> float:
@@ -17,7 +16,7 @@ def mix(arena: ParameterArena, model: bytes, share: float, base: Snapshot | None
         base: given away; None: x as of the last boundary.
     """
     incoming = Incoming(arena, base or arena.snapshot())
-    pour(memoryview(bytearray(model)), incoming)
+    incoming.take(0, memoryview(bytearray(model)))
     distance = incoming.distance()
     if math.isfinite(distance):
         arena.commit(incoming.buffer, share)

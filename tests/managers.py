@@ -16,7 +16,7 @@ from certificates import Authority, Identity
 
 from gossipx.comm import CommManager
 from gossipx.errors import GossipxError
-from gossipx.memory import Memory
+from gossipx.memory import Memory, Source
 from gossipx.messages import HereReply, ModelReply, PullRequest, Reply, Request, Stage
 from gossipx.transports import Address
 from gossipx.transports.process_group import ProcessGroups
@@ -35,13 +35,13 @@ def soon(seconds: float = LONG) -> float:
     return time.monotonic() + seconds
 
 
-class Model:
-    """What a peer gives, in memory that can be shared, as a :class:`gossipx.wire.Source`."""
+class Model(Source):
+    """What a peer gives, in memory that can be shared."""
 
     def __init__(self, content: bytes):
         self.memory = Memory(len(content))
         self.memory.view[:] = content
-        self.view, self.descriptor = self.memory.view, self.memory.descriptor
+        super().__init__(self.memory.view, self.memory.descriptor)
 
 
 class Host:

@@ -23,7 +23,7 @@ from torch.distributed import rpc
 
 from gossipx.comm import CommManager
 from gossipx.launch.certs import folder_of
-from gossipx.memory import PIECE, Memory
+from gossipx.memory import PIECE, Memory, Source
 from gossipx.messages import ArriveRequest, HereReply, ModelReply, PullRequest, Request, Stage
 from gossipx.transports import Address, tcp
 from gossipx.transports.process_group import ProcessGroups
@@ -223,7 +223,8 @@ def manager(
 
 def serve_gossipx(size: int, way: str) -> None:
     """Answer pulls by the model, all else by a few bytes."""
-    model = filled(size)
+    memory = filled(size)
+    model = Source(memory.view, memory.descriptor)
 
     def react(sender: int, key: Hashable, request: Request) -> None:
         pulled = isinstance(request, PullRequest)

@@ -76,7 +76,7 @@ class Training:
                 case Forget(ticket):
                     self._held.pop(ticket).release()
                 case Answer(key, reply, deadline):
-                    held = None if effect.captured is None else self._held[effect.captured].buffer
+                    held = None if effect.captured is None else self._held[effect.captured].source
                     done = functools.partial(self._given, key)
                     self.comm.answer(key, reply, payload=held, deadline=deadline, done=done, begins=effect.begins)
 

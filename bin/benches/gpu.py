@@ -21,7 +21,6 @@ from torch import nn
 from gossipx.arena import ParameterArena
 from gossipx.buffers import HostBuffer
 from gossipx.incoming import Incoming
-from gossipx.wire import pour
 
 WIDTHS = {"2 M": 512, "60 M": 2752}
 """Of eight square layers."""
@@ -95,7 +94,7 @@ def _moves(width: int, device: torch.device) -> tuple[int, dict[str, float]]:
         found["snapshot"].append(_timed(lambda one=snapshot: one.buffer))
         snapshot.release()
         incoming = Incoming(arena, arena.snapshot())
-        pour(memoryview(model), incoming)
+        incoming.take(0, memoryview(model))
         there: HostBuffer = incoming.buffer
         loop.finish()
         found["brought to the device"].append(_timed(lambda one=there: arena.pool.upload(one)))

@@ -24,12 +24,13 @@ from gossipx.comm.answering import Answering, Outgoing
 from gossipx.comm.asking import Asking, Job
 from gossipx.comm.common import Member
 from gossipx.errors import GossipxError
+from gossipx.memory import Source
 from gossipx.messages import Reply, Request
 from gossipx.transports import Address, Carriers, Transport, tcp, unix
 from gossipx.transports.links import Links
 from gossipx.transports.pace import Pace
 from gossipx.transports.trust import Trust
-from gossipx.wire import Hello, Sink, Source, auth, manifest_bytes
+from gossipx.wire import Hello, Sink, auth, manifest_bytes
 
 # Seconds that close() gives its threads: it wakes all but those in a callback or in connect.
 _CLOSE = 5.0

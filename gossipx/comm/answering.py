@@ -20,10 +20,11 @@ from gossipx.errors import (
     ProtocolError,
     StrangerError,
 )
+from gossipx.memory import Source
 from gossipx.messages import ModelReply, Reply, Request
 from gossipx.transports import Address, Listener, Stream, unix
 from gossipx.transports.link import Link
-from gossipx.wire import CarrierRequest, DescribeRequest, Description, Hello, Source, Welcome, frames
+from gossipx.wire import CarrierRequest, DescribeRequest, Description, Hello, Welcome, frames
 
 log = logging.getLogger("gossipx")
 
@@ -105,8 +106,7 @@ class Answering:
         with self._lock:
             slot = self._slots.get(key)
             if slot is not None:
-                payload = outgoing.payload
-                frames.encode(outgoing.reply, slot.number, None if payload is None else payload.view)  # raises here
+                frames.encode(outgoing.reply, slot.number, outgoing.payload)  # raises here
                 slot.answer = outgoing
                 del self._slots[key]
                 slot.ready.set()
@@ -194,8 +194,9 @@ class Answering:
         frame = link.receive(math.inf)
         deadline = time.monotonic() + self._member.timeout
         if isinstance(frame.message, DescribeRequest):
-            manifest = memoryview(self._member.manifest)
-            link.send(frames.encode(Description(len(manifest)), frame.request, manifest, link.checks), deadline)
+            manifest = Source(memoryview(self._member.manifest))
+            described = Description(manifest.view.nbytes)
+            link.send(frames.encode(described, frame.request, manifest, link.checks), deadline)
         elif they.model != self._member.me.model:
             raise link.refuse("the models differ", deadline)
         elif isinstance(frame.message, Request):

@@ -329,7 +329,7 @@ class Driver:
 
         def give() -> None:
             try:
-                told, payload = dataclasses.replace(reply, step=snapshot.step), snapshot.buffer
+                told, payload = dataclasses.replace(reply, step=snapshot.step), snapshot.source
             except LocalFaultError as error:
                 refusal = NotReadyReply(str(error))
                 comm.answer(answer.key, refusal, payload=None, deadline=answer.deadline, done=lambda whole: done(False))

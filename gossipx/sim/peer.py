@@ -33,7 +33,6 @@ from gossipx.messages import (
 )
 from gossipx.peer import PeerRole
 from gossipx.snapshots import Captured, Snapshot
-from gossipx.wire import pour
 
 if TYPE_CHECKING:
     from gossipx.sim.world import World
@@ -328,7 +327,7 @@ class SimPeer:
             assert exchange.incoming is not None
             exchange.their_step = reply.step
             exchange.arrived = self._world.now
-            pour(memoryview(payload), exchange.incoming)
+            exchange.incoming.take(0, memoryview(payload))
             request = exchange.send.request
             if isinstance(request, RoundRequest) and request.wave == LAST_WAVE:
                 self.finish_bytes += len(payload)

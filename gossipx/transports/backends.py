@@ -6,6 +6,7 @@ Imported by :mod:`gossipx.transports.process_group` alone, which uses either the
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
 import time
@@ -231,4 +232,5 @@ def _bytes(row: torch.Tensor) -> memoryview:
 
 
 def _left(deadline: float) -> timedelta:
-    return timedelta(seconds=min(max(deadline - time.monotonic(), _WAIT[0]), _WAIT[1]))
+    left = math.ceil(1000 * (deadline - time.monotonic()))  # gloo takes whole milliseconds: none too early
+    return timedelta(seconds=min(max(left / 1000, _WAIT[0]), _WAIT[1]))

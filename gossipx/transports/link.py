@@ -22,7 +22,7 @@ from gossipx.errors import (
     ProtocolError,
     StrangerError,
 )
-from gossipx.memory import PIECE
+from gossipx.memory import PIECE, Source
 from gossipx.messages import ModelReply
 from gossipx.transports import Carrier, Carriers, Certified, SharesMemory, Stream
 from gossipx.transports.beside import Notebook, TheirMemory
@@ -43,7 +43,6 @@ from gossipx.wire import (
     Proof,
     Refused,
     Sink,
-    Source,
     Taken,
     Welcome,
     answer_to,
@@ -54,7 +53,6 @@ from gossipx.wire import (
     kinds,
     no_payload,
     objection,
-    pour,
 )
 
 # Seconds between two looks whether the other side of a transfer beside a connection is still there.
@@ -139,16 +137,16 @@ class Link:
         view, stream, descriptor = payload.view, self.stream, payload.descriptor
         stream.tune()
         if view.nbytes and self.carrier is not None:
-            self.send(frames.encode(reply, number, view, self.checks, beside=True), deadline)
+            self.send(frames.encode(reply, number, payload, self.checks, beside=True), deadline)
             self._carry(self.carrier, view, number, deadline)
         elif view.nbytes and descriptor is not None and isinstance(stream, SharesMemory):
-            self.send(frames.encode(reply, number, view, self.checks, beside=True), deadline)
+            self.send(frames.encode(reply, number, payload, self.checks, beside=True), deadline)
             stream.send_descriptor(descriptor, deadline)
             self._owner.count(view.nbytes, 0)
         elif self._owner.pace is not None:
-            self._send_in_turn(frames.encode(reply, number, view, self.checks), self._owner.pace, deadline)
+            self._send_in_turn(frames.encode(reply, number, payload, self.checks), self._owner.pace, deadline)
         else:
-            self.send(frames.encode(reply, number, view, self.checks), deadline)
+            self.send(frames.encode(reply, number, payload, self.checks), deadline)
         answer = self.receive(deadline)
         if not isinstance(answer.message, Taken) or answer.request != number:
             raise ProtocolError(f"it answered a model by {type(answer.message).__name__}")
@@ -263,7 +261,7 @@ class Link:
         """Read a payload from the memory whose descriptor follows its frame."""
         if not isinstance(self.stream, SharesMemory):
             raise ProtocolError("a payload that lies beside a connection which has nothing beside it")
-        pour(self._memory.view(self.stream.receive_descriptor(deadline), sink.nbytes), sink)
+        sink.take(0, self._memory.view(self.stream.receive_descriptor(deadline), sink.nbytes)[: sink.nbytes])
         self._owner.count(0, sink.nbytes)
 
     def ask(self, message: Message, number: int, deadline: float, payload: Sink | None = None) -> frames.Frame:

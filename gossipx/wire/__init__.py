@@ -11,7 +11,7 @@ from itertools import zip_longest
 from typing import Protocol
 
 from gossipx.errors import NotAuthorisedError, ProtocolError, UsageError
-from gossipx.memory import PIECE
+from gossipx.memory import PIECE, copy
 from gossipx.messages import (
     AcceptReply,
     ArriveRequest,
@@ -230,21 +230,6 @@ ANSWERS: dict[type, tuple[type, ...]] = {
 }
 
 
-class Source(Protocol):
-    """A payload to send.
-
-    Attributes:
-        view: its bytes, contiguous; they must not change until the other side has them.
-        descriptor: of a file of just these bytes, which another process on this machine may map; None: there is none.
-    """
-
-    @property
-    def view(self) -> memoryview: ...
-
-    @property
-    def descriptor(self) -> int | None: ...
-
-
 class Sink(Protocol):
     """Takes a payload in, piece by piece, so that what is done with a piece finds it in the processor's cache.
 
@@ -262,7 +247,7 @@ class Sink(Protocol):
         """The room from ``start`` on is full."""
 
     def take(self, start: int, view: memoryview) -> None:
-        """The bytes of the piece that begins at ``start`` lie in ``view``, beside the connection."""
+        """The bytes from ``start`` on, any number of them, lie in ``view``, beside the connection."""
 
 
 class Bytes:
@@ -280,16 +265,11 @@ class Bytes:
         """Nothing is to be done with it."""
 
     def take(self, start: int, view: memoryview) -> None:
-        """Copy it."""
-        self.view[start : start + len(view)] = view
+        """Copy them."""
+        copy(view, self.view[start : start + len(view)])
 
 
-def pour(view: memoryview, sink: Sink) -> None:
-    """Let ``sink`` take all its bytes from ``view``, where they lie."""
-    gather([view], sink)
-
-
-def gather(parts: Iterable[memoryview], sink: Sink, look: Callable[[memoryview], None] = lambda view: None) -> None:
+def gather(parts: Iterable[memoryview], sink: Sink, look: Callable[[memoryview], None]) -> None:
     """Let ``sink`` take all its bytes from where they lie in parts.
 
     Args:

@@ -36,7 +36,7 @@ from typing import Protocol
 import xxhash
 
 from gossipx.errors import ProtocolError
-from gossipx.memory import PIECE
+from gossipx.memory import PIECE, Source
 from gossipx.wire import Expect, Message, Sink
 from gossipx.wire.kinds import KINDS, MAX_METADATA, NUMBERS, message_of, metadata_of
 
@@ -82,7 +82,7 @@ class VersionError(ProtocolError):
 def encode(
     message: Message,
     request: int,
-    payload: memoryview | None = None,
+    payload: Source | None = None,
     checks: Checks = CHECKSUMS,
     beside: bool = False,
 ) -> Iterator[Buffers]:
@@ -91,7 +91,7 @@ def encode(
     Args:
         message: what to say.
         request: id of the request, 0 to 2⁶⁴ − 1.
-        payload: contiguous; must not change until its last piece is sent.
+        payload: must not change until its last piece is sent.
         checks: of the connection and direction that it goes out by, as MACs count: what is encoded must be sent, whole
             and before the next is encoded.
         beside: whether the payload lies beside the connection, and is no part of the frame.
@@ -102,7 +102,7 @@ def encode(
     number = NUMBERS[type(message)]
     kind = KINDS[number]
     metadata = metadata_of(message)
-    size = 0 if payload is None else payload.nbytes
+    size = 0 if payload is None else payload.view.nbytes
     if len(metadata) > kind.metadata or size > kind.payload:
         raise ValueError(
             f"{kind.message.__name__} with {len(metadata)} bytes of metadata and {size} of payload:"
@@ -112,25 +112,25 @@ def encode(
     check = checks()
     check.update(header + metadata)
     head = header + check.digest() + metadata
-    return _pieces(head, payload.cast("B") if payload is not None and size and not beside else None, checks)
+    return iter([[head]]) if payload is None or not size or beside else _with_payload(head, payload, checks)
 
 
-def _pieces(head: bytes, payload: memoryview | None, checks: Checks) -> Iterator[Buffers]:
-    if payload is None:
-        yield [head]
+def _with_payload(head: bytes, payload: Source, checks: Checks) -> Iterator[Buffers]:
+    view = payload.view.cast("B")
+    if checks is CHECKSUMS and payload.checksum is not None:
+        yield [head, view, payload.checksum]
         return
     buffers: Buffers = [head]
     check = checks()
-    for start in range(0, len(payload), PIECE):
-        piece = payload[start : start + PIECE]
-        buffers.append(piece)
-        if start + PIECE < len(payload):
-            yield buffers
-            buffers = []
-            check.update(piece)  # after it was sent, which has brought it into the processor's cache
-        else:
-            check.update(piece)
-            yield [*buffers, check.digest()]
+    for start in range(0, len(view), PIECE):
+        piece = view[start : start + PIECE]
+        yield [*buffers, piece]
+        buffers = []
+        check.update(piece)  # after it was sent: what the other side does with it takes as long
+    digest = check.digest()
+    if checks is CHECKSUMS:
+        payload.checksum = digest
+    yield [digest]
 
 
 # --- in -----------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from giver import model
 from managers import LONG, SHORT, WAYS, Host, certify, runs, settings_of, shares_memory, soon
 
 from gossipx.errors import GossipxError, PeerTimeoutError, PeerUnreachableError
-from gossipx.memory import PIECE, Memory
+from gossipx.memory import PIECE, Memory, Source
 from gossipx.messages import HereReply, LeaveRequest, ModelReply, PullRequest, Reply, Stage
 from gossipx.transports import Address
 from gossipx.wire import Bytes
@@ -139,12 +139,12 @@ def test_models_and_messages_come_in_order_on_one_connection(
     assert len(b.comm._answering._inbound) == 1
 
 
-class Giant:
+class Giant(Source):
     """A model of zeros but for a mark at the start of each piece; what is not marked takes no time to write."""
 
     def __init__(self, size: int):
         self._memory = Memory(size)
-        self.view, self.descriptor = self._memory.view, self._memory.descriptor
+        super().__init__(self._memory.view, self._memory.descriptor)
         for start in range(0, size, PIECE):
             self.view[start : start + 4] = (start // PIECE).to_bytes(4, "big")
 
@@ -163,9 +163,11 @@ class Marks:
         self.take(start, self.room(start))
 
     def take(self, start: int, view: memoryview) -> None:
-        assert view[:4] == (start // PIECE).to_bytes(4, "big")
-        assert not np.frombuffer(view[4:], dtype=np.uint8).any()
         assert start == self.seen
+        for done in range(0, len(view), PIECE):
+            piece = view[done : done + PIECE]
+            assert piece[:4] == ((start + done) // PIECE).to_bytes(4, "big")
+            assert not np.frombuffer(piece[4:], dtype=np.uint8).any()
         self.seen += len(view)
 
 

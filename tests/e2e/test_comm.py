@@ -29,7 +29,7 @@ from gossipx.errors import (
     PeerUnreachableError,
     ProtocolError,
 )
-from gossipx.memory import PIECE, Memory
+from gossipx.memory import PIECE, Memory, Source
 from gossipx.messages import (
     ArriveRequest,
     HereReply,
@@ -326,7 +326,7 @@ def test_a_sender_that_dies_in_mid_transfer(start: Callable[[int], Run]) -> None
             stream.sendall(frame(Welcome(1, run.names[1], hello.message.model)))
             request = read_frame(stream)
             assert request is not None
-            model = frames.encode(ModelReply(1), request.request, memoryview(bytes(1000)))
+            model = frames.encode(ModelReply(1), request.request, Source(memoryview(bytes(1000))))
             stream.sendall(b"".join(next(model))[:-500])
     error = results.get(timeout=LONG)
     assert isinstance(error, PeerUnreachableError)

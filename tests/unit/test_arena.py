@@ -16,7 +16,6 @@ from gossipx.arena import ParameterArena
 from gossipx.buffers import HostBuffer, typed
 from gossipx.errors import UsageError
 from gossipx.incoming import Incoming
-from gossipx.wire import pour
 
 
 class Net(nn.Module):
@@ -60,7 +59,7 @@ def received(arena: ParameterArena, other: ParameterArena) -> HostBuffer:
 
 def adopt(arena: ParameterArena, other: ParameterArena, step: int) -> bool:
     incoming = Incoming(arena, None, whole=True)
-    pour(memoryview(bytearray(model_of(other, whole=True))), incoming)
+    incoming.take(0, memoryview(bytearray(model_of(other, whole=True))))
     taken = arena.adopt(incoming.buffer, step)
     incoming.release()
     return taken
@@ -274,7 +273,7 @@ def test_nothing_is_allocated_once_it_has_run_for_a_while():
             snapshot.release()
             again.release()
         incoming = Incoming(arena, arena.snapshot())
-        pour(memoryview(bytearray(model_of(other))), incoming)
+        incoming.take(0, memoryview(bytearray(model_of(other))))
         places.add(incoming.buffer.vectors[0].data_ptr())
         train(module, optimizer, step)
         arena.step_done()

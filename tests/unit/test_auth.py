@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gossipx.errors import NotAuthorisedError, ProtocolError, StrangerError
+from gossipx.memory import Source
 from gossipx.messages import ModelReply, NotReadyReply, PullRequest
 from gossipx.wire import Accepted, Bytes, Challenge, Message, Open, Proof, frames, kinds
 from gossipx.wire.auth import Answerer, MacChecks, Opener, Secret, Session, misdirected
@@ -42,7 +43,7 @@ def shake_hands(
 
 
 def whole(session: Session, message: Message, payload: bytes = b"") -> bytes:
-    parts = frames.encode(message, 0, memoryview(payload) if payload else None, session.sending)
+    parts = frames.encode(message, 0, Source(memoryview(payload)) if payload else None, session.sending)
     return b"".join(bytes(buffer) for buffers in parts for buffer in buffers)
 
 

@@ -32,7 +32,6 @@ from gossipx.buffers import HostBuffer
 from gossipx.drive.driver import Driver, Retrieval
 from gossipx.incoming import Incoming
 from gossipx.messages import AcceptReply, ModelReply, NotReadyReply, PullRequest, PushRequest, TakeRequest
-from gossipx.wire import pour
 
 
 class Script:
@@ -95,7 +94,7 @@ class Bench:
         assert self.comm.posted.acquire(timeout=10)
         payload, done = self.comm.requests[request]
         if model is not None:
-            pour(memoryview(bytearray(model)), payload)
+            payload.take(0, memoryview(bytearray(model)))
         done(reply)
 
 

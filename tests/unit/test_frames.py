@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import math
@@ -17,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gossipx.errors import ProtocolError, UsageError
+from gossipx.memory import Source
 from gossipx.messages import (
     LAST_WAVE,
     AcceptReply,
@@ -115,7 +117,8 @@ messages = st.one_of(
 
 
 def whole(message: Message, request: int = 0, payload: memoryview | None = None) -> bytes:
-    return b"".join(b"".join(buffers) for buffers in encode(message, request, payload))
+    source = None if payload is None else Source(payload)
+    return b"".join(b"".join(buffers) for buffers in encode(message, request, source))
 
 
 def feed(decoder: Decoder, data: bytes, step: int = 2**30) -> list[Frame]:
@@ -188,10 +191,28 @@ def test_a_payload_lands_in_the_buffer_that_was_given(payload: bytes, step: int)
 
 def test_a_payload_goes_out_in_pieces_without_a_copy() -> None:
     payload = memoryview(bytearray(2 * PIECE + 1))
-    sent = [buffer for buffers in encode(ModelReply(1), 1, payload) for buffer in buffers]
+    sent = [buffer for buffers in encode(ModelReply(1), 1, Source(payload)) for buffer in buffers]
     pieces = [buffer for buffer in sent if isinstance(buffer, memoryview)]
     assert [len(piece) for piece in pieces] == [PIECE, PIECE, 1]
     assert all(piece.obj is payload.obj for piece in pieces)
+
+
+def test_a_model_is_read_for_its_checksum_when_it_is_first_sent_and_then_no_more() -> None:
+    source = Source(memoryview(os.urandom(2 * PIECE + 1)))
+    first = b"".join(b"".join(buffers) for buffers in encode(ModelReply(1), 1, source))
+    assert source.checksum == xxhash.xxh3_64_digest(source.view)
+    (again,) = encode(ModelReply(1), 1, source)
+    assert b"".join(again) == first
+    assert sum(isinstance(buffer, memoryview) for buffer in again) == 1, "in one call"
+
+
+def test_where_frames_are_signed_no_checksum_takes_the_place_of_the_mac() -> None:
+    """It is of a connection and of a place in it: what was found for another is no proof here."""
+    source = Source(memoryview(b"model"))
+    encode(ModelReply(1), 1, source)
+    (*_, mac) = [buffer for buffers in encode(ModelReply(1), 1, source, hashlib.sha256) for buffer in buffers]
+    assert mac == hashlib.sha256(b"model").digest()
+    assert source.checksum is None
 
 
 @pytest.mark.parametrize("step", [1, PIECE - 1, PIECE, 10**7])
@@ -215,7 +236,7 @@ def test_a_payload_comes_in_by_pieces_each_told_once_when_it_is_full(step: int) 
 
 def test_a_payload_beside_the_connection_is_no_part_of_the_frame() -> None:
     model = memoryview(bytearray(1000))
-    data = b"".join(b"".join(buffers) for buffers in encode(ModelReply(3), 9, model, beside=True))
+    data = b"".join(b"".join(buffers) for buffers in encode(ModelReply(3), 9, Source(model), beside=True))
     sink = Bytes(model)
     (frame,) = feed(Decoder(lambda *_: sink), data)
     assert frame == Frame(9, ModelReply(3), sink, beside=True)
@@ -340,7 +361,7 @@ def test_what_a_peer_would_refuse_is_not_sent(message: Message) -> None:
 
 def test_only_a_model_may_carry_a_payload() -> None:
     with pytest.raises(ValueError, match="PullRequest"):
-        encode(PullRequest(1, 30.0), 0, memoryview(b"model"))
+        encode(PullRequest(1, 30.0), 0, Source(memoryview(b"model")))
     with pytest.raises(ProtocolError, match="payload"):
         feed(Decoder(no_payload), forged(17, b'{"step":1}', payload=5))
 

@@ -14,7 +14,7 @@ from gossipx.arena import ParameterArena
 from gossipx.incoming import Incoming
 from gossipx.memory import PIECE
 from gossipx.snapshots import Snapshot
-from gossipx.wire import Sink, gather, pour
+from gossipx.wire import Sink, gather
 
 
 class Net(nn.Module):
@@ -89,7 +89,7 @@ def in_parts(size: int) -> Callable[[memoryview, Sink], None]:
     return way
 
 
-@pytest.mark.parametrize("way", [receive, pour, in_parts(800), in_parts(PIECE // 3 // 8 * 8), in_parts(4 * PIECE)])
+@pytest.mark.parametrize("way", [receive, in_parts(800), in_parts(PIECE // 3 // 8 * 8), in_parts(4 * PIECE)])
 @pytest.mark.parametrize("stepped", [False, True])
 @pytest.mark.parametrize("shared", [False, True])
 def test_what_comes_in_is_the_difference_to_the_base(way, stepped: bool, shared: bool) -> None:
@@ -206,7 +206,7 @@ def test_a_base_that_others_read_is_copied_where_memory_is_short():
     base = arena.snapshot()
     sent = memoryview(bytearray(other.snapshot().buffer.view))
     incoming = Incoming(arena, base.hold())
-    pour(sent, incoming)
+    incoming.take(0, sent)
     assert base.holders == 2, "it was given back: the boundary and this test hold it"
     for difference, theirs, own in zip(incoming.buffer.vectors, other.snapshot().vectors, base.vectors, strict=True):
         cut = next(section.trainable for section in arena.sections if len(section.storage) >= len(own))

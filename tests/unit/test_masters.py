@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from gossipx import kernels
 from gossipx.arena import ParameterArena
 from gossipx.incoming import Incoming
-from gossipx.wire import pour
 
 HALVES = (torch.bfloat16, torch.float16)
 dtypes = st.sampled_from(HALVES)
@@ -186,7 +185,7 @@ def test_a_whole_model_is_adopted_with_its_masters(dtype: torch.dtype, sampled: 
     one, two = made(0, dtype, sampled), made(1, dtype)
     mix(two, model_of(made(2, dtype)), 0.3)
     incoming = Incoming(one, None, whole=True)
-    pour(memoryview(bytearray(model_of(two, whole=True))), incoming)
+    incoming.take(0, memoryview(bytearray(model_of(two, whole=True))))
     assert one.adopt(incoming.buffer, 7) and one.step == 7
     for ours, theirs in zip(one.sections, two.sections, strict=True):
         assert torch.equal(ours.storage, theirs.storage)

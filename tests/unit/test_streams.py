@@ -18,7 +18,6 @@ from gossipx.buffers import HostBuffer
 from gossipx.incoming import Incoming
 from gossipx.snapshots import Snapshot
 from gossipx.streams import Asynchronous, Lanes, Mark, Synchronous, lanes_of
-from gossipx.wire import pour
 
 DEVICES = ["late", pytest.param("cuda", marks=pytest.mark.cuda)]
 
@@ -113,7 +112,7 @@ class Side:
     def come(self, model: bytes) -> float:
         if self.coming is None:
             return 0.0
-        pour(memoryview(bytearray(model)), self.coming)
+        self.coming.take(0, memoryview(bytearray(model)))
         distance = self.coming.distance()
         self.arena.commit(self.coming.buffer, 0.25)
         self.coming.release()
@@ -135,7 +134,7 @@ class Side:
 
     def adopt(self, model: bytes) -> bool:
         incoming = Incoming(self.arena, None, whole=True)
-        pour(memoryview(bytearray(model)), incoming)
+        incoming.take(0, memoryview(bytearray(model)))
         taken = self.arena.adopt(incoming.buffer, self.arena.step)
         incoming.release()
         return taken
@@ -201,7 +200,7 @@ def test_training_waits_for_no_copy_and_no_number(device: str):
     arena.step_done()
     incoming = Incoming(arena, arena.snapshot())
     model = bytes(ParameterArena(Net(1, torch.float32)).snapshot().buffer.view)
-    pour(memoryview(bytearray(model)), incoming)
+    incoming.take(0, memoryview(bytearray(model)))
     incoming.distance()
     arena.step_done()
     lanes.wait(lanes.mark())
