@@ -68,8 +68,8 @@ class Stream(Protocol):
     def quiet(self) -> bool:
         """Whether the other side has neither closed nor sent what is still unread; never waits."""
 
-    def ended(self) -> bool:
-        """Whether the other side has closed, and nothing is left to be read; never waits."""
+    def hung_up(self) -> bool:
+        """Whether the other side has closed, whatever it had sent before; never waits."""
 
     def abort(self) -> None:
         """End both ways at once; calls blocked in other threads raise. Any number of times."""

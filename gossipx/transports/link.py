@@ -191,7 +191,7 @@ class Link:
 
         def watch() -> None:
             while not over.wait(_LOOK):
-                if self.stream.ended():
+                if self.stream.hung_up():
                     carrier.abort()
                     return
 

@@ -28,6 +28,8 @@ from gossipx.transports import Address
 _VECTORS = 64
 # Connections that wait to be accepted: more than a burst of all peers of a run of 100.
 BACKLOG = 256
+# In poll, that the other side sends no more; an error, or that neither does, is told unasked.
+_HANG_UP = getattr(select, "POLLRDHUP", 0)
 # A socket's time-out is at most this many seconds; callers come back.
 _LONGEST = 3600.0
 
@@ -101,11 +103,13 @@ class SocketStream:
             return False
         return False
 
-    def ended(self) -> bool:
-        """Whether the other side has closed, and nothing is left to be read."""
+    def hung_up(self) -> bool:
+        """Whether the other side has closed; where the system does not tell so before all was read, not before."""
+        poll = select.poll()
         try:
             with self._use():
-                return not self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+                poll.register(self._socket, _HANG_UP)
+                return bool(poll.poll(0)) or not self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
             return False
         except (OSError, PeerUnreachableError):

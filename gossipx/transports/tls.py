@@ -146,11 +146,9 @@ class TlsStream:
             waiting = self._tls.pending() or self._incoming.pending
         return not waiting and self._below.quiet()
 
-    def ended(self) -> bool:
-        """Whether the other side has closed, and nothing is left to be read."""
-        with self._state:
-            waiting = self._tls.pending() or self._incoming.pending
-        return not waiting and self._below.ended()
+    def hung_up(self) -> bool:
+        """Whether the other side has closed."""
+        return self._below.hung_up()
 
     def abort(self) -> None:
         """End both ways at once."""

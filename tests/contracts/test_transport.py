@@ -12,6 +12,7 @@ import os
 import random
 import re
 import resource
+import select
 import socket
 import ssl
 import threading
@@ -293,6 +294,20 @@ def test_quiet_until_something_comes(pair: Pair) -> None:
     assert not theirs.quiet()
     assert read(theirs, 1) == b"b"
     assert theirs.quiet()
+
+
+@pytest.mark.skipif(not hasattr(select, "POLLRDHUP"), reason="this system tells it when all was read")
+def test_who_has_hung_up_is_known_before_all_is_read(pair: Pair) -> None:
+    """What a giver said last is read once its model has come by the carrier: if it died, that never comes."""
+    ours, theirs = pair
+    assert not theirs.hung_up()
+    ours.send([b"last words"], soon())
+    assert read(theirs, 1) == b"l"
+    assert not theirs.hung_up()
+    ours.abort()
+    assert theirs.hung_up()
+    assert read(theirs, 9) == b"ast words"
+    assert ours.hung_up(), "closed here is closed, too"
 
 
 def test_closing_wakes_a_blocked_accept(listener: Listener, beside: Beside) -> None:
