@@ -195,7 +195,9 @@ class PeerRole:
         match event.request:
             case ArriveRequest():
                 self.gathering.arrived(event, self.stage)
-                return [self._answer(event.key, HereReply(self.stage, self.report), now), *self._look(now)]
+                self.waves.heard_of(event.request.wave)
+                here = HereReply(self.stage, self.report, self.waves.latest)
+                return [self._answer(event.key, here, now), *self._look(now)]
             case LeaveRequest():
                 self.members.others[event.sender].stage = Stage.LEFT
                 left: list[Effect] = [self._answer(event.key, HereReply(self.stage), now)]
@@ -232,6 +234,7 @@ class PeerRole:
         match request, event.reply:
             case ArriveRequest(), HereReply():
                 self.gathering.replied(to, request, event.reply)
+                self.waves.heard_of(event.reply.wave)
                 return self._look(now)
             case InitialRequest(), ModelReply(step) if self.joining.awaits(event.ticket):
                 self.training.step = step
@@ -323,7 +326,7 @@ class PeerRole:
     def _gather(self, stage: Stage, now: float) -> list[Effect]:
         """Enter ``stage``, tell all others, and wait until they have come too, or peer_timeout has passed."""
         self.stage = stage
-        arrival = ArriveRequest(stage, self.incarnation, self.report)
+        arrival = ArriveRequest(stage, self.incarnation, self.report, self.waves.latest)
         return [*self.gathering.begin(arrival, now), *self._look(now)]
 
     def _look(self, now: float) -> list[Effect]:

@@ -1,7 +1,8 @@
 """One peer's part in waves: which it starts or joins while it trains, and the last one, which is the finish.
 
-A wave has a number. A peer whose policy fires starts one with the highest number that it has seen, plus one, and with
-those that it believes to train; its requests tell the others, who take part as soon as they hear of it. So waves that
+A wave has a number. A peer whose policy fires starts one with the highest number that it knows of, plus one, and with
+those that it believes to train (peers tell each other that number with how far they have come, so that one that was
+started again counts on); its requests tell the others, who take part as soon as they hear of it. So waves that
 start together are one wave. Where those who start the same number mean different members, the longer list comes before
 the shorter, and of equally long ones the lexicographically smaller; whoever has neither given nor taken a model yet
 goes over to the better list, anyone else refuses it, which costs the other a round. A peer is in one wave at a time:
@@ -13,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 from gossipx.actor import Answer, Effect, Forget, Received, TakeIn
-from gossipx.messages import LAST_WAVE, NotReadyReply, RoundRequest
+from gossipx.messages import LAST_WAVE, MAX_WAVE, NotReadyReply, RoundRequest
 from gossipx.peer.membership import Membership
 from gossipx.peer.requests import Requests
 from gossipx.peer.wave import Wave
@@ -41,16 +42,19 @@ class Waves:
         self._requests = requests
         self._sync = sync
         self._timeout = timeout
-        self._seen = 0  # the highest number of a wave that we took part in
+        self._seen = 0  # the highest number of a wave that we took part in, the last one aside
+        self._heard = 0  # the highest number of one that others have told to be over
         self._taking_in = False
         self._early: list[Received] = []  # requests of waves that we are not in yet
 
     # --- beginning --------------------------------------------------------------------------------
 
     def start(self, step: int, now: float) -> list[Effect]:
-        """Our policy fired: start a wave. Nothing if nobody else is known to train."""
+        """Our policy fired: start a wave. Nothing if nobody else is known to train, or numbers are used up."""
         members = tuple(sorted([self._rank, *self._members.in_training(now)]))
-        return self._enter(self._seen + 1, members, step, now, starts=True) if len(members) > 1 else []
+        number = max(self._seen, self._heard) + 1
+        may_start = len(members) > 1 and number <= MAX_WAVE
+        return self._enter(number, members, step, now, starts=True) if may_start else []
 
     def join(self, step: int, now: float) -> list[Effect]:
         """Take part in the latest wave that others have asked for, if there is one."""
@@ -85,6 +89,19 @@ class Waves:
         return Wave(number, self._rank, members, step, self._requests, self._timeout, missing)
 
     # --- what others ask --------------------------------------------------------------------------
+
+    @property
+    def latest(self) -> int:
+        """The highest number of a wave while training that we know to be over; 0 of none."""
+        under_way = self.current is not None and self.current.number == self._seen
+        return max(self._seen - under_way, self._heard)
+
+    def heard_of(self, number: int) -> None:
+        """For another, wave ``number`` is over: the next that we start comes after it.
+
+        Those who are still in it may meet us there, if we have not taken part.
+        """
+        self._heard = max(self._heard, number)
 
     def hold(self, event: Received) -> None:
         """Answer ``event`` in the wave that it means, once we are in it."""

@@ -6,7 +6,7 @@ import random
 
 from gossipx import policies
 from gossipx.actor import Answer, Answered, Capture, Effect, Forget, Merge, Note, Received, Send, SetTimer
-from gossipx.messages import LAST_WAVE, HereReply, ModelReply, NotReadyReply, RoundRequest, Stage
+from gossipx.messages import LAST_WAVE, MAX_WAVE, HereReply, ModelReply, NotReadyReply, RoundRequest, Stage
 from gossipx.peer.membership import Membership
 from gossipx.peer.requests import Requests
 from gossipx.peer.wave import TIMER, Wave
@@ -200,3 +200,31 @@ def test_members_that_cannot_be_meant_are_refused():
         (answer,) = waves.requested(meant(1, members), 5, 0.0)
         assert isinstance(answer, Answer) and isinstance(answer.reply, NotReadyReply)
     assert waves.join(5, 0.1) == []
+
+
+def test_the_number_of_the_next_wave_is_above_all_that_are_over():
+    """A wave that is under way may still be joined by whoever has only heard of it: it is not told to be over."""
+    waves = peer(0, 2)
+    assert waves.latest == 0
+    waves.heard_of(8)
+    waves.start(5, 0.0)
+    assert waves.current is not None and (waves.current.number, waves.latest) == (9, 8)
+    other = peer(1, 2)
+    other.heard_of(waves.latest + 1)
+    assert other.requested(meant(0, (0, 1), 9), 5, 0.1) == [] and other.join(5, 0.1)
+    waves.give_up("no more", 0.2)
+    assert waves.latest == 9
+    waves.finish(None, 5, 1.0, 0.3)
+    assert waves.latest == 9, "the finish is no number to count on from"
+
+
+def test_no_wave_is_started_beyond_the_highest_number():
+    """Whoever is told of it, or takes part in it, starts none with a number above, and not the finish."""
+    waves = peer(0, 2)
+    waves.heard_of(MAX_WAVE)
+    assert waves.start(5, 0.0) == [] and waves.current is None
+    waves = peer(0, 2)
+    assert waves.requested(meant(1, (0, 1), MAX_WAVE), 5, 0.0) == []
+    assert waves.join(5, 0.0) and waves.current is not None
+    waves.give_up("no more", 0.1)
+    assert waves.start(6, 0.2) == [] and waves.current is None
