@@ -33,6 +33,7 @@ from gossipx.messages import (
     Stage,
     TakeRequest,
 )
+from gossipx.peer.giving import Giving
 from gossipx.peer.membership import Membership
 from gossipx.peer.requests import Requests
 from gossipx.sync import SyncManager
@@ -58,13 +59,14 @@ class Counts:
 
 @dataclass(frozen=True)
 class Ground:
-    """What exchanges and pulls stand on: parts of their peer's role, ``timeout`` and ``blocking`` of its settings."""
+    """What exchanges and pulls stand on: parts of their peer's role; its peer_timeout, and whether exchanges block."""
 
     rank: int
     incarnation: int
     timeout: float
     blocking: bool
     members: Membership
+    giving: Giving
     requests: Requests
     sync: SyncManager
     counts: Counts
@@ -110,7 +112,8 @@ class Taking:
     def start(self, now: float) -> list[Effect]:
         """Ask for the model."""
         take = TakeRequest(self._incarnation, self._number)
-        send = self._ground.requests.send(self.sender, take, now + self._ground.timeout)
+        deadline = now + self._ground.members.patience(self.sender)
+        send = self._ground.requests.send(self.sender, take, now, deadline)
         self.ticket, self._fetching = send.ticket, True
         return [Capture(send.ticket), send]
 
@@ -153,7 +156,7 @@ class Taking:
     def decline(self, now: float) -> list[Effect]:
         """It cannot be taken: the one who offered it need not wait."""
         told = SettleRequest(self._incarnation, self._number, taken=False)
-        send = self._ground.requests.send(self.sender, told, now + self._ground.timeout * OFFER_SHARE)
+        send = self._ground.requests.send(self.sender, told, now, now + self._ground.timeout * OFFER_SHARE)
         return [*self.forget(), send]
 
     def forget(self) -> list[Effect]:
@@ -165,7 +168,8 @@ class Taking:
     def _settle(self, now: float) -> list[Effect]:
         # The other side of a pair answers when our model has reached it: as long as that may take.
         request = SettleRequest(self._incarnation, self._number, taken=True)
-        send = self._ground.requests.send(self.sender, request, now + self._ground.timeout)
+        deadline = now + self._ground.members.patience(self.sender, given=True)
+        send = self._ground.requests.send(self.sender, request, now, deadline)
         self._settling = send.ticket
         return [send]
 
@@ -264,12 +268,15 @@ class Exchange(abc.ABC):
             return self.give_up(now)
         return self._taking.ask_again(now) if self._taking else []
 
-    def _draw(self, now: float, tried: frozenset[int] = frozenset(), fault: bool = False) -> int | None:
+    def _draw(
+        self, now: float, tried: frozenset[int] = frozenset(), fault: bool = False, given: bool = False
+    ) -> int | None:
         """A random neighbour that trains, as far as is known, and may be asked now.
 
         Args:
             tried: those that were asked for this decision already.
             fault: one of these failed, rather than said no.
+            given: a model is to go to it, rather than to come from it.
         """
         others = self._ground.members.others
         besides = {rank for rank, other in others.items() if other.stage is not None and other.stage > Stage.TRAIN}
@@ -277,7 +284,7 @@ class Exchange(abc.ABC):
             # Where all are busy nearly always, the one who is free is the last partner, and pairs or rings would stay
             # by themselves for good.
             besides.add(self._last)
-        return self._ground.members.draw(now, besides=tried | besides, again=bool(tried))
+        return self._ground.members.draw(now, besides=tried | besides, again=bool(tried), given=given)
 
     def _nowhere(self, fault: bool) -> list[Effect]:
         """The decision cannot be carried out; ``fault``: a neighbour failed, rather than all said no."""
@@ -293,8 +300,8 @@ class Exchange(abc.ABC):
         number = event.request.number
         return event.request.incarnation == self._ground.incarnation and self._settled.get(event.sender) == number
 
-    def _answer(self, key: Hashable, reply: Reply, now: float, captured: int | None = None) -> Answer:
-        return Answer(key, reply, now + self._ground.timeout, captured=captured)
+    def _answer(self, key: Hashable, reply: Reply, now: float) -> Answer:
+        return Answer(key, reply, now + self._ground.timeout)
 
     def _accept(self, key: Hashable, now: float) -> Answer:
         return self._answer(key, AcceptReply(), now)

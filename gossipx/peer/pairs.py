@@ -96,7 +96,7 @@ class Pairs(Exchange):
         number = next(self._numbers)
         # Where exchanges block, one that is asked answers at its next step boundary.
         patience = self._ground.timeout * (1 if self._ground.blocking else OFFER_SHARE)
-        send = self._ground.requests.send(to, PairRequest(self._ground.incarnation, number), now + patience)
+        send = self._ground.requests.send(to, PairRequest(self._ground.incarnation, number), now, now + patience)
         self._begun = _Begun(to, number, send.ticket, tried | {to}, fault)
         return [send]
 
@@ -106,12 +106,17 @@ class Pairs(Exchange):
         assert begun is not None
         if begun.ticket is not None:
             return []
-        deadline = now + self._ground.timeout
+        comes, goes = (self._ground.members.patience(begun.partner, given) for given in (False, True))
         take = TakeRequest(self._ground.incarnation, begun.number)
-        send = self._ground.requests.send(begun.partner, take, deadline)
+        send = self._ground.requests.send(begun.partner, take, now, now + comes)
         begun.ticket, begun.fetching = send.ticket, True
         held, self._held = self._held, []
-        return [Capture(send.ticket), send, SetTimer(OFFER, deadline), *(self._busy(event.key, now) for event in held)]
+        return [
+            Capture(send.ticket),
+            send,
+            SetTimer(OFFER, now + max(comes, goes)),
+            *(self._busy(event.key, now) for event in held),
+        ]
 
     def offered(self, event: Received, now: float) -> list[Effect]:
         if not isinstance(event.request, PairRequest):
@@ -191,7 +196,7 @@ class Pairs(Exchange):
         assert isinstance(event.request, ExchangeRequest)
         begun, request = self._begun, event.request
         if self._taking and self._taking.is_of(event) and isinstance(request, TakeRequest):
-            return [self._answer(event.key, ModelReply(0), now, captured=self._taking.ticket)]
+            return [self._ground.giving.answer(event, ModelReply(0), self._taking.ticket, now)]
         name = event.sender, request.incarnation, request.number
         if begun is None or name != (begun.partner, self._ground.incarnation, begun.number):
             if isinstance(request, SettleRequest) and self._has_settled(event):
@@ -199,7 +204,8 @@ class Pairs(Exchange):
             return [self._refuse(event.key, now)]
         if isinstance(request, TakeRequest):
             entered = self._accepted(now)
-            return [*entered, self._answer(event.key, ModelReply(0), now, captured=begun.ticket)]
+            assert begun.ticket is not None
+            return [*entered, self._ground.giving.answer(event, ModelReply(0), begun.ticket, now)]
         assert isinstance(request, SettleRequest)
         if begun.way is not Way.COMING:
             return [self._accept(event.key, now)]

@@ -91,7 +91,7 @@ class Pushes(Exchange):
         if self.weight < LEAST_WEIGHT:
             self._ground.sync.skipped += 1
             return []
-        to = self._draw(now)
+        to = self._draw(now, given=True)
         if to is None:
             self._ground.counts.alone += 1
             return []
@@ -102,8 +102,8 @@ class Pushes(Exchange):
     def _send(self, to: int, tried: frozenset[int], fault: bool, now: float) -> list[Effect]:
         number = next(self._numbers)
         request = PushRequest(self._ground.incarnation, number)
-        deadline = now + self._ground.timeout
-        send = self._ground.requests.send(to, request, now + self._ground.timeout * OFFER_SHARE)
+        deadline = now + self._ground.members.patience(to, given=True)
+        send = self._ground.requests.send(to, request, now, now + self._ground.timeout * OFFER_SHARE)
         weight = self.weight / 2 if self._push_sum else 1.0
         self._offer = _Offer(to, number, send.ticket, weight, tried | {to}, fault)
         return [Capture(send.ticket), send, SetTimer(OFFER, deadline)]
@@ -113,7 +113,7 @@ class Pushes(Exchange):
         offer, self._offer = self._offer, None
         assert offer is not None
         fault = fault or offer.fault
-        to = self._draw(now, offer.tried, fault)
+        to = self._draw(now, offer.tried, fault, given=True)
         further = self._nowhere(fault) if to is None else self._send(to, offer.tried, fault, now)
         return [Forget(offer.ticket), *further]
 
@@ -138,7 +138,7 @@ class Pushes(Exchange):
             offer.taken = True
             offer.answers.add(event.key)
             # Whoever carries out the answer knows the step of the model that was captured.
-            return [self._answer(event.key, ModelReply(0, offer.weight), now, captured=offer.ticket)]
+            return [self._ground.giving.answer(event, ModelReply(0, offer.weight), offer.ticket, now)]
         assert isinstance(request, SettleRequest)
         if not request.taken:
             return [self._refuse(event.key, now), *self._elsewhere(now)]

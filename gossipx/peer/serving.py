@@ -16,6 +16,7 @@ from collections.abc import Hashable
 
 from gossipx.actor import Answer, Answered, Capture, Effect, Forget, Received
 from gossipx.messages import BusyReply, ModelReply, PullRequest
+from gossipx.peer.giving import Giving
 from gossipx.peer.requests import Requests
 
 
@@ -24,16 +25,17 @@ class Serving:
 
     Args:
         most: pulls that are answered at a time.
-        requests: the role's, for tickets.
+        requests: the role's, for tickets; ``giving`` too.
 
     Attributes:
         turned_away: pulls that were answered by "busy".
     """
 
-    def __init__(self, most: int, requests: Requests):
+    def __init__(self, most: int, requests: Requests, giving: Giving):
         self.turned_away = 0
         self._most = most
         self._requests = requests
+        self._giving = giving
         self._served: dict[Hashable, int] = {}  # ranks, by the keys of their requests
         self._ticket = 0  # of the version that these are given
         self._step = 0  # ... and the iterations that it has seen
@@ -44,11 +46,11 @@ class Serving:
     def requested(self, event: Received, step: int, now: float) -> list[Effect]:
         """Another pulls; ``step``: iterations that our model has seen."""
         assert isinstance(event.request, PullRequest)
-        deadline = now + event.request.patience
+        patience = event.request.patience
         if not self._has_room_for(event.sender, step):
             self.turned_away += 1
             self._waiting[event.sender] = set()
-            return [Answer(event.key, BusyReply(), deadline)]
+            return [Answer(event.key, BusyReply(), now + patience)]
         effects: list[Effect] = []
         if not self._served:
             self._ticket, self._step, self._given = self._requests.ticket(), step, False
@@ -56,7 +58,7 @@ class Serving:
         self._served[event.key] = event.sender
         self._turns[event.sender] = 1 + max(self._turns.values(), default=0)
         self._waiting.pop(event.sender, None)
-        return [*effects, Answer(event.key, ModelReply(step), deadline, captured=self._ticket)]
+        return [*effects, self._giving.answer(event, ModelReply(step), self._ticket, now, patience)]
 
     def _has_room_for(self, sender: int, step: int) -> bool:
         if len(self._served) >= self._most or sender in self._served.values():

@@ -72,7 +72,9 @@ class Waves:
         members = members or tuple(sorted([self._rank, *self._members.in_finish()]))
         early, self._early = self._early, []
         # Whoever has come to the last wave is met in it, though it was silent a moment ago.
-        self.current = Wave(LAST_WAVE, self._rank, members, step, self._requests, self._timeout, weight=weight)
+        self.current = Wave(
+            LAST_WAVE, self._rank, members, step, self._requests, self._patience(members), weight=weight
+        )
         effects = self.current.begin(now)
         return effects + [effect for event in early for effect in self.current.requested(event, now)]
 
@@ -86,7 +88,12 @@ class Waves:
 
     def _made(self, number: int, members: tuple[int, ...], step: int, now: float) -> Wave:
         missing = self._members.not_met(now)
-        return Wave(number, self._rank, members, step, self._requests, self._timeout, missing)
+        return Wave(number, self._rank, members, step, self._requests, self._patience(members), missing)
+
+    def _patience(self, members: tuple[int, ...]) -> float:
+        """Seconds that a round may take: where all are fast, peer_timeout for all, so that they give up alike."""
+        others = (rank for rank in members if rank != self._rank)
+        return max([self._timeout, *(self._members.patience(rank) for rank in others)])
 
     # --- what others ask --------------------------------------------------------------------------
 

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gossipx.actor import Answer, Answered, Capture, Effect, Forget, Received
 from gossipx.messages import BusyReply, ModelReply, PullRequest
+from gossipx.peer.giving import Giving
+from gossipx.peer.membership import Membership
 from gossipx.peer.requests import Requests
 from gossipx.peer.serving import Serving
+from gossipx.topology import load
+from gossipx.topology.schedules import Random
+
+TIMEOUT = 20.0
+
+
+def serving_at_most(most: int, members: Membership | None = None) -> Serving:
+    members = members or Membership(10, 11, Random(load("full", 11)), TIMEOUT, random.Random(0))
+    return Serving(most, Requests(), Giving(members))
 
 
 def asks(serving: Serving, sender: int, step: int = 1, key: str = "") -> list[Effect]:
@@ -23,7 +36,7 @@ def is_served(effects: list[Effect]) -> bool:
 
 
 def test_who_asks_is_answered_by_the_model_as_it_is_for_as_long_as_the_requester_waits():
-    serving = Serving(2, Requests())
+    serving = serving_at_most(2)
     capture, answer = asks(serving, 3, step=5)
     assert isinstance(capture, Capture)
     assert answer == Answer("of 3", ModelReply(5), 107.0, captured=capture.ticket)
@@ -32,7 +45,7 @@ def test_who_asks_is_answered_by_the_model_as_it_is_for_as_long_as_the_requester
 
 
 def test_more_at_once_are_told_busy_and_so_is_who_is_served_already():
-    serving = Serving(2, Requests())
+    serving = serving_at_most(2)
     assert is_served(asks(serving, 1))
     assert not is_served(asks(serving, 1, key="again"))
     assert is_served(asks(serving, 2))
@@ -43,7 +56,7 @@ def test_more_at_once_are_told_busy_and_so_is_who_is_served_already():
 
 
 def test_one_version_is_given_until_the_first_has_it_and_then_no_older_one():
-    serving = Serving(4, Requests())
+    serving = serving_at_most(4)
     capture = asks(serving, 1, step=10)[0]
     assert asks(serving, 2, step=14)[0] == Answer("of 2", ModelReply(14), 107.0, captured=capture.ticket)
     serving.answered(Answered("of 1", whole=True))
@@ -55,7 +68,7 @@ def test_one_version_is_given_until_the_first_has_it_and_then_no_older_one():
 
 
 def test_a_version_that_is_still_the_latest_is_given_on():
-    serving = Serving(4, Requests())
+    serving = serving_at_most(4)
     asks(serving, 1, step=10)
     asks(serving, 2, step=10)
     serving.answered(Answered("of 1", whole=True))
@@ -63,7 +76,7 @@ def test_a_version_that_is_still_the_latest_is_given_on():
 
 
 def test_an_answer_that_failed_closes_no_version():
-    serving = Serving(4, Requests())
+    serving = serving_at_most(4)
     asks(serving, 1, step=10)
     asks(serving, 2, step=10)
     serving.answered(Answered("of 1", whole=False))
@@ -72,7 +85,7 @@ def test_an_answer_that_failed_closes_no_version():
 
 @pytest.mark.parametrize("most", [1, 2, 3])
 def test_who_was_turned_away_has_precedence_over_who_was_served_since(most: int):
-    serving = Serving(most, Requests())
+    serving = serving_at_most(most)
     for rank in range(most):
         assert is_served(asks(serving, rank))
     assert not is_served(asks(serving, 9))
@@ -86,7 +99,7 @@ def test_who_was_turned_away_has_precedence_over_who_was_served_since(most: int)
 
 def test_all_that_ask_again_and_again_are_served_in_turns():
     """However they are ordered: seven ask one after the other, for one place that is free every third time."""
-    serving, turns = Serving(1, Requests()), list[int]()
+    serving, turns = serving_at_most(1), list[int]()
     for time in range(7 * 3 * 4):
         for rank in range(1, 8):
             key = f"{rank} at {time}"
@@ -100,7 +113,7 @@ def test_all_that_ask_again_and_again_are_served_in_turns():
 
 
 def test_whoever_was_turned_away_and_does_not_come_back_costs_one_refusal():
-    serving = Serving(1, Requests())
+    serving = serving_at_most(1)
     asks(serving, 1)
     asks(serving, 9)
     serving.answered(Answered("of 1", whole=False))
@@ -114,7 +127,7 @@ def test_whoever_was_turned_away_and_does_not_come_back_costs_one_refusal():
 def test_at_any_time_one_version_at_most_is_kept_for_no_more_than_so_many(
     most: int, events: list[tuple[int, bool, bool]]
 ):
-    serving, kept, under_way = Serving(most, Requests()), set[int](), dict[str, int]()
+    serving, kept, under_way = serving_at_most(most), set[int](), dict[str, int]()
     for number, (sender, finishes, whole) in enumerate(events):
         effects: list[Effect]
         if finishes and under_way:
@@ -131,3 +144,19 @@ def test_at_any_time_one_version_at_most_is_kept_for_no_more_than_so_many(
         assert given <= kept and len(kept) <= 1
         assert bool(kept) == bool(under_way)
         assert len(under_way) == len(set(under_way.values())) <= most
+
+
+def test_a_place_is_free_again_when_the_givers_own_patience_ends():
+    """[9] A requester may say that it waits for a week; who did not come in time is given longer next time."""
+    members = Membership(10, 11, Random(load("full", 11)), TIMEOUT, random.Random(0))
+    giving = Giving(members)
+    serving = Serving(1, Requests(), giving)
+    week = PullRequest(1, 7 * 86_400.0)
+    for time, patience in ((0.0, TIMEOUT), (100.0, 2 * TIMEOUT)):
+        answer = serving.requested(Received(3, time, week), 1, time)[-1]
+        assert isinstance(answer, Answer) and answer.deadline == time + patience
+        giving.answered(Answered(time, whole=False), answer.deadline)
+        serving.answered(Answered(time, whole=False))
+    answer = serving.requested(Received(3, "again", week), 1, 200.0)[-1]
+    giving.answered(Answered("again", whole=False), 201.0)
+    assert members.patience(3, given=True) == 4 * TIMEOUT, "it has closed before: that is not late"
