@@ -97,6 +97,12 @@ class Other:
         """Whether it is lost or has left, or did not answer last time."""
         return self.lost or self.silent_since is not None or self.stage is Stage.LEFT
 
+    @property
+    def gone(self) -> bool:
+        """Whether its process has ended, as far as can be told: it has left, or nothing is at its address any more."""
+        enough = 1 if self.stage is Stage.DONE else REFUSALS
+        return self.stage is Stage.LEFT or (self.stage is not None and self.refusals >= enough)
+
     def may_be_asked(self, now: float) -> bool:
         """Whether it may be asked for its model now."""
         return self.stage is not Stage.LEFT and max(self.rests_until, self.aside_until) <= now
@@ -236,10 +242,9 @@ class Membership:
         if other.silent_since is None:
             other.silent_since = now
         self.rest(rank, now)
-        gone = other.refusals >= REFUSALS and other.stage is not None
         silent = now - other.silent_since >= self._timeout
         ended = other.stage in (Stage.DONE, Stage.LEFT)  # it goes when it has told its figures
-        if other.lost or ended or not (gone or silent):
+        if other.lost or ended or not (other.gone or silent):
             return False
         other.lost = True
         return True

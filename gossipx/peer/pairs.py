@@ -67,6 +67,7 @@ class Pairs(Exchange):
     def __init__(self, ground: Ground):
         super().__init__(ground)
         self._begun: _Begun | None = None
+        self._taking: Taking | None = None
         self._decided = False  # the exchange under way is, or stands for, one that we have decided
         self._held: list[Received] = []  # an offer, and its repetitions, that waits for ours or for a step boundary
 
@@ -188,6 +189,9 @@ class Pairs(Exchange):
         self._ground.members.rest(begun.partner, now)
         return self._elsewhere(now)
 
+    def ask_again(self, now: float) -> list[Effect]:
+        return self._taking.ask_again(now) if self._taking else []
+
     def left(self, rank: int, now: float) -> list[Effect]:
         begun = self._begun
         return self._elsewhere(now) if begun and begun.partner == rank and begun.way is Way.COMING else []
@@ -247,7 +251,7 @@ class Pairs(Exchange):
 
     def failed(self, ticket: int, now: float) -> list[Effect]:
         if self._taking and self._taking.awaits(ticket):
-            return self._looked_at(self._taking.failed(ticket, self._ending, now))
+            return self._looked_at(self._taking.failed(ticket, now))
         begun = self._begun
         if begun is not None and ticket == begun.offer:
             return self._elsewhere(now) if begun.ticket is None else []  # its request for our model was there first
@@ -293,10 +297,8 @@ class Pairs(Exchange):
         self._held = []
         if self._begun and self._begun.way is Way.COMING:
             effects += self._withdraw(now)
-        if self._taking and self._taking.way is Way.COMING:
-            effects += self._taking.decline(now)
-        elif self._taking:
-            effects += self._taking.ask_again(now)
+        if self._taking:
+            effects += self._taking.end(now)
         effects = self._looked_at(effects)
         if self.over:
             self._ground.sync.abandoned(failed=False)

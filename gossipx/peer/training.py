@@ -157,6 +157,8 @@ class Training:
     def go_on(self, now: float) -> list[Effect]:
         """Nothing is being mixed any more: what waited for that comes now."""
         if self._ending:
+            if self._exchange:
+                return self.exchanged([])
             self._end()
             return []
         event, self._undecided = self._undecided, None
