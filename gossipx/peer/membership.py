@@ -166,8 +166,11 @@ class Membership:
         """A model took ``seconds`` from ``rank`` to us, from its request on; ``given``: from us to ``rank``."""
         self.others[rank].way(given).measured(seconds)
 
-    def patience(self, rank: int, given: bool = False) -> float:
-        """Seconds that a model from ``rank`` (``given``: to it) is waited for: by those of its last, else of all's."""
+    def patience(self, rank: int, given: bool = False, doublings: int = PATIENCE_DOUBLINGS) -> float:
+        """Seconds that a model from ``rank`` (``given``: to it) is waited for: by those of its last, else of all's.
+
+        Those that have come too late since double it, up to ``doublings`` times.
+        """
         way = self.others[rank].way(given)
         measured = way.seconds or [seconds for one in self.others.values() for seconds in one.way(given).seconds]
         patience = self._model_timeout
@@ -176,7 +179,7 @@ class Membership:
             deviation = DEVIATION * median(abs(seconds - usual) for seconds in measured)
             least = self._timeout * (1 if given else PATIENCE_LEAST)
             patience = max(least, PATIENCE[0] * (usual + PATIENCE[1] * deviation))
-        return float(patience * 2 ** min(way.late, PATIENCE_DOUBLINGS))
+        return float(patience * 2 ** min(way.late, doublings))
 
     def was_late(self, rank: int, given: bool = False) -> None:
         """A model from ``rank`` (``given``: to it) did not come in time."""

@@ -20,6 +20,10 @@ from gossipx.peer.requests import Requests
 from gossipx.peer.wave import Wave
 from gossipx.sync import SyncManager
 
+ROUND_DOUBLINGS = 2
+"""How often models that come too late double what a round may take (to 2 min of 30 s): it holds up all of a wave, so
+that one peer that is silent now and then is not waited for as long as in a pull."""
+
 
 class Waves:
     """Which wave a peer is in, and what waits for the next.
@@ -93,7 +97,7 @@ class Waves:
     def _patience(self, members: tuple[int, ...]) -> float:
         """Seconds that a round may take: where all are fast, peer_timeout for all, so that they give up alike."""
         others = (rank for rank in members if rank != self._rank)
-        return max([self._timeout, *(self._members.patience(rank) for rank in others)])
+        return max([self._timeout, *(self._members.patience(rank, doublings=ROUND_DOUBLINGS) for rank in others)])
 
     # --- what others ask --------------------------------------------------------------------------
 

@@ -194,6 +194,23 @@ def test_of_several_that_wait_the_latest_wave_is_joined():
     assert waves.join(5, 0.1) == []
 
 
+def test_a_round_may_take_what_was_measured_but_is_not_doubled_for_good():
+    """What holds up a whole wave: the slowest of its members, and one that is late again and again four times."""
+
+    def patience(members: tuple[int, ...]) -> float:
+        return sent(waves.finish(members, 5, 1.0, 0.0)).deadline
+
+    waves = peer(0, 4)
+    known = waves._members
+    known.measured(1, 0.1)
+    assert patience((0, 1, 2, 3)) == TIMEOUT, "where all are fast, all give up at one time"
+    known.measured(2, 40.0)
+    assert patience((0, 1, 2, 3)) == 80.0 and patience((0, 1)) == TIMEOUT
+    for _ in range(9):
+        known.was_late(2)
+    assert patience((0, 1, 2, 3)) == 4 * 80.0 and patience((0, 1)) == TIMEOUT
+
+
 def test_members_that_cannot_be_meant_are_refused():
     waves = peer(0, 4)
     for members in ((1, 2), (0, 2), (0, 1, 9)):
