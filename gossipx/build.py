@@ -221,6 +221,16 @@ def _check_exchange(config: RunConfig) -> None:
                 f"--topology {sync.topology} says who may pull from whom, and in a wave any two peers meet:"
                 " leave it out, or --exchange pulls"
             )
+        if sync.schedule is not None:
+            raise UsageError(
+                f"--schedule {sync.schedule} says whose turn it is, and a wave has rounds of its own:"
+                " leave it out, or --exchange pulls"
+            )
+        if sync.weights != "uniform":
+            raise UsageError(
+                f"--weights {sync.weights} weighs the models of two peers, and a wave averages all models alike:"
+                " leave it out, or --exchange pulls"
+            )
         if not averages:
             raise UsageError(
                 f"--mixing {sync.mixing} says how a pulled model enters, and a wave averages all models alike:"
@@ -233,6 +243,16 @@ def _check_exchange(config: RunConfig) -> None:
     if (sync.mode == "pushpull" or sync.weights == "push-sum") and not averages:
         given = "--mode pushpull" if sync.mode == "pushpull" else "--weights push-sum"
         raise UsageError(f"{given} sets the share of a received model itself: leave --mixing out")
+    exchange = config.exchange
+    pulls = sync.exchange == "pulls" and sync.mode == "pull"
+    if exchange.max_served != ExchangeSettings().max_served and not pulls:
+        given = "--exchange waves" if sync.exchange == "waves" else f"--mode {sync.mode}"
+        raise UsageError(f"--max-served counts pulls, and with {given} nobody pulls: leave one out")
+    if exchange.max_rate is not None and exchange.transport == "shm":
+        raise UsageError(
+            f"--max-rate {exchange.max_rate} is of a network, and with --transport shm no model goes over one:"
+            " leave one out"
+        )
 
 
 def check_device(name: str, option: str, file: Path | None = None, line: int | None = None) -> None:

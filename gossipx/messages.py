@@ -42,6 +42,8 @@ class PullRequest:
 
 LAST_WAVE = 2**63 - 1
 """The number of the wave that ends a run: above all that are started while training."""
+MAX_WAVE = 2**32
+"""The highest number of these: a wave a millisecond for 50 days. None is started beyond it, whatever others tell."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,7 @@ class RoundRequest:
     """Asks for the partner's model of one round of a wave; whoever gets one takes part in that wave from then on.
 
     Attributes:
-        wave: number of the wave, from 1; :data:`LAST_WAVE` is the finish.
+        wave: number of the wave, from 1 to :data:`MAX_WAVE`; :data:`LAST_WAVE` is the finish.
         round: from 0.
         members: ranks that take part, ascending; partners must mean the same ones.
     """
@@ -118,11 +120,14 @@ class ArriveRequest:
         incarnation: of the sender; a peer that was restarted has another one. Messages of one incarnation may overtake
             each other, and its furthest stage counts.
         report: plain figures by name; empty before DONE.
+        wave: the highest number of a wave while training that the sender knows to be over, 0 of none: a peer that
+            was started again, or comes late, counts on from it.
     """
 
     stage: Stage
     incarnation: int
     report: dict[str, object] = field(default_factory=dict)
+    wave: int = 0
 
 
 @dataclass(frozen=True)
@@ -146,13 +151,14 @@ class ModelReply:
 
 @dataclass(frozen=True)
 class HereReply:
-    """Answers :class:`ArriveRequest` and :class:`LeaveRequest` with the answerer's own stage and figures.
+    """Answers :class:`ArriveRequest` and :class:`LeaveRequest` with the answerer's own stage, figures and wave.
 
     It also answers a :class:`RoundRequest` that was only meant to tell of the wave.
     """
 
     stage: Stage
     report: dict[str, object] = field(default_factory=dict)
+    wave: int = 0
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import random
 import statistics
 import subprocess
 import sys
@@ -21,11 +22,15 @@ from gossipx.arena import ParameterArena
 from gossipx.comm import CommManager
 from gossipx.memory import Memory
 from gossipx.messages import PullRequest, Request
+from gossipx.peer.giving import Giving
+from gossipx.peer.membership import Membership
 from gossipx.peer.requests import Requests
 from gossipx.peer.serving import Serving
 from gossipx.peer.settings import PeerSettings
 from gossipx.snapshots import Snapshot
 from gossipx.tasks.models import build_model
+from gossipx.topology import load
+from gossipx.topology.schedules import Random
 from gossipx.transports import Address
 from gossipx.wire import Bytes
 
@@ -54,7 +59,8 @@ class Training:
         self.arena = ParameterArena(self._module)
         self.comm: CommManager | None = None
         settings = PeerSettings()
-        self._serving = Serving(settings.max_served, settings.serve_share, Requests())
+        members = Membership(0, 2, Random(load("full", 2)), SECONDS, random.Random(0))
+        self._serving = Serving(settings.max_served, settings.serve_share, Requests(), Giving(members))
         self._deciding = threading.Lock()
         self._held: dict[int, Snapshot] = {}
 

@@ -10,7 +10,8 @@ or late on the way between them::
 
 Until it is settled nothing is mixed, and whoever began may give up at any time: it then refuses to settle. Requests may
 be repeated: each names the offer by the incarnation and number of the one who began, and an offer stands once. The
-other is in doubt only while its SettleRequest has no answer; it asks again until there is one, or the first is lost.
+other is in doubt only while its SettleRequest has no answer. It asks again until there is one, or whoever began is
+gone: taken without an answer, a model would stand for one of two alone.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 import abc
 import enum
 import itertools
+import math
 from collections.abc import Hashable
 from dataclasses import dataclass
 
@@ -28,17 +30,20 @@ from gossipx.messages import (
     ExchangeRequest,
     ModelReply,
     NotReadyReply,
+    PairRequest,
     Reply,
     SettleRequest,
     Stage,
     TakeRequest,
 )
-from gossipx.peer.membership import Membership
+from gossipx.peer.giving import Giving
+from gossipx.peer.membership import REST_FIRST, Membership
 from gossipx.peer.requests import Requests
 from gossipx.sync import SyncManager
 
 OFFER_SHARE = 1 / 10
-"""Share of peer_timeout (3 s of 30 s) within which an offer is answered: it is small, and nothing is fetched for it."""
+"""Share of peer_timeout (3 s of 30 s) within which an offer is answered, and whether a push stands: messages are small,
+and nothing is fetched for them."""
 OFFER, SETTLE = "offer", "settle"
 """Timers: the exchange that we began is given up; it is asked again whether that of another stands."""
 
@@ -58,13 +63,14 @@ class Counts:
 
 @dataclass(frozen=True)
 class Ground:
-    """What exchanges and pulls stand on: parts of their peer's role, ``timeout`` and ``blocking`` of its settings."""
+    """What exchanges and pulls stand on: parts of their peer's role; its peer_timeout, and whether exchanges block."""
 
     rank: int
     incarnation: int
     timeout: float
     blocking: bool
     members: Membership
+    giving: Giving
     requests: Requests
     sync: SyncManager
     counts: Counts
@@ -100,6 +106,13 @@ class Taking:
         self._ground = ground
         self._fetching = False  # our TakeRequest has no answer yet
         self._settling: int | None = None  # the ticket of our open SettleRequest
+        self._crosses = isinstance(offer.request, PairRequest)  # our model goes the other way
+        self._until = math.inf  # from then on it is decided without an answer
+
+    @property
+    def in_doubt(self) -> bool:
+        """Whether it is here, but its sender has fallen silent before it said whether the exchange stands."""
+        return self.way is Way.SETTLING and self._ground.members.others[self.sender].lost
 
     def is_of(self, offer: Received) -> bool:
         """Whether ``offer`` is the one that this came of, repeated."""
@@ -110,7 +123,8 @@ class Taking:
     def start(self, now: float) -> list[Effect]:
         """Ask for the model."""
         take = TakeRequest(self._incarnation, self._number)
-        send = self._ground.requests.send(self.sender, take, now + self._ground.timeout)
+        deadline = now + self._ground.members.patience(self.sender)
+        send = self._ground.requests.send(self.sender, take, now, deadline)
         self.ticket, self._fetching = send.ticket, True
         return [Capture(send.ticket), send]
 
@@ -133,27 +147,43 @@ class Taking:
             return self._settle(now)
         return self.forget()
 
-    def failed(self, ticket: int, last: bool, now: float) -> list[Effect]:
-        """One of its requests was not answered; ``last``: there is no time to ask again."""
+    def failed(self, ticket: int, now: float) -> list[Effect]:
+        """One of its requests was not answered."""
         if ticket == self.ticket:
             self._fetching = False
             return self.decline(now)
         self._settling = None
         sender = self._ground.members.others[self.sender]
-        if last or sender.lost or sender.stage in (Stage.DONE, Stage.LEFT):
-            # Nobody is left to say. Mixed, no weight is lost with a sender that died after it gave some away.
+        if sender.gone or now >= self._until or (self._crosses and sender.lost):
+            # Nobody is left to say. Mixed, no weight is lost with a sender that died after it gave some away. Who
+            # waits for the other of a pair is in no other exchange, so that it does not wait for a silent one for good.
             self.way = Way.STANDS
             return []
-        return [SetTimer(SETTLE, sender.rests_until)]
+        # At the end others wait for us no longer than peer_timeout: no long rests any more.
+        rest = sender.rests_until if self._until == math.inf else now + REST_FIRST * self._ground.timeout
+        return [SetTimer(SETTLE, min(rest, self._until))]
 
     def ask_again(self, now: float) -> list[Effect]:
         """Ask whether it stands, if that is to be known and not being asked."""
         return self._settle(now) if self.way is Way.SETTLING and self._settling is None else []
 
+    def end(self, now: float) -> list[Effect]:
+        """Training has ended: a model that is not here is not waited for; of one that is, it is asked again at once.
+
+        And so for peer_timeout more, as long as others wait for us; once if its sender was silent for so long before.
+        """
+        if self.way is Way.COMING:
+            return self.decline(now)
+        if self.way is not Way.SETTLING:
+            return []
+        lost = self._ground.members.others[self.sender].lost
+        self._until = now if lost else now + self._ground.timeout
+        return self._settle(now)
+
     def decline(self, now: float) -> list[Effect]:
         """It cannot be taken: the one who offered it need not wait."""
         told = SettleRequest(self._incarnation, self._number, taken=False)
-        send = self._ground.requests.send(self.sender, told, now + self._ground.timeout * OFFER_SHARE)
+        send = self._ground.requests.send(self.sender, told, now, now + self._ground.timeout * OFFER_SHARE)
         return [*self.forget(), send]
 
     def forget(self) -> list[Effect]:
@@ -163,9 +193,11 @@ class Taking:
         return [] if self._fetching else [Forget(self.ticket)]
 
     def _settle(self, now: float) -> list[Effect]:
-        # The other side of a pair answers when our model has reached it: as long as that may take.
         request = SettleRequest(self._incarnation, self._number, taken=True)
-        send = self._ground.requests.send(self.sender, request, now + self._ground.timeout)
+        patience = self._ground.timeout * OFFER_SHARE
+        if self._crosses:  # it is answered when our model is there: as long as that may take
+            patience = self._ground.members.patience(self.sender, given=True)
+        send = self._ground.requests.send(self.sender, request, now, now + patience)
         self._settling = send.ticket
         return [send]
 
@@ -185,7 +217,6 @@ class Exchange(abc.ABC):
         self._settled: dict[int, int] = {}  # the last offer of ours that stands, by who took it
         self._last: int | None = None  # the partner of the last exchange that we have begun, or of the last pair
         self._ending = False  # no exchange begins any more
-        self._taking: Taking | None = None
 
     # --- what differs -----------------------------------------------------------------------------
 
@@ -224,6 +255,10 @@ class Exchange(abc.ABC):
         """The time of the exchange that we began is over."""
 
     @abc.abstractmethod
+    def ask_again(self, now: float) -> list[Effect]:
+        """A rest is over, after a peer did not say whether its exchange stands."""
+
+    @abc.abstractmethod
     def left(self, rank: int, now: float) -> list[Effect]:
         """Another peer has left."""
 
@@ -260,16 +295,17 @@ class Exchange(abc.ABC):
 
     def timer(self, name: str, now: float) -> list[Effect]:
         """One of our timers fired."""
-        if name == OFFER:
-            return self.give_up(now)
-        return self._taking.ask_again(now) if self._taking else []
+        return self.give_up(now) if name == OFFER else self.ask_again(now)
 
-    def _draw(self, now: float, tried: frozenset[int] = frozenset(), fault: bool = False) -> int | None:
+    def _draw(
+        self, now: float, tried: frozenset[int] = frozenset(), fault: bool = False, given: bool = False
+    ) -> int | None:
         """A random neighbour that trains, as far as is known, and may be asked now.
 
         Args:
             tried: those that were asked for this decision already.
             fault: one of these failed, rather than said no.
+            given: a model is to go to it, rather than to come from it.
         """
         others = self._ground.members.others
         besides = {rank for rank, other in others.items() if other.stage is not None and other.stage > Stage.TRAIN}
@@ -277,7 +313,7 @@ class Exchange(abc.ABC):
             # Where all are busy nearly always, the one who is free is the last partner, and pairs or rings would stay
             # by themselves for good.
             besides.add(self._last)
-        return self._ground.members.draw(now, besides=tried | besides, again=bool(tried))
+        return self._ground.members.draw(now, besides=tried | besides, again=bool(tried), given=given)
 
     def _nowhere(self, fault: bool) -> list[Effect]:
         """The decision cannot be carried out; ``fault``: a neighbour failed, rather than all said no."""
@@ -293,8 +329,8 @@ class Exchange(abc.ABC):
         number = event.request.number
         return event.request.incarnation == self._ground.incarnation and self._settled.get(event.sender) == number
 
-    def _answer(self, key: Hashable, reply: Reply, now: float, captured: int | None = None) -> Answer:
-        return Answer(key, reply, now + self._ground.timeout, captured=captured)
+    def _answer(self, key: Hashable, reply: Reply, now: float) -> Answer:
+        return Answer(key, reply, now + self._ground.timeout)
 
     def _accept(self, key: Hashable, now: float) -> Answer:
         return self._answer(key, AcceptReply(), now)

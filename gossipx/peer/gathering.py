@@ -59,7 +59,7 @@ class Gathering:
         """Tell ``rank`` how far we have come; its answer tells how far it has."""
         # One that is lost may be back, but is not waited for as long again.
         patience = self._timeout / (10 if self._members.others[rank].lost else 1)
-        return self._requests.send(rank, arrival, now + patience)
+        return self._requests.send(rank, arrival, now, now + patience)
 
     def again(self, rank: int, now: float) -> list[Effect]:
         """A rest after a fault of ``rank`` is over: it is told again, unless it is known to have come."""

@@ -55,7 +55,7 @@ class Joining:
         ]
         if not givers:
             return []
-        request = self._requests.send(min(givers), InitialRequest(), now + self._model_timeout)
+        request = self._requests.send(min(givers), InitialRequest(), now, now + self._model_timeout)
         self._ticket, self._giver = request.ticket, request.to
         return [request]
 

@@ -22,15 +22,38 @@ REFUSALS = 3
 MEASURED = 15
 """Transfers whose times a deadline follows: enough for a median, few enough that a change of the network is noticed."""
 PATIENCE = 2.0, 4.0
-"""A model is waited for as long as so many times the median of these and so many deviations: twice what hardly ever
-comes later, of which a steadily slowing network is noticed before it is too slow."""
+"""A model is waited for 2 · (m + 4 s) seconds, m the median of these and s their deviation: twice what hardly ever is
+exceeded, so that a steadily slowing network is noticed before it is too slow."""
 DEVIATION = 1.4826
 """Times the median absolute deviation: the standard deviation, where times are normally distributed."""
 PATIENCE_LEAST = 1 / 4
-"""... but at least this share of peer_timeout (7.5 s of 30 s): a machine may be short of time for a while."""
+"""... but at least this share of peer_timeout (7.5 s of 30 s): a machine may be short of time for a while. Who gives
+waits for all of it at least: who takes knows better when to give up."""
 PATIENCE_DOUBLINGS = 6
 """Each model that comes too late doubles what the next may take, up to so many times: until one comes, all that is
 known is that it takes longer."""
+
+
+@dataclass
+class Way:
+    """What is known of the way of models from another peer to us, or from us to it.
+
+    Attributes:
+        seconds: that the last models took.
+        late: models that did not come in time since.
+        rate: models a second; None: of none.
+    """
+
+    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=MEASURED))
+    late: int = 0
+    rate: float | None = None
+
+    def measured(self, seconds: float) -> None:
+        """A model took so long; half of the rate is the last one's, as networks change."""
+        self.seconds.append(seconds)
+        self.late = 0
+        if seconds > 0:
+            self.rate = ((self.rate or 1 / seconds) + 1 / seconds) / 2
 
 
 @dataclass
@@ -48,8 +71,8 @@ class Other:
         rests_until: it is not asked before then, unless it is heard of.
         aside_until: it is not asked for a model before then, since its last one could not be used.
         lost: it is not waited for.
-        seconds: that the last models took to come from it.
-        late: models that did not come in time since.
+        taken: the way of models from it to us.
+        given: the way of models from us to it.
     """
 
     stage: Stage | None = None
@@ -62,13 +85,23 @@ class Other:
     rests_until: float = 0.0
     aside_until: float = 0.0
     lost: bool = False
-    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=MEASURED))
-    late: int = 0
+    taken: Way = field(default_factory=Way)
+    given: Way = field(default_factory=Way)
+
+    def way(self, given: bool) -> Way:
+        """The way of models to it, or from it."""
+        return self.given if given else self.taken
 
     @property
     def silent(self) -> bool:
         """Whether it is lost or has left, or did not answer last time."""
         return self.lost or self.silent_since is not None or self.stage is Stage.LEFT
+
+    @property
+    def gone(self) -> bool:
+        """Whether its process has ended, as far as can be told: it has left, or nothing is at its address any more."""
+        enough = 1 if self.stage is Stage.DONE else REFUSALS
+        return self.stage is Stage.LEFT or (self.stage is not None and self.refusals >= enough)
 
     def may_be_asked(self, now: float) -> bool:
         """Whether it may be asked for its model now."""
@@ -107,17 +140,17 @@ class Membership:
         self._schedule = schedule
         self._neighbours = schedule.topology.neighbours[rank]
         self._round = -1  # exchanges that were wanted so far; the schedule's round
-        self._rates: dict[int, float] = {}  # models a second, by whom they came from
         self._timeout = peer_timeout
         self._model_timeout = max(peer_timeout, model_timeout)
         self._rng = rng
 
-    def draw(self, now: float, besides: Collection[int] = (), again: bool = False) -> int | None:
+    def draw(self, now: float, besides: Collection[int] = (), again: bool = False, given: bool = False) -> int | None:
         """The neighbour that the schedule gives, of those that may be asked now; or None.
 
         Args:
             besides: not these.
             again: for the round of the last draw, in which those that were asked gave nothing.
+            given: a model is to go to it, rather than to come from it.
         """
         others = self.others
         self._round += not again
@@ -126,29 +159,31 @@ class Membership:
             for rank in self._neighbours
             if rank not in besides and others[rank].may_be_asked(now) and others[rank].stage is not Stage.DONE
         ]
-        return self._schedule.partner(self._rank, self._round, free, self._rng, self._rates)
+        rates = {rank: rate for rank in free if (rate := others[rank].way(given).rate) is not None}
+        return self._schedule.partner(self._rank, self._round, free, self._rng, rates)
 
-    def measured(self, rank: int, seconds: float) -> None:
-        """A pull from ``rank`` took ``seconds``; half of a rate is the last one's, as networks change."""
-        self.others[rank].seconds.append(seconds)
-        self.others[rank].late = 0
-        if seconds > 0:
-            self._rates[rank] = (self._rates.get(rank, 1 / seconds) + 1 / seconds) / 2
+    def measured(self, rank: int, seconds: float, given: bool = False) -> None:
+        """A model took ``seconds`` from ``rank`` to us, from its request on; ``given``: from us to ``rank``."""
+        self.others[rank].way(given).measured(seconds)
 
-    def patience(self, rank: int) -> float:
-        """Seconds that a model from ``rank`` is waited for: by those of its last ones, else of all others'."""
-        other = self.others[rank]
-        measured = other.seconds or [seconds for one in self.others.values() for seconds in one.seconds]
+    def patience(self, rank: int, given: bool = False, doublings: int = PATIENCE_DOUBLINGS) -> float:
+        """Seconds that a model from ``rank`` (``given``: to it) is waited for: by those of its last, else of all's.
+
+        Those that have come too late since double it, up to ``doublings`` times.
+        """
+        way = self.others[rank].way(given)
+        measured = way.seconds or [seconds for one in self.others.values() for seconds in one.way(given).seconds]
         patience = self._model_timeout
         if measured:
             usual = median(measured)
             deviation = DEVIATION * median(abs(seconds - usual) for seconds in measured)
-            patience = max(PATIENCE_LEAST * self._timeout, PATIENCE[0] * (usual + PATIENCE[1] * deviation))
-        return float(patience * 2 ** min(other.late, PATIENCE_DOUBLINGS))
+            least = self._timeout * (1 if given else PATIENCE_LEAST)
+            patience = max(least, PATIENCE[0] * (usual + PATIENCE[1] * deviation))
+        return float(patience * 2 ** min(way.late, doublings))
 
-    def was_late(self, rank: int) -> None:
-        """A model from ``rank`` did not come in time."""
-        self.others[rank].late += 1
+    def was_late(self, rank: int, given: bool = False) -> None:
+        """A model from ``rank`` (``given``: to it) did not come in time."""
+        self.others[rank].way(given).late += 1
 
     def in_training(self, now: float) -> list[int]:
         """Ranks that are believed to train, ascending, and can be counted on: a wave that begins now is theirs."""
@@ -210,10 +245,9 @@ class Membership:
         if other.silent_since is None:
             other.silent_since = now
         self.rest(rank, now)
-        gone = other.refusals >= REFUSALS and other.stage is not None
         silent = now - other.silent_since >= self._timeout
         ended = other.stage in (Stage.DONE, Stage.LEFT)  # it goes when it has told its figures
-        if other.lost or ended or not (gone or silent):
+        if other.lost or ended or not (other.gone or silent):
             return False
         other.lost = True
         return True

@@ -67,6 +67,7 @@ class Pairs(Exchange):
     def __init__(self, ground: Ground):
         super().__init__(ground)
         self._begun: _Begun | None = None
+        self._taking: Taking | None = None
         self._decided = False  # the exchange under way is, or stands for, one that we have decided
         self._held: list[Received] = []  # an offer, and its repetitions, that waits for ours or for a step boundary
 
@@ -96,7 +97,7 @@ class Pairs(Exchange):
         number = next(self._numbers)
         # Where exchanges block, one that is asked answers at its next step boundary.
         patience = self._ground.timeout * (1 if self._ground.blocking else OFFER_SHARE)
-        send = self._ground.requests.send(to, PairRequest(self._ground.incarnation, number), now + patience)
+        send = self._ground.requests.send(to, PairRequest(self._ground.incarnation, number), now, now + patience)
         self._begun = _Begun(to, number, send.ticket, tried | {to}, fault)
         return [send]
 
@@ -106,12 +107,17 @@ class Pairs(Exchange):
         assert begun is not None
         if begun.ticket is not None:
             return []
-        deadline = now + self._ground.timeout
+        comes, goes = (self._ground.members.patience(begun.partner, given) for given in (False, True))
         take = TakeRequest(self._ground.incarnation, begun.number)
-        send = self._ground.requests.send(begun.partner, take, deadline)
+        send = self._ground.requests.send(begun.partner, take, now, now + comes)
         begun.ticket, begun.fetching = send.ticket, True
         held, self._held = self._held, []
-        return [Capture(send.ticket), send, SetTimer(OFFER, deadline), *(self._busy(event.key, now) for event in held)]
+        return [
+            Capture(send.ticket),
+            send,
+            SetTimer(OFFER, now + max(comes, goes)),
+            *(self._busy(event.key, now) for event in held),
+        ]
 
     def offered(self, event: Received, now: float) -> list[Effect]:
         if not isinstance(event.request, PairRequest):
@@ -183,6 +189,9 @@ class Pairs(Exchange):
         self._ground.members.rest(begun.partner, now)
         return self._elsewhere(now)
 
+    def ask_again(self, now: float) -> list[Effect]:
+        return self._taking.ask_again(now) if self._taking else []
+
     def left(self, rank: int, now: float) -> list[Effect]:
         begun = self._begun
         return self._elsewhere(now) if begun and begun.partner == rank and begun.way is Way.COMING else []
@@ -191,7 +200,7 @@ class Pairs(Exchange):
         assert isinstance(event.request, ExchangeRequest)
         begun, request = self._begun, event.request
         if self._taking and self._taking.is_of(event) and isinstance(request, TakeRequest):
-            return [self._answer(event.key, ModelReply(0), now, captured=self._taking.ticket)]
+            return [self._ground.giving.answer(event, ModelReply(0), self._taking.ticket, now)]
         name = event.sender, request.incarnation, request.number
         if begun is None or name != (begun.partner, self._ground.incarnation, begun.number):
             if isinstance(request, SettleRequest) and self._has_settled(event):
@@ -199,7 +208,8 @@ class Pairs(Exchange):
             return [self._refuse(event.key, now)]
         if isinstance(request, TakeRequest):
             entered = self._accepted(now)
-            return [*entered, self._answer(event.key, ModelReply(0), now, captured=begun.ticket)]
+            assert begun.ticket is not None
+            return [*entered, self._ground.giving.answer(event, ModelReply(0), begun.ticket, now)]
         assert isinstance(request, SettleRequest)
         if begun.way is not Way.COMING:
             return [self._accept(event.key, now)]
@@ -241,7 +251,7 @@ class Pairs(Exchange):
 
     def failed(self, ticket: int, now: float) -> list[Effect]:
         if self._taking and self._taking.awaits(ticket):
-            return self._looked_at(self._taking.failed(ticket, self._ending, now))
+            return self._looked_at(self._taking.failed(ticket, now))
         begun = self._begun
         if begun is not None and ticket == begun.offer:
             return self._elsewhere(now) if begun.ticket is None else []  # its request for our model was there first
@@ -287,10 +297,8 @@ class Pairs(Exchange):
         self._held = []
         if self._begun and self._begun.way is Way.COMING:
             effects += self._withdraw(now)
-        if self._taking and self._taking.way is Way.COMING:
-            effects += self._taking.decline(now)
-        elif self._taking:
-            effects += self._taking.ask_again(now)
+        if self._taking:
+            effects += self._taking.end(now)
         effects = self._looked_at(effects)
         if self.over:
             self._ground.sync.abandoned(failed=False)

@@ -24,13 +24,12 @@ BUSY_REST = 1 / 10_000
 
 @dataclass
 class _Pull:
-    """A pull under way since ``began``. ``reply`` is there once the model has arrived and waits for a step boundary."""
+    """A pull under way. ``reply`` is there once the model has arrived and waits for a step boundary."""
 
     ticket: int
     to: int
     tried: frozenset[int]
     fault: bool  # one of those that were tried failed, rather than said no
-    began: float
     decided: float  # when the policy has fired
     reply: ModelReply | None = None
 
@@ -71,8 +70,8 @@ class Pulls:
 
     def _ask(self, to: int, tried: frozenset[int], fault: bool, decided: float, step: int, now: float) -> Send:
         patience = self._ground.members.patience(to)
-        send = self._ground.requests.send(to, PullRequest(step, patience), now + patience)
-        self._pull = _Pull(send.ticket, to, tried | {to}, fault, now, decided)
+        send = self._ground.requests.send(to, PullRequest(step, patience), now, now + patience)
+        self._pull = _Pull(send.ticket, to, tried | {to}, fault, decided)
         return send
 
     def _elsewhere(self, step: int, now: float, fault: bool = True) -> list[Effect]:
@@ -83,7 +82,8 @@ class Pulls:
         to = self._ground.members.draw(now, besides=pull.tried, again=True)
         if to is not None and not self._ending:
             return [self._ask(to, pull.tried, fault, pull.decided, step, now)]
-        waits = self._ground.blocking and not fault and now - pull.decided < self._ground.timeout
+        longest = max(self._ground.timeout, self._ground.members.patience(pull.to))
+        waits = self._ground.blocking and not fault and now - pull.decided < longest
         if waits and not self._ending:  # Algorithm 2 does not go on without a model
             return [SetTimer(BUSY, now + self._busy_rest)]
         self._pull = None
@@ -115,7 +115,6 @@ class Pulls:
         if not isinstance(reply, ModelReply):
             return [Forget(ticket)]
         pull.reply = reply
-        self._ground.members.measured(pull.to, now - pull.began)
         mix = self.mix(step) if self._ground.blocking else None
         return [] if mix is None else [mix]
 

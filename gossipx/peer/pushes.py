@@ -2,7 +2,8 @@
 
 Jin et al., How to scale distributed deep learning? (2016), the push variant. A push is an offer to be pulled: the
 receiver fetches the model when it has room, so that memory, deadlines and checks stay with it. A peer has room for one;
-meanwhile others find it busy and choose another.
+meanwhile others find it busy and choose another. One whose sender falls silent before it has said that the push stands
+is kept aside until it says so, or is gone: mixed without, its weight could be in both, and dropped, in neither.
 
 With push-sum (Kempe, Dobra, Gehrke, Gossip-Based Computation of Aggregate Information, 2003, Protocol Push-Sum; Assran
 et al., Stochastic Gradient Push for Distributed Deep Learning, 2019, Algorithm 1) each peer has a weight w, 1 at the
@@ -34,6 +35,9 @@ from gossipx.peer.exchange import OFFER, OFFER_SHARE, Exchange, Ground, Taking, 
 LEAST_WEIGHT = 2.0**-20
 """A peer whose push-sum weight is below this gives none away until it has received some: its own training would hardly
 count any more. That is 20 pushes in a row without anything taken."""
+ASIDE = 1
+"""Models kept aside so: memory for one more, for as long as one of many peers cannot be reached. A second takes the
+room."""
 
 
 @dataclass
@@ -76,6 +80,7 @@ class Pushes(Exchange):
         self._mixing = mixing
         self._push_sum = push_sum
         self._offer: _Offer | None = None
+        self._takings: list[Taking] = []  # what others have offered: the last, and those kept aside
 
     @property
     def captured(self) -> int | None:
@@ -83,7 +88,7 @@ class Pushes(Exchange):
 
     @property
     def over(self) -> bool:
-        return self._taking is None
+        return not self._takings
 
     # --- ours goes out ----------------------------------------------------------------------------
 
@@ -91,7 +96,7 @@ class Pushes(Exchange):
         if self.weight < LEAST_WEIGHT:
             self._ground.sync.skipped += 1
             return []
-        to = self._draw(now)
+        to = self._draw(now, given=True)
         if to is None:
             self._ground.counts.alone += 1
             return []
@@ -102,8 +107,8 @@ class Pushes(Exchange):
     def _send(self, to: int, tried: frozenset[int], fault: bool, now: float) -> list[Effect]:
         number = next(self._numbers)
         request = PushRequest(self._ground.incarnation, number)
-        deadline = now + self._ground.timeout
-        send = self._ground.requests.send(to, request, now + self._ground.timeout * OFFER_SHARE)
+        deadline = now + self._ground.members.patience(to, given=True)
+        send = self._ground.requests.send(to, request, now, now + self._ground.timeout * OFFER_SHARE)
         weight = self.weight / 2 if self._push_sum else 1.0
         self._offer = _Offer(to, number, send.ticket, weight, tried | {to}, fault)
         return [Capture(send.ticket), send, SetTimer(OFFER, deadline)]
@@ -113,7 +118,7 @@ class Pushes(Exchange):
         offer, self._offer = self._offer, None
         assert offer is not None
         fault = fault or offer.fault
-        to = self._draw(now, offer.tried, fault)
+        to = self._draw(now, offer.tried, fault, given=True)
         further = self._nowhere(fault) if to is None else self._send(to, offer.tried, fault, now)
         return [Forget(offer.ticket), *further]
 
@@ -138,7 +143,7 @@ class Pushes(Exchange):
             offer.taken = True
             offer.answers.add(event.key)
             # Whoever carries out the answer knows the step of the model that was captured.
-            return [self._answer(event.key, ModelReply(0, offer.weight), now, captured=offer.ticket)]
+            return [self._ground.giving.answer(event, ModelReply(0, offer.weight), offer.ticket, now)]
         assert isinstance(request, SettleRequest)
         if not request.taken:
             return [self._refuse(event.key, now), *self._elsewhere(now)]
@@ -166,14 +171,22 @@ class Pushes(Exchange):
             return [self._answer(event.key, NotReadyReply("it pushes: give all peers the same --mode"), now)]
         if self._ending:
             return [self._refuse(event.key, now)]
-        if self._taking is None:
-            self._taking = Taking(self._ground, event)
-            return [self._accept(event.key, now), *self._taking.start(now)]
-        return [self._accept(event.key, now) if self._taking.is_of(event) else self._busy(event.key, now)]
+        if any(taking.is_of(event) for taking in self._takings):
+            return [self._accept(event.key, now)]
+        # Of one sender the last push alone is known to stand or not: none comes in while it is asked about one before.
+        aside = all(taking.in_doubt and taking.sender != event.sender for taking in self._takings)
+        if not aside or len(self._takings) > ASIDE:
+            return [self._busy(event.key, now)]
+        taking = Taking(self._ground, event)
+        self._takings.append(taking)
+        return [self._accept(event.key, now), *taking.start(now)]
+
+    def _awaiting(self, ticket: int) -> Taking | None:
+        return next((taking for taking in self._takings if taking.awaits(ticket)), None)
 
     def replied(self, ticket: int, to: int, reply: Reply, now: float) -> list[Effect]:
-        if self._taking and self._taking.awaits(ticket):
-            return self._looked_at(self._taking.replied(ticket, reply, now))
+        if taking := self._awaiting(ticket):
+            return self._looked_at(taking.replied(ticket, reply, now))
         offer = self._offer
         if offer is None or offer.ticket != ticket:
             return [Forget(ticket)]
@@ -184,22 +197,24 @@ class Pushes(Exchange):
         return self._elsewhere(now, fault=False)
 
     def failed(self, ticket: int, now: float) -> list[Effect]:
-        if self._taking and self._taking.awaits(ticket):
-            return self._looked_at(self._taking.failed(ticket, self._ending, now))
+        if taking := self._awaiting(ticket):
+            return self._looked_at(taking.failed(ticket, now))
         offer = self._offer
         if offer is None or offer.ticket != ticket:
             return [Forget(ticket)]
         return [] if offer.taken else self._elsewhere(now)
 
     def _looked_at(self, effects: list[Effect]) -> list[Effect]:
-        if self._taking and self._taking.way is Way.OVER:
-            self._taking = None
+        self._takings = [taking for taking in self._takings if taking.way is not Way.OVER]
         return effects
 
+    def ask_again(self, now: float) -> list[Effect]:
+        return [effect for taking in self._takings for effect in taking.ask_again(now)]
+
     def mix(self, step: int, at_boundary: bool) -> Mix | None:
-        taking = self._taking
-        ready = taking is not None and taking.way is Way.STANDS and self._offer is None
-        if taking is None or not ready or not (at_boundary or self._ending):
+        mixing = any(taking.way is Way.MIXING for taking in self._takings)
+        taking = next((taking for taking in self._takings if taking.way is Way.STANDS), None)
+        if taking is None or mixing or self._offer is not None or not (at_boundary or self._ending):
             return None
         taking.way = Way.MIXING
         given = taking.reply.weight
@@ -207,11 +222,12 @@ class Pushes(Exchange):
         return Mix(taking.ticket, share)
 
     def mixed(self, ticket: int) -> bool:
-        if self._taking is None or self._taking.ticket != ticket:
+        taking = next((taking for taking in self._takings if taking.ticket == ticket), None)
+        if taking is None:
             return False
         if self._push_sum:
-            self.weight += self._taking.reply.weight
-        self._taking = None
+            self.weight += taking.reply.weight
+        self._takings.remove(taking)
         self._ground.sync.retrieved()
         return True
 
@@ -220,16 +236,13 @@ class Pushes(Exchange):
     def end(self, now: float) -> list[Effect]:
         self._ending = True
         effects = self._withdraw()
-        if self._taking and self._taking.way is Way.COMING:
-            effects += self._taking.decline(now)
-        elif self._taking:
-            effects += self._taking.ask_again(now)
+        effects += [effect for taking in self._takings for effect in taking.end(now)]
         return self._looked_at(effects)
 
     def drop(self, now: float) -> list[Effect]:
         effects = self._withdraw()
-        if self._taking:
-            effects += self._taking.decline(now) if self._taking.way is Way.COMING else self._taking.forget()
+        for taking in self._takings:
+            effects += taking.decline(now) if taking.way is Way.COMING else taking.forget()
         return self._looked_at(effects)
 
     def _withdraw(self) -> list[Effect]:

@@ -11,12 +11,12 @@ class Requests:
 
     def __init__(self) -> None:
         self._last = 0
-        self._open: dict[int, tuple[int, Request]] = {}
+        self._open: dict[int, tuple[int, Request, float]] = {}
 
-    def send(self, to: int, request: Request, deadline: float) -> Send:
+    def send(self, to: int, request: Request, now: float, deadline: float) -> Send:
         """Ask ``to``: the effect, whose ticket is open from now on."""
         ticket = self.ticket()
-        self._open[ticket] = (to, request)
+        self._open[ticket] = (to, request, now)
         return Send(ticket, to, request, deadline)
 
     def ticket(self) -> int:
@@ -24,10 +24,10 @@ class Requests:
         self._last += 1
         return self._last
 
-    def close(self, ticket: int) -> tuple[int, Request]:
-        """It was answered or has failed; whom it went to, and what it was."""
+    def close(self, ticket: int) -> tuple[int, Request, float]:
+        """It was answered or has failed; whom it went to, what it was, and when it went out."""
         return self._open.pop(ticket)
 
     def asked(self, kind: type[Request]) -> set[int]:
         """To whom requests of a kind are open."""
-        return {to for to, request in self._open.values() if isinstance(request, kind)}
+        return {to for to, request, _ in self._open.values() if isinstance(request, kind)}

@@ -61,6 +61,7 @@ from gossipx.messages import (
 from gossipx.mixing import Average, Mixing
 from gossipx.peer.exchange import OFFER, SETTLE, Counts, Exchange, Ground
 from gossipx.peer.gathering import ANNOUNCE, GATHER, Gathering
+from gossipx.peer.giving import Giving
 from gossipx.peer.joining import Joining
 from gossipx.peer.membership import Membership
 from gossipx.peer.pairs import Pairs
@@ -77,6 +78,8 @@ from gossipx.topology import Topology
 from gossipx.topology.schedules import Random, Schedule
 
 TRAINED = "its training is over"
+MEASURED = PullRequest | TakeRequest | RoundRequest
+"""Whose answers tell how long a model takes. An InitialRequest's does not: all that join ask one peer at once."""
 
 
 @dataclass
@@ -115,12 +118,13 @@ class PeerRole:
         self._model_timeout = max(timeout, settings.model_timeout)
         schedule = self.schedule or Random(self.topology)
         self.members = Membership(self.rank, self.size, schedule, timeout, self.rng, self._model_timeout)
-        self.serving = Serving(settings.max_served, settings.serve_share, self._requests)
+        self.giving = Giving(self.members)
+        self.serving = Serving(settings.max_served, settings.serve_share, self._requests, self.giving)
         self.gathering = Gathering(self.members, self._requests, timeout)
         self.joining = Joining(self.rank, self.members, self._requests, self.gathering, settings, self._model_timeout)
-        self.waves = Waves(self.rank, self.members, self._requests, self.sync, self._model_timeout)
-        own = self.rank, self.incarnation, self._model_timeout, settings.blocking
-        ground = Ground(*own, self.members, self._requests, self.sync, self.counts)
+        self.waves = Waves(self.rank, self.members, self._requests, self.sync, timeout)
+        own = self.rank, self.incarnation, timeout, settings.blocking
+        ground = Ground(*own, self.members, self.giving, self._requests, self.sync, self.counts)
         self.pulls = Pulls(ground, self.mixing, self.shares, timeout)
         self.exchange: Exchange | None = None  # of a mode in which an exchange is more than one pull
         if settings.mode == "push":
@@ -195,7 +199,9 @@ class PeerRole:
         match event.request:
             case ArriveRequest():
                 self.gathering.arrived(event, self.stage)
-                return [self._answer(event.key, HereReply(self.stage, self.report), now), *self._look(now)]
+                self.waves.heard_of(event.request.wave)
+                here = HereReply(self.stage, self.report, self.waves.latest)
+                return [self._answer(event.key, here, now), *self._look(now)]
             case LeaveRequest():
                 self.members.others[event.sender].stage = Stage.LEFT
                 left: list[Effect] = [self._answer(event.key, HereReply(self.stage), now)]
@@ -225,14 +231,17 @@ class PeerRole:
                 return self._exchanged(self.exchange.offered(event, now), now)
 
     def _answer(self, key: Hashable, reply: Reply, now: float, whole: bool = False) -> Answer:
-        return Answer(key, reply, now + self._model_timeout, whole)
+        return Answer(key, reply, now + (self._model_timeout if whole else self.settings.peer_timeout), whole)
 
     def _replied(self, event: Replied, now: float) -> list[Effect]:
-        to, request = self._requests.close(event.ticket)
+        to, request, asked = self._requests.close(event.ticket)
         self.members.heard(to)
+        if isinstance(event.reply, ModelReply) and isinstance(request, MEASURED):
+            self.members.measured(to, now - asked)
         match request, event.reply:
             case ArriveRequest(), HereReply():
                 self.gathering.replied(to, request, event.reply)
+                self.waves.heard_of(event.reply.wave)
                 return self._look(now)
             case InitialRequest(), ModelReply(step) if self.joining.awaits(event.ticket):
                 self.training.step = step
@@ -254,7 +263,7 @@ class PeerRole:
                 return [Forget(event.ticket)]
 
     def _failed(self, event: Failed, now: float) -> list[Effect]:
-        to, request = self._requests.close(event.ticket)
+        to, request, _ = self._requests.close(event.ticket)
         if isinstance(request, LeaveRequest):
             return self._gone_if_told()
         if event.fault is Fault.POISONED:
@@ -264,7 +273,7 @@ class PeerRole:
         if isinstance(request, ArriveRequest) and other.stage is Stage.DONE and event.fault is Fault.UNREACHABLE:
             other.knows = True  # it goes once it knows everybody's figures
             return self._look(now)
-        if isinstance(request, PullRequest) and event.fault is Fault.TIMEOUT:
+        if isinstance(request, MEASURED) and event.fault is Fault.TIMEOUT:
             self.members.was_late(to)
         if self.members.failed(to, event.fault, now):
             effects.append(Note("lost", f"peer {to} is lost: {event.fault.value}"))
@@ -291,6 +300,7 @@ class PeerRole:
 
     def _answered(self, event: Answered, now: float) -> list[Effect]:
         self.gathering.answered(event)
+        self.giving.answered(event, now)
         if served := self.serving.answered(event):
             return [*served, *self._look(now)]
         if (wave := self.waves.answering(event.key)) and self.stage is not Stage.LEFT:
@@ -324,7 +334,7 @@ class PeerRole:
     def _gather(self, stage: Stage, now: float) -> list[Effect]:
         """Enter ``stage``, tell all others, and wait until they have come too, or peer_timeout has passed."""
         self.stage = stage
-        arrival = ArriveRequest(stage, self.incarnation, self.report)
+        arrival = ArriveRequest(stage, self.incarnation, self.report, self.waves.latest)
         return [*self.gathering.begin(arrival, now), *self._look(now)]
 
     def _look(self, now: float) -> list[Effect]:
@@ -456,7 +466,9 @@ class PeerRole:
         self.joining.leave()
         dropped = self.training.leave(now)
         deadline = now + self.settings.peer_timeout / 10
-        told: list[Effect] = [self._requests.send(rank, LeaveRequest(), deadline) for rank in self.members.awaited()]
+        told: list[Effect] = [
+            self._requests.send(rank, LeaveRequest(), now, deadline) for rank in self.members.awaited()
+        ]
         return [Wait(), *dropped, *told, *self.waves.leave(now), *self._gone_if_told()]
 
     def _gone_if_told(self) -> list[Effect]:

@@ -21,6 +21,7 @@ from collections.abc import Hashable
 
 from gossipx.actor import Answer, Answered, Capture, Effect, Forget, Received
 from gossipx.messages import BusyReply, ModelReply, PullRequest
+from gossipx.peer.giving import Giving
 from gossipx.peer.requests import Requests
 
 GIVING = 0.0008
@@ -36,18 +37,19 @@ class Serving:
     Args:
         most: pulls that are answered at a time.
         share: of training's time that answers may take; 1: no limit.
-        requests: the role's, for tickets.
+        requests: the role's, for tickets; ``giving`` too.
 
     Attributes:
         turned_away: pulls that were answered by "busy".
     """
 
-    def __init__(self, most: int, share: float, requests: Requests):
+    def __init__(self, most: int, share: float, requests: Requests, giving: Giving):
         self.turned_away = 0
         self._most = most
         self._apart = GIVING / share if share < 1 else 0.0  # seconds from one model that is given to the next
         self._free_at = -math.inf  # when the next may be, had nothing been saved up
         self._requests = requests
+        self._giving = giving
         self._served: dict[Hashable, int] = {}  # ranks, by the keys of their requests
         self._ticket = 0  # of the version that these are given
         self._step = 0  # ... and the iterations that it has seen
@@ -58,11 +60,11 @@ class Serving:
     def requested(self, event: Received, step: int, now: float, trains: bool) -> list[Effect]:
         """Another pulls; ``step``: iterations that our model has seen; ``trains``: whether an answer holds up more."""
         assert isinstance(event.request, PullRequest)
-        deadline = now + event.request.patience
+        patience = event.request.patience
         if not self._has_room_for(event.sender, step):
             self.turned_away += 1
             self._waiting[event.sender] = set()
-            return [Answer(event.key, BusyReply(), deadline)]
+            return [Answer(event.key, BusyReply(), now + patience)]
         effects: list[Effect] = []
         if not self._served:
             self._ticket, self._step, self._given = self._requests.ticket(), step, False
@@ -71,7 +73,7 @@ class Serving:
         self._turns[event.sender] = 1 + max(self._turns.values(), default=0)
         self._waiting.pop(event.sender, None)
         begins = self._turn(now) if trains else 0.0
-        return [*effects, Answer(event.key, ModelReply(step), deadline, captured=self._ticket, begins=begins)]
+        return [*effects, self._giving.answer(event, ModelReply(step), self._ticket, now, patience, begins)]
 
     def _turn(self, now: float) -> float:
         """When the next model may be given."""

@@ -14,7 +14,7 @@ class PeerSettings:
         peer_timeout: seconds after which another peer is no longer waited for. Every deadline but a model's is this or
             a fixed share of it. 30 s: several times what a model of 100 MB takes at 100 Mbit/s, short enough for a
             person to wait.
-        model_timeout: seconds that a model may take on its way if that is more, and none of a pull was measured yet.
+        model_timeout: seconds that a model may take on its way if that is more, and none was measured yet.
         max_served: pulls that are answered at a time.
         serve_share: of training's time that answering pulls may take; 1: no limit.
         exchange: what a policy that fires begins: an exchange with one other peer, or a wave of all.

@@ -102,7 +102,7 @@ class Training:
         if wanted and not begun:
             asked = self._ground.requests.asked(ArriveRequest)
             probed = [rank for rank in self._ground.members.to_probe(now) if rank not in asked]
-            here = ArriveRequest(Stage.TRAIN, self._ground.incarnation)
+            here = ArriveRequest(Stage.TRAIN, self._ground.incarnation, wave=self._waves.latest)
             asking = [self._gathering.tell(rank, here, now) for rank in probed]
             begun = self._waves.start(self.step, now)
             self._ground.counts.alone += not begun
@@ -157,6 +157,8 @@ class Training:
     def go_on(self, now: float) -> list[Effect]:
         """Nothing is being mixed any more: what waited for that comes now."""
         if self._ending:
+            if self._exchange:
+                return self.exchanged([])
             self._end()
             return []
         event, self._undecided = self._undecided, None

@@ -7,7 +7,8 @@ it, so that the sum of the two stays what it was. The steps that training makes 
 end, so that a wave changes the sum of all models by nothing but their own steps.
 
 A partner that does not come costs its round, not the wave. Round k of a wave may last until 1 + k · ROUND_SLACK times
-peer_timeout from its beginning: whoever had to give up a silent partner still meets those of the later rounds in time.
+the patience of a round from the wave's beginning: whoever had to give up a silent partner still meets those of the
+later rounds in time.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from gossipx.topology import Meeting, agreement_meeting, agreement_rounds
 TIMER = "round"
 """The timer of the round that a peer is in; a peer is in one at a time."""
 ROUND_SLACK = 1 / 2
-"""Share of peer_timeout by which each further round may end later: room for one transfer, and for hearing late."""
+"""Share of that by which each further round may end later: room for one transfer, and for hearing late."""
 
 
 @dataclass
@@ -63,7 +64,7 @@ class Wave:
         members: ranks that take part, ascending, ``rank`` among them.
         step: iterations that one's own model has seen.
         requests: the role's.
-        timeout: peer_timeout, in seconds.
+        patience: seconds that a round may take.
         missing: ranks that are not waited for.
         weight: of our model in the mean of all; 1, or push-sum's w.
 
@@ -82,7 +83,7 @@ class Wave:
         members: tuple[int, ...],
         step: int,
         requests: Requests,
-        timeout: float,
+        patience: float,
         missing: Iterable[int] = (),
         weight: float = 1.0,
     ):
@@ -94,7 +95,7 @@ class Wave:
         self._position = members.index(rank)
         self._step = step
         self._requests = requests
-        self._timeout = timeout
+        self._patience = patience
         self._began = 0.0
         self._weight = weight  # the sum of those of the models that what we hold is the mean of
         self._rounds = agreement_rounds(len(members))
@@ -131,10 +132,10 @@ class Wave:
         else:
             partner, meeting = step
             number = self._entered
-            deadline = self._began + (1 + number * ROUND_SLACK) * self._timeout
+            deadline = self._began + (1 + number * ROUND_SLACK) * self._patience
             ticket = None
             if meeting.takes or starts:
-                send = self._requests.send(partner, RoundRequest(self.number, number, self.members), deadline)
+                send = self._requests.send(partner, RoundRequest(self.number, number, self.members), now, deadline)
                 ticket = send.ticket
                 effects.append(send)
             taken, given = not meeting.takes, not meeting.gives
@@ -239,7 +240,7 @@ class Wave:
         if current is None or not same or (request.round, event.sender) != (current.number, current.partner):
             return [self._refuse(event, now)]
         if not current.meeting.gives:  # it tells us of this wave; its model is what we ask for in this round
-            return [Answer(event.key, HereReply(Stage.TRAIN), now + self._timeout)]
+            return [Answer(event.key, HereReply(Stage.TRAIN), now + self._patience)]
         if current.given or current.merging:
             return [self._refuse(event, now)]
         self.touched = True
@@ -248,7 +249,7 @@ class Wave:
 
     def _refuse(self, event: Received, now: float) -> Answer:
         refusal = NotReadyReply("it is not in that round, or not with these peers")
-        return Answer(event.key, refusal, now + self._timeout)
+        return Answer(event.key, refusal, now + self._patience)
 
     def is_answering(self, key: Hashable) -> bool:
         """Whether it is the answer of this round."""

@@ -1,7 +1,8 @@
 """One peer's part in waves: which it starts or joins while it trains, and the last one, which is the finish.
 
-A wave has a number. A peer whose policy fires starts one with the highest number that it has seen, plus one, and with
-those that it believes to train; its requests tell the others, who take part as soon as they hear of it. So waves that
+A wave has a number. A peer whose policy fires starts one with the highest number that it knows of, plus one, and with
+those that it believes to train (peers tell each other that number with how far they have come, so that one that was
+started again counts on); its requests tell the others, who take part as soon as they hear of it. So waves that
 start together are one wave. Where those who start the same number mean different members, the longer list comes before
 the shorter, and of equally long ones the lexicographically smaller; whoever has neither given nor taken a model yet
 goes over to the better list, anyone else refuses it, which costs the other a round. A peer is in one wave at a time:
@@ -13,11 +14,15 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 from gossipx.actor import Answer, Effect, Forget, Received, TakeIn
-from gossipx.messages import LAST_WAVE, NotReadyReply, RoundRequest
+from gossipx.messages import LAST_WAVE, MAX_WAVE, NotReadyReply, RoundRequest
 from gossipx.peer.membership import Membership
 from gossipx.peer.requests import Requests
 from gossipx.peer.wave import Wave
 from gossipx.sync import SyncManager
+
+ROUND_DOUBLINGS = 2
+"""How often models that come too late double what a round may take (to 2 min of 30 s): it holds up all of a wave, so
+that one peer that is silent now and then is not waited for as long as in a pull."""
 
 
 class Waves:
@@ -41,16 +46,19 @@ class Waves:
         self._requests = requests
         self._sync = sync
         self._timeout = timeout
-        self._seen = 0  # the highest number of a wave that we took part in
+        self._seen = 0  # the highest number of a wave that we took part in, the last one aside
+        self._heard = 0  # the highest number of one that others have told to be over
         self._taking_in = False
         self._early: list[Received] = []  # requests of waves that we are not in yet
 
     # --- beginning --------------------------------------------------------------------------------
 
     def start(self, step: int, now: float) -> list[Effect]:
-        """Our policy fired: start a wave. Nothing if nobody else is known to train."""
+        """Our policy fired: start a wave. Nothing if nobody else is known to train, or numbers are used up."""
         members = tuple(sorted([self._rank, *self._members.in_training(now)]))
-        return self._enter(self._seen + 1, members, step, now, starts=True) if len(members) > 1 else []
+        number = max(self._seen, self._heard) + 1
+        may_start = len(members) > 1 and number <= MAX_WAVE
+        return self._enter(number, members, step, now, starts=True) if may_start else []
 
     def join(self, step: int, now: float) -> list[Effect]:
         """Take part in the latest wave that others have asked for, if there is one."""
@@ -68,7 +76,9 @@ class Waves:
         members = members or tuple(sorted([self._rank, *self._members.in_finish()]))
         early, self._early = self._early, []
         # Whoever has come to the last wave is met in it, though it was silent a moment ago.
-        self.current = Wave(LAST_WAVE, self._rank, members, step, self._requests, self._timeout, weight=weight)
+        self.current = Wave(
+            LAST_WAVE, self._rank, members, step, self._requests, self._patience(members), weight=weight
+        )
         effects = self.current.begin(now)
         return effects + [effect for event in early for effect in self.current.requested(event, now)]
 
@@ -82,9 +92,27 @@ class Waves:
 
     def _made(self, number: int, members: tuple[int, ...], step: int, now: float) -> Wave:
         missing = self._members.not_met(now)
-        return Wave(number, self._rank, members, step, self._requests, self._timeout, missing)
+        return Wave(number, self._rank, members, step, self._requests, self._patience(members), missing)
+
+    def _patience(self, members: tuple[int, ...]) -> float:
+        """Seconds that a round may take: where all are fast, peer_timeout for all, so that they give up alike."""
+        others = (rank for rank in members if rank != self._rank)
+        return max([self._timeout, *(self._members.patience(rank, doublings=ROUND_DOUBLINGS) for rank in others)])
 
     # --- what others ask --------------------------------------------------------------------------
+
+    @property
+    def latest(self) -> int:
+        """The highest number of a wave while training that we know to be over; 0 of none."""
+        under_way = self.current is not None and self.current.number == self._seen
+        return max(self._seen - under_way, self._heard)
+
+    def heard_of(self, number: int) -> None:
+        """For another, wave ``number`` is over: the next that we start comes after it.
+
+        Those who are still in it may meet us there, if we have not taken part.
+        """
+        self._heard = max(self._heard, number)
 
     def hold(self, event: Received) -> None:
         """Answer ``event`` in the wave that it means, once we are in it."""

@@ -43,7 +43,7 @@ class Schedule(abc.ABC):
             round: from 0.
             candidates: those of its neighbours that may be asked now, ascending.
             rng: the peer's own generator.
-            rates: models a second that pulls from each rank came to; may lack any, or all.
+            rates: models a second that came from each rank, or (pushes) went to it; may lack any, or all.
 
         Returns:
             One of ``candidates``, or None: nobody can be asked, or it rests in this round.
@@ -178,7 +178,7 @@ def inner_outer(outer: float = 0.1) -> Maker:
 
 
 def bandwidth_aware() -> Maker:
-    """A random neighbour, each as likely as pulls from it were fast."""
+    """A random neighbour, each as likely as models came from it, or (pushes) went to it, fast."""
     return BandwidthAware
 
 

@@ -14,6 +14,8 @@ from typing import Any, NoReturn
 
 from gossipx.errors import ProtocolError
 from gossipx.messages import (
+    LAST_WAVE,
+    MAX_WAVE,
     AcceptReply,
     ArriveRequest,
     BusyReply,
@@ -160,6 +162,10 @@ def _seconds(value: object) -> float:
     return float(value)  # type: ignore[arg-type]
 
 
+def _wave(value: object) -> int:
+    return LAST_WAVE if value == LAST_WAVE and type(value) is int else _integer(1, MAX_WAVE)(value)
+
+
 _rank = _integer(0, MAX_RANKS - 1)
 _size = _integer(1, MAX_RANKS)
 _key = _hexadecimal(64)
@@ -186,7 +192,7 @@ class Kind:
 
 
 _EXCHANGE = {"incarnation": _count, "number": _count}
-_STANDING = {"stage": _stage, "report": _report}
+_STANDING = {"stage": _stage, "report": _report, "wave": _integer(0, MAX_WAVE)}
 KINDS = {
     1: Kind(
         Hello,
@@ -208,7 +214,7 @@ KINDS = {
     15: Kind(NoCarrierReply, {"reason": _text}),
     16: Kind(InitialRequest, {}),
     17: Kind(PullRequest, {"step": _count, "patience": _seconds}),
-    18: Kind(RoundRequest, {"wave": _count, "round": _count, "members": _members}, MAX_METADATA),
+    18: Kind(RoundRequest, {"wave": _wave, "round": _count, "members": _members}, MAX_METADATA),
     19: Kind(ArriveRequest, {**_STANDING, "incarnation": _count}, MAX_METADATA),
     20: Kind(LeaveRequest, {}),
     21: Kind(PushRequest, _EXCHANGE),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from toy import SIZE, bound, ended, world
+from toy import SIZE, TIMEOUT, bound, ended, maker, until, world
 
+from gossipx.actor import Send
+from gossipx.messages import PullRequest
 from gossipx.peer.serving import GIVING, SAVED
-from gossipx.sim import Network
+from gossipx.sim import Network, World
 
 
 def snapshots(made, rank: int) -> int:
@@ -79,3 +81,54 @@ def test_answers_take_their_share_of_training_and_no_more(serve_share: float, bl
     given = max(peer.role.sync.retrievals for peer in made.peers.values())
     most = (SAVED + seconds) * 0.03 / GIVING
     assert 0.9 * most < given <= most + 1 if limited else given > 5 * most
+
+
+def test_who_asks_and_does_not_read_keeps_no_place():
+    """[9] It says that it waits for a week, and nothing reaches it; the giver has its place back after peer_timeout."""
+    made = until(world(3, policy="never", iterations=60, max_served=1), 0, "step 5")
+    made.network.cut([0], [1], made.now, one_way=True)
+    asked = made.now
+    week = PullRequest(5, 7 * 86_400.0)
+    made.peers[0].receive(made.peers[1], Send(0, 0, week, asked + week.patience))
+    serving = made.peers[0].role.serving
+    made.run(asked + 0.9 * TIMEOUT)
+    assert list(serving._served.values()) == [1] and snapshots(made, 0) == 2
+    made.run(asked + 1.1 * TIMEOUT)
+    assert made.fired["cut"] > 0 and not serving._served and snapshots(made, 0) == 1
+
+
+LARGE = {"model_timeout": 40 * TIMEOUT, "iterations": 120, "finish": "none", "blocking": True}
+"""A model for which a slow network has to be allowed for, as long as it is not known how fast this one is."""
+
+
+@pytest.mark.parametrize("mode", ["pull", "push", "pushpull"])
+def test_a_silent_partner_is_waited_for_as_long_as_the_last_models_took(mode: str):
+    """[3] Once some have come, the size of the model says nothing any more: peer_timeout at most is lost."""
+    made = World(0)
+    for rank in range(2):
+        policy = "never" if rank else "tau:5"
+        made.start(rank, maker(rank, 2, policy=policy, mode=mode, compute=1 + 0.001 * rank, **LARGE))
+    began = {"pull": "pulls 1", "push": "pushes to 1", "pushpull": "asks 1"}[mode]
+    until(made, 0, "step 23")
+    assert len(made.lines(0, began)) == 4
+    peer, other = made.peers[0], made.peers[1]
+    blocked = peer.blocked_seconds
+    made.run(200.0, until=lambda: len(made.lines(0, began)) == 5)
+    made.network.cut([1], [0], made.now + 0.0015, made.now + 300.0, one_way=True)  # its first answer may pass
+    at = made.now
+    made.run(at + 40.0)
+    assert made.fired["cut"] > 0 and other.down_since is None
+    assert peer.role.sync.failed >= 1
+    assert peer.arena.step > 25, "it has waited, and goes on"
+    assert peer.blocked_seconds - blocked < 1.1 * TIMEOUT * peer.role.sync.failed
+
+
+def test_a_silent_partner_of_a_wave_is_waited_for_peer_timeout_where_models_are_fast():
+    made = world(4, policy="tau:10", exchange="waves", **LARGE)
+    made.pause(1, 15.5, 400.0)
+    made.run(60.0)
+    assert made.fired["pause"] == 1
+    for rank in (0, 2, 3):
+        peer = made.peers[rank]
+        assert peer.role.waves.lost >= 1 and peer.arena.step >= 30
+        assert peer.blocked_seconds < 1.6 * TIMEOUT, "two rounds, the second of which may end half of that later"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from toy import ITERATIONS, SIZE, TIMEOUT, alone, before, bound, ended, maker, m
 from gossipx.actor import Fault
 from gossipx.messages import Stage
 from gossipx.sim import Network, SimPeer, World
+from gossipx.sim.network import Journey
 from gossipx.topology import Topology
 
 PUSH = {"mode": "push"}
@@ -463,6 +465,26 @@ def test_peers_of_different_modes_train_on():
     ended(made, bound(3))
     assert {sender for peer in (made.peers[1], made.peers[2]) for sender in peer.retrievals} == set()
     agree(made, [0, 1, 2])
+
+
+class SettleLost(Network):
+    """Of what 1 says to 0 in the sixth second, all but models is lost: that is whether the pair stands."""
+
+    def send(self, sender: int, receiver: int, nbytes: int, now: float, rng: Any) -> Journey:
+        journey = super().send(sender, receiver, nbytes, now, rng)
+        return replace(journey, lost=True) if sender == 1 and not nbytes and 5.45 < now < 6.0 else journey
+
+
+def test_a_pair_that_one_side_has_given_up_as_training_ends_is_of_neither():
+    """[26] The one that was asked does not know: it asks again before it mixes, so that the sum stays as it was."""
+    made = World(0, SettleLost(delay=0.1))
+    for rank, policy in enumerate(("tau:5", "never")):
+        options = {"module": whole_numbers(rank), "gradient_step": walking, "init": "own", "finish": "none", **PAIRS}
+        made.start(rank, maker(rank, 2, policy=policy, iterations=6, **options))
+    ended(made, bound(2, 6))
+    assert made.fired["lost"] == 1
+    start = torch.stack([whole_numbers(rank).weight.double().flatten() for rank in range(2)])
+    assert torch.equal(models(made), start + 6)
 
 
 def test_room_that_a_fault_of_the_sender_took_is_free_again():

@@ -83,11 +83,14 @@ def test_inner_outer_stays_inside_mostly() -> None:
 
 @dataclass
 class OneSlow(Network):
-    """What rank 3 sends takes ten times as long."""
+    """What rank 3 sends takes ten times as long; with ``to``, what it is sent."""
+
+    to: bool = False
 
     def send(self, sender: int, receiver: int, nbytes: int, now: float, rng: Any) -> Journey:
         journey = super().send(sender, receiver, nbytes, now, rng)
-        return replace(journey, arrives=journey.arrives + 9 * (journey.arrives - now)) if sender == 3 else journey
+        slow = (receiver if self.to else sender) == 3
+        return replace(journey, arrives=journey.arrives + 9 * (journey.arrives - now)) if slow else journey
 
 
 def test_bandwidth_aware_asks_the_fast_ones() -> None:
@@ -98,6 +101,20 @@ def test_bandwidth_aware_asks_the_fast_ones() -> None:
 
     assert from_slow("random") == pytest.approx(1 / 3, abs=0.07)
     assert from_slow("bandwidth-aware") < 0.12
+
+
+@pytest.mark.parametrize(("mode", "begins"), [("push", "pushes to"), ("pushpull", "asks")])
+def test_bandwidth_aware_pushes_to_the_fast_ones_and_pairs_with_them(mode: str, begins: str) -> None:
+    """What is measured of a push is its way to the other, of a pair the way of the model that comes."""
+
+    def to_slow(schedule: str) -> float:
+        network = OneSlow(bandwidth=6400.0, delay=0.01, to=mode == "push")
+        made = ran(4, 300, schedule=schedule, network=network, mode=mode, policy="random:p=0.2")
+        said = [line.removeprefix(begins).split()[0] for rank in range(3) for line in made.lines(rank, begins)]
+        chosen = Counter(said)
+        return chosen["3"] / chosen.total()
+
+    assert to_slow("bandwidth-aware") < 0.6 * to_slow("random")
 
 
 def test_metropolis_weights_keep_the_mean_where_uniform_ones_lose_it() -> None:

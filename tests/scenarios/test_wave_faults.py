@@ -15,7 +15,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from toy import ITERATIONS, SIZE, TIMEOUT, Point, before, bound, ended, make, models, sgd, spread, until, within, world
+from toy import (
+    ITERATIONS,
+    SIZE,
+    TIMEOUT,
+    Point,
+    before,
+    bound,
+    ended,
+    make,
+    maker,
+    models,
+    sgd,
+    spread,
+    until,
+    within,
+    world,
+)
 
 from gossipx import policies
 from gossipx.sim import Network, SimPeer, World
@@ -287,7 +303,7 @@ def test_a_late_joiner_takes_part_once_it_trains():
     life = made.lines(3)
     first = next(i for i, line in enumerate(life) if " of wave " in line)
     assert life.index("adopts the model of 0") < life.index("is TRAIN") < first
-    assert made.peers[3].role.sync.retrievals > 4, "its first wave may have a number of long ago; then it hears theirs"
+    assert made.peers[3].role.sync.retrievals > 4
     assert set(waves(made, 3)) <= set(waves(made, 0))
     assert all(made.peers[rank].role.waves.lost == 0 for rank in range(3))
 
@@ -334,6 +350,24 @@ def test_a_checkpoint_restored_in_a_wave_takes_no_part():
     made.run(made.now + 0.5)
     assert torch.equal(peer.weights(), kept)
     ended(made, bound(2, 2 * ITERATIONS))
+
+
+def test_a_peer_that_was_started_again_starts_waves_that_the_others_take_part_in():
+    """[36] It alone starts waves: it learns, as it joins, which numbers are over."""
+    made = World(0, Network(delay=0.01))
+    for rank in range(3):
+        policy = "tau:5" if rank == 1 else "never"
+        made.start(rank, maker(rank, 3, policy=policy, exchange="waves", iterations=80, compute=1 + 0.01 * rank))
+    made.restart(1, 42.3)
+    made.run(42.0)
+    before_it = waves(made, 1)
+    assert len(before_it) >= 7
+    made.run(79.0)
+    after_it = [number for number in waves(made, 1) if number not in before_it]
+    assert len(after_it) >= 4 and min(after_it) > max(before_it)
+    again = made.peers[1].role
+    assert again.sync.failed == again.waves.lost == 0 and again.sync.retrievals == len(after_it)
+    ended(made, bound(3, 80, 1.1, waits=4))
 
 
 # --- faults -------------------------------------------------------------------------------------------
@@ -513,7 +547,7 @@ def test_a_peer_that_exchanges_by_pulls_takes_no_part():
 def test_messages_are_lost_in_waves():
     made = world(4, 1, Network(loss=0.1), policy="tau:4", exchange="waves", iterations=60, peer_timeout=3.0)
     ended(made, bound(4, 60, waits=4))
-    assert made.fired["lost"] > 0 and min(counts(made)) > 5
+    assert made.fired["lost"] > 0 and min(counts(made)) > 4
     assert within(models(made), before(made))
     apart = ended(world(4, policy="never", iterations=60), bound(4, 60))
     assert spread(before(made)) < spread(before(apart))

@@ -21,6 +21,7 @@ from gossipx.errors import ProtocolError, UsageError
 from gossipx.memory import Source
 from gossipx.messages import (
     LAST_WAVE,
+    MAX_WAVE,
     AcceptReply,
     ArriveRequest,
     BusyReply,
@@ -81,7 +82,7 @@ figures = st.one_of(
     lines,
 )
 reports = st.dictionaries(lines, figures | st.lists(figures, max_size=5), max_size=8)
-standing = {"stage": st.sampled_from(Stage), "report": reports}
+standing = {"stage": st.sampled_from(Stage), "report": reports, "wave": st.integers(0, MAX_WAVE)}
 messages = st.one_of(
     st.builds(Hello, rank=ranks, name=lines, size=st.integers(1, 65_536), peers=lines, model=lines),
     st.builds(Welcome, rank=ranks, name=lines, model=lines),
@@ -92,7 +93,7 @@ messages = st.one_of(
     st.builds(PullRequest, step=counts, patience=st.floats(0, 604_800, exclude_min=True)),
     st.builds(
         RoundRequest,
-        wave=counts,
+        wave=st.integers(1, MAX_WAVE) | st.just(LAST_WAVE),
         round=counts,
         members=st.sets(ranks, max_size=20).map(lambda found: tuple(sorted(found))),
     ),
@@ -343,6 +344,11 @@ def test_metadata_of_any_other_form_is_refused_in_one_line(kind: int, metadata: 
         PullRequest(1, math.inf),
         PullRequest(1, 604_801.0),
         RoundRequest(1, 0, (2, 1)),
+        RoundRequest(0, 0, (1, 2)),
+        RoundRequest(MAX_WAVE + 1, 0, (1, 2)),
+        RoundRequest(LAST_WAVE - 1, 0, (1, 2)),
+        ArriveRequest(Stage.TRAIN, 1, wave=LAST_WAVE),
+        HereReply(Stage.TRAIN, wave=MAX_WAVE + 1),
         NotReadyReply("two\nlines"),
         HereReply(Stage.DONE, {"a": {"b": 1}}),
         HereReply(Stage.DONE, {"a": object()}),

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gossipx.peer.membership import DEVIATION, MEASURED, PATIENCE_DOUBLINGS, Membership
 from gossipx.topology import load
-from gossipx.topology.schedules import Random
+from gossipx.topology.schedules import BandwidthAware, Random
 
 TIMEOUT = 20.0
 
@@ -59,3 +59,24 @@ def test_what_takes_as_long_as_before_comes_in_time(seconds: list[float]):
         made.measured(1, one)
     last = sorted(seconds[-MEASURED:])
     assert made.patience(1) >= 2 * last[(len(last) - 1) // 2]
+
+
+def test_what_is_given_is_measured_apart_and_waited_for_a_whole_peer_timeout_at_least():
+    """A link may be faster one way than the other; who takes gives up before who gives."""
+    made = members(300.0)
+    made.measured(1, 40.0, given=True)
+    assert made.patience(1, given=True) == made.patience(2, given=True) == 80.0
+    assert made.patience(1) == 300.0, "of what comes nothing is known"
+    made.was_late(1, given=True)
+    assert (made.patience(1, given=True), made.patience(1)) == (160.0, 300.0)
+    made.measured(2, 0.001, given=True)
+    assert made.patience(2, given=True) == TIMEOUT
+
+
+def test_the_draw_goes_by_the_rates_of_the_way_that_the_model_will_go():
+    made = Membership(0, 3, BandwidthAware(load("full", 3)), TIMEOUT, random.Random(0))
+    for rank, comes, goes in ((1, 1.0, 1e6), (2, 1e6, 1.0)):
+        made.measured(rank, comes)
+        made.measured(rank, goes, given=True)
+    assert {made.draw(0.0) for _ in range(50)} == {1}
+    assert {made.draw(0.0, given=True) for _ in range(50)} == {2}

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gossipx.actor import Answer, Answered, Capture, Effect, Forget, Received
 from gossipx.messages import BusyReply, ModelReply, PullRequest
+from gossipx.peer.giving import Giving
+from gossipx.peer.membership import Membership
 from gossipx.peer.requests import Requests
 from gossipx.peer.serving import GIVING, SAVED, Serving
+from gossipx.topology import load
+from gossipx.topology.schedules import Random
+
+TIMEOUT = 20.0
+
+
+def serving_at_most(most: int, members: Membership | None = None, share: float = 1.0) -> Serving:
+    members = members or Membership(10, 11, Random(load("full", 11)), TIMEOUT, random.Random(0))
+    return Serving(most, share, Requests(), Giving(members))
 
 
 def asks(serving: Serving, sender: int, step: int = 1, key: str = "") -> list[Effect]:
@@ -24,7 +37,7 @@ def is_served(effects: list[Effect]) -> bool:
 
 
 def test_who_asks_is_answered_by_the_model_as_it_is_for_as_long_as_the_requester_waits():
-    serving = Serving(2, 1.0, Requests())
+    serving = serving_at_most(2)
     capture, answer = asks(serving, 3, step=5)
     assert isinstance(capture, Capture)
     assert answer == Answer("of 3", ModelReply(5), 107.0, captured=capture.ticket)
@@ -33,7 +46,7 @@ def test_who_asks_is_answered_by_the_model_as_it_is_for_as_long_as_the_requester
 
 
 def test_more_at_once_are_told_busy_and_so_is_who_is_served_already():
-    serving = Serving(2, 1.0, Requests())
+    serving = serving_at_most(2)
     assert is_served(asks(serving, 1))
     assert not is_served(asks(serving, 1, key="again"))
     assert is_served(asks(serving, 2))
@@ -44,7 +57,7 @@ def test_more_at_once_are_told_busy_and_so_is_who_is_served_already():
 
 
 def test_one_version_is_given_until_the_first_has_it_and_then_no_older_one():
-    serving = Serving(4, 1.0, Requests())
+    serving = serving_at_most(4)
     capture = asks(serving, 1, step=10)[0]
     assert asks(serving, 2, step=14)[0] == Answer("of 2", ModelReply(14), 107.0, captured=capture.ticket)
     serving.answered(Answered("of 1", whole=True))
@@ -56,7 +69,7 @@ def test_one_version_is_given_until_the_first_has_it_and_then_no_older_one():
 
 
 def test_a_version_that_is_still_the_latest_is_given_on():
-    serving = Serving(4, 1.0, Requests())
+    serving = serving_at_most(4)
     asks(serving, 1, step=10)
     asks(serving, 2, step=10)
     serving.answered(Answered("of 1", whole=True))
@@ -64,7 +77,7 @@ def test_a_version_that_is_still_the_latest_is_given_on():
 
 
 def test_an_answer_that_failed_closes_no_version():
-    serving = Serving(4, 1.0, Requests())
+    serving = serving_at_most(4)
     asks(serving, 1, step=10)
     asks(serving, 2, step=10)
     serving.answered(Answered("of 1", whole=False))
@@ -73,7 +86,7 @@ def test_an_answer_that_failed_closes_no_version():
 
 @pytest.mark.parametrize("most", [1, 2, 3])
 def test_who_was_turned_away_has_precedence_over_who_was_served_since(most: int):
-    serving = Serving(most, 1.0, Requests())
+    serving = serving_at_most(most)
     for rank in range(most):
         assert is_served(asks(serving, rank))
     assert not is_served(asks(serving, 9))
@@ -87,7 +100,7 @@ def test_who_was_turned_away_has_precedence_over_who_was_served_since(most: int)
 
 def test_all_that_ask_again_and_again_are_served_in_turns():
     """However they are ordered: seven ask one after the other, for one place that is free every third time."""
-    serving, turns = Serving(1, 1.0, Requests()), list[int]()
+    serving, turns = serving_at_most(1), list[int]()
     for time in range(7 * 3 * 4):
         for rank in range(1, 8):
             key = f"{rank} at {time}"
@@ -101,7 +114,7 @@ def test_all_that_ask_again_and_again_are_served_in_turns():
 
 
 def test_whoever_was_turned_away_and_does_not_come_back_costs_one_refusal():
-    serving = Serving(1, 1.0, Requests())
+    serving = serving_at_most(1)
     asks(serving, 1)
     asks(serving, 9)
     serving.answered(Answered("of 1", whole=False))
@@ -115,7 +128,7 @@ def test_whoever_was_turned_away_and_does_not_come_back_costs_one_refusal():
 def test_at_any_time_one_version_at_most_is_kept_for_no_more_than_so_many(
     most: int, events: list[tuple[int, bool, bool]]
 ):
-    serving, kept, under_way = Serving(most, 1.0, Requests()), set[int](), dict[str, int]()
+    serving, kept, under_way = serving_at_most(most), set[int](), dict[str, int]()
     for number, (sender, finishes, whole) in enumerate(events):
         effects: list[Effect]
         if finishes and under_way:
@@ -136,7 +149,7 @@ def test_at_any_time_one_version_at_most_is_kept_for_no_more_than_so_many(
 
 def test_while_it_trains_models_follow_one_another_by_their_share_of_its_time_after_what_it_saved_up():
     """SAVED's share is given at once, then one model each GIVING / share; what is begun is not put off any more."""
-    serving, begins = Serving(1, 0.1, Requests()), list[float]()
+    serving, begins = serving_at_most(1, share=0.1), list[float]()
     for number in range(40):
         *_, answer = serving.requested(Received(1, number, PullRequest(1, 7.0)), 1, now=100.0, trains=True)
         assert isinstance(answer, Answer)

@@ -6,7 +6,7 @@ import random
 
 from gossipx import policies
 from gossipx.actor import Answer, Answered, Capture, Effect, Forget, Merge, Note, Received, Send, SetTimer
-from gossipx.messages import LAST_WAVE, HereReply, ModelReply, NotReadyReply, RoundRequest, Stage
+from gossipx.messages import LAST_WAVE, MAX_WAVE, HereReply, ModelReply, NotReadyReply, RoundRequest, Stage
 from gossipx.peer.membership import Membership
 from gossipx.peer.requests import Requests
 from gossipx.peer.wave import TIMER, Wave
@@ -194,9 +194,54 @@ def test_of_several_that_wait_the_latest_wave_is_joined():
     assert waves.join(5, 0.1) == []
 
 
+def test_a_round_may_take_what_was_measured_but_is_not_doubled_for_good():
+    """What holds up a whole wave: the slowest of its members, and one that is late again and again four times."""
+
+    def patience(members: tuple[int, ...]) -> float:
+        return sent(waves.finish(members, 5, 1.0, 0.0)).deadline
+
+    waves = peer(0, 4)
+    known = waves._members
+    known.measured(1, 0.1)
+    assert patience((0, 1, 2, 3)) == TIMEOUT, "where all are fast, all give up at one time"
+    known.measured(2, 40.0)
+    assert patience((0, 1, 2, 3)) == 80.0 and patience((0, 1)) == TIMEOUT
+    for _ in range(9):
+        known.was_late(2)
+    assert patience((0, 1, 2, 3)) == 4 * 80.0 and patience((0, 1)) == TIMEOUT
+
+
 def test_members_that_cannot_be_meant_are_refused():
     waves = peer(0, 4)
     for members in ((1, 2), (0, 2), (0, 1, 9)):
         (answer,) = waves.requested(meant(1, members), 5, 0.0)
         assert isinstance(answer, Answer) and isinstance(answer.reply, NotReadyReply)
     assert waves.join(5, 0.1) == []
+
+
+def test_the_number_of_the_next_wave_is_above_all_that_are_over():
+    """A wave that is under way may still be joined by whoever has only heard of it: it is not told to be over."""
+    waves = peer(0, 2)
+    assert waves.latest == 0
+    waves.heard_of(8)
+    waves.start(5, 0.0)
+    assert waves.current is not None and (waves.current.number, waves.latest) == (9, 8)
+    other = peer(1, 2)
+    other.heard_of(waves.latest + 1)
+    assert other.requested(meant(0, (0, 1), 9), 5, 0.1) == [] and other.join(5, 0.1)
+    waves.give_up("no more", 0.2)
+    assert waves.latest == 9
+    waves.finish(None, 5, 1.0, 0.3)
+    assert waves.latest == 9, "the finish is no number to count on from"
+
+
+def test_no_wave_is_started_beyond_the_highest_number():
+    """Whoever is told of it, or takes part in it, starts none with a number above, and not the finish."""
+    waves = peer(0, 2)
+    waves.heard_of(MAX_WAVE)
+    assert waves.start(5, 0.0) == [] and waves.current is None
+    waves = peer(0, 2)
+    assert waves.requested(meant(1, (0, 1), MAX_WAVE), 5, 0.0) == []
+    assert waves.join(5, 0.0) and waves.current is not None
+    waves.give_up("no more", 0.1)
+    assert waves.start(6, 0.2) == [] and waves.current is None
