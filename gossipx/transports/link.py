@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol, cast
 
 from gossipx.errors import (
+    LocalFaultError,
     ModelMismatchError,
     NoCarrierError,
     NotAuthorisedError,
@@ -197,7 +198,12 @@ class Link:
                     carrier.abort()
                     return
 
-        self._owner.spawn("watch", watch)
+        try:
+            self._owner.spawn("watch", watch)
+        except RuntimeError as error:
+            raise LocalFaultError(
+                f"no model can go by a process group with {self.stream.remote}: {error}; allow more threads (ulimit -u)"
+            ) from error
         try:
             yield
         finally:

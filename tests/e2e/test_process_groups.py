@@ -16,7 +16,7 @@ import pytest
 import torch
 from managers import LONG, Host, certify, runs, settings_of
 
-from gossipx.errors import NoCarrierError, PeerUnreachableError, ProtocolError
+from gossipx.errors import LocalFaultError, NoCarrierError, PeerUnreachableError, ProtocolError
 from gossipx.messages import ModelReply, PullRequest
 from gossipx.transports import Notes, link
 from gossipx.transports.backends import CHUNK, Gloo
@@ -164,6 +164,33 @@ def test_a_peer_that_dies_while_a_group_is_built_is_gone_and_not_gloo(
     monkeypatch.setattr(Gloo, "build", dying)
     assert isinstance(a.ask(1, PullRequest(1, 30.0), bytearray(4)).get(timeout=LONG), PeerUnreachableError)
     assert told(caplog) == []
+
+
+@pytest.mark.parametrize("whose", [0, 1])
+def test_without_a_thread_left_no_model_is_taken_and_one_line_says_so(
+    start: Callable[..., list[Host]], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, whose: int
+) -> None:
+    hosts = start("gloo", "gloo")
+    give(hosts[1])
+    pulls_well(hosts[0])
+    links = hosts[whose].comm._member.links
+    spawn = links.spawn
+
+    def none_left(what: str, target: Callable[..., None], *given: object) -> None:
+        if what == "watch":
+            raise RuntimeError("can't start new thread")
+        spawn(what, target, *given)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(links, "spawn", none_left)
+        error = hosts[0].ask(1, PullRequest(1, 30.0), bytearray(SIZE)).get(timeout=LONG)
+    if whose == 0:
+        assert isinstance(error, LocalFaultError)
+        assert "can't start new thread; allow more threads" in str(error)
+    else:
+        assert isinstance(error, PeerUnreachableError)
+    assert told(caplog) == []
+    pulls_well(hosts[0])
 
 
 @pytest.mark.parametrize(("way", "digits"), [("gloo", 16), ("gloo, secret", 64), ("gloo, tls", 64)])
