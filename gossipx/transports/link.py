@@ -124,10 +124,11 @@ class Link:
                 self.send([[part]], deadline)
 
     def _wait_for_turn(self, pace: Pace, nbytes: int, deadline: float) -> None:
-        begins = time.monotonic() + pace.reserve(nbytes)
-        if self._owner.closed.wait(min(begins, deadline) - time.monotonic()):
+        left = deadline - time.monotonic()
+        wait = pace.reserve(nbytes, left)
+        if self._owner.closed.wait(min(wait, left)):
             raise self._owner.gone()
-        if begins > deadline:
+        if wait > left:
             raise PeerTimeoutError(f"--max-rate leaves no room for a model to {self.stream.remote} in time")
 
     def send_model(self, reply: ModelReply, number: int, payload: Source, deadline: float) -> None:
@@ -157,13 +158,17 @@ class Link:
     def _carry(self, carrier: Carrier, view: memoryview, number: int, deadline: float) -> None:
         """Send a payload by the carrier; what its check ends in goes over the connection."""
         check = hashlib.sha256() if isinstance(self.stream, Certified) else self.checks()
+
+        def turn(part: memoryview) -> None:
+            if self._owner.pace is not None:
+                for piece in self._owner.pace.parts([part]):
+                    self._wait_for_turn(self._owner.pace, len(piece), deadline)
+
         with self._watching(carrier):
-            for part in carrier.send(view.cast("B"), deadline):
+            for part in carrier.send(view.cast("B"), deadline, turn):
                 for start in range(0, len(part), PIECE):
                     check.update(part[start : start + PIECE])
                 self._owner.count(len(part), 0)
-                if self._owner.pace is not None:
-                    self._wait_for_turn(self._owner.pace, len(part), deadline)
         self.send(frames.encode(Carried(check.digest().hex()), number, checks=self.checks), deadline)
 
     def _take_carried(self, carrier: Carrier, sink: Sink, number: int, deadline: float) -> None:

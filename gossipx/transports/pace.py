@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import threading
 import time
@@ -48,13 +49,15 @@ class Bucket:
         self._lock = threading.Lock()
         self._free_at = clock()
 
-    def reserve(self, amount: float) -> float:
-        """Reserve so much; seconds from now at which it may be used."""
+    def reserve(self, amount: float, within: float = math.inf) -> float:
+        """Reserve so much; seconds from now at which it may be used. More than ``within``: nothing was reserved."""
         with self._lock:
             now = self._clock()
             begins = max(self._free_at, now - self._saved)
-            self._free_at = begins + amount / self._rate
-            return max(0.0, begins - now)
+            wait = max(0.0, begins - now)
+            if wait <= within:
+                self._free_at = begins + amount / self._rate
+            return wait
 
 
 class Pace(Bucket):

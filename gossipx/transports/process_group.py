@@ -14,7 +14,7 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -105,7 +105,9 @@ class PairGroup:
             for _ in self.send(memoryview(bytearray(1)), deadline):
                 pass
 
-    def send(self, view: memoryview, deadline: float) -> Iterator[memoryview]:
+    def send(
+        self, view: memoryview, deadline: float, turn: Callable[[memoryview], None] = lambda part: None
+    ) -> Iterator[memoryview]:
         """Send; see :class:`gossipx.transports.Carrier`."""
         staging = self._staging() if self._backend.copies else None
         under_way: deque[Work] = deque()
@@ -113,6 +115,7 @@ class PairGroup:
             if len(under_way) == WINDOW:
                 self._wait(under_way.popleft(), deadline)
             part = view[start : start + CHUNK]
+            turn(part)
             with self._mapped(deadline):
                 tensor = self._backend.outgoing(part, staging, number % WINDOW)
                 under_way.append(self._group.send([tensor], self._other, MODEL))

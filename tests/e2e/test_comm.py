@@ -16,11 +16,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from managers import LONG, MANIFEST, SHORT, Host, Model, Run, runs, shares_memory, soon
+from managers import LONG, MANIFEST, SHORT, Host, Model, Run, runs, settings_of, shares_memory, soon
 
 from gossipx.comm import answering
 from gossipx.errors import (
@@ -45,7 +46,7 @@ from gossipx.messages import (
 from gossipx.transports import Address, tcp, unix
 from gossipx.transports.link import Link
 from gossipx.transports.sockets import SocketStream
-from gossipx.wire import Bytes, Hello, Refused, Sink, Welcome, auth, frames
+from gossipx.wire import Bytes, Hello, Refused, Sink, Welcome, frames
 
 
 @pytest.fixture
@@ -212,14 +213,17 @@ def test_a_model_of_another_size_is_refused(two: tuple[Host, Host]) -> None:  # 
     assert isinstance(a.ask(1, PullRequest(1, 30.0)).get(timeout=LONG), ProtocolError)
 
 
-@pytest.mark.parametrize("secret", [None, auth.Secret(b"0123456789abcdef")])
+@pytest.mark.parametrize("way", ["tcp", "tcp, secret", "gloo"])
 def test_models_leave_no_faster_than_max_rate_whoever_asks(
-    start: Callable[[int], Run], secret: auth.Secret | None
+    start: Callable[[int], Run], way: str, tmp_path: Path
 ) -> None:
     """Two pull at once: together they get the rate, and the small burst that is saved up."""
     run = start(3)
-    giver = run.host(0, max_rate=4e6, share_memory=False, secret=secret)
-    pullers = [run.host(rank, share_memory=False, secret=secret) for rank in (1, 2)]
+    giver = run.host(0, max_rate=4e6, **settings_of(way, tmp_path))
+    pullers = [run.host(rank, **settings_of(way, tmp_path)) for rank in (1, 2)]
+    giver.serve(b"1234")
+    for one in pullers:  # from here on nothing is built any more
+        assert one.ask(0, PullRequest(1, 30.0), bytearray(4)).get(timeout=LONG) == ModelReply(1)
     model = bytes(range(256)) * 4_000
     giver.serve(model)
     rooms = [bytearray(len(model)) for _ in pullers]
@@ -232,12 +236,15 @@ def test_models_leave_no_faster_than_max_rate_whoever_asks(
 
 def test_what_max_rate_cannot_send_in_time_is_given_up(start: Callable[[int], Run]) -> None:
     run = start(2)
-    giver, puller = run.host(0, max_rate=1e4, share_memory=False), run.host(1, share_memory=False)
+    giver, puller = run.host(0, max_rate=1e3, share_memory=False), run.host(1, share_memory=False)
     result = puller.ask(0, PullRequest(1, 30.0), bytearray(100_000))
     _, key, _ = giver.received.get(timeout=LONG)
     giver.comm.answer(key, ModelReply(1), payload=Model(bytes(100_000)), deadline=soon(0.5), done=giver.answered.put)
     assert isinstance(result.get(timeout=LONG), GossipxError)
     assert giver.answered.get(timeout=LONG) is False
+    pace = giver.comm._member.links.pace
+    assert pace is not None
+    assert pace.reserve(0.0) < 6.0, "of two pieces of 4.1 seconds, the one that was sent has been paid for"
 
 
 def test_callbacks_may_call_the_manager(two: tuple[Host, Host]) -> None:

@@ -74,3 +74,11 @@ def test_what_was_saved_up_may_be_used_at_once_and_then_as_much_as_comes() -> No
     bucket = Bucket(0.04, 1.0, clock)
     clock.now += 100
     assert [bucket.reserve(0.01) for _ in range(6)] == pytest.approx([0, 0, 0, 0, 0, 0.25])
+
+
+def test_what_may_not_be_used_in_time_is_not_spent() -> None:
+    bucket = Bucket(1.0, 0.0, Clock())
+    assert bucket.reserve(2.0) == 0.0
+    assert [bucket.reserve(5.0, within=1.0) for _ in range(3)] == [2.0] * 3, "all are told the same, and none waits"
+    assert bucket.reserve(1.0, within=2.0) == 2.0
+    assert bucket.reserve(1.0) == 3.0
