@@ -26,10 +26,12 @@ from managers import LONG, MANIFEST, SHORT, Host, Model, Run, runs, settings_of,
 from gossipx.comm import answering
 from gossipx.errors import (
     GossipxError,
+    LocalFaultError,
     ModelMismatchError,
     PeerTimeoutError,
     PeerUnreachableError,
     ProtocolError,
+    UsageError,
 )
 from gossipx.memory import PIECE, Memory
 from gossipx.messages import (
@@ -590,7 +592,8 @@ def test_above_the_cap_the_oldest_stranger_is_closed(start: Callable[[int], Run]
 
 def test_without_room_for_a_stranger_a_new_connection_is_closed(start: Callable[[int], Run]) -> None:  # [25]
     run = start(2)
-    a, b = run.host(0), run.host(1, max_connections=1)
+    # Without memory to share there is one connection, rather than another one for a moment.
+    a, b = run.host(0, share_memory=False), run.host(1, max_connections=1)
     b.serve(b"")
     assert a.ask(1, LeaveRequest()).get(timeout=LONG) == HereReply(Stage.TRAIN)
     with knock(b) as stream:
@@ -755,6 +758,80 @@ def test_who_comes_while_a_peer_starts_shares_memory_with_it(
     b.answer(key, ModelReply(1), b"1234")
     assert asked[0].get(timeout=LONG) == ModelReply(1)
     assert a.comm._asking._apart == set()
+
+
+def shares(a: Host, beside: list[int]) -> bool:
+    """Whether a model that ``a`` pulls from peer 1 comes in memory that both share."""
+    before = len(beside)
+    assert a.ask(1, PullRequest(1, 30.0), bytearray(4)).get(timeout=LONG) == ModelReply(1)
+    return len(beside) > before
+
+
+@shares_memory
+@pytest.mark.parametrize("only_memory", [True, False])
+def test_a_peer_that_dies_before_it_is_reached_by_its_name_is_unreachable_and_no_mistake(  # [1] [36]
+    start: Callable[[int], Run], beside: list[int], monkeypatch: pytest.MonkeyPatch, only_memory: bool
+) -> None:
+    run = start(2)
+    a, b = run.host(0, only_memory=only_memory), run.host(1)
+    connect = unix.connect
+
+    def dying(address: Address, deadline: float) -> unix.UnixStream:
+        b.comm.close()
+        return connect(address, deadline)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(unix, "connect", dying)
+        error = a.ask(1, PullRequest(1, 30.0), bytearray(4)).get(timeout=LONG)
+    assert isinstance(error, PeerUnreachableError)
+    run.host(1, bind=b.comm.address).serve(b"1234")
+    assert shares(a, beside), "what is there now has not been out of reach"
+
+
+@shares_memory
+def test_with_a_peer_in_another_namespace_memory_is_tried_once_until_it_starts_anew(  # [36]
+    start: Callable[[int], Run], beside: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = start(3)
+    a, b, strict = run.host(0), run.host(1), run.host(2, only_memory=True)
+    b.serve(b"1234")
+    tried: list[Address] = []
+    connect = unix.connect
+
+    def elsewhere(address: Address, deadline: float) -> unix.UnixStream:
+        tried.append(address)
+        return connect(Address(f"{address.host}-elsewhere", 0), deadline)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(unix, "connect", elsewhere)
+        assert not shares(a, beside)
+        for link in a.comm._member.links._idle[1]:
+            link.stream.abort()  # so that the next request needs a connection of its own
+        assert not shares(a, beside)
+        assert len(tried) == 1
+        error = strict.ask(1, PullRequest(1, 30.0), bytearray(4)).get(timeout=LONG)
+        assert isinstance(error, UsageError)
+        assert "no memory can be shared with peer-01, as --transport shm wants: use auto" in str(error)
+    b.comm.close()
+    run.host(1, bind=b.comm.address).serve(b"1234")
+    assert shares(a, beside)
+
+
+@shares_memory
+def test_what_keeps_a_peer_from_its_name_for_a_moment_ends_one_request(  # [40]
+    start: Callable[[int], Run], beside: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = start(2)
+    a, b = run.host(0, only_memory=True), run.host(1)
+    b.serve(b"1234")
+
+    def lacking(address: Address, deadline: float) -> unix.UnixStream:
+        raise LocalFaultError("no file descriptor is left")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(unix, "connect", lacking)
+        assert isinstance(a.ask(1, PullRequest(1, 30.0), bytearray(4)).get(timeout=LONG), LocalFaultError)
+    assert shares(a, beside)
 
 
 @pytest.mark.parametrize("trains", [True, False])
