@@ -76,8 +76,9 @@ class Answering:
         self._most = most
         self._links = member.links
         self._keys = itertools.count(1)
-        # Unguessable, so that nobody else can have taken it; of processes of this machine alone.
-        self._local = Address(f"gossipx-{secrets.token_hex(16)}" if member.machine else "", 0)
+        # Unguessable, so that nobody else can have taken it; of processes of this machine alone. A peer that comes back
+        # is known by its new one, also where no memory is shared.
+        self._local = Address(f"gossipx-{secrets.token_hex(16)}", 0)
         self._listener: Listener | None = None
         self._local_listener: Listener | None = None
         # Everything below is touched under the lock alone.
@@ -95,7 +96,7 @@ class Answering:
     def start(self) -> None:
         """Listen and answer from now on; GossipxError if the address cannot be had."""
         self._listener = self._member.transport.listen(self._bind)
-        if self._local.host:  # before anybody is told of it
+        if self._member.machine:  # before anybody is told of it
             self._local_listener = unix.listen(self._local)
             self._links.spawn("accept-local", self._accept, self._local_listener)
         self._links.spawn("accept", self._accept, self._listener)

@@ -138,27 +138,34 @@ class Asking:
             return self._attempt(job)
         except NoCarrierError as error:
             with self._lock:
-                told = job.to in self._bare
-                self._bare.add(job.to)
-            if not told:
+                met = self._met.get(job.to)
+            reply = self._attempt(job, bare=True)  # raises if it is the peer that is gone, and not a way to it
+            with self._lock:
+                new = self._met.get(job.to) == met and job.to not in self._bare
+                if new:
+                    self._bare.add(job.to)
+            if new:
                 log.warning("models of %s come over sockets from now on: %s", self._member.names[job.to], error)
-            return self._attempt(job)
+            return reply
 
-    def _attempt(self, job: Job) -> Reply:
+    def _attempt(self, job: Job, bare: bool = False) -> Reply:
+        """Ask on a kept connection, or a new one; ``bare``: without a carrier."""
         link = self._links.take(job.to)
         if link is not None:
             began = time.monotonic()
             try:
-                return self._ask_over(link, job)
+                return self._ask_over(link, job, bare)
             except PeerUnreachableError:
                 if link.heard or time.monotonic() - began > _AT_ONCE:
                     raise
-        return self._ask_over(self._open(job.to, job.deadline), job)
+        return self._ask_over(self._open(job.to, job.deadline), job, bare)
 
-    def _ask_over(self, link: Link, job: Job) -> Reply:
+    def _ask_over(self, link: Link, job: Job, bare: bool) -> Reply:
         carriers = self._member.carriers
+        with self._lock:
+            bare = bare or job.to in self._bare
         with self._links.dropped_on_failure(link):
-            if carriers is not None and link.carrier is None and job.to not in self._bare and _wants_bytes(job):
+            if carriers is not None and link.carrier is None and not bare and _wants_bytes(job):
                 # Half the time: if it cannot be built, the other half is for the model to come without.
                 by = (time.monotonic() + self._soon(job.deadline)) / 2
                 link.ask_for_carrier(carriers, next(self._numbers), by)

@@ -53,9 +53,12 @@ class ProcessGroups:
         """One end of a group, while the other peer builds the other; see :class:`gossipx.transports.Carriers`."""
         store = _Store(notes)
         try:
-            group = self._backend.build(store, 0 if receives else 1, here, deadline)
-            pair = PairGroup(group, self._backend, self._spare, 1 if receives else 0)
-            pair.try_out(receives, deadline)
+            with contextlib.ExitStack() as undo:
+                group = self._backend.build(store, 0 if receives else 1, here, deadline)
+                pair = PairGroup(group, self._backend, self._spare, 1 if receives else 0)
+                undo.callback(pair.abort)
+                pair.try_out(receives, deadline)
+                undo.pop_all()
         except Exception as error:
             if isinstance(store.failure, GossipxError):
                 raise store.failure from error
