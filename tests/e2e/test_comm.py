@@ -590,6 +590,26 @@ def test_above_the_cap_the_oldest_stranger_is_closed(start: Callable[[int], Run]
         assert heard.records.get().levelno == logging.DEBUG  # the warning came once
 
 
+def test_of_those_who_have_not_said_who_they_are_32_stay_where_there_is_room_for_more(  # [25]
+    start: Callable[[int], Run], heard: Heard
+) -> None:
+    """What is kept free for peers is not given to strangers while there are few peers."""
+    run = start(3)
+    a, b = run.host(0, share_memory=False), run.host(1)
+    b.serve(b"")
+    with contextlib.ExitStack() as undo:
+        strangers = [undo.enter_context(knock(b)) for _ in range(40)]
+        for oldest in strangers[:8]:
+            assert oldest.recv(1) == b""
+        assert "32 connections are open" in heard.wait("connections are open").getMessage()
+        assert a.ask(1, LeaveRequest()).get(timeout=LONG) == HereReply(Stage.TRAIN)
+        assert strangers[8].recv(1) == b"", "for the peer that came"
+        for other in strangers[9:]:
+            other.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                other.recv(1)
+
+
 def test_without_room_for_a_stranger_a_new_connection_is_closed(start: Callable[[int], Run]) -> None:  # [25]
     run = start(2)
     # Without memory to share there is one connection, rather than another one for a moment.
