@@ -32,7 +32,12 @@ MODEL = 64 * PIECE  # more than lies on the way anywhere
 PAST_ALL_32_BITS = 2**31 + 100 * PIECE + 12
 
 
-@pytest.fixture(params=[pytest.param(name, marks=shares_memory) if "shm" in name else name for name in WAYS])
+MARKS = {"shm": shares_memory, "nccl": pytest.mark.cuda}
+
+
+@pytest.fixture(
+    params=[pytest.param(name, marks=[mark for kind, mark in MARKS.items() if kind in name]) for name in WAYS]
+)
 def way(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     name: str = request.param
     certify(name, tmp_path)
