@@ -282,7 +282,10 @@ class Link:
         self.send(frames.encode(message, number, checks=self.checks), deadline)
         frame = self.receive(deadline, answer_to(message, number, payload))
         if isinstance(frame.message, ModelReply):
-            self.send(frames.encode(Taken(), number, checks=self.checks), deadline)
+            try:
+                self.send(frames.encode(Taken(), number, checks=self.checks), deadline)
+            finally:
+                self.heard = True  # what is taken in already must not be asked for again
         return frame
 
     def prove(self, secret: auth.Secret, me: Hello, to: str, deadline: float) -> None:
