@@ -45,6 +45,10 @@ class PeerUnreachableError(PeerFaultError):
     """Nothing answers at the peer's address: its process is gone, or not there yet."""
 
 
+class OutOfReachError(PeerUnreachableError):
+    """No process can be reached by that name from here: it is gone, or the system keeps the two apart."""
+
+
 class PeerTimeoutError(PeerFaultError):
     """The peer did not answer whole within its deadline."""
 

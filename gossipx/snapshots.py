@@ -108,25 +108,30 @@ class Snapshot:
         Raises:
             LocalFaultError: it was promised, and no step boundary has come.
         """
+        return self._wait()
+
+    @property
+    def step(self) -> int:
+        """Iterations that it has seen; as :attr:`vectors`."""
+        self._wait()
+        return self._step
+
+    @property
+    def buffer(self) -> HostBuffer:
+        """Its bytes in host memory: the vectors themselves on a CPU, else a copy made when it is first asked for."""
+        vectors = self._wait()
+        with self._keeper.copying:
+            if self._buffer is None:
+                self._buffer = self._keeper.on_host(vectors, self._written)
+            return self._buffer
+
+    def _wait(self) -> list[Tensor]:
+        """Until it is filled; its vectors. Errors as :attr:`vectors`."""
         if not self._settled.wait(PATIENCE):
             raise LocalFaultError(f"a model is given at a step boundary, and the step takes longer than {PATIENCE:g} s")
         if self._vectors is None:
             raise LocalFaultError("a model is given at a step boundary, and training has ended before the next")
         return self._vectors
-
-    @property
-    def step(self) -> int:
-        """Iterations that it has seen; as :attr:`vectors`."""
-        return self._step if self.vectors else 0
-
-    @property
-    def buffer(self) -> HostBuffer:
-        """Its bytes in host memory: the vectors themselves on a CPU, else a copy made when it is first asked for."""
-        vectors = self.vectors
-        with self._keeper.copying:
-            if self._buffer is None:
-                self._buffer = self._keeper.on_host(vectors, self._written)
-            return self._buffer
 
     @property
     def source(self) -> Source:

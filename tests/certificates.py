@@ -42,9 +42,18 @@ class Authority:
         self.file = self._write("ca.pem", self._sign(name, self._key.public_key(), ca=True))
 
     def issue(
-        self, host: str = "127.0.0.1", *, days: int = 1, uses: tuple[str, ...] = ("server", "client")
+        self,
+        host: str = "127.0.0.1",
+        *,
+        days: int = 1,
+        uses: tuple[str, ...] = ("server", "client"),
+        alternative: bool = True,
     ) -> Identity:
-        """A certificate for ``host``, in force until in ``days``: negative, it has expired."""
+        """A certificate for ``host``, in force until in ``days``: negative, it has expired.
+
+        Args:
+            alternative: whether the host is its subject alternative name, beside its common name.
+        """
         from cryptography.hazmat.primitives import serialization
         from cryptography.hazmat.primitives.asymmetric import ec
 
@@ -55,14 +64,23 @@ class Authority:
             serialization.PrivateFormat.PKCS8,
             serialization.NoEncryption(),
         )
-        certificate = self._sign(host, own.public_key(), days=days, uses=uses)
+        certificate = self._sign(host, own.public_key(), days=days, uses=uses, alternative=alternative)
         return Identity(
             self._write(f"{self._issued}.pem", certificate),
             self._write(f"{self._issued}.key", own.private_bytes(pem, form, none)),
             self.file,
         )
 
-    def _sign(self, host: str, key: Any, *, ca: bool = False, days: int = 1, uses: tuple[str, ...] = ()) -> bytes:
+    def _sign(
+        self,
+        host: str,
+        key: Any,
+        *,
+        ca: bool = False,
+        days: int = 1,
+        uses: tuple[str, ...] = (),
+        alternative: bool = False,
+    ) -> bytes:
         from cryptography import x509
         from cryptography.hazmat.primitives import hashes, serialization
         from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
@@ -75,9 +93,10 @@ class Authority:
         builder = builder.serial_number(x509.random_serial_number())
         builder = builder.not_valid_before(now - datetime.timedelta(9)).not_valid_after(now + datetime.timedelta(days))
         builder = builder.add_extension(x509.BasicConstraints(ca=ca, path_length=None), critical=True)
+        if alternative:
+            builder = builder.add_extension(x509.SubjectAlternativeName([alternative_name(host)]), critical=False)
         if not ca:
             both = {"server": ExtendedKeyUsageOID.SERVER_AUTH, "client": ExtendedKeyUsageOID.CLIENT_AUTH}
-            builder = builder.add_extension(x509.SubjectAlternativeName([alternative_name(host)]), critical=False)
             builder = builder.add_extension(x509.ExtendedKeyUsage([both[use] for use in uses]), critical=False)
         return bytes(builder.sign(self._key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM))
 

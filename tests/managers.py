@@ -48,6 +48,7 @@ class Host:
     """A manager whose requests are put into ``received``, or answered by ``react``."""
 
     def __init__(self, run: Run, rank: int, **settings: Any):
+        self.run = run
         self.received: queue.Queue[Received] = queue.Queue()
         self.answered: queue.Queue[bool] = queue.Queue()
         self.react: Callable[[Hashable, Request], None] | None = None

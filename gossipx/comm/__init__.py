@@ -58,7 +58,8 @@ class CommManager:
         max_rate: bytes a second of models that are sent over a network, to all others together; None: no limit.
         secret: that all peers of the run share; connections begin with proving it, and every frame has a MAC.
         max_connections: inbound ones at a time; above it the oldest is closed that has not said who it is. By
-            default 32 for strangers and four a peer (two that it keeps, and two that it uses meanwhile).
+            default 32 and four a peer (two that it keeps, and two that it uses meanwhile). Of those that have not said
+            who they are there are never more than 32, or two a peer.
 
     Attributes:
         trust: who was turned away.

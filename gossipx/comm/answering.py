@@ -32,6 +32,9 @@ log = logging.getLogger("gossipx")
 _LOOK = 1.0
 # Seconds to wait before accepting again when the system lacks something: first, and at most.
 _PAUSE = (0.05, 1.0)
+# Connections at a time that have not said who they are, however few others there are; and how many a peer, where that
+# is more: all peers of a run may come at once, with a message and a pull each.
+_STRANGERS, _AT_FIRST = 32, 2
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,8 @@ class Answering:
         member: who is asked.
         bind: where to listen; port 0 lets the system choose.
         on_request: told (sender's rank, key, request) from a connection's thread.
-        most: inbound connections at a time; above it the oldest is closed that has not said who it is.
+        most: inbound connections at a time; above it, and above a number of those that have not said who they are, the
+            oldest of these is closed.
     """
 
     def __init__(
@@ -75,10 +79,12 @@ class Answering:
         self._bind = bind
         self._on_request = on_request
         self._most = most
+        self._most_strangers = max(_STRANGERS, _AT_FIRST * member.me.size)
         self._links = member.links
         self._keys = itertools.count(1)
-        # Unguessable, so that nobody else can have taken it; of processes of this machine alone.
-        self._local = Address(f"gossipx-{secrets.token_hex(16)}" if member.machine else "", 0)
+        # Unguessable, so that nobody else can have taken it; of processes of this machine alone. A peer that comes back
+        # is known by its new one, also where no memory is shared.
+        self._local = Address(f"gossipx-{secrets.token_hex(16)}", 0)
         self._listener: Listener | None = None
         self._local_listener: Listener | None = None
         # Everything below is touched under the lock alone.
@@ -96,7 +102,7 @@ class Answering:
     def start(self) -> None:
         """Listen and answer from now on; GossipxError if the address cannot be had."""
         self._listener = self._member.transport.listen(self._bind)
-        if self._local.host:  # before anybody is told of it
+        if self._member.machine:  # before anybody is told of it
             self._local_listener = unix.listen(self._local)
             self._links.spawn("accept-local", self._accept, self._local_listener)
         self._links.spawn("accept", self._accept, self._listener)
@@ -135,18 +141,20 @@ class Answering:
                 pause = min(2 * pause, _PAUSE[1])
                 continue
             pause = _PAUSE[0]
-            fits = self._serve_beside(stream)
-            if not fits and not full:
-                log.warning("%d connections are open: closing those that have not said who they are", self._most)
-            full = not fits
+            beside = self._serve_beside(stream)
+            if beside and not full:
+                log.warning("%d connections are open: closing those that have not said who they are", beside)
+            full = beside > 0
         listener.close()
 
-    def _serve_beside(self, stream: Stream) -> bool:
-        """Give a connection its thread; returns whether there was room, without closing one for it."""
+    def _serve_beside(self, stream: Stream) -> int:
+        """Give a connection its thread; beside how many there was no room for it, without closing one. 0: there was."""
         with self._lock:
-            full = len(self._inbound) >= self._most
+            beside = len(self._inbound)
+            strangers = [one for one, admitted in self._inbound.items() if not admitted]
+            full = beside >= self._most or len(strangers) >= self._most_strangers
             # Whoever is a peer says so at once: of those that have not, the first has had the most time.
-            goes = next((one for one, admitted in self._inbound.items() if not admitted), stream) if full else None
+            goes = (strangers or [stream])[0] if full else None
             if goes is not None and goes is not stream:
                 del self._inbound[goes]
             if goes is not stream:
@@ -157,7 +165,7 @@ class Answering:
                     stream.abort()
         if goes is not None:
             goes.abort()
-        return not full
+        return beside if full else 0
 
     def _serve(self, stream: Stream) -> None:
         """All of an inbound connection."""

@@ -16,15 +16,15 @@ from gossipx.errors import (
     GossipxError,
     NoCarrierError,
     NotAuthorisedError,
+    OutOfReachError,
     PeerFaultError,
-    PeerTimeoutError,
     PeerUnreachableError,
     UsageError,
 )
 from gossipx.messages import Reply, Request
 from gossipx.transports import Address, unix
 from gossipx.transports.link import Link
-from gossipx.wire import Sink, Welcome, frames
+from gossipx.wire import DescribeRequest, Sink, Welcome, frames
 
 log = logging.getLogger("gossipx")
 
@@ -59,14 +59,16 @@ class Asking:
         self._only_memory = only_memory
         self._links = member.links
         self._numbers = itertools.count(1)
-        self._apart: set[int] = set()  # ranks that say they are on this machine and cannot be reached as such
-        self._bare: set[int] = set()  # ranks with which no carrier can be built
         # Everything below is touched under the lock alone.
         self._lock = threading.Lock()
         self._arrived = threading.Condition(self._lock)  # a job, or the end
         self._jobs: deque[Job] = deque()
         self._unfinished: set[Job] = set()
         self._resting = 0  # workers without a job
+        self._met: dict[int, str] = {}  # by rank, which process has answered last: its name on its machine
+        # Of these processes: they say that they are on this machine, and cannot be reached as such;
+        self._apart: set[int] = set()
+        self._bare: set[int] = set()  # and no carrier can be built with them.
 
     def request(self, job: Job) -> None:
         """Have a request sent; see :meth:`gossipx.comm.CommManager.request`."""
@@ -136,27 +138,34 @@ class Asking:
             return self._attempt(job)
         except NoCarrierError as error:
             with self._lock:
-                told = job.to in self._bare
-                self._bare.add(job.to)
-            if not told:
+                met = self._met.get(job.to)
+            reply = self._attempt(job, bare=True)  # raises if it is the peer that is gone, and not a way to it
+            with self._lock:
+                new = self._met.get(job.to) == met and job.to not in self._bare
+                if new:
+                    self._bare.add(job.to)
+            if new:
                 log.warning("models of %s come over sockets from now on: %s", self._member.names[job.to], error)
-            return self._attempt(job)
+            return reply
 
-    def _attempt(self, job: Job) -> Reply:
+    def _attempt(self, job: Job, bare: bool = False) -> Reply:
+        """Ask on a kept connection, or a new one; ``bare``: without a carrier."""
         link = self._links.take(job.to)
         if link is not None:
             began = time.monotonic()
             try:
-                return self._ask_over(link, job)
+                return self._ask_over(link, job, bare)
             except PeerUnreachableError:
                 if link.heard or time.monotonic() - began > _AT_ONCE:
                     raise
-        return self._ask_over(self._open(job.to, job.deadline), job)
+        return self._ask_over(self._open(job.to, job.deadline), job, bare)
 
-    def _ask_over(self, link: Link, job: Job) -> Reply:
+    def _ask_over(self, link: Link, job: Job, bare: bool) -> Reply:
         carriers = self._member.carriers
+        with self._lock:
+            bare = bare or job.to in self._bare
         with self._links.dropped_on_failure(link):
-            if carriers is not None and link.carrier is None and job.to not in self._bare and _wants_bytes(job):
+            if carriers is not None and link.carrier is None and not bare and _wants_bytes(job):
                 # Half the time: if it cannot be built, the other half is for the model to come without.
                 by = (time.monotonic() + self._soon(job.deadline)) / 2
                 link.ask_for_carrier(carriers, next(self._numbers), by)
@@ -169,9 +178,9 @@ class Asking:
         member, deadline = self._member, self._soon(deadline)
         link = self._links.add(member.transport.connect(member.addresses[to], deadline))
         they = self._greet(link, to, deadline)
-        here = bool(member.machine and they.local) and they.machine == member.machine and to not in self._apart
+        here = self._meet(they, to)
         with self._links.dropped_on_failure(link):
-            local = self._open_local(they, to, deadline) if here else None
+            local = self._open_local(they, to, link, deadline) if here else None
         if local is not None:
             self._links.drop(link)
             return local
@@ -180,22 +189,40 @@ class Asking:
             raise UsageError(f"no memory can be shared with {member.names[to]}, as --transport shm wants: use auto")
         return link
 
+    def _meet(self, they: Welcome, to: int) -> bool:
+        """Peer ``to`` has answered; whether it is on this machine, as far as is known.
+
+        What was found of a process holds no more once another has taken its place.
+        """
+        with self._lock:
+            if self._met.get(to) != they.local:
+                self._met[to] = they.local
+                self._apart.discard(to)
+                self._bare.discard(to)
+            machine = self._member.machine
+            return machine != "" and they.machine == machine and to not in self._apart
+
     def _soon(self, deadline: float) -> float:
         """When a handshake must be over."""
         return min(deadline, time.monotonic() + self._member.timeout)
 
-    def _open_local(self, they: Welcome, to: int, deadline: float) -> Link | None:
-        """The same over a Unix socket, to a peer that says it is on this machine; None if it cannot be reached so."""
+    def _open_local(self, they: Welcome, to: int, link: Link, deadline: float) -> Link | None:
+        """The same over a Unix socket, to a peer that says it is on this machine; None if it cannot be reached so.
+
+        Args:
+            link: to the same peer, by which it is asked whether it is still there.
+        """
         try:
-            local = self._links.add(unix.connect(Address(they.local, 0), deadline))
-            self._greet(local, to, deadline)
-            return local
-        except PeerTimeoutError:
-            raise  # it says nothing of whether it could be reached
-        except PeerFaultError as error:
+            stream = unix.connect(Address(they.local, 0), deadline)
+        except OutOfReachError as error:
+            link.ask(DescribeRequest(), next(self._numbers), deadline)  # raises if it has just ended, name and all
             log.debug("%s is on this machine and cannot share memory: %s", self._member.names[to], error)
-            self._apart.add(to)
+            with self._lock:
+                self._apart.add(to)
             return None
+        local = self._links.add(stream)
+        self._greet(local, to, deadline)
+        return local
 
     def _greet(self, link: Link, to: int, deadline: float) -> Welcome:
         member = self._member

@@ -6,7 +6,7 @@ has open.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -104,8 +104,13 @@ class Carrier(Protocol):
     One payload at a time. Deadlines are as those of a :class:`Stream`. After an error, only abort is of use.
     """
 
-    def send(self, view: memoryview, deadline: float) -> Iterator[memoryview]:
+    def send(
+        self, view: memoryview, deadline: float, turn: Callable[[memoryview], None] = lambda part: None
+    ) -> Iterator[memoryview]:
         """Send all of ``view``, which must not change until the last part was given.
+
+        Args:
+            turn: told of each part before it is sent, and returns when it may be.
 
         Yields:
             its bytes in order, in parts that are on their way, for whoever wants to look at them meanwhile.

@@ -24,7 +24,7 @@ class TheirMemory:
         self._mapped: dict[tuple[int, int], mmap.mmap] = {}  # by its file
 
     def view(self, descriptor: int, nbytes: int) -> memoryview:
-        """At least ``nbytes`` that may only be read; the descriptor is closed.
+        """At least ``nbytes``, to be read: what is written there stays here alone. The descriptor is closed.
 
         Raises:
             ProtocolError: it is none of so much memory, or of memory that could be cut short.
@@ -37,7 +37,8 @@ class TheirMemory:
                     raise ProtocolError(f"a descriptor of no memory of {nbytes} bytes that stays as it is")
                 if len(self._mapped) >= _MAPPED:
                     self._mapped.pop(next(iter(self._mapped)))
-                # Private, so that nothing done here could reach the other side.
+                # Private, so that nothing done here could reach the other side; writable, as torch warns of memory that
+                # is not.
                 self._mapped[place] = mmap.mmap(descriptor, status.st_size, flags=mmap.MAP_PRIVATE)
             elif len(self._mapped[place]) < nbytes:
                 raise ProtocolError(f"memory of {len(self._mapped[place])} bytes for a payload of {nbytes}")

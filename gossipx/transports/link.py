@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol, cast
 
 from gossipx.errors import (
+    LocalFaultError,
     ModelMismatchError,
     NoCarrierError,
     NotAuthorisedError,
@@ -121,10 +122,11 @@ class Link:
                 self.send([[part]], deadline)
 
     def _wait_for_turn(self, pace: Pace, nbytes: int, deadline: float) -> None:
-        begins = time.monotonic() + pace.reserve(nbytes)
-        if self._owner.closed.wait(min(begins, deadline) - time.monotonic()):
+        left = deadline - time.monotonic()
+        wait = pace.reserve(nbytes, left)
+        if self._owner.closed.wait(min(wait, left)):
             raise self._owner.gone()
-        if begins > deadline:
+        if wait > left:
             raise PeerTimeoutError(f"--max-rate leaves no room for a model to {self.stream.remote} in time")
 
     def send_model(self, reply: ModelReply, number: int, payload: Source, deadline: float) -> None:
@@ -154,13 +156,17 @@ class Link:
     def _carry(self, carrier: Carrier, view: memoryview, number: int, deadline: float) -> None:
         """Send a payload by the carrier; what its check ends in goes over the connection."""
         check = hashlib.sha256() if isinstance(self.stream, Certified) else self.checks()
+
+        def turn(part: memoryview) -> None:
+            if self._owner.pace is not None:
+                for piece in self._owner.pace.parts([part]):
+                    self._wait_for_turn(self._owner.pace, len(piece), deadline)
+
         with self._watching(carrier):
-            for part in carrier.send(view.cast("B"), deadline):
+            for part in carrier.send(view.cast("B"), deadline, turn):
                 for start in range(0, len(part), PIECE):
                     check.update(part[start : start + PIECE])
                 self._owner.count(len(part), 0)
-                if self._owner.pace is not None:
-                    self._wait_for_turn(self._owner.pace, len(part), deadline)
         self.send(frames.encode(Carried(check.digest().hex()), number, checks=self.checks), deadline)
 
     def _take_carried(self, carrier: Carrier, sink: Sink, number: int, deadline: float) -> None:
@@ -195,7 +201,12 @@ class Link:
                     carrier.abort()
                     return
 
-        self._owner.spawn("watch", watch)
+        try:
+            self._owner.spawn("watch", watch)
+        except RuntimeError as error:
+            raise LocalFaultError(
+                f"no model can go by a process group with {self.stream.remote}: {error}; allow more threads (ulimit -u)"
+            ) from error
         try:
             yield
         finally:
@@ -269,7 +280,10 @@ class Link:
         self.send(frames.encode(message, number, checks=self.checks), deadline)
         frame = self.receive(deadline, answer_to(message, number, payload))
         if isinstance(frame.message, ModelReply):
-            self.send(frames.encode(Taken(), number, checks=self.checks), deadline)
+            try:
+                self.send(frames.encode(Taken(), number, checks=self.checks), deadline)
+            finally:
+                self.heard = True  # what is taken in already must not be asked for again
         return frame
 
     def prove(self, secret: auth.Secret, me: Hello, to: str, deadline: float) -> None:

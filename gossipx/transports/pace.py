@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import threading
 import time
@@ -47,13 +48,15 @@ class Pace:
         self._free_at = clock()
         self._piece = min(max(int(rate * TICK), PIECE_LEAST), PIECE)
 
-    def reserve(self, nbytes: int) -> float:
-        """Reserve so many bytes; seconds from now at which they may be sent."""
+    def reserve(self, nbytes: int, within: float = math.inf) -> float:
+        """Reserve so many bytes; seconds from now at which they may go. More than ``within``: nothing was reserved."""
         with self._lock:
             now = self._clock()
             begins = max(self._free_at, now - BURST)
-            self._free_at = begins + nbytes / self._rate
-            return max(0.0, begins - now)
+            wait = max(0.0, begins - now)
+            if wait <= within:
+                self._free_at = begins + nbytes / self._rate
+            return wait
 
     def parts(self, buffers: Sequence[bytes | memoryview]) -> Iterator[memoryview]:
         """All bytes of ``buffers`` in their order, in pieces that are each to be reserved."""

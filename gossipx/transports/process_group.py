@@ -14,7 +14,7 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -53,9 +53,12 @@ class ProcessGroups:
         """One end of a group, while the other peer builds the other; see :class:`gossipx.transports.Carriers`."""
         store = _Store(notes)
         try:
-            group = self._backend.build(store, 0 if receives else 1, here, deadline)
-            pair = PairGroup(group, self._backend, self._spare, 1 if receives else 0)
-            pair.try_out(receives, deadline)
+            with contextlib.ExitStack() as undo:
+                group = self._backend.build(store, 0 if receives else 1, here, deadline)
+                pair = PairGroup(group, self._backend, self._spare, 1 if receives else 0)
+                undo.callback(pair.abort)
+                pair.try_out(receives, deadline)
+                undo.pop_all()
         except Exception as error:
             if isinstance(store.failure, GossipxError):
                 raise store.failure from error
@@ -105,7 +108,9 @@ class PairGroup:
             for _ in self.send(memoryview(bytearray(1)), deadline):
                 pass
 
-    def send(self, view: memoryview, deadline: float) -> Iterator[memoryview]:
+    def send(
+        self, view: memoryview, deadline: float, turn: Callable[[memoryview], None] = lambda part: None
+    ) -> Iterator[memoryview]:
         """Send; see :class:`gossipx.transports.Carrier`."""
         staging = self._staging() if self._backend.copies else None
         under_way: deque[Work] = deque()
@@ -113,6 +118,7 @@ class PairGroup:
             if len(under_way) == WINDOW:
                 self._wait(under_way.popleft(), deadline)
             part = view[start : start + CHUNK]
+            turn(part)
             with self._mapped(deadline):
                 tensor = self._backend.outgoing(part, staging, number % WINDOW)
                 under_way.append(self._group.send([tensor], self._other, MODEL))

@@ -316,6 +316,8 @@ class Tls:
         self._server = self._context(ssl.PROTOCOL_TLS_SERVER)
         self._server.num_tickets = 0
         self._client = self._context(ssl.PROTOCOL_TLS_CLIENT)
+        # A name stands among the alternative names; what else stands in a certificate is for people to read.
+        self._client.hostname_checks_common_name = False
         self._spare: list[memoryview] = []
 
     def listen(self, address: Address) -> TlsListener:

@@ -8,13 +8,21 @@ from __future__ import annotations
 
 import array
 import contextlib
+import errno
 import os
 import socket
 import sys
 import time
 from pathlib import Path
 
-from gossipx.errors import GossipxError, LocalFaultError, PeerTimeoutError, PeerUnreachableError, ProtocolError
+from gossipx.errors import (
+    GossipxError,
+    LocalFaultError,
+    OutOfReachError,
+    PeerTimeoutError,
+    PeerUnreachableError,
+    ProtocolError,
+)
 from gossipx.transports import Address
 from gossipx.transports.sockets import BACKLOG, SocketListener, SocketStream, advice, reason
 
@@ -31,6 +39,8 @@ def machine() -> str:
 
 # Bytes that a socket of this family holds: more did not make it faster.
 _HOLDS = 2**20
+# Nobody listens at a name, which other namespaces do not share; or the system does not let this process reach it.
+_OUT_OF_REACH = {errno.ECONNREFUSED, errno.ENOENT, errno.EACCES, errno.EPERM}
 
 
 def _place(address: Address) -> str:
@@ -94,7 +104,8 @@ def connect(address: Address, deadline: float) -> UnixStream:
     """Connect to the name ``address.host``.
 
     Raises:
-        PeerUnreachableError: nothing listens there.
+        OutOfReachError: nothing listens there, as far as this process may see.
+        PeerUnreachableError: it cannot be reached now.
         PeerTimeoutError: not accepted by the deadline.
         LocalFaultError: this machine lacks what it takes now.
     """
@@ -110,6 +121,7 @@ def connect(address: Address, deadline: float) -> UnixStream:
         except TimeoutError as error:
             raise PeerTimeoutError(f"{address} did not answer within the deadline") from error
         except OSError as error:
-            raise PeerUnreachableError(f"cannot connect to {address}: {reason(error)}") from error
+            kind = OutOfReachError if error.errno in _OUT_OF_REACH else PeerUnreachableError
+            raise kind(f"cannot connect to {address}: {reason(error)}") from error
         undo.pop_all()
     return UnixStream(connecting, address)

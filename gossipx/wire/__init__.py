@@ -55,7 +55,8 @@ class Welcome:
 
     Attributes:
         machine: tells machines apart; empty: unknown.
-        local: the name at which processes of this machine reach the same peer with memory to share; empty: none.
+        local: the name of this process on its machine, which no other has had; by it, processes of the same ``machine``
+            reach it with memory to share.
     """
 
     rank: int

@@ -26,13 +26,19 @@ from gossipx.errors import GossipxError, PeerTimeoutError, PeerUnreachableError
 from gossipx.memory import PIECE, Memory, Source
 from gossipx.messages import HereReply, LeaveRequest, ModelReply, PullRequest, Reply, Stage
 from gossipx.transports import Address
+from gossipx.transports.unix import UnixStream
 from gossipx.wire import Bytes
 
 MODEL = 64 * PIECE  # more than lies on the way anywhere
 PAST_ALL_32_BITS = 2**31 + 100 * PIECE + 12
 
 
-@pytest.fixture(params=[pytest.param(name, marks=shares_memory) if "shm" in name else name for name in WAYS])
+MARKS = {"shm": shares_memory, "nccl": pytest.mark.cuda}
+
+
+@pytest.fixture(
+    params=[pytest.param(name, marks=[mark for kind, mark in MARKS.items() if kind in name]) for name in WAYS]
+)
 def way(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     name: str = request.param
     certify(name, tmp_path)
@@ -259,8 +265,8 @@ def test_a_connection_that_one_side_has_half_closed_is_not_used_again(
 
 
 @pytest.mark.parametrize("whose", [0, 1])
-def test_closing_in_the_middle_of_a_model_ends_it_on_both_sides(
-    start: Callable[[int], list[Host]], way: str, whose: int
+def test_closing_in_the_middle_of_a_model_ends_it_on_both_sides(  # [1] [2]
+    start: Callable[[int], list[Host]], whose: int
 ) -> None:
     hosts = start(3)
     began, go_on = threading.Event(), threading.Event()
@@ -274,17 +280,75 @@ def test_closing_in_the_middle_of_a_model_ends_it_on_both_sides(
     assert began.wait(LONG)
     closing = threading.Thread(target=hosts[whose].comm.close)
     closing.start()
-    assert hosts[whose].comm._member.links.closed.wait(LONG)
-    if whose == 0:
-        assert hosts[1].answered.get(timeout=LONG) is False  # while the receiver still does what it does
+    assert hosts[1].answered.get(timeout=LONG) is False  # while the receiver still does what it does
     go_on.set()
     closing.join(LONG)
-    result = results.get(timeout=LONG)
-    if whose == 0 or "shm" not in way:
-        assert isinstance(result, PeerUnreachableError)
+    assert isinstance(results.get(timeout=LONG), PeerUnreachableError)
     if whose == 0:  # and the giver still gives
         assert pulled(hosts[2], 1, MODEL) == model(MODEL)
     assert results.empty()
+
+
+@pytest.mark.parametrize("whose", [0, 1])
+def test_a_connection_that_one_side_half_closes_in_the_middle_of_a_model_carries_no_more(  # [7]
+    start: Callable[[int], list[Host]], way: str, whose: int
+) -> None:
+    """Nobody takes a model for whole of which the other cannot be told, and the next goes over a new connection."""
+    hosts = start(2)
+    hosts[1].serve(model(MODEL))
+    assert pulled(hosts[0], 1, MODEL) == model(MODEL)
+    assert hosts[1].answered.get(timeout=LONG) is True
+    closed: set[Any] = set()
+    result = pull(hosts[0], 1, During(MODEL, lambda: closed.update(half_close(hosts[whose], set())))).get(timeout=LONG)
+    assert closed
+    whole = whose == 1 and "shm" in way  # all of it was given at once, and the giver can still be told
+    assert result == ModelReply(1) if whole else isinstance(result, PeerUnreachableError)
+    assert hosts[1].answered.get(timeout=LONG) is whole
+    assert pulled(hosts[0], 1, MODEL) == model(MODEL)
+
+
+def test_a_giver_that_never_answers_has_a_deadline(start: Callable[[int], list[Host]]) -> None:  # [7]
+    a, b = start(2)
+    b.serve(model(PIECE))
+    assert pulled(a, 1, PIECE) == model(PIECE)
+    assert b.answered.get(timeout=LONG) is True
+    b.received.get(timeout=LONG)
+    b.react = None
+    room = bytearray(PIECE)
+    assert isinstance(a.ask(1, PullRequest(1, 30.0), room, SHORT).get(timeout=LONG), PeerTimeoutError)
+    _, key, _ = b.received.get(timeout=LONG)
+    b.answer(key, ModelReply(1), model(PIECE))
+    assert b.answered.get(timeout=LONG) is False, "it came too late"
+    assert room == bytes(PIECE)
+    b.serve(model(PIECE))
+    assert pulled(a, 1, PIECE) == model(PIECE)
+
+
+@pytest.mark.parametrize("way", [pytest.param(name, marks=shares_memory) for name in WAYS if "shm" in name])
+def test_a_giver_that_stops_before_it_hands_its_memory_over_has_a_deadline(  # [3] [7]
+    start: Callable[[int], list[Host]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the frame that announces a model and the descriptor of the memory where it lies."""
+    a, b = start(2)
+    b.serve(model(PIECE))
+    given_up = threading.Event()
+    hand_over, stopped = UnixStream.send_descriptor, []
+
+    def stop(stream: UnixStream, descriptor: int, deadline: float) -> None:
+        stopped.append(descriptor)
+        assert given_up.wait(LONG)
+        hand_over(stream, descriptor, deadline)
+
+    room = bytearray(PIECE)
+    with monkeypatch.context() as patched:
+        patched.setattr(UnixStream, "send_descriptor", stop)
+        error = a.ask(1, PullRequest(1, 30.0), room, SHORT).get(timeout=LONG)
+        given_up.set()
+        assert b.answered.get(timeout=LONG) is False
+    assert isinstance(error, PeerTimeoutError)
+    assert len(stopped) == 1
+    assert room == bytes(PIECE)
+    assert pulled(a, 1, PIECE) == model(PIECE)
 
 
 def test_a_giver_that_stops_in_the_middle_has_a_deadline(  # [3]

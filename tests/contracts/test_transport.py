@@ -457,8 +457,10 @@ def test_out_of_descriptors_accepting_fails_and_recovers() -> None:  # [40]
 # --- TLS ----------------------------------------------------------------------------------------
 
 
-def meeting(server: Transport, client: Transport, beside: Beside) -> tuple[Stream | str, Stream | str]:
-    """Each side's stream after one byte both ways, or what it was refused by."""
+def meeting(
+    server: Transport, client: Transport, beside: Beside, by: str = "127.0.0.1"
+) -> tuple[Stream | str, Stream | str]:
+    """Each side's stream after one byte both ways, or what it was refused by; ``by``: the server's name to clients."""
     listening = server.listen(Address("127.0.0.1", 0))
     streams: list[Stream] = []
 
@@ -475,7 +477,7 @@ def meeting(server: Transport, client: Transport, beside: Beside) -> tuple[Strea
             return str(error)
         return stream
 
-    connecting = beside(talk, lambda: client.connect(listening.address, soon()))
+    connecting = beside(talk, lambda: client.connect(Address(by, listening.address.port), soon()))
     accepted = talk(listening.accept)
     connected = connecting.result(LONG)
     listening.close()
@@ -558,6 +560,17 @@ def test_a_certificate_for_another_host_is_refused_by_who_connects(  # [20]
     accepted, connected = meeting(authority.issue(host).transport(), authority.issue().transport(), beside)
     assert "is not for '127.0.0.1', the host in the hosts file" in str(connected)
     assert "refuses the certificate of this peer: is it for its host in the hosts file?" in str(accepted)
+
+
+def test_a_common_name_is_no_host_to_who_connects(tmp_path: Path, beside: Beside) -> None:  # [20]
+    """A certificate that names its host as the subject only, as were made before alternative names."""
+    authority = Authority(tmp_path)
+    server, client = authority.issue("localhost", alternative=False), authority.issue()
+    told = meeting(server.transport(), client.transport(), beside, by="localhost")
+    assert "is not for 'localhost', the host in the hosts file" in str(told[1])
+    accepted, _ = meeting(client.transport(), server.transport(), beside)
+    assert isinstance(accepted, Certified)
+    assert not accepted.speaks_for("localhost")
 
 
 def test_who_accepts_can_ask_for_whom_the_certificate_is(tmp_path: Path, beside: Beside) -> None:

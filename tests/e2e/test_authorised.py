@@ -10,7 +10,6 @@ import dataclasses
 import logging
 import os
 import random
-import resource
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -28,6 +27,7 @@ from gossipx.transports import Address
 from gossipx.transports.link import Link
 from gossipx.wire import Challenge, Hello, NotAuthorised, Open, Proof, Refused, frames, kinds
 from gossipx.wire.auth import Secret
+from runs import open_files
 
 start, heard = test_comm.start, test_comm.heard
 SECRET, WRONG = Secret(b"the secret of these tests"), Secret(b"another one, of somebody else")
@@ -391,18 +391,12 @@ def test_a_bad_certificate_is_refused_and_told(start: Start, heard: Heard, tmp_p
 
 
 def test_a_thousand_idle_connections_leave_peers_and_threads_alone(start: Start, guard: dict[str, Any]) -> None:  # [25]
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 3000
-    if hard != resource.RLIM_INFINITY and hard < wanted:
-        pytest.skip(f"this machine allows {hard} open files a process")
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
     run, model = start(2), os.urandom(100_000)
     a, b = run.host(0, **guard), run.host(1, **guard)
     b.serve(model)
     assert a.ask(1, LeaveRequest()).get(timeout=LONG) == HereReply(Stage.TRAIN)
     threads = threading.active_count()
-    with contextlib.ExitStack() as strangers:
-        strangers.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+    with open_files(3000), contextlib.ExitStack() as strangers:
         for _ in range(1000):
             strangers.enter_context(knock(b))
         room = bytearray(len(model))

@@ -16,18 +16,21 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from managers import LONG, MANIFEST, SHORT, Host, Model, Run, runs, shares_memory, soon
+from managers import LONG, MANIFEST, SHORT, Host, Model, Run, runs, settings_of, shares_memory, soon
 
 from gossipx.errors import (
     GossipxError,
+    LocalFaultError,
     ModelMismatchError,
     PeerTimeoutError,
     PeerUnreachableError,
     ProtocolError,
+    UsageError,
 )
 from gossipx.memory import PIECE, Memory, Source
 from gossipx.messages import (
@@ -44,7 +47,7 @@ from gossipx.messages import (
 from gossipx.transports import Address, tcp, unix
 from gossipx.transports.link import Link
 from gossipx.transports.sockets import SocketStream
-from gossipx.wire import Bytes, Hello, Refused, Sink, Welcome, auth, frames
+from gossipx.wire import Bytes, Hello, Refused, Sink, Welcome, frames
 
 
 @pytest.fixture
@@ -211,14 +214,17 @@ def test_a_model_of_another_size_is_refused(two: tuple[Host, Host]) -> None:  # 
     assert isinstance(a.ask(1, PullRequest(1, 30.0)).get(timeout=LONG), ProtocolError)
 
 
-@pytest.mark.parametrize("secret", [None, auth.Secret(b"0123456789abcdef")])
+@pytest.mark.parametrize("way", ["tcp", "tcp, secret", "gloo"])
 def test_models_leave_no_faster_than_max_rate_whoever_asks(
-    start: Callable[[int], Run], secret: auth.Secret | None
+    start: Callable[[int], Run], way: str, tmp_path: Path
 ) -> None:
     """Two pull at once: together they get the rate, and the small burst that is saved up."""
     run = start(3)
-    giver = run.host(0, max_rate=4e6, share_memory=False, secret=secret)
-    pullers = [run.host(rank, share_memory=False, secret=secret) for rank in (1, 2)]
+    giver = run.host(0, max_rate=4e6, **settings_of(way, tmp_path))
+    pullers = [run.host(rank, **settings_of(way, tmp_path)) for rank in (1, 2)]
+    giver.serve(b"1234")
+    for one in pullers:  # from here on nothing is built any more
+        assert one.ask(0, PullRequest(1, 30.0), bytearray(4)).get(timeout=LONG) == ModelReply(1)
     model = bytes(range(256)) * 4_000
     giver.serve(model)
     rooms = [bytearray(len(model)) for _ in pullers]
@@ -231,12 +237,15 @@ def test_models_leave_no_faster_than_max_rate_whoever_asks(
 
 def test_what_max_rate_cannot_send_in_time_is_given_up(start: Callable[[int], Run]) -> None:
     run = start(2)
-    giver, puller = run.host(0, max_rate=1e4, share_memory=False), run.host(1, share_memory=False)
+    giver, puller = run.host(0, max_rate=1e3, share_memory=False), run.host(1, share_memory=False)
     result = puller.ask(0, PullRequest(1, 30.0), bytearray(100_000))
     _, key, _ = giver.received.get(timeout=LONG)
     giver.comm.answer(key, ModelReply(1), payload=Model(bytes(100_000)), deadline=soon(0.5), done=giver.answered.put)
     assert isinstance(result.get(timeout=LONG), GossipxError)
     assert giver.answered.get(timeout=LONG) is False
+    pace = giver.comm._member.links.pace
+    assert pace is not None
+    assert pace.reserve(0.0) < 6.0, "of two pieces of 4.1 seconds, the one that was sent has been paid for"
 
 
 def test_callbacks_may_call_the_manager(two: tuple[Host, Host]) -> None:
@@ -580,9 +589,30 @@ def test_above_the_cap_the_oldest_stranger_is_closed(start: Callable[[int], Run]
         assert heard.records.get().levelno == logging.DEBUG  # the warning came once
 
 
+def test_of_those_who_have_not_said_who_they_are_32_stay_where_there_is_room_for_more(  # [25]
+    start: Callable[[int], Run], heard: Heard
+) -> None:
+    """What is kept free for peers is not given to strangers while there are few peers."""
+    run = start(3)
+    a, b = run.host(0, share_memory=False), run.host(1)
+    b.serve(b"")
+    with contextlib.ExitStack() as undo:
+        strangers = [undo.enter_context(knock(b)) for _ in range(40)]
+        for oldest in strangers[:8]:
+            assert oldest.recv(1) == b""
+        assert "32 connections are open" in heard.wait("connections are open").getMessage()
+        assert a.ask(1, LeaveRequest()).get(timeout=LONG) == HereReply(Stage.TRAIN)
+        assert strangers[8].recv(1) == b"", "for the peer that came"
+        for other in strangers[9:]:
+            other.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                other.recv(1)
+
+
 def test_without_room_for_a_stranger_a_new_connection_is_closed(start: Callable[[int], Run]) -> None:  # [25]
     run = start(2)
-    a, b = run.host(0), run.host(1, max_connections=1)
+    # Without memory to share there is one connection, rather than another one for a moment.
+    a, b = run.host(0, share_memory=False), run.host(1, max_connections=1)
     b.serve(b"")
     assert a.ask(1, LeaveRequest()).get(timeout=LONG) == HereReply(Stage.TRAIN)
     with knock(b) as stream:
@@ -747,6 +777,80 @@ def test_who_comes_while_a_peer_starts_shares_memory_with_it(
     b.answer(key, ModelReply(1), b"1234")
     assert asked[0].get(timeout=LONG) == ModelReply(1)
     assert a.comm._asking._apart == set()
+
+
+def shares(a: Host, beside: list[int]) -> bool:
+    """Whether a model that ``a`` pulls from peer 1 comes in memory that both share."""
+    before = len(beside)
+    assert a.ask(1, PullRequest(1, 30.0), bytearray(4)).get(timeout=LONG) == ModelReply(1)
+    return len(beside) > before
+
+
+@shares_memory
+@pytest.mark.parametrize("only_memory", [True, False])
+def test_a_peer_that_dies_before_it_is_reached_by_its_name_is_unreachable_and_no_mistake(  # [1] [36]
+    start: Callable[[int], Run], beside: list[int], monkeypatch: pytest.MonkeyPatch, only_memory: bool
+) -> None:
+    run = start(2)
+    a, b = run.host(0, only_memory=only_memory), run.host(1)
+    connect = unix.connect
+
+    def dying(address: Address, deadline: float) -> unix.UnixStream:
+        b.comm.close()
+        return connect(address, deadline)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(unix, "connect", dying)
+        error = a.ask(1, PullRequest(1, 30.0), bytearray(4)).get(timeout=LONG)
+    assert isinstance(error, PeerUnreachableError)
+    run.host(1, bind=b.comm.address).serve(b"1234")
+    assert shares(a, beside), "what is there now has not been out of reach"
+
+
+@shares_memory
+def test_with_a_peer_in_another_namespace_memory_is_tried_once_until_it_starts_anew(  # [36]
+    start: Callable[[int], Run], beside: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = start(3)
+    a, b, strict = run.host(0), run.host(1), run.host(2, only_memory=True)
+    b.serve(b"1234")
+    tried: list[Address] = []
+    connect = unix.connect
+
+    def elsewhere(address: Address, deadline: float) -> unix.UnixStream:
+        tried.append(address)
+        return connect(Address(f"{address.host}-elsewhere", 0), deadline)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(unix, "connect", elsewhere)
+        assert not shares(a, beside)
+        for link in a.comm._member.links._idle[1]:
+            link.stream.abort()  # so that the next request needs a connection of its own
+        assert not shares(a, beside)
+        assert len(tried) == 1
+        error = strict.ask(1, PullRequest(1, 30.0), bytearray(4)).get(timeout=LONG)
+        assert isinstance(error, UsageError)
+        assert "no memory can be shared with peer-01, as --transport shm wants: use auto" in str(error)
+    b.comm.close()
+    run.host(1, bind=b.comm.address).serve(b"1234")
+    assert shares(a, beside)
+
+
+@shares_memory
+def test_what_keeps_a_peer_from_its_name_for_a_moment_ends_one_request(  # [40]
+    start: Callable[[int], Run], beside: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = start(2)
+    a, b = run.host(0, only_memory=True), run.host(1)
+    b.serve(b"1234")
+
+    def lacking(address: Address, deadline: float) -> unix.UnixStream:
+        raise LocalFaultError("no file descriptor is left")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(unix, "connect", lacking)
+        assert isinstance(a.ask(1, PullRequest(1, 30.0), bytearray(4)).get(timeout=LONG), LocalFaultError)
+    assert shares(a, beside)
 
 
 def test_an_answer_that_begins_later_is_not_sent_before(start: Callable[[int], Run]) -> None:

@@ -388,6 +388,23 @@ def test_all_is_gone_if_it_cannot_be_finished(monkeypatch: pytest.MonkeyPatch) -
 
 
 @needs_network
+def test_a_switch_that_does_not_end_keeps_nothing_else_from_going(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("emulated.network.works", lambda *command, given="": False)  # no netem: a switch delays
+    with pytest.raises(subprocess.TimeoutExpired), EmulatedNetwork(2, "10mbit", delay_ms=1) as net:
+        started = net.hosts[0].popen(["sleep", "1000"])
+        assert net._switch is not None
+        wait = net._switch.wait
+
+        def late(timeout: float | None = None) -> int:
+            assert wait(timeout) == -signal.SIGKILL
+            raise subprocess.TimeoutExpired("switch", timeout or 0.0)
+
+        monkeypatch.setattr(net._switch, "wait", late)
+    assert of_this_process() == []
+    assert started.returncode == -signal.SIGKILL
+
+
+@needs_network
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, -signal.SIGINT)])
 def test_all_is_gone_after_sigterm_or_ctrl_c(number: signal.Signals, code: int) -> None:
     with owner() as (process, name, pids):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -16,7 +19,7 @@ import pytest
 import torch
 from managers import LONG, Host, certify, runs, settings_of
 
-from gossipx.errors import NoCarrierError, PeerUnreachableError, ProtocolError
+from gossipx.errors import LocalFaultError, NoCarrierError, PeerUnreachableError, ProtocolError
 from gossipx.messages import ModelReply, PullRequest
 from gossipx.transports import Notes, link
 from gossipx.transports.backends import CHUNK, Gloo
@@ -164,6 +167,95 @@ def test_a_peer_that_dies_while_a_group_is_built_is_gone_and_not_gloo(
     monkeypatch.setattr(Gloo, "build", dying)
     assert isinstance(a.ask(1, PullRequest(1, 30.0), bytearray(4)).get(timeout=LONG), PeerUnreachableError)
     assert told(caplog) == []
+
+
+DYING = """
+import os, runpy, signal, sys
+from gossipx.transports.process_group import PairGroup
+
+PairGroup.try_out = lambda *given: os.kill(os.getpid(), signal.SIGKILL)
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_a_peer_that_dies_while_a_group_is_tried_out_is_gone_and_gets_one_once_it_is_back(  # [1] [36]
+    start: Callable[..., list[Host]],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    built: list[bool],
+    tmp_path: Path,
+) -> None:
+    aborted: list[PairGroup] = []
+    abort = PairGroup.abort
+
+    def aborting(group: PairGroup) -> None:
+        aborted.append(group)
+        abort(group)
+
+    monkeypatch.setattr(PairGroup, "abort", aborting)
+    a, b = start("gloo", "gloo")
+    b.comm.close()
+    with contextlib.ExitStack() as undo:
+        giver = str(Path(__file__).parents[1] / "giver.py")
+        command = [sys.executable, "-c", DYING, giver, "gloo", str(tmp_path), "1000", str(b.comm.address.port)]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        dying = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+        undo.enter_context(dying)
+        undo.callback(dying.kill)
+        assert dying.stdout is not None
+        assert dying.stdout.readline()
+        error = a.ask(1, PullRequest(1, 30.0), bytearray(1000)).get(timeout=LONG)
+        assert dying.wait(LONG) == -signal.SIGKILL
+    assert isinstance(error, PeerUnreachableError)
+    assert told(caplog) == []
+    assert len(aborted) == 1, "what was built of the group has ended with it"
+    assert built == []
+    give(b.run.host(1, bind=b.comm.address, **settings_of("gloo", tmp_path)))
+    pulls_well(a)
+    assert sorted(built) == [False, True]
+
+
+def test_a_peer_that_comes_back_with_the_same_transport_gets_a_group(  # [36]
+    start: Callable[..., list[Host]], caplog: pytest.LogCaptureFixture, built: list[bool], tmp_path: Path
+) -> None:
+    a, b = start("gloo", "tcp")
+    give(b)
+    pulls_well(a)
+    assert built == []
+    assert len(told(caplog)) == 1
+    b.comm.close()
+    give(b.run.host(1, bind=b.comm.address, **settings_of("gloo", tmp_path)))
+    pulls_well(a, 2)
+    assert sorted(built) == [False, True]
+    assert len(told(caplog)) == 1
+
+
+@pytest.mark.parametrize("whose", [0, 1])
+def test_without_a_thread_left_no_model_is_taken_and_one_line_says_so(
+    start: Callable[..., list[Host]], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, whose: int
+) -> None:
+    hosts = start("gloo", "gloo")
+    give(hosts[1])
+    pulls_well(hosts[0])
+    links = hosts[whose].comm._member.links
+    spawn = links.spawn
+
+    def none_left(what: str, target: Callable[..., None], *given: object) -> None:
+        if what == "watch":
+            raise RuntimeError("can't start new thread")
+        spawn(what, target, *given)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(links, "spawn", none_left)
+        error = hosts[0].ask(1, PullRequest(1, 30.0), bytearray(SIZE)).get(timeout=LONG)
+    if whose == 0:
+        assert isinstance(error, LocalFaultError)
+        assert "can't start new thread; allow more threads" in str(error)
+    else:
+        assert isinstance(error, PeerUnreachableError)
+    assert told(caplog) == []
+    pulls_well(hosts[0])
 
 
 @pytest.mark.parametrize(("way", "digits"), [("gloo", 16), ("gloo, secret", 64), ("gloo, tls", 64)])

@@ -5,6 +5,7 @@ Numbers in brackets are rows of the project's fault list.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import select
@@ -18,7 +19,7 @@ import pytest
 
 from gossipx import config
 from gossipx.metrics import Summary
-from runs import LONG, Folder, Run, children, differences, folder, is_running
+from runs import LONG, Folder, Run, children, differences, folder, is_running, open_files
 
 BRIEF = ("--policy", "tau:5", "--iterations", "40", "--eval-interval", "0")
 PER_PEER = [
@@ -300,3 +301,43 @@ def test_a_data_file_that_is_not_the_published_one_is_named(place: Any) -> None:
         (data / name).write_bytes(b"not it")
     line = here.refused(*BRIEF, "--data-dir", "data")
     assert "train-images-idx3-ubyte.gz: its md5 is" in line
+
+
+# --- strangers --------------------------------------------------------------------------------------
+
+
+IN_THE_CROWD = """
+model = nn.Linear(4, 50)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+with gossipx.join(model, optimizer) as peer:
+    train(peer, model, optimizer, 5)
+    print("trains", flush=True)
+    while not (FOLDER / "crowd").exists():
+        train(peer, model, optimizer, peer.iteration + 5)
+    before = peer.iteration
+    train(peer, model, optimizer, before + 200)
+tell(peer, before=before, after=peer.iteration)
+"""
+
+
+def test_a_thousand_idle_connections_cost_training_no_step_and_no_model(tmp_path: Path) -> None:  # [25]
+    with folder(tmp_path, 2) as here, open_files(2000), contextlib.ExitStack() as crowd:
+        script = here.script(IN_THE_CROWD)
+        run = here.start_run("--policy", "tau:5", "--blocking", "--peer-timeout", "20", script, tmp_path)
+        for _ in range(2):
+            run.line("trains")
+        host, port = here.names[0].split(":")
+        connections = [crowd.enter_context(socket.create_connection((host, int(port)))) for _ in range(1000)]
+        (tmp_path / "crowd").touch()
+        ended = run.end()
+        assert ended.code == 0, ended.shown
+        told = ended.output + ended.errors
+        assert told.count("connections are open: closing those that have not said who they are") >= 1, ended.shown
+        for idle in connections:
+            assert idle.recv(1) == b""
+        summary = Run(tmp_path / "x", ended).summary
+        assert summary["lost"] == []
+        for rank in (0, 1):
+            steps = here.told(rank)
+            assert steps["after"] == steps["before"] + 200
+            assert summary["retrievals"][rank] == steps["after"] // 5, "each decision to pull has brought a model"

@@ -93,14 +93,19 @@ def sweep() -> list[str]:
 
 
 def remove(those: Iterable[str]) -> None:
-    """Kill all that runs in these namespaces, and remove them with their devices."""
-    for name in list(those):
-        try:
-            _empty(name)
-            run("ip", "netns", "del", name)
-        except NetworkUnavailableError:
-            if name in names():  # and was not swept by another process just now
-                raise
+    """Kill all that runs in these namespaces, and remove them with their devices; what fails is told at the end."""
+    with contextlib.ExitStack() as each:
+        for name in list(those):
+            each.callback(_remove, name)
+
+
+def _remove(name: str) -> None:
+    try:
+        _empty(name)
+        run("ip", "netns", "del", name)
+    except NetworkUnavailableError:
+        if name in names():  # and was not swept by another process just now
+            raise
 
 
 def _empty(name: str) -> None:

@@ -220,16 +220,23 @@ class EmulatedNetwork:
         self.switch_counts()  # it answers once it serves
 
     def _remove(self) -> None:
-        with _signals_wait():
-            if self._switch is not None:
-                assert self._switch.stdin is not None and self._switch.stdout is not None
-                self._switch.kill()
-                self._switch.wait(GONE_WITHIN)
-                self._switch.stdin.close()
-                self._switch.stdout.close()
-            namespaces.remove(name for name in namespaces.names() if name.startswith(f"{self._prefix}-"))
+        """Remove all of it; what fails keeps nothing else from being removed."""
+        with _signals_wait(), contextlib.ExitStack() as last_first:
             for host in self.hosts:
-                host.reap()
+                last_first.callback(host.reap)
+            last_first.callback(self._remove_namespaces)
+            if self._switch is not None:
+                last_first.callback(_end, self._switch)
+
+    def _remove_namespaces(self) -> None:
+        namespaces.remove(name for name in namespaces.names() if name.startswith(f"{self._prefix}-"))
+
+
+def _end(switch: subprocess.Popen[str]) -> None:
+    assert switch.stdin is not None and switch.stdout is not None
+    with switch.stdin, switch.stdout:
+        switch.kill()
+        switch.wait(GONE_WITHIN)
 
 
 def _queue(namespace: str, device: str, kind: str) -> dict[str, int]:

@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from gossipx.memory import Memory, cannot_shrink
+from gossipx.transports.beside import TheirMemory
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has memory with a descriptor")
 
@@ -36,6 +37,14 @@ def test_it_can_neither_shrink_nor_be_written_by_others() -> None:
     loose = os.memfd_create("loose", os.MFD_ALLOW_SEALING)
     assert not cannot_shrink(loose)
     os.close(loose)
+
+
+def test_what_is_written_to_a_view_of_it_does_not_reach_its_owner() -> None:
+    memory = Memory(5000)
+    assert memory.descriptor is not None
+    view = TheirMemory().view(os.dup(memory.descriptor), 5000)
+    view[:4] = b"mine"
+    assert bytes(memory.view) == bytes(5000)
 
 
 def test_its_descriptor_goes_with_it_and_its_bytes_with_the_last_view() -> None:

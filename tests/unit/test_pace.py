@@ -67,3 +67,14 @@ def test_the_pieces_are_the_bytes_in_their_order(sizes: list[int], rate: float) 
     pieces = [bytes(part) for part in Pace(rate).parts(buffers)]
     assert b"".join(pieces) == b"".join(buffers)
     assert all(0 < len(piece) <= max(PIECE_LEAST, min(rate / 100, PIECE)) for piece in pieces)
+
+
+def test_what_may_not_go_in_time_is_not_spent() -> None:
+    clock = Clock()
+    pace = Pace(1.0, clock)
+    clock.now += 100
+    assert pace.reserve(2) == 0.0
+    late = 2.0 - BURST
+    assert [pace.reserve(5, within=1.0) for _ in range(3)] == pytest.approx([late] * 3), "all are told the same"
+    assert pace.reserve(1, within=2.0) == pytest.approx(late)
+    assert pace.reserve(1) == pytest.approx(late + 1)

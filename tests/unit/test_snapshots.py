@@ -61,6 +61,12 @@ def test_while_training_rests_a_copy_is_made_at_once_and_shared(whole: bool):
     assert arena.snapshot(whole) is not one
 
 
+def test_a_snapshot_of_nothing_knows_its_step():
+    empty = snapshots.Snapshot(made().pool)
+    empty.fill([], None, step=3)
+    assert (empty.step, empty.vectors) == (3, [])
+
+
 @pytest.mark.parametrize("whole", [False, True])
 def test_in_the_midst_of_a_step_the_next_boundary_is_promised(whole: bool):
     arena = made()
