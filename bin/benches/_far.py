@@ -87,11 +87,14 @@ def filled(size: int) -> Memory:
 # --- blocking sockets, without any check ---------------------------------------------------------------
 
 
-def loss_based(connected: socket.socket) -> None:
-    """The faster congestion control on loopback, as far as the system allows it."""
+def loss_based(connecting: socket.socket) -> None:
+    """The faster congestion control on loopback, as far as the system allows it.
+
+    Before the connection is there: one that began with bbr stays paced, and goes at half the rate now and then.
+    """
     for name in (b"cubic", b"reno"):
         try:
-            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name)
+            connecting.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name)
             return
         except (OSError, AttributeError):
             pass
@@ -101,9 +104,9 @@ def serve_raw(size: int, sending: str) -> None:
     """Send the model for each byte that comes; ``sending`` is sendall or sendfile."""
     model = filled(size)
     with socket.create_server((HERE, 0)) as listening:
+        loss_based(listening)
         print(listening.getsockname()[1], flush=True)
         connected, _ = listening.accept()
-        loss_based(connected)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         while asked := connected.recv(4096):
             if len(asked) > 1:
@@ -121,8 +124,9 @@ class Raw:
 
     def __init__(self, size: int, sending: str):
         self._process, port = start(__file__, "raw", size, sending)
-        self._socket = socket.create_connection((HERE, int(port)))
+        self._socket = socket.socket()
         loss_based(self._socket)
+        self._socket.connect((HERE, int(port)))
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._room = Memory(size).view
         self._question = bytes(1024)

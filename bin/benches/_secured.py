@@ -53,9 +53,9 @@ def serve_secured(size: int, way: str) -> None:
     model = filled(size)
     kind, _, folder = way.partition(":")
     with socket.create_server((HERE, 0)) as listening:
+        loss_based(listening)
         print(listening.getsockname()[1], flush=True)
         connected, _ = listening.accept()
-        loss_based(connected)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if kind == "tls":
             connected = context(Path(folder), ssl.PROTOCOL_TLS_SERVER).wrap_socket(connected, server_side=True)
@@ -74,8 +74,9 @@ class Secured:
     def __init__(self, size: int, way: str):
         self._process, port = start(__file__, "secured", size, way)
         self._kind, _, folder = way.partition(":")
-        self._socket = socket.create_connection((HERE, int(port)))
+        self._socket = socket.socket()
         loss_based(self._socket)
+        self._socket.connect((HERE, int(port)))
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if self._kind == "tls":
             self._socket = context(Path(folder), ssl.PROTOCOL_TLS_CLIENT).wrap_socket(self._socket)

@@ -28,7 +28,8 @@ _LACKING = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 _NO_LOOK_UP = {socket.EAI_AGAIN, socket.EAI_MEMORY, socket.EAI_SYSTEM}
 
 # Congestion control, by preference. Where nothing is lost the loss-based ones fill loopback and a LAN at twice the rate
-# of bbr, the default of many systems; with 50 ms and 1 % loss bbr moves 25 times as much as they do.
+# of bbr, the default of many systems; with 50 ms and 1 % loss bbr moves 25 times as much as they do. A connection that
+# began with bbr is paced by the system for good, at half the rate now and then: so all begin with the first.
 _SHORT = ("cubic", "reno")
 _LONG = ("bbr", "cubic")
 # Microseconds: longer than within a building, shorter than between cities.
@@ -59,13 +60,17 @@ class TcpStream(SocketStream):
     def tune(self) -> None:
         """Choose the congestion control that suits the path, as far as the system has a choice and allows it."""
         wanted = _LONG if _is_long(self._socket) else _SHORT
-        if self._control == wanted[0] or not hasattr(socket, "TCP_CONGESTION"):
-            return
-        for name in wanted:
-            with contextlib.suppress(OSError):  # not loaded, or not among those that are allowed
-                self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name.encode())
-                self._control = name
-                return
+        if self._control != wanted[0]:
+            self._control = _control(self._socket, wanted)
+
+
+def _control(socket_: socket.socket, wanted: Sequence[str]) -> str:
+    """Set the first congestion control that there is, which is returned; empty if it stays the system's default."""
+    for name in wanted if hasattr(socket, "TCP_CONGESTION") else ():
+        with contextlib.suppress(OSError):  # not loaded, or not among those that are allowed
+            socket_.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name.encode())
+            return name
+    return ""
 
 
 def _is_long(connected: socket.socket) -> bool:
@@ -102,6 +107,7 @@ def listen(address: Address) -> SocketListener[TcpStream]:
         raise GossipxError(f"cannot listen at {address}: {reason(error)}") from error
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        _control(listening, _SHORT)  # of what it accepts, too
         listening.bind(place)
         listening.listen(BACKLOG)
         own = Address(*listening.getsockname()[:2])
@@ -143,6 +149,7 @@ def connect(address: Address, deadline: float) -> TcpStream:
 
 
 def _connect(connecting: socket.socket, place: tuple[object, ...], address: Address, deadline: float) -> None:
+    _control(connecting, _SHORT)
     connecting.setblocking(False)
     code = connecting.connect_ex(place)
     if code == errno.EINPROGRESS:
