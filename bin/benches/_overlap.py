@@ -100,7 +100,7 @@ def _figures(policy: str, added: float, medians: dict[str, float]) -> list[Any]:
 
 def _run(net: EmulatedNetwork, scratch: Path, policy: str, iterations: int) -> Overlapped:
     script = Path(__file__).with_name("_large_model.py")
-    options = ("--policy", policy, "--overwrite", "--no-save-model", "--finish", "none")
+    options = ("--policy", policy, "--delta", "sampled", "--overwrite", "--no-save-model", "--finish", "none")
     before = _received(net)
     one = train(net, scratch, "run", *options, script, str(PARAMETERS), str(iterations), str(STEP_SECONDS))[0]
     # A joining peer takes the model, too: what frames add to the payload is the same for all.
