@@ -45,10 +45,10 @@ class Way(Protocol):
         """End it."""
 
 
-def start(script: str, kind: str, size: int, *more: str) -> tuple[subprocess.Popen[str], str]:
+def start(script: str, kind: str, size: int, *more: str, stdin: int | None = None) -> tuple[subprocess.Popen[str], str]:
     """The process in which ``script`` serves a way, and the line that it prints."""
     command = [sys.executable, script, kind, str(size), *more]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, stdin=stdin, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     return process, process.stdout.readline().strip()
 

@@ -1,7 +1,11 @@
-"""How fast a model comes from another process: gossipx beside sockets without any check, gloo, torch rpc and memcpy."""
+"""How fast a model comes from another process: gossipx beside sockets without any check, gloo, torch rpc and memcpy.
+
+And beside hivemind and iperf3, where they are installed.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 import statistics
@@ -15,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from _far import HERE, Gloo, Gossipx, Iperf, Raw, Rpc, pin
+from _hivemind import Hivemind
 from _report import figure
 from _secured import Secured
 from torch import nn
@@ -86,8 +91,10 @@ def pulls(size: int, rounds: int, scratch: Path) -> tuple[list[tuple[str, ...]],
     rate = _rates(size, {"memcpy": lambda: np.copyto(target, source)}, ways, rounds)
     # By itself, when all others have ended: on one machine its threads never sleep, and take every core.
     rate |= _rates(size, {}, {"torch rpc": Rpc(size, str(scratch / f"rpc-{size}"))}, rounds)
+    if importlib.util.find_spec("hivemind"):
+        rate |= _rates(size, {}, {"hivemind, all-reduce of two": Hivemind(size)}, rounds)
     raw = max(rate["sockets, sendall"], rate["sockets, sendfile"])
-    others = max(rate["gloo"], rate["torch rpc"])
+    others = max(value for name, value in rate.items() if name.startswith(("gloo", "torch", "hivemind")))
     references: dict[str, tuple[float, float | None]] = {
         "gossipx, TCP": (raw, 0.9),
         "gossipx, TCP, averaged": (rate["gossipx, TCP"], 0.75),
@@ -98,7 +105,7 @@ def pulls(size: int, rounds: int, scratch: Path) -> tuple[list[tuple[str, ...]],
     }
     rows, figures = _told(size, rate, references, raw)
     ahead = rate["gossipx, TCP"]
-    name = f"{size // 1_000_000} MB: ahead of gloo and rpc"
+    name = f"{size // 1_000_000} MB: ahead of gloo, rpc and hivemind"
     figures.append(figure(name, ahead, "GB/s", goal=others, met=ahead > others))
     return rows, figures
 
