@@ -35,8 +35,8 @@ known is that it takes longer."""
 
 
 @dataclass
-class Way:
-    """What is known of the way of models from another peer to us, or from us to it.
+class Transfers:
+    """What is known of how models come from another peer to us, or get from us to it.
 
     Attributes:
         seconds: that the last models took.
@@ -71,8 +71,8 @@ class Other:
         rests_until: it is not asked before then, unless it is heard of.
         aside_until: it is not asked for a model before then, since its last one could not be used.
         lost: it is not waited for.
-        taken: the way of models from it to us.
-        given: the way of models from us to it.
+        taken: how models come from it to us.
+        given: how models get from us to it.
     """
 
     stage: Stage | None = None
@@ -85,11 +85,11 @@ class Other:
     rests_until: float = 0.0
     aside_until: float = 0.0
     lost: bool = False
-    taken: Way = field(default_factory=Way)
-    given: Way = field(default_factory=Way)
+    taken: Transfers = field(default_factory=Transfers)
+    given: Transfers = field(default_factory=Transfers)
 
-    def way(self, given: bool) -> Way:
-        """The way of models to it, or from it."""
+    def transfers(self, given: bool) -> Transfers:
+        """Of models to it, or from it."""
         return self.given if given else self.taken
 
     @property
@@ -159,31 +159,33 @@ class Membership:
             for rank in self._neighbours
             if rank not in besides and others[rank].may_be_asked(now) and others[rank].stage is not Stage.DONE
         ]
-        rates = {rank: rate for rank in free if (rate := others[rank].way(given).rate) is not None}
+        rates = {rank: rate for rank in free if (rate := others[rank].transfers(given).rate) is not None}
         return self._schedule.partner(self._rank, self._round, free, self._rng, rates)
 
     def measured(self, rank: int, seconds: float, given: bool = False) -> None:
         """A model took ``seconds`` from ``rank`` to us, from its request on; ``given``: from us to ``rank``."""
-        self.others[rank].way(given).measured(seconds)
+        self.others[rank].transfers(given).measured(seconds)
 
     def patience(self, rank: int, given: bool = False, doublings: int = PATIENCE_DOUBLINGS) -> float:
         """Seconds that a model from ``rank`` (``given``: to it) is waited for: by those of its last, else of all's.
 
         Those that have come too late since double it, up to ``doublings`` times.
         """
-        way = self.others[rank].way(given)
-        measured = way.seconds or [seconds for one in self.others.values() for seconds in one.way(given).seconds]
+        transfers = self.others[rank].transfers(given)
+        measured = transfers.seconds or [
+            seconds for one in self.others.values() for seconds in one.transfers(given).seconds
+        ]
         patience = self._model_timeout
         if measured:
             usual = median(measured)
             deviation = DEVIATION * median(abs(seconds - usual) for seconds in measured)
             least = self._timeout * (1 if given else PATIENCE_LEAST)
             patience = max(least, PATIENCE[0] * (usual + PATIENCE[1] * deviation))
-        return float(patience * 2 ** min(way.late, doublings))
+        return float(patience * 2 ** min(transfers.late, doublings))
 
     def was_late(self, rank: int, given: bool = False) -> None:
         """A model from ``rank`` (``given``: to it) did not come in time."""
-        self.others[rank].way(given).late += 1
+        self.others[rank].transfers(given).late += 1
 
     def in_training(self, now: float) -> list[int]:
         """Ranks that are believed to train, ascending, and can be counted on: a wave that begins now is theirs."""
