@@ -38,7 +38,7 @@ class SyncManager:
 
     Attributes:
         retrievals: models of others that were mixed; those that others pushed, too.
-        skipped: decisions that fell while an exchange was under way, or found all others so.
+        skipped: decisions that fell while an exchange was under way, or when nobody could be asked or all said no.
         failed: exchanges that were begun and not completed, and waves in which nobody was met.
     """
 

@@ -367,7 +367,7 @@ class Peer:
             "train_seconds": figures.seconds,
             "skipped": sync.skipped,
             "failed": sync.failed,
-            "poisoned": self._role.counts.poisoned,
+            "poisoned": self._role.poisoned,
             "finish_rounds_lost": self._role.rounds_lost,
             "consensus_distance": figures.distance,
         }

@@ -40,7 +40,7 @@ class Summary:
         train_seconds: each peer's, from its first iteration to its last.
         blocked_seconds: the training thread stopped by gossipx, while training.
         overhead_seconds: the training thread measuring its own model and recording figures.
-        skipped: decisions to exchange while an exchange was under way, or when all others were busy.
+        skipped: decisions to exchange while one was under way, or when no other could be asked or all were busy.
         failed: exchanges begun and not completed.
         poisoned: received models refused for NaN or Inf.
     """

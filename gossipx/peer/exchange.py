@@ -48,19 +48,6 @@ OFFER, SETTLE = "offer", "settle"
 """Timers: the exchange that we began is given up; it is asked again whether that of another stands."""
 
 
-@dataclass
-class Counts:
-    """What a peer counts beside what its SyncManager counts.
-
-    Attributes:
-        poisoned: received models that held NaN or Inf and were refused.
-        alone: decisions to exchange when no neighbour could be asked.
-    """
-
-    poisoned: int = 0
-    alone: int = 0
-
-
 @dataclass(frozen=True)
 class Ground:
     """What exchanges and pulls stand on: parts of their peer's role; its peer_timeout, and whether exchanges block."""
@@ -73,7 +60,6 @@ class Ground:
     giving: Giving
     requests: Requests
     sync: SyncManager
-    counts: Counts
 
 
 class Way(enum.Enum):

@@ -86,7 +86,7 @@ class Pairs(Exchange):
     def begin(self, now: float) -> list[Effect]:
         to = self._draw(now)
         if to is None:
-            self._ground.counts.alone += 1
+            self._ground.sync.skipped += 1
             return []
         self._ground.sync.requested()
         self._decided = True

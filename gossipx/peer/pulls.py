@@ -62,7 +62,7 @@ class Pulls:
         """The policy has decided to pull, and no pull is under way; ``step``: iterations that we have done."""
         to = self._ground.members.draw(now)
         if to is None:
-            self._ground.counts.alone += 1
+            self._ground.sync.skipped += 1
             return []
         self._ground.sync.requested()
         request = self._ask(to, frozenset(), False, now, step, now)

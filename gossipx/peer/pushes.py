@@ -98,7 +98,7 @@ class Pushes(Exchange):
             return []
         to = self._draw(now, given=True)
         if to is None:
-            self._ground.counts.alone += 1
+            self._ground.sync.skipped += 1
             return []
         self._ground.sync.requested()
         offered = self._send(to, frozenset(), False, now)

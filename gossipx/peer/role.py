@@ -59,7 +59,7 @@ from gossipx.messages import (
     TakeRequest,
 )
 from gossipx.mixing import Average, Mixing
-from gossipx.peer.exchange import OFFER, SETTLE, Counts, Exchange, Ground
+from gossipx.peer.exchange import OFFER, SETTLE, Exchange, Ground
 from gossipx.peer.gathering import ANNOUNCE, GATHER, Gathering
 from gossipx.peer.giving import Giving
 from gossipx.peer.joining import Joining
@@ -109,7 +109,7 @@ class PeerRole:
     shares: Mapping[int, float] = field(default_factory=dict)
 
     stage: Stage = field(default=Stage.JOINING, init=False)
-    counts: Counts = field(default_factory=Counts, init=False)
+    poisoned: int = field(default=0, init=False)  # models that held NaN or Inf and were refused
     report: dict[str, Any] = field(default_factory=dict, init=False)  # our final figures, once known
     _requests: Requests = field(default_factory=Requests, init=False)
 
@@ -124,7 +124,7 @@ class PeerRole:
         self.joining = Joining(self.rank, self.members, self._requests, self.gathering, settings, self._model_timeout)
         self.waves = Waves(self.rank, self.members, self._requests, self.sync, timeout)
         own = self.rank, self.incarnation, timeout, settings.blocking
-        ground = Ground(*own, self.members, self.giving, self._requests, self.sync, self.counts)
+        ground = Ground(*own, self.members, self.giving, self._requests, self.sync)
         self.pulls = Pulls(ground, self.mixing, self.shares, timeout)
         self.exchange: Exchange | None = None  # of a mode in which an exchange is more than one pull
         if settings.mode == "push":
@@ -382,7 +382,7 @@ class PeerRole:
 
     def _poisoned(self, ticket: int, now: float) -> list[Effect]:
         if self.stage is Stage.LEFT:
-            self.counts.poisoned += 1
+            self.poisoned += 1
             return []
         if (giver := self.joining.poisoned(ticket)) is not None:
             note = self._set_aside(giver, now)
@@ -393,7 +393,7 @@ class PeerRole:
 
     def _set_aside(self, sender: int, now: float) -> Note:
         """A model of ``sender`` cannot be used: count it, and ask it for none for a while."""
-        self.counts.poisoned += 1
+        self.poisoned += 1
         self.members.others[sender].aside_until = now + self.settings.peer_timeout
         return Note(
             "poisoned", f"the model of peer {sender} holds NaN or Inf: not mixed, and it is set aside for a while"
@@ -442,7 +442,7 @@ class PeerRole:
         if wave is None:  # it was given up meanwhile
             return []
         if not event.sound:
-            self.counts.poisoned += 1
+            self.poisoned += 1
             self.members.others[wave.partner].aside_until = now + self.settings.peer_timeout
         return self._went_on(wave.was_merged(event.sound, now), now)
 

@@ -105,7 +105,7 @@ class Training:
             here = ArriveRequest(Stage.TRAIN, self._ground.incarnation, wave=self._waves.latest)
             asking = [self._gathering.tell(rank, here, now) for rank in probed]
             begun = self._waves.start(self.step, now)
-            self._ground.counts.alone += not begun
+            self._ground.sync.skipped += not begun
         waiting: list[Effect] = [Wait()] if begun and self._ground.blocking else []
         return self.waved([*waiting, *begun, *asking], now)
 

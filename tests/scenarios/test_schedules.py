@@ -59,7 +59,7 @@ def test_a_peer_without_a_partner_rests_for_that_round_alone() -> None:
     """In a star of three, each leaf has its turn every other round, and a rest counts as a round."""
     made = ran(3, 6, graph="star", schedule="one-peer")
     assert [asked(made, rank)[:5] for rank in range(3)] == [[1, 2, 1, 2, 1], [0, 0, 0], [0, 0, 0]]
-    assert [made.peers[rank].role.counts.alone for rank in (1, 2)] == [3, 3]
+    assert [made.peers[rank].role.sync.skipped for rank in (1, 2)] == [3, 3]
 
 
 @pytest.mark.parametrize("schedule", ["static", "one-peer", "inner-outer", "bandwidth-aware"])
