@@ -245,9 +245,17 @@ def _check_exchange(config: RunConfig) -> None:
         raise UsageError(f"{given} sets the share of a received model itself: leave --mixing out")
     exchange = config.exchange
     pulls = sync.exchange == "pulls" and sync.mode == "pull"
-    if exchange.max_served != ExchangeSettings().max_served and not pulls:
-        given = "--exchange waves" if sync.exchange == "waves" else f"--mode {sync.mode}"
+    usual = ExchangeSettings()
+    given = "--exchange waves" if sync.exchange == "waves" else f"--mode {sync.mode}"
+    if exchange.max_served != usual.max_served and not pulls:
         raise UsageError(f"--max-served counts pulls, and with {given} nobody pulls: leave one out")
+    if exchange.serve_share != usual.serve_share and not pulls:
+        raise UsageError(f"--serve-share is of answering pulls, and with {given} nobody pulls: leave one out")
+    if exchange.serve_share != usual.serve_share and sync.blocking:
+        raise UsageError(
+            "--serve-share keeps answers from taking time of training, and with --blocking training waits for pulls"
+            " anyway, so that all are answered: leave one out"
+        )
     if exchange.max_rate is not None and exchange.transport == "shm":
         raise UsageError(
             f"--max-rate {exchange.max_rate} is of a network, and with --transport shm no model goes over one:"

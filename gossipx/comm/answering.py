@@ -68,13 +68,7 @@ class Answering:
             oldest of these is closed.
     """
 
-    def __init__(
-        self,
-        member: Member,
-        bind: Address,
-        on_request: Callable[[int, Hashable, Request], None],
-        most: int,
-    ):
+    def __init__(self, member: Member, bind: Address, on_request: Callable[[int, Hashable, Request], None], most: int):
         self._member = member
         self._bind = bind
         self._on_request = on_request
