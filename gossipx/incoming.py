@@ -86,10 +86,10 @@ class Incoming:
         done = 0
         while done < len(view):
             segment = self._segment(start + done)
-            most = PIECE if segment.trained else segment.stop
-            stop = min(len(view), done + most, segment.stop - start)
+            stop = min(len(view), segment.stop - start)
             self._settle(start + done)
             if segment.trained:
+                stop = min(stop, done + PIECE)
                 self._compare(segment, start + done, view[done:stop])
             else:
                 copy(view[done:stop], self.buffer.view[start + done : start + stop])

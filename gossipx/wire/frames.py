@@ -124,13 +124,15 @@ def _with_payload(head: bytes, payload: Source, checks: Checks) -> Iterator[Buff
     check = checks()
     for start in range(0, len(view), PIECE):
         piece = view[start : start + PIECE]
-        yield [*buffers, piece]
-        buffers = []
+        buffers.append(piece)
+        if start + PIECE < len(view):
+            yield buffers
+            buffers = []
         check.update(piece)  # after it was sent: what the other side does with it takes as long
     digest = check.digest()
     if checks is CHECKSUMS:
         payload.checksum = digest
-    yield [digest]
+    yield [*buffers, digest]  # with the last piece, so that a small model goes in one call
 
 
 # --- in -----------------------------------------------------------------------------------------

@@ -195,6 +195,7 @@ def test_a_payload_goes_out_in_pieces_without_a_copy() -> None:
     sent = [buffer for buffers in encode(ModelReply(1), 1, Source(payload)) for buffer in buffers]
     pieces = [buffer for buffer in sent if isinstance(buffer, memoryview)]
     assert [len(piece) for piece in pieces] == [PIECE, PIECE, 1]
+    assert len(list(encode(ModelReply(1), 1, Source(payload[:PIECE])))) == 1, "what is one piece goes in one call"
     assert all(piece.obj is payload.obj for piece in pieces)
 
 
