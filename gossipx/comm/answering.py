@@ -22,7 +22,7 @@ from gossipx.errors import (
 )
 from gossipx.memory import Source
 from gossipx.messages import ModelReply, Reply, Request
-from gossipx.transports import Address, Listener, Stream, unix
+from gossipx.transports import Address, Listener, Stream, handshake, unix
 from gossipx.transports.link import Link
 from gossipx.wire import CarrierRequest, DescribeRequest, Description, Hello, Welcome, frames
 
@@ -169,10 +169,10 @@ class Answering:
             try:
                 deadline = time.monotonic() + member.timeout
                 if member.secret is not None:
-                    link.challenge(member.secret, member.me, deadline)
+                    handshake.challenge(link, member.secret, member.me, deadline)
                 hosts = [address.host for address in member.addresses]
                 welcome = Welcome(member.me.rank, member.me.name, member.me.model, member.machine, self._local.host)
-                they = link.admit(member.me, member.names, hosts, welcome, deadline)
+                they = handshake.admit(link, member.me, member.names, hosts, welcome, deadline)
                 member.trust.taken_in()
                 with self._lock:
                     if stream in self._inbound:
@@ -200,7 +200,7 @@ class Answering:
             described = Description(manifest.view.nbytes)
             link.send(frames.encode(described, frame.request, manifest, link.checks), deadline)
         elif they.model != self._member.me.model:
-            raise link.refuse("the models differ", deadline)
+            raise handshake.refuse(link, "the models differ", deadline)
         elif isinstance(frame.message, Request):
             self._ask(link, they.rank, frame.request, frame.message)
         elif isinstance(frame.message, CarrierRequest):

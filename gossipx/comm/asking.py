@@ -22,7 +22,7 @@ from gossipx.errors import (
     UsageError,
 )
 from gossipx.messages import Reply, Request
-from gossipx.transports import Address, unix
+from gossipx.transports import Address, handshake, unix
 from gossipx.transports.link import Link
 from gossipx.wire import DescribeRequest, Sink, Welcome, frames
 
@@ -228,8 +228,8 @@ class Asking:
         member = self._member
         with self._links.dropped_on_failure(link):
             if member.secret is not None:
-                link.prove(member.secret, member.me, member.names[to], deadline)
-            they = link.greet(member.me, to, member.names[to], member.manifest, deadline)
+                handshake.prove(link, member.secret, member.me, member.names[to], deadline)
+            they = handshake.greet(link, member.me, to, member.names[to], member.manifest, deadline)
         member.trust.taken_in()
         return they
 

@@ -6,22 +6,18 @@ import contextlib
 import hashlib
 import hmac
 import math
-import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Protocol, cast
+from collections.abc import Callable, Iterable, Iterator
+from typing import Protocol
 
 from gossipx.errors import (
     LocalFaultError,
-    ModelMismatchError,
     NoCarrierError,
-    NotAuthorisedError,
     PeerFaultError,
     PeerTimeoutError,
     PeerUnreachableError,
     ProtocolError,
-    StrangerError,
 )
 from gossipx.memory import PIECE, Source
 from gossipx.messages import ModelReply
@@ -29,31 +25,20 @@ from gossipx.transports import Carrier, Carriers, Certified, SharesMemory, Strea
 from gossipx.transports.beside import Notebook, TheirMemory
 from gossipx.transports.pace import Pace
 from gossipx.wire import (
-    Accepted,
-    Bytes,
     Carried,
     CarrierRequest,
-    Challenge,
-    DescribeRequest,
     Expect,
-    Hello,
     Message,
     NoCarrierReply,
-    NotAuthorised,
     Open,
-    Proof,
-    Refused,
     Sink,
     Taken,
-    Welcome,
     answer_to,
     auth,
-    difference,
     frames,
     gather,
     kinds,
     no_payload,
-    objection,
 )
 
 # Seconds between two looks whether the other side of a transfer beside a connection is still there.
@@ -94,6 +79,7 @@ class Link:
         heard: whether anything came since a frame was last sent.
         checks: of the frames that are sent, for :func:`gossipx.wire.frames.encode`.
         carrier: takes models beside the stream, once it is built.
+        opened: what the other side has proven to be, once it has.
     """
 
     def __init__(self, stream: Stream, owner: Owner):
@@ -105,7 +91,7 @@ class Link:
         self._owner = owner
         self._expect: Expect = no_payload
         self._decoder = frames.Decoder(lambda message, request: self._expect(message, request), kinds.SMALL_METADATA)
-        self._opened: Open | None = None  # what the other side has proven to be
+        self.opened: Open | None = None
 
     def send(self, frame: Iterable[frames.Buffers], deadline: float) -> None:
         """Send what :func:`gossipx.wire.frames.encode` gave; errors as :meth:`Stream.send`."""
@@ -286,126 +272,19 @@ class Link:
                 self.heard = True  # what is taken in already must not be asked for again
         return frame
 
-    def prove(self, secret: auth.Secret, me: Hello, to: str, deadline: float) -> None:
-        """Open a connection of a run that has a secret: both sides prove that they know it; then :meth:`greet`.
-
-        Raises:
-            NotAuthorisedError: one of them cannot.
-        """
-        opener = auth.Opener(secret, run=me.peers, name=me.name, to=to, nonce=os.urandom(auth.NONCE_BYTES))
-        challenge = cast(Challenge, self.ask(opener.opened, 0, deadline).message)
-        accepted = cast(Accepted, self.ask(opener.challenged(challenge), 0, deadline).message)
-        self._secure(opener.accepted(accepted))
-
-    def challenge(self, secret: auth.Secret, me: Hello, deadline: float) -> None:
-        """The other side of :meth:`prove`; then :meth:`admit`.
-
-        Raises:
-            NotAuthorisedError: the opener does not prove that it knows the secret.
-            ProtocolError: it does not try, or means another peer.
-        """
-        opened = self._first(deadline)
-        if isinstance(opened, Hello):
-            raise self.turn_away("this run has a secret; give every peer the same --secret-file", deadline)
-        if not isinstance(opened, Open):
-            raise ProtocolError(f"it began with {type(opened).__name__}, not Open")
-        answerer = auth.Answerer(secret, os.urandom(auth.NONCE_BYTES))
-        self.send(frames.encode(answerer.opened(opened), 0), deadline)
-        proof = self.receive(deadline).message
-        if not isinstance(proof, Proof):
-            raise ProtocolError(f"it answered a challenge by {type(proof).__name__}")
-        try:
-            accepted, session = answerer.proven(proof)
-        except NotAuthorisedError:
-            raise self.turn_away(auth.REFUSAL, deadline) from None
-        self.send(frames.encode(accepted, 0), deadline)
-        self._secure(session)
-        elsewhere = auth.misdirected(opened, me.name)
-        if elsewhere is not None:
-            raise self.refuse(elsewhere, deadline)
-
-    def _secure(self, session: auth.Session) -> None:
+    def secure(self, session: auth.Session) -> None:
+        """Every frame has a MAC of ``session`` from now on."""
         self.checks = session.sending
         self._decoder.use(session.receiving)
-        self._opened = session.opened
+        self.opened = session.opened
 
-    def _first(self, deadline: float) -> Message:
-        try:
-            return self.receive(deadline).message
-        except frames.VersionError as error:
-            raise self.refuse(str(error), deadline) from None
-
-    def greet(self, me: Hello, to: int, name: str, manifest: bytes, deadline: float) -> Welcome:
-        """Open a connection: say who ``me`` is, and hear that peer ``to`` answers.
-
-        Raises:
-            ProtocolError: it refuses, or another peer answers.
-            ModelMismatchError: its manifest differs from ours.
-        """
-        they = cast(Welcome, self.ask(me, 0, deadline).message)
-        if (they.rank, they.name) != (to, name):
-            raise ProtocolError(
-                f"at {self.stream.remote} answers {they.name}, rank {they.rank}, not rank {to};"
-                " start every peer with the same hosts file"
-            )
-        if they.model != me.model:
-            described = self.ask(DescribeRequest(), 0, deadline).payload
-            theirs = bytes(described.view) if isinstance(described, Bytes) else b""
-            raise ModelMismatchError(
-                f"the models of {me.name} and {name} differ:"
-                f" {difference(manifest, theirs)};"
-                " build the same model on every host"
-            )
+    def admitted(self) -> None:
+        """The other side is no stranger any more: it may say more at a time."""
         self._decoder.most = kinds.MAX_METADATA
-        return they
 
-    def admit(self, me: Hello, names: Sequence[str], hosts: Sequence[str], welcome: Welcome, deadline: float) -> Hello:
-        """The other side of :meth:`greet`: hear who opened the connection, and welcome or refuse.
-
-        Args:
-            names, hosts: of the run's peers, by rank.
-            welcome: what is answered.
-
-        Raises:
-            StrangerError: it is not who it says.
-            NotAuthorisedError: it has a secret to prove, and this peer has none.
-            ProtocolError: it is refused.
-        """
-        they = self._first(deadline)
-        if isinstance(they, Open):
-            raise self.turn_away("this peer has no secret; give every peer the same --secret-file", deadline)
-        if not isinstance(they, Hello):
-            raise ProtocolError(f"it began with {type(they).__name__}, not Hello")
-        if self._opened is not None and (self._opened.opener, self._opened.run) != (they.name, they.peers):
-            raise self.turn_away(f"it has proven to be {self._opened.opener}, not {they.name}", deadline, StrangerError)
-        reason = objection(me, they, names)
-        if reason is not None:
-            raise self.refuse(reason, deadline)
-        if isinstance(self.stream, Certified) and not self.stream.speaks_for(hosts[they.rank]):
-            whose = f"the certificate of {they.name} is not for '{hosts[they.rank]}', its host in the hosts file"
-            raise self.turn_away(whose, deadline, StrangerError)
-        self.send(frames.encode(welcome, 0, checks=self.checks), deadline)
-        self._decoder.most = kinds.MAX_METADATA
-        return they
-
-    def turn_away(
-        self, reason: str, deadline: float, kind: type[NotAuthorisedError | StrangerError] = NotAuthorisedError
-    ) -> PeerFaultError:
-        """As :meth:`refuse`, of one that has not proven who it is."""
-        self._close_with(NotAuthorised(reason), deadline)
-        return kind(f"not authorised: {reason}")
-
-    def refuse(self, reason: str, deadline: float) -> ProtocolError:
-        """Say why the connection will be closed; the error to end it with."""
-        self._close_with(Refused(reason), deadline)
-        return ProtocolError(reason)
-
-    def _close_with(self, last: Message, deadline: float) -> None:
-        self.send(frames.encode(last, 0, checks=self.checks), deadline)
-        # Closed while bytes of theirs are unread, TCP may take the reason back; so read them out.
+    def read_out(self, deadline: float) -> None:
+        """Read and drop whatever comes, until the other side closes or the deadline."""
         scrap = memoryview(bytearray(4096))
-        try:
+        with contextlib.suppress(PeerFaultError):
             while True:
                 self._owner.count(0, self.stream.receive_into(scrap, deadline))
-        except PeerFaultError:
-            return

@@ -23,7 +23,7 @@ from test_comm import LONG, Heard, Host, Run, frame, knock, read_frame
 
 from gossipx.errors import GossipxError, NotAuthorisedError, ProtocolError, StrangerError
 from gossipx.messages import HereReply, LeaveRequest, ModelReply, PullRequest, RoundRequest, Stage
-from gossipx.transports import Address
+from gossipx.transports import Address, handshake
 from gossipx.transports.link import Link
 from gossipx.wire import Challenge, Hello, NotAuthorised, Open, Proof, Refused, frames, kinds
 from gossipx.wire.auth import Secret
@@ -338,12 +338,12 @@ def test_a_connection_carried_back_to_its_opener_is_refused(  # [19]
 def test_who_proves_to_be_one_peer_cannot_speak_as_another(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     run = start(3)
     a, b = run.host(0, secret=SECRET), run.host(1, secret=SECRET)
-    greet = Link.greet
+    greet = handshake.greet
 
     def pretend(link: Link, me: Hello, *rest: Any) -> None:
         greet(link, dataclasses.replace(me, rank=2, name="peer-02"), *rest)
 
-    monkeypatch.setattr(Link, "greet", pretend)
+    monkeypatch.setattr(handshake, "greet", pretend)
     assert "it has proven to be peer-01, not peer-02" in str(failure(b, 0))
     assert a.received.empty()
 

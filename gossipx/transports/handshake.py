@@ -1,0 +1,157 @@
+"""How a connection begins: both sides say, and prove, who they are, or one of them says why it will be closed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import cast
+
+from gossipx.errors import (
+    ModelMismatchError,
+    NotAuthorisedError,
+    PeerFaultError,
+    ProtocolError,
+    StrangerError,
+)
+from gossipx.transports import Certified
+from gossipx.transports.link import Link
+from gossipx.wire import (
+    Accepted,
+    Bytes,
+    Challenge,
+    DescribeRequest,
+    Hello,
+    Message,
+    NotAuthorised,
+    Open,
+    Proof,
+    Refused,
+    Welcome,
+    auth,
+    difference,
+    frames,
+    objection,
+)
+
+
+def prove(link: Link, secret: auth.Secret, me: Hello, to: str, deadline: float) -> None:
+    """Open a connection of a run that has a secret: both sides prove that they know it; then :func:`greet`.
+
+    Raises:
+        NotAuthorisedError: one of them cannot.
+    """
+    opener = auth.Opener(secret, run=me.peers, name=me.name, to=to, nonce=os.urandom(auth.NONCE_BYTES))
+    asked = cast(Challenge, link.ask(opener.opened, 0, deadline).message)
+    accepted = cast(Accepted, link.ask(opener.challenged(asked), 0, deadline).message)
+    link.secure(opener.accepted(accepted))
+
+
+def challenge(link: Link, secret: auth.Secret, me: Hello, deadline: float) -> None:
+    """The other side of :func:`prove`; then :func:`admit`.
+
+    Raises:
+        NotAuthorisedError: the opener does not prove that it knows the secret.
+        ProtocolError: it does not try, or means another peer.
+    """
+    opened = _first(link, deadline)
+    if isinstance(opened, Hello):
+        raise _turn_away(link, "this run has a secret; give every peer the same --secret-file", deadline)
+    if not isinstance(opened, Open):
+        raise ProtocolError(f"it began with {type(opened).__name__}, not Open")
+    answerer = auth.Answerer(secret, os.urandom(auth.NONCE_BYTES))
+    link.send(frames.encode(answerer.opened(opened), 0), deadline)
+    proof = link.receive(deadline).message
+    if not isinstance(proof, Proof):
+        raise ProtocolError(f"it answered a challenge by {type(proof).__name__}")
+    try:
+        accepted, session = answerer.proven(proof)
+    except NotAuthorisedError:
+        raise _turn_away(link, auth.REFUSAL, deadline) from None
+    link.send(frames.encode(accepted, 0), deadline)
+    link.secure(session)
+    elsewhere = auth.misdirected(opened, me.name)
+    if elsewhere is not None:
+        raise refuse(link, elsewhere, deadline)
+
+
+def _first(link: Link, deadline: float) -> Message:
+    try:
+        return link.receive(deadline).message
+    except frames.VersionError as error:
+        raise refuse(link, str(error), deadline) from None
+
+
+def greet(link: Link, me: Hello, to: int, name: str, manifest: bytes, deadline: float) -> Welcome:
+    """Open a connection: say who ``me`` is, and hear that peer ``to`` answers.
+
+    Raises:
+        ProtocolError: it refuses, or another peer answers.
+        ModelMismatchError: its manifest differs from ours.
+    """
+    they = cast(Welcome, link.ask(me, 0, deadline).message)
+    if (they.rank, they.name) != (to, name):
+        raise ProtocolError(
+            f"at {link.stream.remote} answers {they.name}, rank {they.rank}, not rank {to};"
+            " start every peer with the same hosts file"
+        )
+    if they.model != me.model:
+        described = link.ask(DescribeRequest(), 0, deadline).payload
+        theirs = bytes(described.view) if isinstance(described, Bytes) else b""
+        raise ModelMismatchError(
+            f"the models of {me.name} and {name} differ:"
+            f" {difference(manifest, theirs)};"
+            " build the same model on every host"
+        )
+    link.admitted()
+    return they
+
+
+def admit(
+    link: Link, me: Hello, names: Sequence[str], hosts: Sequence[str], welcome: Welcome, deadline: float
+) -> Hello:
+    """The other side of :func:`greet`: hear who opened the connection, and welcome or refuse.
+
+    Args:
+        names, hosts: of the run's peers, by rank.
+        welcome: what is answered.
+
+    Raises:
+        StrangerError: it is not who it says.
+        NotAuthorisedError: it has a secret to prove, and this peer has none.
+        ProtocolError: it is refused.
+    """
+    they = _first(link, deadline)
+    if isinstance(they, Open):
+        raise _turn_away(link, "this peer has no secret; give every peer the same --secret-file", deadline)
+    if not isinstance(they, Hello):
+        raise ProtocolError(f"it began with {type(they).__name__}, not Hello")
+    if link.opened is not None and (link.opened.opener, link.opened.run) != (they.name, they.peers):
+        raise _turn_away(link, f"it has proven to be {link.opened.opener}, not {they.name}", deadline, StrangerError)
+    reason = objection(me, they, names)
+    if reason is not None:
+        raise refuse(link, reason, deadline)
+    if isinstance(link.stream, Certified) and not link.stream.speaks_for(hosts[they.rank]):
+        whose = f"the certificate of {they.name} is not for '{hosts[they.rank]}', its host in the hosts file"
+        raise _turn_away(link, whose, deadline, StrangerError)
+    link.send(frames.encode(welcome, 0, checks=link.checks), deadline)
+    link.admitted()
+    return they
+
+
+def _turn_away(
+    link: Link, reason: str, deadline: float, kind: type[NotAuthorisedError | StrangerError] = NotAuthorisedError
+) -> PeerFaultError:
+    """As :func:`refuse`, of one that has not proven who it is."""
+    _close_with(link, NotAuthorised(reason), deadline)
+    return kind(f"not authorised: {reason}")
+
+
+def refuse(link: Link, reason: str, deadline: float) -> ProtocolError:
+    """Say why the connection will be closed; the error to end it with."""
+    _close_with(link, Refused(reason), deadline)
+    return ProtocolError(reason)
+
+
+def _close_with(link: Link, last: Message, deadline: float) -> None:
+    link.send(frames.encode(last, 0, checks=link.checks), deadline)
+    link.read_out(deadline)  # closed while bytes of theirs are unread, TCP may take the reason back
