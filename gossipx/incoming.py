@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from gossipx import kernels
 from gossipx.arena import ParameterArena
 from gossipx.buffers import HostBuffer, typed
-from gossipx.memory import PIECE, copy
+from gossipx.memory import STAGED, copy
 from gossipx.snapshots import Snapshot
 
 
@@ -68,10 +68,10 @@ class Incoming:
     def room(self, start: int) -> memoryview:
         """Where the bytes from ``start`` on belong, up to a piece; see :class:`gossipx.wire.Sink`."""
         segment = self._segment(start)
-        stop = min(start + PIECE, segment.stop)
         self._settle(start)
         if not segment.trained:
-            return self.buffer.view[start:stop]
+            return self.buffer.view[start : segment.stop]
+        stop = min(start + STAGED, segment.stop)
         if self._staging is None:
             self._staging = self._pool.staging()
         return self._staging[: stop - start]
@@ -89,7 +89,7 @@ class Incoming:
             stop = min(len(view), segment.stop - start)
             self._settle(start + done)
             if segment.trained:
-                stop = min(stop, done + PIECE)
+                stop = min(stop, done + STAGED)
                 self._compare(segment, start + done, view[done:stop])
             else:
                 copy(view[done:stop], self.buffer.view[start + done : start + stop])

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gossipx.buffers import HostBuffer
 from gossipx.layout import Section, lengths
-from gossipx.memory import PIECE
+from gossipx.memory import STAGED
 from gossipx.snapshots import Snapshot
 from gossipx.streams import Lanes, Mark
 
@@ -77,7 +77,7 @@ class Pool:
     def staging(self) -> memoryview:
         """Room for one piece, reused where one is free; give it back by :meth:`free_staging`."""
         with self.lock:
-            return self._free_staging.pop() if self._free_staging else memoryview(bytearray(PIECE))
+            return self._free_staging.pop() if self._free_staging else memoryview(bytearray(STAGED))
 
     def free_staging(self, staging: memoryview) -> None:
         """Take back what :meth:`staging` gave."""

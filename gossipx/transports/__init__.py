@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeAlias, runtime_checkable
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,10 @@ class Address:
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+Look: TypeAlias = Callable[[memoryview], None]
+"""Is told of bytes in order, a part at a time, while they are in the processor's cache."""
 
 
 class Stream(Protocol):
@@ -51,11 +55,12 @@ class Stream(Protocol):
             PeerUnreachableError: the other side is gone, or the stream was aborted.
         """
 
-    def receive_into(self, view: memoryview, deadline: float, whole: bool = False) -> int:
+    def receive_into(self, view: memoryview, deadline: float, look: Look | None = None) -> int:
         """Wait for bytes and put them at the start of ``view``; how many, at least 1.
 
         Args:
-            whole: wait until ``view`` is full; fewer come only where the other side or the deadline ends it.
+            look: is told of all bytes, and ``view`` is full when it returns; where an error ends it earlier, it was
+                told of some.
 
         Raises:
             PeerTimeoutError: none came by the deadline.

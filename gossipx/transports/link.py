@@ -241,8 +241,12 @@ class Link:
         self._expect = expect
         frame = None
         while frame is None:
-            count = self.stream.receive_into(self._decoder.next_buffer(), deadline, self._decoder.in_payload)
-            self._owner.count(0, count)
+            room = self._decoder.next_buffer()
+            if self._decoder.in_payload:
+                count = self.stream.receive_into(room, deadline, self._look)
+            else:
+                count = self.stream.receive_into(room, deadline)
+                self._owner.count(0, count)
             self.heard = True
             if deadline == math.inf:
                 deadline = time.monotonic() + self._owner.timeout
@@ -253,6 +257,11 @@ class Link:
             else:
                 self._take_beside(frame.payload, deadline)
         return frame
+
+    def _look(self, part: memoryview) -> None:
+        """A part of a payload has come."""
+        self._owner.count(0, len(part))
+        self._decoder.look(part)
 
     def _take_beside(self, sink: Sink, deadline: float) -> None:
         """Read a payload from the memory whose descriptor follows its frame."""

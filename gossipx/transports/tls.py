@@ -35,7 +35,7 @@ from gossipx.errors import (
     StrangerError,
     UsageError,
 )
-from gossipx.transports import Address, Listener, Stream, Transport, tcp
+from gossipx.transports import Address, Listener, Look, Stream, Transport, tcp
 
 # Bytes of plain text that are encrypted before they are sent: enough that the system call is cheap beside them.
 _PIECE = 256 * 1024
@@ -126,13 +126,16 @@ class TlsStream:
                     self._flush(deadline)
         self._flush(deadline)
 
-    def receive_into(self, view: memoryview, deadline: float, whole: bool = False) -> int:
+    def receive_into(self, view: memoryview, deadline: float, look: Look | None = None) -> int:
         """Receive and decrypt; see :class:`gossipx.transports.Stream`."""
         self.shake_hands(deadline)
         count = 0
         while True:
-            count += self._decrypt(view[count:])
-            if count == len(view) or (count and not whole):
+            new = self._decrypt(view[count:])
+            if look is not None:
+                look(view[count : count + new])
+            count += new
+            if count == len(view) or (count and look is None):
                 return count
             self._fill(deadline)
 

@@ -11,7 +11,7 @@ from itertools import zip_longest
 from typing import Protocol
 
 from gossipx.errors import NotAuthorisedError, ProtocolError, UsageError
-from gossipx.memory import PIECE, copy
+from gossipx.memory import copy
 from gossipx.messages import (
     AcceptReply,
     ArriveRequest,
@@ -259,8 +259,8 @@ class Bytes:
         self.nbytes = view.nbytes
 
     def room(self, start: int) -> memoryview:
-        """The next piece of the buffer."""
-        return self.view[start : start + PIECE]
+        """All that is left of the buffer."""
+        return self.view[start:]
 
     def filled(self, start: int) -> None:
         """Nothing is to be done with it."""
@@ -275,7 +275,7 @@ def gather(parts: Iterable[memoryview], sink: Sink, look: Callable[[memoryview],
 
     Args:
         parts: as many bytes as the sink takes, in order; each is done with when the next is asked for.
-        look: sees all bytes in order, a piece at most at a time, before they are taken.
+        look: sees all bytes in order, before they are taken.
     """
     start = had = 0  # of the piece, and how much of it lies in its room already
     room = memoryview(b"")
@@ -290,7 +290,7 @@ def gather(parts: Iterable[memoryview], sink: Sink, look: Callable[[memoryview],
             if len(view) == len(room):
                 sink.take(start, view)
             else:  # the piece lies in two parts
-                room[had : had + len(view)] = view
+                copy(view, room[had : had + len(view)])
                 had += len(view)
                 if had < len(room):
                     continue

@@ -171,6 +171,7 @@ class Decoder:
         self._frame: Frame
         self._sink: Sink
         self._start = 0  # of the piece that comes in, in the payload
+        self._seen = 0  # bytes of it that were checked
         self.in_payload = False
         self.use(CHECKSUMS)
 
@@ -190,6 +191,11 @@ class Decoder:
         if self._broken is not None:
             raise self._broken
         return self._view[self._filled :]
+
+    def look(self, part: memoryview) -> None:
+        """Check a part of a payload ahead of :meth:`received`: it lies where :meth:`next_buffer` said, after the last."""
+        self._check.update(part)
+        self._seen += len(part)
 
     def received(self, count: int) -> Frame | None:
         """Take ``count`` bytes as put into :meth:`next_buffer`; the frame, if they end one.
@@ -261,7 +267,8 @@ class Decoder:
         return None
 
     def _piece_whole(self) -> None:
-        self._check.update(self._view)
+        self._check.update(self._view[self._seen :])
+        self._seen = 0
         self._sink.filled(self._start)
         self._start += len(self._view)
         if self._start < self._sink.nbytes:

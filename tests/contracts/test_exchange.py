@@ -78,11 +78,14 @@ def giver(way: str, tmp_path: Path) -> Iterator[Callable[..., tuple[subprocess.P
 
 
 class During(Bytes):
-    """Room for a model; ``first`` is called once a part of it is there."""
+    """Room for a model, piece by piece; ``first`` is called once a part of it is there."""
 
     def __init__(self, size: int, first: Callable[[], None]):
         super().__init__(memoryview(bytearray(size)))
         self._first: Callable[[], None] | None = first
+
+    def room(self, start: int) -> memoryview:
+        return self.view[start : start + PIECE]
 
     def filled(self, start: int) -> None:
         self._began()

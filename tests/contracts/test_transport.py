@@ -154,6 +154,28 @@ def test_receiving_takes_no_more_than_there_is_room_for(pair: Pair) -> None:
     assert read(theirs, 5) == b"bcdef"
 
 
+@pytest.mark.parametrize("size", [1, 300_001, 5_000_001])
+def test_who_looks_sees_all_that_fills_the_room_in_order(pair: Pair, beside: Beside, size: int) -> None:
+    ours, theirs = pair
+    data = os.urandom(size)
+    sent = beside(ours.send, [data[:7], data[7:100_000], data[100_000:], b"more"], soon())
+    room, seen = memoryview(bytearray(size)), bytearray()
+    assert theirs.receive_into(room, soon(), seen.extend) == size
+    assert room == seen == data
+    assert read(theirs, 4) == b"more"
+    sent.result(LONG)
+
+
+def test_a_room_that_is_not_filled_is_an_error_whoever_looks(pair: Pair) -> None:
+    ours, theirs = pair
+    ours.send([bytes(400_000)], soon())
+    ours.abort()
+    seen = bytearray()
+    with pytest.raises(PeerUnreachableError, match="closed the connection"):
+        theirs.receive_into(memoryview(bytearray(400_001)), soon(), seen.extend)
+    assert len(seen) == 400_000
+
+
 def test_both_ways_at_once(pair: Pair, beside: Beside) -> None:
     there, back = os.urandom(6_000_000), os.urandom(6_000_000)
     ours, theirs = pair
@@ -235,6 +257,21 @@ def test_a_trickle_does_not_stretch_the_deadline(pair: Pair, beside: Beside) -> 
     more.release()
     sender.result(LONG)
     assert received > 0
+
+
+def test_a_trickle_does_not_stretch_the_deadline_of_who_looks(pair: Pair, beside: Beside) -> None:  # [8]
+    ours, theirs = pair
+    over = threading.Event()
+
+    def trickle() -> None:
+        while not over.wait(SHORT / 100):
+            ours.send([b"a"], soon())
+
+    sender = beside(trickle)
+    with pytest.raises(PeerTimeoutError):
+        theirs.receive_into(memoryview(bytearray(5_000_000)), soon(SHORT), lambda part: None)
+    over.set()
+    sender.result(LONG)
 
 
 def test_a_receiver_that_never_reads_ends_the_sending(pair: Pair) -> None:  # [9]

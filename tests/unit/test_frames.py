@@ -223,6 +223,9 @@ def test_a_payload_comes_in_by_pieces_each_told_once_when_it_is_full(step: int) 
     told: list[tuple[int, bytes]] = []
 
     class Noting(Bytes):
+        def room(self, start: int) -> memoryview:
+            return self.view[start : start + PIECE]
+
         def filled(self, start: int) -> None:
             told.append((start, bytes(self.room(start))))
 
@@ -234,6 +237,28 @@ def test_a_payload_comes_in_by_pieces_each_told_once_when_it_is_full(step: int) 
     assert len(feed(decoder, data[head:], step)) == 1
     assert not decoder.in_payload
     assert told == [(start, model[start : start + PIECE]) for start in (0, PIECE, 2 * PIECE)]
+
+
+@pytest.mark.parametrize("damaged", [None, 0, 1_000, 4_095])
+@pytest.mark.parametrize("ahead", [0, 1, 1_000, 4_096])
+def test_what_was_looked_at_ahead_is_checked_once(ahead: int, damaged: int | None) -> None:
+    model = bytearray(os.urandom(4_096))
+    data = whole(ModelReply(3), 9, memoryview(model))
+    head = len(data) - len(model) - 8
+    decoder = Decoder(lambda *_: Bytes(memoryview(bytearray(len(model)))))
+    feed(decoder, data[:head], head)
+    if damaged is not None:
+        model[damaged] ^= 1
+    room = decoder.next_buffer()
+    room[:] = model
+    for start in range(0, ahead, 100):
+        decoder.look(room[start : min(start + 100, ahead)])
+    assert decoder.received(len(model)) is None
+    if damaged is None:
+        assert len(feed(decoder, data[-8:])) == 1
+    else:
+        with pytest.raises(ProtocolError, match="does not match its checksum"):
+            feed(decoder, data[-8:])
 
 
 def test_a_payload_beside_the_connection_is_no_part_of_the_frame() -> None:

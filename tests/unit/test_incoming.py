@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gossipx.arena import ParameterArena
 from gossipx.incoming import Incoming
-from gossipx.memory import PIECE
+from gossipx.memory import STAGED
 from gossipx.snapshots import Snapshot
 from gossipx.wire import Sink, gather
 
@@ -23,8 +23,8 @@ class Net(nn.Module):
     def __init__(self, seed: int):
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
-        self.wide = nn.Parameter(torch.randn(700_001, generator=generator))
-        self.deep = nn.Parameter(torch.randn(300_000, generator=generator, dtype=torch.float64))
+        self.wide = nn.Parameter(torch.randn(2_800_001, generator=generator))
+        self.deep = nn.Parameter(torch.randn(1_200_000, generator=generator, dtype=torch.float64))
         self.register_buffer("mean", torch.randn(1_000, generator=generator))
 
 
@@ -89,7 +89,7 @@ def in_parts(size: int) -> Callable[[memoryview, Sink], None]:
     return way
 
 
-@pytest.mark.parametrize("way", [receive, in_parts(800), in_parts(PIECE // 3 // 8 * 8), in_parts(4 * PIECE)])
+@pytest.mark.parametrize("way", [receive, in_parts(800), in_parts(STAGED // 3 // 8 * 8), in_parts(4 * STAGED)])
 @pytest.mark.parametrize("stepped", [False, True])
 @pytest.mark.parametrize("shared", [False, True])
 def test_what_comes_in_is_the_difference_to_the_base(way, stepped: bool, shared: bool) -> None:
@@ -126,7 +126,7 @@ def test_a_step_in_the_midst_moves_what_is_done_to_the_bases_memory(pieces: int)
     held = arena.snapshot()
     place = held.vectors[0].data_ptr()
     incoming = Incoming(arena, held)
-    done = receive(model, incoming, 0, pieces * PIECE)
+    done = receive(model, incoming, 0, pieces * STAGED)
     if pieces:
         assert incoming.buffer.vectors[0].data_ptr() != place, (
             "the base is still the boundary, which others may ask for"
@@ -143,7 +143,7 @@ def test_a_reader_that_is_done_in_the_midst_makes_room() -> None:
     reader = arena.snapshot()
     incoming = Incoming(arena, arena.snapshot())
     step(arena)
-    done = receive(model, incoming, 0, PIECE)
+    done = receive(model, incoming, 0, STAGED)
     assert all(torch.equal(one, two) for one, two in zip(reader.vectors, base, strict=True))
     place = reader.vectors[0].data_ptr()
     reader.release()
@@ -163,7 +163,7 @@ def test_memory_is_the_model_two_boundaries_and_one_buffer_however_long_it_goes_
         if reader is None:
             reader = arena.snapshot()
         step(arena, 0.01)
-        done = receive(model, incoming, 0, 2 * PIECE)
+        done = receive(model, incoming, 0, 2 * STAGED)
         step(arena, 0.01)
         receive(model, incoming, done)
         arena.commit(incoming.buffer, 0.5)
@@ -244,7 +244,7 @@ def test_who_gives_the_boundary_waits_for_the_buffer_that_a_model_is_about_to_le
     arena, model = ParameterArena(Net(1)), bytes_of(ParameterArena(Net(2)))
     base = arena.snapshot()
     read, incoming = base.hold(), Incoming(arena, base)
-    done = receive(model, incoming, 0, PIECE)
+    done = receive(model, incoming, 0, STAGED)
     step(arena)
     read.release()
     made, given = arena.pool._made, threading.Event()
