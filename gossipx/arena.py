@@ -292,10 +292,32 @@ class ParameterArena:
             if end > cut:
                 yield theirs[cut:], self._to_host(section.values[cut:end])
 
+    def subtract(self, received: HostBuffer) -> float:
+        """x_j ← x_j − x for trained values, in place of what was received; for the training thread or while it waits.
+
+        Returns:
+            ‖x_j − x‖₂ over the trained values.
+        """
+        theirs = self.pool.upload(received)
+        self._follow()
+        squares: list[float] = []
+
+        def subtract(section: Section, other: Tensor, there: Tensor) -> None:
+            cut = section.trainable
+            squares.append(kernels.difference(other[:cut], section.values[:cut], other[:cut]))
+            if other is not there:
+                there[:cut].copy_(other[:cut])
+
+        for row in zip(self.sections, theirs, received.vectors, strict=True):
+            self._lanes.train(functools.partial(subtract, *row))
+        self._lanes.wait(self._lanes.mark())
+        return math.sqrt(sum(squares))
+
     def commit(self, compared: HostBuffer, share: float) -> None:
         """x ← x + share · (x_j − base) for trained values: a step boundary, for the training thread or while it waits.
 
-        ``compared`` holds x_j − base for trained values, x_j for buffers, all finite or equal to one's own.
+        ``compared`` holds x_j − base for trained values, x_j for buffers, all finite or equal to one's own; the base is
+        x as of the request, or (:meth:`subtract`) as of now.
 
         A buffer b becomes b + share · (b_j − b): running statistics follow the data and do not add up, so that a
         difference to what they were at the request could make a variance negative. An infinite one stays.

@@ -102,6 +102,7 @@ def peer(
             peer_timeout=config.exchange.peer_timeout,
             model_timeout=MODEL_SLACK * arena.nbytes() / min(SLOWEST, max_rate or SLOWEST),
             max_served=config.exchange.max_served,
+            max_pushes=config.exchange.max_pushes,
             serve_share=config.exchange.serve_share,
             exchange=sync.exchange,
             mode=sync.mode,
@@ -249,6 +250,8 @@ def _check_exchange(config: RunConfig) -> None:
     given = "--exchange waves" if sync.exchange == "waves" else f"--mode {sync.mode}"
     if exchange.max_served != usual.max_served and not pulls:
         raise UsageError(f"--max-served counts pulls, and with {given} nobody pulls: leave one out")
+    if exchange.max_pushes != usual.max_pushes and sync.mode != "push":
+        raise UsageError(f"--max-pushes goes with --mode push, not {sync.mode}: leave one out")
     if exchange.serve_share != usual.serve_share and not pulls:
         raise UsageError(f"--serve-share is of answering pulls, and with {given} nobody pulls: leave one out")
     if exchange.serve_share != usual.serve_share and sync.blocking:

@@ -176,6 +176,9 @@ class ExchangeSettings:
         None, "Send models no faster than this over a network, all together: 100mbit, 2.5gbit.", check=_rate
     )
     max_served: int = setting(4, "Pulls that are answered at a time; others are told to ask another peer.", 1, 1000)
+    max_pushes: int = setting(
+        1, "Pushes that are taken in at a time, each into the memory of a model; others go to another peer.", 1, 1000
+    )
     serve_share: float = setting(
         0.03,
         "Share of training that answering pulls may take; who asks more often waits. 1: no limit.",

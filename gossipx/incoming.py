@@ -105,20 +105,22 @@ class Incoming:
         own = difference if self._base is None else self._base.buffer.vectors[segment.section][here]
         self._squared += kernels.difference(theirs, own, difference)
 
-    def distance(self) -> float:
+    def norm(self) -> float:
         """‖x_j − base‖₂ over the trained values, once all has come; NaN if any value is not finite.
 
-        A buffer may hold −∞ on both sides, as attention masks do.
+        ‖x_j‖₂ where nothing is compared. A buffer may hold −∞ on both sides, as attention masks do.
         """
         self._let_base_go()
+        if not self.compares:
+            rows = zip(self._arena.sections, self.buffer.vectors, strict=True)
+            self._squared = sum(kernels.squared_norm(vector[: section.trainable]) for section, vector in rows)
         others = sum(
             kernels.squared_norm(theirs.masked_fill(theirs == ours, 0))
             for theirs, ours in self._arena.buffers_of(self.buffer)
         )
         if not math.isfinite(self._squared + others):
             return math.nan
-        if self.compares:  # it is to be mixed: let it be there when training comes to that
-            self._pool.upload(self.buffer)
+        self._pool.upload(self.buffer)  # it is to be mixed: let it be there when training comes to that
         return math.sqrt(self._squared)
 
     def give_away(self) -> HostBuffer:

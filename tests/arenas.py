@@ -9,6 +9,18 @@ from gossipx.incoming import Incoming
 from gossipx.snapshots import Snapshot
 
 
+def mix_in(arena: ParameterArena, model: bytes, share: float) -> float:
+    """x ← x + share · (x_j − x), as a driver does it with a model that was pushed; ‖x_j − x‖₂, NaN if refused."""
+    incoming = Incoming(arena, None)
+    incoming.take(0, memoryview(bytearray(model)))
+    distance = incoming.norm()
+    if math.isfinite(distance):
+        distance = arena.subtract(incoming.buffer)
+        arena.commit(incoming.buffer, share)
+    incoming.release()
+    return distance
+
+
 def mix(arena: ParameterArena, model: bytes, share: float, base: Snapshot | None = None) -> float:
     """x ← x + share · (x_j − base), as a driver does it with ``model`` from the wire; ‖x_j − base‖₂, NaN if refused.
 
@@ -17,7 +29,7 @@ def mix(arena: ParameterArena, model: bytes, share: float, base: Snapshot | None
     """
     incoming = Incoming(arena, base or arena.snapshot())
     incoming.take(0, memoryview(bytearray(model)))
-    distance = incoming.distance()
+    distance = incoming.norm()
     if math.isfinite(distance):
         arena.commit(incoming.buffer, share)
     incoming.release()

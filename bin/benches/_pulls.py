@@ -60,12 +60,12 @@ class Averaging:
 
     def compare(self, incoming: Incoming) -> None:
         """It is whole; what the training thread does with it comes later."""
-        incoming.distance()
+        incoming.norm()
         incoming.release()
 
     def commit(self, incoming: Incoming) -> None:
         """It is whole and sound, and in the weights."""
-        incoming.distance()
+        incoming.norm()
         self.arena.commit(incoming.buffer, 0.5)
         incoming.release()
 

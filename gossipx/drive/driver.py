@@ -89,7 +89,7 @@ class _Transfer:
     request: Request
     incoming: Incoming
     began: float
-    distance: float = math.nan  # to the base, once all has come
+    distance: float = math.nan  # to what it is compared with, once all has come; NaN: it is poisoned
     seconds: float = 0.0
     their_step: int = 0
     weight: float = 1.0  # the number of models that are averaged in it
@@ -102,7 +102,8 @@ class Retrieval:
     Attributes:
         seconds: from the request to the last byte.
         staleness: own iterations minus those that the model had seen.
-        distance: ‖x_j − base‖₂ over the trained values; None where either is a mean of several peers' models.
+        distance: ‖x_j − base‖₂ over the trained values, the base being the own model as of the request, or when a push
+            is mixed; None where either is a mean of several peers' models.
     """
 
     seconds: float
@@ -285,8 +286,8 @@ class Driver:
             transfer.seconds = time.monotonic() - transfer.began
             transfer.their_step = result.step
             transfer.weight = result.weight
-            if transfer.incoming.compares:
-                transfer.distance = transfer.incoming.distance()
+            if isinstance(transfer.request, PullRequest | TakeRequest):
+                transfer.distance = transfer.incoming.norm()
             if math.isnan(transfer.distance) and isinstance(transfer.request, TakeRequest):
                 self.tell(Failed(ticket, Fault.POISONED))  # before the other side counts on it
                 return
@@ -347,6 +348,8 @@ class Driver:
         poisoned = math.isnan(transfer.distance)
         if not poisoned:
             with self.committing:
+                if not transfer.incoming.compares:
+                    transfer.distance = self.arena.subtract(transfer.incoming.buffer)
                 self.arena.commit(transfer.incoming.buffer, share)
             self.on_retrieval(Retrieval(transfer.seconds, self.arena.step - transfer.their_step, transfer.distance))
             if self.role.sync.policy.uses_drift:

@@ -77,7 +77,7 @@ class Taking:
 
     Attributes:
         sender: who offered.
-        ticket: of our request for it, under which our own model is captured too.
+        ticket: of our request for it, under which our own model is captured, too, where that goes the other way.
         reply: it came with this.
         way: how far it has come.
     """
@@ -112,7 +112,7 @@ class Taking:
         deadline = now + self._ground.members.patience(self.sender)
         send = self._ground.requests.send(self.sender, take, now, deadline)
         self.ticket, self._fetching = send.ticket, True
-        return [Capture(send.ticket), send]
+        return [Capture(send.ticket), send] if self._crosses else [send]
 
     def awaits(self, ticket: int) -> bool:
         """Whether ``ticket`` is that of an open request of this."""

@@ -1,9 +1,10 @@
 """Pushes: gossiping SGD in which each peer gives its model to a random other, and mixes those it was given.
 
 Jin et al., How to scale distributed deep learning? (2016), the push variant. A push is an offer to be pulled: the
-receiver fetches the model when it has room, so that memory, deadlines and checks stay with it. A peer has room for one;
-meanwhile others find it busy and choose another. One whose sender falls silent before it has said that the push stands
-is kept aside until it says so, or is gone: mixed without, its weight could be in both, and dropped, in neither.
+receiver fetches the model when it has room, so that memory, deadlines and checks stay with it. A peer has room for so
+many between two of its steps; beyond that others find it busy and choose another. One whose sender falls silent before
+it has said that the push stands is kept aside until it says so, or is gone: mixed without, its weight could be in both,
+and dropped, in neither.
 
 With push-sum (Kempe, Dobra, Gehrke, Gossip-Based Computation of Aggregate Information, 2003, Protocol Push-Sum; Assran
 et al., Stochastic Gradient Push for Distributed Deep Learning, 2019, Algorithm 1) each peer has a weight w, 1 at the
@@ -73,14 +74,16 @@ class Pushes(Exchange):
     Args:
         mixing: the share of a received model, without push-sum.
         push_sum: whether weights are given away.
+        room: models that are taken in at a time.
     """
 
-    def __init__(self, ground: Ground, mixing: Mixing, push_sum: bool):
+    def __init__(self, ground: Ground, mixing: Mixing, push_sum: bool, room: int):
         super().__init__(ground)
         self._mixing = mixing
         self._push_sum = push_sum
+        self._room = room
         self._offer: _Offer | None = None
-        self._takings: list[Taking] = []  # what others have offered: the last, and those kept aside
+        self._takings: list[Taking] = []  # what others have offered: what has room, and those kept aside
 
     @property
     def captured(self) -> int | None:
@@ -174,8 +177,9 @@ class Pushes(Exchange):
         if any(taking.is_of(event) for taking in self._takings):
             return [self._accept(event.key, now)]
         # Of one sender the last push alone is known to stand or not: none comes in while it is asked about one before.
-        aside = all(taking.in_doubt and taking.sender != event.sender for taking in self._takings)
-        if not aside or len(self._takings) > ASIDE:
+        again = any(taking.sender == event.sender for taking in self._takings)
+        aside = min(sum(taking.in_doubt for taking in self._takings), ASIDE)
+        if again or len(self._takings) - aside >= self._room:
             return [self._busy(event.key, now)]
         taking = Taking(self._ground, event)
         self._takings.append(taking)

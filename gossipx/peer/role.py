@@ -128,7 +128,7 @@ class PeerRole:
         self.pulls = Pulls(ground, self.mixing, self.shares, timeout)
         self.exchange: Exchange | None = None  # of a mode in which an exchange is more than one pull
         if settings.mode == "push":
-            self.exchange = Pushes(ground, self.mixing, settings.push_sum)
+            self.exchange = Pushes(ground, self.mixing, settings.push_sum, settings.max_pushes)
         elif settings.mode == "pushpull":
             self.exchange = Pairs(ground)
         in_waves = settings.exchange == "waves"

@@ -16,6 +16,7 @@ class PeerSettings:
             person to wait.
         model_timeout: seconds that a model may take on its way if that is more, and none was measured yet.
         max_served: pulls that are answered at a time.
+        max_pushes: that are taken in at a time, from their acceptance to the mix.
         serve_share: of training's time that answering pulls may take; 1: no limit.
         exchange: what a policy that fires begins: an exchange with one other peer, or a wave of all.
         mode: ``pull``: fetch another's model; ``push``: have another fetch ours; ``pushpull``: average a pair.
@@ -29,6 +30,7 @@ class PeerSettings:
     peer_timeout: float = 30.0
     model_timeout: float = 0.0
     max_served: int = 4
+    max_pushes: int = 1
     serve_share: float = 0.03
     exchange: Literal["pulls", "waves"] = "pulls"
     mode: Literal["pull", "push", "pushpull"] = "pull"

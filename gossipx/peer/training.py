@@ -161,6 +161,8 @@ class Training:
                 return self.exchanged([])
             self._end()
             return []
+        if self._undecided and self._exchange and (mix := self._exchange.mix(self.step, at_boundary=True)):
+            return [mix]
         event, self._undecided = self._undecided, None
         if event:
             return self._decide(event, now)

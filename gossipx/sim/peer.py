@@ -284,7 +284,8 @@ class SimPeer:
         """What the model that is asked for is compared with, held; None: it is kept as it comes."""
         match send.request:
             case TakeRequest():
-                return self._held[send.ticket].base.hold()
+                held = self._held.get(send.ticket)
+                return None if held is None else held.base.hold()
             case PullRequest():
                 if self.role.sync.policy.uses_drift:
                     self._held[send.ticket] = Captured(self.arena.snapshot())
@@ -337,7 +338,7 @@ class SimPeer:
         def told() -> None:
             if isinstance(reply, ModelReply) and isinstance(exchange.send.request, TakeRequest):
                 assert exchange.incoming is not None
-                if math.isnan(exchange.incoming.distance()):  # known before the other side counts on it
+                if math.isnan(exchange.incoming.norm()):  # known before the other side counts on it
                     self._world.note(self.rank, f"refuses the model of {exchange.send.to}")
                     self._tell(actor.Failed(ticket, Fault.POISONED))
                     return
@@ -395,11 +396,13 @@ class SimPeer:
     def _mix(self, ticket: int, share: float) -> None:
         exchange = self._exchanges[ticket]
         assert exchange.incoming is not None
-        distance = exchange.incoming.distance()
+        distance = exchange.incoming.norm()
         if math.isnan(distance):
             self._world.note(self.rank, f"refuses the model of {exchange.send.to}")
             self._events.append(actor.Poisoned(ticket))
         else:
+            if not exchange.incoming.compares:
+                distance = self.arena.subtract(exchange.incoming.buffer)
             self.arena.commit(exchange.incoming.buffer, share)
             self._world.note(self.rank, f"mixes {exchange.send.to}")
             if isinstance(exchange.send.request, PullRequest | TakeRequest):

@@ -84,15 +84,16 @@ class SocketStream:
     def receive_into(self, view: memoryview, deadline: float, look: Look | None = None) -> int:
         """Receive; see :class:`gossipx.transports.Stream`."""
         with self._use():
-            start = 0
-            while True:
-                left = view[start:]
-                count = self._attempt(lambda flags: self._parts(left, flags, look), self._receiving, deadline)
-                if not count:
-                    raise PeerUnreachableError(f"{self._remote} closed the connection")
-                start += count
-                if look is None or start == len(view):
-                    return start
+            start = self._receive(view, deadline, look)
+            while look is not None and start < len(view):
+                start += self._receive(view[start:], deadline, look)
+            return start
+
+    def _receive(self, view: memoryview, deadline: float, look: Look | None) -> int:
+        count = self._attempt(lambda flags: self._parts(view, flags, look), self._receiving, deadline)
+        if not count:
+            raise PeerUnreachableError(f"{self._remote} closed the connection")
+        return count
 
     def _parts(self, view: memoryview, flags: int, look: Look | None) -> int:
         """Receive without a look at the clock for as long as that is allowed; how many bytes, 0 at the end.

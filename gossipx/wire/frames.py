@@ -193,7 +193,7 @@ class Decoder:
         return self._view[self._filled :]
 
     def look(self, part: memoryview) -> None:
-        """Check a part of a payload ahead of :meth:`received`: it lies where :meth:`next_buffer` said, after the last."""
+        """Check a part of a payload ahead of :meth:`received`: it lies in :meth:`next_buffer`, after the last."""
         self._check.update(part)
         self._seen += len(part)
 

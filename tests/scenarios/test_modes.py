@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 from typing import Any
@@ -130,8 +131,8 @@ def test_a_push_is_fetched_and_mixed_at_the_next_step():
     # 2.1 s more for the model, 1.1 s to settle, then a step: both do one a second, at the same moments.
     assert mixed == pytest.approx(pushed + 4) and made.peers[1].retrievals[0].step == 12
     pushed_model = alone(0, 8)  # as it was when the push was decided; the sender has done a step more when it gives it
-    own = alone(1, 12) + 0.5 * (pushed_model - alone(1, 8))  # progress made meanwhile is kept
-    torch.testing.assert_close(made.peers[1].before_finish, alone(1, 3, begin=own), rtol=1e-5, atol=1e-5)
+    mean = 0.5 * (alone(1, 12) + pushed_model)
+    torch.testing.assert_close(made.peers[1].before_finish, alone(1, 3, begin=mean), rtol=1e-5, atol=1e-5)
     assert torch.equal(made.peers[0].before_finish, alone(0, 15))
     sender, receiver = made.peers[0], made.peers[1]
     assert (sender.role.sync.retrievals, receiver.role.sync.retrievals) == (0, 1)
@@ -168,6 +169,39 @@ def test_a_push_that_finds_all_busy_is_skipped_and_counted():
     counts = [made.peers[rank].role.sync for rank in (0, 1)]
     assert sorted((sync.skipped, sync.failed) for sync in counts) == [(0, 0), (1, 0)]
     assert made.peers[2].role.sync.retrievals == 1
+
+
+def test_a_peer_with_room_for_two_mixes_both_at_one_step():
+    """Jin et al.: whatever has come since the last step, and only then the next decision."""
+    into_one = Topology("into one", ((2,), (2,), (0,)))
+    made = World(0, Network(delay=0.3))
+    for rank in range(3):
+        options = {"policy": "tau:5" if rank < 2 else "never", "iterations": 12, "init": "own", "max_pushes": 2}
+        made.start(rank, maker(rank, 3, graph=into_one, **options, **PUSH))
+    made.run(9.5)
+    taken, mixed = ([e for e in made.log if e.rank == 2 and e.what.startswith(what)] for what in ("takes", "mixes"))
+    assert len(taken) == len(mixed) == 2
+    assert mixed[0].time == mixed[1].time
+    step = made.peers[2].retrievals[0].step
+    first, second = (alone(retrieval.sender, 5) for retrieval in made.peers[2].retrievals)
+    mean = 0.5 * (0.5 * (alone(2, step) + first) + second)
+    after = made.peers[2].role.training.step - step
+    torch.testing.assert_close(made.peers[2].weights(), alone(2, after, begin=mean), rtol=1e-5, atol=1e-5)
+    ended(made, bound(3, 12))
+    assert [made.peers[rank].role.sync.skipped for rank in (0, 1)] == [0, 0]
+
+
+def test_of_one_sender_one_push_comes_in_at_a_time():
+    """Whether its last stands is known, or asked; of those before it nobody keeps a record."""
+    made = World(0, slow())
+    for rank in range(2):
+        options = {"policy": "tau:1" if rank == 0 else "never", "iterations": 30, "init": "own", "max_pushes": 3}
+        made.start(rank, maker(rank, 2, **options, **PUSH))
+    for moment in itertools.count():
+        if made.run(0.2 * moment):
+            break
+        assert len(made.peers[1].role.exchange._takings) <= 1
+    assert made.peers[1].role.sync.retrievals > 1
 
 
 @pytest.mark.parametrize("mode", [PUSH, PAIRS], ids=["push", "pushpull"])

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from arenas import mix
+from arenas import mix, mix_in
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
@@ -324,12 +324,13 @@ def test_a_snapshot_is_never_torn_while_another_thread_steps():
 # --- mixing -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("way", [mix, mix_in], ids=["pulled", "pushed"])
 @pytest.mark.parametrize("share", [0.5, 0.25, 1.0])
-def test_mixing_is_between_the_two_models(share: float):
+def test_mixing_is_between_the_two_models(share: float, way: Callable[[ParameterArena, bytes, float], float]):
     module, other = Net(0), Net(1)
     mine, theirs = values(module), values(other)
     arena, their_arena = ParameterArena(module), ParameterArena(other)
-    distance = mix(arena, model_of(their_arena), share)
+    distance = way(arena, model_of(their_arena), share)
     after = values(module)
     for name in ("conv.weight", "norm.running_mean", "body.bias", "head.weight"):
         torch.testing.assert_close(after[name], (1 - share) * mine[name] + share * theirs[name], rtol=1e-6, atol=1e-6)
@@ -366,7 +367,22 @@ def test_mixing_is_all_or_nothing(name: str, value: float, with_base: bool):
     if with_base:
         arena.step_done()
     assert math.isnan(mix(arena, model_of(their_arena), 0.5, base))
+    assert math.isnan(mix_in(arena, model_of(their_arena), 0.5))
     assert same(values(module), before)
+
+
+def test_models_that_were_pushed_enter_one_after_the_other():
+    """Each is weighed against the model as the one before has left it: so push-sum's Σ w z stays as it is."""
+    modules = [Net(seed) for seed in range(3)]
+    first, second, third = (values(module) for module in modules)
+    arena, *others = (ParameterArena(module) for module in modules)
+    arena.step_done()
+    mix_in(arena, model_of(others[0]), 0.5)  # of weights 1 and 1,
+    mix_in(arena, model_of(others[1]), 0.75)  # then of 2 and 6
+    after = values(modules[0])
+    for name in ("conv.weight", "norm.running_mean", "body.bias", "head.weight"):
+        mean = (first[name] + second[name] + 6 * third[name]) / 8
+        torch.testing.assert_close(after[name], mean, rtol=1e-5, atol=1e-6)
 
 
 def test_mixing_with_a_base_keeps_the_progress_made_since():

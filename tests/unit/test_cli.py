@@ -141,6 +141,7 @@ def test_wrong_words_exit_2_and_are_named(place: Path, arguments: list[str], tol
         (["--exchange", "waves", "--max-served", "2"], ["--max-served counts pulls", "--exchange waves"]),
         (["--mode", "push", "--max-served", "2"], ["--max-served counts pulls", "--mode push"]),
         (["--mode", "pushpull", "--max-served", "9"], ["--max-served counts pulls", "--mode pushpull"]),
+        (["--max-pushes", "2"], ["--max-pushes goes with --mode push, not pull: leave one out"]),
         (["--mode", "push", "--serve-share", "0.1"], ["--serve-share is of answering pulls", "--mode push"]),
         (["--blocking", "--serve-share", "0.1"], ["--serve-share keeps answers", "--blocking", "leave one out"]),
         (["--transport", "shm", "--max-rate", "1gbit"], ["--max-rate 1gbit is of a network", "--transport shm"]),

@@ -64,6 +64,7 @@ EVERY_KEY: dict[str, dict[str, Any]] = {
         "transport": "tcp",
         "max_rate": "100mbit",
         "max_served": 2,
+        "max_pushes": 3,
         "serve_share": 0.1,
         "peer_timeout": 1.5,
     },
@@ -122,6 +123,7 @@ tls_ca = "ca.crt"
 transport = "tcp"
 max_rate = "100mbit"
 max_served = 2
+max_pushes = 3
 serve_share = 0.1
 peer_timeout = 1.5
 """

@@ -104,7 +104,7 @@ def test_what_comes_in_is_the_difference_to_the_base(way, stepped: bool, shared:
     assert same(incoming, wanted)
     rows = zip(arena.sections, wanted, strict=True)
     squared = sum(float(w[: s.trainable].double().square().sum()) for s, w in rows)
-    assert incoming.distance() == pytest.approx(math.sqrt(squared), rel=1e-6)
+    assert incoming.norm() == pytest.approx(math.sqrt(squared), rel=1e-6)
     if reader is not None:
         assert all(torch.equal(one, two) for one, two in zip(reader.vectors, base, strict=True)), "others still read it"
 
@@ -186,7 +186,7 @@ def test_one_value_that_is_not_finite_is_told(value: float) -> None:
         arena = ParameterArena(Net(0))
         incoming = Incoming(arena, arena.snapshot())
         receive(bytes_of(ParameterArena(other)), incoming)
-        assert math.isnan(incoming.distance()), name
+        assert math.isnan(incoming.norm()), name
 
 
 def test_a_whole_model_comes_as_it_is() -> None:

@@ -6,6 +6,7 @@ when somebody waits for it, or when a coin says so. What the arena leaves unorde
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 
@@ -113,10 +114,19 @@ class Side:
         if self.coming is None:
             return 0.0
         self.coming.take(0, memoryview(bytearray(model)))
-        distance = self.coming.distance()
+        distance = self.coming.norm()
         self.arena.commit(self.coming.buffer, 0.25)
         self.coming.release()
         self.coming = None
+        return distance
+
+    def push(self, model: bytes) -> float:
+        pushed = Incoming(self.arena, None)
+        pushed.take(0, memoryview(bytearray(model)))
+        assert math.isfinite(pushed.norm())
+        distance = self.arena.subtract(pushed.buffer)
+        self.arena.commit(pushed.buffer, 0.25)
+        pushed.release()
         return distance
 
     def wave(self, model: bytes) -> None:
@@ -161,7 +171,8 @@ def test_all_is_as_if_it_were_done_at_once(device: str, dtype: torch.dtype, samp
         model, whole = (bytes(other.snapshot(kind).buffer.view) for kind in (False, True))
         deltas: list[list[float]] = [[], []]
         for _ in range(40):
-            what, amount = coin.choice(["step", "step", "ask", "give", "pull", "come", "wave", "adopt"]), coin.random()
+            what = coin.choice(["step", "step", "ask", "give", "pull", "come", "push", "wave", "adopt"])
+            amount = coin.random()
             found = []
             for side, measured in zip(sides, deltas, strict=True):
                 match what:
@@ -175,6 +186,8 @@ def test_all_is_as_if_it_were_done_at_once(device: str, dtype: torch.dtype, samp
                         found.append(side.pull())
                     case "come":
                         found.append(round(side.come(model), 3))
+                    case "push":
+                        found.append(round(side.push(model), 3))
                     case "wave":
                         found.append(side.wave(model))
                     case "adopt" if amount < 0.3:
@@ -201,7 +214,7 @@ def test_training_waits_for_no_copy_and_no_number(device: str):
     incoming = Incoming(arena, arena.snapshot())
     model = bytes(ParameterArena(Net(1, torch.float32)).snapshot().buffer.view)
     incoming.take(0, memoryview(bytearray(model)))
-    incoming.distance()
+    incoming.norm()
     arena.step_done()
     lanes.wait(lanes.mark())
     if device == "cuda":
