@@ -58,6 +58,7 @@ class Host:
             "addresses": run.addresses,
             "bind": HERE,
             "peers_digest": "the same list",
+            "settings": {},
             "manifest": MANIFEST,
             "on_request": self._requested,
             "peer_timeout": LONG,

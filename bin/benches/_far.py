@@ -213,6 +213,7 @@ def manager(
         addresses=addresses,
         bind=Address(HERE, 0),
         peers_digest="bench",
+        settings={},
         manifest=MANIFEST,
         on_request=on_request,
         peer_timeout=SECONDS,

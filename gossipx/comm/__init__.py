@@ -18,7 +18,7 @@ A connection carries one request at a time, of the side that opened it. Callback
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 from gossipx.comm.answering import Answering, Outgoing
 from gossipx.comm.asking import Asking, Job
@@ -45,6 +45,7 @@ class CommManager:
         addresses: of all peers, by rank; looked up whenever a connection is opened.
         bind: where to listen; port 0 lets the system choose.
         peers_digest: of the list of peers; peers with another are refused.
+        settings: by option, those that all peers must have alike; who has others is refused.
         manifest: one line a tensor, ``name dtype shape stride``; all peers must have the same.
         on_request: told (sender's rank, key, request) from a connection's thread; each key is to
             be given to :meth:`answer` once, then or later.
@@ -76,6 +77,7 @@ class CommManager:
         addresses: Sequence[Address],
         bind: Address,
         peers_digest: str,
+        settings: Mapping[str, str],
         manifest: Sequence[str],
         on_request: Callable[[int, Hashable, Request], None],
         peer_timeout: float,
@@ -90,7 +92,7 @@ class CommManager:
         described = manifest_bytes(manifest)
         self.trust = Trust(len(names) - 1, peer_timeout)
         self._member = Member(
-            me=Hello(rank, names[rank], len(names), peers_digest, hashlib.sha256(described).hexdigest()),
+            me=Hello(rank, names[rank], len(names), peers_digest, hashlib.sha256(described).hexdigest(), settings),
             names=names,
             addresses=addresses,
             manifest=described,

@@ -6,6 +6,7 @@ the ranks, and a seed gives the same graph on every machine.
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import itertools
 import math
@@ -51,6 +52,11 @@ class Topology:
         """Whether some peer turns to one that may not turn to it."""
         edges = {(one, other) for one, others in enumerate(self.neighbours) for other in others}
         return any((other, one) not in edges for one, other in edges)
+
+    def fingerprint(self) -> str:
+        """What tells it from any other graph, whatever their names: its edges' number, and a digest of all it holds."""
+        held = self.neighbours, sorted(self.edge_shares.items()), self.sites
+        return f"{sum(map(len, self.neighbours))} edges {hashlib.sha256(repr(held).encode()).hexdigest()[:12]}"
 
     def in_turn(self, rank: int) -> tuple[int, ...]:
         """The neighbours of ``rank`` from the next higher rank on, and round: no two peers then begin with the same."""

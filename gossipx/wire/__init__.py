@@ -5,8 +5,8 @@ What peers say to each other over it is in :mod:`gossipx.messages`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Protocol
 
@@ -39,6 +39,7 @@ class Hello:
         size: peers in its run.
         peers: digest of its list of peers.
         model: digest of its model's manifest.
+        settings: by option, those that all peers of a run must have alike.
     """
 
     rank: int
@@ -46,6 +47,7 @@ class Hello:
     size: int
     peers: str
     model: str
+    settings: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -350,6 +352,10 @@ def objection(own: Hello, theirs: Hello, names: Sequence[str]) -> str | None:
         return f"rank {own.rank} is this peer itself; start each line of the hosts file once"
     if theirs.rank >= own.size or theirs.name != names[theirs.rank]:
         return f"{theirs.name} is not rank {theirs.rank} of this run"
+    for option in sorted(own.settings.keys() | theirs.settings.keys()):
+        has = [f"{one.settings.get(option, 'none')} at {one.name}" for one in (theirs, own)]
+        if own.settings.get(option) != theirs.settings.get(option):
+            return f"{option} is {' and '.join(has)}; give every peer the same"
     return None
 
 

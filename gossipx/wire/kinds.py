@@ -57,6 +57,7 @@ MAX_RANKS = 65_536
 MAX_TEXT = 1_000  # characters
 MAX_SECONDS = 7 * 86_400
 MAX_FIGURES = 1_000  # names in a report
+MAX_SETTINGS = 16
 # Bytes of metadata. The largest honest ones: 65,536 ranks of five digits are 384 KiB; the reports
 # of 100 peers have 5 KiB each. The small bound is what a stranger can make us allocate.
 MAX_METADATA = 512 * 1024
@@ -149,6 +150,12 @@ def _report(value: object) -> dict[str, object]:
     return {_text(name): _entry(item) for name, item in value.items()}
 
 
+def _settings(value: object) -> dict[str, str]:
+    if type(value) is not dict or len(value) > MAX_SETTINGS:
+        raise ValueError(f"is not an object of at most {MAX_SETTINGS} texts")
+    return {_text(name): _text(item) for name, item in value.items()}
+
+
 def _entry(value: object) -> object:
     return [_figure(item) for item in value] if type(value) is list else _figure(value)
 
@@ -196,7 +203,7 @@ _STANDING = {"stage": _stage, "report": _report, "wave": _integer(0, MAX_WAVE)}
 KINDS = {
     1: Kind(
         Hello,
-        {"rank": _rank, "name": _text, "size": _size, "peers": _text, "model": _text},
+        {"rank": _rank, "name": _text, "size": _size, "peers": _text, "model": _text, "settings": _settings},
     ),
     2: Kind(Welcome, {"rank": _rank, "name": _text, "model": _text, "machine": _text, "local": _text}),
     3: Kind(Refused, {"reason": _text}),

@@ -497,6 +497,19 @@ def test_another_hosts_file_is_refused(start: Callable[[int], Run]) -> None:
     assert "hosts files of peer-00 (2 peers) and peer-01 (2 peers) differ" in str(error)
 
 
+def test_settings_that_must_be_alike_are_compared(start: Callable[[int], Run]) -> None:
+    run = start(3)
+    hosts = [run.host(rank, settings={"--mode": mode}) for rank, mode in enumerate(("push", "pull", "push"))]
+    for asking, other in ((0, 1), (1, 0)):
+        error = hosts[asking].ask(other, LeaveRequest()).get(timeout=LONG)
+        assert isinstance(error, ProtocolError)
+        assert "--mode is " in str(error) and "; give every peer the same" in str(error)
+    asked = hosts[0].ask(2, LeaveRequest())
+    _, key, _ = hosts[2].received.get(timeout=LONG)
+    hosts[2].answer(key, HereReply(Stage.TRAIN))
+    assert asked.get(timeout=LONG) == HereReply(Stage.TRAIN)
+
+
 def test_another_peer_at_the_address_is_refused(start: Callable[[int], Run]) -> None:
     run = start(3)
     a, b = run.host(0), run.host(1)

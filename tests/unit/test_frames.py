@@ -84,7 +84,15 @@ figures = st.one_of(
 reports = st.dictionaries(lines, figures | st.lists(figures, max_size=5), max_size=8)
 standing = {"stage": st.sampled_from(Stage), "report": reports, "wave": st.integers(0, MAX_WAVE)}
 messages = st.one_of(
-    st.builds(Hello, rank=ranks, name=lines, size=st.integers(1, 65_536), peers=lines, model=lines),
+    st.builds(
+        Hello,
+        rank=ranks,
+        name=lines,
+        size=st.integers(1, 65_536),
+        peers=lines,
+        model=lines,
+        settings=st.dictionaries(lines, lines, max_size=16),
+    ),
     st.builds(Welcome, rank=ranks, name=lines, model=lines),
     st.builds(Refused, reason=lines),
     st.just(DescribeRequest()),
@@ -541,17 +549,20 @@ def test_only_the_answer_to_the_question_is_accepted() -> None:
 @pytest.mark.parametrize(
     ("theirs", "why"),
     [
-        (Hello(1, "b", 2, "list", "model"), None),
-        (Hello(1, "b", 2, "list", "another model"), None),
+        (Hello(1, "b", 2, "list", "model", {"--mode": "pull"}), None),
+        (Hello(1, "b", 2, "list", "another model", {"--mode": "pull"}), None),
         (Hello(1, "b", 2, "another list", "model"), "hosts files of b .* differ"),
         (Hello(1, "b", 3, "list", "model"), "hosts files of b .* differ"),
         (Hello(0, "a", 2, "list", "model"), "this peer itself"),
         (Hello(2, "c", 2, "list", "model"), "not rank 2 of this run"),
         (Hello(1, "c", 2, "list", "model"), "not rank 1 of this run"),
+        (Hello(1, "b", 2, "list", "model", {"--mode": "push"}), "^--mode is push at b and pull at a; give every peer"),
+        (Hello(1, "b", 2, "list", "model", {}), "^--mode is none at b and pull at a; give every peer the same$"),
+        (Hello(1, "b", 2, "list", "model", {"--a": "1", "--mode": "pull"}), "^--a is 1 at b and none at a"),
     ],
 )
 def test_who_may_connect(theirs: Hello, why: str | None) -> None:
-    reason = objection(Hello(0, "a", 2, "list", "model"), theirs, ["a", "b"])
+    reason = objection(Hello(0, "a", 2, "list", "model", {"--mode": "pull"}), theirs, ["a", "b"])
     assert (reason is None) if why is None else re.search(why, str(reason))
 
 

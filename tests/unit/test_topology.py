@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import networkx as nx
 import pytest
@@ -91,6 +92,19 @@ def test_graphs_by_name(name: str, size: int, neighbours: tuple[tuple[int, ...],
 )
 def test_graphs_are_those_that_have_the_name(name: str, size: int, known: nx.Graph) -> None:
     assert nx.is_isomorphic(graph(load(name, size)).to_undirected(), known)
+
+
+def test_a_fingerprint_tells_graphs_apart_and_not_their_names() -> None:
+    ring = load("ring", 5)
+    assert ring.fingerprint() == replace(ring, name="mine", generator="", schedule="one-peer").fingerprint()
+    others = [
+        load("ring", 6),
+        load("full", 5),
+        replace(ring, edge_shares={(0, 1): 0.5}),
+        replace(ring, sites=(0, 0, 0, 1, 1)),
+    ]
+    assert len({graph.fingerprint() for graph in (ring, *others)}) == 5
+    assert ring.fingerprint().startswith("10 edges ")
 
 
 def test_hops_are_exact_powers() -> None:
