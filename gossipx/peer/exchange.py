@@ -93,7 +93,8 @@ class Taking:
         self._fetching = False  # our TakeRequest has no answer yet
         self._settling: int | None = None  # the ticket of our open SettleRequest
         self._crosses = isinstance(offer.request, PairRequest)  # our model goes the other way
-        self._until = math.inf  # from then on it is decided without an answer
+        self._until = math.inf  # from then on it is decided without an answer,
+        self._in_vain = math.inf  # and from then on that of a pair
 
     @property
     def in_doubt(self) -> bool:
@@ -140,9 +141,10 @@ class Taking:
             return self.decline(now)
         self._settling = None
         sender = self._ground.members.others[self.sender]
-        if sender.gone or now >= self._until or (self._crosses and sender.lost):
+        if sender.gone or now >= self._until or (self._crosses and (sender.lost or now >= self._in_vain)):
             # Nobody is left to say. Mixed, no weight is lost with a sender that died after it gave some away. Who
-            # waits for the other of a pair is in no other exchange, so that it does not wait for a silent one for good.
+            # waits for the other of a pair is in no other exchange, and may stand still: it does not wait for good for
+            # one that is silent, nor for one that is heard and does not hear.
             self.way = Way.STANDS
             return []
         # At the end others wait for us no longer than peer_timeout: no long rests any more.
@@ -183,6 +185,7 @@ class Taking:
         patience = self._ground.timeout * OFFER_SHARE
         if self._crosses:  # it is answered when our model is there: as long as that may take
             patience = self._ground.members.patience(self.sender, given=True)
+            self._in_vain = min(self._in_vain, now + patience + self._ground.timeout)
         send = self._ground.requests.send(self.sender, request, now, now + patience)
         self._settling = send.ticket
         return [send]

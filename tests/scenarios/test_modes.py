@@ -467,6 +467,23 @@ def test_partition_that_heals(mode: dict[str, Any], blocking: bool):
         agree(made, [0, 1, 2, 3])
 
 
+@both_ways
+def test_nobody_waits_for_good_for_one_that_is_heard_and_does_not_hear(blocking: bool):
+    """[5] Of a pair, the one who was asked has the model when all that it says is lost from then on; the other talks."""
+    options = {"iterations": 200, "blocking": blocking, "peer_timeout": 4.0, "init": "own", **PAIRS}
+    made = World(0, Network(delay=0.1))
+    made.start(0, maker(0, 2, **{**options, "policy": "tau:2"}))
+    made.start(1, maker(1, 2, **{**options, "policy": "never"}))
+    until(made, 1, "takes from 0")
+    made.network.cut([1], [0], made.now + 0.15, one_way=True)
+    began, done = made.now, made.peers[1].arena.step
+    made.run(began + 40.0)
+    assert made.fired["cut"] > 0
+    assert not made.peers[1].role.members.others[0].lost, "it was heard"
+    assert made.lines(1, "mixes 0")
+    assert made.peers[1].arena.step > done + 10, "training went on"
+
+
 @every_mode
 @pytest.mark.parametrize("seed", range(4))
 def test_lost_repeated_and_overtaking_messages(seed: int, mode: dict[str, Any]):
