@@ -52,6 +52,7 @@ class Incoming:
         self._base = base
         self._buffer: HostBuffer | None = None
         self._squared = 0.0
+        self._brings = False  # it is on its way to the device
         self._segments = _segments(arena, whole, self.compares)
         self._starts = [segment.start for segment in self._segments]
         self._staging: memoryview | None = None
@@ -78,8 +79,11 @@ class Incoming:
 
     def filled(self, start: int) -> None:
         """The room from ``start`` on is full."""
-        if self._segment(start).trained:
+        segment = self._segment(start)
+        if segment.trained:
             self.take(start, self.room(start))
+        else:
+            self._bring(segment, start, segment.stop)
 
     def take(self, start: int, view: memoryview) -> None:
         """Take the bytes from ``start`` on from where they lie."""
@@ -93,6 +97,7 @@ class Incoming:
                 self._compare(segment, start + done, view[done:stop])
             else:
                 copy(view[done:stop], self.buffer.view[start + done : start + stop])
+                self._bring(segment, start + done, start + stop)
             done = stop
 
     def _compare(self, segment: _Segment, start: int, view: memoryview) -> None:
@@ -104,6 +109,15 @@ class Incoming:
         difference = self.buffer.vectors[segment.section][here]
         own = difference if self._base is None else self._base.buffer.vectors[segment.section][here]
         self._squared += kernels.difference(theirs, own, difference)
+        self._bring(segment, start, start + len(view))
+
+    def _bring(self, segment: _Segment, start: int, stop: int) -> None:
+        """What has come, and is to be mixed as it is now, goes on to the device."""
+        if self.compares:
+            size = self._arena.sections[segment.section].values.itemsize
+            first = segment.first + (start - segment.start) // size
+            self._pool.bring(self.buffer, segment.section, slice(first, first + (stop - start) // size))
+            self._brings = True
 
     def norm(self) -> float:
         """‖x_j − base‖₂ over the trained values, once all has come; NaN if any value is not finite.
@@ -120,6 +134,7 @@ class Incoming:
         )
         if not math.isfinite(self._squared + others):
             return math.nan
+        self._wait_until_brought()
         self._pool.upload(self.buffer)  # it is to be mixed: let it be there when training comes to that
         return math.sqrt(self._squared)
 
@@ -132,6 +147,7 @@ class Incoming:
     def release(self) -> None:
         """Give all memory back; nothing may come any more."""
         self._let_base_go()
+        self._wait_until_brought()
         if self._buffer is not None:
             self._pool.free(self._buffer)
             self._buffer = None
@@ -161,9 +177,16 @@ class Incoming:
             return
         if self._buffer is not None:
             taken.view[:done] = self._buffer.view[:done]
+            self._wait_until_brought()
+            taken.on_device, self._buffer.on_device = self._buffer.on_device, None
             self._pool.free(self._buffer)
             self._pool.has_one(self._base)
         self._buffer, self._base = taken, None
+
+    def _wait_until_brought(self) -> None:
+        if self._brings:
+            self._pool.brought()
+            self._brings = False
 
     def _let_base_go(self) -> None:
         """It is needed no more."""

@@ -173,6 +173,23 @@ class Pool:
         self._lanes.wait(self._lanes.mark_aside())
         return buffer
 
+    def bring(self, buffer: HostBuffer, section: int, piece: slice) -> None:
+        """Copy some elements of a model that comes in to the module's device, while the rest of it comes.
+
+        They stay as they are until :meth:`brought`.
+        """
+        if self._lanes.on_host:
+            return
+        after = self._lanes.mark_aside()
+        if buffer.on_device is None:
+            buffer.on_device, after = self._room_on_device()
+        there, here = buffer.on_device[section][piece], buffer.vectors[section][piece]
+        self._lanes.aside(lambda: there.copy_(here, non_blocking=self._lanes.later), after)
+
+    def brought(self) -> None:
+        """Wait until all is there that :meth:`bring` was told of."""
+        self._lanes.wait(self._lanes.mark_aside())
+
     def upload(self, buffer: HostBuffer) -> list[Tensor]:
         """The vectors of a model that came in, on the module's device; done beside training if called ahead."""
         if self._lanes.on_host:

@@ -1,4 +1,4 @@
-"""A model over blocking sockets with what secures it, piece by piece: under a MAC, with a checksum, or by TLS.
+"""A model over blocking sockets with what secures it, part by part: under a MAC, with a checksum, or by TLS.
 
 What can be had of each primitive alone, in Python: gossipx is held against it. The serving side is a process of its
 own, as those of :mod:`_far` are.
@@ -17,7 +17,7 @@ import xxhash
 from _far import HERE, KEY, SECONDS, filled, loss_based, serve, start
 
 from gossipx.launch.certs import folder_of
-from gossipx.memory import PIECE, Memory
+from gossipx.memory import HOT, PIECE, Memory
 
 
 class _None:
@@ -88,7 +88,7 @@ class Secured:
         check = CHECKS[self._kind]()
         done = 0
         while done < len(self._room):
-            end = min(done + PIECE, self._size) if done < self._size else len(self._room)
+            end = min(done + HOT, self._size) if done < self._size else len(self._room)
             begin = done
             while done < end:
                 done += self._socket.recv_into(self._room[done:end], 0, *self._flags())

@@ -469,7 +469,7 @@ def test_partition_that_heals(mode: dict[str, Any], blocking: bool):
 
 @both_ways
 def test_nobody_waits_for_good_for_one_that_is_heard_and_does_not_hear(blocking: bool):
-    """[5] Of a pair, the one who was asked has the model when all that it says is lost from then on; the other talks."""
+    """[5] Of a pair, the one who was asked has the model when all that it says begins to be lost; the other talks."""
     options = {"iterations": 200, "blocking": blocking, "peer_timeout": 4.0, "init": "own", **PAIRS}
     made = World(0, Network(delay=0.1))
     made.start(0, maker(0, 2, **{**options, "policy": "tau:2"}))

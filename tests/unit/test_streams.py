@@ -87,6 +87,7 @@ class Side:
         self.arena = ParameterArena(Net(0, dtype).to(device), sampled=sampled, lanes=lanes)
         self.read: list[Snapshot] = []
         self.coming: Incoming | None = None
+        self.done = 0  # bytes of it
         self.captured: Snapshot | None = None
 
     def step(self, amount: float) -> float:
@@ -110,10 +111,21 @@ class Side:
         if self.coming is None:
             self.coming = Incoming(self.arena, self.arena.snapshot())
 
+    def half(self, model: bytes) -> None:
+        if self.coming is not None and not self.done:
+            self.done = len(model) // 16 * 8
+            self.coming.take(0, memoryview(bytearray(model[: self.done])))
+
+    def drop(self) -> None:
+        if self.coming is not None:
+            self.coming.release()
+            self.coming, self.done = None, 0
+
     def come(self, model: bytes) -> float:
         if self.coming is None:
             return 0.0
-        self.coming.take(0, memoryview(bytearray(model)))
+        self.coming.take(self.done, memoryview(bytearray(model[self.done :])))
+        self.done = 0
         distance = self.coming.norm()
         self.arena.commit(self.coming.buffer, 0.25)
         self.coming.release()
@@ -159,6 +171,7 @@ def storages(side: Side) -> list[Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("sampled", [None, 3])
 def test_all_is_as_if_it_were_done_at_once(device: str, dtype: torch.dtype, sampled: int | None):
+    kinds = ("step", "step", "ask", "give", "pull", "half", "come", "drop", "push", "wave", "adopt")
     exact = {"rtol": 1e-2, "atol": 1e-2} if device == "cuda" else {"rtol": 0, "atol": 0}
     for seed in range(3 if device == "cuda" else 60):
         coin = random.Random(seed)
@@ -171,7 +184,7 @@ def test_all_is_as_if_it_were_done_at_once(device: str, dtype: torch.dtype, samp
         model, whole = (bytes(other.snapshot(kind).buffer.view) for kind in (False, True))
         deltas: list[list[float]] = [[], []]
         for _ in range(40):
-            what = coin.choice(["step", "step", "ask", "give", "pull", "come", "push", "wave", "adopt"])
+            what = coin.choice(kinds)
             amount = coin.random()
             found = []
             for side, measured in zip(sides, deltas, strict=True):
@@ -184,6 +197,10 @@ def test_all_is_as_if_it_were_done_at_once(device: str, dtype: torch.dtype, samp
                         found.append(side.give())
                     case "pull":
                         found.append(side.pull())
+                    case "half":
+                        side.half(model)
+                    case "drop" if amount < 0.5:
+                        side.drop()
                     case "come":
                         found.append(round(side.come(model), 3))
                     case "push":
@@ -198,6 +215,33 @@ def test_all_is_as_if_it_were_done_at_once(device: str, dtype: torch.dtype, samp
             torch.testing.assert_close(two, one, **exact)
         at_once, later = deltas
         assert later == pytest.approx([at_once[0], *at_once[:-1]] if at_once else [], rel=1e-3), "a step late"
+
+
+def test_a_model_that_goes_on_in_other_memory_is_on_the_device_whole():
+    """What came before the base was free is on its way to the device, from memory that is somebody else's then."""
+    lanes = Lazy(0)
+    lanes.hasty = 0.0
+    model = bytes(ParameterArena(Net(1, torch.float32)).snapshot().buffer.view)
+    half = len(model) // 16 * 8
+    mixed = []
+    for arena in (ParameterArena(Net(0, torch.float32)), ParameterArena(Net(0, torch.float32), lanes=lanes)):
+        arena.step_done()
+        incoming = Incoming(arena, arena.snapshot())
+        incoming.take(0, memoryview(bytearray(model[:half])))
+        first, there = incoming.buffer, incoming.buffer.on_device
+        arena.step_done()
+        incoming.take(half, memoryview(bytearray(model[half:])))
+        assert incoming.buffer is not first
+        assert incoming.buffer.on_device is there
+        assert first.on_device is None, "it is given away without"
+        arena.pool.buffer().view[:] = bytes(len(model))
+        incoming.norm()
+        arena.commit(incoming.buffer, 0.5)
+        incoming.release()
+        arena.pool.brought()
+        lanes.wait(lanes.mark())
+        mixed.append(torch.cat([section.storage for section in arena.sections]))
+    assert torch.equal(*mixed)
 
 
 @pytest.mark.parametrize("device", DEVICES)
