@@ -59,7 +59,7 @@ def challenge(link: Link, secret: auth.Secret, me: Hello, deadline: float) -> No
     if not isinstance(opened, Open):
         raise ProtocolError(f"it began with {type(opened).__name__}, not Open")
     answerer = auth.Answerer(secret, os.urandom(auth.NONCE_BYTES))
-    link.send(frames.encode(answerer.opened(opened), 0), deadline)
+    link.send(frames.encode(answerer.opened(opened), 0, checks=link.checks), deadline)
     proof = link.receive(deadline).message
     if not isinstance(proof, Proof):
         raise ProtocolError(f"it answered a challenge by {type(proof).__name__}")
@@ -67,7 +67,7 @@ def challenge(link: Link, secret: auth.Secret, me: Hello, deadline: float) -> No
         accepted, session = answerer.proven(proof)
     except NotAuthorisedError:
         raise _turn_away(link, auth.REFUSAL, deadline) from None
-    link.send(frames.encode(accepted, 0), deadline)
+    link.send(frames.encode(accepted, 0, checks=link.checks), deadline)
     link.secure(session)
     elsewhere = auth.misdirected(opened, me.name)
     if elsewhere is not None:

@@ -87,10 +87,11 @@ class Link:
         self.heard = False
         self.carrier: Carrier | None = None
         self._memory = TheirMemory()
-        self.checks: frames.Checks = frames.CHECKSUMS
+        self.checks: frames.Checks = frames.Unchecked if isinstance(stream, Certified) else frames.CHECKSUMS
         self._owner = owner
         self._expect: Expect = no_payload
         self._decoder = frames.Decoder(lambda message, request: self._expect(message, request), kinds.SMALL_METADATA)
+        self._decoder.use(self.checks)
         self.opened: Open | None = None
 
     def send(self, frame: Iterable[frames.Buffers], deadline: float) -> None:

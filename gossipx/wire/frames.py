@@ -15,7 +15,8 @@ A frame, all numbers big-endian::
   28+C+M+P      C  check of the payload; left out where P is 0
 
 A check is the XXH3-64 of its part (C = 8), which finds accidents and is no protection from an attacker; where the run
-has a secret, from the handshake on, it is a MAC (C = 32, :mod:`gossipx.wire.auth`).
+has a secret, from the handshake on, it is a MAC (C = 32, :mod:`gossipx.wire.auth`). Over TLS, each of whose records has
+a tag that finds any change, there is none (C = 0).
 
 A payload that lies beside the connection comes another way (:mod:`gossipx.transports.beside`), and the frame ends with
 its metadata: the receiver reads it from memory that both share, or it is carried by what they built, and then Carried
@@ -72,6 +73,19 @@ Checks = Callable[[], Check]
 CHECKSUMS: Checks = xxhash.xxh3_64
 
 
+class Unchecked:
+    """The :class:`Check` of what is checked below: looks at nothing."""
+
+    digest_size = 0
+
+    def update(self, piece: bytes | memoryview, /) -> None:
+        """Nothing is looked at."""
+
+    def digest(self) -> bytes:
+        """Of no bytes."""
+        return b""
+
+
 class VersionError(ProtocolError):
     """The other side speaks another version of the protocol."""
 
@@ -119,6 +133,9 @@ def _with_payload(head: bytes, payload: Source, checks: Checks) -> Iterator[Buff
     view = payload.view.cast("B")
     if checks is CHECKSUMS and payload.checksum is not None:
         yield [head, view, payload.checksum]
+        return
+    if checks is Unchecked:
+        yield [head, view]
         return
     buffers: Buffers = [head]
     check = checks()
@@ -266,7 +283,7 @@ class Decoder:
         self._await(sink.room(0), self._piece_whole)
         return None
 
-    def _piece_whole(self) -> None:
+    def _piece_whole(self) -> Frame | None:
         self._check.update(self._view[self._seen :])
         self._seen = 0
         self._sink.filled(self._start)
@@ -275,7 +292,10 @@ class Decoder:
             self._await(self._sink.room(self._start), self._piece_whole)
         else:
             self.in_payload = False
+            if not self._check.digest_size:
+                return self._trailer_whole()
             self._await(memoryview(bytearray(self._check.digest_size)), self._check_payload)
+        return None
 
     def _check_payload(self) -> Frame:
         check, self._check = self._check, self._checks()

@@ -66,10 +66,11 @@ from gossipx.wire.frames import (
     VERSION,
     Decoder,
     Frame,
+    Unchecked,
     VersionError,
     encode,
 )
-from gossipx.wire.kinds import MAX_METADATA, MAX_NOTE, SMALL_METADATA
+from gossipx.wire.kinds import MAX_METADATA, MAX_NOTE, SMALL_METADATA, metadata_of
 
 ranks = st.integers(0, 65_535)
 counts = st.integers(0, 2**63 - 1)
@@ -245,6 +246,22 @@ def test_a_payload_comes_in_by_pieces_each_told_once_when_it_is_full(step: int) 
     assert len(feed(decoder, data[head:], step)) == 1
     assert not decoder.in_payload
     assert told == [(start, model[start : start + PIECE]) for start in (0, PIECE, 2 * PIECE)]
+
+
+@pytest.mark.parametrize("step", [1, 7, 2**30])
+def test_what_is_checked_below_has_no_checks_of_its_own(step: int) -> None:
+    model = os.urandom(1_000)
+    source = Source(memoryview(model))
+    (buffers,) = encode(ModelReply(3), 9, source, Unchecked)
+    data = b"".join(buffers) + b"".join(*encode(LeaveRequest(), 10, checks=Unchecked))
+    assert len(b"".join(buffers)) == HEADER_BYTES + len(metadata_of(ModelReply(3))) + len(model)
+    assert source.checksum is None
+    room = memoryview(bytearray(len(model)))
+    decoder = Decoder(lambda message, request: Bytes(room) if request == 9 else None)
+    decoder.use(Unchecked)
+    first, second = feed(decoder, data, step)
+    assert (first.message, second.message) == (ModelReply(3), LeaveRequest())
+    assert room == model
 
 
 @pytest.mark.parametrize("damaged", [None, 0, 1_000, 4_095])
