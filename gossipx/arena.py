@@ -292,11 +292,14 @@ class ParameterArena:
             if end > cut:
                 yield theirs[cut:], self._to_host(section.values[cut:end])
 
-    def subtract(self, received: HostBuffer) -> float:
+    def subtract(self, received: HostBuffer, on_host: bool = False) -> float:
         """x_j ← x_j − x for trained values, in place of what was received; for the training thread or while it waits.
 
+        Args:
+            on_host: in host memory, too, where the model lies on a device.
+
         Returns:
-            ‖x_j − x‖₂ over the trained values.
+            ‖x_j − x‖₂ over the trained values; a device is waited for.
         """
         theirs = self.pool.upload(received)
         self._follow()
@@ -305,7 +308,7 @@ class ParameterArena:
         def subtract(section: Section, other: Tensor, there: Tensor) -> None:
             cut = section.trainable
             squares.append(kernels.difference(other[:cut], section.values[:cut], other[:cut]))
-            if other is not there:
+            if on_host and other is not there:
                 there[:cut].copy_(other[:cut])
 
         for row in zip(self.sections, theirs, received.vectors, strict=True):

@@ -27,7 +27,7 @@ from gossipx.record import NullRecorder, Recorder
 from gossipx.sync import SyncManager
 from gossipx.tasks import partition
 from gossipx.tasks.presets import PRESETS
-from gossipx.topology import Topology, schedules, weights
+from gossipx.topology import schedules, weights
 from gossipx.topology.schedules import Schedule
 from gossipx.transports import Address, Carriers
 from gossipx.transports.pace import parse_rate
@@ -122,7 +122,7 @@ def peer(
         addresses=place.addresses,
         bind=place.bind,
         peers_digest=place.digest,
-        settings=_alike(sync, turns.topology),
+        settings=_alike(sync, turns),
         manifest=arena.manifest,
         on_request=driver.received,
         peer_timeout=config.exchange.peer_timeout,
@@ -149,14 +149,14 @@ def peer(
     return Peer(module, optimizer, driver, comm, recorder, place.progress, options, evaluate)
 
 
-def _alike(sync: SyncSettings, graph: Topology) -> dict[str, str]:
+def _alike(sync: SyncSettings, turns: Schedule) -> dict[str, str]:
     """By option, what all peers must have alike: who exchanges with whom, and how."""
     return {
         "--mode": sync.mode,
         "--exchange": sync.exchange,
         "--weights": sync.weights,
-        "--schedule": sync.schedule or graph.schedule or schedules.DEFAULT,
-        "--topology": graph.fingerprint(),
+        "--schedule": schedules.told(sync.schedule, turns),
+        "--topology": turns.topology.fingerprint(),
     }
 
 

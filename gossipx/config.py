@@ -177,7 +177,7 @@ class ExchangeSettings:
     )
     max_served: int = setting(4, "Pulls that are answered at a time; others are told to ask another peer.", 1, 1000)
     max_pushes: int = setting(
-        1, "Pushes that are taken in at a time, each into the memory of a model; others go to another peer.", 1, 1000
+        1, "Pushes that are taken in at a time, each into the memory of a model; others go to another peer.", 1, 64
     )
     serve_share: float = setting(
         0.03,

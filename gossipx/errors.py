@@ -65,6 +65,15 @@ class ProtocolError(PeerFaultError):
     """The peer sent what the protocol does not allow."""
 
 
+class RefusedError(ProtocolError):
+    """The peer does not take this one in: what both must have alike differs.
+
+    Ends a command with exit code 2 where no other peer of the run takes this one in.
+    """
+
+    exit_code = 2
+
+
 class NotAuthorisedError(PeerFaultError):
     """Two peers do not take each other for members of one run, and it may be this one that is not.
 

@@ -1,8 +1,8 @@
 """A model that comes in: where its bytes go, and what is made of them on the way.
 
 Of trained values only the difference to a base, one's own model as of the request, is kept: it is formed piece by piece
-while a piece is still in the processor's cache, in the base's own memory where nobody else needs that. So a pull with
-its averaging moves hardly more memory than the pull alone, and needs one buffer.
+as they come, in the base's own memory where nobody else needs that. So a pull with its averaging moves little more
+memory than the pull alone, and needs one buffer.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Incoming:
         return self._buffer
 
     def room(self, start: int) -> memoryview:
-        """Where the bytes from ``start`` on belong, up to a piece; see :class:`gossipx.wire.Sink`."""
+        """Where the bytes from ``start`` on belong; see :class:`gossipx.wire.Sink`."""
         segment = self._segment(start)
         self._settle(start)
         if not segment.trained:

@@ -19,6 +19,7 @@ from gossipx.errors import (
     OutOfReachError,
     PeerFaultError,
     PeerUnreachableError,
+    RefusedError,
     UsageError,
 )
 from gossipx.messages import Reply, Request
@@ -117,7 +118,7 @@ class Asking:
         except PeerFaultError as error:
             if self._links.closed.is_set():
                 return self._links.gone()
-            if isinstance(error, NotAuthorisedError):
+            if isinstance(error, NotAuthorisedError | RefusedError):
                 self._member.trust.turned_away(job.to, error)
             return type(error)(f"{self._member.names[job.to]}: {error}")
         except GossipxError as error:

@@ -57,6 +57,7 @@ from gossipx.errors import (
     NotEnoughPeersError,
     PeerTimeoutError,
     PeerUnreachableError,
+    RefusedError,
     UsageError,
 )
 from gossipx.incoming import Incoming
@@ -167,7 +168,7 @@ class Driver:
         self.tell(Received(sender, key, request))
 
     @property
-    def stranger(self) -> NotAuthorisedError | None:
+    def stranger(self) -> NotAuthorisedError | RefusedError | None:
         """Why no other peer takes this one in, if that is so."""
         return None if self.comm is None else self.comm.trust.doubt
 
@@ -294,7 +295,7 @@ class Driver:
         match result:
             case UsageError():
                 self.fail(result)
-            case NotAuthorisedError() if self.comm is not None and self.comm.trust.is_outcast:
+            case NotAuthorisedError() | RefusedError() if self.comm is not None and self.comm.trust.is_outcast:
                 self.fail(result)
             case PeerUnreachableError():
                 self.tell(Failed(ticket, Fault.UNREACHABLE))
@@ -349,7 +350,8 @@ class Driver:
         if not poisoned:
             with self.committing:
                 if not transfer.incoming.compares:
-                    transfer.distance = self.arena.subtract(transfer.incoming.buffer)
+                    drifts = self.role.sync.policy.uses_drift
+                    transfer.distance = self.arena.subtract(transfer.incoming.buffer, on_host=drifts)
                 self.arena.commit(transfer.incoming.buffer, share)
             self.on_retrieval(Retrieval(transfer.seconds, self.arena.step - transfer.their_step, transfer.distance))
             if self.role.sync.policy.uses_drift:

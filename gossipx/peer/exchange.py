@@ -11,7 +11,8 @@ or late on the way between them::
 Until it is settled nothing is mixed, and whoever began may give up at any time: it then refuses to settle. Requests may
 be repeated: each names the offer by the incarnation and number of the one who began, and an offer stands once. The
 other is in doubt only while its SettleRequest has no answer. It asks again until there is one, or whoever began is
-gone: taken without an answer, a model would stand for one of two alone.
+gone: taken without an answer, a model would stand for one of two alone. That of a pair, which may stand still, asks for
+as long as a model may take and peer_timeout more, and then takes it so.
 """
 
 from __future__ import annotations
@@ -149,7 +150,7 @@ class Taking:
             return []
         # At the end others wait for us no longer than peer_timeout: no long rests any more.
         rest = sender.rests_until if self._until == math.inf else now + REST_FIRST * self._ground.timeout
-        return [SetTimer(SETTLE, min(rest, self._until))]
+        return [SetTimer(SETTLE, min(rest, self._until, self._in_vain))]
 
     def ask_again(self, now: float) -> list[Effect]:
         """Ask whether it stands, if that is to be known and not being asked."""
@@ -186,7 +187,7 @@ class Taking:
         if self._crosses:  # it is answered when our model is there: as long as that may take
             patience = self._ground.members.patience(self.sender, given=True)
             self._in_vain = min(self._in_vain, now + patience + self._ground.timeout)
-        send = self._ground.requests.send(self.sender, request, now, now + patience)
+        send = self._ground.requests.send(self.sender, request, now, min(now + patience, self._in_vain))
         self._settling = send.ticket
         return [send]
 

@@ -84,6 +84,7 @@ class Pushes(Exchange):
         self._room = room
         self._offer: _Offer | None = None
         self._takings: list[Taking] = []  # what others have offered: what has room, and those kept aside
+        self._due: list[Taking] = []  # to be mixed at this boundary: what comes meanwhile is for the next
 
     @property
     def captured(self) -> int | None:
@@ -167,6 +168,10 @@ class Pushes(Exchange):
         offer.given = offer.given or event.whole
         return [] if offer.given or offer.answers else self._elsewhere(now)
 
+    def boundary(self, now: float) -> list[Effect]:
+        self._due = [taking for taking in self._takings if taking.way is Way.STANDS]
+        return []
+
     # --- others' come in --------------------------------------------------------------------------
 
     def offered(self, event: Received, now: float) -> list[Effect]:
@@ -217,7 +222,8 @@ class Pushes(Exchange):
 
     def mix(self, step: int, at_boundary: bool) -> Mix | None:
         mixing = any(taking.way is Way.MIXING for taking in self._takings)
-        taking = next((taking for taking in self._takings if taking.way is Way.STANDS), None)
+        some = self._takings if self._ending else self._due
+        taking = next((taking for taking in some if taking.way is Way.STANDS), None)
         if taking is None or mixing or self._offer is not None or not (at_boundary or self._ending):
             return None
         taking.way = Way.MIXING

@@ -55,7 +55,11 @@ class Topology:
 
     def fingerprint(self) -> str:
         """What tells it from any other graph, whatever their names: its edges' number, and a digest of all it holds."""
-        held = self.neighbours, sorted(self.edge_shares.items()), self.sites
+        edges = {(one, other) for one, others in enumerate(self.neighbours) for other in others}
+        shares = sorted(
+            (edge, float(share)) for edge, share in self.edge_shares.items() if edge in edges and share != 1
+        )
+        held = self.neighbours, shares, self.sites
         return f"{sum(map(len, self.neighbours))} edges {hashlib.sha256(repr(held).encode()).hexdigest()[:12]}"
 
     def in_turn(self, rank: int) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import final
 
 import networkx as nx
@@ -207,6 +207,13 @@ def parse(spec: str | None, topology: Topology) -> Schedule:
         UsageError: as :func:`check`.
     """
     return specs.build(spec or topology.schedule or DEFAULT, SCHEDULES, "schedule")(topology)
+
+
+def told(spec: str | None, made: Schedule) -> str:
+    """What ``spec``, of which ``made`` was parsed, says: the same however it is spelt."""
+    name = (spec or made.topology.schedule or DEFAULT).partition(":")[0].strip()
+    values = {one.name: getattr(made, one.name) for one in fields(made)}
+    return " ".join([name, *(f"{key}={value}" for key, value in values.items() if isinstance(value, float))])
 
 
 def _matchings(topology: Topology) -> tuple[tuple[int | None, ...], ...]:

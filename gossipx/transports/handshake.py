@@ -32,6 +32,7 @@ from gossipx.wire import (
     frames,
     objection,
 )
+from gossipx.wire.kinds import MAX_TEXT
 
 
 def prove(link: Link, secret: auth.Secret, me: Hello, to: str, deadline: float) -> None:
@@ -142,13 +143,13 @@ def _turn_away(
     link: Link, reason: str, deadline: float, kind: type[NotAuthorisedError | StrangerError] = NotAuthorisedError
 ) -> PeerFaultError:
     """As :func:`refuse`, of one that has not proven who it is."""
-    _close_with(link, NotAuthorised(reason), deadline)
+    _close_with(link, NotAuthorised(reason[:MAX_TEXT]), deadline)
     return kind(f"not authorised: {reason}")
 
 
 def refuse(link: Link, reason: str, deadline: float) -> ProtocolError:
     """Say why the connection will be closed; the error to end it with."""
-    _close_with(link, Refused(reason), deadline)
+    _close_with(link, Refused(reason[:MAX_TEXT]), deadline)
     return ProtocolError(reason)
 
 

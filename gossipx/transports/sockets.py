@@ -103,7 +103,7 @@ class SocketStream:
         if look is None:
             return self._socket.recv_into(view, 0, flags)
         start, until = 0, time.monotonic() + _UNTIMED
-        while start < len(view) and time.monotonic() < until:
+        while True:
             part = view[start : start + HOT]
             try:
                 count = self._socket.recv_into(part, 0, flags | socket.MSG_WAITALL)
@@ -113,9 +113,8 @@ class SocketStream:
                 return start
             look(part[:count])
             start += count
-            if count < len(part):
-                break
-        return start
+            if count < len(part) or start == len(view) or time.monotonic() > until:
+                return start
 
     def tune(self) -> None:
         """Nothing to tune."""

@@ -1,4 +1,4 @@
-"""What becomes of those who do not prove that they belong to the run, and of a peer that nobody takes for a member."""
+"""What becomes of those who do not prove that they belong to the run, and of a peer that no other takes in."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import threading
 import time
 
-from gossipx.errors import NotAuthorisedError, StrangerError
+from gossipx.errors import NotAuthorisedError, RefusedError, StrangerError
 
 log = logging.getLogger("gossipx")
 
@@ -34,7 +34,7 @@ class Trust:
         self._told = (-math.inf, 0)  # when a line was logged of them, and how many there were
         self._taken_in = False
         self._turned_away: set[int] = set()
-        self._doubt: NotAuthorisedError | None = None
+        self._doubt: NotAuthorisedError | RefusedError | None = None
 
     @property
     def strangers(self) -> int:
@@ -54,7 +54,7 @@ class Trust:
             return not self._taken_in and bool(self._turned_away) and (everybody or late)
 
     @property
-    def doubt(self) -> NotAuthorisedError | None:
+    def doubt(self) -> NotAuthorisedError | RefusedError | None:
         """Why nobody has taken this peer in, if somebody was there and that is why.
 
         Others may have asked this peer, not have been taken in, and be gone before it could ask them. Anybody can do
@@ -68,7 +68,7 @@ class Trust:
         with self._lock:
             self._taken_in = True
 
-    def turned_away(self, rank: int, error: NotAuthorisedError) -> None:
+    def turned_away(self, rank: int, error: NotAuthorisedError | RefusedError) -> None:
         """That has failed with the peer of this rank."""
         with self._lock:
             self._doubt = error

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Protocol
 
-from gossipx.errors import NotAuthorisedError, ProtocolError, UsageError
+from gossipx.errors import NotAuthorisedError, ProtocolError, RefusedError, UsageError
 from gossipx.memory import copy
 from gossipx.messages import (
     AcceptReply,
@@ -244,7 +244,7 @@ class Sink(Protocol):
     def nbytes(self) -> int: ...
 
     def room(self, start: int) -> memoryview:
-        """Where the bytes from ``start`` on belong, as many as make the next piece."""
+        """Where the bytes from ``start`` on belong, as many as are wanted before :meth:`filled` is told."""
 
     def filled(self, start: int) -> None:
         """The room from ``start`` on is full."""
@@ -323,7 +323,7 @@ def answer_to(asked: Message, number: int, payload: Sink | None) -> Expect:
 
     def expect(message: Message, request: int) -> Sink | None:
         if isinstance(message, Refused):
-            raise ProtocolError(f"refused: {message.reason}")
+            raise RefusedError(f"refused: {message.reason}")
         if isinstance(message, NotAuthorised):
             raise NotAuthorisedError(f"not authorised: {message.reason}")
         if request != number or not isinstance(message, ANSWERS[type(asked)]):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import itertools
 import os
 import random
 import re
@@ -21,6 +22,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,7 +36,7 @@ from gossipx.errors import (
     ProtocolError,
     StrangerError,
 )
-from gossipx.transports import Address, Certified, Listener, Stream, Transport, tcp, unix
+from gossipx.transports import Address, Certified, Listener, Stream, Transport, sockets, tcp, unix
 
 Pair = tuple[Stream, Stream]
 Beside = Callable[..., "Future[Any]"]
@@ -164,6 +166,19 @@ def test_who_looks_sees_all_that_fills_the_room_in_order(pair: Pair, beside: Bes
     assert room == seen == data
     assert read(theirs, 4) == b"more"
     sent.result(LONG)
+
+
+def test_what_is_there_is_received_however_slow_this_thread_is(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between any two looks at the clock it may be off the processor for longer than the clock is left alone."""
+    ours, theirs = pair
+    data = os.urandom(2_000_000)
+    ours.send([data[:100_000]], soon())
+    began, looks = time.monotonic(), itertools.count()
+    room, seen = memoryview(bytearray(100_000)), bytearray()
+    with monkeypatch.context() as patched:
+        patched.setattr(sockets, "time", SimpleNamespace(monotonic=lambda: began + 0.1 * next(looks)))
+        assert theirs.receive_into(room, began + LONG, seen.extend) == 100_000
+    assert seen == data[:100_000]
 
 
 def test_a_room_that_is_not_filled_is_an_error_whoever_looks(pair: Pair) -> None:

@@ -30,6 +30,7 @@ from gossipx.errors import (
     PeerTimeoutError,
     PeerUnreachableError,
     ProtocolError,
+    RefusedError,
     UsageError,
 )
 from gossipx.memory import PIECE, Memory, Source
@@ -447,7 +448,10 @@ def test_closing_does_not_wait_for_a_connection_that_is_being_opened(
 # --- who is let in ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("garbage", [b"GET / HTTP/1.1\r\nHost: a\r\n\r\n", bytes(100), b"GSPX\x00\x02" + b"\xff" * 50])
+@pytest.mark.parametrize(
+    "garbage",
+    [b"GET / HTTP/1.1\r\nHost: a\r\n\r\n", bytes(100), b"GSPX" + frames.VERSION.to_bytes(2, "big") + b"\xff" * 50],
+)
 def test_garbage_is_closed_quietly(two: tuple[Host, Host], heard: Heard, garbage: bytes) -> None:
     """[15]"""
     a, b = two
@@ -504,10 +508,19 @@ def test_settings_that_must_be_alike_are_compared(start: Callable[[int], Run]) -
         error = hosts[asking].ask(other, LeaveRequest()).get(timeout=LONG)
         assert isinstance(error, ProtocolError)
         assert "--mode is " in str(error) and "; give every peer the same" in str(error)
+    assert hosts[0].comm.trust.doubt is not None and not hosts[0].comm.trust.is_outcast, "by one of two"
     asked = hosts[0].ask(2, LeaveRequest())
     _, key, _ = hosts[2].received.get(timeout=LONG)
     hosts[2].answer(key, HereReply(Stage.TRAIN))
     assert asked.get(timeout=LONG) == HereReply(Stage.TRAIN)
+
+
+def test_a_long_reason_is_told_in_part(start: Callable[[int], Run]) -> None:
+    run = start(2)
+    hosts = [run.host(rank, settings={"--a": str(rank) * 1000}) for rank in range(2)]
+    error = hosts[0].ask(1, LeaveRequest()).get(timeout=LONG)
+    assert isinstance(error, RefusedError)
+    assert str(error).startswith("refused: --a is 0000")
 
 
 def test_another_peer_at_the_address_is_refused(start: Callable[[int], Run]) -> None:

@@ -74,6 +74,16 @@ def test_the_one_with_the_wrong_secret_ends_by_exit_code_5_and_the_others_train(
         assert not any(value in text for text in shown)
 
 
+def test_the_one_whose_settings_differ_ends_by_exit_code_2_and_the_others_train(place: Folder) -> None:
+    runs = {host: start(place, host) for host in (2, 3)}
+    for run in runs.values():
+        run.line("joining")
+    wrong = start(place, 1, "--mode", "push").end()  # rank 0, from which others would begin
+    told = one_line(wrong, 2)
+    assert "refused: --mode is push at " in told and "; give every peer the same" in told
+    agreed(place, {host: run.end() for host, run in runs.items()})
+
+
 def certified(here: Folder, what: str) -> tuple[Identity, Identity, str]:
     """Certificates of two hosts, the second a bad one, and what its owner is told."""
     authority = Authority(here.path / "ca")

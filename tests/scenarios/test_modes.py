@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from toy import ITERATIONS, SIZE, TIMEOUT, alone, before, bound, ended, maker, m
 
 from gossipx.actor import Fault
 from gossipx.messages import Stage
+from gossipx.peer.exchange import Way
 from gossipx.sim import Network, SimPeer, World
 from gossipx.sim.network import Journey
 from gossipx.topology import Topology
@@ -189,6 +191,28 @@ def test_a_peer_with_room_for_two_mixes_both_at_one_step():
     torch.testing.assert_close(made.peers[2].weights(), alone(2, after, begin=mean), rtol=1e-5, atol=1e-5)
     ended(made, bound(3, 12))
     assert [made.peers[rank].role.sync.skipped for rank in (0, 1)] == [0, 0]
+
+
+def test_what_comes_while_others_are_mixed_is_for_the_next_boundary():
+    """Else one that is pushed to as fast as it mixes would never come to its next step."""
+    made = World(0, Network(delay=0.3))
+    for rank in range(2):
+        options = {"policy": "tau:5" if rank == 0 else "never", "iterations": 12, "init": "own", "max_pushes": 2}
+        made.start(rank, maker(rank, 2, **options, **PUSH))
+    until(made, 1, "takes from 0")
+    began, pushes = made.now, made.peers[1].role.exchange
+    for moment in range(60):
+        if any(taking.way is Way.STANDS for taking in pushes._takings):
+            break
+        made.run(began + 0.05 * moment)
+    (first,) = pushes._takings
+    pushes.boundary(made.now)
+    pushes._takings.append(late := copy(first))
+    assert pushes.mix(7, at_boundary=True) is not None
+    pushes.mixed(first.ticket)
+    assert pushes.mix(7, at_boundary=True) is None
+    pushes.boundary(made.now)
+    assert pushes.mix(8, at_boundary=True) is not None and late.way is Way.MIXING
 
 
 def test_of_one_sender_one_push_comes_in_at_a_time():

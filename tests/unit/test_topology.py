@@ -105,6 +105,8 @@ def test_a_fingerprint_tells_graphs_apart_and_not_their_names() -> None:
     ]
     assert len({graph.fingerprint() for graph in (ring, *others)}) == 5
     assert ring.fingerprint().startswith("10 edges ")
+    no_weights = replace(ring, edge_shares={(0, 1): 1, (1, 2): 1.0, (3, 3): 0.5})
+    assert no_weights.fingerprint() == ring.fingerprint(), "1 is what is meant where none is given; (3, 3) is no edge"
 
 
 def test_hops_are_exact_powers() -> None:
