@@ -333,8 +333,9 @@ def test_without_loss_none_is_lost() -> None:
 # --- nothing is left --------------------------------------------------------------------------------
 
 OWNER = """
-    import subprocess, sys, threading
+    import signal, subprocess, sys, threading
     from emulated import EmulatedNetwork
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # tests that run in the background ignore it, and so do we
     with EmulatedNetwork(2, "10mbit", delay_ms=1) as net:
         started = net.hosts[0].popen(["sh", "-c", "sleep 1000 & echo $!; wait"], stdout=subprocess.PIPE, text=True)
         print(net.hosts[0].namespace, started.pid, started.stdout.readline(), flush=True)
