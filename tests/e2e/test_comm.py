@@ -520,7 +520,7 @@ def test_a_long_reason_is_told_in_part(start: Callable[[int], Run]) -> None:
     hosts = [run.host(rank, settings={"--a": str(rank) * 1000}) for rank in range(2)]
     error = hosts[0].ask(1, LeaveRequest()).get(timeout=LONG)
     assert isinstance(error, RefusedError)
-    assert str(error).startswith("refused: --a is 0000")
+    assert str(error).startswith("peer-01: refused: --a is 0000")
 
 
 def test_another_peer_at_the_address_is_refused(start: Callable[[int], Run]) -> None:

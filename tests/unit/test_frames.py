@@ -167,12 +167,12 @@ def forged(
 def test_the_bytes_of_one_frame() -> None:
     expected = bytes.fromhex(
         "47535058"  # GSPX
-        "0002"  # version
+        "0003"  # version
         "0020"  # kind: ModelReply
         "0000000000000005"  # request
         "00000016"  # bytes of metadata
         "0000000000000008"  # bytes of payload
-        "5c3b312a41b62b93"  # checksum of all this and the metadata
+        "6e651ee00603dc47"  # checksum of all this and the metadata
         "7b2273746570223a31322c22776569676874223a317d"  # {"step":12,"weight":1}
         "0000803f00000040"  # 1.0, 2.0
         "4de8d78f7134f4b7"  # checksum of the payload
