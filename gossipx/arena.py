@@ -302,17 +302,11 @@ class ParameterArena:
             ‖x_j − x‖₂ over the trained values; a device is waited for.
         """
         theirs = self.pool.upload(received)
+        kept = received.vectors if on_host and not self._lanes.on_host else None
         self._follow()
         squares: list[float] = []
-
-        def subtract(section: Section, other: Tensor, there: Tensor) -> None:
-            cut = section.trainable
-            squares.append(kernels.difference(other[:cut], section.values[:cut], other[:cut]))
-            if on_host and other is not there:
-                there[:cut].copy_(other[:cut])
-
-        for row in zip(self.sections, theirs, received.vectors, strict=True):
-            self._lanes.train(functools.partial(subtract, *row))
+        rows = zip(self.sections, theirs, _or_none(kept, theirs), strict=True)
+        self._lanes.train(lambda: squares.extend(passes.subtract(*row) for row in rows))
         self._lanes.wait(self._lanes.mark())
         return math.sqrt(sum(squares))
 

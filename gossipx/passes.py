@@ -35,6 +35,15 @@ def sampled(sample: kernels.Sampled, section: Section, on_device: bool) -> float
     return sample.advance_on_device(x) if on_device else sample.advance(x)
 
 
+def subtract(section: Section, received: Tensor, kept: Tensor | None) -> float:
+    """x_j ← x_j − x for trained values; returns the square of its norm. ``kept`` takes a copy of what comes out."""
+    cut = section.trainable
+    squared = kernels.difference(received[:cut], section.values[:cut], received[:cut])
+    if kept is not None:
+        kept[:cut].copy_(received[:cut])
+    return squared
+
+
 def commit(section: Section, change: Tensor, share: float, boundary: Tensor | None) -> None:
     """Add a share of what trained values are to change by, and bring buffers closer to those of another model.
 

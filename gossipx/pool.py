@@ -195,11 +195,8 @@ class Pool:
         if self._lanes.on_host:
             return buffer.vectors
         if buffer.on_device is None:
-            vectors, left = self._room_on_device()
-            rows = list(zip(vectors, buffer.vectors, strict=True))
-            self._lanes.aside(
-                lambda: [ours.copy_(theirs, non_blocking=self._lanes.later) for ours, theirs in rows], left
-            )
-            self._lanes.wait(self._lanes.mark_aside())
-            buffer.on_device = vectors
+            for section in range(len(buffer.vectors)):
+                self.bring(buffer, section, slice(None))
+            self.brought()
+        assert buffer.on_device is not None, "a model has a section"
         return buffer.on_device
