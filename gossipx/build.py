@@ -113,7 +113,7 @@ def peer(
             min_peers=sync.min_peers,
         ),
         schedule=turns,
-        shares=weights.shares(sync.weights, turns, place.rank),
+        shares=weights.shares(sync.weights, turns, place.rank, pushed=sync.mode == "push"),
     )
     driver = Driver(role, arena)
     comm = driver.comm = CommManager(

@@ -39,7 +39,7 @@ class Pulls:
 
     Args:
         mixing: the share of a model that has come.
-        shares: by rank, what that is multiplied by; 1 where none is given.
+        shares: by rank of who gives it, what that is multiplied by; 1 where none is given.
         peer_timeout: seconds.
     """
 

@@ -16,7 +16,7 @@ of.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 
 from gossipx.actor import Answered, Capture, Effect, Forget, Given, Mix, Received, Resume, SetTimer, Wait
@@ -73,13 +73,15 @@ class Pushes(Exchange):
 
     Args:
         mixing: the share of a received model, without push-sum.
+        shares: by rank of who gives it, what that is multiplied by; 1 where none is given.
         push_sum: whether weights are given away.
         room: models that are taken in at a time.
     """
 
-    def __init__(self, ground: Ground, mixing: Mixing, push_sum: bool, room: int):
+    def __init__(self, ground: Ground, mixing: Mixing, shares: Mapping[int, float], push_sum: bool, room: int):
         super().__init__(ground)
         self._mixing = mixing
+        self._shares = shares
         self._push_sum = push_sum
         self._room = room
         self._offer: _Offer | None = None
@@ -228,8 +230,10 @@ class Pushes(Exchange):
             return None
         taking.way = Way.MIXING
         given = taking.reply.weight
-        share = given / (self.weight + given) if self._push_sum else self._mixing.share(step, taking.reply.step)
-        return Mix(taking.ticket, share)
+        if self._push_sum:
+            return Mix(taking.ticket, given / (self.weight + given))
+        factor = self._shares.get(taking.sender, 1.0)
+        return Mix(taking.ticket, factor * self._mixing.share(step, taking.reply.step))
 
     def mixed(self, ticket: int) -> bool:
         taking = next((taking for taking in self._takings if taking.ticket == ticket), None)

@@ -94,7 +94,7 @@ class PeerRole:
         rng: this peer's own generator.
         incarnation: tells this life of the peer from an earlier one under the same rank.
         schedule: whose turn it is, over ``topology``; None: a random neighbour's.
-        shares: by rank, what the mixing's share is multiplied by; 1 where none is given.
+        shares: by rank of who gives a model, what the mixing's share is multiplied by; 1 where none is given.
     """
 
     rank: int
@@ -128,7 +128,7 @@ class PeerRole:
         self.pulls = Pulls(ground, self.mixing, self.shares, timeout)
         self.exchange: Exchange | None = None  # of a mode in which an exchange is more than one pull
         if settings.mode == "push":
-            self.exchange = Pushes(ground, self.mixing, settings.push_sum, settings.max_pushes)
+            self.exchange = Pushes(ground, self.mixing, self.shares, settings.push_sum, settings.max_pushes)
         elif settings.mode == "pushpull":
             self.exchange = Pairs(ground)
         in_waves = settings.exchange == "waves"

@@ -6,6 +6,7 @@ columns do, too, the mean of all models is kept. Push-sum's columns sum to 1: ea
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -32,8 +33,8 @@ def check(weights: Weights, topology: Topology) -> None:
         raise UsageError(f"--weights push-sum gives half of a peer's own, and '{topology.name}' gives edges weights")
 
 
-def shares(weights: Weights, schedule: Schedule, rank: int) -> dict[int, float]:
-    """What the mixing's share β is multiplied by when ``rank`` takes a neighbour's model, from 0 to 1.
+def shares(weights: Weights, schedule: Schedule, rank: int, pushed: bool = False) -> dict[int, float]:
+    """What the mixing's share β is multiplied by when ``rank`` takes another peer's model, by that peer; from 0 to 1.
 
     ``uniform``: the edge's own weight, 1 where it has none, as it is with push-sum. ``metropolis``: that times
     min(1, q_ji / q_ij), where q_ij is how often i turns to j: Hastings' rule (Biometrika 57, 1970) of what part of the
@@ -41,17 +42,43 @@ def shares(weights: Weights, schedule: Schedule, rank: int) -> dict[int, float]:
     Metropolis' min(1, d_i / d_j): the expected share over an edge is β / max(d_i, d_j) from both its ends, and the mean
     of all models is kept. A schedule that draws by measured rates is taken as if all were equal.
 
+    Args:
+        pushed: models come from those whose neighbour ``rank`` is, who push them; else from ``rank``'s own neighbours.
+
     Raises:
         UsageError: as :func:`check`.
     """
-    topology = schedule.topology
-    check(weights, topology)
+    check(weights, schedule.topology)
+    return _shares(weights, schedule.topology, rank, schedule.frequency, pushed)
+
+
+def all_shares(weights: Weights, schedule: Schedule) -> list[dict[int, float]]:
+    """The :func:`shares` of every rank, at no more than the cost of one look at each edge.
+
+    Raises:
+        UsageError: as :func:`check`.
+    """
+    check(weights, schedule.topology)
+    size = schedule.topology.size
+    often = [schedule.frequency(rank) for rank in range(size)]
+    return [_shares(weights, schedule.topology, rank, often.__getitem__) for rank in range(size)]
+
+
+def _shares(
+    weights: Weights,
+    topology: Topology,
+    rank: int,
+    frequency: Callable[[int], Mapping[int, float]],
+    pushed: bool = False,
+) -> dict[int, float]:
+    if pushed:
+        return {giver: share for (giver, taker), share in topology.edge_shares.items() if taker == rank}
     own = {other: topology.edge_shares.get((rank, other), 1.0) for other in topology.neighbours[rank]}
     if weights != "metropolis":
         return own
-    often = schedule.frequency(rank)
+    often = frequency(rank)
     return {
-        other: share * min(1.0, schedule.frequency(other).get(rank, 0.0) / often[other]) if often.get(other) else share
+        other: share * min(1.0, frequency(other).get(rank, 0.0) / often[other]) if often.get(other) else share
         for other, share in own.items()
     }
 
@@ -72,8 +99,7 @@ def mixing_matrix(weights: Weights, schedule: Schedule, beta: float = 0.5) -> Ma
         return push_sum_matrix(schedule)
     size = schedule.topology.size
     matrix = np.zeros((size, size))
-    for rank in range(size):
-        factor = shares(weights, schedule, rank)
+    for rank, factor in enumerate(all_shares(weights, schedule)):
         for other, often in schedule.frequency(rank).items():
             matrix[rank, other] = beta * often * factor[other]
         matrix[rank, rank] = 1.0 - matrix[rank].sum()

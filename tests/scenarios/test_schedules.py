@@ -12,7 +12,7 @@ from toy import Point, before, bound, ended, models, spread, world
 
 from gossipx.sim import Network, World
 from gossipx.sim.network import Journey
-from gossipx.topology import load
+from gossipx.topology import Topology, load
 
 STILL: dict[str, Any] = {
     "policy": "tau:1",
@@ -150,3 +150,12 @@ def test_an_edges_weight_is_a_factor_on_the_share() -> None:
     assert asked(made, 2) == [3] and asked(made, 0) == [1]
     torch.testing.assert_close(models(made, [2])[0], 0.75 * start[2] + 0.25 * start[3], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(models(made, [0])[0], 0.5 * start[0] + 0.5 * start[1], rtol=1e-5, atol=1e-6)
+
+
+def test_an_edges_weight_is_a_factor_on_the_share_of_what_is_pushed_along_it() -> None:
+    ring = Topology("own", ((1,), (2,), (0,)), edge_shares={(0, 1): 0.5, (2, 0): 0.2})
+    made = ran(3, 1, graph=ring, mode="push")
+    start = began(3)
+    for giver, taker, share in ((0, 1, 0.25), (1, 2, 0.5), (2, 0, 0.1)):
+        mixed = (1 - share) * start[taker] + share * start[giver]
+        torch.testing.assert_close(models(made, [taker])[0], mixed, rtol=1e-5, atol=1e-6)

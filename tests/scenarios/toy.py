@@ -89,7 +89,7 @@ def make(
         mixing.parse(mix),
         PeerSettings(**{"peer_timeout": TIMEOUT, **settings}),
         plan,
-        shares(weights, plan, rank),
+        shares(weights, plan, rank, pushed=settings.get("mode") == "push"),
     )
     return SimPeer(role, module or Point(rank), gradient_step, iterations, compute)
 
