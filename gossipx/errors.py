@@ -89,5 +89,5 @@ class StrangerError(PeerFaultError):
     exit_code = 5
 
 
-class ModelMismatchError(UsageError):
+class ModelMismatchError(RefusedError):
     """Two peers hold models that differ in a tensor's name, shape or dtype."""

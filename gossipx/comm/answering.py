@@ -173,7 +173,8 @@ class Answering:
                 hosts = [address.host for address in member.addresses]
                 welcome = Welcome(member.me.rank, member.me.name, member.me.model, member.machine, self._local.host)
                 they = handshake.admit(link, member.me, member.names, hosts, welcome, deadline)
-                member.trust.taken_in()
+                if they.model == member.me.model:  # else it is told in what they differ
+                    member.trust.taken_in()
                 with self._lock:
                     if stream in self._inbound:
                         self._inbound[stream] = True

@@ -99,9 +99,7 @@ def greet(link: Link, me: Hello, to: int, name: str, manifest: bytes, deadline: 
         described = link.ask(DescribeRequest(), 0, deadline).payload
         theirs = bytes(described.view) if isinstance(described, Bytes) else b""
         raise ModelMismatchError(
-            f"the models of {me.name} and {name} differ:"
-            f" {difference(manifest, theirs)};"
-            " build the same model on every host"
+            f"its model differs: {difference(manifest, theirs)}; build the same model on every host"
         )
     link.admitted()
     return they

@@ -80,7 +80,7 @@ def test_another_hosts_file_or_model_is_told_as_without(start: Start, guard: dic
     a, b = run.host(0, **guard), run.host(1, peers_digest="another list", **guard)
     assert "hosts files of peer-00 (3 peers) and peer-01 (3 peers) differ" in str(failure(a, 1))
     run.host(2, manifest=["bias float32 (11,) (1,)"], **guard)
-    assert "the models of peer-00 and peer-02 differ: tensor 0" in str(failure(a, 2))
+    assert "peer-02: its model differs: tensor 0" in str(failure(a, 2))
     assert b.received.empty()
 
 

@@ -541,8 +541,8 @@ def test_another_model_names_the_first_tensor(start: Callable[[int], Run]) -> No
         assert isinstance(error, ModelMismatchError)
         assert error.exit_code == 2
     assert str(error) == (
-        "the models of peer-01 and peer-00 differ: tensor 1 is 'bias float32 (11,) (1,)' here and"
-        " 'bias float32 (10,) (1,)' there; build the same model on every host"
+        "peer-00: its model differs: tensor 1 is 'bias float32 (11,) (1,)' here and 'bias float32 (10,) (1,)' there;"
+        " build the same model on every host"
     )
     assert a.received.empty()
     assert b.received.empty()

@@ -84,6 +84,24 @@ def test_the_one_whose_settings_differ_ends_by_exit_code_2_and_the_others_train(
     agreed(place, {host: run.end() for host, run in runs.items()})
 
 
+def test_the_one_whose_model_differs_ends_by_exit_code_2_and_the_others_train(place: Folder) -> None:  # [21]
+    script = place.script(
+        """
+width = 8 if os.environ["GOSSIPX_RANK"] == "0" else 4
+model = nn.Sequential(nn.Linear(4, width), nn.Linear(width, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+with gossipx.join(model, optimizer) as peer:
+    train(peer, model, optimizer, 30)
+"""
+    )
+    runs = {host: start(place, host, script, place.path) for host in (2, 3)}
+    for run in runs.values():
+        run.line("joining")
+    told = one_line(start(place, 1, script, place.path).end(), 2)  # rank 0, from which others would begin
+    assert "its model differs: tensor 0 is '0.weight float32 8x4 " in told and "'0.weight float32 4x4 " in told
+    agreed(place, {host: run.end() for host, run in runs.items()})
+
+
 def certified(here: Folder, what: str) -> tuple[Identity, Identity, str]:
     """Certificates of two hosts, the second a bad one, and what its owner is told."""
     authority = Authority(here.path / "ca")
