@@ -25,6 +25,7 @@ class Fault(enum.Enum):
     LOCAL = "this machine lacks file descriptors or threads"
     PROTOCOL = "it sent what the protocol does not allow"
     POISONED = "its model holds NaN or Inf"
+    CANCELLED = "its answer is of no interest any more"
 
 
 @dataclass(frozen=True)
@@ -185,6 +186,16 @@ class Send:
 
 
 @dataclass(frozen=True)
+class Cancel:
+    """The answer to our request ``ticket`` is of no interest any more: what is on its way is not waited for.
+
+    :class:`Failed` follows, unless the answer was there already.
+    """
+
+    ticket: int
+
+
+@dataclass(frozen=True)
 class Answer:
     """Answer the received request ``key``; :class:`Answered` follows.
 
@@ -299,5 +310,19 @@ class Stop:
 
 
 Effect = (
-    Send | Answer | Capture | Merge | TakeIn | Mix | Adopt | Forget | Given | SetTimer | Wait | Resume | Note | Stop
+    Send
+    | Cancel
+    | Answer
+    | Capture
+    | Merge
+    | TakeIn
+    | Mix
+    | Adopt
+    | Forget
+    | Given
+    | SetTimer
+    | Wait
+    | Resume
+    | Note
+    | Stop
 )

@@ -37,6 +37,10 @@ class NotEnoughPeersError(GossipxError):
     exit_code = 4
 
 
+class CancelledError(GossipxError):
+    """A request was given up by whoever made it."""
+
+
 class PeerFaultError(GossipxError):
     """A request to another peer failed, through that peer or the way to it; this peer goes on."""
 

@@ -135,7 +135,7 @@ class CommManager:
         deadline: float,
         payload: Sink | None,
         done: Callable[[Reply | GossipxError], None],
-    ) -> None:
+    ) -> Callable[[], None]:
         """Ask peer ``to``; never blocks.
 
         Args:
@@ -143,13 +143,17 @@ class CommManager:
             payload: takes a ModelReply's bytes in, which must be exactly as many (None: none), until ``done`` is
                 called; what it has taken is of worth only if a ModelReply came.
             done: called once, from a thread of the manager's, with the reply or with
-                PeerUnreachableError, PeerTimeoutError, ProtocolError or ModelMismatchError.
+                PeerUnreachableError, PeerTimeoutError, ProtocolError, ModelMismatchError or CancelledError.
+
+        Returns:
+            What cancels it, from any thread and any number of times: a model that is on its way is not sent any
+            further, and unless ``done`` was called before, it is told CancelledError soon.
 
         Raises:
             ValueError: the request is not one that a peer would accept.
             RuntimeError: the system has no thread left for it; ``done`` is not called.
         """
-        self._asking.request(Job(to, request, deadline, payload, done))
+        return self._asking.request(Job(to, request, deadline, payload, done))
 
     def answer(
         self,

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import cast
 
 from gossipx.comm.common import Member, tell, tell_aside
 from gossipx.errors import (
+    CancelledError,
     GossipxError,
     NoCarrierError,
     NotAuthorisedError,
@@ -38,13 +41,20 @@ _REST = 30.0
 
 @dataclass(eq=False)
 class Job:
-    """A request of ours; fields as the arguments of :meth:`gossipx.comm.CommManager.request`."""
+    """A request of ours; fields as the arguments of :meth:`gossipx.comm.CommManager.request`.
+
+    Attributes:
+        cancelled: nobody wants an answer any more.
+        link: over which it is asked now.
+    """
 
     to: int
     request: Request
     deadline: float
     payload: Sink | None
     done: Callable[[Reply | GossipxError], None]
+    cancelled: bool = False
+    link: Link | None = None
 
 
 class Asking:
@@ -71,8 +81,8 @@ class Asking:
         self._apart: set[int] = set()
         self._bare: set[int] = set()  # and no carrier can be built with them.
 
-    def request(self, job: Job) -> None:
-        """Have a request sent; see :meth:`gossipx.comm.CommManager.request`."""
+    def request(self, job: Job) -> Callable[[], None]:
+        """Have a request sent; returns what cancels it. See :meth:`gossipx.comm.CommManager.request`."""
         if job.to == self._member.me.rank or not 0 <= job.to < self._member.me.size:
             raise ValueError(f"rank {job.to} is not another peer's")
         frames.encode(job.request, 0)  # raises here, where the mistake is
@@ -85,8 +95,24 @@ class Asking:
                 self._jobs.append(job)
                 self._unfinished.add(job)
                 self._arrived.notify()
-                return
+                return functools.partial(self._cancel, job)
         tell_aside(job.done, self._links.gone())
+        return lambda: None
+
+    def _cancel(self, job: Job) -> None:
+        with self._lock:
+            if job.cancelled or job not in self._unfinished:
+                return
+            job.cancelled, link = True, job.link
+            if link is None:  # nothing writes to its payload, nor will
+                self._unfinished.remove(job)
+        if link is None:
+            tell_aside(job.done, self._given_up(job))
+        else:
+            link.abort()  # the worker hears of it
+
+    def _given_up(self, job: Job) -> CancelledError:
+        return CancelledError(f"{self._member.names[job.to]}: the request was cancelled")
 
     def wake(self) -> None:
         """All links have ended: let the workers see it."""
@@ -116,6 +142,8 @@ class Asking:
         try:
             return self._exchange(job)
         except PeerFaultError as error:
+            if job.cancelled:
+                return self._given_up(job)
             if self._links.closed.is_set():
                 return self._links.gone()
             if isinstance(error, NotAuthorisedError | RefusedError):
@@ -165,7 +193,7 @@ class Asking:
         carriers = self._member.carriers
         with self._lock:
             bare = bare or job.to in self._bare
-        with self._links.dropped_on_failure(link):
+        with self._links.dropped_on_failure(link), self._asking_over(link, job):
             if carriers is not None and link.carrier is None and not bare and _wants_bytes(job):
                 # Half the time: if it cannot be built, the other half is for the model to come without.
                 by = (time.monotonic() + self._soon(job.deadline)) / 2
@@ -173,6 +201,21 @@ class Asking:
             frame = link.ask(job.request, next(self._numbers), job.deadline, job.payload)
         self._links.keep(job.to, link)
         return cast(Reply, frame.message)
+
+    @contextlib.contextmanager
+    def _asking_over(self, link: Link, job: Job) -> Iterator[None]:
+        """While a request is asked over ``link``, which is of no more use if it is cancelled: CancelledError."""
+        with self._lock:
+            if job.cancelled:
+                raise self._given_up(job)
+            job.link = link
+        try:
+            yield
+        finally:
+            with self._lock:
+                job.link = None
+        if job.cancelled:  # who has cancelled it may still be about to end the link
+            raise self._given_up(job)
 
     def _open(self, to: int, deadline: float) -> Link:
         """A new connection to peer ``to``, both sides having said who they are."""

@@ -8,6 +8,7 @@ thread may go on, and why not, is set under the lock, so that it always follows 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import math
 import queue
@@ -22,6 +23,7 @@ from gossipx.actor import (
     Adopt,
     Answer,
     Answered,
+    Cancel,
     Capture,
     Effect,
     Event,
@@ -51,6 +53,7 @@ from gossipx.comm import CommManager
 from gossipx.drift import DriftReference
 from gossipx.drive.timers import Timers
 from gossipx.errors import (
+    CancelledError,
     GossipxError,
     LocalFaultError,
     NotAuthorisedError,
@@ -94,6 +97,8 @@ class _Transfer:
     seconds: float = 0.0
     their_step: int = 0
     weight: float = 1.0  # the number of models that are averaged in it
+    cancelled: bool = False  # this and the next are the outbox's alone
+    cancel: Callable[[], None] | None = None  # once it was asked for
 
 
 @dataclass(frozen=True)
@@ -228,6 +233,8 @@ class Driver:
         match effect:
             case Send():
                 self._send(effect)
+            case Cancel(ticket):
+                self._outbox.put(functools.partial(self._cancel, ticket))
             case Answer():
                 self._answer(effect, given)
             case Merge():
@@ -267,15 +274,30 @@ class Driver:
         request = self.comm.request
 
         def post() -> None:
+            transfer = self._transfers.get(send.ticket)
+            if transfer is not None and transfer.cancelled:
+                self._replied(send.ticket, CancelledError("its request was not sent yet"))
+                return
             try:
-                request(send.to, send.request, deadline=send.deadline, payload=payload, done=done)
+                cancel = request(send.to, send.request, deadline=send.deadline, payload=payload, done=done)
             except Exception as error:  # the role still has to hear of its request
                 self._replied(send.ticket, LocalFaultError(f"a request could not be sent: {error}"))
+                return
+            if transfer is not None:
+                transfer.cancel = cancel
 
         if base is None:
             self._outbox.put(post)
         else:  # before that, nothing can be made of what comes
             base.when_settled(lambda: self._outbox.put(post))
+
+    def _cancel(self, ticket: int) -> None:
+        transfer = self._transfers.get(ticket)
+        if transfer is None:
+            return
+        transfer.cancelled = True
+        if transfer.cancel is not None:
+            transfer.cancel()
 
     def _post(self) -> None:
         while (post := self._outbox.get()) is not None:
@@ -304,6 +326,8 @@ class Driver:
             case LocalFaultError():
                 self._note("local", str(result))
                 self.tell(Failed(ticket, Fault.LOCAL))
+            case CancelledError():
+                self.tell(Failed(ticket, Fault.CANCELLED))
             case GossipxError():
                 self._note("protocol", str(result))
                 self.tell(Failed(ticket, Fault.PROTOCOL))

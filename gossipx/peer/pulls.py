@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from gossipx.actor import Effect, Forget, Mix, Resume, Send, SetTimer, Wait
+from gossipx.actor import Cancel, Effect, Forget, Mix, Resume, Send, SetTimer, Wait
 from gossipx.messages import BusyReply, ModelReply, NotReadyReply, PullRequest, Reply
 from gossipx.mixing import Mixing
 from gossipx.peer.exchange import Ground
@@ -146,22 +146,18 @@ class Pulls:
     # --- the end ----------------------------------------------------------------------------------
 
     def end(self, step: int) -> Mix | None:
-        """Training has ended: mix the model that is here. One that is not is forgotten when it comes."""
+        """Training has ended: mix the model that is here; if there is none, :meth:`leave`."""
         self._ending = True
-        mix = self.mix(step)
-        if mix is None:
-            self._pull = None
-        return mix
+        return self.mix(step)
 
     def drop(self) -> list[Effect]:
-        """The model is no more what it was, and what is under way would add its difference to the one of before.
-
-        An answer that is still to come is forgotten when it comes.
-        """
+        """The model is no more what it was, and what is under way would add its difference to the one of before."""
         pull, self._pull = self._pull, None
-        return [Forget(pull.ticket)] if pull and pull.reply else []
+        if pull is None:
+            return []
+        return [Forget(pull.ticket) if pull.reply else Cancel(pull.ticket)]
 
-    def leave(self) -> None:
-        """Pull nothing any more; an answer that is still to come is forgotten then."""
+    def leave(self) -> list[Effect]:
+        """Pull nothing any more."""
         self._ending = True
-        self._pull = None
+        return self.drop()

@@ -268,6 +268,8 @@ class PeerRole:
             return self._gone_if_told()
         if event.fault is Fault.POISONED:
             return [self._set_aside(to, now), *self._came_to_nothing(event.ticket, to, request, now)]
+        if event.fault is Fault.CANCELLED:
+            return self._came_to_nothing(event.ticket, to, request, now)
         effects: list[Effect] = []
         other = self.members.others[to]
         if isinstance(request, ArriveRequest) and other.stage is Stage.DONE and event.fault is Fault.UNREACHABLE:

@@ -190,12 +190,13 @@ class Training:
             return [Wait(), *self.exchanged(self._exchange.end(now))]
         if mix := self._pulls.end(self.step):
             return [Wait(), mix]
+        dropped = self._pulls.leave()
         wave = self._waves.join(self.step, now) if self.sound else self._waves.give_up(UNSOUND, now)
         if self._waves.current is not None:  # the others count on us in it
-            return self.waved([Wait(), *wave], now)
+            return self.waved([Wait(), *dropped, *wave], now)
         self._ground.sync.abandoned(failed=False)
         self._end()
-        return [Wait(), *wave]
+        return [Wait(), *dropped, *wave]
 
     def _end(self) -> None:
         self._ending, self._over = False, True
@@ -203,6 +204,6 @@ class Training:
     def leave(self, now: float) -> list[Effect]:
         """Take part in no exchange any more. Models that still come are forgotten."""
         self._ending = False
-        self._pulls.leave()
+        dropped = self._pulls.leave()
         self._ground.sync.abandoned(failed=False)
-        return self._exchange.drop(now) if self._exchange else []
+        return self._exchange.drop(now) if self._exchange else dropped

@@ -217,6 +217,8 @@ class SimPeer:
         match effect:
             case actor.Send():
                 self._send(effect)
+            case actor.Cancel(ticket):
+                self.fail(ticket, Fault.CANCELLED)
             case actor.Answer(begins=begins) if begins > now:
                 self._later(begins, lambda: self._answer(effect))
             case actor.Answer():

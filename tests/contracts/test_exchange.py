@@ -22,7 +22,7 @@ import pytest
 from giver import model
 from managers import LONG, SHORT, WAYS, Host, certify, runs, settings_of, shares_memory, soon
 
-from gossipx.errors import GossipxError, PeerTimeoutError, PeerUnreachableError
+from gossipx.errors import CancelledError, GossipxError, PeerTimeoutError, PeerUnreachableError
 from gossipx.memory import PIECE, Memory, Source
 from gossipx.messages import HereReply, LeaveRequest, ModelReply, PullRequest, Reply, Stage
 from gossipx.transports import Address
@@ -290,6 +290,63 @@ def test_closing_in_the_middle_of_a_model_ends_it_on_both_sides(  # [1] [2]
     if whose == 0:  # and the giver still gives
         assert pulled(hosts[2], 1, MODEL) == model(MODEL)
     assert results.empty()
+
+
+def test_a_pull_cancelled_in_the_middle_ends_alone_on_both_sides(start: Callable[[int], list[Host]]) -> None:
+    hosts = start(2)
+    hosts[1].serve(model(MODEL))
+    began, go_on = threading.Event(), threading.Event()
+
+    def first() -> None:
+        began.set()
+        assert go_on.wait(LONG)
+
+    results: queue.Queue[Reply | GossipxError] = queue.Queue()
+    during = During(MODEL, first)
+    cancel = hosts[0].comm.request(1, PullRequest(1, 30.0), deadline=soon(), payload=during, done=results.put)
+    beside = bytearray(MODEL)
+    other = hosts[0].ask(1, PullRequest(1, 30.0), beside)
+    assert began.wait(LONG)
+    assert other.get(timeout=LONG) == ModelReply(1) and beside == model(MODEL)
+    assert hosts[1].answered.get(timeout=LONG) is True
+    cancel()
+    assert hosts[1].answered.get(timeout=LONG) is False  # while the receiver still does what it does
+    assert results.empty(), "its room is still written to"
+    go_on.set()
+    assert isinstance(results.get(timeout=LONG), CancelledError)
+    cancel()
+    assert pulled(hosts[0], 1, MODEL) == model(MODEL)
+    assert results.empty()
+
+
+def test_a_pull_cancelled_before_it_is_answered(start: Callable[[int], list[Host]]) -> None:
+    a, b = start(2)
+    b.react = None
+    results: queue.Queue[Reply | GossipxError] = queue.Queue()
+    room = Bytes(memoryview(bytearray(PIECE)))
+    cancel = a.comm.request(1, PullRequest(1, 30.0), deadline=soon(), payload=room, done=results.put)
+    _, key, _ = b.received.get(timeout=LONG)
+    cancel()
+    assert isinstance(results.get(timeout=LONG), CancelledError)
+    b.answer(key, ModelReply(1), model(PIECE))
+    assert b.answered.get(timeout=LONG) is False
+    assert room.view == bytes(PIECE)
+    b.serve(model(PIECE))
+    assert pulled(a, 1, PIECE) == model(PIECE)
+
+
+def test_a_pull_cancelled_at_once(start: Callable[[int], list[Host]]) -> None:
+    """Before it has a connection, or while one is opened: it ends, and only once."""
+    a, b = start(2)
+    b.serve(model(PIECE))
+    for _ in range(20):
+        results: queue.Queue[Reply | GossipxError] = queue.Queue()
+        room = Bytes(memoryview(bytearray(PIECE)))
+        a.comm.request(1, PullRequest(1, 30.0), deadline=soon(), payload=room, done=results.put)()
+        result = results.get(timeout=LONG)
+        assert isinstance(result, CancelledError) or (result == ModelReply(1) and room.view == model(PIECE))
+        assert results.empty()
+    assert pulled(a, 1, PIECE) == model(PIECE)
 
 
 @pytest.mark.parametrize("whose", [0, 1])

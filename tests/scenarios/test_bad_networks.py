@@ -253,6 +253,17 @@ def test_overlapped_pulls_do_not_block():
     agree(made, [0, 1])
 
 
+def test_a_pull_that_has_not_come_when_training_ends_is_cancelled():
+    """It would take its share of the link from the finish. Nobody is blamed for it."""
+    network = Network(bandwidth=4 * SIZE / 4.5)
+    made = ended(world(2, network=network, policy="tau:8", iterations=10, peer_timeout=30.0), bound(2, 10, waits=30))
+    for rank, peer in made.peers.items():
+        assert made.lines(rank, "pulls") and made.lines(rank, f"has no answer of {1 - rank}: CANCELLED")
+        assert not made.lines(rank, "a request to peer") and peer.role.sync.failed == 0
+        assert peer.role.sync.retrievals == 0 and peer.bytes_received == 0
+    agree(made, [0, 1])
+
+
 def test_too_slow_a_transfer_ends_at_its_deadline():
     """[8] The deadline is one of the whole transfer. Weights are as if nothing had been asked for."""
     made = until(world(2, policy="tau:8", init="own"), 0, "pulls 1")

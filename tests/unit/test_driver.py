@@ -14,6 +14,7 @@ from torch import nn
 from gossipx.actor import (
     Answer,
     Answered,
+    Cancel,
     Capture,
     Effect,
     Event,
@@ -30,6 +31,7 @@ from gossipx.actor import (
 from gossipx.arena import ParameterArena
 from gossipx.buffers import HostBuffer
 from gossipx.drive.driver import Driver, Retrieval
+from gossipx.errors import CancelledError
 from gossipx.incoming import Incoming
 from gossipx.messages import AcceptReply, ModelReply, NotReadyReply, PullRequest, PushRequest, TakeRequest
 
@@ -58,9 +60,10 @@ class Comm:
         self.answers: list[tuple[object, bytes | None]] = []
         self.posted = threading.Semaphore(0)
 
-    def request(self, to: int, request: Any, *, deadline: float, payload: Incoming | None, done: Any) -> None:
+    def request(self, to: int, request: Any, *, deadline: float, payload: Incoming | None, done: Any) -> Any:
         self.requests[request] = payload, done
         self.posted.release()
+        return lambda: done(CancelledError("it is cancelled"))
 
     def answer(
         self, key: object, reply: Any, *, payload: HostBuffer | None, deadline: float, done: Any, begins: float = 0.0
@@ -177,6 +180,24 @@ def test_a_request_goes_out_when_there_is_something_to_compare_with(in_midst: Be
     in_midst.reply(PULL, ModelReply(3), before)
     assert in_midst.role.told[-1] == Replied(5, ModelReply(3))
     assert in_midst.driver._transfers[5].distance == 0
+
+
+@pytest.mark.parametrize("sent", [False, True])
+def test_a_request_is_cancelled_on_its_way_or_before_it_is_sent(in_midst: Bench, sent: bool):
+    in_midst.do(Send(5, 1, PULL, math.inf))
+    if sent:
+        in_midst.step()
+        answered(in_midst)
+    in_midst.do(Cancel(5))
+    answered(in_midst)
+    in_midst.step()
+    answered(in_midst)
+    assert len(in_midst.comm.requests) == sent
+    assert in_midst.role.told.count(Failed(5, Fault.CANCELLED)) == 1
+    in_midst.do(Forget(5))
+    in_midst.do(Cancel(5))
+    answered(in_midst)
+    assert in_midst.role.told.count(Failed(5, Fault.CANCELLED)) == 1 and not in_midst.driver._transfers
 
 
 def test_who_waits_for_a_boundary_that_does_not_come_is_told(in_midst: Bench):
