@@ -32,6 +32,11 @@ def setting(
     return field(default=default, metadata={"help": help, "least": least, "most": most, "check": check})
 
 
+MOST_ITERATIONS = 10**12
+"""What counts iterations is no larger: a thousand a second for 30 years."""
+LARGEST_FACTOR = 1e6
+"""What weights are multiplied by is no larger: far beyond all that trains, and far below what float32 cannot hold."""
+
 # What a spec may be is looked up when one is given: the help is there before torch is imported.
 
 
@@ -91,11 +96,13 @@ class RunSettings:
     logdir: str = setting("runs", "Directory of runs; point TensorBoard at it.")
     overwrite: bool = setting(False, "Replace a run of the same name.")
     seed: int = setting(0, "Seed of everything random: data split, batches, weights, draws.", 0, 2**32 - 1)
-    iterations: int = setting(3000, "Iterations a peer.", 1)
+    iterations: int = setting(3000, "Iterations a peer.", 1, MOST_ITERATIONS)
     threads: int = setting(1, "Computing threads a peer; with one a core, peers on one machine do not fight.", 1, 1024)
     device: str = setting("cpu", "Device to train on; a device= in the hosts file comes first.")
-    log_interval: int = setting(10, "Iterations between two records of loss and delta.", 1)
-    eval_interval: int = setting(250, "Iterations between two test accuracies while training; 0: none.", 0)
+    log_interval: int = setting(10, "Iterations between two records of loss and delta.", 1, MOST_ITERATIONS)
+    eval_interval: int = setting(
+        250, "Iterations between two test accuracies while training; 0: none.", 0, MOST_ITERATIONS
+    )
     save_model: bool = setting(True, "Keep each peer's final model in the run's directory.")
 
 
@@ -107,10 +114,10 @@ class TaskSettings:
     data_dir: str | None = setting(None, "Directory with the full data set's files; fashion-mnist needs none.")
     model: str = setting("lenet", "lenet, convnet, resnet20, resnet56, resnet110, alexnet or googlenet.", check=_model)
     batch_size: int | None = setting(None, "Images a batch and peer.", 1, 60_000)
-    base_lr: float | None = setting(None, "Learning rate at the start.", 0)
-    gamma: float | None = setting(None, "Factor of the learning rate at each step of lr_steps.", 0)
-    momentum: float | None = setting(None, "Momentum of SGD.", 0)
-    weight_decay: float | None = setting(None, "Weight decay of SGD.", 0)
+    base_lr: float | None = setting(None, "Learning rate at the start.", 0, LARGEST_FACTOR)
+    gamma: float | None = setting(None, "Factor of the learning rate at each step of lr_steps.", 0, LARGEST_FACTOR)
+    momentum: float | None = setting(None, "Momentum of SGD.", 0, LARGEST_FACTOR)
+    weight_decay: float | None = setting(None, "Weight decay of SGD.", 0, LARGEST_FACTOR)
     lr_steps: tuple[float, ...] | None = setting(None, "Where the rate steps, as fractions of the run: 0.5,0.75.", 0, 1)
     partition: str = setting("iid", "How the data are dealt out: iid or dirichlet:alpha=0.3.", check=_partition)
 
@@ -151,8 +158,10 @@ class SyncSettings:
     delta: Literal["exact", "sampled"] = setting(
         "exact", "Measure each step over all weights; or estimate it from a sixteenth of them, for large models."
     )
-    min_peers: int = setting(1, "Stop with exit code 4 when fewer peers are left; 1: go on alone.", 1)
-    distance_interval: int = setting(50, "Iterations between two estimates of the consensus distance (Eq. 8).", 1)
+    min_peers: int = setting(1, "Stop with exit code 4 when fewer peers are left; 1: go on alone.", 1, 65_536)
+    distance_interval: int = setting(
+        50, "Iterations between two estimates of the consensus distance (Eq. 8).", 1, MOST_ITERATIONS
+    )
 
 
 @dataclass(frozen=True)
@@ -333,12 +342,12 @@ def _checked(key: Key, value: Any, called: str, place: tuple[Path | None, int | 
             key.check(made)
         except UsageError as error:
             raise UsageError(str(error), *place) from None
+    if key.kind is float and math.isinf(made):
+        raise UsageError(f"{called} is {made}: a finite number", *place)
     if key.least is not None and not made >= key.least:
         raise UsageError(f"{called} is {made}: at least {key.least}", *place)
     if key.most is not None and not made <= key.most:
         raise UsageError(f"{called} is {made}: at most {key.most}", *place)
-    if key.kind is float and math.isinf(made):
-        raise UsageError(f"{called} is {made}: a finite number", *place)
     return made
 
 

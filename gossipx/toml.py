@@ -23,7 +23,10 @@ def loads(text: str, path: Path) -> dict[str, Any]:
     """
     try:
         return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:
+        if not isinstance(error, tomllib.TOMLDecodeError):  # what Python's int does not read
+            number = next((at for at, line in enumerate(text.splitlines(), 1) if re.search(r"\d{4000}", line)), 1)
+            raise UsageError("a number of thousands of digits", path, number) from None
         at = re.search(r"line (\d+)", str(error))
         last = max(1, len(text.splitlines()))  # "at end of document" has no number
         raise UsageError(f"not TOML: {error}", path, int(at.group(1)) if at else last) from error

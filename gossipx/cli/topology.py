@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,8 @@ def topology() -> None:
     """Who may pull from whom: list, show or check topologies."""
 
 
+_MOST = 65_536
+"""Peers; the wire has numbers for no more."""
 _json = click.option("--json", "as_json", is_flag=True, help="For programs.")
 _name = click.argument("name", metavar="NAME|FILE")
 
@@ -25,7 +28,9 @@ _name = click.argument("name", metavar="NAME|FILE")
 def _which(command: Callable[..., None]) -> Callable[..., None]:
     """The graph that a command is about."""
     seed = click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, help="Seed of random graphs and draws.")
-    size = click.option("--size", type=click.IntRange(1), help="Number of peers. Default: as many as the file has.")
+    size = click.option(
+        "--size", type=click.IntRange(1, _MOST), help="Number of peers. Default: as many as the file has."
+    )
     return _name(size(seed(command)))
 
 
@@ -84,17 +89,23 @@ def show(name: str, size: int | None, seed: int, as_json: bool) -> None:
 @click.option("--tolerance", type=click.FloatRange(0, 1, True, True), help="Models count as equal at this distance.")
 @_json
 def check(name: str, size: int | None, seed: int, as_json: bool, **settings: Any) -> None:
-    """How fast peers agree over a topology, and what it costs. Exits with 1 if not all can reach all.
+    """How fast up to 1024 peers agree over a topology, and what it costs. Exits with 1 if not all can reach all.
 
     \b
     gossipx topology check hypercube --size 16 --schedule one-peer
     gossipx topology check hierarchical:sites=2 --size 8 --schedule inner-outer --slots 4
     """
+    from gossipx.errors import UsageError
     from gossipx.topology import load
-    from gossipx.topology.analysis import analyse
+    from gossipx.topology.analysis import analyse, check_size
 
+    if math.isnan(settings["tolerance"] or 0.0):  # which lies in no range, and out of none
+        raise UsageError("--tolerance is nan: above 0 and below 1")
+    if size is not None:
+        check_size(size, f"--size {size}")  # before a graph is made of it
     graph = load(name, size, seed, connected=False)
-    found = analyse(graph, seed=seed, **{key: value for key, value in settings.items() if value is not None})
+    with Console(stderr=True).status(f"{graph.size} peers: up to a minute"):  # on a terminal alone
+        found = analyse(graph, seed=seed, **{key: value for key, value in settings.items() if value is not None})
     if as_json:
         print(json.dumps(dataclasses.asdict(found), indent=2))
     else:

@@ -106,7 +106,7 @@ def _parse(content: str, path: Path, number: int, rank: int) -> list[PeerLine]:
 
 
 def _number(text: str, what: str, least: int, most: int, path: Path, line: int) -> int:
-    if not text.isascii() or not text.isdigit() or not least <= int(text) <= most:
+    if not text.isascii() or not text.isdigit() or len(text) > 9 or not least <= int(text) <= most:
         raise UsageError(f"{what} '{text}' is not an integer from {least} to {most}", path, line)
     return int(text)
 

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from gossipx.errors import UsageError
 from gossipx.topology.graphs import Topology
 from gossipx.topology.schedules import DEFAULT, BandwidthAware, InnerOuter, InTurn, Schedule, parse
-from gossipx.topology.weights import Matrix, Weights, mixing_matrix, shares
+from gossipx.topology.weights import Matrix, Weights, all_shares, mixing_matrix
 
 BETA = 0.5
 """The mixing's share that figures are for: Algorithm 2, line 5."""
@@ -19,6 +20,11 @@ TOLERANCE = 1e-3
 what training moves them apart by between two rounds."""
 ROUNDS = 10_000
 """Longest that consensus is waited for. Graphs that need more mix no better than none at all."""
+LARGEST = 1024
+"""Peers of the largest graph that is looked at: a matrix of them squared takes 8 MB, and its eigenvalues a second."""
+WORK = 2**32
+"""Values that are worked out for the rounds at most, peers squared in each: some 20 seconds. From 656 peers on, these
+are fewer rounds than :data:`ROUNDS`."""
 _EPSILON = 1e-9
 
 
@@ -33,7 +39,7 @@ class Analysis:
         spectral_gap: 1 − |λ₂| of the expected mixing matrix; 0: never agree, 1: at once.
         keeps_mean: whether the mean of all models stays what it is, in expectation.
         rounds_to_consensus: until the models' root mean square distance from their mean is ``tolerance`` of what it was
-            with unrelated models; None: not within :data:`ROUNDS`. If the schedule draws: in one such run.
+            with unrelated models; None: not within :func:`most_rounds`. If the schedule draws: in one such run.
         messages_per_round: models that cross between peers in a round, in the mean.
         nics: machines, with ``slots`` peers each.
         messages_per_nic: that enter or leave one machine in a round: mean over the machines, and the busiest.
@@ -63,7 +69,7 @@ class Analysis:
     def lines(self) -> list[tuple[str, str]]:
         """The figures in words, but for the warnings."""
         kind = "directed edges" if self.directed else "edges"
-        rounds = f"more than {ROUNDS}" if self.rounds_to_consensus is None else str(self.rounds_to_consensus)
+        rounds = self.rounds_to_consensus
         crossing, busiest = self.messages_per_nic
         return [
             ("peers", str(self.size)),
@@ -74,7 +80,10 @@ class Analysis:
             ("weights", self.weights),
             ("keeps the mean of all models", "yes" if self.keeps_mean else "no"),
             ("spectral gap of the mean mixing matrix", f"{self.spectral_gap:.4f}"),
-            (f"rounds until models are equal to {self.tolerance:g}", rounds),
+            (
+                f"rounds until models are equal to {self.tolerance:g}",
+                f"more than {most_rounds(self.size)}" if rounds is None else str(rounds),
+            ),
             ("models sent a round", f"{self.messages_per_round:.2f}"),
             (f"... in and out of a NIC (slots: {self.slots}), mean", f"{crossing:.2f}"),
             ("... in and out of the busiest NIC", f"{busiest:.2f}"),
@@ -98,9 +107,10 @@ def analyse(
         seed: of the draws.
 
     Raises:
-        UsageError: an unknown schedule, or weights that do not fit the graph.
+        UsageError: more than :data:`LARGEST` peers, an unknown schedule, or weights that do not fit the graph.
     """
     size = topology.size
+    check_size(size, f"topology '{topology.name}' has {size} peers")
     machines = [rank // slots for rank in range(size)]
     if not topology.sites and slots > 1:
         topology = replace(topology, sites=tuple(machines))
@@ -134,6 +144,27 @@ def analyse(
     return replace(found, warnings=tuple(_warnings(found, plan)))
 
 
+def check_size(size: int, what: str) -> None:
+    """Refuse what would take minutes and more.
+
+    Args:
+        what: has so many peers, for the message.
+
+    Raises:
+        UsageError: they are more than :data:`LARGEST`.
+    """
+    if size > LARGEST:
+        raise UsageError(
+            f"{what}: at most {LARGEST} peers can be checked, as that takes memory by their square and time by their"
+            " cube; a smaller graph of the kind tells as much"
+        )
+
+
+def most_rounds(size: int) -> int:
+    """How many rounds of so many peers are carried out at most."""
+    return min(ROUNDS, WORK // size**2)
+
+
 def spectral_gap(matrix: Matrix) -> float:
     """1 − |λ₂| of a stochastic matrix [n, n], from 0 to 1: the larger, the faster all become equal."""
     moduli = np.sort(np.abs(np.linalg.eigvals(matrix)))[::-1]
@@ -151,40 +182,54 @@ def rounds_to_consensus(
     the de-biased models x / w.
 
     Returns:
-        None if :data:`ROUNDS` are not enough.
+        None if :func:`most_rounds` are not enough.
     """
     topology, size = schedule.topology, schedule.topology.size
-    factors = [shares(weights, schedule, rank) for rank in range(size)]
+    factors = all_shares(weights, schedule)
+    pushes = weights == "push-sum"
     rng = random.Random(seed)
-    masses = np.hstack([np.eye(size), np.ones((size, 1))])
+    masses = np.hstack([np.eye(size), np.ones((size, 1))]) if pushes else np.eye(size)
+    beside = np.empty_like(masses)
+    apart = beside[:, :size]
     begin = np.sqrt(max(size - 1, 1))
-    for number in range(ROUNDS + 1):
-        models = masses[:, :-1] / masses[:, -1:]
-        if np.linalg.norm(models - models.mean(0)) <= tolerance * begin:
+    for number in range(most_rounds(size) + 1):
+        models = np.divide(masses[:, :-1], masses[:, -1:], out=apart) if pushes else masses
+        np.subtract(models, models.mean(0), out=apart)
+        if np.linalg.norm(apart) <= tolerance * begin:
             return number
         partners = [schedule.partner(rank, number, topology.neighbours[rank], rng, {}) for rank in range(size)]
-        masses = _pushed(masses, partners) if weights == "push-sum" else _pulled(masses, partners, factors)
+        if pushes:
+            _push(masses, partners, beside)
+        else:
+            _pull(masses, partners, factors, beside)
     return None
 
 
-def _pushed(masses: Matrix, partners: Sequence[int | None]) -> Matrix:
-    """All masses [size, values] after a round, in which each peer gives half of its own to its partner."""
-    after = masses.copy()
+def _push(masses: Matrix, partners: Sequence[int | None], beside: Matrix) -> None:
+    """A round of all masses [size, values], in which each peer gives half of its own to its partner.
+
+    Args:
+        beside: memory of the same size.
+    """
+    halves = np.divide(masses, 2, out=beside)
     for giver, partner in enumerate(partners):
         if partner is not None:
-            after[giver] -= masses[giver] / 2
-            after[partner] += masses[giver] / 2
-    return after
+            masses[giver] -= halves[giver]
+            masses[partner] += halves[giver]
 
 
-def _pulled(models: Matrix, partners: Sequence[int | None], factors: Sequence[dict[int, float]]) -> Matrix:
-    """All models [size, values] after a round, in which each peer takes a share of the model that its partner has."""
-    takers = [rank for rank, partner in enumerate(partners) if partner is not None]
-    givers = [partner for partner in partners if partner is not None]
-    share = np.array([BETA * factors[taker][giver] for taker, giver in zip(takers, givers, strict=True)])
-    after = models.copy()
-    after[takers] += share[:, None] * (models[givers] - models[takers])
-    return after
+def _pull(models: Matrix, partners: Sequence[int | None], factors: Sequence[dict[int, float]], beside: Matrix) -> None:
+    """A round of all models [size, values], in which each peer takes a share of the model that its partner has.
+
+    Args:
+        beside: memory of the same size.
+    """
+    givers = [rank if partner is None else partner for rank, partner in enumerate(partners)]
+    share = [0.0 if partner is None else BETA * factors[rank][partner] for rank, partner in enumerate(partners)]
+    change = np.take(models, givers, 0, out=beside, mode="clip")  # "raise" would copy once more
+    change -= models
+    change *= np.array(share)[:, None]
+    models += change
 
 
 def _traffic(schedule: Schedule) -> Matrix:
@@ -211,7 +256,7 @@ def _warnings(found: Analysis, schedule: Schedule) -> list[str]:
         count = len(topology.islands())
         told.append(f"not strongly connected, in {count} parts that never become equal: a run refuses it")
     elif found.rounds_to_consensus is None:
-        told.append(f"models are not equal within {ROUNDS} rounds")
+        told.append(f"models are not equal within {most_rounds(found.size)} rounds")
     if not found.keeps_mean:
         told.append(_mean_lost(found))
     exponential = topology.generator == "exponential" and found.schedule == "one-peer"

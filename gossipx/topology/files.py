@@ -110,6 +110,13 @@ def _of_graph(graph: Any, path: Path, name: str, size: int | None) -> Topology:
     if not len(graph):
         raise UsageError("no edges in it", file=path)
     size = len(graph) if size is None else size
+    nodes = len(graph)
+    if nodes > size and set(graph) == set(range(nodes)):
+        raise UsageError(
+            f"its graph has {nodes} nodes and the run {size} peer{'s' * (size > 1)}:"
+            f" give a hosts file of {nodes} peers (gossipx topology: --size {nodes}), or another --topology",
+            file=path,
+        )
     for node in graph:
         if type(node) is not int or not 0 <= node < size:
             raise UsageError(f"node {node} is no rank of a run of {size} peers (0 to {size - 1})", file=path)
@@ -173,7 +180,7 @@ def _node_link(text: str, path: Path) -> Any:
         data = json.loads(text)
     except json.JSONDecodeError as error:
         raise UsageError(f"not JSON: {error.msg}", file=path, line=error.lineno) from None
-    except RecursionError:
+    except (RecursionError, ValueError):  # a number of thousands of digits
         raise UsageError(f"not a graph: {wanted}", file=path) from None
     try:
         graph = nx.node_link_graph(data, edges="links" if "links" in data else "edges")

@@ -138,8 +138,10 @@ class BandwidthAware(Schedule):
     ) -> int | None:
         if not candidates:
             return None
-        known = {other: rates[other] for other in candidates if 0 < rates.get(other, 0.0) < math.inf}
-        mean = sum(known.values()) / len(known) if known else 1.0
+        known = {other: rates[other] for other in candidates if 0 < rates.get(other, 0.0) < math.inf} if rates else {}
+        if not known:
+            return rng.choices(candidates)[0]
+        mean = sum(known.values()) / len(known)
         return rng.choices(candidates, [known.get(other, mean) for other in candidates])[0]
 
     def frequency(self, rank: int) -> dict[int, float]:

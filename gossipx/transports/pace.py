@@ -17,6 +17,8 @@ PIECE_LEAST = 4096
 """Bytes of the smallest piece."""
 BURST = 0.02
 """Seconds whose bytes may be saved up while nothing is sent."""
+LEAST, MOST = 1e3, 1.25e11
+"""Bytes a second that can be asked for: 8 kbit/s to 1000 Gbit/s, more than any link has."""
 _BITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 
 
@@ -24,12 +26,12 @@ def parse_rate(text: str) -> float:
     """Bytes a second, of ``100mbit``, ``2.5gbit``, ``500kbit``; as tc writes rates.
 
     Raises:
-        UsageError: it is none.
+        UsageError: it is none, or below :data:`LEAST` or above :data:`MOST`.
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?)bit", text.strip().lower())
     rate = float(found[1]) * _BITS[found[2]] / 8 if found else 0.0
-    if rate < 1000:
-        raise UsageError(f"--max-rate '{text}': a rate from 8kbit on, as 100mbit or 2.5gbit")
+    if not LEAST <= rate <= MOST:
+        raise UsageError(f"--max-rate '{text}': a rate from 8kbit to 1000gbit, as 100mbit or 2.5gbit")
     return rate
 
 

@@ -1,4 +1,4 @@
-"""Every file in topologies/ from the command line, in real processes."""
+"""Every file in topologies/ from the command line, by its name, in real processes; and every schedule."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gossipx.topology import shipped
-from runs import differences, folder
+from runs import Folder, Run, differences, folder
 
 SCRIPT = """
 torch.manual_seed(int(os.environ["GOSSIPX_RANK"]))
@@ -17,29 +17,43 @@ with gossipx.join(model, optimizer) as peer:
     train(peer, model, optimizer, 30)
 """
 SIZES = {name: int(name.rpartition("-")[2]) if name[-1].isdigit() else 4 for name in shipped()}
-QUICK = {"slow-link-6": ("--weights", "metropolis")}
+OPTIONS: dict[str, tuple[str, ...]] = {
+    "kautz-12": ("--schedule", "static"),
+    "slow-link-6": ("--weights", "metropolis"),
+    "two-machines": ("--schedule", "bandwidth-aware"),
+}
+QUICK = {"slow-link-6", "two-machines"}  # a graph by hand, and a generator's
+
+
+def agreed(here: Folder, size: int, *options: str | Path) -> Run:
+    """A run of so many peers, all of which pull, whose finish leaves all equal."""
+    run = here.run(*options, "--policy", "tau:3", "--blocking", here.script(SCRIPT), here.path)
+    summary = run.summary
+    assert summary["lost"] == [] and min(summary["retrievals"]) >= 5, summary
+    for rank in range(1, size):
+        assert max(differences(run.model(0), run.model(rank)).values()) < 1e-5
+    return run
 
 
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in sorted(shipped())]
 )
-def test_a_run_over_every_shipped_topology(tmp_path: Path, name: str) -> None:
-    """All pull, nobody is lost, and the finish leaves all equal."""
+def test_a_run_over_every_shipped_topology_by_its_name(tmp_path: Path, name: str) -> None:
     with folder(tmp_path, SIZES[name]) as here:
-        run = here.run(
-            *("--topology", shipped()[name].resolve(), "--policy", "tau:3", "--blocking", *QUICK.get(name, ())),
-            *(here.script(SCRIPT), tmp_path),
-        )
-        summary = run.summary
-        assert summary["lost"] == [] and min(summary["retrievals"]) >= 5, summary
-        for rank in range(1, SIZES[name]):
-            assert max(differences(run.model(0), run.model(rank)).values()) < 1e-5
+        run = agreed(here, SIZES[name], "--topology", name, *OPTIONS.get(name, ()))
+        assert f'topology = "{name}"\n' in (run.directory / "config.toml").read_text()
+
+
+def test_a_run_over_a_file_of_ones_own_by_its_path(tmp_path: Path) -> None:
+    """And by another schedule than the file's."""
+    with folder(tmp_path, 3) as here:
+        (tmp_path / "mine").mkdir()
+        (tmp_path / "mine" / "line.toml").write_text('edges = [[0, 1], [1, 2, 0.5]]\nschedule = "one-peer"\n')
+        agreed(here, 3, "--topology", "mine/line.toml", "--schedule", "static")
 
 
 def test_schedules_and_names_from_the_command_line(tmp_path: Path) -> None:
     with folder(tmp_path, 4) as here:
-        options = ("--topology", "exponential", "--schedule", "one-peer", "--policy", "tau:3", "--blocking")
-        run = here.run(*options, here.script(SCRIPT), tmp_path)
-        assert min(run.summary["retrievals"]) > 0
+        run = agreed(here, 4, "--topology", "exponential", "--schedule", "one-peer")
         config = (run.directory / "config.toml").read_text()
         assert 'topology = "exponential"\nschedule = "one-peer"\nweights = "uniform"\n' in config

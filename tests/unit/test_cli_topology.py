@@ -12,6 +12,7 @@ from click.testing import CliRunner, Result
 
 from gossipx.cli import main
 from gossipx.topology import GENERATORS, shipped
+from gossipx.topology.analysis import LARGEST
 from gossipx.topology.schedules import SCHEDULES
 
 
@@ -38,6 +39,7 @@ def test_the_commands_are_told() -> None:
     told = gossipx("topology", "--help")
     assert told.exit_code == 0 and all(name in told.stdout for name in ("list", "show", "check"))
     assert "topology" in gossipx("--help").stdout
+    assert f"up to {LARGEST} peers" in gossipx("topology", "check", "--help").stdout
 
 
 def test_help_needs_none_of_the_large_libraries() -> None:
@@ -132,18 +134,26 @@ def test_every_shipped_file_can_be_shown_and_checked(name: str) -> None:
         (("show", "ring"), "topology 'ring' fits any number of peers: give one (--size N)"),
         (("show", "none/x.toml"), "none/x.toml: no such topology file"),
         (("show", "ring", "--size", "0"), "'--size': 0 is not in the range"),
-        (
-            ("check", "petersen-10", "--size", "8"),
-            "petersen-10.graphml: node 8 is no rank of a run of 8 peers (0 to 7)",
-        ),
+        (("show", "hypercube", "--size", "9" * 30), "is not in the range 1<=x<=65536"),
+        (("check", "petersen-10", "--size", "8"), "petersen-10.graphml: its graph has 10 nodes and the run 8 peers"),
+        (("check", "petersen-10", "--size", "8"), "(gossipx topology: --size 10), or another --topology"),
+        (("check", "full", "--size", "60000"), "--size 60000: at most 1024 peers can be checked"),
         (("check", "ring", "--size", "4", "--schedule", "onepeer"), "unknown schedule 'onepeer'"),
         (("check", "ring", "--size", "4", "--weights", "metropolitan"), "'uniform', 'metropolis'"),
         (("check", "kautz-12", "--weights", "metropolis"), "needs edges that go both ways"),
         (("check", "ring", "--size", "4", "--tolerance", "0"), "--tolerance"),
+        (("check", "ring", "--size", "4", "--tolerance", "nan"), "--tolerance is nan: above 0 and below 1"),
     ],
 )
 def test_wrong_usage_is_told_in_one_line(arguments: tuple[str, ...], told: str) -> None:
     assert told in refused("topology", *arguments)
+
+
+def test_a_graph_too_large_to_check_is_refused_and_can_be_shown(place: Path) -> None:
+    (place / "long.edges").write_text("".join(f"{rank} {rank + 1}\n" for rank in range(1024)))
+    told = refused("topology", "check", "long.edges")
+    assert told.startswith("topology 'long.edges' has 1025 peers: at most 1024 peers can be checked")
+    assert gossipx("topology", "show", "long.edges").stdout.endswith("\n1024: 1023\n")
 
 
 def test_a_line_of_a_bad_file_is_named(place: Path) -> None:
@@ -154,7 +164,10 @@ def test_a_line_of_a_bad_file_is_named(place: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (("--topology", "petersen-10"), "petersen-10.graphml: node 2 is no rank of a run of 2 peers"),
+        (
+            ("--topology", "petersen-10"),
+            "petersen-10.graphml: its graph has 10 nodes and the run 2 peers: give a hosts file of 10 peers",
+        ),
         (("--topology", "small-world:degree=3"), "degree is even"),
         (("--schedule", "sometimes"), "unknown schedule 'sometimes'"),
         (("--topology", "directed.toml", "--weights", "metropolis"), "needs edges that go both ways"),

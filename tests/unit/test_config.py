@@ -281,6 +281,7 @@ def test_what_is_given_counts_even_if_it_is_the_default_or_false(tmp_path: Path)
         ("[task]\nmomentum = -0.5\n", "2", ["momentum is -0.5: at least 0"]),
         ("[task]\nbase_lr = inf\n", "2", ["base_lr is inf: a finite number"]),
         ("[task]\nlr_steps = [0.5, 7]\n", "2", ["lr_steps is 7.0: at most 1"]),
+        (f"# mine\n[run]\niterations = 1{'0' * 5000}\n", "3", ["a number of thousands of digits"]),
         # A table written above all tables.
         ("# mine\n\nrun.seed = 'x'\n", "3", ["seed is not an integer"]),
         ("# mine\nrun.iterations = 3\nrun . seed = 'x'\n", "3", ["seed is not an integer"]),
@@ -337,6 +338,38 @@ def test_what_is_wrong_on_the_command_line_is_told_by_its_option(given: dict[str
         resolve({}, given)
     for part in parts:
         assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("number", ["9" * 30, "9" * 330, "9" * 5000, "1e999"])
+def test_no_setting_takes_a_number_that_nothing_could_count(number: str) -> None:
+    """Peers would fail over it, each by itself, long after the command line was read."""
+    numbers = [key for key in KEYS.values() if key.kind in (int, float)]
+    assert len(numbers) > 15
+    for key in numbers:
+        with pytest.raises(UsageError, match=rf"^{key.option} ") as caught:
+            resolve({key.name: number})
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"max_rate": "9" * 330 + "mbit"},
+        {"policy": "adaptive:threshold=1e999"},
+        {"policy": "travel:distance=1e999"},
+        {"policy": "drift:distance=1e999"},
+        {"policy": "random:p=1e999"},
+        {"policy": "tau:" + "9" * 5000},
+        {"mixing": "average:beta=1e999"},
+        {"mixing": "aged:half_life=1e999"},
+        {"schedule": "inner-outer:outer=1e999"},
+        {"partition": "dirichlet:alpha=1e999"},
+    ],
+)
+def test_a_spec_takes_no_number_that_is_none(given: dict[str, str]) -> None:
+    with pytest.raises(UsageError) as caught:
+        resolve(given)
+    assert "\n" not in str(caught.value)
 
 
 # --- no torch -----------------------------------------------------------------------------------------

@@ -445,7 +445,8 @@ def test_monstrous_metadata_are_refused_before_anything_is_allocated(kind: int) 
 
 
 @pytest.mark.parametrize("size", [0, 7, 9])
-def test_a_payload_of_another_size_than_expected_is_refused(size: int) -> None:  # [24]
+def test_a_payload_of_another_size_than_expected_is_refused(size: int) -> None:  # [23, 24]
+    """No message has an offset, which could overlap or point elsewhere: parts follow one another by their lengths."""
     room = memoryview(bytearray(8))
     data = whole(ModelReply(1), 1, memoryview(bytes(size)))
     with pytest.raises(ProtocolError, match=f"{size} bytes where 8"):

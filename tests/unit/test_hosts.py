@@ -134,6 +134,7 @@ def test_one_host_may_stand_on_several_lines_with_other_ports(tmp_path: Path) ->
         ("[1.2.3.4]", "'[1.2.3.4]' is not an IPv6 address"),
         ("[node1]", "'[node1]' is not an IPv6 address"),
         # Keys.
+        ("a:" + "9" * 5000, "is not an integer from 1 to 65535"),
         ("a slot=2", "'slot=2' is none of slots=N, device=cuda:0, name=TEXT (did you mean 'slots'?)"),
         ("a slots", "'slots' is none of"),
         ("a slots=", "'slots=' is none of"),

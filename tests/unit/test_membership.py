@@ -1,4 +1,7 @@
-"""How long a model is waited for, by how long the last ones took."""
+"""How long a model is waited for, by how long the last ones took; how long who gave none is left alone.
+
+Numbers in brackets are rows of the project's fault list.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gossipx.peer.membership import DEVIATION, MEASURED, PATIENCE_DOUBLINGS, Membership
+from gossipx.actor import Fault
+from gossipx.messages import Stage
+from gossipx.peer.membership import DEVIATION, MEASURED, PATIENCE_DOUBLINGS, REST_FIRST, REST_LONGEST, Membership
 from gossipx.topology import load
 from gossipx.topology.schedules import BandwidthAware, Random
 
 TIMEOUT = 20.0
 
 
-def members(model_timeout: float = 0.0) -> Membership:
-    return Membership(0, 3, Random(load("full", 3)), TIMEOUT, random.Random(0), model_timeout)
+def members(model_timeout: float = 0.0, seed: int = 0) -> Membership:
+    return Membership(0, 3, Random(load("full", 3)), TIMEOUT, random.Random(seed), model_timeout)
 
 
 @pytest.mark.parametrize(("model_timeout", "first"), [(0.0, TIMEOUT), (300.0, 300.0)])
@@ -80,3 +85,69 @@ def test_the_draw_goes_by_the_rates_of_the_way_that_the_model_will_go():
         made.measured(rank, goes, given=True)
     assert {made.draw(0.0) for _ in range(50)} == {1}
     assert {made.draw(0.0, given=True) for _ in range(50)} == {2}
+
+
+# --- rests: whoever refuses connections is asked less and less often, and others meanwhile ----------
+
+
+def refused(made: Membership, rank: int, times: int) -> list[float]:
+    """``rank`` refuses so often in a row, each time as soon as it is asked again; the rests, in seconds."""
+    now, rests = 100.0, []
+    for _ in range(times):
+        made.failed(rank, Fault.UNREACHABLE, now)
+        until = made.others[rank].rests_until
+        rests.append(until - now)
+        now = until
+    return rests
+
+
+def test_rests_double_up_to_the_longest_and_jitter_spreads_them():  # [10]
+    """Over many peers: each rest is drawn from half to one and a half of what it is on average, and fills that."""
+    seeds = 400
+    drawn = [refused(members(seed=seed), 1, 8) for seed in range(seeds)]
+    for number, rests in enumerate(zip(*drawn, strict=True)):
+        usual = TIMEOUT * min(REST_FIRST * 2**number, REST_LONGEST)
+        assert 0.5 * usual <= min(rests) < 0.55 * usual
+        assert 1.45 * usual < max(rests) <= 1.5 * usual
+        assert sum(rests) / seeds == pytest.approx(usual, rel=0.06)
+    assert min(refused(members(), 1, 100)[10:]) >= 0.5 * TIMEOUT * REST_LONGEST, "a hundred refusals do not end it"
+
+
+def test_rests_differ_from_peer_to_peer_and_from_time_to_time():  # [10]
+    """So that those whom one peer turned away do not all come back in the same moment."""
+    asking = [refused(members(seed=seed), 1, 8) for seed in range(20)]
+    for rests in zip(*asking, strict=True):
+        assert len(set(rests)) == 20
+    made = members()
+    assert refused(made, 1, 8) != refused(made, 2, 8)
+    longest = refused(members(), 1, 30)[10:]
+    assert len(set(longest)) == 20, "also when they grow no more"
+
+
+def test_who_rests_is_not_asked_and_another_is_meanwhile():  # [10]
+    made = members()
+    made.failed(1, Fault.UNREACHABLE, 100.0)
+    until = made.others[1].rests_until
+    assert {made.draw(now) for now in (100.0, until - 1e-6) for _ in range(50)} == {2}
+    assert {made.draw(until) for _ in range(50)} == {1, 2}
+    made.failed(2, Fault.UNREACHABLE, until - 1e-6)
+    made.failed(1, Fault.UNREACHABLE, until - 1e-6)
+    assert made.draw(until - 1e-6) is None, "all rest"
+
+
+@pytest.mark.parametrize("fault", list(Fault))
+def test_a_sign_of_life_ends_the_rest_and_the_next_begins_short_again(fault: Fault):  # [10]
+    made = members()
+    for _ in range(10):
+        made.failed(1, fault, 100.0)
+    assert not made.others[1].may_be_asked(100.0)
+    made.heard(1)
+    assert made.others[1].may_be_asked(100.0)
+    made.failed(1, fault, 100.0)
+    assert made.others[1].rests_until - 100.0 <= 1.5 * TIMEOUT * REST_FIRST
+
+
+def test_who_has_left_is_asked_no_more_whatever_its_rest():
+    made = members()
+    made.others[1].came_to(Stage.LEFT, 1, {})
+    assert {made.draw(now) for now in (0.0, 1e9) for _ in range(20)} == {2}

@@ -109,7 +109,15 @@ def test_mixings():
 
 
 @pytest.mark.parametrize(
-    "spec", ["average:1.5", "average:-0.1", "average:nan", "aged:half_life=0", "aged:0.5,half_life=nan"]
+    "spec",
+    [
+        "average:1.5",
+        "average:-0.1",
+        "average:nan",
+        "aged:half_life=0",
+        "aged:0.5,half_life=nan",
+        "aged:half_life=1e999",
+    ],
 )
 def test_shares_that_make_no_sense_are_refused(spec: str):
     with pytest.raises(UsageError, match=r"share|half_life"):

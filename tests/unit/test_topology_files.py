@@ -103,6 +103,7 @@ def test_node_link_data_of_older_networkx(tmp_path: Path) -> None:
         ("0 1 {'weight': \n", "graph.edges:1: not an edge list"),
         ("0 1 2 3\n", "graph.edges:1: not an edge list"),
         ("0 1\n1 4\n", "graph.edges: node 4 is no rank of a run of 4 peers (0 to 3)"),
+        ("0 1\n1 2\n2 3\n3 4\n", "graph.edges: its graph has 5 nodes and the run 4 peers: give a hosts file of"),
         ("0 1\n1 -2\n", "node -2 is no rank"),
         ("0 1\n2 3\n", "peers [0, 1] reach no others"),
         ("0 1\n1 2\n", "peers [3] reach no others"),
@@ -166,6 +167,7 @@ def test_what_wrong_toml_is_told(tmp_path: Path, text: str, told: str) -> None:
             '{"nodes": [], "edges": [{"source": 0, "target": 1, "weight": "1"}]}',
             "x.json: edge 0 1: weight '1' is no share",
         ),
+        ("x.json", f'{{"nodes": [{{"id": {"9" * 5000}}}], "edges": []}}', "x.json: not a graph: node-link JSON is"),
     ],
 )
 def test_what_other_wrong_files_are_told(tmp_path: Path, name: str, text: str, told: str) -> None:

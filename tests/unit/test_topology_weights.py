@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -10,10 +11,18 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from gossipx.errors import UsageError
-from gossipx.topology import Topology, load
-from gossipx.topology.analysis import TOLERANCE, analyse, rounds_to_consensus, spectral_gap
+from gossipx.topology import Topology, analysis, load
+from gossipx.topology.analysis import (
+    LARGEST,
+    ROUNDS,
+    TOLERANCE,
+    analyse,
+    most_rounds,
+    rounds_to_consensus,
+    spectral_gap,
+)
 from gossipx.topology.schedules import SCHEDULES, parse
-from gossipx.topology.weights import check, mixing_matrix, push_sum_matrix, shares
+from gossipx.topology.weights import all_shares, check, mixing_matrix, push_sum_matrix, shares
 
 NAMES = [
     "full",
@@ -87,6 +96,13 @@ def test_uniform_shares_are_the_edges_own() -> None:
 def test_metropolis_needs_edges_both_ways() -> None:
     with pytest.raises(UsageError, match="--weights metropolis needs edges that go both ways, and 'own' is directed"):
         shares("metropolis", parse("random", DIGRAPH), 0)
+
+
+@given(graph=st.one_of(undirected, st.just(DIGRAPH)), spec=specs, weights=st.sampled_from(["uniform", "metropolis"]))
+def test_the_shares_of_all_are_those_of_each(graph: Topology, spec: str, weights: str) -> None:
+    assume(weights == "uniform" or not graph.directed)
+    schedule = parse(spec, graph)
+    assert all_shares(weights, schedule) == [shares(weights, schedule, rank) for rank in range(graph.size)]
 
 
 # --- push-sum -------------------------------------------------------------------------------------
@@ -172,6 +188,34 @@ def test_rounds_of_a_schedule_without_draws_are_those_of_its_matrices() -> None:
             matrix[rank, schedule.turns[rank][count % 2]] += 0.5
         product, count = matrix @ product, count + 1
     assert rounds_to_consensus(schedule) == count > 5
+
+
+def test_so_many_rounds_are_carried_out_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a number of peers on, the memory that each round goes through says how many; the line says it, too."""
+    ring = parse("static", load("ring", 40))
+    needed = rounds_to_consensus(ring)
+    assert most_rounds(655) == ROUNDS > most_rounds(656) > most_rounds(LARGEST) == 4096
+    for most, found in ((needed, needed), (needed - 1, None)):
+        monkeypatch.setattr(analysis, "WORK", most * 40**2)
+        assert rounds_to_consensus(ring) == found
+    told = analyse(load("ring", 40), "static")
+    assert (f"rounds until models are equal to {TOLERANCE:g}", f"more than {needed - 1}") in told.lines()
+    assert told.warnings == (f"models are not equal within {needed - 1} rounds",)
+
+
+def test_a_graph_too_large_is_refused() -> None:
+    star = load("star", LARGEST)
+    assert analyse(star).rounds_to_consensus < 20
+    with pytest.raises(UsageError, match=rf"^topology 'star' has 1025 peers: at most {LARGEST} peers can be checked"):
+        analyse(load("star", LARGEST + 1))
+
+
+def test_all_figures_of_a_full_graph_of_many_come_at_once() -> None:
+    """Each edge is looked at a few times: a look at all edges for every edge would take minutes."""
+    full = load("full", 200)
+    for schedule, weights in itertools.product(SCHEDULES, ["uniform", "metropolis", "push-sum"]):
+        found = analyse(full, schedule, weights)
+        assert found.rounds_to_consensus is not None and found.keeps_mean
 
 
 def test_traffic_of_machines() -> None:
