@@ -5,6 +5,7 @@ Each way is a pair: ``serve`` in a process of its own, which prints a line once 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import queue
@@ -28,7 +29,7 @@ from gossipx.messages import ArriveRequest, HereReply, ModelReply, PullRequest, 
 from gossipx.transports import Address, tcp
 from gossipx.transports.process_group import ProcessGroups
 from gossipx.transports.tls import Tls
-from gossipx.wire import Sink, auth, frames
+from gossipx.wire import Message, Sink, auth, frames
 
 HERE = "127.0.0.1"
 MANIFEST = ("model uint8 1 strides 1 trainable",)
@@ -100,9 +101,23 @@ def loss_based(connecting: socket.socket) -> None:
             pass
 
 
+QUESTION = ArriveRequest(Stage.TRAIN, 1, {"text": "x" * 900})
+ANSWER = HereReply(Stage.TRAIN)
+"""A request of about 1 KB, and what is said to it."""
+
+
+def on_the_wire(message: Message) -> int:
+    """Bytes of its frame."""
+    return sum(len(part) for parts in frames.encode(message, 0) for part in parts)
+
+
 def serve_raw(size: int, sending: str) -> None:
-    """Send the model for each byte that comes; ``sending`` is sendall or sendfile."""
+    """Send the model for each byte that comes, and as much as gossipx's answer for as much as its request.
+
+    ``sending`` is sendall or sendfile.
+    """
     model = filled(size)
+    question, answer = on_the_wire(QUESTION), bytes(on_the_wire(ANSWER))
     with socket.create_server((HERE, 0)) as listening:
         loss_based(listening)
         print(listening.getsockname()[1], flush=True)
@@ -110,7 +125,10 @@ def serve_raw(size: int, sending: str) -> None:
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         while asked := connected.recv(4096):
             if len(asked) > 1:
-                connected.sendall(asked)
+                left = question - len(asked)
+                while left:
+                    left -= len(connected.recv(left))
+                connected.sendall(answer)
             elif sending == "sendfile" and model.descriptor is not None:
                 done = 0
                 while done < size:
@@ -129,7 +147,7 @@ class Raw:
         self._socket.connect((HERE, int(port)))
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._room = Memory(size).view
-        self._question = bytes(1024)
+        self._question, self._answer = bytes(on_the_wire(QUESTION)), on_the_wire(ANSWER)
 
     def pull(self) -> None:
         self._socket.send(b"x")
@@ -138,9 +156,9 @@ class Raw:
             done += self._socket.recv_into(self._room[done : done + PIECE], 0, socket.MSG_WAITALL)
 
     def ask(self) -> None:
-        """1 KB there and back."""
+        """As many bytes there and back as gossipx's request and answer."""
         self._socket.sendall(self._question)
-        left = len(self._question)
+        left = self._answer
         while left:
             left -= len(self._socket.recv(left))
 
@@ -214,16 +232,21 @@ def manager(
     return comm
 
 
-def serve_gossipx(size: int, way: str) -> None:
-    """Answer pulls by the model, all else by a few bytes."""
+def serve_gossipx(size: int, way: str, versions: str) -> None:
+    """Answer pulls by the model, all else by a few bytes.
+
+    ``versions`` is one, whose checksum is known from its first pull on, or many: each pull is of a version of its own,
+    which has to be read for it.
+    """
     memory = filled(size)
     model = Source(memory.view, memory.descriptor)
 
     def react(sender: int, key: Hashable, request: Request) -> None:
         pulled = isinstance(request, PullRequest)
-        reply = ModelReply(1) if pulled else HereReply(Stage.TRAIN)
+        payload = dataclasses.replace(model) if versions == "many" else model
+        reply = ModelReply(1) if pulled else ANSWER
         deadline = time.monotonic() + SECONDS
-        comm.answer(key, reply, payload=model if pulled else None, deadline=deadline, done=lambda whole: None)
+        comm.answer(key, reply, payload=payload if pulled else None, deadline=deadline, done=lambda whole: None)
 
     if way == "unchecked":
         frames.CHECKSUMS = frames.Unchecked
@@ -240,17 +263,24 @@ class Gossipx:
         way: how models travel: tcp, shm or gloo.
         sink: where the model goes, made anew for each pull.
         after: called with the sink once the model is there.
+        versions: whether pulls are of "one" version of the model, or of "many", each of its own.
     """
 
-    def __init__(self, size: int, way: str, sink: Callable[[], Sink], after: Callable[[Any], None] = lambda sink: None):
-        command = [sys.executable, __file__, "gossipx", str(size), way]
+    def __init__(
+        self,
+        size: int,
+        way: str,
+        sink: Callable[[], Sink],
+        after: Callable[[Any], None] = lambda sink: None,
+        versions: str = "one",
+    ):
+        command = [sys.executable, __file__, "gossipx", str(size), way, versions]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self._process.stdout is not None
         port = int(self._process.stdout.readline())
         self._comm = manager(0, [Address(HERE, 1), Address(HERE, port)], lambda *given: None, way)
         self._sink, self._after = sink, after
         self._done: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._question = ArriveRequest(Stage.TRAIN, 1, {"text": "x" * 900})
         if way == "unchecked":  # connections keep the check that they began with
             usual, frames.CHECKSUMS = frames.CHECKSUMS, frames.Unchecked
             self.prepare()
@@ -273,7 +303,7 @@ class Gossipx:
 
     def ask(self) -> None:
         """1 KB there, a few bytes back."""
-        self._request(self._question, None)
+        self._request(QUESTION, None)
 
     def close(self) -> None:
         self._comm.close()

@@ -58,7 +58,8 @@ def measure(rounds: int, iterations: int) -> tuple[str, list[str], list[list[str
         iterations: of each run.
     """
     with tempfile.TemporaryDirectory() as scratch, EmulatedNetwork(2, RATE) as net:
-        print(net.describe(), file=sys.stderr)
+        network = net.describe()
+        print(network, file=sys.stderr)
         runs = [{policy: _run(net, Path(scratch), policy, iterations) for policy in POLICIES} for _ in range(rounds)]
     rows, figures = [], []
     for policy in POLICIES:
@@ -84,8 +85,8 @@ def measure(rounds: int, iterations: int) -> tuple[str, list[str], list[list[str
             figures += _figures(policy, added, medians)
     headings = ["policy", "pulls", "skipped", "ms a step", "measuring", "time added", "link, payload", "link, frames"]
     megabytes = PARAMETERS * 4 / 1e6
-    title = f"2 peers, {megabytes:.0f} MB, {RATE}, steps of {STEP_SECONDS * 1e3:.0f} ms asleep, {iterations} steps"
-    return f"{title}, rounds: {rounds}", headings, rows, figures
+    title = f"{megabytes:.0f} MB, steps of {STEP_SECONDS * 1e3:.0f} ms asleep, {iterations} steps, rounds: {rounds}"
+    return f"{title}; links shaped by tc\n{network}", headings, rows, figures
 
 
 def _figures(policy: str, added: float, medians: dict[str, float]) -> list[Any]:

@@ -1,6 +1,8 @@
 """What measuring the delta of a step costs, on one thread: beside a memcpy of the model, and as a share of a step.
 
-bin/bench delta            models of 0.1, 1.7 and 61 million parameters (about 2 minutes)
+Of the passes alone, and of all that a peer does after a step whose policy says no.
+
+bin/bench delta            models of 0.1, 1.7 and 61 million parameters (about 4 minutes)
 bin/bench delta --full     three times as many rounds and steps
 """
 
@@ -9,24 +11,33 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from _report import figure, report
+from _runs import free_port
 from torch import nn
 
+import gossipx
 from gossipx import kernels
 from gossipx.arena import ParameterArena
 from gossipx.layout import lay_out, slots_of
 from gossipx.tasks.models import MODELS, build_model
 
 Pass = Callable[[], float]
-MEMCPY, EXACT, SAMPLED = "memcpy", "kernels.advance", "kernels.Sampled"
+MEMCPY, READ, EXACT, SAMPLED = "memcpy", "one read of both vectors", "kernels.advance", "kernels.Sampled"
 IN_TRAINING = {EXACT: False, SAMPLED: True}
 """What is timed after a step: whether the delta is sampled."""
+WHOLE = {"Peer.step, exact": "exact", "Peer.step, sampled": "sampled"}
+"""The same with all that a peer does after a step: what ``--delta`` says."""
+SAYS_NO = "adaptive:threshold=1e30"
+RECORDED, IN_A_RUN = 2, 10
+"""Every second step records its figures here, so that there are enough of both; in a run every tenth does."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +49,7 @@ class Case:
         batch: images a step.
         rounds: of the passes, outside of training.
         steps: of training, for each way to measure.
-        goals: shares of a step that the exact and the sampled delta are to stay under.
+        goals: shares of a step that all a peer does after it is to stay under, by an exact and by a sampled delta.
     """
 
     model: str
@@ -51,31 +62,26 @@ class Case:
 # The batches of the built-in presets, but for alexnet, an eighth of its: its share is larger than in a run of its own.
 CASES = (
     Case("lenet", 32, 200, 200, None),
-    Case("resnet110", 128, 60, 4, (0.001, 0.001)),
-    Case("alexnet", 32, 9, 5, (0.04, 0.01)),
+    Case("resnet110", 128, 60, 6, (0.001, 0.001)),
+    Case("alexnet", 32, 9, 6, (0.04, 0.01)),
 )
 
 
 class Trained:
-    """A model in training, laid out by an arena that nobody asks for a model."""
+    """A model in training."""
 
-    def __init__(self, case: Case, sampled: bool):
+    def __init__(self, case: Case):
         facts = MODELS[case.model].facts
         torch.manual_seed(0)
         self.module = build_model(case.model, classes=facts.classes, channels=facts.channels, pixels=facts.pixels)
         self.optimizer = torch.optim.SGD(self.module.parameters(), lr=1e-4, momentum=0.9)
         self.images = torch.randn(case.batch, facts.channels, facts.pixels, facts.pixels)
         self.labels = torch.randint(0, facts.classes, (case.batch,))
-        self.arena = ParameterArena(self.module, sampled=0 if sampled else None)
 
     def step(self) -> None:
         self.optimizer.zero_grad()
         nn.functional.cross_entropy(self.module(self.images), self.labels).backward()
         self.optimizer.step()
-
-    def measured(self) -> None:
-        self.arena.step_done()
-        self.arena.go_on()
 
 
 class Laid:
@@ -112,7 +118,7 @@ class Laid:
         x, before, other = self.x, self.before, self.other
         passes: dict[str, Pass] = {
             MEMCPY: lambda: float(other.copy_(x)[0]),
-            "one read of both vectors": lambda: float(torch.dot(x, other)),
+            READ: lambda: float(torch.dot(x, other)),
             "torch._foreach": self.foreach,
             "torch, flat": self.flat,
             "numba, one fused pass": lambda: fused(x.numpy(), before.numpy()),
@@ -168,19 +174,71 @@ def _side_by_side(laid: Laid, rounds: int) -> dict[str, list[float]]:
 
 
 def _in_training(case: Case, steps: int) -> tuple[float, dict[str, float]]:
-    """Medians: seconds of a step, and of what the arena does right after one, with the caches as it left them."""
+    """Medians: seconds of a step, and of what comes right after one, with the caches as it left them."""
     ours: dict[str, float] = {}
-    whole = []
+    whole: list[float] = []
     for name, sampled in IN_TRAINING.items():
-        trained = Trained(case, sampled)
-        trained.step()
-        trained.measured()
-        seconds = []
-        for _ in range(steps):
-            whole.append(_timed(trained.step))
-            seconds.append(_timed(trained.measured))
-        ours[name] = statistics.median(seconds)
+        ours[name] = _pass_alone(case, sampled, steps, whole)
+    for name, delta in WHOLE.items():
+        ours[name] = _whole_step(case, delta, steps, whole)
     return statistics.median(whole), ours
+
+
+def _pass_alone(case: Case, sampled: bool, steps: int, whole: list[float]) -> float:
+    """Seconds of what the arena does after a step, nobody asking it for a model; those of each step go to ``whole``."""
+    trained = Trained(case)
+    arena = ParameterArena(trained.module, sampled=0 if sampled else None)
+
+    def measured() -> None:
+        arena.step_done()
+        arena.go_on()
+
+    trained.step()
+    measured()
+    seconds = []
+    for _ in range(steps):
+        whole.append(_timed(trained.step))
+        seconds.append(_timed(measured))
+    return statistics.median(seconds)
+
+
+def _whole_step(case: Case, delta: str, steps: int, whole: list[float]) -> float:
+    """Seconds of all that the optimizer's hook does, in a run of one peer; those of each step go to ``whole``.
+
+    Without what comes every 50th step: a look at where the parameters lie.
+    """
+    trained = Trained(case)
+    marks: list[float] = []
+
+    def mark(*given: Any) -> None:
+        marks.append(time.perf_counter())
+
+    with tempfile.TemporaryDirectory() as scratch:
+        hosts = Path(scratch) / "hosts.txt"
+        hosts.write_text(f"127.0.0.1:{free_port(1)}\n")
+        trained.optimizer.register_step_post_hook(mark)  # hooks come in turn: one before the peer's, one after
+        peer = gossipx.join(
+            trained.module,
+            trained.optimizer,
+            peers=hosts,
+            policy=SAYS_NO,
+            delta=delta,
+            log_interval=RECORDED,
+            logdir=scratch,
+        )
+        trained.optimizer.register_step_post_hook(mark)
+        for _ in range(RECORDED):
+            trained.step()
+        marks.clear()
+        told = []
+        for _ in range(steps):
+            took = _timed(trained.step)
+            begin, end = marks[-2:]
+            told.append(end - begin)
+            whole.append(took - told[-1])
+        peer.close()
+    plain, recorded = (statistics.median(told[place::RECORDED]) for place in (0, RECORDED - 1))
+    return plain + (recorded - plain) / IN_A_RUN
 
 
 def main() -> None:
@@ -202,22 +260,30 @@ def main() -> None:
         print(json.dumps({"figures": figures}, indent=2))
 
 
+def _ratio(values: list[float], reference: list[float]) -> float:
+    """Of rounds, not of medians: other work on the machine slows both sides of a round alike."""
+    return statistics.median(mine / other for mine, other in zip(values, reference, strict=True))
+
+
 def _report(
     case: Case, length: int, seconds: dict[str, list[float]], step: float, ours: dict[str, float], quiet: bool
 ) -> list[Any]:
     rows, figures = [], []
     for name, values in seconds.items():
         milliseconds = statistics.median(values) * 1e3
-        # Of rounds, not of medians: other work on the machine slows both sides of a round alike.
-        ratio = statistics.median(mine / copy for mine, copy in zip(values, seconds[MEMCPY], strict=True))
-        share = ours[name] / step if name in ours else None
-        told = f"{share:.3%}" if share is not None else ""
-        rows.append((name, f"{milliseconds:.3f}", f"{ratio:.2f}", f"{ours[name] * 1e3:.3f}" if told else "", told))
+        ratio = _ratio(values, seconds[MEMCPY])
+        after = (f"{ours[name] * 1e3:.3f}", f"{ours[name] / step:.3%}") if name in ours else ("", "")
+        rows.append((name, f"{milliseconds:.3f}", f"{ratio:.2f}", *after))
         figures.append(figure(f"{case.model} {name}", milliseconds, "ms", reference=milliseconds / ratio))
-        if share is not None:
-            goal = case.goals[(EXACT, SAMPLED).index(name)] if case.goals else None
-            met = share < goal if goal else None
-            figures.append(figure(f"{case.model} {name}: share", share, "of a step", goal=goal, met=met))
+    reads = _ratio(seconds[EXACT], seconds[READ])
+    figures.append(figure(f"{case.model} {EXACT} to {READ}", reads, "times", goal=1.0, met=reads <= 1.0))
+    goals = dict(zip(WHOLE, case.goals or (), strict=False))
+    for name, after_step in ours.items():
+        share, goal = after_step / step, goals.get(name)
+        if name in WHOLE:
+            rows.append((name, "", "", f"{after_step * 1e3:.3f}", f"{share:.3%}"))
+        met = share < goal if goal else None
+        figures.append(figure(f"{case.model} {name}: share", share, "of a step", goal=goal, met=met))
     figures.append(figure(f"{case.model} training step", step * 1e3, "ms"))
     if not quiet:
         title = f"{case.model}, {length:,} values, batches of {case.batch}, a step takes {step * 1e3:.1f} ms; medians"

@@ -1,10 +1,11 @@
-"""What exchanging costs: how fast a model comes, what securing it costs, and what a training step feels of it.
+"""What exchanging costs: how fast a model comes, secured or not, what a training step feels of it, and memory.
 
 bin/bench exchange            pulls of 8, 44 and 240 MB beside other ways to move them; the same checked, signed and
                               encrypted; training steps while another process pulls; then training with tau:10,
-                              overlapped and blocking, and never, one peer a core (about 6 minutes)
+                              overlapped and blocking, and never, one peer a core; and on Linux what a peer holds in
+                              memory (about 8 minutes)
 bin/bench exchange --full     more rounds, and three runs of each
-bin/bench exchange --only pulls|secured|served|training
+bin/bench exchange --only pulls|secured|served|training|memory
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ import argparse
 import json
 import os
 import statistics
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from _pulls import SIZES, pulled, questions
+from _memory import held
+from _pulls import SIZES, apart
 from _report import figure, report
 from _runs import train
 from _served import served
@@ -54,20 +57,23 @@ def _pulls(arguments: argparse.Namespace) -> Table:
     rows, figures = [], []
     with tempfile.TemporaryDirectory() as scratch:
         for size in SIZES:
-            more = pulled("pulls", size, 25 if arguments.full else 9, Path(scratch))
+            more = apart("pulls", size, 25 if arguments.full else 9, Path(scratch))
             rows += [tuple(row) for row in more[0]]
             figures += more[1]
-    row, one = questions()
+    row, one = apart("questions")
     headings = ("model", "way", "GB/s", "of what it is held against", "goal")
-    title = f"One pull from another process of this machine, {os.cpu_count()} cores, medians of rounds in turn"
-    return title, headings, [*rows, row], [*figures, one]
+    title = (
+        f"One pull from another process of this machine, {os.cpu_count()} cores, medians of rounds in turn;"
+        " of one version again and again, where it does not say new"
+    )
+    return title, headings, [*rows, tuple(row)], [*figures, one]
 
 
 def _secured(arguments: argparse.Namespace) -> Table:
     rows, figures = [], []
     for size in SIZES[1:]:
         with tempfile.TemporaryDirectory() as scratch:
-            more = pulled("secured", size, 25 if arguments.full else 9, Path(scratch))
+            more = apart("secured", size, 25 if arguments.full else 9, Path(scratch))
         rows += [tuple(row) for row in more[0]]
         figures += more[1]
     headings = ("model", "way", "GB/s", "of what it is held against", "goal")
@@ -95,6 +101,10 @@ def _training(arguments: argparse.Namespace) -> Table:
     return title, headings, rows, figures
 
 
+def _memory(arguments: argparse.Namespace) -> Table:
+    return held()
+
+
 def _measure(
     scratch: Path, options: tuple[str, ...], arguments: argparse.Namespace
 ) -> tuple[float, float, float, float]:
@@ -113,6 +123,8 @@ def _measure(
 
 
 PARTS = {"pulls": _pulls, "secured": _secured, "served": _served, "training": _training}
+if sys.platform == "linux":  # which alone tells what a process holds of memory that others share
+    PARTS["memory"] = _memory
 
 
 if __name__ == "__main__":

@@ -86,18 +86,19 @@ def main() -> None:
 
 def policies(rounds: int, iterations: int) -> tuple[str, list[str], list[list[str]], list[Any]]:
     """Title, headings, rows and figures."""
-    rows, figures = [], []
+    rows, figures, networks = [], [], []
     with tempfile.TemporaryDirectory() as scratch:
         for rate in RATES:
             with EmulatedNetwork(PEERS, rate) as net:
-                print(net.describe(), file=sys.stderr)
+                networks.append(net.describe())
+                print(networks[-1], file=sys.stderr)
                 runs = [_round(net, Path(scratch), iterations, seed) for seed in range(rounds)]
             for kind in KINDS:
                 rows.append(_row(rate, kind, runs))
                 figures += _figures(rate, kind, runs)
     headings = ["link", "policy", "pulls", "skipped", "s", "of never's", "blocked", "MB a link", "of never's"]
-    title = f"lenet, {PEERS} peers, {iterations} iterations, rounds: {rounds}; shaped by tc's token buckets"
-    return title, headings, rows, figures
+    title = f"lenet, {iterations} iterations, rounds: {rounds}; links shaped by tc"
+    return "\n".join([title, *networks]), headings, rows, figures
 
 
 def _round(net: EmulatedNetwork, scratch: Path, iterations: int, seed: int) -> dict[str, Measured]:
