@@ -7,7 +7,9 @@ import mmap
 import os
 import sys
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 
@@ -15,7 +17,10 @@ PIECE = 2**20
 """Bytes checked, sent and copied at once, while they are in the processor's cache."""
 
 HOT = 2**18
-"""Bytes received between two looks at them: of more, a part has left the cache of the core by the time of the look."""
+"""Bytes sent or received between two looks at them: of more, a part has left the cache by the time of the look."""
+
+Look: TypeAlias = Callable[[memoryview], None]
+"""Is told of bytes in order, a part at a time, while they are in the processor's cache."""
 
 STAGED = 2**22
 """Bytes received before they are mixed. What is done around each such piece finds none of its own code and data in the

@@ -108,7 +108,7 @@ ANSWER = HereReply(Stage.TRAIN)
 
 def on_the_wire(message: Message) -> int:
     """Bytes of its frame."""
-    return sum(len(part) for parts in frames.encode(message, 0) for part in parts)
+    return sum(len(buffer) for buffers, _ in frames.encode(message, 0) for buffer in buffers)
 
 
 def serve_raw(size: int, sending: str) -> None:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import Protocol, runtime_checkable
+
+from gossipx.memory import Look
 
 
 @dataclass(frozen=True)
@@ -27,10 +29,6 @@ class Address:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-Look: TypeAlias = Callable[[memoryview], None]
-"""Is told of bytes in order, a part at a time, while they are in the processor's cache."""
-
-
 class Stream(Protocol):
     """Bytes in order, both ways.
 
@@ -47,8 +45,11 @@ class Stream(Protocol):
     def here(self) -> str:
         """This machine's address on it; empty where it has none."""
 
-    def send(self, buffers: Sequence[bytes | memoryview], deadline: float) -> None:
+    def send(self, buffers: Sequence[bytes | memoryview], deadline: float, look: Look | None = None) -> None:
         """Hand over all bytes of all (contiguous) buffers; they may be changed afterwards.
+
+        Args:
+            look: is told of all bytes; where an error ends it earlier, of some.
 
         Raises:
             PeerTimeoutError: not all could be handed over by the deadline; some may have been.

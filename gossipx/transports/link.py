@@ -94,19 +94,19 @@ class Link:
         self._decoder.use(self.checks)
         self.opened: Open | None = None
 
-    def send(self, frame: Iterable[frames.Buffers], deadline: float) -> None:
+    def send(self, frame: Iterable[frames.Part], deadline: float) -> None:
         """Send what :func:`gossipx.wire.frames.encode` gave; errors as :meth:`Stream.send`."""
         self.heard = False
-        for buffers in frame:
-            self.stream.send(buffers, deadline)
+        for buffers, look in frame:
+            self.stream.send(buffers, deadline, look)
             self._owner.count(sum(map(len, buffers)), 0)
 
-    def _send_in_turn(self, frame: Iterable[frames.Buffers], pace: Pace, deadline: float) -> None:
+    def _send_in_turn(self, frame: Iterable[frames.Part], pace: Pace, deadline: float) -> None:
         """As :meth:`send`, no faster than ``pace``."""
-        for buffers in frame:
+        for buffers, look in frame:
             for part in pace.parts(buffers):
                 self._wait_for_turn(pace, len(part), deadline)
-                self.send([[part]], deadline)
+                self.send([([part], look)], deadline)
 
     def _wait_for_turn(self, pace: Pace, nbytes: int, deadline: float) -> None:
         left = deadline - time.monotonic()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import math
 import select
 import socket
@@ -22,8 +23,8 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from gossipx.errors import GossipxError, PeerTimeoutError, PeerUnreachableError
-from gossipx.memory import HOT
-from gossipx.transports import Address, Look
+from gossipx.memory import HOT, Look
+from gossipx.transports import Address
 
 # Buffers given to the kernel at once; it takes 1,024 at most.
 _VECTORS = 64
@@ -68,18 +69,38 @@ class SocketStream:
             own = self._socket.getsockname()
         return str(own[0]) if isinstance(own, tuple) else ""
 
-    def send(self, buffers: Sequence[bytes | memoryview], deadline: float) -> None:
+    def send(self, buffers: Sequence[bytes | memoryview], deadline: float, look: Look | None = None) -> None:
         """Hand over all bytes to the kernel; see :class:`gossipx.transports.Stream`."""
         left = [view for view in (memoryview(item).cast("B") for item in buffers) if view.nbytes]
         with self._use():
             while left:
-                sent = self._attempt(
-                    lambda flags: self._socket.sendmsg(left[:_VECTORS], [], flags), self._sending, deadline
-                )
+                sent = self._attempt(lambda flags: self._hand_over(left, flags, look), self._sending, deadline)
                 while left and sent >= left[0].nbytes:
                     sent -= left.pop(0).nbytes
                 if sent:
                     left[0] = left[0][sent:]
+
+    def _hand_over(self, buffers: list[memoryview], flags: int, look: Look | None) -> int:
+        """Send some of the bytes; how many. Large buffers go by parts, as :meth:`_parts` receives: what a call for all
+        of them sends has left the cache when the other side comes to it.
+        """
+        small = list(itertools.takewhile(lambda buffer: len(buffer) <= HOT, buffers[:_VECTORS]))
+        if small and look is None:
+            return self._socket.sendmsg(small, [], flags)
+        view, start, until = buffers[0], 0, time.monotonic() + _UNTIMED
+        while True:
+            part = view[start : start + HOT]
+            try:
+                count = self._socket.send(part, flags)
+            except BlockingIOError:
+                if not start:
+                    raise
+                return start
+            if look is not None:  # after it was sent: what the other side does with it takes as long
+                look(part[:count])
+            start += count
+            if count < len(part) or start == len(view) or time.monotonic() > until:
+                return start
 
     def receive_into(self, view: memoryview, deadline: float, look: Look | None = None) -> int:
         """Receive; see :class:`gossipx.transports.Stream`."""

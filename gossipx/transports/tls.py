@@ -35,7 +35,8 @@ from gossipx.errors import (
     StrangerError,
     UsageError,
 )
-from gossipx.transports import Address, Listener, Look, Stream, Transport, tcp
+from gossipx.memory import Look
+from gossipx.transports import Address, Listener, Stream, Transport, tcp
 
 # Bytes of plain text that are encrypted before they are sent: enough that the system call is cheap beside them.
 _PIECE = 256 * 1024
@@ -115,13 +116,16 @@ class TlsStream:
         certificate: dict[str, Any] = self._tls.getpeercert() or {}
         return any(_same_host(name, host) for _, name in certificate.get("subjectAltName", ()))
 
-    def send(self, buffers: Sequence[bytes | memoryview], deadline: float) -> None:
+    def send(self, buffers: Sequence[bytes | memoryview], deadline: float, look: Look | None = None) -> None:
         """Encrypt and send all bytes; see :class:`gossipx.transports.Stream`."""
         self.shake_hands(deadline)
         for buffer in buffers:
             view = memoryview(buffer).cast("B")
             while view:
-                view = view[self._encrypt(view[:_PIECE]) :]
+                count = self._encrypt(view[:_PIECE])
+                if look is not None:
+                    look(view[:count])
+                view = view[count:]
                 if self._outgoing.pending >= _PIECE:
                     self._flush(deadline)
         self._flush(deadline)

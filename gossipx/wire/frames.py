@@ -32,12 +32,12 @@ import hmac
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import xxhash
 
 from gossipx.errors import ProtocolError
-from gossipx.memory import PIECE, Source
+from gossipx.memory import PIECE, Look, Source
 from gossipx.wire import Expect, Message, Sink
 from gossipx.wire.kinds import KINDS, MAX_METADATA, NUMBERS, message_of, metadata_of
 
@@ -47,6 +47,8 @@ VERSION = 3
 _BESIDE = 0x8000
 
 Buffers = list[bytes | memoryview]
+Part: TypeAlias = tuple[Buffers, Look | None]
+"""What is to be sent in one call, and who is to be told of all of it as it goes out, before the next is asked for."""
 
 _START = struct.Struct("!4sH")
 _HEADER = struct.Struct("!4sHHQIQ")
@@ -99,8 +101,8 @@ def encode(
     payload: Source | None = None,
     checks: Checks = CHECKSUMS,
     beside: bool = False,
-) -> Iterator[Buffers]:
-    """The frame of ``message``, as lists of buffers to send in turn; the payload is never copied.
+) -> Iterator[Part]:
+    """The frame of ``message``, in parts to send in turn; the payload is never copied.
 
     Args:
         message: what to say.
@@ -126,30 +128,29 @@ def encode(
     check = checks()
     check.update(header + metadata)
     head = header + check.digest() + metadata
-    return iter([[head]]) if payload is None or not size or beside else _with_payload(head, payload, checks)
+    return iter([([head], None)]) if payload is None or not size or beside else _with_payload(head, payload, checks)
 
 
-def _with_payload(head: bytes, payload: Source, checks: Checks) -> Iterator[Buffers]:
+def _with_payload(head: bytes, payload: Source, checks: Checks) -> Iterator[Part]:
     view = payload.view.cast("B")
     if checks is CHECKSUMS and payload.checksum is not None:
-        yield [head, view, payload.checksum]
+        yield [head, view, payload.checksum], None
         return
     if checks is Unchecked:
-        yield [head, view]
+        yield [head, view], None
         return
-    buffers: Buffers = [head]
     check = checks()
-    for start in range(0, len(view), PIECE):
-        piece = view[start : start + PIECE]
-        buffers.append(piece)
-        if start + PIECE < len(view):
-            yield buffers
-            buffers = []
-        check.update(piece)  # after it was sent: what the other side does with it takes as long
+    # The last piece goes with the digest, so that a small model goes in one call.
+    last = (len(view) - 1) // PIECE * PIECE
+    if last:
+        yield [head], None
+        yield [view[:last]], check.update
+        head = b""
+    check.update(view[last:])
     digest = check.digest()
     if checks is CHECKSUMS:
         payload.checksum = digest
-    yield [*buffers, digest]  # with the last piece, so that a small model goes in one call
+    yield [head, view[last:], digest], None
 
 
 # --- in -----------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from framed import joined
 from managers import LONG, MANIFEST, SHORT, Host, Model, Run, runs, settings_of, shares_memory, soon
 
 from gossipx.errors import (
@@ -99,7 +100,7 @@ def knock(host: Host) -> socket.socket:
 
 
 def frame(message: Any, number: int = 0) -> bytes:
-    return b"".join(b"".join(buffers) for buffers in frames.encode(message, number))
+    return joined(frames.encode(message, number))
 
 
 def read_frame(stream: socket.socket, payload: Bytes | None = None) -> frames.Frame | None:
@@ -337,7 +338,7 @@ def test_a_sender_that_dies_in_mid_transfer(start: Callable[[int], Run]) -> None
             request = read_frame(stream)
             assert request is not None
             model = frames.encode(ModelReply(1), request.request, Source(memoryview(bytes(1000))))
-            stream.sendall(b"".join(next(model))[:-500])
+            stream.sendall(joined(model)[:-500])
     error = results.get(timeout=LONG)
     assert isinstance(error, PeerUnreachableError)
     assert "closed the connection" in str(error)

@@ -11,6 +11,7 @@ import hmac
 from collections.abc import Callable
 
 import pytest
+from framed import joined
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -43,8 +44,7 @@ def shake_hands(
 
 
 def whole(session: Session, message: Message, payload: bytes = b"") -> bytes:
-    parts = frames.encode(message, 0, Source(memoryview(payload)) if payload else None, session.sending)
-    return b"".join(bytes(buffer) for buffers in parts for buffer in buffers)
+    return joined(frames.encode(message, 0, Source(memoryview(payload)) if payload else None, session.sending))
 
 
 class Receiver:
@@ -273,7 +273,7 @@ def test_frames_of_another_connection_are_refused() -> None:  # [19]
 
 def test_a_checksum_is_no_mac() -> None:
     _, other = shake_hands(opener(), answerer())
-    plain = b"".join(bytes(buffer) for buffers in frames.encode(PullRequest(1, 30.0), 0) for buffer in buffers)
+    plain = joined(frames.encode(PullRequest(1, 30.0), 0))
     with pytest.raises(ProtocolError):
         Receiver(other).take(plain + bytes(32))
 

@@ -14,6 +14,7 @@ import tracemalloc
 
 import pytest
 import xxhash
+from framed import joined
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -128,7 +129,7 @@ messages = st.one_of(
 
 def whole(message: Message, request: int = 0, payload: memoryview | None = None) -> bytes:
     source = None if payload is None else Source(payload)
-    return b"".join(b"".join(buffers) for buffers in encode(message, request, source))
+    return joined(encode(message, request, source))
 
 
 def feed(decoder: Decoder, data: bytes, step: int = 2**30) -> list[Frame]:
@@ -201,19 +202,19 @@ def test_a_payload_lands_in_the_buffer_that_was_given(payload: bytes, step: int)
 
 def test_a_payload_goes_out_in_pieces_without_a_copy() -> None:
     payload = memoryview(bytearray(2 * PIECE + 1))
-    sent = [buffer for buffers in encode(ModelReply(1), 1, Source(payload)) for buffer in buffers]
+    sent = [buffer for buffers, _ in encode(ModelReply(1), 1, Source(payload)) for buffer in buffers]
     pieces = [buffer for buffer in sent if isinstance(buffer, memoryview)]
-    assert [len(piece) for piece in pieces] == [PIECE, PIECE, 1]
+    assert [len(piece) for piece in pieces] == [2 * PIECE, 1], "the last one with the checksum of all"
     assert len(list(encode(ModelReply(1), 1, Source(payload[:PIECE])))) == 1, "what is one piece goes in one call"
     assert all(piece.obj is payload.obj for piece in pieces)
 
 
 def test_a_model_is_read_for_its_checksum_when_it_is_first_sent_and_then_no_more() -> None:
     source = Source(memoryview(os.urandom(2 * PIECE + 1)))
-    first = b"".join(b"".join(buffers) for buffers in encode(ModelReply(1), 1, source))
+    first = joined(encode(ModelReply(1), 1, source))
     assert source.checksum == xxhash.xxh3_64_digest(source.view)
-    (again,) = encode(ModelReply(1), 1, source)
-    assert b"".join(again) == first
+    ((again, look),) = encode(ModelReply(1), 1, source)
+    assert b"".join(again) == first and look is None
     assert sum(isinstance(buffer, memoryview) for buffer in again) == 1, "in one call"
 
 
@@ -221,7 +222,7 @@ def test_where_frames_are_signed_no_checksum_takes_the_place_of_the_mac() -> Non
     """It is of a connection and of a place in it: what was found for another is no proof here."""
     source = Source(memoryview(b"model"))
     encode(ModelReply(1), 1, source)
-    (*_, mac) = [buffer for buffers in encode(ModelReply(1), 1, source, hashlib.sha256) for buffer in buffers]
+    (*_, mac) = [buffer for buffers, _ in encode(ModelReply(1), 1, source, hashlib.sha256) for buffer in buffers]
     assert mac == hashlib.sha256(b"model").digest()
     assert source.checksum is None
 
@@ -252,9 +253,9 @@ def test_a_payload_comes_in_by_pieces_each_told_once_when_it_is_full(step: int) 
 def test_what_is_checked_below_has_no_checks_of_its_own(step: int) -> None:
     model = os.urandom(1_000)
     source = Source(memoryview(model))
-    (buffers,) = encode(ModelReply(3), 9, source, Unchecked)
-    data = b"".join(buffers) + b"".join(*encode(LeaveRequest(), 10, checks=Unchecked))
-    assert len(b"".join(buffers)) == HEADER_BYTES + len(metadata_of(ModelReply(3))) + len(model)
+    first = joined(encode(ModelReply(3), 9, source, Unchecked))
+    data = first + joined(encode(LeaveRequest(), 10, checks=Unchecked))
+    assert len(first) == HEADER_BYTES + len(metadata_of(ModelReply(3))) + len(model)
     assert source.checksum is None
     room = memoryview(bytearray(len(model)))
     decoder = Decoder(lambda message, request: Bytes(room) if request == 9 else None)
@@ -288,7 +289,7 @@ def test_what_was_looked_at_ahead_is_checked_once(ahead: int, damaged: int | Non
 
 def test_a_payload_beside_the_connection_is_no_part_of_the_frame() -> None:
     model = memoryview(bytearray(1000))
-    data = b"".join(b"".join(buffers) for buffers in encode(ModelReply(3), 9, Source(model), beside=True))
+    data = joined(encode(ModelReply(3), 9, Source(model), beside=True))
     sink = Bytes(model)
     (frame,) = feed(Decoder(lambda *_: sink), data)
     assert frame == Frame(9, ModelReply(3), sink, beside=True)
