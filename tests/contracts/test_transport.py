@@ -36,6 +36,7 @@ from gossipx.errors import (
     ProtocolError,
     StrangerError,
 )
+from gossipx.memory import HOT
 from gossipx.transports import Address, Certified, Listener, Stream, Transport, sockets, tcp, unix
 
 Pair = tuple[Stream, Stream]
@@ -145,6 +146,15 @@ def test_buffers_may_change_once_sent(pair: Pair) -> None:
     ours.send([memoryview(data)], soon())
     data[:] = b"after!"
     assert read(theirs, 6) == b"before"
+
+
+@pytest.mark.parametrize("size", [1, HOT, 7 * HOT + 5])
+def test_a_look_is_told_of_all_that_is_sent_in_order(pair: Pair, beside: Beside, size: int) -> None:
+    ours, theirs = pair
+    data, seen = os.urandom(size), bytearray()
+    receiving = beside(read, theirs, size)
+    ours.send([data], soon(), seen.extend)
+    assert receiving.result(LONG) == data == seen
 
 
 def test_receiving_takes_no_more_than_there_is_room_for(pair: Pair) -> None:
