@@ -166,6 +166,8 @@ class Asking:
         try:
             return self._attempt(job)
         except NoCarrierError as error:
+            if job.cancelled:
+                raise
             with self._lock:
                 met = self._met.get(job.to)
             reply = self._attempt(job, bare=True)  # raises if it is the peer that is gone, and not a way to it
@@ -185,7 +187,7 @@ class Asking:
             try:
                 return self._ask_over(link, job, bare)
             except PeerUnreachableError:
-                if link.heard or time.monotonic() - began > _AT_ONCE:
+                if job.cancelled or link.heard or time.monotonic() - began > _AT_ONCE:
                     raise
         return self._ask_over(self._open(job.to, job.deadline), job, bare)
 
