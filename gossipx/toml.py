@@ -25,8 +25,9 @@ def loads(text: str, path: Path) -> dict[str, Any]:
         return tomllib.loads(text)
     except ValueError as error:
         if not isinstance(error, tomllib.TOMLDecodeError):  # what Python's int does not read
-            number = next((at for at, line in enumerate(text.splitlines(), 1) if re.search(r"\d{4000}", line)), 1)
-            raise UsageError("a number of thousands of digits", path, number) from None
+            number = re.search(r"[=\[,]\s*[+-]?[\d_]{4000}", text)
+            line = text.count("\n", 0, number.end()) + 1 if number else 1
+            raise UsageError("a number of thousands of digits", path, line) from None
         at = re.search(r"line (\d+)", str(error))
         last = max(1, len(text.splitlines()))  # "at end of document" has no number
         raise UsageError(f"not TOML: {error}", path, int(at.group(1)) if at else last) from error

@@ -104,7 +104,7 @@ def check(name: str, size: int | None, seed: int, as_json: bool, **settings: Any
     if size is not None:
         check_size(size, f"--size {size}")  # before a graph is made of it
     graph = load(name, size, seed, connected=False)
-    with Console(stderr=True).status(f"{graph.size} peers: up to a minute"):  # on a terminal alone
+    with Console(stderr=True).status(f"{graph.size} peers: this may take minutes"):  # on a terminal alone
         found = analyse(graph, seed=seed, **{key: value for key, value in settings.items() if value is not None})
     if as_json:
         print(json.dumps(dataclasses.asdict(found), indent=2))

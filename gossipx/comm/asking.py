@@ -104,12 +104,12 @@ class Asking:
             if job.cancelled or job not in self._unfinished:
                 return
             job.cancelled, link = True, job.link
-            if link is None:  # nothing writes to its payload, nor will
-                self._unfinished.remove(job)
-        if link is None:
-            tell_aside(job.done, self._given_up(job))
-        else:
+        if link is not None:
             link.abort()  # the worker hears of it
+            return
+        # Nothing writes to its payload, nor will. Where the system has no thread left, the worker tells.
+        with contextlib.suppress(RuntimeError):
+            tell_aside(lambda result: self._finish(job, result), self._given_up(job))
 
     def _given_up(self, job: Job) -> CancelledError:
         return CancelledError(f"{self._member.names[job.to]}: the request was cancelled")
@@ -166,8 +166,6 @@ class Asking:
         try:
             return self._attempt(job)
         except NoCarrierError as error:
-            if job.cancelled:
-                raise
             with self._lock:
                 met = self._met.get(job.to)
             reply = self._attempt(job, bare=True)  # raises if it is the peer that is gone, and not a way to it
@@ -181,6 +179,8 @@ class Asking:
 
     def _attempt(self, job: Job, bare: bool = False) -> Reply:
         """Ask on a kept connection, or a new one; ``bare``: without a carrier."""
+        if job.cancelled:
+            raise self._given_up(job)
         link = self._links.take(job.to)
         if link is not None:
             began = time.monotonic()

@@ -97,8 +97,7 @@ class _Transfer:
     seconds: float = 0.0
     their_step: int = 0
     weight: float = 1.0  # the number of models that are averaged in it
-    cancelled: bool = False  # this and the next are the outbox's alone
-    cancel: Callable[[], None] | None = None  # once it was asked for
+    cancel: Callable[[], None] | None = None  # once it was asked for; for the outbox alone
 
 
 @dataclass(frozen=True)
@@ -144,6 +143,7 @@ class Driver:
         self._may_go_on = threading.Event()
         self._may_go_on.set()
         self._transfers: dict[int, _Transfer] = {}
+        self._cancelled: set[int] = set()  # until they are forgotten
         # Guarded by the arena's lock, as what its snapshots are held for:
         self._held: dict[int, Captured[Retrieval]] = {}
         self._given: deque[Captured[Retrieval]] = deque()  # drift is to count from the last of these
@@ -227,6 +227,8 @@ class Driver:
                 self._held[ticket] = Captured(self.arena.snapshot())
             case Answer(captured=int(ticket)):
                 return self._hold(ticket)
+            case Cancel(ticket):
+                self._cancelled.add(ticket)
         return None
 
     def _carry_out(self, effect: Effect, given: Snapshot | None) -> None:
@@ -274,8 +276,7 @@ class Driver:
         request = self.comm.request
 
         def post() -> None:
-            transfer = self._transfers.get(send.ticket)
-            if transfer is not None and transfer.cancelled:
+            if send.ticket in self._cancelled:
                 self._replied(send.ticket, CancelledError("its request was not sent yet"))
                 return
             try:
@@ -283,6 +284,7 @@ class Driver:
             except Exception as error:  # the role still has to hear of its request
                 self._replied(send.ticket, LocalFaultError(f"a request could not be sent: {error}"))
                 return
+            transfer = self._transfers.get(send.ticket)
             if transfer is not None:
                 transfer.cancel = cancel
 
@@ -293,10 +295,7 @@ class Driver:
 
     def _cancel(self, ticket: int) -> None:
         transfer = self._transfers.get(ticket)
-        if transfer is None:
-            return
-        transfer.cancelled = True
-        if transfer.cancel is not None:
+        if transfer is not None and transfer.cancel is not None:
             transfer.cancel()
 
     def _post(self) -> None:
@@ -446,6 +445,7 @@ class Driver:
         self.tell(Mixed(ticket))
 
     def _forget(self, ticket: int) -> None:
+        self._cancelled.discard(ticket)
         with self.arena.lock:
             held = self._held.pop(ticket, None)
         if held is not None:

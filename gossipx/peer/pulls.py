@@ -152,12 +152,14 @@ class Pulls:
 
     def drop(self) -> list[Effect]:
         """The model is no more what it was, and what is under way would add its difference to the one of before."""
-        pull, self._pull = self._pull, None
-        if pull is None:
-            return []
-        return [Forget(pull.ticket) if pull.reply else Cancel(pull.ticket)]
+        pull = self._pull
+        return [Forget(pull.ticket), *self._give_up()] if pull and pull.reply else self._give_up()
 
     def leave(self) -> list[Effect]:
         """Pull nothing any more."""
         self._ending = True
-        return self.drop()
+        return self._give_up()
+
+    def _give_up(self) -> list[Effect]:
+        pull, self._pull = self._pull, None
+        return [Cancel(pull.ticket)] if pull and self._ground.requests.is_open(pull.ticket) else []

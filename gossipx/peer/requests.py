@@ -28,6 +28,10 @@ class Requests:
         """It was answered or has failed; whom it went to, what it was, and when it went out."""
         return self._open.pop(ticket)
 
+    def is_open(self, ticket: int) -> bool:
+        """Whether it is still to be answered."""
+        return ticket in self._open
+
     def asked(self, kind: type[Request]) -> set[int]:
         """To whom requests of a kind are open."""
         return {to for to, request, _ in self._open.values() if isinstance(request, kind)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import hmac
 import math
@@ -19,7 +20,7 @@ from gossipx.errors import (
     PeerUnreachableError,
     ProtocolError,
 )
-from gossipx.memory import PIECE, Source
+from gossipx.memory import PIECE, Look, Source
 from gossipx.messages import ModelReply
 from gossipx.transports import Carrier, Carriers, Certified, SharesMemory, Stream
 from gossipx.transports.beside import Notebook, TheirMemory
@@ -98,8 +99,16 @@ class Link:
         """Send what :func:`gossipx.wire.frames.encode` gave; errors as :meth:`Stream.send`."""
         self.heard = False
         for buffers, look in frame:
-            self.stream.send(buffers, deadline, look)
-            self._owner.count(sum(map(len, buffers)), 0)
+            if look is None:
+                self.stream.send(buffers, deadline)
+                self._owner.count(sum(map(len, buffers)), 0)
+            else:
+                self.stream.send(buffers, deadline, functools.partial(self._sent, look))
+
+    def _sent(self, look: Look, part: memoryview) -> None:
+        """A part of a payload has gone out."""
+        self._owner.count(len(part), 0)
+        look(part)
 
     def _send_in_turn(self, frame: Iterable[frames.Part], pace: Pace, deadline: float) -> None:
         """As :meth:`send`, no faster than ``pace``."""

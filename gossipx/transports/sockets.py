@@ -1,7 +1,7 @@
 """Connected and listening sockets of any family, as streams and listeners.
 
-Where a socket's own time-out holds for a whole call, calls block in the kernel, and what is left to the deadline
-is set before each: a model then arrives in few calls, in which no lock of the interpreter is held. Elsewhere, where
+Where a socket's own time-out holds for a whole call, calls block in the kernel, and what is left to the deadline is set
+now and then: a model then moves in calls of a part each, in which no lock of the interpreter is held. Elsewhere, where
 such a time-out begins anew with each part, calls do not block but in poll. Either way one deadline holds for a whole
 transfer, for each direction on its own.
 """

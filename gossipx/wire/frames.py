@@ -133,21 +133,16 @@ def encode(
 
 def _with_payload(head: bytes, payload: Source, checks: Checks) -> Iterator[Part]:
     view = payload.view.cast("B")
-    if checks is CHECKSUMS and payload.checksum is not None:
-        yield [head, view, payload.checksum], None
-        return
-    if checks is Unchecked:
-        yield [head, view], None
-        return
-    check = checks()
-    # The last piece goes with the digest, so that a small model goes in one call.
+    known = payload.checksum if checks is CHECKSUMS else None
+    check = checks() if known is None else Unchecked()
+    # The last piece goes with the digest, and of a small model all that there is.
     last = (len(view) - 1) // PIECE * PIECE
     if last:
         yield [head], None
         yield [view[:last]], check.update
         head = b""
     check.update(view[last:])
-    digest = check.digest()
+    digest = check.digest() if known is None else known
     if checks is CHECKSUMS:
         payload.checksum = digest
     yield [head, view[last:], digest], None

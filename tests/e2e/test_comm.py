@@ -25,6 +25,7 @@ from framed import joined
 from managers import LONG, MANIFEST, SHORT, Host, Model, Run, runs, settings_of, shares_memory, soon
 
 from gossipx.errors import (
+    CancelledError,
     GossipxError,
     LocalFaultError,
     ModelMismatchError,
@@ -522,6 +523,26 @@ def test_a_long_reason_is_told_in_part(start: Callable[[int], Run]) -> None:
     error = hosts[0].ask(1, LeaveRequest()).get(timeout=LONG)
     assert isinstance(error, RefusedError)
     assert str(error).startswith("peer-01: refused: --a is 0000")
+
+
+def test_a_cancelled_request_is_told_of_though_the_system_has_no_thread_left(
+    start: Callable[[int], Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_left(*given: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("gossipx.comm.asking.tell_aside", none_left)
+    run = start(2)
+    a, b = run.host(0), run.host(1)
+    for _ in range(20):
+        results: queue.Queue[Any] = queue.Queue()
+        sink = Bytes(memoryview(bytearray(4)))
+        a.comm.request(1, PullRequest(1, 30.0), deadline=soon(), payload=sink, done=results.put)()
+        assert isinstance(results.get(timeout=LONG), CancelledError)
+        assert results.empty()
+    b.serve(b"four")
+    room = bytearray(4)
+    assert a.ask(1, PullRequest(1, 30.0), room).get(timeout=LONG) == ModelReply(1)
 
 
 def test_another_peer_at_the_address_is_refused(start: Callable[[int], Run]) -> None:

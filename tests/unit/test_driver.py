@@ -200,6 +200,17 @@ def test_a_request_is_cancelled_on_its_way_or_before_it_is_sent(in_midst: Bench,
     assert in_midst.role.told.count(Failed(5, Fault.CANCELLED)) == 1 and not in_midst.driver._transfers
 
 
+def test_a_request_may_be_cancelled_while_another_thread_is_about_to_send_it(bench: Bench):
+    """What is decided first may be carried out last."""
+    bench.do(Cancel(5))
+    answered(bench)
+    bench.do(Send(5, 1, PULL, math.inf))
+    answered(bench)
+    assert bench.role.told[-1] == Failed(5, Fault.CANCELLED) and not bench.comm.requests
+    bench.do(Forget(5))
+    assert not bench.driver._cancelled
+
+
 def test_who_waits_for_a_boundary_that_does_not_come_is_told(in_midst: Bench):
     in_midst.do(Answer("a", ModelReply(0), math.inf))
     in_midst.arena.give_up()
