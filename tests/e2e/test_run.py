@@ -334,7 +334,8 @@ def test_a_thousand_idle_connections_cost_training_no_step_and_no_model(tmp_path
         told = ended.output + ended.errors
         assert told.count("connections are open: closing those that have not said who they are") >= 1, ended.shown
         for idle in connections:
-            assert idle.recv(1) == b""
+            with contextlib.suppress(ConnectionResetError):  # the run has ended before it came to accept this one
+                assert idle.recv(1) == b""
         summary = Run(tmp_path / "x", ended).summary
         assert summary["lost"] == []
         for rank in (0, 1):
