@@ -81,26 +81,14 @@ class SocketStream:
                     left[0] = left[0][sent:]
 
     def _hand_over(self, buffers: list[memoryview], flags: int, look: Look | None) -> int:
-        """Send some of the bytes; how many. Large buffers go by parts, as :meth:`_parts` receives: what a call for all
-        of them sends has left the cache when the other side comes to it.
+        """Send some of the bytes; how many. Large buffers go by parts: what a call for all of them sends has left the
+        cache when the other side comes to it.
         """
         small = list(itertools.takewhile(lambda buffer: len(buffer) <= HOT, buffers[:_VECTORS]))
         if small and look is None:
             return self._socket.sendmsg(small, [], flags)
-        view, start, until = buffers[0], 0, time.monotonic() + _UNTIMED
-        while True:
-            part = view[start : start + HOT]
-            try:
-                count = self._socket.send(part, flags)
-            except BlockingIOError:
-                if not start:
-                    raise
-                return start
-            if look is not None:  # after it was sent: what the other side does with it takes as long
-                look(part[:count])
-            start += count
-            if count < len(part) or start == len(view) or time.monotonic() > until:
-                return start
+        # Looked at after it was sent: what the other side does with it takes as long.
+        return _by_parts(buffers[0], lambda part: self._socket.send(part, flags), look)
 
     def receive_into(self, view: memoryview, deadline: float, look: Look | None = None) -> int:
         """Receive; see :class:`gossipx.transports.Stream`."""
@@ -111,31 +99,16 @@ class SocketStream:
             return start
 
     def _receive(self, view: memoryview, deadline: float, look: Look | None) -> int:
-        count = self._attempt(lambda flags: self._parts(view, flags, look), self._receiving, deadline)
+        count = self._attempt(lambda flags: self._take_in(view, flags, look), self._receiving, deadline)
         if not count:
             raise PeerUnreachableError(f"{self._remote} closed the connection")
         return count
 
-    def _parts(self, view: memoryview, flags: int, look: Look | None) -> int:
-        """Receive without a look at the clock for as long as that is allowed; how many bytes, 0 at the end.
-
-        Each part costs what two calls of the system cost, and hardly more: around it, nothing is to be done.
-        """
+    def _take_in(self, view: memoryview, flags: int, look: Look | None) -> int:
+        """Receive some bytes, as many as ``view`` takes if they are looked at; how many, 0 at the end."""
         if look is None:
             return self._socket.recv_into(view, 0, flags)
-        start, until = 0, time.monotonic() + _UNTIMED
-        while True:
-            part = view[start : start + HOT]
-            try:
-                count = self._socket.recv_into(part, 0, flags | socket.MSG_WAITALL)
-            except BlockingIOError:
-                if not start:
-                    raise
-                return start
-            look(part[:count])
-            start += count
-            if count < len(part) or start == len(view) or time.monotonic() > until:
-                return start
+        return _by_parts(view, lambda part: self._socket.recv_into(part, 0, flags | socket.MSG_WAITALL), look)
 
     def tune(self) -> None:
         """Nothing to tune."""
@@ -208,6 +181,27 @@ class SocketStream:
                 if self._aborted:
                     raise PeerUnreachableError(f"the connection to {self._remote} was closed here") from error
                 raise PeerUnreachableError(f"lost the connection to {self._remote}: {reason(error)}") from error
+
+
+def _by_parts(view: memoryview, move: Callable[[memoryview], int], look: Look | None) -> int:
+    """Send or receive without a look at the clock for as long as that is allowed; how many bytes, 0 at the end.
+
+    Each part costs what two calls of the system cost, and hardly more: around it, nothing is to be done.
+    """
+    start, until = 0, time.monotonic() + _UNTIMED
+    while True:
+        part = view[start : start + HOT]
+        try:
+            count = move(part)
+        except BlockingIOError:
+            if not start:
+                raise
+            return start
+        if look is not None:
+            look(part[:count])
+        start += count
+        if count < len(part) or start == len(view) or time.monotonic() > until:
+            return start
 
 
 @dataclass(frozen=True)
