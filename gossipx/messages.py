@@ -98,6 +98,35 @@ class SettleRequest:
 
 
 @dataclass(frozen=True)
+class ElasticRequest:
+    """Brings the sender's model to the hub, and asks for the centre as it was before that model entered it.
+
+    The model's bytes are the frame's payload. The hub takes in each once, however often it is brought.
+
+    Attributes:
+        incarnation, number: of the sender's exchanges with the hub, from 1; they name this one for good.
+        step: iterations that the model has seen.
+        patience: seconds that the sender waits for both ways.
+    """
+
+    incarnation: int
+    number: int
+    step: int
+    patience: float
+
+
+@dataclass(frozen=True)
+class CentreRequest:
+    """Asks the hub for the centre as it is now.
+
+    Attributes:
+        patience: seconds that the requester waits for all of it.
+    """
+
+    patience: float
+
+
+@dataclass(frozen=True)
 class RoundRequest:
     """Asks for the partner's model of one round of a wave; whoever gets one takes part in that wave from then on.
 
@@ -180,7 +209,9 @@ class BusyReply:
 
 ExchangeRequest = PushRequest | PairRequest | TakeRequest | SettleRequest
 """What an exchange is made of that is more than one pull."""
-ModelRequest = InitialRequest | PullRequest | TakeRequest | RoundRequest
+CarryingRequest = ElasticRequest
+"""What brings a model along."""
+ModelRequest = InitialRequest | PullRequest | TakeRequest | RoundRequest | ElasticRequest | CentreRequest
 """What is answered by a model."""
 Request = ModelRequest | ExchangeRequest | ArriveRequest | LeaveRequest
 Reply = ModelReply | AcceptReply | BusyReply | HereReply | NotReadyReply

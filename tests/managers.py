@@ -17,10 +17,10 @@ from certificates import Authority, Identity
 from gossipx.comm import CommManager
 from gossipx.errors import GossipxError
 from gossipx.memory import Memory, Source
-from gossipx.messages import HereReply, ModelReply, PullRequest, Reply, Request, Stage
+from gossipx.messages import CarryingRequest, HereReply, ModelReply, PullRequest, Reply, Request, Stage
 from gossipx.transports import Address
 from gossipx.transports.process_group import ProcessGroups
-from gossipx.wire import Bytes
+from gossipx.wire import Bytes, Room
 from gossipx.wire.auth import Secret
 
 HERE = Address("127.0.0.1", 0)
@@ -44,6 +44,15 @@ class Model(Source):
         super().__init__(self.memory.view, self.memory.descriptor)
 
 
+class Taken(Bytes):
+    """Where what a request brings is taken in."""
+
+    released = 0
+
+    def release(self) -> None:
+        self.released += 1
+
+
 class Host:
     """A manager whose requests are put into ``received``, or answered by ``react``."""
 
@@ -51,6 +60,9 @@ class Host:
         self.run = run
         self.received: queue.Queue[Received] = queue.Queue()
         self.answered: queue.Queue[bool] = queue.Queue()
+        self.brought: queue.Queue[bytes] = queue.Queue()
+        self.room = 0  # bytes that a request may bring
+        self.rooms: list[Taken] = []  # that were given
         self.react: Callable[[Hashable, Request], None] | None = None
         given: dict[str, Any] = {
             "rank": rank,
@@ -61,23 +73,38 @@ class Host:
             "settings": {},
             "manifest": MANIFEST,
             "on_request": self._requested,
+            "room_for": self._room_for,
             "peer_timeout": LONG,
         }
         self.comm = CommManager(**(given | settings))
         self.comm.start()
         run.addresses[rank] = self.comm.address
 
-    def _requested(self, sender: int, key: Hashable, request: Request) -> None:
+    def _requested(self, sender: int, key: Hashable, request: Request, brought: Room | None) -> None:
         self.received.put((sender, key, request))
+        if brought is not None:
+            assert isinstance(brought, Taken)
+            self.brought.put(bytes(brought.view))
+            brought.release()
         if self.react is not None:
             self.react(key, request)
 
+    def _room_for(self, sender: int, request: CarryingRequest) -> Taken:
+        self.rooms.append(Taken(memoryview(bytearray(self.room))))
+        return self.rooms[-1]
+
     def ask(
-        self, to: int, request: Request, payload: bytearray | None = None, seconds: float = LONG
+        self,
+        to: int,
+        request: Request,
+        payload: bytearray | None = None,
+        seconds: float = LONG,
+        brings: bytes | None = None,
     ) -> queue.Queue[Reply | GossipxError]:
         results: queue.Queue[Reply | GossipxError] = queue.Queue()
         room = None if payload is None else Bytes(memoryview(payload))
-        self.comm.request(to, request, deadline=soon(seconds), payload=room, done=results.put)
+        brought = None if brings is None else Model(brings)
+        self.comm.request(to, request, deadline=soon(seconds), payload=room, done=results.put, brought=brought)
         return results
 
     def answer(self, key: Hashable, reply: Reply, payload: bytes | None = None, begins: float = 0.0) -> None:

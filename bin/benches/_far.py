@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed import rpc
 
 from gossipx.comm import CommManager
+from gossipx.comm.answering import OnRequest
 from gossipx.launch.certs import folder_of
 from gossipx.memory import PIECE, Memory, Source
 from gossipx.messages import ArriveRequest, HereReply, ModelReply, PullRequest, Request, Stage
@@ -208,7 +209,7 @@ def tls_of(folder: Path) -> Tls:
 def manager(
     rank: int,
     addresses: list[Address],
-    on_request: Callable[[int, Hashable, Request], None],
+    on_request: OnRequest,
     way: str,
 ) -> CommManager:
     """One of two managers; ``way`` is tcp, shm, gloo, mac, unchecked, or tls with the folder of its certificates."""
@@ -241,7 +242,7 @@ def serve_gossipx(size: int, way: str, versions: str) -> None:
     memory = filled(size)
     model = Source(memory.view, memory.descriptor)
 
-    def react(sender: int, key: Hashable, request: Request) -> None:
+    def react(sender: int, key: Hashable, request: Request, brought: object) -> None:
         pulled = isinstance(request, PullRequest)
         payload = dataclasses.replace(model) if versions == "many" else model
         reply = ModelReply(1) if pulled else ANSWER

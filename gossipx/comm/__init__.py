@@ -20,7 +20,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
-from gossipx.comm.answering import Answering, Outgoing
+from gossipx.comm.answering import Answering, OnRequest, Outgoing, RoomFor, no_room
 from gossipx.comm.asking import Asking, Job
 from gossipx.comm.common import Member
 from gossipx.errors import GossipxError
@@ -47,8 +47,10 @@ class CommManager:
         peers_digest: of the list of peers; peers with another are refused.
         settings: by option, those that all peers must have alike; who has others is refused.
         manifest: one line a tensor, ``name dtype shape stride``; all peers must have the same.
-        on_request: told (sender's rank, key, request) from a connection's thread; each key is to
-            be given to :meth:`answer` once, then or later.
+        on_request: told (sender's rank, key, request, what it brought or None) from a connection's thread; each key is
+            to be given to :meth:`answer` once, then or later, and what was brought is to be released.
+        room_for: given (sender's rank, request), where what that brings is taken in. It may wait for memory to be free,
+            as the sender waits meanwhile; a GossipxError ends the connection. By default nothing may be brought.
         peer_timeout: seconds within which a handshake, and a request once begun, must be whole.
         transport: makes the connections.
         share_memory: give models to peers on this machine in memory that both share, where the system can; connections
@@ -79,7 +81,8 @@ class CommManager:
         peers_digest: str,
         settings: Mapping[str, str],
         manifest: Sequence[str],
-        on_request: Callable[[int, Hashable, Request], None],
+        on_request: OnRequest,
+        room_for: RoomFor = no_room,
         peer_timeout: float,
         transport: Transport = tcp,
         share_memory: bool = True,
@@ -105,8 +108,8 @@ class CommManager:
             links=Links(names[rank], len(names), peer_timeout, None if max_rate is None else Pace(max_rate)),
         )
         most = 32 + 4 * len(names) if max_connections is None else max_connections
-        self._asking = Asking(self._member, only_memory)
-        self._answering = Answering(self._member, bind, on_request, most)
+        self._answering = Answering(self._member, bind, on_request, room_for, most)
+        self._asking = Asking(self._member, only_memory, self._answering)
 
     @property
     def address(self) -> Address:
@@ -135,10 +138,13 @@ class CommManager:
         deadline: float,
         payload: Sink | None,
         done: Callable[[Reply | GossipxError], None],
+        brought: Source | None = None,
     ) -> Callable[[], None]:
-        """Ask peer ``to``; never blocks.
+        """Ask peer ``to``, oneself too; never blocks.
 
         Args:
+            brought: what the request brings along, if it is a CarryingRequest; its bytes must not change until ``done``
+                is called.
             deadline: absolute, on time.monotonic(), for everything until the last byte.
             payload: takes a ModelReply's bytes in, which must be exactly as many (None: none), until ``done`` is
                 called; what it has taken is of worth only if a ModelReply came.
@@ -153,7 +159,7 @@ class CommManager:
             ValueError: the request is not one that a peer would accept.
             RuntimeError: the system has no thread left for it; ``done`` is not called.
         """
-        return self._asking.request(Job(to, request, deadline, payload, done))
+        return self._asking.request(Job(to, request, deadline, payload, done, brought))
 
     def answer(
         self,

@@ -10,21 +10,33 @@ import threading
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from gossipx.comm.common import Member, tell, tell_aside
 from gossipx.errors import (
     GossipxError,
     NoCarrierError,
     NotAuthorisedError,
+    PeerTimeoutError,
     PeerUnreachableError,
     ProtocolError,
     StrangerError,
 )
 from gossipx.memory import Source
-from gossipx.messages import ModelReply, Reply, Request
+from gossipx.messages import CarryingRequest, ModelReply, Reply, Request
 from gossipx.transports import Address, Listener, Stream, handshake, unix
 from gossipx.transports.link import Link
-from gossipx.wire import CarrierRequest, DescribeRequest, Description, Hello, Welcome, frames
+from gossipx.wire import (
+    CarrierRequest,
+    DescribeRequest,
+    Description,
+    Hello,
+    Message,
+    Room,
+    Sink,
+    Welcome,
+    frames,
+)
 
 log = logging.getLogger("gossipx")
 
@@ -35,6 +47,11 @@ _PAUSE = (0.05, 1.0)
 # Connections at a time that have not said who they are, however few others there are; and how many a peer, where that
 # is more: all peers of a run may come at once, with a message and a pull each.
 _STRANGERS, _AT_FIRST = 32, 2
+
+
+def no_room(sender: int, request: CarryingRequest) -> Room:
+    """Refuses whatever is brought."""
+    raise ProtocolError(f"it brought {type(request).__name__}, for which there is no room here")
 
 
 @dataclass(frozen=True)
@@ -57,21 +74,40 @@ class _Slot:
     answer: Outgoing | None = None
 
 
+class Aside:
+    """A request to oneself, which goes over no link."""
+
+    def __init__(self) -> None:
+        self.slot = _Slot(0)
+
+    def abort(self) -> None:
+        """End it: it is not waited for."""
+        self.slot.ready.set()
+
+
+RoomFor: TypeAlias = Callable[[int, CarryingRequest], Room]
+"""Given the sender's rank and the request."""
+OnRequest: TypeAlias = Callable[[int, Hashable, Request, "Room | None"], None]
+"""Told the sender's rank, a key, the request, and what it brought."""
+
+
 class Answering:
     """Listens, tells of requests that come in, and sends their answers.
 
     Args:
         member: who is asked.
         bind: where to listen; port 0 lets the system choose.
-        on_request: told (sender's rank, key, request) from a connection's thread.
+        on_request: told of requests, from a connection's thread.
+        room_for: where what a request brings is taken in; it may wait for that, and raises if there is none.
         most: inbound connections at a time; above it, and above a number of those that have not said who they are, the
             oldest of these is closed.
     """
 
-    def __init__(self, member: Member, bind: Address, on_request: Callable[[int, Hashable, Request], None], most: int):
+    def __init__(self, member: Member, bind: Address, on_request: OnRequest, room_for: RoomFor, most: int):
         self._member = member
         self._bind = bind
         self._on_request = on_request
+        self._room_for = room_for
         self._most = most
         self._most_strangers = max(_STRANGERS, _AT_FIRST * member.me.size)
         self._links = member.links
@@ -193,8 +229,28 @@ class Answering:
             with self._lock:
                 self._inbound.pop(stream, None)
 
+    def _receive(self, link: Link, they: Hello) -> tuple[frames.Frame, Room | None]:
+        """The next frame, and what it brought, which is the caller's."""
+        rooms: list[Room] = []
+
+        def expect(message: Message, request: int) -> Sink | None:
+            if not isinstance(message, CarryingRequest):
+                return None
+            if they.model != self._member.me.model:
+                raise ProtocolError("it brings another model")
+            rooms.append(self._room_for(they.rank, message))
+            return rooms[0]
+
+        try:
+            frame = link.receive(math.inf, expect)
+        except BaseException:
+            for room in rooms:
+                room.release()
+            raise
+        return frame, rooms[0] if rooms else None
+
     def _serve_one(self, link: Link, they: Hello) -> None:
-        frame = link.receive(math.inf)
+        frame, brought = self._receive(link, they)
         deadline = time.monotonic() + self._member.timeout
         if isinstance(frame.message, DescribeRequest):
             manifest = Source(memoryview(self._member.manifest))
@@ -203,7 +259,7 @@ class Answering:
         elif they.model != self._member.me.model:
             raise handshake.refuse(link, "the models differ", deadline)
         elif isinstance(frame.message, Request):
-            self._ask(link, they.rank, frame.request, frame.message)
+            self._ask(link, they.rank, frame.request, frame.message, brought)
         elif isinstance(frame.message, CarrierRequest):
             self._build_carrier(link, frame.message.kind, frame.request, deadline)
         else:
@@ -218,15 +274,53 @@ class Answering:
             raise NoCarrierError(f"it asked for {kind}, which is not this peer's --transport")
         link.build_carrier(carriers, False, number, deadline)
 
-    def _ask(self, link: Link, sender: int, number: int, request: Request) -> None:
-        """Tell of a request, wait until it is answered, send the answer."""
-        key, slot, whole = next(self._keys), _Slot(number), False
-        with self._lock:
-            if self._links.closed.is_set():
-                raise self._links.gone()
-            self._slots[key] = slot
+    def ask_oneself(
+        self, request: Request, brought: Source | None, payload: Sink | None, deadline: float, aside: Aside
+    ) -> Reply:
+        """Answer a request to oneself, as others' are; errors as those of a connection.
+
+        Args:
+            brought: what it brings; ``payload`` takes a model in; ``aside`` is aborted to end it.
+        """
+        room, slot, whole = None, aside.slot, False
+        if isinstance(request, CarryingRequest) and brought is not None:
+            room = self._room_for(self._member.me.rank, request)
+            room.take(0, brought.view)
+        key = self._open(slot, room)
         try:
-            self._on_request(sender, key, request)
+            self._on_request(self._member.me.rank, key, request, room)
+            if not slot.ready.wait(max(0.0, deadline - time.monotonic())):
+                raise PeerTimeoutError("it has not answered itself within the deadline")
+            self._forget(key)
+            answer = slot.answer
+            if answer is None:
+                raise PeerUnreachableError("it has ended before it answered itself")
+            if isinstance(answer.reply, ModelReply) and answer.payload is not None and payload is not None:
+                payload.take(0, answer.payload.view)
+            whole = True
+            return answer.reply
+        finally:
+            self._forget(key)
+            if slot.answer is not None:
+                tell(slot.answer.done, whole)
+
+    def _open(self, slot: _Slot, brought: Room | None) -> Hashable:
+        """The key of a request that is to be told of; nothing is told once all links have ended."""
+        key = next(self._keys)
+        with self._lock:
+            if not self._links.closed.is_set():
+                self._slots[key] = slot
+                return key
+        if brought is not None:
+            brought.release()
+        raise self._links.gone()
+
+    def _ask(self, link: Link, sender: int, number: int, request: Request, brought: Room | None) -> None:
+        """Tell of a request, wait until it is answered, send the answer."""
+        slot, whole = _Slot(number), False
+        key = self._open(slot, brought)
+        try:
+            self._on_request(sender, key, request, brought)
             while not slot.ready.wait(_LOOK) and link.stream.quiet():
                 pass
             self._forget(key)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import cast
 
+from gossipx.comm.answering import Answering, Aside
 from gossipx.comm.common import Member, tell, tell_aside
 from gossipx.errors import (
     CancelledError,
@@ -25,6 +26,7 @@ from gossipx.errors import (
     RefusedError,
     UsageError,
 )
+from gossipx.memory import Source
 from gossipx.messages import Reply, Request
 from gossipx.transports import Address, handshake, unix
 from gossipx.transports.link import Link
@@ -45,7 +47,7 @@ class Job:
 
     Attributes:
         cancelled: nobody wants an answer any more.
-        link: over which it is asked now.
+        link: over which it is asked now; of a request to oneself, what ends it.
     """
 
     to: int
@@ -53,8 +55,9 @@ class Job:
     deadline: float
     payload: Sink | None
     done: Callable[[Reply | GossipxError], None]
+    brought: Source | None = None
     cancelled: bool = False
-    link: Link | None = None
+    link: Link | Aside | None = None
 
 
 class Asking:
@@ -63,10 +66,12 @@ class Asking:
     Args:
         member: whose requests they are.
         only_memory: requests to a peer with which no memory can be shared end in a UsageError.
+        own: answers requests to oneself.
     """
 
-    def __init__(self, member: Member, only_memory: bool):
+    def __init__(self, member: Member, only_memory: bool, own: Answering):
         self._member = member
+        self._own = own
         self._only_memory = only_memory
         self._links = member.links
         self._numbers = itertools.count(1)
@@ -83,9 +88,9 @@ class Asking:
 
     def request(self, job: Job) -> Callable[[], None]:
         """Have a request sent; returns what cancels it. See :meth:`gossipx.comm.CommManager.request`."""
-        if job.to == self._member.me.rank or not 0 <= job.to < self._member.me.size:
-            raise ValueError(f"rank {job.to} is not another peer's")
-        frames.encode(job.request, 0)  # raises here, where the mistake is
+        if not 0 <= job.to < self._member.me.size:
+            raise ValueError(f"rank {job.to} is no peer's")
+        frames.encode(job.request, 0, job.brought)  # raises here, where the mistake is
         with self._lock:
             if not self._links.closed.is_set():
                 # As many workers as requests, no cap: under one, requests to peers that are gone
@@ -181,6 +186,10 @@ class Asking:
         """Ask on a kept connection, or a new one; ``bare``: without a carrier."""
         if job.cancelled:
             raise self._given_up(job)
+        if job.to == self._member.me.rank:
+            aside = Aside()
+            with self._asking_over(aside, job):
+                return self._own.ask_oneself(job.request, job.brought, job.payload, job.deadline, aside)
         link = self._links.take(job.to)
         if link is not None:
             began = time.monotonic()
@@ -200,12 +209,12 @@ class Asking:
                 # Half the time: if it cannot be built, the other half is for the model to come without.
                 by = (time.monotonic() + self._soon(job.deadline)) / 2
                 link.ask_for_carrier(carriers, next(self._numbers), by)
-            frame = link.ask(job.request, next(self._numbers), job.deadline, job.payload)
+            frame = link.ask(job.request, next(self._numbers), job.deadline, job.payload, job.brought)
         self._links.keep(job.to, link)
         return cast(Reply, frame.message)
 
     @contextlib.contextmanager
-    def _asking_over(self, link: Link, job: Job) -> Iterator[None]:
+    def _asking_over(self, link: Link | Aside, job: Job) -> Iterator[None]:
         """While a request is asked over ``link``, which is of no more use if it is cancelled: CancelledError."""
         with self._lock:
             if job.cancelled:

@@ -77,6 +77,7 @@ from gossipx.messages import (
 )
 from gossipx.peer import PeerRole
 from gossipx.snapshots import Captured, Snapshot
+from gossipx.wire import Room
 
 log = logging.getLogger("gossipx")
 
@@ -166,7 +167,7 @@ class Driver:
         for effect, snapshot in zip(effects, given, strict=True):
             self._carry_out(effect, snapshot)
 
-    def received(self, sender: int, key: Hashable, request: Request) -> None:
+    def received(self, sender: int, key: Hashable, request: Request, brought: Room | None) -> None:
         """A request came in; for the CommManager."""
         if isinstance(request, PullRequest):
             self.arena.pool.wait_for_buffers()

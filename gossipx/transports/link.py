@@ -21,7 +21,7 @@ from gossipx.errors import (
     ProtocolError,
 )
 from gossipx.memory import PIECE, Look, Source
-from gossipx.messages import ModelReply
+from gossipx.messages import CarryingRequest, ModelReply
 from gossipx.transports import Carrier, Carriers, Certified, SharesMemory, Stream
 from gossipx.transports.beside import Notebook, TheirMemory
 from gossipx.transports.pace import Pace
@@ -132,22 +132,27 @@ class Link:
             PeerTimeoutError, PeerUnreachableError: as :meth:`Stream.send`; it may have arrived even so.
             ProtocolError: something else came than that it has.
         """
-        view, stream, descriptor = payload.view, self.stream, payload.descriptor
-        stream.tune()
-        if view.nbytes and self.carrier is not None:
+        self.stream.tune()
+        if payload.view.nbytes and self.carrier is not None:
             self.send(frames.encode(reply, number, payload, self.checks, beside=True), deadline)
-            self._carry(self.carrier, view, number, deadline)
-        elif view.nbytes and descriptor is not None and isinstance(stream, SharesMemory):
-            self.send(frames.encode(reply, number, payload, self.checks, beside=True), deadline)
-            stream.send_descriptor(descriptor, deadline)
-            self._owner.count(view.nbytes, 0)
-        elif self._owner.pace is not None:
-            self._send_in_turn(frames.encode(reply, number, payload, self.checks), self._owner.pace, deadline)
+            self._carry(self.carrier, payload.view, number, deadline)
         else:
-            self.send(frames.encode(reply, number, payload, self.checks), deadline)
+            self._send_with(reply, number, payload, deadline)
         answer = self.receive(deadline)
         if not isinstance(answer.message, Taken) or answer.request != number:
             raise ProtocolError(f"it answered a model by {type(answer.message).__name__}")
+
+    def _send_with(self, message: Message, number: int, payload: Source, deadline: float) -> None:
+        """Send a message with its payload: in memory that both share where they can, else on the stream."""
+        stream, descriptor = self.stream, payload.descriptor
+        if payload.view.nbytes and descriptor is not None and isinstance(stream, SharesMemory):
+            self.send(frames.encode(message, number, payload, self.checks, beside=True), deadline)
+            stream.send_descriptor(descriptor, deadline)
+            self._owner.count(payload.view.nbytes, 0)
+        elif self._owner.pace is not None:
+            self._send_in_turn(frames.encode(message, number, payload, self.checks), self._owner.pace, deadline)
+        else:
+            self.send(frames.encode(message, number, payload, self.checks), deadline)
 
     def _carry(self, carrier: Carrier, view: memoryview, number: int, deadline: float) -> None:
         """Send a payload by the carrier; what its check ends in goes over the connection."""
@@ -244,13 +249,19 @@ class Link:
     def receive(self, deadline: float, expect: Expect = no_payload) -> frames.Frame:
         """The next frame; an infinite deadline ends ``Owner.timeout`` after its first byte.
 
+        What brings a model along may take as long as its sender waits, if that is more.
+
         Raises:
             PeerTimeoutError, PeerUnreachableError: as :meth:`Stream.receive_into`.
             ProtocolError: it is not allowed, or ``expect`` refused it.
         """
         self._expect = expect
         frame = None
+        unbounded = deadline == math.inf
         while frame is None:
+            if unbounded and self._decoder.in_payload and isinstance(self._decoder.coming, CarryingRequest):
+                unbounded = False
+                deadline = time.monotonic() + max(self._owner.timeout, self._decoder.coming.patience)
             room = self._decoder.next_buffer()
             if self._decoder.in_payload:
                 count = self.stream.receive_into(room, deadline, self._look)
@@ -280,9 +291,20 @@ class Link:
         sink.take(0, self._memory.view(self.stream.receive_descriptor(deadline), sink.nbytes)[: sink.nbytes])
         self._owner.count(0, sink.nbytes)
 
-    def ask(self, message: Message, number: int, deadline: float, payload: Sink | None = None) -> frames.Frame:
-        """Send ``message`` as request ``number``; its answer, a model's bytes in ``payload``."""
-        self.send(frames.encode(message, number, checks=self.checks), deadline)
+    def ask(
+        self,
+        message: Message,
+        number: int,
+        deadline: float,
+        payload: Sink | None = None,
+        brought: Source | None = None,
+    ) -> frames.Frame:
+        """Send ``message``, with ``brought``, as request ``number``; its answer, a model's bytes in ``payload``."""
+        if brought is None:
+            self.send(frames.encode(message, number, checks=self.checks), deadline)
+        else:
+            self.stream.tune()
+            self._send_with(message, number, brought, deadline)
         frame = self.receive(deadline, answer_to(message, number, payload))
         if isinstance(frame.message, ModelReply):
             try:

@@ -16,6 +16,8 @@ from gossipx.messages import (
     AcceptReply,
     ArriveRequest,
     BusyReply,
+    CentreRequest,
+    ElasticRequest,
     HereReply,
     InitialRequest,
     LeaveRequest,
@@ -206,6 +208,8 @@ Message = (
     | TakeRequest
     | SettleRequest
     | RoundRequest
+    | ElasticRequest
+    | CentreRequest
     | ArriveRequest
     | LeaveRequest
     | ModelReply
@@ -228,6 +232,8 @@ ANSWERS: dict[type, tuple[type, ...]] = {
     TakeRequest: (ModelReply, NotReadyReply),
     SettleRequest: (AcceptReply, NotReadyReply),
     RoundRequest: (ModelReply, HereReply, NotReadyReply),
+    ElasticRequest: (ModelReply, BusyReply, NotReadyReply),
+    CentreRequest: (ModelReply, BusyReply, NotReadyReply),
     ArriveRequest: (HereReply, NotReadyReply),
     LeaveRequest: (HereReply, NotReadyReply),
 }
@@ -251,6 +257,13 @@ class Sink(Protocol):
 
     def take(self, start: int, view: memoryview) -> None:
         """The bytes from ``start`` on, any number of them, lie in ``view``, beside the connection."""
+
+
+class Room(Sink, Protocol):
+    """Where what another peer brings is taken in; its memory is to be given back."""
+
+    def release(self) -> None:
+        """Give it back: nothing more will come."""
 
 
 class Bytes:

@@ -199,6 +199,11 @@ class Decoder:
         check, self._check = self._check, self._checks()
         return check
 
+    @property
+    def coming(self) -> Message:
+        """Whose payload comes in, as long as one does."""
+        return self._frame.message
+
     def next_buffer(self) -> memoryview:
         """Where the next bytes belong; never empty. Raises the ProtocolError that came before."""
         if self._broken is not None:

@@ -26,6 +26,8 @@ from gossipx.messages import (
     AcceptReply,
     ArriveRequest,
     BusyReply,
+    CentreRequest,
+    ElasticRequest,
     HereReply,
     InitialRequest,
     LeaveRequest,
@@ -75,6 +77,7 @@ from gossipx.wire.kinds import MAX_METADATA, MAX_NOTE, SMALL_METADATA, metadata_
 
 ranks = st.integers(0, 65_535)
 counts = st.integers(0, 2**63 - 1)
+seconds = st.floats(0, 604_800, exclude_min=True)
 lines = st.text(max_size=40).filter(str.isprintable)
 figures = st.one_of(
     st.none(),
@@ -100,7 +103,7 @@ messages = st.one_of(
     st.just(DescribeRequest()),
     st.builds(Description, size=st.just(0)),
     st.just(InitialRequest()),
-    st.builds(PullRequest, step=counts, patience=st.floats(0, 604_800, exclude_min=True)),
+    st.builds(PullRequest, step=counts, patience=seconds),
     st.builds(
         RoundRequest,
         wave=st.integers(1, MAX_WAVE) | st.just(LAST_WAVE),
@@ -111,6 +114,8 @@ messages = st.one_of(
     st.just(LeaveRequest()),
     st.builds(PushRequest, incarnation=counts, number=counts),
     st.builds(PairRequest, incarnation=counts, number=counts),
+    st.builds(ElasticRequest, incarnation=counts, number=counts, step=counts, patience=seconds),
+    st.builds(CentreRequest, patience=seconds),
     st.builds(TakeRequest, incarnation=counts, number=counts),
     st.builds(SettleRequest, incarnation=counts, number=counts, taken=st.booleans()),
     st.builds(ModelReply, step=counts, weight=st.floats(0, 65_536, exclude_min=True) | st.integers(1, 65_536)),

@@ -1,0 +1,233 @@
+"""What every way keeps to where a request brings a model along, between CommManagers over real connections.
+
+Numbers in brackets are rows of the project's fault list.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from giver import model
+from managers import LONG, SHORT, WAYS, Host, Model, Taken, certify, runs, settings_of, shares_memory, soon
+
+from gossipx.errors import CancelledError, PeerTimeoutError, PeerUnreachableError
+from gossipx.memory import PIECE
+from gossipx.messages import BusyReply, ElasticRequest, HereReply, LeaveRequest, ModelReply, Stage
+
+LARGE = 64 * PIECE  # more than lies on the way anywhere
+MARKS = {"shm": shares_memory, "nccl": pytest.mark.cuda}
+
+
+@pytest.fixture(
+    params=[pytest.param(name, marks=[mark for kind, mark in MARKS.items() if kind in name]) for name in WAYS]
+)
+def way(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    name: str = request.param
+    certify(name, tmp_path)
+    return name
+
+
+@pytest.fixture
+def start(way: str, tmp_path: Path) -> Iterator[Callable[[int], list[Host]]]:
+    """Starts the peers of a run; all end with the test and leave no thread."""
+    with runs() as make:
+
+        def started(size: int) -> list[Host]:
+            run = make(size)
+            return [run.host(rank, **settings_of(way, tmp_path, rank)) for rank in range(size)]
+
+        yield started
+
+
+def elastic(number: int = 1, patience: float = 30.0) -> ElasticRequest:
+    return ElasticRequest(incarnation=7, number=number, step=number, patience=patience)
+
+
+def answers(host: Host, gives: bytes | None) -> None:
+    """Have ``host`` answer all exchanges: by a model, or by "busy"."""
+
+    def react(key: object, request: object) -> None:
+        if gives is None:
+            host.answer(key, BusyReply())
+        elif isinstance(request, ElasticRequest):
+            host.answer(key, ModelReply(request.step), gives)
+        else:
+            host.answer(key, HereReply(Stage.TRAIN))
+
+    host.react = react
+
+
+@pytest.mark.parametrize("size", [0, 4, 9 * PIECE + 12])
+def test_a_model_goes_each_way_in_one_round_trip(start: Callable[[int], list[Host]], size: int) -> None:
+    a, b = start(2)
+    b.room = size
+    for number in range(1, 4):
+        brings, gives, room = os.urandom(size), os.urandom(size), bytearray(size)
+        answers(b, gives)
+        assert a.ask(1, elastic(number), room, brings=brings).get(timeout=LONG) == ModelReply(number)
+        assert b.brought.get(timeout=LONG) == brings
+        assert room == gives
+        assert b.answered.get(timeout=LONG) is True
+    assert [taken.released for taken in b.rooms] == [1, 1, 1]
+    assert a.comm.bytes_sent == b.comm.bytes_received >= 3 * size
+    assert b.comm.bytes_sent == a.comm.bytes_received >= 3 * size
+
+
+def test_what_is_brought_may_be_answered_without_a_model(start: Callable[[int], list[Host]]) -> None:
+    a, b = start(2)
+    b.room = PIECE
+    answers(b, None)
+    room = bytearray(PIECE)
+    assert a.ask(1, elastic(), room, brings=model(PIECE)).get(timeout=LONG) == BusyReply()
+    assert room == bytes(PIECE)
+    answers(b, model(PIECE))  # and the connection is good for more
+    assert a.ask(1, elastic(2), room, brings=model(PIECE)).get(timeout=LONG) == ModelReply(2)
+    assert room == model(PIECE)
+
+
+def test_messages_go_on_beside_a_request_that_waits_for_room(start: Callable[[int], list[Host]]) -> None:
+    """Memory here is bounded: what is brought waits on its connection, and nothing else does."""
+    a, b = start(2)
+    free = threading.Event()
+
+    def room_for(sender: int, request: object) -> Taken:
+        assert free.wait(LONG)
+        return Taken(memoryview(bytearray(LARGE)))
+
+    b.comm._answering._room_for = room_for
+    answers(b, model(PIECE))
+    room = bytearray(PIECE)
+    waits = a.ask(1, elastic(), room, brings=model(LARGE))
+    assert a.ask(1, LeaveRequest()).get(timeout=LONG) == HereReply(Stage.TRAIN)
+    assert waits.empty()
+    free.set()
+    assert waits.get(timeout=LONG) == ModelReply(1)
+    assert b.brought.get(timeout=LONG) == model(LARGE)
+
+
+def test_more_than_there_is_room_for_is_refused_before_it_is_taken_in(start: Callable[[int], list[Host]]) -> None:
+    a, b = start(2)
+    b.room = PIECE
+    result = a.ask(1, elastic(), bytearray(PIECE), brings=model(2 * PIECE)).get(timeout=LONG)
+    assert isinstance(result, PeerUnreachableError)
+    assert b.received.empty()
+    assert b.rooms and all(taken.released == 1 for taken in b.rooms)
+
+
+def test_a_receiver_with_no_room_has_the_senders_deadline(start: Callable[[int], list[Host]]) -> None:  # [9]
+    a, b = start(2)
+    over = threading.Event()
+
+    def room_for(sender: int, request: object) -> Taken:
+        assert over.wait(LONG)
+        return Taken(memoryview(bytearray(LARGE)))
+
+    b.comm._answering._room_for = room_for
+    result = a.ask(1, elastic(), bytearray(PIECE), seconds=SHORT, brings=model(LARGE)).get(timeout=LONG)
+    over.set()
+    assert isinstance(result, PeerTimeoutError)
+
+
+def test_bringing_is_cancelled_in_the_middle(start: Callable[[int], list[Host]]) -> None:
+    a, b = start(2)
+    b.room = LARGE
+    reached, over = threading.Event(), threading.Event()
+
+    class Slow(Taken):
+        def room(self, start: int) -> memoryview:
+            return self.view[start : start + PIECE]
+
+        def filled(self, start: int) -> None:
+            self.wait()
+
+        def take(self, start: int, view: memoryview) -> None:
+            super().take(start, view)
+            self.wait()
+
+        def wait(self) -> None:
+            reached.set()
+            assert over.wait(LONG)
+
+    slow = Slow(memoryview(bytearray(LARGE)))
+    b.comm._answering._room_for = lambda sender, request: slow
+    results: queue.Queue[object] = queue.Queue()
+    brought = Model(model(LARGE))
+    cancel = a.comm.request(1, elastic(), deadline=soon(), payload=None, done=results.put, brought=brought)
+    assert reached.wait(LONG)
+    cancel()
+    over.set()
+    assert isinstance(results.get(timeout=LONG), CancelledError)
+
+
+def test_a_bringer_that_dies_in_the_middle_leaves_nothing(way: str, tmp_path: Path) -> None:  # [1]
+    """Its part is dropped, the room given back, and the role is told of no request."""
+    with runs() as make:
+        host = make(2).host(0, **settings_of(way, tmp_path))
+        begun, released = threading.Event(), threading.Event()
+
+        class Counting(Taken):
+            def room(self, start: int) -> memoryview:
+                return self.view[start : start + PIECE]
+
+            def filled(self, start: int) -> None:
+                begun.set()
+                assert dead.wait(LONG)
+
+            def take(self, start: int, view: memoryview) -> None:
+                self.filled(start)
+
+            def release(self) -> None:
+                super().release()
+                released.set()
+
+        dead = threading.Event()
+        host.comm._answering._room_for = lambda sender, request: Counting(memoryview(bytearray(LARGE)))
+        script = str(Path(__file__).parents[1] / "bringer.py")
+        command = [sys.executable, script, way, str(tmp_path), str(LARGE), str(host.comm.address.port)]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        with subprocess.Popen(command, env=environment) as bringer:
+            assert begun.wait(LONG)
+            bringer.send_signal(signal.SIGKILL)
+            bringer.wait(LONG)
+        dead.set()
+        if "shm" not in way:  # whose memory outlives it: what was handed over is whole
+            assert released.wait(LONG)
+            assert host.received.empty()
+
+
+# --- to oneself -----------------------------------------------------------------------------------
+
+
+def test_a_peer_brings_to_itself_what_others_would_bring(start: Callable[[int], list[Host]]) -> None:
+    """As a hub that trains does: by the same way of asking, with nothing on the wire."""
+    [a] = start(1)
+    a.room = 5 * PIECE
+    answers(a, model(3 * PIECE))
+    room = bytearray(3 * PIECE)
+    assert a.ask(0, elastic(), room, brings=model(5 * PIECE)).get(timeout=LONG) == ModelReply(1)
+    assert a.brought.get(timeout=LONG) == model(5 * PIECE) and room == model(3 * PIECE)
+    assert a.received.get(timeout=LONG)[0] == 0
+    assert a.answered.get(timeout=LONG) is True
+    assert a.comm.bytes_sent == a.comm.bytes_received == 0
+
+
+def test_what_a_peer_asks_of_itself_has_a_deadline_and_can_be_cancelled(start: Callable[[int], list[Host]]) -> None:
+    [a] = start(1)
+    a.room = 1
+    assert isinstance(a.ask(0, elastic(), seconds=0.1, brings=b"x").get(timeout=LONG), PeerTimeoutError)
+    results: queue.Queue[object] = queue.Queue()
+    cancel = a.comm.request(0, LeaveRequest(), deadline=soon(), payload=None, done=results.put)
+    a.received.get(timeout=LONG)
+    a.received.get(timeout=LONG)
+    cancel()
+    assert isinstance(results.get(timeout=LONG), CancelledError)
+    a.comm.close()
+    assert isinstance(a.ask(0, LeaveRequest()).get(timeout=LONG), PeerUnreachableError)
