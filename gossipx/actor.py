@@ -176,7 +176,8 @@ Event = (
 class Send:
     """Send ``request``; exactly one of :class:`Replied` and :class:`Failed` follows, at the latest at ``deadline``.
 
-    Of a pull, the model as it is now is the base of the change when the reply is mixed; of a take, the one captured.
+    Of a pull, the model as it is now is the base of the change when the reply is mixed; of a take, the one captured. An
+    elastic request brings just that base along.
     """
 
     ticket: int
@@ -212,6 +213,14 @@ class Answer:
     whole_model: bool = False
     captured: int | None = None
     begins: float = 0.0
+
+
+@dataclass(frozen=True)
+class Keep:
+    """What the received request ``key`` has brought is known under ``ticket`` from now on; else it is dropped."""
+
+    key: Hashable
+    ticket: int
 
 
 @dataclass(frozen=True)
@@ -257,9 +266,14 @@ class Mix:
 
 @dataclass(frozen=True)
 class Adopt:
-    """Take the whole model under ``ticket`` as one's own; :class:`Mixed` follows. Then forget the ticket."""
+    """Take the model under ``ticket`` as one's own; :class:`Mixed` follows. Then forget the ticket.
+
+    Attributes:
+        step: iterations that one's own model counts as having seen from then on; None: as many as before.
+    """
 
     ticket: int
+    step: int | None = None
 
 
 @dataclass(frozen=True)
@@ -313,6 +327,7 @@ Effect = (
     Send
     | Cancel
     | Answer
+    | Keep
     | Capture
     | Merge
     | TakeIn

@@ -125,6 +125,7 @@ def peer(
         settings=_alike(sync, turns),
         manifest=arena.manifest,
         on_request=driver.received,
+        room_for=driver.transfers.room_for,
         peer_timeout=config.exchange.peer_timeout,
         max_rate=max_rate,
         transport=granted.transport,

@@ -75,9 +75,9 @@ def take_in(section: Section, mean: Tensor, captured: Tensor, boundary: Tensor |
 
 
 def adopt(section: Section, model: Tensor) -> None:
-    """Take all values of a whole model."""
-    section.values.copy_(model)
-    masters.give(section, whole=True)
+    """Take all values of a model, whole or as it is exchanged."""
+    section.values[: len(model)].copy_(model)
+    masters.give(section, whole=len(model) > section.mixed)
 
 
 def sampler(section: Section, slots: list[Slot], seed: int) -> kernels.Sampled:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from gossipx.drive.driver import Retrieval
+from gossipx.drive.held import Retrieval
 
 
 class Figures:

@@ -21,8 +21,9 @@ from torch.utils.data import Dataset, Subset
 from gossipx.actor import FiguresReady, JoinRun, LeaveRun, StepDone, TrainingEnded
 from gossipx.comm import CommManager
 from gossipx.drive import models, process
-from gossipx.drive.driver import Driver, Retrieval
+from gossipx.drive.driver import Driver
 from gossipx.drive.figures import Figures
+from gossipx.drive.held import Retrieval
 from gossipx.drive.progress import Progress
 from gossipx.errors import GossipxError, UsageError
 from gossipx.messages import Stage
@@ -125,7 +126,7 @@ class Peer:
             self._arena.check(self._module)
         self._steps += 1
         delta = self._arena.step_done()
-        drift = self._driver.drift() if self._role.sync.policy.uses_drift else None
+        drift = self._driver.held.drift(self._role.pulling) if self._role.sync.policy.uses_drift else None
         measured = time.perf_counter()
         try:
             self._driver.tell(StepDone(self._arena.step, delta, drift))
@@ -205,7 +206,7 @@ class Peer:
                 raise self._driver.stranger
             undo.pop_all()
         if self._role.sync.policy.uses_drift:
-            self._driver.reference.set()
+            self._driver.held.reference.set()
         self._figures.start(self._comm.bytes_received)
         self._tell_progress("train")
         self._arena.go_on()

@@ -24,7 +24,7 @@ import math
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-from gossipx.actor import Answer, Answered, Capture, Effect, Forget, Mix, Received, Resume, SetTimer
+from gossipx.actor import Answer, Answered, Capture, Effect, Forget, Merged, Mix, Received, Resume, SetTimer
 from gossipx.messages import (
     AcceptReply,
     BusyReply,
@@ -196,9 +196,13 @@ class Exchange(abc.ABC):
     """All exchanges of one peer in one mode. Each method says what is to be done.
 
     Attributes:
+        takes: the kinds of requests that it answers.
+        timers: names of its timers.
         weight: push-sum's w of our own model; 1 without push-sum.
     """
 
+    takes: tuple[type, ...] = ()
+    timers: tuple[str, ...] = (OFFER, SETTLE)
     weight: float = 1.0
 
     def __init__(self, ground: Ground):
@@ -273,7 +277,38 @@ class Exchange(abc.ABC):
     def drop(self, now: float) -> list[Effect]:
         """The model is no more what it was, or we leave: nothing of what is under way is mixed."""
 
-    # --- what does not ----------------------------------------------------------------------------
+    # --- what a hub or a server adds ----------------------------------------------------------------
+
+    @property
+    def gives(self) -> bool:
+        """Whether our own model is one that others may pull."""
+        return True
+
+    def begun(self, now: float) -> list[Effect]:
+        """All have come to START."""
+        return []
+
+    def merged(self, event: Merged, now: float) -> list[Effect] | None:
+        """A model was merged into a held one; None: none of these."""
+        return None
+
+    def before_giving(self, event: Received, now: float) -> list[Effect] | None:
+        """Another asks for a model to begin with; None: ours may be given as it is."""
+        return None
+
+    def lost(self, rank: int) -> list[Effect]:
+        """Another peer is lost."""
+        return []
+
+    def agree(self, now: float) -> list[Effect] | None:
+        """All have come to the finish: take the model that the run ends with; None: that is the mean of all."""
+        return None
+
+    def adopted(self, ticket: int, now: float) -> list[Effect] | None:
+        """A model was adopted; None: none of these."""
+        return None
+
+    # --- what does not differ -----------------------------------------------------------------------
 
     def boundary(self, now: float) -> list[Effect]:
         """A step is done."""

@@ -183,6 +183,11 @@ class Membership:
             patience = max(least, PATIENCE[0] * (usual + PATIENCE[1] * deviation))
         return float(patience * 2 ** min(transfers.late, doublings))
 
+    @property
+    def longest(self) -> float:
+        """Seconds that a model is waited for of which nothing is known."""
+        return self._model_timeout
+
     def was_late(self, rank: int, given: bool = False) -> None:
         """A model from ``rank`` (``given``: to it) did not come in time."""
         self.others[rank].transfers(given).late += 1

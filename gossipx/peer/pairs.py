@@ -64,6 +64,8 @@ class _Begun:
 class Pairs(Exchange):
     """One peer's pairwise averaging: at most one of an exchange that it began and one that another did."""
 
+    takes = (PairRequest, TakeRequest, SettleRequest)
+
     def __init__(self, ground: Ground):
         super().__init__(ground)
         self._begun: _Begun | None = None

@@ -78,6 +78,8 @@ class Pushes(Exchange):
         room: models that are taken in at a time.
     """
 
+    takes = (PushRequest, TakeRequest, SettleRequest)
+
     def __init__(self, ground: Ground, mixing: Mixing, shares: Mapping[int, float], push_sum: bool, room: int):
         super().__init__(ground)
         self._mixing = mixing

@@ -10,7 +10,7 @@ pushes or pairs, waves, serving).
 from __future__ import annotations
 
 import random
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,14 +43,14 @@ from gossipx.actor import (
 from gossipx.messages import (
     LAST_WAVE,
     ArriveRequest,
+    CentreRequest,
+    ElasticRequest,
     HereReply,
     InitialRequest,
     LeaveRequest,
     ModelReply,
     NotReadyReply,
-    PairRequest,
     PullRequest,
-    PushRequest,
     Reply,
     Request,
     RoundRequest,
@@ -59,7 +59,7 @@ from gossipx.messages import (
     TakeRequest,
 )
 from gossipx.mixing import Average, Mixing
-from gossipx.peer.exchange import OFFER, SETTLE, Exchange, Ground
+from gossipx.peer.exchange import Exchange, Ground
 from gossipx.peer.gathering import ANNOUNCE, GATHER, Gathering
 from gossipx.peer.giving import Giving
 from gossipx.peer.joining import Joining
@@ -78,7 +78,7 @@ from gossipx.topology import Topology
 from gossipx.topology.schedules import Random, Schedule
 
 TRAINED = "its training is over"
-MEASURED = PullRequest | TakeRequest | RoundRequest
+MEASURED = PullRequest | TakeRequest | RoundRequest | ElasticRequest
 """Whose answers tell how long a model takes. An InitialRequest's does not: all that join ask one peer at once."""
 
 
@@ -95,6 +95,7 @@ class PeerRole:
         incarnation: tells this life of the peer from an earlier one under the same rank.
         schedule: whose turn it is, over ``topology``; None: a random neighbour's.
         shares: by rank of who gives a model, what the mixing's share is multiplied by; 1 where none is given.
+        exchange_of: makes what is exchanged in a mode that the settings have no name for, a hub's or a server's.
     """
 
     rank: int
@@ -107,6 +108,7 @@ class PeerRole:
     settings: PeerSettings = field(default_factory=PeerSettings)
     schedule: Schedule | None = None
     shares: Mapping[int, float] = field(default_factory=dict)
+    exchange_of: Callable[[Ground, Pulls], Exchange] | None = None
 
     stage: Stage = field(default=Stage.JOINING, init=False)
     poisoned: int = field(default=0, init=False)  # models that held NaN or Inf and were refused
@@ -127,7 +129,9 @@ class PeerRole:
         ground = Ground(*own, self.members, self.giving, self._requests, self.sync)
         self.pulls = Pulls(ground, self.mixing, self.shares, timeout)
         self.exchange: Exchange | None = None  # of a mode in which an exchange is more than one pull
-        if settings.mode == "push":
+        if self.exchange_of is not None:
+            self.exchange = self.exchange_of(ground, self.pulls)
+        elif settings.mode == "push":
             self.exchange = Pushes(ground, self.mixing, self.shares, settings.push_sum, settings.max_pushes)
         elif settings.mode == "pushpull":
             self.exchange = Pairs(ground)
@@ -195,7 +199,8 @@ class PeerRole:
     # --- requests in general ----------------------------------------------------------------------
 
     def _received(self, event: Received, now: float) -> list[Effect]:
-        self.members.heard(event.sender)
+        if event.sender != self.rank:
+            self.members.heard(event.sender)
         match event.request:
             case ArriveRequest():
                 self.gathering.arrived(event, self.stage)
@@ -217,13 +222,18 @@ class PeerRole:
             case InitialRequest() | PullRequest() if not self.training.sound:
                 return [self._answer(event.key, NotReadyReply(UNSOUND), now)]
             case InitialRequest():
-                return [self._answer(event.key, ModelReply(self.training.step), now, whole=True)]
+                held = self.exchange.before_giving(event, now) if self.exchange else None
+                given = self._answer(event.key, ModelReply(self.training.step), now, whole=True)
+                return [given] if held is None else held
+            case PullRequest() if self.exchange and not self.exchange.gives:
+                return [self._answer(event.key, NotReadyReply("it does not train, it only serves"), now)]
             case PullRequest():
                 trains = self.stage is Stage.TRAIN and not self.settings.blocking
                 return self.serving.requested(event, self.training.step, now, trains)
-            case _ if self.exchange is None:
-                return [self._answer(event.key, NotReadyReply("it pulls: give all peers the same --mode"), now)]
-            case TakeRequest() | SettleRequest():
+            case _ if self.exchange is None or not isinstance(event.request, self.exchange.takes):
+                refusal = NotReadyReply("it exchanges models in another way: give all peers the same --mode")
+                return [self._answer(event.key, refusal, now)]
+            case TakeRequest() | SettleRequest() | ElasticRequest() | CentreRequest():
                 return self._exchanged(self.exchange.requested(event, now), now)
             case _ if self.stage is not Stage.TRAIN or not self.training.sound:
                 return [self._answer(event.key, NotReadyReply("it does not train now"), now)]
@@ -235,9 +245,10 @@ class PeerRole:
 
     def _replied(self, event: Replied, now: float) -> list[Effect]:
         to, request, asked = self._requests.close(event.ticket)
-        self.members.heard(to)
-        if isinstance(event.reply, ModelReply) and isinstance(request, MEASURED):
-            self.members.measured(to, now - asked)
+        if to != self.rank:
+            self.members.heard(to)
+            if isinstance(event.reply, ModelReply) and isinstance(request, MEASURED):
+                self.members.measured(to, now - asked)
         match request, event.reply:
             case ArriveRequest(), HereReply():
                 self.gathering.replied(to, request, event.reply)
@@ -245,16 +256,16 @@ class PeerRole:
                 return self._look(now)
             case InitialRequest(), ModelReply(step) if self.joining.awaits(event.ticket):
                 self.training.step = step
-                return [Adopt(event.ticket)]
+                return [Adopt(event.ticket, step)]
             case PullRequest(), _:
-                return self.pulls.replied(event.ticket, to, event.reply, self.training.step, now)
+                return self._pulled(self.pulls.replied(event.ticket, to, event.reply, self.training.step, now), now)
             case RoundRequest(), ModelReply(_, weight) if wave := self._meeting(event.ticket):
                 return self._went_on(wave.taken(weight, now), now)
             case RoundRequest(), NotReadyReply():  # which says nothing about later waves
                 return self._came_to_nothing(event.ticket, to, request, now)
             case LeaveRequest(), _:
                 return self._gone_if_told()
-            case ((PushRequest() | PairRequest() | TakeRequest() | SettleRequest()), _) if self.exchange:
+            case _ if self.exchange and isinstance(request, self.exchange.takes):
                 return self._exchanged(self.exchange.replied(event.ticket, to, event.reply, now), now)
             case _, NotReadyReply() if not isinstance(request, ArriveRequest):
                 self.members.rest(to, now)
@@ -266,9 +277,9 @@ class PeerRole:
         to, request, _ = self._requests.close(event.ticket)
         if isinstance(request, LeaveRequest):
             return self._gone_if_told()
-        if event.fault is Fault.POISONED:
+        if event.fault is Fault.POISONED and to != self.rank:
             return [self._set_aside(to, now), *self._came_to_nothing(event.ticket, to, request, now)]
-        if event.fault is Fault.CANCELLED:
+        if event.fault is Fault.CANCELLED or to == self.rank:
             return self._came_to_nothing(event.ticket, to, request, now)
         effects: list[Effect] = []
         other = self.members.others[to]
@@ -280,6 +291,7 @@ class PeerRole:
         if self.members.failed(to, event.fault, now):
             effects.append(Note("lost", f"peer {to} is lost: {event.fault.value}"))
             effects += self._enough()
+            effects += self.exchange.lost(to) if self.exchange else []
         elif not isinstance(request, ArriveRequest):
             effects.append(Note("fault", f"a request to peer {to} failed: {event.fault.value}"))
         return effects + self._came_to_nothing(event.ticket, to, request, now)
@@ -292,10 +304,10 @@ class PeerRole:
             case InitialRequest():
                 return self.joining.failed(ticket, to)
             case PullRequest():
-                return self.pulls.failed(ticket, self.training.step, now)
+                return self._pulled(self.pulls.failed(ticket, self.training.step, now), now)
             case RoundRequest() if wave := self._meeting(ticket):
                 return self._went_on([Forget(ticket), *wave.partner_lost(now)], now)
-            case PushRequest() | PairRequest() | TakeRequest() | SettleRequest() if self.exchange:
+            case _ if self.exchange and isinstance(request, self.exchange.takes):
                 return self._exchanged(self.exchange.failed(ticket, now), now)
             case _:
                 return [Forget(ticket)]
@@ -319,7 +331,7 @@ class PeerRole:
             return self._late(now) if self.gathering.on else []
         if what == BUSY:
             return self.pulls.timer(self.training.step, now)
-        if what in (OFFER, SETTLE) and self.exchange and self.stage is not Stage.LEFT:
+        if self.exchange and what in self.exchange.timers and self.stage is not Stage.LEFT:
             return self._exchanged(self.exchange.timer(what, now), now)
         if what == TIMER and self.stage is not Stage.LEFT:
             return self._went_on(self.waves.timer(now), now)
@@ -342,7 +354,8 @@ class PeerRole:
     def _look(self, now: float) -> list[Effect]:
         """Something was heard while waiting: is the wait over?"""
         if not self.gathering.on:
-            return []
+            # A hub or a server waits for the end of the others' training.
+            return self._exchanged([], now) if self.exchange and self.stage is Stage.TRAIN else []
         if self.stage is not Stage.JOINING:
             return self._gathered(now) if self.gathering.complete() else []
         asked = self.joining.ask(now)
@@ -369,6 +382,10 @@ class PeerRole:
         """Training has gone on; what comes after it is the finish."""
         return [*effects, *self._finish(now)] if self.training.is_over() else effects
 
+    def _pulled(self, effects: list[Effect], now: float) -> list[Effect]:
+        """A pull has gone on; it may be in an exchange's place."""
+        return self._exchanged(effects, now) if self.exchange else effects
+
     def _exchanged(self, effects: list[Effect], now: float) -> list[Effect]:
         """An exchange has gone on."""
         return self._trained(self.training.exchanged(effects), now)
@@ -378,6 +395,8 @@ class PeerRole:
             return []
         if self.joining.adopted(ticket):
             return self._gather(Stage.START, now)
+        if self.exchange and (adopted := self.exchange.adopted(ticket, now)) is not None:
+            return adopted
         if self.stage is Stage.AGREE and self.waves.is_taken_in(ticket):
             return [Resume()]
         return self._trained(self.training.mixed(ticket, now), now)
@@ -410,8 +429,10 @@ class PeerRole:
         return [*refused, *self._gather(Stage.FINISH, now)]
 
     def _agree(self, now: float, members: tuple[int, ...] | None = None) -> list[Effect]:
-        """Begin the last wave with ``members``; None: all that are here."""
+        """Begin the last wave with ``members``; None: all that are here. Or take what the run's mode ends with."""
         self.stage = Stage.AGREE
+        if self.exchange and members is None and (asked := self.exchange.agree(now)) is not None:
+            return asked
         return self._went_on(self.waves.finish(members, self.training.step, self.weight, now), now)
 
     # --- waves ------------------------------------------------------------------------------------
@@ -440,6 +461,9 @@ class PeerRole:
         return None if self.stage is Stage.LEFT else self.waves.meeting(ticket)
 
     def _merged(self, event: Merged, now: float) -> list[Effect]:
+        if self.exchange and (taken := self.exchange.merged(event, now)) is not None:
+            self.poisoned += not event.sound
+            return taken
         wave = self._meeting(event.ticket)
         if wave is None:  # it was given up meanwhile
             return []

@@ -59,7 +59,8 @@ class Training:
 
     def begin(self, now: float) -> list[Effect]:
         """All have come to START."""
-        return self.go_on(now) if self._ground.blocking else [Resume(), *self._join_wave(now)]
+        begun = self._exchange.begun(now) if self._exchange else []
+        return [*begun, *(self.go_on(now) if self._ground.blocking else [Resume(), *self._join_wave(now)])]
 
     # --- a step is done ---------------------------------------------------------------------------
 

@@ -17,9 +17,13 @@ from gossipx.actor import Fault
 from gossipx.arena import ParameterArena
 from gossipx.buffers import typed
 from gossipx.drift import DriftReference
+from gossipx.hub import Elastic
 from gossipx.incoming import Incoming
 from gossipx.messages import (
     LAST_WAVE,
+    CarryingRequest,
+    CentreRequest,
+    ElasticRequest,
     InitialRequest,
     ModelReply,
     ModelRequest,
@@ -115,6 +119,7 @@ class SimPeer:
         self._held: dict[int, Captured[Retrieval]] = {}
         self._requests = 0  # received so far: the keys of requests
         self._requesters: dict[Hashable, tuple[SimPeer, int]] = {}
+        self._brought: dict[Hashable, _Exchange] = {}  # by the key of the request
         self._timers: dict[str, float] = {}
         self._phase = "join"
         self._leaving = False
@@ -126,6 +131,13 @@ class SimPeer:
         """All trained values, one float64 vector."""
         parts = [section.values[: section.trainable].double() for section in self.arena.sections]
         return torch.cat(parts).clone()
+
+    def centre(self) -> Tensor:
+        """The centre that this peer, the hub, holds: one float64 vector of trained values."""
+        assert isinstance(self.role.exchange, Elastic) and self.role.exchange.centre
+        held = self._held[self.role.exchange.centre.ticket].now
+        rows = zip(self.arena.sections, held.vectors, strict=True)
+        return torch.cat([vector[: section.trainable].double() for section, vector in rows])
 
     # --- its life -----------------------------------------------------------------------------------
 
@@ -223,6 +235,8 @@ class SimPeer:
                 self._later(begins, lambda: self._answer(effect))
             case actor.Answer():
                 self._answer(effect)
+            case actor.Keep(key, ticket):
+                self._exchanges[ticket] = self._brought.pop(key)
             case actor.Capture(ticket):
                 self._held[ticket] = Captured(self.arena.snapshot())
             case actor.Merge():
@@ -231,8 +245,8 @@ class SimPeer:
                 self._take_in(ticket)
             case actor.Mix(ticket, share):
                 self._mix(ticket, share)
-            case actor.Adopt(ticket):
-                self._adopt(ticket)
+            case actor.Adopt(ticket, step):
+                self._adopt(ticket, self.arena.step if step is None else step)
             case actor.Forget(ticket):
                 self._forget(ticket)
             case actor.Given(ticket):
@@ -261,8 +275,13 @@ class SimPeer:
 
     def _send(self, send: actor.Send) -> None:
         incoming = None
+        brought = bytearray()
         if isinstance(send.request, ModelRequest):
-            incoming = Incoming(self.arena, self._base(send), whole=isinstance(send.request, InitialRequest))
+            base = self._base(send)
+            if isinstance(send.request, CarryingRequest):
+                assert base is not None
+                brought += self._poison(bytearray(base.buffer.view))
+            incoming = Incoming(self.arena, base, whole=isinstance(send.request, InitialRequest))
         exchange = _Exchange(send, self._world.now, incoming)
         self._exchanges[send.ticket] = exchange
         match send.request:
@@ -279,7 +298,11 @@ class SimPeer:
             case RoundRequest(wave, number):
                 which = "" if wave == LAST_WAVE else f" of wave {wave}"
                 self._world.note(self.rank, f"meets {send.to} in round {number}{which}")
-        self._world.carry(self, send.to, 0, lambda: self._arrive(send))
+            case ElasticRequest():
+                self._world.note(self.rank, f"brings its model to {send.to}")
+            case CentreRequest():
+                self._world.note(self.rank, f"asks {send.to} for the centre")
+        self._world.carry(self, send.to, len(brought), lambda: self._arrive(send, brought))
         self._later(send.deadline, lambda: self.fail(send.ticket, Fault.TIMEOUT))
 
     def _base(self, send: actor.Send) -> Snapshot | None:
@@ -288,20 +311,20 @@ class SimPeer:
             case TakeRequest():
                 held = self._held.get(send.ticket)
                 return None if held is None else held.base.hold()
-            case PullRequest():
+            case PullRequest() | ElasticRequest():
                 if self.role.sync.policy.uses_drift:
                     self._held[send.ticket] = Captured(self.arena.snapshot())
                 return self.arena.snapshot()
             case _:
                 return None
 
-    def _arrive(self, send: actor.Send) -> None:
-        """Our request is at the other's address."""
+    def _arrive(self, send: actor.Send, brought: bytearray) -> None:
+        """Our request is at the other's address, with what it brings."""
         other = self._world.peers.get(send.to)
         if other is None or other.down_since is not None:
             self._world.refuse(self, send.ticket, send.to)
         else:
-            other.receive(self, send)
+            other.receive(self, send, brought)
 
     def waiting_for(self, rank: int) -> list[int]:
         """Tickets of open requests to ``rank``."""
@@ -338,7 +361,7 @@ class SimPeer:
                 self.bytes_received += len(payload)
 
         def told() -> None:
-            if isinstance(reply, ModelReply) and isinstance(exchange.send.request, TakeRequest):
+            if isinstance(reply, ModelReply) and isinstance(exchange.send.request, TakeRequest | ElasticRequest):
                 assert exchange.incoming is not None
                 if math.isnan(exchange.incoming.norm()):  # known before the other side counts on it
                     self._world.note(self.rank, f"refuses the model of {exchange.send.to}")
@@ -357,15 +380,29 @@ class SimPeer:
 
     # --- requests of others -----------------------------------------------------------------------------
 
-    def receive(self, sender: SimPeer, send: actor.Send) -> None:
+    def receive(self, sender: SimPeer, send: actor.Send, brought: bytearray) -> None:
         """A request is here."""
         self._requests += 1
         key = self._requests
         self._requesters[key] = (sender, send.ticket)
-        self._later(self._world.now, lambda: self._tell(actor.Received(sender.rank, key, send.request)))
+
+        def told() -> None:
+            if isinstance(send.request, CarryingRequest):
+                incoming = Incoming(self.arena, None)
+                incoming.take(0, memoryview(brought))
+                self.bytes_received += len(brought) if sender is not self else 0
+                came = dataclasses.replace(send, to=sender.rank)
+                now, step = self._world.now, send.request.step
+                self._brought[key] = _Exchange(came, now, incoming, open=False, their_step=step, arrived=now)
+            self._tell(actor.Received(sender.rank, key, send.request))
+
+        self._later(self._world.now, told)
 
     def _answer(self, answer: actor.Answer) -> None:
         requester, ticket = self._requesters.pop(answer.key)
+        if dropped := self._brought.pop(answer.key, None):
+            assert dropped.incoming is not None
+            dropped.incoming.release()
         reply = answer.reply
         payload = bytearray()
         if isinstance(reply, ModelReply):
@@ -374,12 +411,8 @@ class SimPeer:
             else:
                 snapshot = self._held[answer.captured].now.hold()
             reply = dataclasses.replace(reply, step=snapshot.step)
-            payload += snapshot.buffer.view
+            payload += self._poison(bytearray(snapshot.buffer.view))
             snapshot.release()
-            if self.poisoned:
-                self._world.fired["poison"] += 1
-                dtype = next(section.values.dtype for section in self.arena.sections if section.mixed)
-                typed(memoryview(payload), dtype)[0] = math.nan
         told = False
 
         def answered(whole: bool) -> None:
@@ -392,6 +425,14 @@ class SimPeer:
             self, requester.rank, len(payload), lambda: answered(requester.replied(ticket, reply, payload))
         )
         self._later(answer.deadline, lambda: answered(False))
+
+    def _poison(self, model: bytearray) -> bytearray:
+        """A model that goes out, with a NaN if this peer's do."""
+        if self.poisoned:
+            self._world.fired["poison"] += 1
+            dtype = next(section.values.dtype for section in self.arena.sections if section.mixed)
+            typed(memoryview(model), dtype)[0] = math.nan
+        return model
 
     # --- models come in -----------------------------------------------------------------------------------
 
@@ -407,7 +448,7 @@ class SimPeer:
                 distance = self.arena.subtract(exchange.incoming.buffer)
             self.arena.commit(exchange.incoming.buffer, share)
             self._world.note(self.rank, f"mixes {exchange.send.to}")
-            if isinstance(exchange.send.request, PullRequest | TakeRequest):
+            if isinstance(exchange.send.request, PullRequest | TakeRequest | ElasticRequest):
                 self._retrieved(exchange, distance, share)
             self._events.append(actor.Mixed(ticket))
         self._forget(ticket)
@@ -425,17 +466,21 @@ class SimPeer:
 
     def _merge(self, merge: actor.Merge) -> None:
         exchange, held = self._exchanges[merge.ticket], self._held[merge.into]
-        assert exchange.incoming is not None and isinstance(exchange.send.request, RoundRequest)
+        assert exchange.incoming is not None
         distance = self.arena.merge(exchange.incoming.buffer, held.now.buffer, merge.own, merge.theirs)
         sound = not math.isnan(distance)
-        self._world.note(self.rank, f"{'mixes' if sound else 'refuses the model of'} {exchange.send.to}")
+        in_wave = isinstance(exchange.send.request, RoundRequest)
+        taken = "mixes" if in_wave else "takes in"
+        self._world.note(self.rank, f"{taken if sound else 'refuses the model of'} {exchange.send.to}")
         if sound:
             seconds = exchange.arrived - exchange.began
             staleness = self.arena.step - exchange.their_step
             found = Retrieval(self._world.now, self.arena.step, exchange.send.to, seconds, staleness, distance)
-            held.retrievals.append(found)
+            if in_wave:
+                held.retrievals.append(found)
+            step = held.base.step if in_wave else max(held.now.step, exchange.their_step)
             held.now.release()
-            held.now = self.arena.held(exchange.incoming.give_away(), held.base.step)
+            held.now = self.arena.held(exchange.incoming.give_away(), step)
         self._events.append(actor.Merged(merge.ticket, merge.into, sound))
         self._forget(merge.ticket)
 
@@ -450,10 +495,10 @@ class SimPeer:
         self._events.append(actor.Mixed(ticket))
         self._forget(ticket)
 
-    def _adopt(self, ticket: int) -> None:
+    def _adopt(self, ticket: int, step: int) -> None:
         exchange = self._exchanges[ticket]
         assert exchange.incoming is not None
-        taken = self.arena.adopt(exchange.incoming.buffer, exchange.their_step)
+        taken = self.arena.adopt(exchange.incoming.buffer, step)
         self._world.note(self.rank, f"{'adopts' if taken else 'refuses'} the model of {exchange.send.to}")
         self._events.append(actor.Mixed(ticket) if taken else actor.Poisoned(ticket))
         self._forget(ticket)

@@ -141,6 +141,9 @@ class World:
     def carry(self, sender: SimPeer, to: int, nbytes: int, deliver: Callable[[], None]) -> None:
         """Take a message to ``to``: ``deliver`` is called when its last byte is there, if ever."""
         sent = self.now
+        if to == sender.rank:
+            self.at(sent, deliver)
+            return
         journey = self.network.send(sender.rank, to, nbytes, sent, self._rng)
         if journey.lost:
             self.fired["lost"] += 1

@@ -89,7 +89,7 @@ def test_who_asks_and_does_not_read_keeps_no_place():
     made.network.cut([0], [1], made.now, one_way=True)
     asked = made.now
     week = PullRequest(5, 7 * 86_400.0)
-    made.peers[0].receive(made.peers[1], Send(0, 0, week, asked + week.patience))
+    made.peers[0].receive(made.peers[1], Send(0, 0, week, asked + week.patience), bytearray())
     serving = made.peers[0].role.serving
     made.run(asked + 0.9 * TIMEOUT)
     assert list(serving._served.values()) == [1] and snapshots(made, 0) == 2

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gossipx import mixing, policies, topology
+from gossipx.hub import Elastic, HubSettings
 from gossipx.peer import PeerRole, PeerSettings
 from gossipx.sim import Network, SimPeer, World
 from gossipx.sync import SyncManager
@@ -74,6 +75,7 @@ def make(
     module: nn.Module | None = None,
     draws: int = 1000,
     gradient_step: Callable[[SimPeer], None] = lambda peer: sgd(peer.module),
+    hub: HubSettings | None = None,
     **settings: Any,
 ) -> SimPeer:
     """One peer, not started; ``draws`` seeds its own generator."""
@@ -90,7 +92,10 @@ def make(
         PeerSettings(**{"peer_timeout": TIMEOUT, **settings}),
         plan,
         shares(weights, plan, rank, pushed=settings.get("mode") == "push"),
+        None if hub is None else lambda ground, pulls: Elastic(ground, pulls, hub),
     )
+    if hub is not None and hub.rank == rank and not hub.trains:
+        iterations = 0
     return SimPeer(role, module or Point(rank), gradient_step, iterations, compute)
 
 

@@ -30,7 +30,8 @@ from gossipx.actor import (
 )
 from gossipx.arena import ParameterArena
 from gossipx.buffers import HostBuffer
-from gossipx.drive.driver import Driver, Retrieval
+from gossipx.drive.driver import Driver
+from gossipx.drive.held import Retrieval
 from gossipx.errors import CancelledError
 from gossipx.incoming import Incoming
 from gossipx.messages import AcceptReply, ModelReply, NotReadyReply, PullRequest, PushRequest, TakeRequest
@@ -129,7 +130,7 @@ def test_what_was_to_be_given_is_given_whatever_is_decided_meanwhile(bench: Benc
     bench.step()
     bench.do(over, Answer("a", ModelReply(0), math.inf, captured=5))
     assert bench.comm.answers == [(ModelReply(1), then)]
-    assert not bench.driver._held
+    assert not bench.driver.held
 
 
 def test_an_answer_finds_the_model_that_was_captured_in_the_same_decision(bench: Bench):
@@ -157,7 +158,7 @@ def in_midst():
 def answered(bench: Bench) -> None:
     """The outbox has done all that it was given so far."""
     done = threading.Event()
-    bench.driver._outbox.put(done.set)
+    bench.driver.transfers.post(done.set)
     assert done.wait(10)
 
 
@@ -179,7 +180,7 @@ def test_a_request_goes_out_when_there_is_something_to_compare_with(in_midst: Be
     before = in_midst.step()
     in_midst.reply(PULL, ModelReply(3), before)
     assert in_midst.role.told[-1] == Replied(5, ModelReply(3))
-    assert in_midst.driver._transfers[5].distance == 0
+    assert in_midst.driver.transfers._transfers[5].distance == 0
 
 
 @pytest.mark.parametrize("sent", [False, True])
@@ -197,7 +198,7 @@ def test_a_request_is_cancelled_on_its_way_or_before_it_is_sent(in_midst: Bench,
     in_midst.do(Forget(5))
     in_midst.do(Cancel(5))
     answered(in_midst)
-    assert in_midst.role.told.count(Failed(5, Fault.CANCELLED)) == 1 and not in_midst.driver._transfers
+    assert in_midst.role.told.count(Failed(5, Fault.CANCELLED)) == 1 and not in_midst.driver.transfers._transfers
 
 
 def test_a_request_may_be_cancelled_while_another_thread_is_about_to_send_it(bench: Bench):
@@ -208,7 +209,7 @@ def test_a_request_may_be_cancelled_while_another_thread_is_about_to_send_it(ben
     answered(bench)
     assert bench.role.told[-1] == Failed(5, Fault.CANCELLED) and not bench.comm.requests
     bench.do(Forget(5))
-    assert not bench.driver._cancelled
+    assert not bench.driver.transfers._cancelled
 
 
 def test_who_waits_for_a_boundary_that_does_not_come_is_told(in_midst: Bench):

@@ -1,0 +1,242 @@
+"""A peer's requests on their way, with the models that come by their answers; and the models that others bring."""
+
+from __future__ import annotations
+
+import functools
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+
+from gossipx.actor import Event, Failed, Fault, Replied, Send
+from gossipx.arena import ParameterArena
+from gossipx.comm import CommManager
+from gossipx.errors import (
+    CancelledError,
+    GossipxError,
+    LocalFaultError,
+    NotAuthorisedError,
+    PeerTimeoutError,
+    PeerUnreachableError,
+    RefusedError,
+    UsageError,
+)
+from gossipx.incoming import Incoming
+from gossipx.messages import (
+    CarryingRequest,
+    ElasticRequest,
+    InitialRequest,
+    ModelReply,
+    ModelRequest,
+    PullRequest,
+    Reply,
+    Request,
+    TakeRequest,
+)
+from gossipx.snapshots import Snapshot
+
+
+@dataclass
+class Transfer:
+    """A model on its way to us."""
+
+    request: Request
+    incoming: Incoming
+    began: float
+    distance: float = math.nan  # to what it is compared with, once all has come; NaN: it is poisoned
+    seconds: float = 0.0
+    their_step: int = 0
+    weight: float = 1.0  # the number of models that are averaged in it
+    cancel: Callable[[], None] | None = None  # once it was asked for; for the outbox alone
+
+
+class _Brought(Incoming):
+    """A model that another brings, in one of the places there are."""
+
+    def __init__(self, arena: ParameterArena, leave: Callable[[], None]):
+        super().__init__(arena, None)
+        self._leave: Callable[[], None] | None = leave
+
+    def release(self) -> None:
+        """Give all memory back, and the place."""
+        super().release()
+        leave, self._leave = self._leave, None
+        if leave is not None:
+            leave()
+
+
+class Transfers:
+    """Sends requests, tells what came of them, and keeps the models that came until they are forgotten.
+
+    Args:
+        arena: whose models they are.
+        rank: one's own, for the thread's name.
+        tell: told Replied or Failed of each request, once.
+        note: told of faults worth a line in the log, with their topic.
+        fail: told of what ends training.
+        places: models that others may bring at a time; who brings more waits.
+
+    Attributes:
+        comm: set before the first request.
+    """
+
+    def __init__(
+        self,
+        arena: ParameterArena,
+        rank: int,
+        tell: Callable[[Event], None],
+        note: Callable[[str, str], None],
+        fail: Callable[[GossipxError], None],
+        places: int = 4,
+    ):
+        self.comm: CommManager | None = None
+        self._arena = arena
+        self._tell, self._note, self._fail = tell, note, fail
+        self._transfers: dict[int, Transfer] = {}
+        self._cancelled: set[int] = set()  # until they are forgotten
+        self._brought: dict[Hashable, Transfer] = {}  # by the key of the request
+        self._places = threading.BoundedSemaphore(places)
+        # Handing a request to the CommManager wakes its threads, which would take the processor from a training step.
+        self._outbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._work, name=f"gossipx-outbox-{rank}", daemon=True).start()
+
+    # --- out --------------------------------------------------------------------------------------
+
+    def send(self, send: Send, base: Snapshot | None) -> None:
+        """Send a request.
+
+        Args:
+            base: what the model that is asked for is compared with, held by the caller, who gives that hold away here;
+                None: it is kept as it comes. An elastic request brings it along.
+        """
+        payload = brought = None
+        if isinstance(send.request, ModelRequest):
+            if isinstance(send.request, CarryingRequest):
+                assert base is not None
+                brought = base.hold()
+            payload = Incoming(self._arena, base, whole=isinstance(send.request, InitialRequest))
+            self._transfers[send.ticket] = Transfer(send.request, payload, time.monotonic())
+
+        def done(result: Reply | GossipxError) -> None:
+            if brought is not None:
+                brought.release()
+            self._replied(send.ticket, result)
+
+        def post() -> None:
+            assert self.comm is not None
+            if send.ticket in self._cancelled:
+                done(CancelledError("its request was not sent yet"))
+                return
+            try:
+                source = None if brought is None else brought.source
+                cancel = self.comm.request(
+                    send.to, send.request, deadline=send.deadline, payload=payload, done=done, brought=source
+                )
+            except Exception as error:  # the role still has to hear of its request
+                done(LocalFaultError(f"a request could not be sent: {error}"))
+                return
+            transfer = self._transfers.get(send.ticket)
+            if transfer is not None:
+                transfer.cancel = cancel
+
+        if base is None:
+            self.post(post)
+        else:  # before that, nothing can be made of what comes
+            base.when_settled(lambda: self.post(post))
+
+    def give_up(self, ticket: int) -> None:
+        """The answer under ``ticket`` is of no interest any more; :meth:`cancel` follows."""
+        self._cancelled.add(ticket)
+
+    def cancel(self, ticket: int) -> None:
+        """Have the request under ``ticket`` end."""
+        self.post(functools.partial(self._cancel, ticket))
+
+    def _cancel(self, ticket: int) -> None:
+        transfer = self._transfers.get(ticket)
+        if transfer is not None and transfer.cancel is not None:
+            transfer.cancel()
+
+    def post(self, what: Callable[[], None]) -> None:
+        """Have something done, in order, by a thread of its own."""
+        self._outbox.put(what)
+
+    def _work(self) -> None:
+        while (post := self._outbox.get()) is not None:
+            post()
+
+    def close(self) -> None:
+        """Send nothing any more."""
+        self._outbox.put(None)
+
+    # --- what came of it --------------------------------------------------------------------------
+
+    def _replied(self, ticket: int, result: Reply | GossipxError) -> None:
+        if isinstance(result, ModelReply):
+            transfer = self._transfers[ticket]
+            transfer.seconds = time.monotonic() - transfer.began
+            transfer.their_step = result.step
+            transfer.weight = result.weight
+            if isinstance(transfer.request, PullRequest | TakeRequest | ElasticRequest):
+                transfer.distance = transfer.incoming.norm()
+            if math.isnan(transfer.distance) and isinstance(transfer.request, TakeRequest | ElasticRequest):
+                self._tell(Failed(ticket, Fault.POISONED))  # of a take, before the other side counts on it
+                return
+        match result:
+            case UsageError():
+                self._fail(result)
+            case NotAuthorisedError() | RefusedError() if self.comm is not None and self.comm.trust.is_outcast:
+                self._fail(result)
+            case PeerUnreachableError():
+                self._tell(Failed(ticket, Fault.UNREACHABLE))
+            case PeerTimeoutError():
+                self._tell(Failed(ticket, Fault.TIMEOUT))
+            case LocalFaultError():
+                self._note("local", str(result))
+                self._tell(Failed(ticket, Fault.LOCAL))
+            case CancelledError():
+                self._tell(Failed(ticket, Fault.CANCELLED))
+            case GossipxError():
+                self._note("protocol", str(result))
+                self._tell(Failed(ticket, Fault.PROTOCOL))
+            case _:
+                self._tell(Replied(ticket, result))
+
+    def pop(self, ticket: int) -> Transfer:
+        """The model under ``ticket``, the caller's from now on."""
+        return self._transfers.pop(ticket)
+
+    def forget(self, ticket: int) -> None:
+        """What is under ``ticket`` is no longer needed."""
+        self._cancelled.discard(ticket)
+        transfer = self._transfers.pop(ticket, None)
+        if transfer is not None:
+            transfer.incoming.release()
+
+    # --- what others bring --------------------------------------------------------------------------
+
+    def room_for(self, sender: int, request: CarryingRequest) -> Incoming:
+        """Where a model that another brings is taken in, once there is a place; for the CommManager.
+
+        Raises:
+            LocalFaultError: there was none for as long as its sender waits.
+        """
+        if not self._places.acquire(timeout=request.patience):
+            raise LocalFaultError(f"no place for a model of peer {sender}: too many bring theirs at once")
+        return _Brought(self._arena, self._places.release)
+
+    def brought(self, key: Hashable, request: CarryingRequest, incoming: Incoming) -> None:
+        """The request ``key`` has brought a model."""
+        self._brought[key] = Transfer(request, incoming, time.monotonic(), their_step=request.step)
+
+    def keep(self, key: Hashable, ticket: int) -> None:
+        """What ``key`` has brought is under ``ticket`` from now on."""
+        self._transfers[ticket] = self._brought.pop(key)
+
+    def drop(self, key: Hashable) -> None:
+        """What ``key`` has brought is not needed, if it is not kept."""
+        transfer = self._brought.pop(key, None)
+        if transfer is not None:
+            transfer.incoming.release()

@@ -1,0 +1,271 @@
+"""A worker's side of elastic averaging (Adaptive Communication, Algorithm 1 and Eq. 1; Zhang et al., 2015).
+
+When the policy says so a worker brings its model x to the hub and is given the centre x̃ as it was before. At the next
+step boundary it moves by α (x̃ − x), with x as it was brought: the same difference by which the hub has moved, so that
+with β = p·α the sum of both stays as it was, whatever steps were made meanwhile. The optimizer's momentum is not
+touched by it: with a Nesterov momentum this is EAMSGD (Zhang et al., Eq. 5 and 6).
+
+The hub may train, too. It then is its own worker, by the same messages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from gossipx.actor import (
+    Adopt,
+    Answer,
+    Cancel,
+    Effect,
+    Forget,
+    Merged,
+    Mix,
+    Note,
+    Received,
+    Resume,
+    Stop,
+    Wait,
+)
+from gossipx.hub.centre import Centre
+from gossipx.messages import (
+    BusyReply,
+    CentreRequest,
+    ElasticRequest,
+    ModelReply,
+    NotReadyReply,
+    Reply,
+)
+from gossipx.peer.attending import ATTEND, Attending
+from gossipx.peer.exchange import Exchange, Ground
+from gossipx.peer.pulls import Pulls
+
+
+@dataclass(frozen=True)
+class HubSettings:
+    """How workers and the hub go together; the same for all peers of a run.
+
+    Attributes:
+        rank: of the hub.
+        alpha: α of Eq. 1, above 0, at most 1: what of the difference to the centre a worker moves by.
+        share: β/p of Eq. 2, above 0, at most 1: what of the same difference the centre moves by; α keeps the sum.
+        trains: whether the hub trains, too.
+        lost: what a worker does while the hub does not answer: pull from other workers, go on alone, or stop.
+    """
+
+    rank: int
+    alpha: float
+    share: float
+    trains: bool = True
+    lost: Literal["gossip", "wait", "stop"] = "gossip"
+
+
+@dataclass
+class _Elastic:
+    """Our exchange that is under way; ``taken``: the centre is here."""
+
+    ticket: int
+    taken: bool = False
+    mixing: bool = False
+
+
+class Elastic(Exchange):
+    """One peer's exchanges with the hub, and, on the hub, what it holds for the others."""
+
+    takes = (ElasticRequest, CentreRequest)
+    timers = (ATTEND,)
+
+    def __init__(self, ground: Ground, pulls: Pulls, settings: HubSettings):
+        super().__init__(ground)
+        self._pulls = pulls  # while the hub is away
+        self._settings = settings
+        self._is_hub = ground.rank == settings.rank
+        self.centre = Centre(ground.requests, settings.share) if self._is_hub else None
+        self._attending: Attending | None = None
+        if self._is_hub:
+            self._attending = Attending(ground.members, ground.requests, ground.incarnation, ground.timeout)
+        self._step = 0
+        self._ends_at_once = self._is_hub and not settings.trains
+        self._initial: list[Received] = []  # these wait for our own model to become the centre
+        self._current: _Elastic | None = None
+        self._asking: int | None = None  # the ticket of our CentreRequest, until its centre is our model
+
+    @property
+    def captured(self) -> int | None:
+        return self._current.ticket if self._current else self._pulls.ticket
+
+    @property
+    def over(self) -> bool:
+        attends = self._attending is not None and not self._attending.over
+        return self._current is None and self._pulls.ticket is None and not attends
+
+    # --- an exchange ------------------------------------------------------------------------------
+
+    def begun(self, now: float) -> list[Effect]:
+        return self.centre.begin() if self.centre else []
+
+    def begin(self, now: float) -> list[Effect]:
+        if self._is_hub and not self._settings.trains:
+            return []
+        hub = self._ground.members.others.get(self._settings.rank)
+        if hub is not None and not hub.may_be_asked(now):
+            if self._settings.lost == "gossip":
+                return self._pulls.begin(self._step, now)
+            self._ground.sync.skipped += 1
+            return []
+        self._ground.sync.requested()
+        patience = self._patience()
+        request = ElasticRequest(self._ground.incarnation, next(self._numbers), self._step, patience)
+        send = self._ground.requests.send(self._settings.rank, request, now, now + patience)
+        self._current = _Elastic(send.ticket)
+        return [Wait(), send] if self._ground.blocking else [send]
+
+    def _patience(self) -> float:
+        members = self._ground.members
+        return members.longest if self._is_hub else members.patience(self._settings.rank)
+
+    def replied(self, ticket: int, to: int, reply: Reply, now: float) -> list[Effect]:
+        if ticket == self._asking:
+            if not isinstance(reply, ModelReply):
+                return self._without_centre(ticket, now)
+            return [Adopt(ticket, reply.step if self._ends_at_once else None)]
+        current = self._current
+        if current is None or current.ticket != ticket:
+            return [Forget(ticket)]
+        if isinstance(reply, ModelReply):
+            current.taken = True
+            return []
+        if isinstance(reply, NotReadyReply) and not self._is_hub:
+            self._ground.members.rest(to, now)
+        return self._came_to_nothing(fault=not isinstance(reply, BusyReply))
+
+    def failed(self, ticket: int, now: float) -> list[Effect]:
+        if ticket == self._asking:
+            return self._without_centre(ticket, now)
+        if self._current is None or self._current.ticket != ticket:
+            return [Forget(ticket)]
+        return self._came_to_nothing(fault=True)
+
+    def _came_to_nothing(self, fault: bool) -> list[Effect]:
+        current, self._current = self._current, None
+        assert current is not None
+        return [Forget(current.ticket), *self._nowhere(fault)]
+
+    def mix(self, step: int, at_boundary: bool) -> Mix | None:
+        self._step = step
+        if not (at_boundary or self._ending or self._ground.blocking):
+            return None
+        current = self._current
+        if current is None:
+            return self._pulls.mix(step)
+        if not current.taken or current.mixing:
+            return None
+        current.mixing = True
+        return Mix(current.ticket, self._settings.alpha)
+
+    def mixed(self, ticket: int) -> bool:
+        if self._current is not None and self._current.ticket == ticket:
+            self._current = None
+            self._ground.sync.completed()
+            return True
+        ours = self._pulls.ticket == ticket
+        if ours:
+            self._pulls.mixed(ticket)
+        return ours
+
+    # --- the hub ----------------------------------------------------------------------------------
+
+    @property
+    def gives(self) -> bool:
+        return not self._ends_at_once
+
+    def requested(self, event: Received, now: float) -> list[Effect]:
+        if self.centre is None:
+            return [self._answer(event.key, NotReadyReply("it is not the hub: give all peers the same --hub"), now)]
+        worker = self._ground.members.others.get(event.sender)
+        if worker is not None and worker.aside_until > now and isinstance(event.request, ElasticRequest):
+            return [self._answer(event.key, NotReadyReply("the last model that it brought held NaN or Inf"), now)]
+        return self.centre.requested(event, now)
+
+    def offered(self, event: Received, now: float) -> list[Effect]:
+        return self.requested(event, now)
+
+    def merged(self, event: Merged, now: float) -> list[Effect] | None:
+        sender = self.centre.merging if self.centre else None
+        taken = self.centre.merged(event, now) if self.centre else None
+        if taken is not None and not event.sound and (worker := self._ground.members.others.get(sender or 0)):
+            worker.aside_until = now + self._ground.timeout
+        return taken
+
+    def before_giving(self, event: Received, now: float) -> list[Effect] | None:
+        """A hub that does not train gives who comes late the centre, not the model that it began with."""
+        if not self._ends_at_once or self.centre is None or not self.centre.ticket:
+            return None
+        self._initial.append(event)
+        return self._ask_for_centre(now) if self._asking is None else []
+
+    def timer(self, name: str, now: float) -> list[Effect]:
+        return self._attending.look(now) if self._attending else []
+
+    def give_up(self, now: float) -> list[Effect]:
+        return []
+
+    def ask_again(self, now: float) -> list[Effect]:
+        return []
+
+    def left(self, rank: int, now: float) -> list[Effect]:
+        return self.lost(rank)
+
+    def lost(self, rank: int) -> list[Effect]:
+        if rank != self._settings.rank or self._settings.lost != "stop":
+            return []
+        return [Stop(f"the hub, peer {rank}, is gone, and --hub-lost is stop"), Resume()]
+
+    # --- the end ----------------------------------------------------------------------------------
+
+    def end(self, now: float) -> list[Effect]:
+        self._ending = True
+        effects: list[Effect] = []
+        if self._pulls.end(self._step) is None:
+            effects += self._pulls.leave()
+        if self._current is None:
+            self._ground.sync.abandoned(failed=False)
+        return effects + (self._attending.begin(now) if self._attending else [])
+
+    def drop(self, now: float) -> list[Effect]:
+        dropped = self._pulls.drop()
+        current, self._current = self._current, None
+        if current is not None:
+            open_still = self._ground.requests.is_open(current.ticket)
+            dropped.append(Cancel(current.ticket) if open_still else Forget(current.ticket))
+        self._ground.sync.abandoned(failed=False)
+        return dropped
+
+    def agree(self, now: float) -> list[Effect] | None:
+        """The end of elastic averaging is its centre: each takes it as its own model."""
+        if self._attending:
+            self._attending.end()
+        hub = self._ground.members.others.get(self._settings.rank)
+        return None if hub is not None and hub.silent else self._ask_for_centre(now)
+
+    def _ask_for_centre(self, now: float) -> list[Effect]:
+        patience = self._patience()
+        send = self._ground.requests.send(self._settings.rank, CentreRequest(patience), now, now + patience)
+        self._asking = send.ticket
+        return [send]
+
+    def adopted(self, ticket: int, now: float) -> list[Effect] | None:
+        if ticket != self._asking:
+            return None
+        self._asking = None
+        return self._give_initial(now) if self._initial else [Resume()]
+
+    def _without_centre(self, ticket: int, now: float) -> list[Effect]:
+        self._asking = None
+        note = Note("centre", "the hub gave no centre: this peer keeps its own model")
+        return [Forget(ticket), note, *(self._give_initial(now) if self._initial else [Resume()])]
+
+    def _give_initial(self, now: float) -> list[Effect]:
+        initial, self._initial = self._initial, []
+        deadline = now + self._ground.members.longest
+        return [Answer(event.key, ModelReply(0), deadline, whole_model=True) for event in initial]

@@ -1,0 +1,147 @@
+"""Elastic averaging, against its equations written out (Adaptive Communication, Algorithm 1, Eq. 1 and 2).
+
+x_i ← x_i − η g − α (x_i − x̃), and x̃ ← x̃ + β/p (x_i − x̃) for each worker i that comes (Eq. 2 is their sum).
+"""
+
+from __future__ import annotations
+
+import random
+import re
+
+import pytest
+import torch
+import toy
+from torch import Tensor
+
+from gossipx.hub import HubSettings
+from gossipx.sim import Network, World
+
+HUB = 0
+
+
+def settings(alpha: float = 0.3, share: float | None = None, trains: bool = True, lost: str = "gossip") -> HubSettings:
+    return HubSettings(HUB, alpha, alpha if share is None else share, trains, lost)  # type: ignore[arg-type]
+
+
+class Reference:
+    """The equations, carried out on plain vectors in the order in which a run says that things happened."""
+
+    def __init__(self, starts: dict[int, Tensor], hub: HubSettings):
+        self.x = {rank: start.clone() for rank, start in starts.items()}
+        self.centre = starts[HUB].clone()
+        self.hub = hub
+        self._brought: dict[int, Tensor] = {}
+        self._difference: dict[int, Tensor] = {}
+
+    def follow(self, rank: int, what: str) -> None:
+        """One line of the log."""
+        if what.startswith("step "):
+            gradient = self.x[rank] - toy.Point(rank).target.double()
+            self.x[rank] = self.x[rank] - 0.05 * gradient
+        elif what == f"brings its model to {HUB}":
+            self._brought[rank] = self.x[rank]
+        elif taken := re.fullmatch(r"takes in (\d+)", what):
+            worker = int(taken[1])
+            self._difference[worker] = self._brought[worker] - self.centre
+            self.centre = self.centre + self.hub.share * self._difference[worker]
+        elif what == f"mixes {HUB}":
+            self.x[rank] = self.x[rank] - self.hub.alpha * self._difference[rank]
+
+
+def run(hub: HubSettings, size: int = 4, seed: int = 0, **options: object) -> tuple[World, Reference]:
+    """A run under random uneven steps and delays, and the reference at its end (before the finish)."""
+    rng = random.Random(seed)
+    slow = {rank: rng.uniform(0.3, 3.0) for rank in range(size)}
+    network = Network(bandwidth=toy.SIZE * 4 / rng.uniform(0.1, 2.0), delay=rng.uniform(0.0, 0.5))
+    made = toy.world(size, seed, network, slow, hub=hub, finish="none", **options)
+    reference = Reference({rank: toy.Point(HUB).x.detach().double() for rank in range(size)}, hub)
+    toy.ended(made, 500)
+    for entry in made.log:
+        reference.follow(entry.rank, entry.what)
+    return made, reference
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("blocking", [False, True])
+def test_workers_and_hub_do_what_the_equations_say(seed: int, blocking: bool) -> None:
+    hub = settings(alpha=0.2, share=0.1 + 0.1 * (seed % 3), trains=seed % 2 == 0)
+    made, reference = run(hub, seed=seed, policy="random:p=0.4", blocking=blocking)
+    assert made.peers[HUB].role.exchange.centre.exchanges >= 10  # type: ignore[union-attr]
+    workers = [rank for rank in made.peers if hub.trains or rank != HUB]
+    for rank in workers:
+        torch.testing.assert_close(made.peers[rank].weights(), reference.x[rank], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(made.peers[HUB].centre(), reference.centre, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_the_sum_of_workers_and_centre_stays_as_it_was(trains: bool) -> None:
+    """β = p·α: what a worker gives up the centre gains. Nobody trains here, so that nothing else moves."""
+    hub = settings(alpha=0.3, trains=trains)
+    made = toy.world(
+        4, 1, Network(delay=0.3), {1: 0.4, 2: 2.2}, hub=hub, policy="random:p=0.5", init="own", finish="none",
+        gradient_step=lambda peer: None, iterations=60,
+    )  # fmt: skip
+    toy.ended(made, 500)
+    workers = [rank for rank in range(4) if trains or rank != HUB]
+    begin = sum(toy.Point(rank).x.detach().double() for rank in [HUB, *workers])
+    end = made.peers[HUB].centre() + sum(made.peers[rank].weights() for rank in workers)
+    torch.testing.assert_close(end, begin, rtol=0, atol=1e-5)
+    rows = toy.models(made, workers)
+    start = torch.stack([toy.Point(rank).x.detach().double() for rank in workers])
+    assert toy.spread(rows) < 0.3 * toy.spread(start), "they have come closer"
+
+
+def test_other_shares_move_the_centre_by_as_much() -> None:
+    """β < p·α: the centre moves less than a worker does."""
+    made, reference = run(settings(alpha=0.5, share=0.05), policy="tau:3")
+    torch.testing.assert_close(made.peers[HUB].centre(), reference.centre, rtol=1e-5, atol=1e-5)
+
+
+def test_momentum_is_of_the_gradient_alone() -> None:
+    """EAMSGD (Zhang et al., Eq. 5 and 6): v ← δv − η g(x + δv), x ← x + v − α (x − x̃): v knows nothing of the hub.
+
+    torch keeps y = x + δv in place of x, so that both forms make the same steps.
+    """
+    delta, rate = 0.9, 0.05
+
+    def step(peer: object) -> None:
+        module = peer.module  # type: ignore[attr-defined]
+        if not hasattr(module, "optimizer"):
+            module.optimizer = torch.optim.SGD(module.parameters(), lr=rate, momentum=delta, nesterov=True)
+        module.zero_grad()
+        module().backward()
+        module.optimizer.step()
+
+    hub = settings(alpha=0.25)
+    made = toy.world(3, hub=hub, policy="tau:4", blocking=True, finish="none", gradient_step=step)
+    toy.ended(made, 300)
+    y = {rank: toy.Point(HUB).x.detach().double() for rank in range(3)}
+    u = {rank: torch.zeros(toy.SIZE, dtype=torch.float64) for rank in range(3)}
+    centre = y[HUB].clone()
+    brought: dict[int, Tensor] = {}
+    apart: dict[int, Tensor] = {}
+    for entry in made.log:
+        rank = entry.rank
+        if entry.what.startswith("step "):
+            gradient = y[rank] - toy.Point(rank).target.double()
+            u[rank] = delta * u[rank] + gradient
+            y[rank] = y[rank] - rate * (gradient + delta * u[rank])
+        elif entry.what.startswith("brings"):
+            brought[rank] = y[rank]
+        elif taken := re.fullmatch(r"takes in (\d+)", entry.what):
+            apart[int(taken[1])] = brought[int(taken[1])] - centre
+            centre = centre + hub.share * apart[int(taken[1])]
+        elif entry.what == f"mixes {HUB}":
+            y[rank] = y[rank] - hub.alpha * apart[rank]
+    for rank in range(3):
+        torch.testing.assert_close(made.peers[rank].weights(), y[rank], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(made.peers[HUB].centre(), centre, rtol=1e-4, atol=1e-5)
+
+
+def test_the_adaptive_policy_decides_when() -> None:
+    """The same policies decide: a change of delta beyond the threshold brings the model to the hub."""
+    made, reference = run(settings(), policy="adaptive:threshold=0.05", iterations=40)
+    asked = sum(len(made.lines(rank, "brings")) for rank in made.peers)
+    assert 4 <= asked < 160
+    for rank in made.peers:
+        torch.testing.assert_close(made.peers[rank].weights(), reference.x[rank], rtol=1e-5, atol=1e-5)

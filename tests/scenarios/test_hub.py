@@ -1,0 +1,130 @@
+"""A hub in virtual time: its end, its loss, its return. Numbers in brackets are rows of the project's fault list."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import toy
+
+from gossipx.hub import HubSettings
+from gossipx.messages import Stage
+from gossipx.sim import Network
+
+HUB = 0
+
+
+def settings(lost: str = "gossip", trains: bool = True) -> HubSettings:
+    return HubSettings(HUB, 0.25, 0.25, trains, lost)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_all_end_with_the_centre(trains: bool) -> None:
+    made = toy.world(4, 0, Network(delay=0.1), {2: 1.5}, hub=settings(trains=trains), policy="tau:3")
+    toy.ended(made, toy.bound(4, compute=1.5))
+    centre = made.peers[HUB].centre()
+    for peer in made.peers.values():
+        torch.testing.assert_close(peer.weights(), centre, rtol=0, atol=0)
+        assert peer.role.missing() == []
+    assert made.peers[HUB].arena.step >= toy.ITERATIONS - (0 if trains else 3), "it counts as what it has taken in"
+    assert all(made.peers[rank].arena.step == toy.ITERATIONS for rank in (1, 2, 3))
+
+
+def test_the_hub_stays_until_the_slowest_has_come_to_its_end() -> None:
+    """However long that takes: far beyond peer_timeout."""
+    slow = 3 * toy.TIMEOUT / toy.ITERATIONS + 1
+    made = toy.world(3, 0, Network(delay=0.1), {2: slow}, hub=settings(trains=False), policy="tau:2")
+    toy.ended(made, toy.bound(3, compute=slow))
+    assert len(made.lines(2, f"mixes {HUB}")) >= toy.ITERATIONS // 2 - 1
+    assert not made.lines(2, "peer 0 is lost")
+
+
+def test_a_worker_that_dies_without_a_word_is_not_waited_for_beyond_peer_timeout() -> None:
+    made = toy.world(3, 0, Network(delay=0.1), hub=settings(trains=False), policy="tau:2")
+    made.crash(2, 5.0)
+    toy.ended(made, toy.ITERATIONS + 4 * toy.TIMEOUT)
+    assert made.fired["crash"] == 1
+    torch.testing.assert_close(made.peers[1].weights(), made.peers[HUB].centre(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("lost", ["gossip", "wait"])
+def test_the_hub_dies_and_nothing_blocks(lost: str) -> None:  # [38]
+    made = toy.world(4, 0, Network(delay=0.1), hub=settings(lost), policy="tau:2", blocking=lost == "wait")
+    made.crash(HUB, 6.5)
+    toy.ended(made, toy.bound(4, waits=4))
+    assert made.fired["crash"] == 1
+    workers = (1, 2, 3)
+    assert all(made.peers[rank].arena.step == toy.ITERATIONS for rank in workers)
+    others = {rank: [line for line in made.lines(rank, "pulls") if line != "pulls 0"] for rank in workers}
+    assert all(bool(pulls) == (lost == "gossip") for pulls in others.values())
+    rows = toy.models(made, workers)
+    assert toy.spread(rows) < 1e-6, "without a hub, they end with the mean of all"
+
+
+def test_the_hub_dies_and_they_stop() -> None:  # [38]
+    made = toy.world(3, 0, Network(delay=0.1), hub=settings("stop"), policy="tau:2")
+    made.crash(HUB, 6.5)
+    toy.ended(made, toy.bound(3, waits=4))
+    for rank in (1, 2):
+        assert made.peers[rank].reason == "the hub, peer 0, is gone, and --hub-lost is stop"
+        assert made.peers[rank].arena.step < toy.ITERATIONS
+
+
+@pytest.mark.parametrize("lost", ["gossip", "wait"])
+def test_they_come_back_to_a_hub_that_was_started_again(lost: str) -> None:  # [36] [38]
+    made = toy.world(4, 0, Network(delay=0.1), hub=settings(lost), policy="tau:2", iterations=60)
+    made.crash(HUB, 6.5)
+    made.restart(HUB, 20.0)
+    toy.ended(made, toy.bound(4, 60, waits=6))
+    assert made.fired["restart"] == 1
+    for rank in (1, 2, 3):
+        back = [entry for entry in made.log if entry.rank == rank and entry.what == f"mixes {HUB}" and entry.time > 20]
+        assert back, f"peer {rank} never came back"
+    centre = made.peers[HUB].centre()
+    assert all(torch.equal(peer.weights(), centre) for peer in made.peers.values())
+
+
+def test_a_hub_that_is_told_to_leave_is_gone_at_once() -> None:
+    made = toy.world(3, 0, Network(delay=0.1), hub=settings(), policy="tau:2")
+    made.leave(HUB, 6.5)
+    toy.ended(made, toy.bound(3))
+    assert all(made.lines(rank, "pulls") for rank in (1, 2))
+
+
+def test_who_comes_late_begins_with_the_centre_of_a_hub_that_does_not_train() -> None:  # [37]
+    made = toy.world(3, 0, Network(delay=0.1), hub=settings(trains=False), policy="tau:2", absent=[2], iterations=60)
+    made.start(2, toy.maker(2, 3, hub=settings(trains=False), policy="tau:2", iterations=60), at=30.0)
+    toy.until(made, 2, "is TRAIN")
+    assert made.lines(HUB, "adopts the model of 0")
+    assert not torch.equal(made.peers[2].weights(), toy.Point(HUB).x.detach().double())
+    assert made.peers[2].arena.step >= 18, "it counts on from where the others are"
+    toy.ended(made, 300)
+
+
+def test_a_model_that_holds_nan_does_not_enter_the_centre() -> None:  # [22]
+    made = toy.world(3, 0, Network(delay=0.1), hub=settings(trains=False), policy="tau:2")
+    made.poison(1, 5.0)
+    toy.ended(made, toy.bound(3, waits=2))
+    assert made.fired["poison"] >= 1
+    assert made.lines(HUB, "refuses the model of 1") and made.peers[HUB].role.poisoned >= 1
+    assert bool(made.peers[HUB].centre().isfinite().all())
+
+
+def test_a_centre_that_holds_nan_on_its_way_is_not_mixed() -> None:  # [22]
+    made = toy.world(3, 0, Network(delay=0.1), hub=settings(trains=False), policy="tau:2")
+    made.poison(HUB, 5.0, 12.0)
+    toy.ended(made, toy.bound(3, waits=2))
+    assert made.fired["poison"] >= 1
+    for rank in (1, 2):
+        assert made.lines(rank, "refuses the model of 0")
+        assert bool(made.peers[rank].weights().isfinite().all())
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_bad_network_stops_nobody(seed: int) -> None:  # [26]
+    network = Network(delay=0.3, loss=0.1, repeat=0.2)
+    made = toy.world(4, seed, network, {1: 0.7}, hub=settings(), policy="random:p=0.5", iterations=40)
+    toy.ended(made, toy.bound(4, 40, waits=20))
+    assert made.fired["lost"] and made.fired["repeated"]
+    for peer in made.peers.values():
+        assert peer.role.stage is Stage.DONE
+        assert peer.arena.step == 40
