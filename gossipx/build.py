@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
 import secrets
 from collections.abc import Callable, Sequence
@@ -15,15 +16,17 @@ from gossipx import mixing, policies, topology
 from gossipx.access import grant
 from gossipx.arena import ParameterArena
 from gossipx.comm import CommManager
-from gossipx.config import ExchangeSettings, RunConfig, SyncSettings
+from gossipx.config import ExchangeSettings, HubSettings, RunConfig, SyncSettings
 from gossipx.drive.driver import Driver
 from gossipx.drive.peer import Peer, PeerOptions
 from gossipx.drive.progress import Progress
 from gossipx.errors import UsageError
+from gossipx.hub import Elastic, ElasticSettings
 from gossipx.metrics import TensorBoardRecorder
 from gossipx.peer import PeerRole, PeerSettings
 from gossipx.policies import Policy
 from gossipx.record import NullRecorder, Recorder
+from gossipx.specs import suggest
 from gossipx.sync import SyncManager
 from gossipx.tasks import partition
 from gossipx.tasks.presets import PRESETS
@@ -85,6 +88,7 @@ def peer(
     run, sync = config.run, config.sync
     max_rate = None if config.exchange.max_rate is None else parse_rate(config.exchange.max_rate)
     _check_exchange(config)
+    hub = elastic(config, place.names)
     drawn = random.Random(f"delta {run.seed} {place.rank}").getrandbits(64) if sync.delta == "sampled" else None
     arena = ParameterArena(module, mix_buffers=sync.buffers == "mix", sampled=drawn)
     # Each peer draws from generators of its own; the split of the data is the same for all.
@@ -114,6 +118,7 @@ def peer(
         ),
         schedule=turns,
         shares=weights.shares(sync.weights, turns, place.rank, pushed=sync.mode == "push"),
+        exchange_of=None if hub is None else functools.partial(Elastic, settings=hub),
     )
     driver = Driver(role, arena)
     comm = driver.comm = CommManager(
@@ -122,7 +127,7 @@ def peer(
         addresses=place.addresses,
         bind=place.bind,
         peers_digest=place.digest,
-        settings=_alike(sync, turns),
+        settings=_alike(config, turns, hub),
         manifest=arena.manifest,
         on_request=driver.received,
         room_for=driver.transfers.room_for,
@@ -150,9 +155,57 @@ def peer(
     return Peer(module, optimizer, driver, comm, recorder, place.progress, options, evaluate)
 
 
-def _alike(sync: SyncSettings, turns: Schedule) -> dict[str, str]:
+EASGD_BETA = 0.9
+"""β of Zhang et al., whose α is β/p."""
+
+
+def elastic(config: RunConfig, names: Sequence[str]) -> ElasticSettings | None:
+    """How workers and the hub go together; None: there is no hub.
+
+    Args:
+        names: of all peers, by rank.
+
+    Raises:
+        UsageError: a hub that is no peer, or settings that do not go with one.
+    """
+    hub, usual = config.hub, HubSettings()
+    if hub.hub is None:
+        for name in ("hub_only", "alpha", "beta", "hub_lost"):
+            if getattr(hub, name) != getattr(usual, name):
+                raise UsageError(f"--{name.replace('_', '-')} is of a hub: name it by --hub, or leave this out")
+        return None
+    rank = _rank_of(hub.hub, "--hub", names)
+    workers = len(names) - hub.hub_only
+    if not workers:
+        raise UsageError("--hub-only leaves no peer that trains: give more peers, or leave it out")
+    alpha = EASGD_BETA / workers if hub.alpha is None else hub.alpha
+    beta = workers * alpha if hub.beta is None else hub.beta
+    if beta > workers:
+        raise UsageError(f"--beta {beta:g} moves the centre past a worker's model: at most {workers}, one a worker")
+    return ElasticSettings(rank, alpha, beta / workers, not hub.hub_only, hub.hub_lost)
+
+
+def _rank_of(given: str, option: str, names: Sequence[str]) -> int:
+    """The rank of a peer that is given by its name or number."""
+    if given in names:
+        return names.index(given)
+    if given.isdecimal() and int(given) < len(names):
+        return int(given)
+    meant = suggest(given, dict.fromkeys(names))
+    raise UsageError(f"{option} '{given}' is no peer: a number from 0 to {len(names) - 1}, or a name{meant}")
+
+
+def _alike(config: RunConfig, turns: Schedule, hub: ElasticSettings | None) -> dict[str, str]:
     """By option, what all peers must have alike: who exchanges with whom, and how."""
+    sync = config.sync
+    around = {} if hub is None else {
+        "--hub": str(hub.rank),
+        "--hub-only": str(not hub.trains).lower(),
+        "--alpha": f"{hub.alpha:g}",
+        "--beta": f"{hub.share:g} of a worker's difference",
+    }  # fmt: skip
     return {
+        **around,
         "--mode": sync.mode,
         "--exchange": sync.exchange,
         "--weights": sync.weights,
@@ -227,6 +280,11 @@ def _check_exchange(config: RunConfig) -> None:
     """Refuse settings of what is exchanged, and how, that do not go together."""
     sync = config.sync
     averages = mixing.parse(sync.mixing) == mixing.Average()
+    if config.hub.hub is not None:
+        with_each_other = {"--mode": sync.mode != "pull", "--exchange": sync.exchange != "pulls"}
+        for option, given_too in with_each_other.items():
+            if given_too:
+                raise UsageError(f"{option} is of peers that exchange with each other, not with a hub: leave one out")
     if sync.exchange == "waves":
         if sync.mode != "pull":
             raise UsageError(f"--mode {sync.mode} is of exchanges of two peers, and a wave is of all: leave one out")

@@ -117,6 +117,7 @@ class TaskSettings:
     base_lr: float | None = setting(None, "Learning rate at the start.", 0, LARGEST_FACTOR)
     gamma: float | None = setting(None, "Factor of the learning rate at each step of lr_steps.", 0, LARGEST_FACTOR)
     momentum: float | None = setting(None, "Momentum of SGD.", 0, LARGEST_FACTOR)
+    nesterov: bool = setting(False, "Nesterov's form of the momentum; around a hub that is EAMSGD.")
     weight_decay: float | None = setting(None, "Weight decay of SGD.", 0, LARGEST_FACTOR)
     lr_steps: tuple[float, ...] | None = setting(None, "Where the rate steps, as fractions of the run: 0.5,0.75.", 0, 1)
     partition: str = setting("iid", "How the data are dealt out: iid or dirichlet:alpha=0.3.", check=_partition)
@@ -165,6 +166,25 @@ class SyncSettings:
 
 
 @dataclass(frozen=True)
+class HubSettings:
+    """Elastic averaging around a hub; the TOML table ``[hub]``."""
+
+    hub: str | None = setting(
+        None, "The peer that holds the centre of elastic averaging, by name or number: others bring their models to it."
+    )
+    hub_only: bool = setting(False, "The hub serves the others, and does not train.")
+    alpha: float | None = setting(
+        None, "Share of its difference to the centre that a worker moves by. Default: 0.9 / workers.", 1e-9, 1
+    )
+    beta: float | None = setting(
+        None, "Workers' number times the centre's share of the same. Default: that many times alpha.", 1e-9, 65_536
+    )
+    hub_lost: Literal["gossip", "wait", "stop"] = setting(
+        "gossip", "While the hub does not answer: pull from other workers, go on alone, or stop with exit code 4."
+    )
+
+
+@dataclass(frozen=True)
 class ExchangeSettings:
     """How peers reach each other; the TOML table ``[exchange]``."""
 
@@ -204,6 +224,7 @@ class RunConfig:
     run: RunSettings = RunSettings()
     task: TaskSettings = TaskSettings()
     sync: SyncSettings = SyncSettings()
+    hub: HubSettings = HubSettings()
     exchange: ExchangeSettings = ExchangeSettings()
 
 
@@ -212,7 +233,7 @@ class Key:
     """One setting as command line and TOML see it.
 
     Attributes:
-        table: ``run``, ``task``, ``sync`` or ``exchange``.
+        table: ``run``, ``task``, ``sync``, ``hub`` or ``exchange``.
         name: ``peer_timeout``; on the command line ``--peer-timeout``.
         kind: of one value, None aside.
         choices: the values it may take, if these are few.

@@ -100,6 +100,7 @@ class Peer:
         self._term = threading.Event()
         self._steps = 0
         self._open = True
+        self._state = "starting"  # as it was last told
         self._agreed = False  # whether this model has been averaged in the finish
         self._hook = None
         if optimizer is not None:
@@ -111,6 +112,11 @@ class Peer:
     def iteration(self) -> int:
         """Iterations done."""
         return self._arena.step
+
+    @property
+    def trains(self) -> bool:
+        """Whether it trains; else it only serves those that do, in :meth:`finish`."""
+        return self._role.trains
 
     def step(self) -> None:
         """One iteration is done: measure it, and let the policy decide. A joined optimizer calls this itself.
@@ -212,17 +218,20 @@ class Peer:
         self._arena.go_on()
 
     def finish(self) -> None:
-        """Training is over: agree with the others, write down the figures, and leave."""
+        """Training is over: agree with the others, write down the figures, and leave.
+
+        A peer that others need, a hub or a server, stays until theirs is over, too.
+        """
         if not self._open:
             return
-        if not self._steps:
+        if not self._steps and self.trains:
             log.warning("no iteration was counted: give gossipx.join the optimizer, or call peer.step() in the loop")
         figures = self._figures
         figures.end(self._comm.bytes_received)
         agrees = self._takes_part()
         self._arena.set_boundary(self._arena.step)  # with what the loop did since its last step (averaged weights, say)
-        self._tell_progress("finish")
-        before = self._measure_accuracy()
+        self._tell_progress("finish" if self.trains else "serve")
+        before = self._measure_accuracy() if self.trains else None
         self._driver.tell(TrainingEnded(agrees))
         self._wait()
         self._record_retrievals()  # the last one may have been mixed just now
@@ -292,7 +301,7 @@ class Peer:
 
     def _wait(self) -> None:
         """Wait until the role says go on; or leave, if SIGTERM asks for it: keep the model, tell the others, and go."""
-        self._driver.wait(self._term.is_set)
+        self._driver.wait(self._look)
         if not self._term.is_set():
             return
         self._tell_leaving()
@@ -303,6 +312,12 @@ class Peer:
         if unsaved is not None:
             raise unsaved
         raise SystemExit(0)
+
+    def _look(self) -> bool:
+        """Now and then while waiting: whether to leave."""
+        if self._progress.due:
+            self._tell_progress(self._state)
+        return self._term.is_set()
 
     def _tell_leaving(self) -> None:
         if self._driver.error is None:
@@ -358,6 +373,7 @@ class Peer:
             "policy": self._options.policy,
             "iterations": self._arena.step,
             "retrievals": sync.retrievals,
+            "taken_in": self._role.taken_in,
             "bytes_received": figures.received(figures.bytes_at_end),
             "bytes_sent": self._comm.bytes_sent,
             "finish_bytes": figures.finish_bytes,
@@ -374,12 +390,13 @@ class Peer:
         }
 
     def _tell_progress(self, state: str) -> None:
+        self._state = state
         self._progress.tell(
             state=state,
             step=self._arena.step,
             loss=self._last.get("train/loss"),
             accuracy=self._last.get("test/accuracy"),
-            retrievals=self._role.sync.retrievals,
+            retrievals=self._role.sync.retrievals if self.trains else self._role.taken_in,
             bytes=self._comm.bytes_received,
         )
 

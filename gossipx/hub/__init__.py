@@ -1,6 +1,6 @@
 """Hub mode: elastic averaging around a centre that one peer holds."""
 
 from gossipx.hub.centre import Centre
-from gossipx.hub.elastic import Elastic, HubSettings
+from gossipx.hub.elastic import Elastic, ElasticSettings
 
-__all__ = ["Centre", "Elastic", "HubSettings"]
+__all__ = ["Centre", "Elastic", "ElasticSettings"]

@@ -42,7 +42,7 @@ from gossipx.peer.pulls import Pulls
 
 
 @dataclass(frozen=True)
-class HubSettings:
+class ElasticSettings:
     """How workers and the hub go together; the same for all peers of a run.
 
     Attributes:
@@ -75,7 +75,7 @@ class Elastic(Exchange):
     takes = (ElasticRequest, CentreRequest)
     timers = (ATTEND,)
 
-    def __init__(self, ground: Ground, pulls: Pulls, settings: HubSettings):
+    def __init__(self, ground: Ground, pulls: Pulls, settings: ElasticSettings):
         super().__init__(ground)
         self._pulls = pulls  # while the hub is away
         self._settings = settings
@@ -174,6 +174,10 @@ class Elastic(Exchange):
         return ours
 
     # --- the hub ----------------------------------------------------------------------------------
+
+    @property
+    def taken_in(self) -> int:
+        return self.centre.exchanges if self.centre else 0
 
     @property
     def gives(self) -> bool:

@@ -36,7 +36,8 @@ def join(
     """Make this process a peer: from here on, each step of ``optimizer`` is an iteration of the run.
 
     The model's parameters become views of one flat buffer (the Parameter objects stay the same), and take the values of
-    the peer that began. Returns once the other peers are there too, or ``peer_timeout`` has passed.
+    the peer that began. Returns once the other peers are there too, or ``peer_timeout`` has passed; a peer that only
+    serves the others (``hub_only``) does that here until their training is over, and exits.
 
     Under ``gossipx run`` nothing but the model and the optimizer is needed: rank, peers and all settings are the run's,
     whatever is given here. A policy that is an object or a function, which no command line can name, is taken.
@@ -70,6 +71,9 @@ def join(
     place = _place(run, _hosts_file(peers), rank, told, under_run)
     peer = build.peer(model, optimizer, run, place, own, evaluate)
     peer.start()
+    if not peer.trains:
+        peer.finish()
+        raise SystemExit(0)
     return peer
 
 

@@ -53,6 +53,7 @@ def launch(given: RunConfig, hosts: Path, script: list[str]) -> int:
     if given.sync.min_peers > len(peers):
         raise UsageError(f"--min-peers {given.sync.min_peers} is more than the {len(peers)} peers here", hosts)
     settings = build.effective(given, len(peers), bool(script))
+    build.elastic(settings, [peer.name for peer in peers])
     here = local_ranks(peers, settings.exchange.advertise, hosts)
     uncovered = None
     for peer in (peers[rank] for rank in here):
@@ -98,7 +99,8 @@ class _Run:
         self._script = script
         length = 0 if script else settings.run.iterations  # a script has a length of its own
         self._standings = {rank: Standing(peers[rank].name, iterations=length) for rank in here}
-        title = f"{settings.run.name}: policy {settings.sync.policy}, {len(peers)} peers"
+        hub = "" if settings.hub.hub is None else f", hub {settings.hub.hub}"
+        title = f"{settings.run.name}: policy {settings.sync.policy}, {len(peers)} peers{hub}"
         self._display = Display(title, self._standings)
         self._children: dict[int, Child] = {}
         self._results: dict[int, dict[str, Any]] = {}

@@ -107,7 +107,8 @@ class Display:
 
     def _plain(self, standing: Standing) -> str:
         if not standing.step:
-            return f"{standing.name} {standing.state}"
+            served = f" pulls {standing.retrievals}" if standing.retrievals else ""
+            return f"{standing.name} {standing.state}{served}"
         accuracy = "" if standing.accuracy is None else f" acc {standing.accuracy:.3f}"
         steps = f"{standing.step}/{standing.iterations}" if standing.iterations else str(standing.step)
         return f"{standing.name} {standing.state} {steps}{accuracy} pulls {standing.retrievals}"

@@ -61,7 +61,11 @@ def train(run: RunConfig, rank: int) -> None:
     model = build_model(task.model, classes=spec.classes, channels=spec.channels, pixels=spec.pixels).to(device)
     assert task.base_lr is not None and task.momentum is not None and task.weight_decay is not None
     optimizer = torch.optim.SGD(
-        model.parameters(), lr=task.base_lr, momentum=task.momentum, weight_decay=task.weight_decay
+        model.parameters(),
+        lr=task.base_lr,
+        momentum=task.momentum,
+        weight_decay=task.weight_decay,
+        nesterov=task.nesterov,
     )
     with join(model, optimizer, evaluate=lambda module: accuracy(module, test, device)) as peer:
         parts = parse(task.partition).split(everything.labels.numpy(), peer.size, run.run.seed)

@@ -29,6 +29,7 @@ class Summary:
         task, model, partition: what was trained; None for a user's script.
         iterations: the run's length.
         retrievals: models of others mixed while training, whoever began it.
+        taken_in: models of others that a hub took into its centre.
         bytes_received: while training, on the wire.
         finish_bytes: received in the finish.
         test_accuracy: each peer's own model, after the finish.
@@ -55,6 +56,7 @@ class Summary:
     partition: str
     iterations: int
     retrievals: Figures
+    taken_in: Figures
     bytes_received: Figures
     finish_bytes: Figures
     test_accuracy: Figures

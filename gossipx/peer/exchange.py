@@ -280,6 +280,11 @@ class Exchange(abc.ABC):
     # --- what a hub or a server adds ----------------------------------------------------------------
 
     @property
+    def taken_in(self) -> int:
+        """Models of others that were taken into what is held for all."""
+        return 0
+
+    @property
     def gives(self) -> bool:
         """Whether our own model is one that others may pull."""
         return True

@@ -187,6 +187,16 @@ class PeerRole:
         return self.exchange.weight if self.exchange else 1.0
 
     @property
+    def trains(self) -> bool:
+        """Whether this peer trains, or only serves those that do."""
+        return self.exchange is None or self.exchange.gives
+
+    @property
+    def taken_in(self) -> int:
+        """Models of others that were taken into what this peer holds for all."""
+        return self.exchange.taken_in if self.exchange else 0
+
+    @property
     def rounds_lost(self) -> int:
         """Rounds of the finish that a missing partner cost."""
         last = self.waves.current

@@ -13,20 +13,20 @@ import torch
 import toy
 from torch import Tensor
 
-from gossipx.hub import HubSettings
+from gossipx.hub import ElasticSettings
 from gossipx.sim import Network, World
 
 HUB = 0
 
 
-def settings(alpha: float = 0.3, share: float | None = None, trains: bool = True, lost: str = "gossip") -> HubSettings:
-    return HubSettings(HUB, alpha, alpha if share is None else share, trains, lost)  # type: ignore[arg-type]
+def settings(alpha: float = 0.3, share: float | None = None, trains: bool = True) -> ElasticSettings:
+    return ElasticSettings(HUB, alpha, alpha if share is None else share, trains)
 
 
 class Reference:
     """The equations, carried out on plain vectors in the order in which a run says that things happened."""
 
-    def __init__(self, starts: dict[int, Tensor], hub: HubSettings):
+    def __init__(self, starts: dict[int, Tensor], hub: ElasticSettings):
         self.x = {rank: start.clone() for rank, start in starts.items()}
         self.centre = starts[HUB].clone()
         self.hub = hub
@@ -48,7 +48,7 @@ class Reference:
             self.x[rank] = self.x[rank] - self.hub.alpha * self._difference[rank]
 
 
-def run(hub: HubSettings, size: int = 4, seed: int = 0, **options: object) -> tuple[World, Reference]:
+def run(hub: ElasticSettings, size: int = 4, seed: int = 0, **options: object) -> tuple[World, Reference]:
     """A run under random uneven steps and delays, and the reference at its end (before the finish)."""
     rng = random.Random(seed)
     slow = {rank: rng.uniform(0.3, 3.0) for rank in range(size)}

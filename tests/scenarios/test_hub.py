@@ -6,15 +6,15 @@ import pytest
 import torch
 import toy
 
-from gossipx.hub import HubSettings
+from gossipx.hub import ElasticSettings
 from gossipx.messages import Stage
 from gossipx.sim import Network
 
 HUB = 0
 
 
-def settings(lost: str = "gossip", trains: bool = True) -> HubSettings:
-    return HubSettings(HUB, 0.25, 0.25, trains, lost)  # type: ignore[arg-type]
+def settings(lost: str = "gossip", trains: bool = True) -> ElasticSettings:
+    return ElasticSettings(HUB, 0.25, 0.25, trains, lost)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("trains", [True, False])

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gossipx import mixing, policies, topology
-from gossipx.hub import Elastic, HubSettings
+from gossipx.hub import Elastic, ElasticSettings
 from gossipx.peer import PeerRole, PeerSettings
 from gossipx.sim import Network, SimPeer, World
 from gossipx.sync import SyncManager
@@ -75,7 +75,7 @@ def make(
     module: nn.Module | None = None,
     draws: int = 1000,
     gradient_step: Callable[[SimPeer], None] = lambda peer: sgd(peer.module),
-    hub: HubSettings | None = None,
+    hub: ElasticSettings | None = None,
     **settings: Any,
 ) -> SimPeer:
     """One peer, not started; ``draws`` seeds its own generator."""
