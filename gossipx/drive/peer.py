@@ -234,6 +234,8 @@ class Peer:
         before = self._measure_accuracy() if self.trains else None
         self._driver.tell(TrainingEnded(agrees))
         self._wait()
+        if not self.trains:  # that was what it is here for
+            figures.end(self._comm.bytes_received)
         self._record_retrievals()  # the last one may have been mixed just now
         self._recorder.scalar("sync/retrievals", self._role.sync.retrievals, self._arena.step)
         figures.finish_bytes = self._comm.bytes_received - figures.bytes_at_end

@@ -1,0 +1,92 @@
+"""``gossipx run --hub`` in real processes. What is done to the weights is compared in tests/papers/test_elastic.py.
+
+Numbers in brackets are rows of the project's fault list.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from runs import Run, children, differences, folder
+
+BRIEF = ("--policy", "tau:10", "--eval-interval", "0", "--log-interval", "1")
+ITERATIONS = ("--iterations", "150")
+
+
+@pytest.mark.parametrize("only", [False, True])
+def test_all_end_with_the_centre(tmp_path: Path, only: bool) -> None:
+    with folder(tmp_path, 3) as here:
+        hub = ("--hub", here.names[1], *(["--hub-only"] if only else []))
+        run = here.run(*BRIEF, *ITERATIONS, *hub)
+    summary, workers = run.summary, [0, 2] if only else [0, 1, 2]
+    assert all(max(differences(run.model(0), run.model(rank)).values()) == 0 for rank in (1, 2))
+    assert len(set(summary["test_accuracy"])) == 1
+    assert all(4 <= summary["retrievals"][rank] <= 15 for rank in workers)
+    assert summary["taken_in"] == [0, pytest.approx(sum(summary["retrievals"]), abs=3), 0]
+    model = sum(tensor.nbytes for tensor in run.model(0).values())
+    # What the hub exchanges with itself goes over no wire.
+    others = sum(summary["retrievals"][rank] for rank in (0, 2))
+    assert others * model <= summary["bytes_received"][1] + summary["finish_bytes"][1] <= (others + 6) * model + 60_000
+    if only:
+        assert summary["retrievals"][1] == 0 and summary["test_accuracy_before_finish"][1] is None
+        assert "serve" in run.ended.output
+    assert (summary["lost"], sum(summary["failed"])) == ([], 0)
+
+
+def test_a_script_needs_no_word_of_the_hub(tmp_path: Path) -> None:
+    """Where the hub only serves, ``join`` does that and ends the process: the loop below it is the workers' alone."""
+    script = """
+model = nn.Linear(4, 50)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+with gossipx.join(model, optimizer) as peer:
+    tell(peer, trains=True)
+    train(peer, model, optimizer, 200)
+"""
+    with folder(tmp_path, 3) as here:
+        run = here.run(
+            "--policy", "adaptive:threshold=0.001", "--hub", "0", "--hub-only", here.script(script), here.path
+        )
+        assert not (tmp_path / "0.json").exists() and here.told(1) == here.told(2) == {"trains": True}
+    assert run.summary["taken_in"][0] >= 2
+    assert max(differences(run.model(1), run.model(2)).values()) == 0
+
+
+@pytest.mark.parametrize(("lost", "code"), [("gossip", 0), ("wait", 0), ("stop", 4)])
+def test_a_hub_that_is_killed_blocks_nobody(tmp_path: Path, lost: str, code: int) -> None:  # [38]
+    with folder(tmp_path, 3) as here:
+        options = ("--hub", "0", "--hub-only", "--hub-lost", lost, "--iterations", "600", "--peer-timeout", "3")
+        process = here.start_run(*BRIEF, *options)
+        process.line(rf"{here.names[1]} train .* pulls [1-9]")
+        os.kill(children(process.pid)[0], signal.SIGKILL)
+        ended = process.end()
+    assert ended.code == code, ended.shown
+    assert "Traceback" not in ended.output + ended.errors
+    assert f"peer {here.names[0]} is lost" in ended.output
+    if lost == "stop":
+        assert "the hub, peer 0, is gone, and --hub-lost is stop" in ended.errors
+        return
+    run = Run(tmp_path / "x", ended)
+    assert run.summary["lost"] == [here.names[0]]
+    assert all(accuracy > 0.6 for accuracy in run.summary["test_accuracy"][1:])
+    assert max(differences(run.model(1), run.model(2)).values()) <= 1e-5, "without a centre, the mean of all"
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("--hub", "3"), "--hub '3' is no peer: a number from 0 to 2, or a name"),
+        (("--hub-only",), "--hub-only is of a hub: name it by --hub, or leave this out"),
+        (("--alpha", "0.2"), "--alpha is of a hub: name it by --hub, or leave this out"),
+        (("--hub", "0", "--alpha", "1.5"), "--alpha is 1.5: at most 1"),
+        (("--hub", "0", "--beta", "4"), "--beta 4 moves the centre past a worker's model: at most 3, one a worker"),
+        (("--hub", "0", "--mode", "push"), "--mode is of peers that exchange with each other, not with a hub"),
+        (("--hub", "0", "--exchange", "waves"), "--exchange is of peers that exchange with each other, not with a hub"),
+    ],
+)
+def test_settings_that_do_not_go_together(tmp_path: Path, options: tuple[str, ...], told: str) -> None:
+    with folder(tmp_path, 3) as here:
+        assert told in here.refused(*BRIEF, *options)
