@@ -1,0 +1,421 @@
+"""Placements, what moves between two of them, and figures of them.
+
+P.-Y. Wu, Modularized Parameter Server (2018), section 2.3.1, Algorithm 2 and Code 4.1; X. Yao et al., FluentPS (2019),
+section III-A; R. L. Graham, Bounds on Multiprocessing Timing Anomalies (1969).
+"""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gossipx.errors import UsageError
+from gossipx.server.placement import (
+    BUILT_IN,
+    Move,
+    Partition,
+    Placement,
+    Sliced,
+    Table,
+    Uniform,
+    bytes_by_server,
+    checked,
+    moves,
+    parse,
+    seated,
+    variation,
+)
+from gossipx.server.survey import SizeClass, size_classes, survey
+
+SIZES = st.lists(st.one_of(st.integers(0, 5), st.integers(0, 5000)), max_size=25)
+SERVERS = st.integers(1, 12)
+NAMES = sorted(BUILT_IN)
+
+
+def tables_of(sizes: Sequence[int]) -> list[Table]:
+    return [Table(f"layer{number}", size) for number, size in enumerate(sizes)]
+
+
+def loads(placed: Sequence[Sequence[Partition]]) -> list[int]:
+    return bytes_by_server(placed, 1)
+
+
+def wholes(by_server: Sequence[Sequence[int]], sizes: Sequence[int]) -> list[list[Partition]]:
+    """Whole tables, by their numbers on each server."""
+    return [[Partition(number, 0, sizes[number]) for number in held] for held in by_server]
+
+
+# --- what each decides ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+@given(sizes=SIZES, servers=SERVERS)
+def test_every_element_lies_on_one_server_and_every_empty_table_too(name: str, sizes: list[int], servers: int) -> None:
+    placed = parse(name).decide(tables_of(sizes), servers)
+    assert len(placed) == servers
+    elements = [(one.table, element) for held in placed for one in held for element in range(one.start, one.stop)]
+    assert sorted(elements) == [(table, element) for table, size in enumerate(sizes) for element in range(size)]
+    empty = [one for held in placed for one in held if one.start == one.stop]
+    assert sorted(one.table for one in empty) == [table for table, size in enumerate(sizes) if size == 0]
+    assert all([one.table for one in held] == sorted({one.table for one in held}) for held in placed)
+    assert checked(parse(name), tables_of(sizes), servers) == placed
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_edges(name: str) -> None:
+    placement = parse(name)
+    assert placement.decide([], 3) == [[], [], []]
+    assert placement.decide(tables_of([4, 0, 2]), 1) == wholes([[0, 1, 2]], [4, 0, 2])
+    assert sum(len(held) for held in placement.decide(tables_of([0, 0]), 3)) == 2
+    assert sorted(loads(placement.decide(tables_of([1]), 3))) == [0, 0, 1], "more servers than elements"
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("range", [[0], [1, 2], [3, 4]]),
+        ("greedy", [[0, 4], [1], [2, 3]]),
+        ("round-robin", [[0, 3], [1, 4], [2]]),
+        ("heuristic", [[4], [1, 2], [0, 3]]),
+    ],
+)
+def test_whole_tables(name: str, expected: list[list[int]]) -> None:
+    sizes = [3, 5, 1, 3, 6]
+    assert parse(name).decide(tables_of(sizes), 3) == wholes(expected, sizes)
+
+
+def test_split_tables() -> None:
+    tables = tables_of([5, 0, 4])
+    assert Uniform().decide(tables, 2) == [
+        [Partition(0, 0, 3), Partition(2, 0, 2)],
+        [Partition(0, 3, 5), Partition(1, 0, 0), Partition(2, 2, 4)],
+    ]
+    assert Sliced().decide(tables, 2) == [
+        [Partition(0, 0, 4)],
+        [Partition(0, 4, 5), Partition(1, 0, 0), Partition(2, 0, 4)],
+    ]
+    assert Sliced().decide(tables_of([3, 0, 3]), 2)[1] == [Partition(1, 0, 0), Partition(2, 0, 3)]
+
+
+@given(sizes=SIZES, servers=SERVERS)
+def test_range_gives_each_server_equally_many_tables_in_order(sizes: list[int], servers: int) -> None:
+    placed = parse("range").decide(tables_of(sizes), servers)
+    assert [one.table for held in placed for one in held] == list(range(len(sizes)))
+    counts = [len(held) for held in placed]
+    assert max(counts) - min(counts) <= 1
+
+
+@given(sizes=SIZES, servers=SERVERS)
+def test_round_robin_is_code_4_1(sizes: list[int], servers: int) -> None:
+    table_to_partitions: dict[int, dict[int, Partition]] = {}
+    last = 0
+    for number, size in enumerate(sizes):
+        table_to_partitions[number] = {last: Partition(number, 0, size)}
+        last = (last + 1) % servers
+    placed = parse("round-robin").decide(tables_of(sizes), servers)
+    found = {one.table: {server: one} for server, held in enumerate(placed) for one in held}
+    assert found == table_to_partitions
+
+
+@given(sizes=SIZES, servers=SERVERS)
+def test_heuristic_is_algorithm_2(sizes: list[int], servers: int) -> None:
+    layers = sorted(enumerate(sizes), key=lambda layer: (-layer[1], layer[0]))
+    nodes: list[set[int]] = [set() for _ in range(servers)]
+    for number, _ in layers:
+        least = min(range(servers), key=lambda node: sum(sizes[held] for held in nodes[node]))
+        nodes[least].add(number)
+    assert parse("heuristic").decide(tables_of(sizes), servers) == wholes([sorted(held) for held in nodes], sizes)
+
+
+@given(sizes=SIZES, servers=SERVERS)
+def test_greedy_takes_tables_as_they_come(sizes: list[int], servers: int) -> None:
+    """The heuristic differs from it in the order alone; any such list has no more than mean + longest · (1 − 1/m)."""
+    descending = sorted(sizes, reverse=True)
+    assert parse("greedy").decide(tables_of(descending), servers) == parse("heuristic").decide(
+        tables_of(descending), servers
+    )
+    for name in ("greedy", "heuristic"):
+        most = max(loads(parse(name).decide(tables_of(sizes), servers)))
+        assert most * servers <= sum(sizes) + (servers - 1) * max(sizes, default=0)
+
+
+@given(sizes=st.lists(st.integers(0, 60), min_size=1, max_size=7), servers=st.integers(1, 3))
+def test_heuristic_is_within_grahams_bound_of_the_best(sizes: list[int], servers: int) -> None:
+    """4/3 − 1/(3m) of the best way there is, found here by trying all."""
+    best = min(
+        max(sum(size for size, of in zip(sizes, choice, strict=True) if of == server) for server in range(servers))
+        for choice in itertools.product(range(servers), repeat=len(sizes))
+    )
+    most = max(loads(parse("heuristic").decide(tables_of(sizes), servers)))
+    assert 3 * servers * most <= (4 * servers - 1) * best
+
+
+@given(sizes=SIZES, servers=SERVERS)
+def test_uniform_is_even_to_one_element_in_each_table_and_in_all(sizes: list[int], servers: int) -> None:
+    placed = Uniform().decide(tables_of(sizes), servers)
+    found = loads(placed)
+    assert max(found) - min(found) <= 1
+    for number in range(len(sizes)):
+        shares = loads([[one for one in held if one.table == number] for held in placed])
+        assert max(shares) - min(shares) <= 1
+
+
+@given(sizes=SIZES, servers=SERVERS)
+def test_sliced_is_one_key_space_in_even_ranges(sizes: list[int], servers: int) -> None:
+    placed = Sliced().decide(tables_of(sizes), servers)
+    found = loads(placed)
+    assert max(found) - min(found) <= 1
+    keys = [(one.table, one.start) for held in placed for one in held]
+    assert keys == sorted(keys), "the next server goes on where the one before ends"
+    assert len(keys) <= len(sizes) + servers - 1 or not sizes
+
+
+# --- a user's own ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Fixed(Placement):
+    """Gives what it was told to."""
+
+    given: Any = field(hash=False)
+
+    def decide(self, tables: Sequence[Table], servers: int) -> list[list[Partition]]:
+        return self.given
+
+
+class Halves(Placement):
+    """A user's: the halves of each table to the first and the last server."""
+
+    def decide(self, tables: Sequence[Table], servers: int) -> list[list[Partition]]:
+        placed: list[list[Partition]] = [[] for _ in range(servers)]
+        for number, table in enumerate(tables):
+            placed[-1].append(Partition(number, table.size // 2, table.size))
+            placed[0].append(Partition(number, 0, table.size // 2))
+        return placed
+
+
+def test_one_of_a_few_lines() -> None:
+    placed = checked(parse(Halves()), tables_of([4, 0, 1]), 3)
+    assert placed == [[Partition(0, 0, 2), Partition(1, 0, 0)], [], [Partition(0, 2, 4), Partition(2, 0, 1)]], (
+        "in order, and of what is empty no more than one of an empty table"
+    )
+
+
+@pytest.mark.parametrize(
+    ("decided", "told"),
+    [
+        (None, "decide gives a list of partitions for each server, not None"),
+        ([Partition(0, 0, 10)], "decide gives a list of partitions for each server, not [Partition("),
+        ([[]], "it places on 1 servers, and there are 2"),
+        ([[(0, 0, 10)], []], "(0, 0, 10) is no Partition"),
+        ([[Partition(0, 0, 5.0)], []], "Partition(table=0, start=0, stop=5.0) has a number that is not whole"),
+        ([[Partition(2, 0, 1)], []], "there is no table 2: they are 0 to 1"),
+        ([[Partition(-1, 0, 0)], []], "there is no table -1"),
+        ([[Partition(0, 0, 11)], []], "table 'layer0' of 10 elements: [0, 11) does not lie in it"),
+        ([[Partition(0, -1, 10)], []], "table 'layer0' of 10 elements: [-1, 10) does not lie in it"),
+        ([[Partition(0, 7, 3)], []], "[7, 3) does not lie in it"),
+        ([[], []], "table 'layer0' of 10 elements: it lies on no server"),
+        ([[Partition(0, 0, 10)], []], "table 'layer1' of 0 elements: it lies on no server"),
+        (
+            [[Partition(0, 0, 9)], [Partition(1, 0, 0)]],
+            "table 'layer0' of 10 elements: elements [9, 10) lie on no server",
+        ),
+        ([[Partition(0, 1, 10)], []], "elements [0, 1) lie on no server"),
+        ([[Partition(0, 0, 4)], [Partition(0, 6, 10)]], "elements [4, 6) lie on no server"),
+        ([[Partition(0, 0, 6)], [Partition(0, 4, 10)]], "elements [4, 6) lie twice, on server 0 and on server 1"),
+        ([[], [Partition(0, 0, 10), Partition(0, 3, 5)]], "elements [3, 5) lie twice, on server 1 and on server 1"),
+    ],
+)
+def test_what_is_wrong_is_told_in_one_line(decided: Any, told: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        checked(Fixed(decided), tables_of([10, 0]), 2)
+    assert str(raised.value).startswith("placement Fixed: ") and told in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_no_servers_and_no_such_table() -> None:
+    with pytest.raises(UsageError, match="at least 1 server, and there are 0"):
+        checked(Sliced(), tables_of([1]), 0)
+    with pytest.raises(ValueError, match="table 'x' has -1 elements"):
+        Table("x", -1)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_a_spec_means(name: str) -> None:
+    assert parse(name) == BUILT_IN[name]()
+    assert parse(parse(name)) is not None
+
+
+@pytest.mark.parametrize(
+    ("spec", "told"),
+    [
+        ("slice", "unknown placement 'slice' (did you mean 'sliced'?)"),
+        ("", "one of greedy, heuristic, range, round-robin, sliced, uniform"),
+        ("uniform:4", "'uniform' takes no keys"),
+    ],
+)
+def test_what_a_wrong_spec_is_told(spec: str, told: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        parse(spec)
+    assert told in str(raised.value)
+
+
+# --- what moves -----------------------------------------------------------------------------------
+
+
+def by_server(placement: Placement, tables: Sequence[Table], servers: Sequence[str]) -> dict[str, list[Partition]]:
+    return dict(zip(servers, checked(placement, tables, len(servers)), strict=True))
+
+
+def moved(found: Sequence[Move[str]]) -> int:
+    return sum(one.stop - one.start for one in found)
+
+
+def holders(placed: dict[str, list[Partition]]) -> dict[tuple[int, int], str]:
+    """Who has each element; of a table without elements, element −1."""
+    found = {}
+    for server, held in placed.items():
+        for one in held:
+            found.update({(one.table, element): server for element in range(one.start, one.stop) or (-1,)})
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=50)
+@given(sizes=st.lists(st.integers(0, 40), max_size=12), data=st.data())
+def test_moves_lead_from_the_one_to_the_other_and_take_nothing_else(name: str, sizes: list[int], data: Any) -> None:
+    servers = st.lists(st.sampled_from("abcdefg"), min_size=1, unique=True)
+    old, new = (by_server(parse(name), tables_of(sizes), data.draw(servers)) for _ in range(2))
+    found = moves(old, new)
+    before, after = holders(old), holders(new)
+    told = {
+        (one.table, element): (one.source, one.target)
+        for one in found
+        for element in range(one.start, one.stop) or (-1,)
+    }
+    assert told == {key: (before[key], after[key]) for key in before if before[key] != after[key]}
+    assert moved(found) == sum(element >= 0 for _, element in told), "nothing moves twice"
+    assert [(one.table, one.start) for one in found] == sorted((one.table, one.start) for one in found)
+    for one, other in itertools.pairwise(found):
+        same = (one.table, one.stop, one.source, one.target) == (other.table, other.start, other.source, other.target)
+        assert not same, "two moves that could be one"
+
+
+def test_moves_by_hand() -> None:
+    tables = tables_of([6, 0])
+    old = {"a": [Partition(0, 0, 2), Partition(0, 2, 4)], "b": [Partition(0, 4, 6), Partition(1, 0, 0)]}
+    new = by_server(Sliced(), tables, ["b", "c"])
+    assert moves(old, new) == [
+        Move(0, 0, 3, "a", "b"),
+        Move(0, 3, 4, "a", "c"),
+        Move(0, 4, 6, "b", "c"),
+        Move(1, 0, 0, "b", "c"),
+    ]
+    assert moves(new, new) == [] and moves({}, {}) == []
+
+
+@pytest.mark.parametrize(
+    ("after", "told"),
+    [
+        ({}, "table 0 after the move: it lies on no server"),
+        ({"a": [Partition(0, 0, 5)]}, "table 0 after the move: elements [5, 6) lie on no server"),
+        ({"a": [Partition(0, 0, 7)]}, "table 0 before the move: elements [6, 7) lie on no server"),
+        ({"a": [Partition(0, 0, 6)], "b": [Partition(0, 0, 1)]}, "elements [0, 1) lie twice"),
+        ({"a": [Partition(0, 0, 6), Partition(1, 0, 1)]}, "table 1 before the move: it lies on no server"),
+    ],
+)
+def test_moves_between_placements_of_different_elements_are_refused(after: Any, told: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        moves({"a": [Partition(0, 0, 6)]}, after)
+    assert told in str(raised.value) and "\n" not in str(raised.value)
+
+
+def share_that_moves(position: int, servers: int) -> float:
+    return 1 / 2 - position * (servers - 1 - position) / (servers * (servers - 1))
+
+
+@given(
+    sizes=st.lists(st.integers(0, 400), min_size=1, max_size=20),
+    servers=st.integers(2, 12),
+    position=st.integers(0, 11),
+)
+def test_sliced_moves_what_its_docstring_says(sizes: list[int], servers: int, position: int) -> None:
+    """FluentPS, section III-A: "When the number of servers changes, EPS can also rebalance the workloads"."""
+    position %= servers
+    names = [f"server{number}" for number in range(servers)]
+    others = names[:position] + names[position + 1 :]
+    with_it, without = (by_server(Sliced(), tables_of(sizes), order) for order in (names, others))
+    expected = share_that_moves(position, servers) * sum(sizes)
+    for found in (moves(with_it, without), moves(without, with_it)):
+        assert abs(moved(found) - expected) <= servers
+
+
+@pytest.mark.parametrize("servers", range(1, 6))
+def test_sliced_moves_as_little_as_an_even_cut_in_order_can(servers: int) -> None:
+    """Against all orders of the servers that there are then."""
+    tables = tables_of([7, 0, 53, 60, 300])  # 420 elements, even for each number of servers here
+    names = list("abcdef")[:servers]
+    old = by_server(Sliced(), tables, names)
+
+    def cost(order: Sequence[str]) -> int:
+        return moved(moves(old, by_server(Sliced(), tables, order)))
+
+    least = min(cost(order) for order in itertools.permutations([*names, "new"]))
+    assert cost(seated(names, "new")) == least <= cost([*names, "new"]) == 210
+    for gone in names if servers > 1 else ():
+        rest = [name for name in names if name != gone]
+        assert cost(rest) == min(cost(order) for order in itertools.permutations(rest))
+
+
+def test_a_new_server_sits_in_the_middle() -> None:
+    assert [seated(list(names), "x") for names in ("", "a", "ab", "abc")] == [
+        ["x"],
+        ["x", "a"],
+        ["a", "x", "b"],
+        ["a", "x", "b", "c"],
+    ]
+
+
+# --- figures --------------------------------------------------------------------------------------
+
+
+def test_figures() -> None:
+    placed = [[Partition(0, 0, 3), Partition(1, 0, 0)], [Partition(0, 3, 4)]]
+    assert bytes_by_server(placed) == [12, 4] and bytes_by_server(placed, 2) == [6, 2]
+    assert variation([12, 4]) == 4 / 8, "the standard deviation of the whole population"
+    assert variation([5, 5, 5]) == 0 and variation([0, 0]) == 0
+
+
+def test_size_classes() -> None:
+    assert size_classes(tables_of([9, 10, 0, 99, 1000, 1])) == [
+        SizeClass(0, 0, 1, 0),
+        SizeClass(1, 9, 2, 10),
+        SizeClass(10, 99, 2, 109),
+        SizeClass(100, 999, 0, 0),
+        SizeClass(1000, 9999, 1, 1000),
+    ]
+    assert size_classes(tables_of([200]))[0].at_least == 100 and size_classes([]) == []
+
+
+def test_survey() -> None:
+    found = survey("net", tables_of([4, 4, 8]), 2, {"range": parse("range"), "mine": Halves()})
+    assert (found.model, found.servers, found.tables, found.elements) == ("net", 2, 3, 16)
+    ours, mine = found.placements
+    assert (ours.placement, ours.bytes, ours.partitions) == ("range", [16, 48], 3)
+    assert (mine.placement, mine.bytes, mine.variation, mine.partitions) == ("mine", [32, 32], 0, 6)
+    with pytest.raises(UsageError, match="placement Fixed"):
+        survey("net", tables_of([4]), 2, {"wrong": Fixed([[], []])})
+
+
+def test_the_room_needs_no_torch() -> None:
+    code = "import sys, gossipx.server.survey; print(sorted({'torch', 'numpy', 'socket'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout == "[]\n"
