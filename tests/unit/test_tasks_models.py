@@ -11,8 +11,9 @@ from torch import nn
 from gossipx import policies
 from gossipx.errors import UsageError
 from gossipx.tasks.data import TASKS, load
-from gossipx.tasks.models import MODELS, build_model
+from gossipx.tasks.models import MODELS, UNTRAINED, build_model, published_sizes
 from gossipx.tasks.models.convnet import LocalResponseNorm
+from gossipx.tasks.models.inception import InceptionV4, Shift
 from gossipx.tasks.presets import PRESETS, Preset, learning_rate
 
 
@@ -172,6 +173,45 @@ def test_images_that_are_too_small_are_one_line_with_what_would_do(name: str, pi
 def test_an_unknown_model_is_told_with_the_near_one() -> None:
     with pytest.raises(UsageError, match=r"unknown model 'resnet21' .did you mean 'resnet20'.*googlenet"):
         build_model("resnet21", classes=10, channels=1, pixels=28)
+
+
+def test_inception_v4_has_the_parameters_of_either_convention() -> None:
+    """42.65 million of TF-slim (Modularized Parameter Server, Table 1.1); 42.68 where normalisations scale, too."""
+    with torch.device("meta"):
+        model = InceptionV4(1000, 3, 299)
+    assert count(model) == UNTRAINED["inception-v4"].facts.parameters and round(count(model) / 1e6, 2) == 42.65
+    scales = sum(module.num_features for module in model.modules() if isinstance(module, Shift))
+    assert count(model) + scales == 42_679_816, "as timm and pretrained-models.pytorch count"
+
+
+def test_inception_v4s_maps_are_those_of_figure_9() -> None:
+    """Szegedy et al. 2016: 35×35×384 behind the stem, 17×17×1024 and 8×8×1536 behind the reductions."""
+    with torch.device("meta"):
+        model = InceptionV4(1000, 3, 299)
+        maps, seen = torch.empty(2, 3, 299, 299), []
+        for layer in model.maps:
+            maps = layer(maps)
+            seen.append(tuple(maps.shape[1:]))
+        assert model.head(maps.mean((2, 3))).shape == (2, 1000)
+    assert seen[5:] == [(384, 35, 35)] * 5 + [(1024, 17, 17)] * 8 + [(1536, 8, 8)] * 4
+
+
+def test_inception_v4_reaches_every_parameter_at_its_smallest_input() -> None:
+    torch.manual_seed(0)
+    model = InceptionV4(7, 3, 75).eval()
+    logits = model(torch.randn(2, 3, 75, 75))
+    nn.functional.cross_entropy(logits, torch.tensor([0, 6])).backward()
+    assert logits.shape == (2, 7)
+    assert all(parameter.grad is not None and parameter.grad.any() for parameter in model.parameters())
+    with pytest.raises(RuntimeError):
+        model(torch.randn(2, 3, 74, 74))
+
+
+def test_published_sizes_are_those_of_the_model_and_allocate_nothing() -> None:
+    model = published("resnet20")
+    assert published_sizes("resnet20") == [(name, one.numel()) for name, one in model.named_parameters()]
+    with pytest.raises(UsageError, match=r"unknown model 'inception' .*: one of alexnet, convnet, .*inception-v4"):
+        published_sizes("inception")
 
 
 def test_convnets_normalisation_is_caffes_within_channel() -> None:

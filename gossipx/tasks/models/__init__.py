@@ -9,13 +9,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from torch import nn
 
 from gossipx.errors import UsageError
-from gossipx.specs import suggest
+from gossipx.specs import known_word, suggest
 from gossipx.tasks.models.alexnet import AlexNet
 from gossipx.tasks.models.convnet import ConvNet
 from gossipx.tasks.models.googlenet import GoogLeNet
+from gossipx.tasks.models.inception import InceptionV4
 from gossipx.tasks.models.lenet import LeNet
 from gossipx.tasks.models.resnet import ResNet
 
@@ -65,6 +67,12 @@ MODELS: dict[str, Model] = {
         Facts(6_998_552, 1000, 3, 224, 31, 11_000_000, "Szegedy et al. 2014, without auxiliary heads; bvlc_googlenet"),
     ),
 }
+"""What ``run`` trains; each has a preset."""
+
+UNTRAINED: dict[str, Model] = {
+    "inception-v4": Model(InceptionV4, Facts(42_648_232, 1000, 3, 299, 75, None, "Szegedy et al. 2016; TF-slim")),
+}
+"""Models without a preset: the size of their tensors is what they are here for."""
 
 
 def build_model(name: str, *, classes: int, channels: int, pixels: int) -> nn.Module:
@@ -82,6 +90,23 @@ def build_model(name: str, *, classes: int, channels: int, pixels: int) -> nn.Mo
             f"and these have {pixels}×{pixels}: take {', '.join(_that_take(pixels)) or 'larger ones'}"
         )
     return model.make(classes, channels, pixels)
+
+
+def published_sizes(name: str) -> list[tuple[str, int]]:
+    """Names and elements of a model's parameters, in its order, at the published input. Allocates none of them.
+
+    Args:
+        name: of ``MODELS`` or ``UNTRAINED``.
+
+    Raises:
+        UsageError: an unknown name.
+    """
+    known = MODELS | UNTRAINED
+    known_word("model", name, known)
+    facts = known[name].facts
+    with torch.device("meta"):
+        model = known[name].make(facts.classes, facts.channels, facts.pixels)
+    return [(of, parameter.numel()) for of, parameter in model.named_parameters()]
 
 
 def _that_take(pixels: int) -> list[str]:

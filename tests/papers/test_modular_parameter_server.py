@@ -1,0 +1,87 @@
+"""P.-Y. Wu, Versatile Communication Optimization for Deep Learning by Modularized Parameter Server (2018), chapter 5.
+
+Its figures are pictures without numbers: what is held here is what its text says of them. Four servers, since uniform
+split makes "four times" as many partitions as there are layers (chapter 5).
+"""
+
+from __future__ import annotations
+
+import statistics
+from functools import cache
+
+import pytest
+
+from gossipx.server.placement import BUILT_IN, Table
+from gossipx.server.survey import Outcome, Survey, survey
+from gossipx.tasks.models import published_sizes
+
+SERVERS = 4
+MODELS = ["googlenet", "resnet110", "inception-v4"]
+"""The three of Figures 5.1 to 5.3; Table 1.1's 1.73 million parameters are those of the ResNet with 110 layers."""
+
+
+@cache
+def tables(model: str) -> tuple[Table, ...]:
+    return tuple(Table(name, size) for name, size in published_sizes(model))
+
+
+@cache
+def found(model: str) -> Survey:
+    return survey(model, tables(model), SERVERS, {name: kind() for name, kind in BUILT_IN.items()})
+
+
+def outcome(model: str, placement: str) -> Outcome:
+    return next(one for one in found(model).placements if one.placement == placement)
+
+
+def deviation(model: str, placement: str) -> float:
+    return statistics.pstdev(outcome(model, placement).bytes)
+
+
+def test_sizes_of_table_1_1() -> None:
+    assert round(found("resnet110").elements / 1e6, 2) == 1.73
+    assert round(found("inception-v4").elements / 1e6, 2) == 42.65
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_variation_of_figure_5_3(model: str) -> None:
+    """Uniform split: "no variation"; the heuristic "effectively reduces the coefficient of variation"."""
+    uniform, heuristic, turns = (outcome(model, name) for name in ("uniform", "heuristic", "round-robin"))
+    assert max(uniform.bytes) - min(uniform.bytes) <= 4, "one element of float32"
+    assert heuristic.variation < turns.variation / 100
+    assert heuristic.variation < outcome(model, "greedy").variation, "which goes by the order of variables (2.3.1)"
+
+
+def test_round_robin_is_sensitive_to_the_order_especially_in_googlenet() -> None:
+    """Its weights and biases alternate, and with an even number of servers so do those that get the weights."""
+    variations = {model: outcome(model, "round-robin").variation for model in MODELS}
+    assert max(variations, key=lambda model: variations[model]) == "googlenet"
+    kinds = [table.name.rpartition(".")[2] for table in tables("googlenet")]
+    assert kinds == ["weight", "bias"] * (len(kinds) // 2)
+    of_biases = outcome("googlenet", "round-robin").bytes[1::2]
+    assert sum(of_biases) < 0.01 * 4 * found("googlenet").elements
+
+
+def test_uniform_split_of_resnet_has_four_times_as_many_partitions_most_of_them_tiny() -> None:
+    """Chapter 5: "many partitions are even smaller in size than the message headers and metadata"."""
+    assert outcome("resnet110", "uniform").partitions == 4 * outcome("resnet110", "heuristic").partitions
+    assert outcome("resnet110", "heuristic").partitions == found("resnet110").tables
+    shares = [4 * table.size / SERVERS for table in tables("resnet110")]
+    assert sum(share <= 64 for share in shares) > len(shares) / 2, "bytes; a header alone has about as many"
+
+
+def test_inception_v4_has_many_large_layers_and_large_deviations() -> None:
+    """Figure 5.2, and chapter 5: "standard deviations of other strategies become large"."""
+    large = {model: sum(table.size >= 100_000 for table in tables(model)) for model in MODELS}
+    assert large["inception-v4"] > 4 * large["googlenet"] and large["resnet110"] == 0
+    for placement in ("round-robin", "greedy"):
+        assert deviation("inception-v4", placement) > 10 * deviation("resnet110", placement)
+        assert deviation("inception-v4", placement) > deviation("googlenet", placement)
+
+
+def test_ps_lites_ranges_put_most_on_one_server() -> None:
+    """X. Yao et al., FluentPS (2019), section III-A, of its evaluation's residual nets; slicing makes them even."""
+    for model in ("resnet56", "resnet110"):
+        ranges = outcome(model, "range")
+        assert max(ranges.bytes) > sum(ranges.bytes) / 2
+        assert max(outcome(model, "sliced").bytes) - min(outcome(model, "sliced").bytes) <= 4
