@@ -13,6 +13,8 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from gossipx.cli.tables import show as show_table
+
 
 @click.group("topology")
 def topology() -> None:
@@ -52,7 +54,7 @@ def list_command(as_json: bool) -> None:
         for number, (name, text) in enumerate(lines.items()):
             table.add_row("" if number else kind, name, text)
         table.add_section()
-    _print(table)
+    show_table(table)
 
 
 @topology.command("show")
@@ -112,14 +114,7 @@ def check(name: str, size: int | None, seed: int, as_json: bool, **settings: Any
         table = Table("", found.topology)
         for line in found.lines():
             table.add_row(*line)
-        _print(table)
+        show_table(table)
         for warning in found.warnings:
             print(f"warning: {warning}", file=sys.stderr)
     sys.exit(0 if found.strongly_connected else 1)
-
-
-def _print(table: Table) -> None:
-    console = Console(highlight=False, markup=False)
-    if not console.is_terminal:  # a file or a pipe has no width that the table should be cut to
-        console.width = 200
-    console.print(table)

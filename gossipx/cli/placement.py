@@ -1,0 +1,79 @@
+"""``gossipx placement``: where a model's tensors would lie on the servers of a parameter server."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from typing import TYPE_CHECKING
+
+import click
+from rich.table import Table
+
+from gossipx.cli.tables import show
+
+if TYPE_CHECKING:
+    from gossipx.server.survey import Survey
+
+_MOST = 1024
+"""Servers: more than any of the models has tensors, and still a table that can be scrolled through."""
+_BAR = 20
+"""Characters of the longest bar; the widest table then has fewer than 80."""
+
+
+@click.command("placement")
+@click.argument("model", metavar="MODEL")
+@click.option("--servers", type=click.IntRange(1, _MOST), default=4, show_default=True, help="How many share MODEL.")
+@click.option("--placement", "strategy", metavar="NAME", help="Only this one. Default: all.")
+@click.option("--json", "as_json", is_flag=True, help="For programs.")
+def placement(model: str, servers: int, strategy: str | None, as_json: bool) -> None:
+    """How evenly each placement spreads MODEL over the servers of a parameter server, and in how many partitions.
+
+    MODEL is a built-in one (run's --model) or inception-v4, at the input that it was published for and in float32:
+    lenet for MNIST, convnet and the resnets for CIFAR-10, alexnet, googlenet (without auxiliary classifiers) and
+    inception-v4 for ImageNet. Shown are the sizes of its tensors, the MB on each server, their coefficient of variation
+    (standard deviation by mean; 0 is even), and the partitions, which are the messages of a push or pull of all.
+
+    \b
+    gossipx placement inception-v4 --servers 4
+    gossipx placement resnet110 --servers 8 --placement sliced --json
+    """
+    from gossipx.server import placement as placements
+    from gossipx.server.survey import survey
+    from gossipx.tasks.models import published_sizes
+
+    asked = [strategy] if strategy is not None else list(placements.BUILT_IN)
+    chosen = {name: placements.parse(name) for name in asked}
+    tables = [placements.Table(name, size) for name, size in published_sizes(model)]
+    found = survey(model, tables, servers, chosen)
+    if as_json:
+        print(json.dumps(dataclasses.asdict(found), indent=2))
+    else:
+        show(_sizes(found), _placements(found))
+
+
+def _sizes(found: Survey) -> Table:
+    table = Table(title=f"{found.model}: {found.tables} tensors of {found.elements:,} elements", title_justify="left")
+    for heading in ("elements", "tensors", "of all elements"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column()  # bars
+    longest = max(one.tables for one in found.sizes)
+    for one in found.sizes:
+        span = f"{one.at_least:,} to {one.at_most:,}"
+        bar = "█" * math.ceil(_BAR * one.tables / longest)
+        table.add_row(span, str(one.tables), f"{one.elements / found.elements:.1%}", bar)
+    return table
+
+
+def _placements(found: Survey) -> Table:
+    """A column a placement, which fits a terminal however many servers there are."""
+    table = Table(title=f"{found.model} on {found.servers} servers, MB on each", title_justify="left")
+    table.add_column("server", no_wrap=True)
+    for one in found.placements:
+        table.add_column(one.placement, justify="right", no_wrap=True)
+    for server in range(found.servers):
+        table.add_row(str(server), *(f"{one.bytes[server] / 1e6:.3f}" for one in found.placements))
+    table.add_section()
+    table.add_row("variation", *(f"{one.variation:#.2g}" for one in found.placements))
+    table.add_row("partitions", *(f"{one.partitions:,}" for one in found.placements))
+    return table

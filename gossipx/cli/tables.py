@@ -1,0 +1,15 @@
+"""Tables on a terminal, in a file and through a pipe."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+
+def show(*tables: Table) -> None:
+    """Print tables one below the other."""
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal:  # a file or a pipe has no width that the table should be cut to
+        console.width = 200
+    for table in tables:
+        console.print(table)
