@@ -161,9 +161,9 @@ class Sliced(Placement):
     goes through lie on two servers or more.
 
     When one of N servers joins or goes, the others stay in order and the ranges are made even again. Of all elements
-    that moves the share 1/2 − p(N − 1 − p) / (N(N − 1)), to at most N elements, p being its position from 0: half of
-    them at either end, 1/4 + 1/(4N) in the middle, where :func:`seated` lets it join. 1/N is what has to come to, or to
-    leave, any one of N; the rest is the price of ranges that stay in one piece.
+    that moves the share 1/2 − p(N − 1 − p) / (N(N − 1)), to N elements, p being its position from 0: half of them at
+    either end, and in the middle, where :func:`seated` lets it join, 1/4 + 1/(4N), or for even N 1/4 + 1/(4(N − 1)).
+    1/N is what has to come to, or to leave, any one of N; the rest is the price of ranges that stay in one piece.
     """
 
     def decide(self, tables: Sequence[Table], servers: int) -> list[list[Partition]]:
@@ -219,7 +219,7 @@ def checked(placement: Placement, tables: Sequence[Table], servers: int) -> list
     name = type(placement).__name__
     decided: Any = placement.decide(tables, servers)
     if not isinstance(decided, list | tuple) or not all(isinstance(held, list | tuple) for held in decided):
-        raise UsageError(f"placement {name}: decide gives a list of partitions for each server, not {decided!r:.60}")
+        raise UsageError(f"placement {name}: decide gives a list with a list of partitions for each server")
     if len(decided) != servers:
         raise UsageError(f"placement {name}: it places on {len(decided)} servers, and there are {servers}")
     held = {server: [_whole(one, tables, name) for one in parts] for server, parts in enumerate(decided)}
@@ -338,11 +338,12 @@ def _to_the_least_loaded(tables: Sequence[Table], order: Iterable[int], servers:
 def _whole(given: Any, tables: Sequence[Table], name: str) -> Partition:
     """A user's partition with plain numbers that lie in their table, or a UsageError."""
     if not isinstance(given, Partition):
-        raise UsageError(f"placement {name}: {given!r:.60} is no Partition")
+        raise UsageError(f"placement {name}: a {type(given).__name__} is no Partition")
     try:
         table, start, stop = (operator.index(number) for number in (given.table, given.start, given.stop))
     except TypeError:
-        raise UsageError(f"placement {name}: {given} has a number that is not whole") from None
+        shown = " ".join(str(given).split())
+        raise UsageError(f"placement {name}: {shown:.100} has a number that is not whole") from None
     if not 0 <= table < len(tables):
         raise UsageError(f"placement {name}: there is no table {table}: they are 0 to {len(tables) - 1}")
     if not 0 <= start <= stop <= tables[table].size:

@@ -212,10 +212,10 @@ def test_one_of_a_few_lines() -> None:
 @pytest.mark.parametrize(
     ("decided", "told"),
     [
-        (None, "decide gives a list of partitions for each server, not None"),
-        ([Partition(0, 0, 10)], "decide gives a list of partitions for each server, not [Partition("),
+        (None, "decide gives a list with a list of partitions for each server"),
+        ([Partition(0, 0, 10)], "decide gives a list with a list of partitions for each server"),
         ([[]], "it places on 1 servers, and there are 2"),
-        ([[(0, 0, 10)], []], "(0, 0, 10) is no Partition"),
+        ([[(0, 0, 10)], []], "a tuple is no Partition"),
         ([[Partition(0, 0, 5.0)], []], "Partition(table=0, start=0, stop=5.0) has a number that is not whole"),
         ([[Partition(2, 0, 1)], []], "there is no table 2: they are 0 to 1"),
         ([[Partition(-1, 0, 0)], []], "there is no table -1"),
@@ -373,6 +373,13 @@ def test_sliced_moves_as_little_as_an_even_cut_in_order_can(servers: int) -> Non
     for gone in names if servers > 1 else ():
         rest = [name for name in names if name != gone]
         assert cost(rest) == min(cost(order) for order in itertools.permutations(rest))
+
+
+@pytest.mark.parametrize("servers", range(2, 13))
+def test_in_the_middle_about_a_quarter_moves(servers: int) -> None:
+    middle = seated(range(servers - 1), -1).index(-1)
+    odd_or_even = servers if servers % 2 else servers - 1
+    assert share_that_moves(middle, servers) == pytest.approx(1 / 4 + 1 / (4 * odd_or_even))
 
 
 def test_a_new_server_sits_in_the_middle() -> None:
