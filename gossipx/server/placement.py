@@ -281,8 +281,8 @@ def moves(before: Mapping[S, Sequence[Partition]], after: Mapping[S, Sequence[Pa
 def seated(servers: Sequence[S], joins: S) -> list[S]:
     """The order of servers with one that joins: in the middle.
 
-    Placements that cut in order (``range``, ``uniform``, ``sliced``) then move about a quarter of all elements; with
-    the new one at an end it were half (:class:`Sliced` has the formula).
+    Placements that cut evenly in order then move little more than a quarter (``uniform`` and ``sliced`` of all
+    elements, ``range`` of all tables); with the new one at an end it is half (:class:`Sliced` has the formula).
     """
     middle = len(servers) // 2
     return [*servers[:middle], joins, *servers[middle:]]
