@@ -265,8 +265,8 @@ def _pssp(staleness: float = 3, p: str = "", alpha: str = "") -> SyncModel:
     if alpha == "significance":
         return DynamicPSSP(staleness, "significance")
     if alpha:
-        return DynamicPSSP(staleness, _number("alpha", alpha))
-    return ConstantPSSP(staleness, _number("p", p)) if p else ConstantPSSP(staleness)
+        return DynamicPSSP(staleness, _number(alpha, f"alpha='{alpha}' is neither a number nor significance"))
+    return ConstantPSSP(staleness, _number(p, f"p='{p}' is not a number")) if p else ConstantPSSP(staleness)
 
 
 def _hybrid(step: str = "", double: str = "", fixed: str = "") -> Hybrid:
@@ -345,11 +345,11 @@ def application(model: SyncModel, apply: Apply | str | None = None) -> Apply:
     return apply
 
 
-def _number(key: str, text: str) -> float:
+def _number(text: str, wrong: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise ValueError(f"{key}='{text}' is not a number") from None
+        raise ValueError(wrong) from None
 
 
 def _staleness(value: float) -> float:
