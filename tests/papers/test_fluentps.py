@@ -85,6 +85,17 @@ def test_pssp():
     assert ticks("pssp") == [4]
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_pssp_is_asp_without_and_ssp_with_certainty(dynamic: bool):
+    """Section III-E.1: "P equals 0, it becomes ASP, while it reduces to SSP if P is 1", for the draws 0 and nearly 1.
+
+    Hence draw ≥ P, where Table III has >: a draw of 0 would wait in ASP.
+    """
+    never, always = ("alpha=0", "alpha=2") if dynamic else ("p=0", "p=1")
+    assert answers(f"pssp:staleness=3,{never}", clock=4, draw=0.0) == list(range(10))
+    assert answers(f"pssp:staleness=3,{always}", clock=4, draw=1 - 2**-53) == answers("ssp:3", clock=4)
+
+
 def test_own_conditions_make_any_row():
     """Section III-B: SetcondPull and SetcondPush; here SSP with s = 1, and N − 1 workers are enough."""
     model = Conditions(pull=lambda seen, pull: pull.progress < seen.clock + 1, push=lambda seen: seen.pushed >= 2)
