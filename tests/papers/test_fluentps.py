@@ -232,12 +232,11 @@ def test_lazily_answered_pulls_hold_what_the_soft_barrier_lacks():
 def lead_when_stopped(model: str, seed: int) -> int:
     """How far ahead of a clock that stands still a worker comes: k = progress − V_train of its delayed pull."""
     clock = Clock(parse(model), workers=range(2), rng=random.Random(seed))
-    progress = 0
-    while True:
+    for progress in range(1000):
         pushes(clock, 0, progress)
         if not clock.pull(0, progress, progress):
             return progress - clock.clock
-        progress += 1
+    raise AssertionError("nothing stops it")
 
 
 @pytest.mark.parametrize(("staleness", "probability"), [(3, 0.5), (3, 0.2), (0, 1 / 3)])

@@ -92,8 +92,9 @@ def test_synchronous_in_the_end():
     """Section 3: gradients of all workers, each worker waits for the update: as bsp from there on."""
     hybrid, bsp = Run("hybrid:step=1", range(3)), Run("bsp", range(3))
     taken_in_turns(hybrid, 6)
-    while any(worker.waiting for worker in hybrid.workers.values()) or len(hybrid.steps[-1][1]) < 3:
+    while hybrid.clock.waiting:
         hybrid.iterate(hybrid.able[0])
+    assert len(hybrid.steps[-1][1]) == 3, "it is synchronous by now"
     bsp.weights = list(hybrid.weights)
     for worker in (*bsp.workers.values(), *hybrid.workers.values()):
         worker.seen = list(hybrid.weights)

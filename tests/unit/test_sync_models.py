@@ -367,6 +367,13 @@ def test_who_joins_starts_at_the_clock():
     assert run.clock.clock == 4
 
 
+def test_conditions_are_looked_at_when_somebody_joins():
+    at_least_two = Conditions(pull=lambda seen, pull: seen.workers >= 2, push=lambda seen: seen.workers >= 2)
+    clock = Clock(at_least_two, pulls="soft", workers=[0])
+    assert clock.pushed(0, 0) == [] and clock.pull(0, 0, "pull") == []
+    assert clock.joined(1) == [Tick(1), Release("pull")]
+
+
 def test_who_is_lost_is_not_waited_for():
     run = Run("ssp:1", range(3))
     for rank in (0, 0, 1, 1):
