@@ -1,1 +1,1 @@
-"""The parameter server's pure parts: where the tables of a model lie."""
+"""The parameter server: what decides in it, as pure state machines and values."""

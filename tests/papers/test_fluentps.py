@@ -1,0 +1,315 @@
+"""FluentPS: each test names the section, algorithm, table, figure or equation that it holds to."""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+
+import pytest
+from shards import Message, Run
+
+from gossipx.server.clock import Clock, Decision, Fate, Part, Release, Tick
+from gossipx.server.conditions import Conditions, Pull, View
+from gossipx.server.models import DynamicPSSP, describe, parse
+
+
+def view(clock: int, pushed: int = 0, workers: int = 4) -> View:
+    return View(clock, pushed, workers, fastest=clock + pushed, slowest=clock - 1, buffered=0, gradients=0)
+
+
+def answers(spec: str, clock: int, draw: float = 0.5) -> list[int]:
+    """Of the progresses 0 to 9 those whose pull is answered at that clock."""
+    model = parse(spec)
+    pulls = [Pull(0, progress, draw) for progress in range(10)]
+    return [pull.progress for pull in pulls if model.may_pull(model.init(), view(clock), pull)]
+
+
+def ticks(spec: str, workers: int = 4) -> list[int]:
+    """Of the counts 1 to N those with which the clock ticks."""
+    model = parse(spec)
+    counts = range(1, workers + 1)
+    return [pushed for pushed in counts if model.may_tick(model.init(), view(3, pushed, workers))]
+
+
+# --- Table III ----------------------------------------------------------------------------------------
+
+
+def test_bsp():
+    """progress < V_train; Count[V_train] == N."""
+    assert answers("bsp", clock=4) == [0, 1, 2, 3]
+    assert answers("bsp", clock=0) == []
+    assert ticks("bsp") == [4]
+
+
+def test_asp():
+    """progress < V_train + ∞; Count[V_train] == N."""
+    assert answers("asp", clock=0) == list(range(10))
+    assert ticks("asp") == [4]
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+def test_ssp(staleness: int):
+    """progress < V_train + s; Count[V_train] == N."""
+    assert answers(f"ssp:{staleness}", clock=4) == list(range(4 + staleness))
+    assert ticks(f"ssp:{staleness}") == [4]
+
+
+def test_ssp_with_unbounded_staleness_is_asp():
+    """Section V-B: "while s = ∞, SSP reduces to ASP"."""
+    assert answers("ssp:inf", clock=0) == list(range(10))
+
+
+def test_dsps():
+    """progress < V_train + s with s as it is now; Count[V_train] == N."""
+    model = parse("dsps:staleness=2,low=0,high=4,window=1")
+    state = model.init()
+    pulls = [Pull(0, progress, 0.5) for progress in range(10)]
+    assert [pull.progress for pull in pulls if model.may_pull(state, view(1), pull)] == [0, 1, 2]
+    state = model.ticked(state, view(1), 4, 4)
+    assert [pull.progress for pull in pulls if model.may_pull(state, view(1), pull)] == [0, 1, 2, 3]
+    assert ticks("dsps") == [4]
+
+
+def test_drop_stragglers():
+    """progress < V_train; Count[V_train] == N_t."""
+    assert answers("drop:3", clock=4) == [0, 1, 2, 3]
+    assert ticks("drop:3") == [3, 4]
+    assert ticks("drop:3", workers=2) == [2], "no more than there are"
+
+
+def test_pssp():
+    """progress < V_train + s or rand(0, 1) > P; Count[V_train] == N."""
+    assert answers("pssp:staleness=3,p=0.3", clock=4, draw=0.31) == list(range(10))
+    assert answers("pssp:staleness=3,p=0.3", clock=4, draw=0.29) == list(range(7))
+    assert ticks("pssp") == [4]
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_pssp_is_asp_without_and_ssp_with_certainty(dynamic: bool):
+    """Section III-E.1: "P equals 0, it becomes ASP, while it reduces to SSP if P is 1", for the draws 0 and nearly 1.
+
+    Hence draw ≥ P, where Table III has >: a draw of 0 would wait in ASP.
+    """
+    never, always = ("alpha=0", "alpha=2") if dynamic else ("p=0", "p=1")
+    assert answers(f"pssp:staleness=3,{never}", clock=4, draw=0.0) == list(range(10))
+    assert answers(f"pssp:staleness=3,{always}", clock=4, draw=1 - 2**-53) == answers("ssp:3", clock=4)
+
+
+def test_own_conditions_make_any_row():
+    """Section III-B: SetcondPull and SetcondPush; here SSP with s = 1, and N − 1 workers are enough."""
+    model = Conditions(pull=lambda seen, pull: pull.progress < seen.clock + 1, push=lambda seen: seen.pushed >= 2)
+    own, shipped = Run(model, range(3)), Run("drop:2,late=add", range(3), apply="push")
+    assert model.default_apply.value == "push"
+    assert describe(model).startswith("conditions ")
+    for run in (own, shipped):
+        for rank in (0, 1, 0, 2):
+            run.iterate(rank)
+    assert own.events == ["answer 0 0", "tick 1", "answer 1 0", "answer 0 1", "answer 2 0"]
+    assert shipped.events == ["tick 1", "answer 0 0", "answer 1 0", "answer 2 0"]
+
+
+# --- Algorithm 1 --------------------------------------------------------------------------------------
+
+
+def pushes(clock: Clock, worker: int, progress: int) -> list[Decision]:
+    clock.push_part(worker, progress)
+    return clock.pushed(worker, progress)
+
+
+def test_every_gradient_is_added_divided_by_the_number_of_workers():
+    """Line 15: w ← w + g / N, in the handler of the push."""
+    clock = Clock(parse("asp"), workers=range(4))
+    assert clock.push_part(0, 0) == Part(Fate.APPLY, 0.25)
+    clock.lost(3)
+    clock.lost(2)
+    assert clock.push_part(1, 0) == Part(Fate.APPLY, 0.5), "N is who is there"
+    assert Clock(parse("asp"), "each", workers=range(4)).push_part(0, 0) == Part(Fate.APPLY, 1.0)
+
+
+def test_a_round_of_bulk_synchronous_training():
+    """Lines 2 to 5, 12 to 14: pulls wait until all have pushed; what they get is one step with the mean."""
+    run = Run("bsp", range(3))
+    run.iterate(0)
+    run.iterate(2)
+    assert run.events == [] and run.clock.counts.delayed == 2 and run.weights == [1.0]
+    run.iterate(1)
+    assert run.events == ["tick 1", "answer 0 0", "answer 2 0", "answer 1 0"]
+    assert run.weights == [1.0 - 0.125 * ((1 - 0) + (1 - 2) + (1 - 1)) / 3]
+    assert run.clock.counts.delayed == 2, "the last one's pull finds the clock where it needs it"
+
+
+def test_the_clock_is_ticked_when_the_counted_iteration_is_complete():
+    """Lines 16 and 17: Count[progress] of later iterations is there when the clock comes to them."""
+    clock = Clock(parse("asp"), workers=range(2))
+    assert [pushes(clock, 0, i) for i in range(3)] == [[], [], []]
+    assert [pushes(clock, 1, i) for i in range(4)] == [[Tick(1)], [Tick(2)], [Tick(3)], []]
+
+
+# --- Figure 3: soft barrier and lazy execution --------------------------------------------------------
+
+
+def figure_3(staleness: int, pulls: str) -> Clock:
+    """W2 has pushed g_0 only, W1 is within the staleness, and W0 one further: its pull is the first that is delayed."""
+    clock = Clock(parse(f"ssp:{staleness}"), pulls=pulls, workers=range(3))
+    last = {0: staleness + 1, 1: staleness, 2: 0}
+    for i in range(staleness + 2):
+        for worker in (worker for worker in last if i <= last[worker]):
+            pushes(clock, worker, i)
+            clock.pull(worker, i, f"W{worker} pulls w_{i + 1}")
+    assert clock.clock == 1 and clock.waiting == [f"W0 pulls w_{staleness + 2}"]
+    return clock
+
+
+@pytest.mark.parametrize("staleness", [2, 3])
+def test_soft_barrier_answers_after_one_iteration(staleness: int):
+    """Figure 3 (a): W0's delayed pull is answered after one more iteration of W2, without g_2 and g_3 of it.
+
+    The figure says s = 3 where W0 is stopped after g_3 and W2 after g_0. Table III stops it there with s = 2
+    (progress 3 < V_train + s is false with V_train = 1): the figure counts the lead between the last pushes of the two,
+    the table between W0's last push and the ticks done. The table is what we do; it is shown for both.
+    """
+    clock = figure_3(staleness, "soft")
+    pull = f"W0 pulls w_{staleness + 2}"
+    assert pushes(clock, 2, 1) == [Tick(2), Release(pull)]
+    pushes(clock, 0, staleness + 2)
+    assert clock.pull(0, staleness + 2, "next") == [], "the next barrier follows at the next iteration"
+    assert clock.counts.delayed == 2
+
+
+@pytest.mark.parametrize(("staleness", "iterations"), [(2, 3), (3, 4)])
+def test_lazy_execution_answers_when_the_slowest_has_caught_up(staleness: int, iterations: int):
+    """Figure 3 (b): W0 waits for g_1, g_2 and g_3 of W2 (three; for s see above), then not again soon."""
+    clock = figure_3(staleness, "lazy")
+    pull = f"W0 pulls w_{staleness + 2}"
+    assert pushes(clock, 1, staleness + 1) == []
+    for i in range(1, iterations):
+        assert pushes(clock, 2, i) == [Tick(i + 1)]
+    assert pushes(clock, 2, iterations) == [Tick(iterations + 1), Release(pull)]
+    for i in range(staleness + 2, 2 * staleness + 2):
+        pushes(clock, 0, i)
+        assert clock.pull(0, i, i) == [Release(i)], "it is up to date, so that it may lead again"
+    assert clock.counts.delayed == 1
+
+
+def delayed(model: str, pulls: str, seconds: tuple[float, ...] = (1.0, 1.25, 2.0), until: float = 200.0) -> int:
+    """DPRs of workers whose iterations take so long, in virtual time."""
+    run = Run(model, range(len(seconds)), pulls=pulls)
+    ends = [(duration, rank) for rank, duration in enumerate(seconds)]
+    while ends and ends[0][0] < until:
+        now, rank = heapq.heappop(ends)
+        run.iterate(rank)
+        at_work = {other for _, other in ends}
+        for other in run.able:
+            if other not in at_work:
+                heapq.heappush(ends, (now + seconds[other], other))
+    return run.clock.counts.delayed
+
+
+@pytest.mark.parametrize("staleness", [1, 2, 3, 5])
+def test_fewer_pulls_are_delayed_with_lazy_execution(staleness: int):
+    """Sections II-B, III-C, IV-B.3: the soft barrier stops a fast worker again and again."""
+    assert 0 < delayed(f"ssp:{staleness}", "lazy") < delayed(f"ssp:{staleness}", "soft") / 2
+
+
+def test_lazily_answered_pulls_hold_what_the_soft_barrier_lacks():
+    """Section III-C: w_4 of the soft barrier lacks g_2 and g_3 of W2, that of lazy execution holds them."""
+    held = {}
+    for pulls in ("soft", "lazy"):
+        run = Run("ssp:2", range(3), pulls=pulls)
+        for rank in (0, 1, 2, 0, 1, 0, 1, 0, 1, 2, 2, 2):
+            if not run.workers[rank].waiting:
+                run.iterate(rank)
+        (answer,) = (one for one in run.answers if (one.life, one.iteration) == (0, 3))
+        held[pulls] = [message.iteration for message in sorted(answer.applied) if message.life == 2]
+        assert Message(0, 3, 0) in answer.applied
+    assert held == {"soft": [0, 1], "lazy": [0, 1, 2, 3]}
+
+
+# --- section III-E: probabilistic SSP -----------------------------------------------------------------
+
+
+def lead_when_stopped(model: str, seed: int) -> int:
+    """How far ahead of a clock that stands still a worker comes: k = progress − V_train of its delayed pull."""
+    clock = Clock(parse(model), workers=range(2), rng=random.Random(seed))
+    for progress in range(1000):
+        pushes(clock, 0, progress)
+        if not clock.pull(0, progress, progress):
+            return progress - clock.clock
+    raise AssertionError("nothing stops it")
+
+
+@pytest.mark.parametrize(("staleness", "probability"), [(3, 0.5), (3, 0.2), (0, 1 / 3)])
+def test_constant_pssp_is_ssp_with_a_drawn_staleness(staleness: int, probability: float):
+    """Theorem 1: it behaves like SSP with s_i ≥ s at a probability of c (1 − c)^(s_i − s).
+
+    So s_i is s + 1/c − 1 on average, which is s', the staleness of the SSP whose regret has the same bound (Eq. 3).
+    """
+    trials = 4000
+    leads = [lead_when_stopped(f"pssp:staleness={staleness},p={probability}", seed) for seed in range(trials)]
+    for lead in range(staleness, staleness + 4):
+        expected = probability * (1 - probability) ** (lead - staleness)
+        spread = math.sqrt(expected * (1 - expected) / trials)
+        assert leads.count(lead) / trials == pytest.approx(expected, abs=4 * spread)
+    assert min(leads) == staleness
+    spread = math.sqrt(1 - probability) / probability / math.sqrt(trials)
+    assert sum(leads) / trials == pytest.approx(staleness + 1 / probability - 1, abs=4 * spread)
+
+
+@pytest.mark.parametrize("probability", [0.5, 0.2])
+def test_constant_pssp_delays_fewer_pulls_than_ssp_of_the_same_regret(probability: float):
+    """Section IV-B.4, Figure 9 (soft barrier): c against s' = s + 1/c − 1."""
+    same = round(3 + 1 / probability - 1)
+    assert 0 < delayed(f"pssp:staleness=3,p={probability}", "soft") < delayed(f"ssp:{same}", "soft")
+
+
+def test_dynamic_probability():
+    """Section III-E.2: P(s, k) = 0 for k < s, else α / (1 + e^(s − k)); it grows from α/2 towards α (Theorem 2)."""
+    model = parse("pssp:staleness=3,alpha=0.8")
+    assert isinstance(model, DynamicPSSP)
+    assert [model.probability(lead, 0.0) for lead in (-1, 0, 2)] == [0, 0, 0]
+    assert model.probability(3, 0.0) == pytest.approx(0.4)
+    assert model.probability(5, 0.0) == pytest.approx(0.8 / (1 + math.e**-2))
+    assert model.probability(1000, 0.0) == pytest.approx(0.8)
+    grows = [model.probability(lead, 0.0) for lead in range(3, 20)]
+    assert grows == sorted(grows)
+    assert parse("pssp:staleness=3,alpha=5").probability(4, 0.0) == 1.0, "no more than certain"
+
+
+def test_dynamic_probability_by_significance():
+    """Section III-E.2: α = SF(g, w) = |g| / |w|: who has pushed more waits more often."""
+    model = parse("pssp:staleness=1,alpha=significance")
+    seen = view(0)
+    for significance, waits in ((0.0, False), (0.5, False), (1.5, True), (math.nan, True), (math.inf, True)):
+        pull = Pull(0, 1, draw=0.5, significance=significance)
+        assert model.may_pull(None, seen, pull) is not waits
+    clock = Clock(model, workers=range(2), rng=random.Random(0))
+    pushes(clock, 0, 1)
+    assert clock.pull(0, 1, "small", significance=1e-9) and not clock.pull(0, 1, "large", significance=10.0)
+
+
+def test_a_draw_is_kept_while_a_pull_waits():
+    """Drawn anew at every event, a pull would pass sooner or later, and P would mean nothing."""
+    clock = Clock(parse("pssp:staleness=1,p=0.5"), pulls="soft", workers=range(3), rng=random.Random(1))
+    assert random.Random(1).random() < 0.5
+    pushes(clock, 0, 1)
+    assert clock.pull(0, 1, "pull") == []
+    for worker in range(3, 40):
+        assert clock.joined(worker) == []
+
+
+# --- switching at run time ----------------------------------------------------------------------------
+
+
+def test_the_sync_model_is_adjusted_at_run_time():
+    """Section I: "at runtime, our condition-aware methodology can adjust synchronization models"."""
+    run = Run("bsp", range(2))
+    run.iterate(0)
+    assert run.events == []
+    run.switch("ssp:1")
+    assert run.events == ["answer 0 0"] and run.weights == [1.0 - 0.125 * 1.0], "its pull and its push are not lost"
+    run.iterate(0)
+    run.iterate(1)
+    assert run.events == ["answer 0 0", "tick 1", "answer 1 0"], "lazily: the clock has to pass 1"
+    run.switch("asp")
+    assert run.events[3:] == ["answer 0 1"] and run.clock.epoch == 2

@@ -1,0 +1,147 @@
+"""Hybrid Approach to Parallel SGD: each test names the section or the step of Algorithm 1 that it holds to."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+from shards import RATE, Run
+
+from gossipx.server.conditions import View
+from gossipx.server.growth import Double, Growth, Step
+from gossipx.server.models import Hybrid, parse
+
+WORKERS = 4
+
+
+def seen(gradients: int, workers: int = WORKERS, buffered: int = 0) -> View:
+    return View(0, 0, workers, 0, 0, buffered, gradients)
+
+
+def taken_in_turns(run: Run, rounds: int) -> list[int]:
+    """How many gradients each application took, with workers that are equally fast."""
+    for _ in range(rounds):
+        for rank in run.able:
+            run.iterate(rank)
+    return [len(messages) for _, messages in run.steps]
+
+
+# --- sections 4 and 6: the threshold ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("times", "rate", "step"), [(3, 0.01, 300), (5, 0.01, 500), (7, 0.01, 700), (5, 0.003, 1667)])
+def test_steps_are_multiples_of_the_reciprocal_of_the_learning_rate(times: int, rate: float, step: int):
+    """Section 6, Table 4."""
+    assert parse(f"hybrid:step={times}/lr").resolved(rate) == Hybrid(Step(step))
+
+
+def test_the_threshold_grows_by_one_every_step_of_gradients():
+    """Step 1: K is 1 at first. Step 2 (3): the step function, with the number of gradient updates (section 6)."""
+    model = Hybrid(Step(500))
+    assert [model.threshold(seen(n)) for n in (0, 1, 500)] == [1, 1, 1], "the first 500 are asynchronous"
+    assert [model.threshold(seen(n)) for n in (501, 1000, 1001, 1501)] == [2, 2, 3, 4]
+
+
+@pytest.mark.parametrize("growth", [Step(7), Double(9)])
+def test_any_growth_is_monotonic_starts_at_one_and_ends_at_all_workers(growth: Growth):
+    """Sections 4, 9: "different monotonically increasing functions can also be used"."""
+    model = Hybrid(growth)
+    thresholds = [model.threshold(seen(n)) for n in range(1, 200)]
+    assert thresholds == sorted(thresholds) and thresholds[0] == 1 and thresholds[-1] == WORKERS
+    assert model.threshold(seen(10**12)) == WORKERS
+
+
+def test_the_threshold_is_never_above_the_living():
+    """K workers have to be there to fill the buffer: with fewer, everybody would wait for ever."""
+    model = Hybrid(Step(1))
+    assert [model.threshold(seen(1000, workers)) for workers in (5, 2, 1, 0)] == [5, 2, 1, 1]
+    run = Run("hybrid:fixed=3", range(3))
+    run.iterate(0)
+    run.iterate(1)
+    assert run.steps == [] and run.able == [2]
+    run.lose(2)
+    assert [len(messages) for _, messages in run.steps] == [2] and run.able == [0, 1]
+
+
+# --- Algorithm 1 --------------------------------------------------------------------------------------
+
+
+def test_updates_go_smoothly_from_asynchronous_to_synchronous():
+    """Step 2: a buffer of K gradients is applied; first each by itself, in the end one of every worker."""
+    taken = taken_in_turns(Run("hybrid:step=8", range(WORKERS)), 20)
+    assert taken[:8] == [1] * 8, "the first 8"
+    assert taken[8:12] == [2] * 4, "the next 8, two by two"
+    assert taken[12:] == sorted(taken[12:])
+    assert set(taken[12:14]) == {3} and set(taken[-5:]) == {WORKERS}
+
+
+def test_asynchronous_at_first():
+    """Section 3: an asynchronous update is applied whole as soon as it comes, and answered."""
+    run = Run("hybrid:step=100", range(2))
+    run.iterate(0)
+    assert run.weights == [1.0 - RATE * (1.0 - 0)] and run.events == ["answer 0 0"]
+    run.iterate(0)
+    run.iterate(0)
+    assert run.clock.counts.delayed == 0 and run.clock.clock == 0, "nobody waits for the clock"
+    run.iterate(1)
+    assert run.clock.clock == 1
+
+
+def test_synchronous_in_the_end():
+    """Section 3: gradients of all workers, each worker waits for the update: as bsp from there on."""
+    hybrid, bsp = Run("hybrid:step=1", range(3)), Run("bsp", range(3))
+    taken_in_turns(hybrid, 6)
+    while hybrid.clock.waiting:
+        hybrid.iterate(hybrid.able[0])
+    assert len(hybrid.steps[-1][1]) == 3, "it is synchronous by now"
+    bsp.weights = list(hybrid.weights)
+    for worker in (*bsp.workers.values(), *hybrid.workers.values()):
+        worker.seen = list(hybrid.weights)
+    start = len(hybrid.events)
+    for rank in (2, 0, 1, 1, 2, 0):
+        hybrid.iterate(rank)
+        bsp.iterate(rank)
+        assert hybrid.weights == bsp.weights and hybrid.able == bsp.able
+    answered = [event for event in hybrid.events[start:] if event.startswith("answer")]
+    assert len(answered) == 6
+
+
+def test_a_buffer_is_applied_by_its_mean():
+    """Section 6: the learning rate is one and the same, whatever K; so a buffer counts as one gradient."""
+    run = Run("hybrid:fixed=2", range(3))
+    run.iterate(0)
+    assert run.weights == [1.0], "one of two"
+    run.iterate(2)
+    assert run.weights == [1.0 - RATE * ((1 - 0) + (1 - 2)) / 2]
+    assert run.events == ["answer 0 0", "answer 2 0"]
+
+
+def test_a_pull_is_answered_when_the_workers_own_gradient_is_applied():
+    """Not before, or it would push a second one into the buffer; not later, whoever else is slow."""
+    run = Run("hybrid:fixed=2", range(3))
+    for rank in (0, 1, 0):
+        run.iterate(rank)
+    assert run.able == [1, 2] and run.events == ["answer 0 0", "answer 1 0"]
+    run.iterate(1)
+    assert run.events[2:] == ["answer 0 1", "answer 1 1"] and run.clock.clock == 0
+
+
+def test_nobody_waits_for_ever_whatever_the_speeds():
+    """Step 2 goes on until convergence: with K up to N, somebody can always go on."""
+    choose = random.Random(3)
+    run = Run("hybrid:step=10", range(WORKERS))
+    for _ in itertools.repeat(None, 400):
+        assert run.able
+        run.iterate(choose.choice(run.able))
+    assert min(run.clock.progress.values()) > 80 and len(run.steps[-1][1]) == WORKERS
+
+
+def test_growth_begins_where_the_model_is_switched_to():
+    """Step 1 is the algorithm's start: K is 1 then, though gradients have come before."""
+    run = Run("asp", range(3))
+    taken_in_turns(run, 10)
+    run.switch("hybrid:step=6")
+    del run.steps[:]
+    assert taken_in_turns(run, 4)[:7] == [1, 1, 1, 1, 1, 1, 2]
+    assert run.clock.counts.gradients > 40, "of all epochs"

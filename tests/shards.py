@@ -1,0 +1,171 @@
+"""A shard of a few numbers with plain SGD, and workers: what carries a clock's decisions out in tests.
+
+Each table is one number and is pushed by a message of its own. Worker r's gradient is the weights that it has seen,
+less r.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from gossipx.server.clock import ApplyBuffer, Clock, Decision, Fate, Release, Tick
+from gossipx.server.models import SyncModel, parse
+
+RATE = 0.125
+
+
+class Message(NamedTuple):
+    """One table's gradient of one push."""
+
+    life: int  # of the worker: a rank that comes back is another one
+    iteration: int
+    table: int
+
+
+class Answer(NamedTuple):
+    """A pull that was answered."""
+
+    life: int
+    iteration: int
+    at_once: bool
+    applied: frozenset[Message]  # what the table held then
+
+
+@dataclass
+class Worker:
+    rank: int
+    life: int
+    start: int  # its first iteration
+    iteration: int  # that it computes, or whose pull waits
+    progress: int  # the last iteration whose push is complete
+    seen: list[float]
+    draw: float = 0.0  # of its last pull
+    sent: int = 0
+    waiting: bool = False
+
+
+@dataclass
+class Run:
+    """Workers and a shard.
+
+    Attributes:
+        steps: what was applied, one entry an application: the factor and the messages.
+        events: what the clock said, in order: "tick 3", "answer 0 2" (life, iteration).
+    """
+
+    model: str | SyncModel
+    ranks: Iterable[int] = range(3)
+    apply: str | None = None
+    pulls: str = "lazy"
+    tables: int = 1
+    seed: int = 0
+    workers: dict[int, Worker] = field(default_factory=dict)
+    steps: list[tuple[float, tuple[Message, ...]]] = field(default_factory=list)
+    events: list[str] = field(default_factory=list)
+    answers: list[Answer] = field(default_factory=list)
+    buffer: list[Message] = field(default_factory=list)
+    applied: list[Message] = field(default_factory=list)
+    dropped: list[Message] = field(default_factory=list)
+    sent: list[Message] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        ranks = list(self.ranks)
+        self.weights = [1.0] * self.tables
+        self.sums = [0.0] * self.tables
+        self.lives = 0
+        self.clock = Clock(parse(self.model), self.apply, self.pulls, ranks, random.Random(self.seed))
+        self.draws = random.Random(self.seed)  # the same numbers
+        for rank in ranks:
+            self._comes(rank)
+
+    @property
+    def able(self) -> list[int]:
+        """Ranks of those who do not wait."""
+        return [rank for rank, worker in self.workers.items() if not worker.waiting]
+
+    @property
+    def state(self) -> tuple[object, ...]:
+        """All that two runs of equal models have in common after every event."""
+        waiting = {rank: (worker.iteration, worker.waiting) for rank, worker in self.workers.items()}
+        return self.clock.clock, waiting, self.steps, self.events, self.weights, self.dropped
+
+    def _comes(self, rank: int) -> None:
+        first = self.clock.clock
+        self.workers[rank] = Worker(rank, self.lives, first, first, first - 1, list(self.weights))
+        self.lives += 1
+
+    def join(self, rank: int) -> None:
+        self._do(self.clock.joined(rank))
+        self._comes(rank)
+
+    def lose(self, rank: int) -> None:
+        del self.workers[rank]
+        self._do(self.clock.lost(rank))
+
+    def switch(self, model: str | SyncModel, apply: str | None = None, pulls: str | None = None) -> None:
+        self._do(self.clock.switch(parse(model), apply, pulls))
+
+    def iterate(self, rank: int) -> None:
+        """The rest of its push, and its pull."""
+        worker = self.workers[rank]
+        iteration = worker.iteration
+        while worker.iteration == iteration and not worker.waiting:
+            self.send(rank)
+
+    def send(self, rank: int) -> None:
+        """The next message of its push; after the last its pull."""
+        worker = self.workers[rank]
+        assert not worker.waiting
+        self._message(worker, Message(worker.life, worker.iteration, worker.sent))
+        worker.sent += 1
+        if worker.sent < self.tables:
+            return
+        worker.sent, worker.waiting, worker.progress = 0, True, worker.iteration
+        self._do(self.clock.pushed(rank, worker.iteration))
+        assert worker.waiting, "nobody is answered before they ask"
+        worker.draw = self.draws.random()
+        self._do(self.clock.pull(rank, worker.iteration, (worker.life, worker.iteration)), at_once=True)
+
+    def _message(self, worker: Worker, message: Message) -> None:
+        self.sent.append(message)
+        part = self.clock.push_part(worker.rank, worker.iteration)
+        gradient = worker.seen[message.table] - worker.rank
+        if part.fate is Fate.DROP:
+            self.dropped.append(message)
+        elif part.fate is Fate.BUFFER:
+            self.buffer.append(message)
+            self.sums[message.table] += gradient
+        else:
+            self._step(part.scale, [message])
+            self.weights[message.table] -= RATE * part.scale * gradient
+
+    def _step(self, scale: float, messages: list[Message]) -> None:
+        self.steps.append((scale, tuple(messages)))
+        self.applied += messages
+
+    def _do(self, decisions: list[Decision], at_once: bool = False) -> None:
+        for decision in decisions:
+            match decision:
+                case ApplyBuffer(count):
+                    assert self.buffer, "there is something to apply"
+                    self._step(1 / count, self.buffer)
+                    for table in range(self.tables):
+                        held = sum(message.table == table for message in self.buffer)
+                        self.weights[table] -= RATE * self.sums[table] / max(1, held)
+                        self.sums[table] = 0.0
+                    self.buffer = []
+                case Tick(clock):
+                    self.events.append(f"tick {clock}")
+                case Release(key):
+                    self._answer(key, at_once)
+
+    def _answer(self, key: object, at_once: bool) -> None:
+        (worker,) = (one for one in self.workers.values() if (one.life, one.iteration) == key)
+        assert worker.waiting, "a pull is answered once"
+        self.events.append(f"answer {worker.life} {worker.iteration}")
+        self.answers.append(Answer(worker.life, worker.iteration, at_once, frozenset(self.applied)))
+        worker.waiting, worker.seen = False, list(self.weights)
+        worker.iteration = max(worker.iteration + 1, self.clock.clock)  # who was late goes on at the clock

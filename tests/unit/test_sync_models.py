@@ -1,0 +1,575 @@
+"""Sync models: what a spec means, how gradients are applied, and what a clock does when things change.
+
+The papers' own rules are in tests/papers, random schedules in test_sync_schedules.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from dataclasses import dataclass
+
+import pytest
+from shards import Run
+
+from gossipx.errors import UsageError
+from gossipx.server.clock import ApplyBuffer, Clock, Fate, Part, Pulls, Release, Tick
+from gossipx.server.conditions import Apply, Conditions, Pull, SyncModel, View
+from gossipx.server.growth import Double, Fixed, Growth, Step
+from gossipx.server.models import (
+    ASP,
+    BSP,
+    DSPS,
+    SSP,
+    ConstantPSSP,
+    Drop,
+    DynamicPSSP,
+    Hybrid,
+    application,
+    describe,
+    parse,
+)
+
+
+@dataclass(frozen=True)
+class Squares(Growth):
+    """A growth function of a user's."""
+
+    def threshold(self, gradients: int) -> int:
+        return 1 + math.isqrt(gradients)
+
+
+# --- specs --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        ("bsp", BSP()),
+        ("asp", ASP()),
+        ("ssp", SSP(3)),
+        ("ssp:2", SSP(2)),
+        ("ssp:staleness=inf", SSP(math.inf)),
+        ("dsps", DSPS(3, 0, 12, 10)),
+        ("dsps:staleness=2,low=1,high=5,window=20", DSPS(2, 1, 5, 20)),
+        ("drop:3", Drop(3)),
+        ("drop:n=3,late=add", Drop(3, "add")),
+        ("pssp", ConstantPSSP(3, 0.5)),
+        ("pssp:2", ConstantPSSP(2, 0.5)),
+        ("pssp:staleness=2,p=0.25", ConstantPSSP(2, 0.25)),
+        ("pssp:staleness=2,p=0", ConstantPSSP(2, 0.0)),
+        ("pssp:staleness=2,alpha=0.8", DynamicPSSP(2, 0.8)),
+        ("pssp:alpha=significance", DynamicPSSP(3, "significance")),
+        ("hybrid", Hybrid(Step("5/lr"))),
+        ("hybrid:500", Hybrid(Step(500))),
+        ("hybrid:step=5/lr", Hybrid(Step("5/lr"))),
+        ("hybrid:step=2.50/lr", Hybrid(Step("2.5/lr"))),
+        ("hybrid:double=300", Hybrid(Double(300))),
+        ("hybrid:fixed=4", Hybrid(Fixed(4))),
+    ],
+)
+def test_what_a_spec_means(spec: str, expected: SyncModel):
+    assert parse(spec) == expected
+    assert parse(describe(expected)) == expected
+    assert parse(expected) is expected
+
+
+def test_a_description_is_short():
+    described = [describe(parse(spec)) for spec in ("ssp:3.0", "ssp:2", "pssp:p=0.25", "drop:3,late=drop", "hybrid:9")]
+    assert described == ["ssp", "ssp:staleness=2", "pssp:p=0.25", "drop:n=3", "hybrid:step=9"]
+    own = Conditions(pull=lambda seen, pull: True, push=lambda seen: True)
+    assert "conditions" in describe(own) and "Squares" in describe(Hybrid(Squares()))
+
+
+@pytest.mark.parametrize(
+    ("spec", "told"),
+    [
+        ("spp", "unknown sync model 'spp' (did you mean 'ssp'?): one of asp, bsp, drop, dsps, hybrid, pssp, ssp"),
+        ("ssp:stale=3", "did you mean 'staleness'?"),
+        ("ssp:1.5", "a whole number from 0, or inf"),
+        ("ssp:-1", "a whole number from 0, or inf"),
+        ("ssp:nan", "a whole number from 0, or inf"),
+        ("ssp:few", "is not NUMBER"),
+        ("bsp:3", "'bsp' takes no keys"),
+        ("dsps:staleness=20", "0 ≤ low ≤ staleness ≤ high"),
+        ("dsps:window=0", "window counts ticks"),
+        ("drop", "'drop' takes n=INTEGER"),
+        ("drop:0", "n counts workers"),
+        ("drop:2,late=maybe", "neither drop nor add"),
+        ("pssp:p=1.5", "p is a probability"),
+        ("pssp:p=half", "p='half' is not a number"),
+        ("pssp:p=0.5,alpha=1", "give one of them"),
+        ("pssp:alpha=-1", "alpha is a finite number from 0, or significance"),
+        ("pssp:alpha=significanse", "alpha='significanse' is neither a number nor significance"),
+        ("hybrid:step=0", "step counts gradients and is at least 1"),
+        ("hybrid:step=lr/5", "neither a number of gradients, as 500, nor a multiple of 1/lr, as 5/lr"),
+        ("hybrid:step=-5/lr", "nor a multiple of 1/lr"),
+        ("hybrid:double=x/lr", "double='x/lr' is neither"),
+        ("hybrid:fixed=0", "at least 1"),
+        ("hybrid:fixed=all", "is not a number of gradients"),
+        ("hybrid:step=5,fixed=2", "give one of them"),
+    ],
+)
+def test_what_a_wrong_spec_is_told(spec: str, told: str):
+    with pytest.raises(UsageError) as raised:
+        parse(spec)
+    assert told in str(raised.value) and raised.value.exit_code == 2
+
+
+def test_a_step_in_terms_of_the_learning_rate_is_resolved_before_use():
+    model = parse("hybrid:double=5/lr")
+    assert model.needs_rate and model.resolved(0.01) == Hybrid(Double(500)) and not model.resolved(0.01).needs_rate
+    with pytest.raises(UsageError, match=r"'hybrid:double=5/lr' needs the learning rate"):
+        Clock(model)
+    assert parse("hybrid:step=5/lr").resolved(10.0) == Hybrid(Step(1)), "a step of half a gradient is one"
+    assert parse("hybrid:step=7").resolved(0.01) == Hybrid(Step(7))
+    assert parse("ssp:2").resolved(0.01) == SSP(2)
+    for rate in (0.0, -1.0, math.nan, math.inf):
+        with pytest.raises(ValueError, match="learning rate above 0"):
+            model.resolved(rate)
+    with pytest.raises(ValueError, match="is not resolved"):
+        Step("5/lr").threshold(3)
+
+
+def test_a_users_growth_function():
+    run = Run(Hybrid(Squares()), range(3))
+    run.iterate(0)
+    assert run.steps == [], "K is 2 for the first"
+    run.iterate(1)
+    assert [len(messages) for _, messages in run.steps] == [2]
+
+
+@pytest.mark.parametrize(("size", "far"), [(Step(3), 5), (Double(3), 16), (Fixed(2), 2)])
+def test_growth(size: Growth, far: int):
+    assert size.threshold(0) == size.threshold(1) == size.threshold(3), "before the first, too"
+    assert size.threshold(13) == far and size.threshold(10**15) >= far
+
+
+# --- how gradients are applied ------------------------------------------------------------------------
+
+
+def test_defaults():
+    by_spec = {"bsp": "tick", "drop:2": "tick", "hybrid:9": "threshold"}
+    by_spec |= dict.fromkeys(["asp", "ssp", "dsps", "pssp", "pssp:alpha=1"], "push")
+    assert {spec: application(parse(spec)).value for spec in by_spec} == by_spec
+    own = Conditions(pull=lambda seen, pull: True, push=lambda seen: True, apply=Apply.EACH)
+    assert application(own) is Apply.EACH and application(own, "tick") is Apply.TICK
+
+
+@pytest.mark.parametrize("spec", ["bsp", "asp", "ssp", "dsps", "drop:2", "pssp", "pssp:alpha=1"])
+def test_all_but_hybrid_take_any_way_without_a_threshold(spec: str):
+    assert [application(parse(spec), way).value for way in ("push", "each", "tick")] == ["push", "each", "tick"]
+    with pytest.raises(UsageError, match="has no threshold: apply is one of push, each, tick"):
+        application(parse(spec), "threshold")
+
+
+def test_what_a_wrong_way_is_told():
+    with pytest.raises(UsageError, match="'hybrid:fixed=2' applies gradients by its threshold, not 'tick'"):
+        application(parse("hybrid:fixed=2"), Apply.TICK)
+    with pytest.raises(UsageError, match=r"unknown way to apply gradients 'tik' \(did you mean 'tick'\?\)"):
+        Clock(BSP(), "tik")
+    with pytest.raises(UsageError, match=r"unknown way to answer pulls 'lasy' \(did you mean 'lazy'\?\)"):
+        Clock(BSP(), pulls="lasy")
+
+
+def test_what_fast_workers_push_ahead_is_in_the_mean_of_the_next_tick():
+    run = Run("ssp:2", range(2), "tick")
+    for rank in (0, 0, 1):
+        run.iterate(rank)
+    ((scale, messages),) = run.steps
+    assert scale == 1 / 3 and [message[:2] for message in messages] == [(0, 0), (0, 1), (1, 0)]
+    run.iterate(1)
+    assert len(run.steps) == 2 and run.steps[1][1] == ((1, 1, 0),), "W0's push of iteration 1 is not in it again"
+    run.iterate(0)
+    run.iterate(0)
+    assert run.clock.buffered == 2 and run.clock.view().buffered == 2
+
+
+# --- several messages a push --------------------------------------------------------------------------
+
+
+def test_a_push_counts_when_all_its_messages_have_come():
+    run = Run("bsp", range(2), tables=3)
+    run.iterate(0)
+    run.send(1)
+    run.send(1)
+    assert run.events == [] and run.clock.buffered == 1 and run.clock.holding_up == [1]
+    run.send(1)
+    assert run.events == ["tick 1", "answer 0 0", "answer 1 0"]
+
+
+def test_a_push_that_began_in_time_is_not_dropped_half():
+    run = Run("drop:1", range(2), tables=2)
+    run.send(1)
+    run.iterate(0)
+    assert run.clock.clock == 1
+    run.send(1)
+    assert run.dropped == [] and [message[0] for message in run.buffer] == [1] and run.clock.counts.late == 0
+
+
+def test_a_push_that_began_late_is_dropped_whole_though_the_model_is_switched():
+    run = Run("drop:1", range(2), tables=2)
+    run.iterate(0)
+    run.send(1)
+    run.switch("bsp")
+    run.send(1)
+    assert len(run.dropped) == 2 and run.clock.counts.late == 1
+    assert run.events == ["tick 1", "answer 0 0", "answer 1 0"] and run.workers[1].iteration == 1
+
+
+def test_a_switch_in_the_middle_of_a_push():
+    run = Run("bsp", range(2), tables=2)
+    run.send(0)
+    run.switch("asp")
+    assert len(run.steps) == 1 and run.buffer == [], "what was there is applied, though no push is complete"
+    run.send(0)
+    assert len(run.applied) == 2 and run.clock.buffered == 0
+    run.send(1)
+    run.switch("bsp")
+    run.send(1)
+    assert run.clock.buffered == 0 and run.clock.clock == 1, "the half in the buffer was in the tick's mean"
+
+
+def test_a_repeated_or_an_older_push_changes_nothing():
+    clock = Clock(ASP(), workers=[0, 1])
+    for progress in (4, 4, 2):
+        clock.push_part(0, progress)
+        clock.pushed(0, progress)
+    assert clock.push_part(0, 4) == clock.push_part(0, 3) == Part(Fate.DROP)
+    assert clock.progress == {0: 4, 1: -1} and clock.counts.gradients == 1 and clock.counts.late == 0
+
+
+# --- drop ---------------------------------------------------------------------------------------------
+
+
+def test_who_is_late_goes_on_at_the_clock():
+    run = Run("drop:2", range(3))
+    for rank in (0, 1, 0, 1):
+        run.iterate(rank)
+    assert run.clock.clock == 2
+    run.iterate(2)
+    assert [message[:2] for message in run.dropped] == [(2, 0)] and run.clock.counts.late == 1
+    assert run.workers[2].iteration == 2 and run.events[-1] == "answer 2 0"
+    assert len(run.steps) == 2, "and the others' steps are theirs alone"
+    run.iterate(2)
+    run.iterate(0)
+    assert run.clock.clock == 3 and len(run.dropped) == 1, "in time again"
+
+
+def test_late_pushes_can_be_added_to_the_next_mean():
+    run = Run("drop:2,late=add", range(3))
+    for rank in (0, 1, 2, 0, 1):
+        run.iterate(rank)
+    assert [len(messages) for _, messages in run.steps] == [2, 3] and run.dropped == []
+
+
+def test_a_jump_ahead_is_several_ticks():
+    clock = Clock(parse("asp"), workers=[0, 1])
+    clock.pushed(0, 5)
+    assert clock.pushed(1, 3) == [Tick(1), Tick(2), Tick(3), Tick(4)]
+
+
+# --- dsps ---------------------------------------------------------------------------------------------
+
+
+def staleness_after(model: DSPS, windows: list[tuple[int, int]]) -> list[int]:
+    """s after each window of ``(pulls, delayed)``, both of its last tick."""
+    state, found = model.init(), []
+    for pulls, delayed in windows:
+        for tick in range(model.window):
+            counted = (pulls, delayed) if tick == model.window - 1 else (0, 0)
+            state = model.ticked(state, View(0, 0, 2, 0, 0, 0, 0), *counted)
+        found.append(state["staleness"])
+    return found
+
+
+def test_staleness_follows_how_many_wait():
+    model = DSPS(staleness=2, low=1, high=4, window=3)
+    assert staleness_after(model, [(10, 2), (10, 10), (10, 10)]) == [3, 4, 4], "up to high"
+    assert staleness_after(model, [(10, 0), (10, 0)]) == [1, 1], "down to low"
+    assert staleness_after(model, [(10, 1), (20, 2), (0, 0)]) == [2, 2, 2], "a tenth, or nobody asked: as it is"
+    assert staleness_after(model, [(19, 2)]) == [3]
+
+
+def test_a_window_is_counted_whole():
+    model = DSPS(staleness=2, low=0, high=4, window=4)
+    state = model.init()
+    for _ in range(4):
+        assert state["staleness"] == 2
+        state = model.ticked(state, View(0, 0, 2, 0, 0, 0, 0), 5, 1)
+    assert state["staleness"] == 3, "4 of 20 in all"
+    for _ in range(4):
+        state = model.ticked(state, View(0, 0, 2, 0, 0, 0, 0), 1, 0)
+    assert state["staleness"] == 2, "the count begins anew"
+
+
+def test_one_slow_worker_lets_staleness_grow_and_equal_ones_let_it_shrink():
+    run = Run("dsps:staleness=2,low=0,high=5,window=4", range(3), pulls="soft")
+    for _ in range(60):
+        for rank in (0, 0, 1, 1, 2):
+            if rank in run.able:
+                run.iterate(rank)
+    assert run.clock.state_dict()["model"]["staleness"] == 5
+
+    run = Run("dsps:staleness=4,low=1,high=5,window=4", range(3), pulls="soft")
+    for _ in range(60):
+        for rank in run.able:
+            run.iterate(rank)
+    assert run.clock.state_dict()["model"]["staleness"] == 1
+
+
+# --- who is there -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", ["bsp", "asp", "ssp:0", "dsps", "drop:2", "pssp:0,p=1", "hybrid:step=2"])
+@pytest.mark.parametrize("pulls", ["lazy", "soft"])
+def test_one_worker_never_waits(spec: str, pulls: str):
+    run = Run(spec, [7], pulls=pulls)
+    for _ in range(9):
+        run.iterate(7)
+    assert run.clock.clock == 9 and run.clock.counts.delayed == 0 and len(run.applied) == 9
+
+
+@pytest.mark.parametrize("spec", ["bsp", "asp", "drop:2", "hybrid:step=2"])
+def test_nobody_there_is_no_reason_to_tick(spec: str):
+    run = Run(spec, range(2))
+    run.iterate(0)
+    run.lose(0)
+    run.lose(1)
+    assert run.clock.clock == 0 and run.clock.holding_up == [] and run.clock.waiting == []
+    assert run.clock.view() == View(0, 0, 0, -1, -1, 0, 1)
+    run.switch("asp")
+    assert len(run.applied) == 1 and run.clock.clock == 0, "the push of who is gone is not lost"
+    run.join(5)
+    run.iterate(5)
+    assert run.clock.clock == 1
+
+
+def test_a_condition_that_always_holds_ends_at_the_fastest():
+    clock = Clock(Conditions(pull=lambda seen, pull: True, push=lambda seen: True), workers=range(3))
+    assert clock.pushed(1, 4) == [Tick(tick) for tick in range(1, 6)]
+    assert clock.pushed(0, 1) == [] and clock.lost(1) == [] and clock.clock == 5
+
+
+def test_who_joins_starts_at_the_clock():
+    run = Run("bsp", range(2))
+    for _ in range(3):
+        run.iterate(0)
+        run.iterate(1)
+    run.iterate(0)
+    run.join(9)
+    assert run.clock.progress == {0: 3, 1: 2, 9: 2}
+    assert run.clock.pull(9, 2, "its first") == [Release("its first")]
+    run.iterate(1)
+    assert run.clock.clock == 3 and run.clock.holding_up == [9], "it is waited for from now on"
+    run.iterate(9)
+    assert run.clock.clock == 4
+
+
+def test_conditions_are_looked_at_when_somebody_joins():
+    at_least_two = Conditions(pull=lambda seen, pull: seen.workers >= 2, push=lambda seen: seen.workers >= 2)
+    clock = Clock(at_least_two, pulls="soft", workers=[0])
+    assert clock.pushed(0, 0) == [] and clock.pull(0, 0, "pull") == []
+    assert clock.joined(1) == [Tick(1), Release("pull")]
+
+
+def test_who_is_lost_is_not_waited_for():
+    run = Run("ssp:1", range(3))
+    for rank in (0, 0, 1, 1):
+        run.iterate(rank)
+    assert run.clock.holding_up == [2] and run.able == [2]
+    run.lose(2)
+    assert run.events[-4:] == ["tick 1", "tick 2", "answer 0 1", "answer 1 1"]
+
+
+def test_pulls_of_who_is_lost_are_forgotten():
+    run = Run("bsp", range(3))
+    run.iterate(0)
+    run.iterate(1)
+    run.lose(1)
+    assert run.clock.waiting == [(0, 0)]
+    run.iterate(2)
+    assert run.events == ["tick 1", "answer 0 0", "answer 2 0"]
+    assert run.steps[0][0] == 1 / 3, "what it pushed is in the mean"
+
+
+def test_a_push_of_who_is_lost_stands_for_nobody():
+    run = Run("drop:2", range(4))
+    run.iterate(0)
+    run.lose(0)
+    run.iterate(1)
+    assert run.clock.clock == 0 and run.clock.view().pushed == 1
+    run.iterate(2)
+    assert run.clock.clock == 1
+
+    run = Run("hybrid:fixed=2", range(4))
+    run.iterate(0)
+    run.lose(0)
+    run.iterate(1)
+    assert run.steps == [] and run.clock.buffered == 2 and run.clock.view().buffered == 1
+    run.iterate(2)
+    assert run.steps[0][0] == 1 / 3
+
+    run.iterate(3)
+    run.lose(3)
+    run.join(3)
+    assert run.clock.pull(3, 0, "first") == [Release("first")], "nor for the one who comes back with its rank"
+
+
+def test_strangers_are_refused():
+    clock = Clock(BSP(), workers=[0])
+    for call in (
+        lambda: clock.push_part(1, 0),
+        lambda: clock.pushed(1, 0),
+        lambda: clock.pull(1, 0, "key"),
+    ):
+        with pytest.raises(ValueError, match="worker 1 has not joined"):
+            call()
+    with pytest.raises(ValueError, match="worker 0 has joined already"):
+        clock.joined(0)
+    assert clock.lost(1) == [], "to be told twice that one is gone is nothing"
+
+
+def test_who_holds_the_clock_up_slowest_first():
+    clock = Clock(parse("drop:2"), workers=range(4))
+    for worker, progress in ((0, 4), (1, 4), (2, 1)):
+        clock.pushed(worker, progress)
+    assert clock.clock == 5 and clock.holding_up == [3, 2, 0, 1]
+    clock.pushed(1, 5)
+    assert clock.holding_up == [3, 2, 0]
+
+
+# --- switches -----------------------------------------------------------------------------------------
+
+
+def test_a_switch_answers_by_the_new_condition_though_pulls_are_lazy():
+    run = Run("bsp", range(3))
+    for rank in (0, 1, 2, 0, 0, 1):
+        if rank in run.able:
+            run.iterate(rank)
+    assert run.clock.waiting == [(0, 1), (1, 1)]
+    run.switch("ssp:1")
+    assert run.clock.waiting == [] and run.clock.pulls is Pulls.LAZY
+    assert [len(messages) for _, messages in run.steps] == [3, 2], "the buffer that nothing fills any more is applied"
+    run.iterate(0)
+    assert run.clock.waiting == [(0, 2)]
+    run.switch("ssp:0", "push")
+    assert run.clock.waiting == [(0, 2)] and run.clock.epoch == 2, "what does not pass stays"
+    run.iterate(1)
+    run.iterate(2)
+    run.switch("bsp", pulls="soft")
+    assert run.clock.pulls is Pulls.SOFT and run.clock.waiting == [(0, 2), (1, 2)]
+    run.iterate(2)
+    assert run.clock.clock == 3 and run.clock.waiting == []
+
+
+def test_a_buffer_goes_on_where_the_new_way_fills_it_too():
+    run = Run("bsp", range(3))
+    run.iterate(0)
+    run.switch("ssp:0", "tick")
+    assert run.steps == [] and run.clock.buffered == 1
+    run.switch("hybrid:fixed=1")
+    assert len(run.steps) == 1 and run.able == [0, 1, 2], "K is reached at once"
+
+
+def test_a_switch_that_is_refused_changes_nothing():
+    clock = Clock(SSP(2), workers=[0])
+    before = clock.state_dict()
+    for switch in (
+        lambda: clock.switch(parse("hybrid")),
+        lambda: clock.switch(BSP(), "threshold"),
+        lambda: clock.switch(BSP(), pulls="hard"),
+    ):
+        with pytest.raises(UsageError):
+            switch()
+    assert clock.state_dict() == before and clock.model == SSP(2)
+
+
+def test_dsps_counts_from_the_switch():
+    run = Run("ssp:0", range(2), pulls="soft")
+    run.iterate(0)
+    run.switch("dsps:staleness=2,low=0,high=4,window=1")
+    run.iterate(1)
+    assert run.clock.state_dict()["model"]["staleness"] == 2, "the one delayed pull came before"
+
+
+# --- checkpoints --------------------------------------------------------------------------------------
+
+
+def test_workers_ask_again_after_a_restore():
+    run = Run("ssp:1", range(2), pulls="soft")
+    run.iterate(0)
+    run.iterate(0)
+    restored = Clock(SSP(1), pulls="soft", workers=[5])
+    restored.load_state_dict(run.clock.state_dict())
+    assert restored.waiting == [] and restored.progress == {0: 1, 1: -1}
+    assert restored.pull(0, 1, "again") == []
+    assert restored.pushed(1, 0) == [Tick(1), Release("again")]
+
+
+def test_what_is_in_the_buffer_is_known_after_a_restore():
+    run = Run("bsp", range(2), tables=2)
+    run.send(0)
+    for complete in (1, 2):
+        restored = Clock(BSP())
+        restored.load_state_dict(run.clock.state_dict())
+        assert restored.switch(ASP())[0] == ApplyBuffer(1), f"{complete} of 2 messages"
+        if complete == 1:
+            run.send(0)
+
+
+def test_a_clock_is_restored_into_one_made_the_same():
+    state = Clock(SSP(1), "tick", "soft").state_dict()
+    for other in (Clock(SSP(2), "tick", "soft"), Clock(SSP(1), "push", "soft"), Clock(SSP(1), "tick", "lazy")):
+        with pytest.raises(UsageError, match=r"saved as 'ssp:staleness=1 tick soft'.*make it as saved, then switch"):
+            other.load_state_dict(state)
+
+
+def test_a_models_state_is_the_checkpoints_own():
+    clock = Clock(DSPS(), workers=[0])
+    state = clock.state_dict()
+    state["model"]["staleness"] = 11
+    assert clock.state_dict()["model"]["staleness"] == 3
+
+
+def test_draws_are_the_generators_and_one_a_pull():
+    """Whatever the model, so that a switch or another model meets the same numbers."""
+    drawn = {}
+    for spec in ("asp", "bsp", "pssp"):
+        rng = random.Random(9)
+        clock = Clock(parse(spec), workers=[0], rng=rng)
+        for progress in range(5):
+            clock.pushed(0, progress)
+            clock.pull(0, progress, progress)
+        drawn[spec] = rng.random()
+    expected = random.Random(9)
+    assert set(drawn.values()) == {next(itertools.islice(iter(expected.random, None), 5, None))}
+
+
+def test_a_users_model_with_a_state_and_a_threshold():
+    """A subclass is asked with its state; its own threshold is its way to apply."""
+
+    @dataclass(frozen=True)
+    class TwoByTwo(SyncModel):
+        @property
+        def default_apply(self) -> Apply:
+            return Apply.THRESHOLD
+
+        def init(self) -> int:
+            return 0
+
+        def may_pull(self, state: int, view: View, pull: Pull) -> bool:
+            return pull.progress <= state
+
+        def may_apply(self, state: int, view: View) -> bool:
+            return view.buffered >= 2
+
+        def ticked(self, state: int, view: View, pulls: int, delayed: int) -> int:
+            return state + 2
+
+    run = Run(TwoByTwo(), [0], pulls="soft")
+    for _ in range(4):
+        run.iterate(0)
+    assert run.clock.state_dict()["model"] == 8
+    assert [len(messages) for _, messages in run.steps] == [2, 2]
