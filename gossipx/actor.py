@@ -49,6 +49,13 @@ class StepDone:
 
 
 @dataclass(frozen=True)
+class GradientsReady:
+    """The gradients of these buckets, each a shard and a number, have been made: they may leave."""
+
+    buckets: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
 class TrainingEnded:
     """The last iteration is done; what comes next is the finish.
 
@@ -155,6 +162,7 @@ class TimerFired:
 Event = (
     JoinRun
     | StepDone
+    | GradientsReady
     | TrainingEnded
     | FiguresReady
     | Restored
@@ -205,6 +213,7 @@ class Answer:
         whole_model: a model is given with its frozen parameters and all buffers.
         captured: give the model held under this ticket (:class:`Capture`) rather than that of the last step boundary.
         begins: when to hand it over, if that is later than now.
+        tables: give this bucket of this shard, as it is after all that was asked for before.
     """
 
     key: Hashable
@@ -213,6 +222,7 @@ class Answer:
     whole_model: bool = False
     captured: int | None = None
     begins: float = 0.0
+    tables: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -291,6 +301,49 @@ class Given:
 
 
 @dataclass(frozen=True)
+class ApplyGradient:
+    """One optimizer step with ``scale`` times the gradient that was kept under ``ticket``. Then forget the ticket."""
+
+    ticket: int
+    scale: float
+
+
+@dataclass(frozen=True)
+class BufferGradient:
+    """Add the gradient that was kept under ``ticket`` to its shard's gradient buffer. Then forget the ticket."""
+
+    ticket: int
+
+
+@dataclass(frozen=True)
+class ApplyBuffer:
+    """One optimizer step on a shard with the mean of what its gradient buffer holds, which is empty then."""
+
+    shard: int
+
+
+@dataclass(frozen=True)
+class FillTables:
+    """The tables of a shard begin with the values of our own model."""
+
+    shard: int
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """These buckets, each a shard and a number, are to be fetched before their tables are used again."""
+
+    buckets: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """What came under ``ticket`` is to be used from now on. Then forget the ticket."""
+
+    ticket: int
+
+
+@dataclass(frozen=True)
 class SetTimer:
     """Tell :class:`TimerFired` at ``at``; a timer of the same name is replaced."""
 
@@ -335,6 +388,12 @@ Effect = (
     | Adopt
     | Forget
     | Given
+    | ApplyGradient
+    | BufferGradient
+    | ApplyBuffer
+    | FillTables
+    | Fetch
+    | Fetched
     | SetTimer
     | Wait
     | Resume

@@ -61,6 +61,19 @@ def _schedule(spec: str) -> None:
     schedules.check(spec)
 
 
+def _sync_model(specs: str) -> None:
+    from gossipx.server import models
+
+    for spec in specs.split("|"):
+        models.parse(spec)
+
+
+def _placement(spec: str) -> None:
+    from gossipx.server import placement
+
+    placement.parse(spec)
+
+
 def _rate(text: str) -> None:
     from gossipx.transports import pace
 
@@ -130,8 +143,10 @@ class SyncSettings:
     policy: str = setting(
         "adaptive", "never, tau:N, random:p, adaptive:threshold, travel:distance, drift:distance.", check=_policy
     )
-    mode: Literal["pull", "push", "pushpull"] = setting(
-        "pull", "Fetch another's model, have another fetch one's own, or average a pair of peers."
+    mode: Literal["pull", "push", "pushpull", "server"] = setting(
+        "pull",
+        "Fetch another's model, have another fetch one's own, average a pair of peers; or train by a parameter server"
+        " (--servers).",
     )
     exchange: Literal["pulls", "waves"] = setting(
         "pulls", "What a policy that fires begins: an exchange with one peer (--mode), or a wave that averages all."
@@ -185,6 +200,39 @@ class HubSettings:
 
 
 @dataclass(frozen=True)
+class ServerSettings:
+    """A parameter server; the TOML table ``[server]``."""
+
+    servers: str | None = setting(
+        None, "Peers that hold the parameter server's shards, by name or number: 0,1. All train by what these hold."
+    )
+    servers_only: bool = setting(False, "Servers serve the others, and do not train.")
+    sync: str = setting(
+        "bsp",
+        "bsp, asp, ssp:staleness, dsps, drop:n, pssp:staleness,p or staleness,alpha, hybrid:step; one, or one a shard"
+        " with a | between them.",
+        check=_sync_model,
+    )
+    pulls: Literal["lazy", "soft"] = setting(
+        "lazy", "When a pull that was delayed is answered: when the clock has passed it, or at the soft barrier."
+    )
+    apply: Literal["push", "each", "tick", "threshold"] | None = setting(
+        None, "Apply each push at once, by 1/N or whole, or their mean at each tick. Default: the sync model's."
+    )
+    placement: str = setting(
+        "heuristic", "Which server holds which tensor: see gossipx placement MODEL.", check=_placement
+    )
+    bucket: int = setting(
+        2**20, "Bytes that small tensors are put together to, to travel as one; 0: each alone.", 0, 2**30
+    )
+    wait_free: bool = setting(True, "Gradients leave as backward makes them; else all at the optimizer's step.")
+    overlap: bool = setting(True, "Pull from each shard by itself; else from all once all would answer.")
+    server_lost: Literal["wait", "stop"] = setting(
+        "wait", "While a server does not answer: wait for it to come back, or stop with exit code 4."
+    )
+
+
+@dataclass(frozen=True)
 class ExchangeSettings:
     """How peers reach each other; the TOML table ``[exchange]``."""
 
@@ -225,6 +273,7 @@ class RunConfig:
     task: TaskSettings = TaskSettings()
     sync: SyncSettings = SyncSettings()
     hub: HubSettings = HubSettings()
+    server: ServerSettings = ServerSettings()
     exchange: ExchangeSettings = ExchangeSettings()
 
 
@@ -233,7 +282,7 @@ class Key:
     """One setting as command line and TOML see it.
 
     Attributes:
-        table: ``run``, ``task``, ``sync``, ``hub`` or ``exchange``.
+        table: ``run``, ``task``, ``sync``, ``hub``, ``server`` or ``exchange``.
         name: ``peer_timeout``; on the command line ``--peer-timeout``.
         kind: of one value, None aside.
         choices: the values it may take, if these are few.

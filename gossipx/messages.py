@@ -126,6 +126,67 @@ class CentreRequest:
     patience: float
 
 
+Parts = tuple[tuple[int, int], ...]
+"""Of each partition in a bucket, in order: its number in the shard, and how many bytes of the payload are its."""
+
+
+@dataclass(frozen=True)
+class GradientRequest:
+    """Brings the gradient of one bucket of a shard (FluentPS, sPush); its bytes are the frame's payload.
+
+    The server takes in each once, however often it is brought.
+
+    Attributes:
+        shard, bucket: of which tables.
+        incarnation: of the sender.
+        progress: the iteration of the gradient, from 0.
+        parts: what the payload holds.
+        settings: of the optimizer's parameter groups, in order, the numbers that the sender has by now.
+        patience: seconds that the sender waits.
+    """
+
+    shard: int
+    bucket: int
+    incarnation: int
+    progress: int
+    parts: Parts
+    settings: tuple[dict[str, float], ...]
+    patience: float
+
+
+@dataclass(frozen=True)
+class TablesRequest:
+    """Asks for one bucket of a shard (FluentPS, sPull), or only when the shard would give it.
+
+    Attributes:
+        shard, bucket: of which tables; a bucket of −1 is none.
+        incarnation: of the requester.
+        progress: the iteration that it has pushed last; −1: it takes what there is now, and begins there.
+        significance: |g| / |w| of that push, where the sync model looks at it.
+        patience: seconds that it waits.
+    """
+
+    shard: int
+    bucket: int
+    incarnation: int
+    progress: int
+    significance: float
+    patience: float
+
+
+@dataclass(frozen=True)
+class TablesReply:
+    """A bucket of a shard; its bytes are the frame's payload.
+
+    Attributes:
+        clock: of the shard, V_train: who is behind it goes on there.
+        parts: what the payload holds.
+    """
+
+    clock: int
+    parts: Parts
+
+
 @dataclass(frozen=True)
 class RoundRequest:
     """Asks for the partner's model of one round of a wave; whoever gets one takes part in that wave from then on.
@@ -209,9 +270,13 @@ class BusyReply:
 
 ExchangeRequest = PushRequest | PairRequest | TakeRequest | SettleRequest
 """What an exchange is made of that is more than one pull."""
-CarryingRequest = ElasticRequest
+CarryingRequest = ElasticRequest | GradientRequest
 """What brings a model along."""
 ModelRequest = InitialRequest | PullRequest | TakeRequest | RoundRequest | ElasticRequest | CentreRequest
 """What is answered by a model."""
-Request = ModelRequest | ExchangeRequest | ArriveRequest | LeaveRequest
-Reply = ModelReply | AcceptReply | BusyReply | HereReply | NotReadyReply
+ServerRequest = GradientRequest | TablesRequest
+"""What workers ask of a server."""
+Request = ModelRequest | ExchangeRequest | ServerRequest | ArriveRequest | LeaveRequest
+CarryingReply = ModelReply | TablesReply
+"""What brings a model, or a part of one."""
+Reply = CarryingReply | AcceptReply | BusyReply | HereReply | NotReadyReply

@@ -23,13 +23,14 @@ from gossipx.errors import (
     StrangerError,
 )
 from gossipx.memory import Source
-from gossipx.messages import CarryingRequest, ModelReply, Reply, Request
+from gossipx.messages import CarryingReply, CarryingRequest, Reply, Request
 from gossipx.transports import Address, Listener, Stream, handshake, unix
 from gossipx.transports.link import Link
 from gossipx.wire import (
     CarrierRequest,
     DescribeRequest,
     Description,
+    Fitting,
     Hello,
     Message,
     Room,
@@ -275,7 +276,7 @@ class Answering:
         link.build_carrier(carriers, False, number, deadline)
 
     def ask_oneself(
-        self, request: Request, brought: Source | None, payload: Sink | None, deadline: float, aside: Aside
+        self, request: Request, brought: Source | None, payload: Sink | Fitting | None, deadline: float, aside: Aside
     ) -> Reply:
         """Answer a request to oneself, as others' are; errors as those of a connection.
 
@@ -295,8 +296,9 @@ class Answering:
             answer = slot.answer
             if answer is None:
                 raise PeerUnreachableError("it has ended before it answered itself")
-            if isinstance(answer.reply, ModelReply) and answer.payload is not None and payload is not None:
-                payload.take(0, answer.payload.view)
+            if isinstance(answer.reply, CarryingReply) and answer.payload is not None and payload is not None:
+                sink = payload.fit(answer.reply) if isinstance(payload, Fitting) else payload
+                sink.take(0, answer.payload.view)
             whole = True
             return answer.reply
         finally:
@@ -330,7 +332,7 @@ class Answering:
             early = min(answer.begins, answer.deadline) - time.monotonic()
             if early > 0 and self._links.closed.wait(early):
                 raise self._links.gone()
-            if isinstance(answer.reply, ModelReply) and answer.payload is not None:
+            if isinstance(answer.reply, CarryingReply) and answer.payload is not None:
                 link.send_model(answer.reply, number, answer.payload, answer.deadline)
             else:
                 link.send(frames.encode(answer.reply, number, checks=link.checks), answer.deadline)

@@ -30,7 +30,7 @@ from gossipx.memory import Source
 from gossipx.messages import Reply, Request
 from gossipx.transports import Address, handshake, unix
 from gossipx.transports.link import Link
-from gossipx.wire import DescribeRequest, Sink, Welcome, frames
+from gossipx.wire import DescribeRequest, Fitting, Sink, Welcome, frames
 
 log = logging.getLogger("gossipx")
 
@@ -53,7 +53,7 @@ class Job:
     to: int
     request: Request
     deadline: float
-    payload: Sink | None
+    payload: Sink | Fitting | None
     done: Callable[[Reply | GossipxError], None]
     brought: Source | None = None
     cancelled: bool = False

@@ -19,10 +19,16 @@ from gossipx.actor import (
     Adopt,
     Answer,
     Answered,
+    ApplyBuffer,
+    ApplyGradient,
+    BufferGradient,
     Cancel,
     Capture,
     Effect,
     Event,
+    Fetch,
+    Fetched,
+    FillTables,
     Forget,
     Given,
     Keep,
@@ -45,6 +51,7 @@ from gossipx.actor import (
 from gossipx.arena import ParameterArena
 from gossipx.comm import CommManager
 from gossipx.drive.held import Held, Retrieval
+from gossipx.drive.lane import Lane
 from gossipx.drive.timers import Timers
 from gossipx.drive.transfers import Transfers
 from gossipx.errors import (
@@ -54,7 +61,7 @@ from gossipx.errors import (
     NotEnoughPeersError,
     RefusedError,
 )
-from gossipx.incoming import Incoming
+from gossipx.memory import Source
 from gossipx.messages import (
     CarryingRequest,
     ElasticRequest,
@@ -63,10 +70,12 @@ from gossipx.messages import (
     PullRequest,
     Request,
     Stage,
+    TablesReply,
     TakeRequest,
 )
 from gossipx.peer import PeerRole
 from gossipx.snapshots import Snapshot
+from gossipx.storage.desk import Desk
 from gossipx.wire import Room
 
 log = logging.getLogger("gossipx")
@@ -87,6 +96,7 @@ class Driver:
     Attributes:
         transfers: requests on their way, and what others bring.
         held: captured models.
+        tables: what is done to the tables of shards, in the order of the decisions.
         on_retrieval: told of each model mixed while training, from the thread that mixed it.
         error: why training cannot go on, once it cannot.
         committing: held while another model enters the weights.
@@ -101,6 +111,7 @@ class Driver:
         self.held = Held(arena, role.sync.policy.uses_drift)
         places = role.settings.max_served
         self.transfers = Transfers(arena, role.rank, self.tell, self._note, self.fail, places)
+        self.tables = Lane(f"gossipx-tables-{role.rank}")
         self._lock = threading.Lock()
         self._may_go_on = threading.Event()
         self._may_go_on.set()
@@ -133,8 +144,7 @@ class Driver:
         """A request came in; for the CommManager."""
         if isinstance(request, PullRequest):
             self.arena.pool.wait_for_buffers()
-        if isinstance(request, CarryingRequest):
-            assert isinstance(brought, Incoming)
+        if isinstance(request, CarryingRequest) and brought is not None:
             self.transfers.brought(key, request, brought)
         self.tell(Received(sender, key, request))
 
@@ -173,6 +183,7 @@ class Driver:
             self._closed = True
         self._timers.close()
         self.transfers.close()
+        self.tables.close()
 
     # --- effects ------------------------------------------------------------------------------------
 
@@ -197,7 +208,27 @@ class Driver:
                 self.transfers.keep(key, ticket)
             case Cancel(ticket):
                 self.transfers.give_up(ticket)
+            case Fetch(buckets):
+                self._desk.client.expect(buckets)
+            case ApplyGradient(ticket, scale):
+                gradient = self.transfers.gradient(ticket)
+                self.tables.put(lambda: self._desk.apply(gradient, scale))
+            case BufferGradient(ticket):
+                added = self.transfers.gradient(ticket)
+                self.tables.put(lambda: self._desk.buffer(added))
+            case ApplyBuffer(shard):
+                self.tables.put(lambda: self._desk.apply_buffer(shard))
+            case FillTables(shard):
+                self.tables.put(lambda: self._desk.fill(shard))
+            case Answer(tables=(int(shard), int(bucket))):
+                answer = effect
+                self.tables.put(lambda: self._answer_tables(answer, shard, bucket))
         return None
+
+    @property
+    def _desk(self) -> Desk:
+        assert self.transfers.desk is not None
+        return self.transfers.desk
 
     def _carry_out(self, effect: Effect, given: Snapshot | None) -> None:
         match effect:
@@ -223,11 +254,15 @@ class Driver:
                 self._forget(ticket)
             case Given(ticket):
                 self.held.given(ticket)
+            case Fetched(ticket):
+                self.transfers.fetched(ticket)
             case SetTimer(name, at):
                 self._timers.set(name, at)
             case Note(topic, text):
                 self._note(topic, text)
-            case Wait() | Resume() | Stop() | Capture() | Keep():
+            case Wait() | Resume() | Stop() | Capture() | Keep() | Fetch():
+                pass  # done while deciding
+            case ApplyGradient() | BufferGradient() | ApplyBuffer() | FillTables():
                 pass  # done while deciding
 
     def _base(self, send: Send) -> Snapshot | None:
@@ -243,6 +278,11 @@ class Driver:
     def _answer(self, answer: Answer, snapshot: Snapshot | None) -> None:
         assert self.comm is not None
         self.transfers.drop(answer.key)
+        if answer.tables is not None:
+            return  # it is answered when all that was decided before is done
+        if isinstance(answer.reply, TablesReply):
+            self._answer_by(answer, answer.reply, Source(memoryview(b"")))
+            return
         if isinstance(answer.reply, ModelReply):
             self._answer_model(answer, answer.reply, snapshot or self.arena.snapshot(answer.whole_model))
             return
@@ -251,6 +291,19 @@ class Driver:
             self.tell(Answered(answer.key, whole))
 
         self.comm.answer(answer.key, answer.reply, payload=None, deadline=answer.deadline, done=done)
+
+    def _answer_tables(self, answer: Answer, shard: int, bucket: int) -> None:
+        assert isinstance(answer.reply, TablesReply)
+        parts, source = self._desk.encode(shard, bucket)
+        self._answer_by(answer, dataclasses.replace(answer.reply, parts=parts), source)
+
+    def _answer_by(self, answer: Answer, reply: TablesReply, source: Source) -> None:
+        assert self.comm is not None
+
+        def done(whole: bool) -> None:
+            self.tell(Answered(answer.key, whole))
+
+        self.comm.answer(answer.key, reply, payload=source, deadline=answer.deadline, done=done)
 
     def _answer_model(self, answer: Answer, reply: ModelReply, snapshot: Snapshot) -> None:
         assert self.comm is not None

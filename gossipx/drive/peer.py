@@ -21,6 +21,7 @@ from torch.utils.data import Dataset, Subset
 from gossipx.actor import FiguresReady, JoinRun, LeaveRun, StepDone, TrainingEnded
 from gossipx.comm import CommManager
 from gossipx.drive import models, process
+from gossipx.drive.backward import Backward, Bypass
 from gossipx.drive.driver import Driver
 from gossipx.drive.figures import Figures
 from gossipx.drive.held import Retrieval
@@ -82,6 +83,7 @@ class Peer:
         progress: Progress,
         options: PeerOptions,
         evaluate: Callable[[nn.Module], float] | None = None,
+        backward: Callable[[Callable[[], None]], Backward] | None = None,
     ):
         self.rank = driver.role.rank
         self.size = driver.role.size
@@ -103,8 +105,12 @@ class Peer:
         self._state = "starting"  # as it was last told
         self._agreed = False  # whether this model has been averaged in the finish
         self._hook = None
+        self._backward = None if backward is None else backward(self._look_while_waiting)
+        self._bypass: Bypass | None = None
         if optimizer is not None:
             self._hook = optimizer.register_step_post_hook(self._optimizer_stepped)
+            if self._backward is not None:
+                self._bypass = Bypass(optimizer, self._backward.iteration_done)
 
     # --- the training loop --------------------------------------------------------------------------
 
@@ -142,8 +148,27 @@ class Peer:
             self._record(delta)
         finally:
             self._arena.go_on()
+        if self._backward is not None:
+            self._backward.after_step()
+            self._figures.blocked += self._backward.waited
+            self._backward.waited = 0.0
         self._figures.blocked += went_on - measured
         self._figures.overhead += measured - began + time.perf_counter() - went_on
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """For all but the last backward pass of an iteration, in server mode: gradients accumulate and do not leave.
+
+        In other modes there is nothing to keep back.
+        """
+        return contextlib.nullcontext() if self._backward is None else self._backward.no_sync()
+
+    def sync(self) -> None:
+        """Have the model hold what it is to compute with next, for whoever reads it without a forward pass.
+
+        In server mode parameters are fetched while the loop goes on, and put into the model where its modules use them.
+        """
+        if self._backward is not None:
+            self._backward.wait(None)
 
     def log(self, tag: str, value: float | torch.Tensor) -> None:
         """Record a figure of one's own under ``tag`` (``train/loss``, ``test/accuracy``) at this iteration.
@@ -189,6 +214,8 @@ class Peer:
         return Subset(dataset, self._options.split(given)[self.rank].tolist())
 
     def _optimizer_stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if self._bypass is not None:
+            self._bypass.put_back()
         # Fused optimizers are told of an overflow by GradScaler and skip the update themselves.
         overflow = getattr(optimizer, "found_inf", None)
         if overflow is None or not float(overflow):
@@ -234,6 +261,7 @@ class Peer:
         before = self._measure_accuracy() if self.trains else None
         self._driver.tell(TrainingEnded(agrees))
         self._wait()
+        self.sync()
         if not self.trains:  # that was what it is here for
             figures.end(self._comm.bytes_received)
         self._record_retrievals()  # the last one may have been mixed just now
@@ -274,8 +302,11 @@ class Peer:
         self._open = False
         self._arena.give_up()
         process.leave(self)
-        if self._hook is not None:
-            self._hook.remove()
+        for hook in (self._hook, self._bypass, self._backward):
+            if isinstance(hook, Bypass | Backward):
+                hook.close()
+            elif hook is not None:
+                hook.remove()
         self._driver.close()
         self._comm.close()
         self._recorder.close()
@@ -314,6 +345,13 @@ class Peer:
         if unsaved is not None:
             raise unsaved
         raise SystemExit(0)
+
+    def _look_while_waiting(self) -> None:
+        """Now and then while tables are waited for: leave, or fail, if it has come to that."""
+        if self._driver.error is not None:
+            raise self._driver.error
+        if self._look():
+            self._wait()
 
     def _look(self) -> bool:
         """Now and then while waiting: whether to leave."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
-import queue
 import threading
 import time
 from collections.abc import Callable, Hashable
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from gossipx.actor import Event, Failed, Fault, Replied, Send
 from gossipx.arena import ParameterArena
 from gossipx.comm import CommManager
+from gossipx.drive.lane import Lane
 from gossipx.errors import (
     CancelledError,
     GossipxError,
@@ -20,6 +21,7 @@ from gossipx.errors import (
     NotAuthorisedError,
     PeerTimeoutError,
     PeerUnreachableError,
+    ProtocolError,
     RefusedError,
     UsageError,
 )
@@ -27,15 +29,20 @@ from gossipx.incoming import Incoming
 from gossipx.messages import (
     CarryingRequest,
     ElasticRequest,
+    GradientRequest,
     InitialRequest,
     ModelReply,
     ModelRequest,
     PullRequest,
     Reply,
     Request,
+    TablesRequest,
     TakeRequest,
 )
 from gossipx.snapshots import Snapshot
+from gossipx.storage.client import Nothing, Tables
+from gossipx.storage.desk import Desk, Gradient
+from gossipx.wire import Room
 
 
 @dataclass
@@ -50,6 +57,14 @@ class Transfer:
     their_step: int = 0
     weight: float = 1.0  # the number of models that are averaged in it
     cancel: Callable[[], None] | None = None  # once it was asked for; for the outbox alone
+
+
+@dataclass
+class _Fetching:
+    """Tables on their way to us."""
+
+    place: tuple[int, int]
+    sink: Tables
 
 
 class _Brought(Incoming):
@@ -80,6 +95,7 @@ class Transfers:
 
     Attributes:
         comm: set before the first request.
+        desk: the peer's tables, in server mode.
     """
 
     def __init__(
@@ -92,15 +108,17 @@ class Transfers:
         places: int = 4,
     ):
         self.comm: CommManager | None = None
+        self.desk: Desk | None = None
         self._arena = arena
         self._tell, self._note, self._fail = tell, note, fail
         self._transfers: dict[int, Transfer] = {}
         self._cancelled: set[int] = set()  # until they are forgotten
-        self._brought: dict[Hashable, Transfer] = {}  # by the key of the request
+        self._brought: dict[Hashable, Transfer | Gradient] = {}  # by the key of the request
+        self._gradients: dict[int, Gradient] = {}  # those that were kept
+        self._fetching: dict[int, _Fetching] = {}
         self._places = threading.BoundedSemaphore(places)
         # Handing a request to the CommManager wakes its threads, which would take the processor from a training step.
-        self._outbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._work, name=f"gossipx-outbox-{rank}", daemon=True).start()
+        self._outbox = Lane(f"gossipx-outbox-{rank}")
 
     # --- out --------------------------------------------------------------------------------------
 
@@ -111,6 +129,9 @@ class Transfers:
             base: what the model that is asked for is compared with, held by the caller, who gives that hold away here;
                 None: it is kept as it comes. An elastic request brings it along.
         """
+        if isinstance(send.request, GradientRequest | TablesRequest):
+            self._send_tables(send, send.request)
+            return
         payload = brought = None
         if isinstance(send.request, ModelRequest):
             if isinstance(send.request, CarryingRequest):
@@ -146,6 +167,49 @@ class Transfers:
         else:  # before that, nothing can be made of what comes
             base.when_settled(lambda: self.post(post))
 
+    def _send_tables(self, send: Send, request: GradientRequest | TablesRequest) -> None:
+        """Push a bucket, as its gradients are when it leaves; or pull one."""
+        desk = self.desk
+        assert desk is not None
+        place = request.shard, request.bucket
+        if isinstance(request, TablesRequest) and request.bucket >= 0:
+            self._fetching[send.ticket] = _Fetching(place, desk.client.sink(place))
+
+        def post() -> None:
+            assert self.comm is not None
+            told, sink, source = request, None, None
+            try:
+                if isinstance(told, GradientRequest):
+                    parts, source = desk.client.encode(place)
+                    told = dataclasses.replace(told, parts=parts, settings=desk.settings())
+                else:
+                    fetching = self._fetching.get(send.ticket)
+                    sink = Nothing() if fetching is None else fetching.sink
+                    if desk.asks_significance and told.progress >= 0:
+                        told = dataclasses.replace(told, significance=desk.client.significance(told.shard))
+                self.comm.request(
+                    send.to,
+                    told,
+                    deadline=send.deadline,
+                    payload=sink,
+                    done=lambda result: self._replied(send.ticket, result),
+                    brought=source,
+                )
+            except Exception as error:  # the role still has to hear of its request
+                self._replied(send.ticket, LocalFaultError(f"a request could not be sent: {error}"))
+
+        self.post(post)
+
+    def fetched(self, ticket: int) -> None:
+        """The tables that came under ``ticket`` are to be used."""
+        fetching = self._fetching.pop(ticket)
+        assert self.desk is not None
+        self.desk.client.fetched(fetching.place, fetching.sink)
+
+    def gradient(self, ticket: int) -> Gradient:
+        """The gradient that was kept under ``ticket``, the caller's from now on."""
+        return self._gradients.pop(ticket)
+
     def give_up(self, ticket: int) -> None:
         """The answer under ``ticket`` is of no interest any more; :meth:`cancel` follows."""
         self._cancelled.add(ticket)
@@ -163,13 +227,9 @@ class Transfers:
         """Have something done, in order, by a thread of its own."""
         self._outbox.put(what)
 
-    def _work(self) -> None:
-        while (post := self._outbox.get()) is not None:
-            post()
-
     def close(self) -> None:
         """Send nothing any more."""
-        self._outbox.put(None)
+        self._outbox.close()
 
     # --- what came of it --------------------------------------------------------------------------
 
@@ -211,32 +271,53 @@ class Transfers:
     def forget(self, ticket: int) -> None:
         """What is under ``ticket`` is no longer needed."""
         self._cancelled.discard(ticket)
+        self._fetching.pop(ticket, None)
         transfer = self._transfers.pop(ticket, None)
         if transfer is not None:
             transfer.incoming.release()
+        gradient = self._gradients.pop(ticket, None)
+        if gradient is not None:
+            gradient.release()
 
     # --- what others bring --------------------------------------------------------------------------
 
-    def room_for(self, sender: int, request: CarryingRequest) -> Incoming:
-        """Where a model that another brings is taken in, once there is a place; for the CommManager.
+    def room_for(self, sender: int, request: CarryingRequest) -> Room:
+        """Where a model or a gradient that another brings is taken in, once there is a place; for the CommManager.
 
         Raises:
             LocalFaultError: there was none for as long as its sender waits.
+            ProtocolError: it is a gradient of tables that are not here.
         """
-        if not self._places.acquire(timeout=request.patience):
-            raise LocalFaultError(f"no place for a model of peer {sender}: too many bring theirs at once")
-        return _Brought(self._arena, self._places.release)
+        room: Room | None = None
+        if isinstance(request, GradientRequest):
+            if self.desk is None:
+                raise ProtocolError("it brought a gradient, and this peer is no server")
+            room = self.desk.room_for(request)
+        elif self._places.acquire(timeout=request.patience):
+            room = _Brought(self._arena, self._places.release)
+        if room is None:
+            raise LocalFaultError(f"no place for what peer {sender} brings: too many bring something at once")
+        return room
 
-    def brought(self, key: Hashable, request: CarryingRequest, incoming: Incoming) -> None:
-        """The request ``key`` has brought a model."""
-        self._brought[key] = Transfer(request, incoming, time.monotonic(), their_step=request.step)
+    def brought(self, key: Hashable, request: CarryingRequest, room: Room) -> None:
+        """The request ``key`` has brought this."""
+        if isinstance(room, Gradient):
+            self._brought[key] = room
+        elif isinstance(room, Incoming) and isinstance(request, ElasticRequest):
+            self._brought[key] = Transfer(request, room, time.monotonic(), their_step=request.step)
 
     def keep(self, key: Hashable, ticket: int) -> None:
         """What ``key`` has brought is under ``ticket`` from now on."""
-        self._transfers[ticket] = self._brought.pop(key)
+        brought = self._brought.pop(key)
+        if isinstance(brought, Gradient):
+            self._gradients[ticket] = brought
+        else:
+            self._transfers[ticket] = brought
 
     def drop(self, key: Hashable) -> None:
         """What ``key`` has brought is not needed, if it is not kept."""
-        transfer = self._brought.pop(key, None)
-        if transfer is not None:
-            transfer.incoming.release()
+        brought = self._brought.pop(key, None)
+        if isinstance(brought, Gradient):
+            brought.release()
+        elif brought is not None:
+            brought.incoming.release()

@@ -36,7 +36,6 @@ from gossipx.messages import (
     NotReadyReply,
     Reply,
 )
-from gossipx.peer.attending import ATTEND, Attending
 from gossipx.peer.exchange import Exchange, Ground
 from gossipx.peer.pulls import Pulls
 
@@ -73,7 +72,7 @@ class Elastic(Exchange):
     """One peer's exchanges with the hub, and, on the hub, what it holds for the others."""
 
     takes = (ElasticRequest, CentreRequest)
-    timers = (ATTEND,)
+    timers = ()
 
     def __init__(self, ground: Ground, pulls: Pulls, settings: ElasticSettings):
         super().__init__(ground)
@@ -81,9 +80,6 @@ class Elastic(Exchange):
         self._settings = settings
         self._is_hub = ground.rank == settings.rank
         self.centre = Centre(ground.requests, settings.share) if self._is_hub else None
-        self._attending: Attending | None = None
-        if self._is_hub:
-            self._attending = Attending(ground.members, ground.requests, ground.incarnation, ground.timeout)
         self._step = 0
         self._ends_at_once = self._is_hub and not settings.trains
         self._initial: list[Received] = []  # these wait for our own model to become the centre
@@ -96,8 +92,11 @@ class Elastic(Exchange):
 
     @property
     def over(self) -> bool:
-        attends = self._attending is not None and not self._attending.over
-        return self._current is None and self._pulls.ticket is None and not attends
+        return self._current is None and self._pulls.ticket is None
+
+    @property
+    def attends(self) -> bool:
+        return self._is_hub
 
     # --- an exchange ------------------------------------------------------------------------------
 
@@ -208,9 +207,6 @@ class Elastic(Exchange):
         self._initial.append(event)
         return self._ask_for_centre(now) if self._asking is None else []
 
-    def timer(self, name: str, now: float) -> list[Effect]:
-        return self._attending.look(now) if self._attending else []
-
     def give_up(self, now: float) -> list[Effect]:
         return []
 
@@ -218,9 +214,9 @@ class Elastic(Exchange):
         return []
 
     def left(self, rank: int, now: float) -> list[Effect]:
-        return self.lost(rank)
+        return self.lost(rank, now)
 
-    def lost(self, rank: int) -> list[Effect]:
+    def lost(self, rank: int, now: float) -> list[Effect]:
         if rank != self._settings.rank or self._settings.lost != "stop":
             return []
         return [Stop(f"the hub, peer {rank}, is gone, and --hub-lost is stop"), Resume()]
@@ -234,7 +230,7 @@ class Elastic(Exchange):
             effects += self._pulls.leave()
         if self._current is None:
             self._ground.sync.abandoned(failed=False)
-        return effects + (self._attending.begin(now) if self._attending else [])
+        return effects
 
     def drop(self, now: float) -> list[Effect]:
         dropped = self._pulls.drop()
@@ -247,8 +243,6 @@ class Elastic(Exchange):
 
     def agree(self, now: float) -> list[Effect] | None:
         """The end of elastic averaging is its centre: each takes it as its own model."""
-        if self._attending:
-            self._attending.end()
         hub = self._ground.members.others.get(self._settings.rank)
         return None if hub is not None and hub.silent else self._ask_for_centre(now)
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from gossipx import build, config, policies
+from gossipx.build.server import Parts
 from gossipx.config import RunConfig
 from gossipx.drive import process
 from gossipx.drive.peer import Peer
@@ -31,6 +32,7 @@ def join(
     rank: int | None = None,
     evaluate: Callable[[nn.Module], float] | None = None,
     config_file: str | Path | None = None,
+    parts: Parts | None = None,
     **settings: Any,
 ) -> Peer:
     """Make this process a peer: from here on, each step of ``optimizer`` is an iteration of the run.
@@ -50,6 +52,7 @@ def join(
         rank: which line of the hosts file this process is, from 0; needed where several lines are this machine.
         evaluate: gives a model's accuracy from 0 to 1, for the figures before and after the finish.
         config_file: a TOML file of settings.
+        parts: of a parameter server, those that are your own.
         settings: any other setting of ``gossipx run`` by its name, ``seed=1``, ``peer_timeout=10``.
 
     Raises:
@@ -69,7 +72,7 @@ def join(
     if under_run:
         run, rank = _config_of_the_run(), int(os.environ[ENV_RANK])
     place = _place(run, _hosts_file(peers), rank, told, under_run)
-    peer = build.peer(model, optimizer, run, place, own, evaluate)
+    peer = build.peer(model, optimizer, run, place, own, evaluate, parts)
     peer.start()
     if not peer.trains:
         peer.finish()

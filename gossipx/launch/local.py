@@ -53,7 +53,9 @@ def launch(given: RunConfig, hosts: Path, script: list[str]) -> int:
     if given.sync.min_peers > len(peers):
         raise UsageError(f"--min-peers {given.sync.min_peers} is more than the {len(peers)} peers here", hosts)
     settings = build.effective(given, len(peers), bool(script))
-    build.elastic(settings, [peer.name for peer in peers])
+    names = [peer.name for peer in peers]
+    build.elastic(settings, names)
+    build.servers(settings, names)
     here = local_ranks(peers, settings.exchange.advertise, hosts)
     uncovered = None
     for peer in (peers[rank] for rank in here):

@@ -21,7 +21,7 @@ import abc
 import enum
 import itertools
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from gossipx.actor import Answer, Answered, Capture, Effect, Forget, Merged, Mix, Received, Resume, SetTimer
@@ -301,9 +301,22 @@ class Exchange(abc.ABC):
         """Another asks for a model to begin with; None: ours may be given as it is."""
         return None
 
-    def lost(self, rank: int) -> list[Effect]:
+    def lost(self, rank: int, now: float) -> list[Effect]:
         """Another peer is lost."""
         return []
+
+    def look(self, now: float) -> list[Effect]:
+        """Another peer has told how far it has come."""
+        return []
+
+    def gradients_ready(self, buckets: Sequence[tuple[int, int]], now: float) -> list[Effect]:
+        """Gradients of ours have been made."""
+        return []
+
+    @property
+    def attends(self) -> bool:
+        """Whether others need this peer until the end of their training, however long that takes."""
+        return False
 
     def agree(self, now: float) -> list[Effect] | None:
         """All have come to the finish: take the model that the run ends with; None: that is the mean of all."""

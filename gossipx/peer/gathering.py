@@ -90,9 +90,13 @@ class Gathering:
         # One that is lost is being asked whether it is back.
         return not any(self._members.others[rank].lost for rank in self._requests.asked(ArriveRequest))
 
+    def absent(self) -> list[int]:
+        """Ranks that are waited for."""
+        return [rank for rank in self._members.awaited() if not self._has_come(rank)]
+
     def late(self) -> list[Effect]:
         """The time is over: who has not come by now?"""
-        absent = [rank for rank in self._members.awaited() if not self._has_come(rank)]
+        absent = self.absent()
         names = ", ".join(map(str, absent))
         text = f"no longer waiting for peer {names} at {self._arrival.stage.name}: not there within peer_timeout"
         return [Note("absent", text)] if absent else []

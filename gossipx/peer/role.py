@@ -24,6 +24,7 @@ from gossipx.actor import (
     Fault,
     FiguresReady,
     Forget,
+    GradientsReady,
     JoinRun,
     LeaveRun,
     Merged,
@@ -45,6 +46,7 @@ from gossipx.messages import (
     ArriveRequest,
     CentreRequest,
     ElasticRequest,
+    GradientRequest,
     HereReply,
     InitialRequest,
     LeaveRequest,
@@ -56,6 +58,7 @@ from gossipx.messages import (
     RoundRequest,
     SettleRequest,
     Stage,
+    TablesRequest,
     TakeRequest,
 )
 from gossipx.mixing import Average, Mixing
@@ -141,6 +144,8 @@ class PeerRole:
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Take one event in and say what is to be done about it, in order."""
         match event:
+            case GradientsReady(buckets):
+                return self.exchange.gradients_ready(buckets, now) if self.exchange else []
             case StepDone():
                 return self._trained(self.training.step_done(event, now), now)
             case Received():
@@ -243,7 +248,14 @@ class PeerRole:
             case _ if self.exchange is None or not isinstance(event.request, self.exchange.takes):
                 refusal = NotReadyReply("it exchanges models in another way: give all peers the same --mode")
                 return [self._answer(event.key, refusal, now)]
-            case TakeRequest() | SettleRequest() | ElasticRequest() | CentreRequest():
+            case (
+                TakeRequest()
+                | SettleRequest()
+                | ElasticRequest()
+                | CentreRequest()
+                | GradientRequest()
+                | TablesRequest()
+            ):
                 return self._exchanged(self.exchange.requested(event, now), now)
             case _ if self.stage is not Stage.TRAIN or not self.training.sound:
                 return [self._answer(event.key, NotReadyReply("it does not train now"), now)]
@@ -301,7 +313,7 @@ class PeerRole:
         if self.members.failed(to, event.fault, now):
             effects.append(Note("lost", f"peer {to} is lost: {event.fault.value}"))
             effects += self._enough()
-            effects += self.exchange.lost(to) if self.exchange else []
+            effects += self.exchange.lost(to, now) if self.exchange else []
         elif not isinstance(request, ArriveRequest):
             effects.append(Note("fault", f"a request to peer {to} failed: {event.fault.value}"))
         return effects + self._came_to_nothing(event.ticket, to, request, now)
@@ -342,7 +354,7 @@ class PeerRole:
         if what == BUSY:
             return self.pulls.timer(self.training.step, now)
         if self.exchange and what in self.exchange.timers and self.stage is not Stage.LEFT:
-            return self._exchanged(self.exchange.timer(what, now), now)
+            return self._exchanged(self.exchange.timer(name, now), now)
         if what == TIMER and self.stage is not Stage.LEFT:
             return self._went_on(self.waves.timer(now), now)
         return []
@@ -364,8 +376,8 @@ class PeerRole:
     def _look(self, now: float) -> list[Effect]:
         """Something was heard while waiting: is the wait over?"""
         if not self.gathering.on:
-            # A hub or a server waits for the end of the others' training.
-            return self._exchanged([], now) if self.exchange and self.stage is Stage.TRAIN else []
+            looked = self.exchange.look(now) if self.exchange else []
+            return self._exchanged(looked, now) if self.exchange and self.stage is Stage.TRAIN else looked
         if self.stage is not Stage.JOINING:
             return self._gathered(now) if self.gathering.complete() else []
         asked = self.joining.ask(now)
@@ -375,6 +387,9 @@ class PeerRole:
         """They were waited for long enough."""
         if self.stage is Stage.JOINING:
             return self.joining.late(now) or self._gather(Stage.START, now)
+        if self.stage is Stage.FINISH and self.exchange and self.exchange.attends:
+            # Others need it as long as they train; one that does not answer will be lost, and waited for no longer.
+            return self.gathering.go_on(self.gathering.absent(), now)
         return [*self.gathering.late(), *self._gathered(now)]
 
     def _gathered(self, now: float) -> list[Effect]:
@@ -382,9 +397,9 @@ class PeerRole:
         if self.stage is Stage.START:
             self.stage = Stage.TRAIN
             return self._trained(self.training.begin(now), now)
-        if self.stage is Stage.FINISH:
+        if self.stage is Stage.FINISH and self._agrees:
             return self._agree(now)
-        return [Resume()]  # DONE
+        return [Resume()]  # DONE, or it has only attended
 
     # --- training ---------------------------------------------------------------------------------
 
@@ -434,9 +449,15 @@ class PeerRole:
 
     def _finish(self, now: float) -> list[Effect]:
         refused = self.waves.give_up(TRAINED, now)
-        if self.settings.finish == "none" or not self.training.sound:
+        attends = self.exchange is not None and self.exchange.attends
+        if not (self._agrees or attends):
             return [*refused, Resume()]
         return [*refused, *self._gather(Stage.FINISH, now)]
+
+    @property
+    def _agrees(self) -> bool:
+        """Whether it takes part in what the run ends with."""
+        return self.settings.finish != "none" and self.training.sound
 
     def _agree(self, now: float, members: tuple[int, ...] | None = None) -> list[Effect]:
         """Begin the last wave with ``members``; None: all that are here. Or take what the run's mode ends with."""

@@ -392,6 +392,7 @@ class SimPeer:
                 incoming.take(0, memoryview(brought))
                 self.bytes_received += len(brought) if sender is not self else 0
                 came = dataclasses.replace(send, to=sender.rank)
+                assert isinstance(send.request, ElasticRequest)
                 now, step = self._world.now, send.request.step
                 self._brought[key] = _Exchange(came, now, incoming, open=False, their_step=step, arrived=now)
             self._tell(actor.Received(sender.rank, key, send.request))

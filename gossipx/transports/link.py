@@ -21,7 +21,7 @@ from gossipx.errors import (
     ProtocolError,
 )
 from gossipx.memory import PIECE, Look, Source
-from gossipx.messages import CarryingRequest, ModelReply
+from gossipx.messages import CarryingReply, CarryingRequest
 from gossipx.transports import Carrier, Carriers, Certified, SharesMemory, Stream
 from gossipx.transports.beside import Notebook, TheirMemory
 from gossipx.transports.pace import Pace
@@ -29,6 +29,7 @@ from gossipx.wire import (
     Carried,
     CarrierRequest,
     Expect,
+    Fitting,
     Message,
     NoCarrierReply,
     Open,
@@ -125,7 +126,7 @@ class Link:
         if wait > left:
             raise PeerTimeoutError(f"--max-rate leaves no room for a model to {self.stream.remote} in time")
 
-    def send_model(self, reply: ModelReply, number: int, payload: Source, deadline: float) -> None:
+    def send_model(self, reply: CarryingReply, number: int, payload: Source, deadline: float) -> None:
         """Send a model, and wait until the other side has it whole.
 
         Raises:
@@ -296,7 +297,7 @@ class Link:
         message: Message,
         number: int,
         deadline: float,
-        payload: Sink | None = None,
+        payload: Sink | Fitting | None = None,
         brought: Source | None = None,
     ) -> frames.Frame:
         """Send ``message``, with ``brought``, as request ``number``; its answer, a model's bytes in ``payload``."""
@@ -306,7 +307,7 @@ class Link:
             self.stream.tune()
             self._send_with(message, number, brought, deadline)
         frame = self.receive(deadline, answer_to(message, number, payload))
-        if isinstance(frame.message, ModelReply):
+        if isinstance(frame.message, CarryingReply):
             try:
                 self.send(frames.encode(Taken(), number, checks=self.checks), deadline)
             finally:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from gossipx.errors import NotAuthorisedError, ProtocolError, RefusedError, UsageError
 from gossipx.memory import copy
@@ -16,8 +16,10 @@ from gossipx.messages import (
     AcceptReply,
     ArriveRequest,
     BusyReply,
+    CarryingReply,
     CentreRequest,
     ElasticRequest,
+    GradientRequest,
     HereReply,
     InitialRequest,
     LeaveRequest,
@@ -28,6 +30,8 @@ from gossipx.messages import (
     PushRequest,
     RoundRequest,
     SettleRequest,
+    TablesReply,
+    TablesRequest,
     TakeRequest,
 )
 
@@ -210,6 +214,9 @@ Message = (
     | RoundRequest
     | ElasticRequest
     | CentreRequest
+    | GradientRequest
+    | TablesRequest
+    | TablesReply
     | ArriveRequest
     | LeaveRequest
     | ModelReply
@@ -234,6 +241,8 @@ ANSWERS: dict[type, tuple[type, ...]] = {
     RoundRequest: (ModelReply, HereReply, NotReadyReply),
     ElasticRequest: (ModelReply, BusyReply, NotReadyReply),
     CentreRequest: (ModelReply, BusyReply, NotReadyReply),
+    GradientRequest: (AcceptReply, NotReadyReply),
+    TablesRequest: (TablesReply, NotReadyReply),
     ArriveRequest: (HereReply, NotReadyReply),
     LeaveRequest: (HereReply, NotReadyReply),
 }
@@ -257,6 +266,17 @@ class Sink(Protocol):
 
     def take(self, start: int, view: memoryview) -> None:
         """The bytes from ``start`` on, any number of them, lie in ``view``, beside the connection."""
+
+
+@runtime_checkable
+class Fitting(Protocol):
+    """A sink that is made when it is known what comes."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def fit(self, reply: CarryingReply) -> Sink:
+        """What takes in what ``reply`` brings; ProtocolError if it is not what was asked for."""
 
 
 class Room(Sink, Protocol):
@@ -327,11 +347,11 @@ def no_payload(message: Message, request: int) -> None:
     """Expects any message, without a payload."""
 
 
-def answer_to(asked: Message, number: int, payload: Sink | None) -> Expect:
+def answer_to(asked: Message, number: int, payload: Sink | Fitting | None) -> Expect:
     """Expects an answer to ``asked``, sent as request ``number``.
 
     Args:
-        payload: filled by a ModelReply; a Description gets a buffer of the size that it tells.
+        payload: filled by a reply that brings something; a Description gets a buffer of the size that it tells.
     """
 
     def expect(message: Message, request: int) -> Sink | None:
@@ -343,7 +363,9 @@ def answer_to(asked: Message, number: int, payload: Sink | None) -> Expect:
             raise ProtocolError(f"answered {type(asked).__name__} by {type(message).__name__}")
         if isinstance(message, Description):
             return Bytes(memoryview(bytearray(message.size)))
-        return payload if isinstance(message, ModelReply) else None
+        if not isinstance(message, CarryingReply):
+            return None
+        return payload.fit(message) if isinstance(payload, Fitting) else payload
 
     return expect
 

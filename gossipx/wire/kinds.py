@@ -21,6 +21,7 @@ from gossipx.messages import (
     BusyReply,
     CentreRequest,
     ElasticRequest,
+    GradientRequest,
     HereReply,
     InitialRequest,
     LeaveRequest,
@@ -32,6 +33,8 @@ from gossipx.messages import (
     RoundRequest,
     SettleRequest,
     Stage,
+    TablesReply,
+    TablesRequest,
     TakeRequest,
 )
 from gossipx.wire import (
@@ -60,6 +63,8 @@ MAX_TEXT = 1_000  # characters
 MAX_SECONDS = 7 * 86_400
 MAX_FIGURES = 1_000  # names in a report
 MAX_SETTINGS = 16
+MAX_PARTS = 65_536  # partitions of a shard
+MAX_GROUPS, MAX_GROUP = 1_000, 32  # parameter groups of an optimizer, and numbers in one
 # Bytes of metadata. The largest honest ones: 65,536 ranks of five digits are 384 KiB; the reports
 # of 100 peers have 5 KiB each. The small bound is what a stranger can make us allocate.
 MAX_METADATA = 512 * 1024
@@ -181,6 +186,41 @@ _key = _hexadecimal(64)
 _count = _integer(0, _U63)
 
 
+def _number(value: object) -> float:
+    if type(value) not in (int, float) or not 0 <= value < math.inf:  # type: ignore[operator]
+        raise ValueError("is not a finite number from 0")
+    return float(value)  # type: ignore[arg-type]
+
+
+def _pair(value: object) -> tuple[int, int]:
+    if type(value) is not list or len(value) != 2:
+        raise ValueError("holds what is not a pair of numbers")
+    return _integer(0, MAX_PARTS)(value[0]), _integer(0, MAX_MODEL)(value[1])
+
+
+def _parts(value: object) -> tuple[tuple[int, int], ...]:
+    if type(value) is not list or len(value) > MAX_PARTS:
+        raise ValueError(f"is not a list of at most {MAX_PARTS} parts")
+    return tuple(_pair(item) for item in value)
+
+
+def _groups(value: object) -> tuple[dict[str, float], ...]:
+    if type(value) is not list or len(value) > MAX_GROUPS:
+        raise ValueError(f"is not a list of at most {MAX_GROUPS} groups")
+    made = []
+    for group in value:
+        if type(group) is not dict or len(group) > MAX_GROUP:
+            raise ValueError(f"holds what is not an object of at most {MAX_GROUP} numbers")
+        if not all(type(item) in (int, float) and math.isfinite(item) for item in group.values()):
+            raise ValueError("holds what is not a finite number")
+        made.append({_text(name): float(item) for name, item in group.items()})
+    return tuple(made)
+
+
+_shard = _integer(0, MAX_RANKS - 1)
+_bucket = _integer(-1, 2**63 - 1)
+
+
 # --- the kinds -----------------------------------------------------------------------------------
 
 
@@ -232,11 +272,37 @@ KINDS = {
     24: Kind(SettleRequest, {**_EXCHANGE, "taken": _flag}),
     25: Kind(ElasticRequest, {**_EXCHANGE, "step": _count, "patience": _seconds}, payload=MAX_MODEL),
     26: Kind(CentreRequest, {"patience": _seconds}),
+    27: Kind(
+        GradientRequest,
+        {
+            "shard": _shard,
+            "bucket": _count,
+            "incarnation": _count,
+            "progress": _count,
+            "parts": _parts,
+            "settings": _groups,
+            "patience": _seconds,
+        },
+        MAX_METADATA,
+        MAX_MODEL,
+    ),
+    28: Kind(
+        TablesRequest,
+        {
+            "shard": _shard,
+            "bucket": _bucket,
+            "incarnation": _count,
+            "progress": _bucket,
+            "significance": _number,
+            "patience": _seconds,
+        },
+    ),
     32: Kind(ModelReply, {"step": _count, "weight": _weight}, payload=MAX_MODEL),
     33: Kind(HereReply, _STANDING, MAX_METADATA),
     34: Kind(NotReadyReply, {"reason": _text}),
     35: Kind(AcceptReply, {}),
     36: Kind(BusyReply, {}),
+    37: Kind(TablesReply, {"clock": _count, "parts": _parts}, MAX_METADATA, MAX_MODEL),
     48: Kind(Carried, {"digest": _octets(32)}),
 }
 """By number, as a frame's header has it."""

@@ -14,9 +14,15 @@ from torch import nn
 
 from gossipx import mixing, policies, topology
 from gossipx.access import grant
+from gossipx.actor import GradientsReady
 from gossipx.arena import ParameterArena
+from gossipx.build.roles import rank_of
+from gossipx.build.server import Parts as Parts
+from gossipx.build.server import Served, serve
+from gossipx.build.server import servers as servers
 from gossipx.comm import CommManager
 from gossipx.config import ExchangeSettings, HubSettings, RunConfig, SyncSettings
+from gossipx.drive.backward import Backward
 from gossipx.drive.driver import Driver
 from gossipx.drive.peer import Peer, PeerOptions
 from gossipx.drive.progress import Progress
@@ -24,9 +30,11 @@ from gossipx.errors import UsageError
 from gossipx.hub import Elastic, ElasticSettings
 from gossipx.metrics import TensorBoardRecorder
 from gossipx.peer import PeerRole, PeerSettings
+from gossipx.peer.exchange import Exchange, Ground
+from gossipx.peer.pulls import Pulls
 from gossipx.policies import Policy
 from gossipx.record import NullRecorder, Recorder
-from gossipx.specs import suggest
+from gossipx.server.mode import ServerMode
 from gossipx.sync import SyncManager
 from gossipx.tasks import partition
 from gossipx.tasks.presets import PRESETS
@@ -73,12 +81,14 @@ def peer(
     place: Place,
     policy: Policy | None = None,
     evaluate: Callable[[nn.Module], float] | None = None,
+    parts: Parts | None = None,
 ) -> Peer:
     """Put a peer together; it takes part once it is started.
 
     Args:
         module: as for :func:`gossipx.join`.
         policy: in place of the one that the configuration names.
+        parts: of a parameter server, a user's own.
 
     Raises:
         UsageError: settings that do not fit, or a parameter that cannot be joined.
@@ -89,15 +99,19 @@ def peer(
     max_rate = None if config.exchange.max_rate is None else parse_rate(config.exchange.max_rate)
     _check_exchange(config)
     hub = elastic(config, place.names)
-    drawn = random.Random(f"delta {run.seed} {place.rank}").getrandbits(64) if sync.delta == "sampled" else None
+    by_servers = servers(config, place.names) is not None
+    # Servers keep what others are given, so that no copy of a boundary is needed.
+    sampled = sync.delta == "sampled" or by_servers
+    drawn = random.Random(f"delta {run.seed} {place.rank}").getrandbits(64) if sampled else None
     arena = ParameterArena(module, mix_buffers=sync.buffers == "mix", sampled=drawn)
+    served = serve(config, place.names, place.rank, module, optimizer, parts or Parts())
     # Each peer draws from generators of its own; the split of the data is the same for all.
     rng = random.Random(f"peer {run.seed} {place.rank}")
     turns = schedule(config, size, [address.host for address in place.addresses])
     role = PeerRole(
         rank=place.rank,
         size=size,
-        sync=SyncManager(policy or policies.parse(sync.policy), seed=rng.getrandbits(64)),
+        sync=SyncManager(policies.parse("never") if served else policy or policies.parse(sync.policy), rng.getrandbits(64)),
         topology=turns.topology,
         rng=rng,
         incarnation=secrets.randbits(48),
@@ -109,7 +123,7 @@ def peer(
             max_pushes=config.exchange.max_pushes,
             serve_share=config.exchange.serve_share,
             exchange=sync.exchange,
-            mode=sync.mode,
+            mode="pull" if sync.mode == "server" else sync.mode,
             push_sum=sync.weights == "push-sum",
             blocking=sync.blocking,
             finish=sync.finish,
@@ -118,16 +132,17 @@ def peer(
         ),
         schedule=turns,
         shares=weights.shares(sync.weights, turns, place.rank, pushed=sync.mode == "push"),
-        exchange_of=None if hub is None else functools.partial(Elastic, settings=hub),
+        exchange_of=_exchange_of(hub, served),
     )
     driver = Driver(role, arena)
+    driver.transfers.desk = None if served is None else served.desk
     comm = driver.comm = CommManager(
         rank=place.rank,
         names=place.names,
         addresses=place.addresses,
         bind=place.bind,
         peers_digest=place.digest,
-        settings=_alike(config, turns, hub),
+        settings=_alike(config, turns, hub, served),
         manifest=arena.manifest,
         on_request=driver.received,
         room_for=driver.transfers.room_for,
@@ -147,12 +162,22 @@ def peer(
         distance_interval=sync.distance_interval,
         split=lambda labels: split.split(labels, size, run.seed),
         by_label=split.by_label,
-        policy=sync.policy if policy is None else policies.describe(policy),
+        policy=config.server.sync if served else sync.policy if policy is None else policies.describe(policy),
         save_model=run.save_model,
         under_run=place.under_run,
     )
     recorder = _recorder(config, place)
-    return Peer(module, optimizer, driver, comm, recorder, place.progress, options, evaluate)
+    backward = None if served is None else _backward(module, driver, served, config.server.wait_free)
+    return Peer(module, optimizer, driver, comm, recorder, place.progress, options, evaluate, backward)
+
+
+def _backward(
+    module: nn.Module, driver: Driver, served: Served, wait_free: bool
+) -> Callable[[Callable[[], None]], Backward]:
+    def ready(buckets: Sequence[tuple[int, int]]) -> None:
+        driver.tell(GradientsReady(tuple(buckets)))
+
+    return lambda look: Backward(module, served.tables, served.desk.client, ready, look, wait_free)
 
 
 EASGD_BETA = 0.9
@@ -174,7 +199,7 @@ def elastic(config: RunConfig, names: Sequence[str]) -> ElasticSettings | None:
             if getattr(hub, name) != getattr(usual, name):
                 raise UsageError(f"--{name.replace('_', '-')} is of a hub: name it by --hub, or leave this out")
         return None
-    rank = _rank_of(hub.hub, "--hub", names)
+    rank = rank_of(hub.hub, "--hub", names)
     workers = len(names) - hub.hub_only
     if not workers:
         raise UsageError("--hub-only leaves no peer that trains: give more peers, or leave it out")
@@ -185,17 +210,18 @@ def elastic(config: RunConfig, names: Sequence[str]) -> ElasticSettings | None:
     return ElasticSettings(rank, alpha, beta / workers, not hub.hub_only, hub.hub_lost)
 
 
-def _rank_of(given: str, option: str, names: Sequence[str]) -> int:
-    """The rank of a peer that is given by its name or number."""
-    if given in names:
-        return names.index(given)
-    if given.isdecimal() and int(given) < len(names):
-        return int(given)
-    meant = suggest(given, dict.fromkeys(names))
-    raise UsageError(f"{option} '{given}' is no peer: a number from 0 to {len(names) - 1}, or a name{meant}")
+def _exchange_of(
+    hub: ElasticSettings | None, served: Served | None
+) -> Callable[[Ground, Pulls], Exchange] | None:
+    """What makes the exchange of a run with a hub or servers; None: it has neither."""
+    if served is not None:
+        return functools.partial(ServerMode, settings=served.settings, clocks=served.clocks)
+    return None if hub is None else functools.partial(Elastic, settings=hub)
 
 
-def _alike(config: RunConfig, turns: Schedule, hub: ElasticSettings | None) -> dict[str, str]:
+def _alike(
+    config: RunConfig, turns: Schedule, hub: ElasticSettings | None, served: Served | None
+) -> dict[str, str]:
     """By option, what all peers must have alike: who exchanges with whom, and how."""
     sync = config.sync
     around = {} if hub is None else {
@@ -204,6 +230,14 @@ def _alike(config: RunConfig, turns: Schedule, hub: ElasticSettings | None) -> d
         "--alpha": f"{hub.alpha:g}",
         "--beta": f"{hub.share:g} of a worker's difference",
     }  # fmt: skip
+    if served is not None:
+        given = config.server
+        around = {
+            "--servers": ",".join(map(str, served.settings.servers)),
+            "--servers-only": str(given.servers_only).lower(),
+            "--placement": given.placement,
+            "--bucket": str(given.bucket),
+        }
     return {
         **around,
         "--mode": sync.mode,

@@ -1,0 +1,38 @@
+"""A thread that does one thing after the other."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+
+log = logging.getLogger("gossipx")
+
+
+class Lane:
+    """Does what is put into it, in order, in a thread of its own.
+
+    Args:
+        name: of the thread.
+    """
+
+    def __init__(self, name: str):
+        self._name = name
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._work, name=name, daemon=True).start()
+
+    def put(self, what: Callable[[], None]) -> None:
+        """Have ``what`` done; an error of it is logged."""
+        self._queue.put(what)
+
+    def close(self) -> None:
+        """Do nothing that is put into it from now on."""
+        self._queue.put(None)
+
+    def _work(self) -> None:
+        while (what := self._queue.get()) is not None:
+            try:
+                what()
+            except Exception:
+                log.exception("%s: something could not be done", self._name)

@@ -1,0 +1,194 @@
+"""A worker of a parameter server, decided purely (FluentPS, Algorithm 1, lines 1 to 6 of the worker).
+
+Each bucket's gradient leaves as soon as it is made (wait-free backpropagation). With the end of the iteration each
+shard is asked for its buckets, in the order in which the model uses them, a few at a time; what is computed with a
+bucket's tables waits for that bucket alone. Shards do not wait for each other (Figure 5b); without ``overlap`` all
+pulls wait until every shard has said that it would answer (Figure 5a).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from gossipx.actor import Effect, Fetch, Fetched, Forget, Send, SetTimer
+from gossipx.messages import AcceptReply, GradientRequest, Reply, TablesReply, TablesRequest
+from gossipx.peer.exchange import Ground
+
+AGAIN = "again"
+"""The timers after which a shard is asked again: this, a space and its index."""
+AT_A_TIME = 2
+"""Requests of a kind that are open with one shard: while one is answered the next is on its way."""
+
+
+@dataclass
+class _Way:
+    """A worker's dealings with one shard.
+
+    Attributes:
+        progress: the iteration whose gradients are pushed now, or next.
+        ready: buckets whose gradients wait to leave.
+        pushing: those on their way, by ticket.
+        asks: buckets to be asked for.
+        pulling: those asked for, by ticket.
+        pulled: the progress that they are asked with.
+        ended: the iteration's gradients are all made.
+        rests: it did not answer, and is not asked before its timer.
+        agreed: it has said that it would answer (without overlap).
+    """
+
+    server: int
+    buckets: int
+    progress: int = 0
+    ready: deque[int] = field(default_factory=deque)
+    pushing: dict[int, int] = field(default_factory=dict)
+    asks: deque[int] = field(default_factory=deque)
+    pulling: dict[int, int] = field(default_factory=dict)
+    pulled: int = -1
+    ended: bool = False
+    rests: bool = False
+    agreed: bool = True
+
+    @property
+    def idle(self) -> bool:
+        return not (self.ready or self.pushing or self.asks or self.pulling)
+
+
+class Worker:
+    """One worker's pushes and pulls. Each method says what is to be done.
+
+    Args:
+        ground: of its role.
+        servers: by shard, the rank that holds it.
+        buckets: by shard, how many it has.
+        overlap: whether each shard is pulled from as soon as it has what was pushed.
+    """
+
+    def __init__(self, ground: Ground, servers: Sequence[int], buckets: Sequence[int], overlap: bool = True):
+        self._ground = ground
+        self._overlap = overlap
+        self._ways = [_Way(*one) for one in zip(servers, buckets, strict=True)]
+        self._by_ticket: dict[int, int] = {}  # the shards of open requests
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is on its way, nor to be sent."""
+        return all(way.idle for way in self._ways)
+
+    def begin(self, now: float) -> list[Effect]:
+        """Take what there is now, and begin at the clocks of the shards."""
+        for way in self._ways:
+            way.ready.clear()
+            way.pulled, way.ended = -1, False
+            way.asks = deque(range(way.buckets))
+            way.agreed = True
+        return [Fetch(self._all()), *self._go_on(now)]
+
+    def _all(self) -> tuple[tuple[int, int], ...]:
+        return tuple((shard, bucket) for shard, way in enumerate(self._ways) for bucket in range(way.buckets))
+
+    # --- an iteration -----------------------------------------------------------------------------
+
+    def gradients_ready(self, buckets: Sequence[tuple[int, int]], now: float) -> list[Effect]:
+        """These buckets' gradients are made."""
+        for shard, bucket in buckets:
+            self._ways[shard].ready.append(bucket)
+        return self._go_on(now)
+
+    def iteration_done(self, now: float) -> list[Effect]:
+        """All gradients of the iteration are made, and all tables are wanted again."""
+        for way in self._ways:
+            way.pulled, way.ended = way.progress, True
+            way.asks = deque(range(way.buckets)) if self._overlap else deque([-1])
+            way.agreed = self._overlap
+        return [Fetch(self._all()), *self._go_on(now)]
+
+    def _go_on(self, now: float) -> list[Effect]:
+        """Send what may be sent."""
+        if all(way.agreed or not way.buckets for way in self._ways) and not self._overlap:
+            for way in self._ways:
+                if not way.asks and not way.pulling and way.ended and way.agreed and way.pulled >= 0:
+                    way.ended = False
+                    way.asks = deque(range(way.buckets))
+        effects: list[Effect] = []
+        for shard, way in enumerate(self._ways):
+            if way.buckets:
+                effects += self._ask(shard, way, now)
+        return effects
+
+    def _ask(self, shard: int, way: _Way, now: float) -> list[Effect]:
+        effects: list[Effect] = []
+        if way.rests:
+            return effects
+        patience = self._ground.members.longest
+        incarnation = self._ground.incarnation
+        while way.ready and len(way.pushing) < AT_A_TIME:
+            bucket = way.ready.popleft()
+            push = GradientRequest(shard, bucket, incarnation, way.progress, (), (), patience)
+            send = self._send(shard, push, now)
+            way.pushing[send.ticket] = bucket
+            effects.append(send)
+        # Without overlap every push has to be there before anything is asked for.
+        pushed = not way.ready and (self._overlap or not way.pushing)
+        while way.asks and pushed and len(way.pulling) < AT_A_TIME:
+            bucket = way.asks.popleft()
+            send = self._send(shard, TablesRequest(shard, bucket, incarnation, way.pulled, 0.0, patience), now)
+            way.pulling[send.ticket] = bucket
+            effects.append(send)
+        return effects
+
+    def _send(self, shard: int, request: GradientRequest | TablesRequest, now: float) -> Send:
+        send = self._ground.requests.send(self._ways[shard].server, request, now, now + request.patience)
+        self._by_ticket[send.ticket] = shard
+        return send
+
+    # --- what comes of it -------------------------------------------------------------------------
+
+    def replied(self, ticket: int, reply: Reply, now: float) -> list[Effect]:
+        """A shard has answered."""
+        shard = self._by_ticket.pop(ticket)
+        way = self._ways[shard]
+        if ticket in way.pushing:
+            bucket = way.pushing.pop(ticket)
+            if isinstance(reply, AcceptReply):
+                return [Forget(ticket), *self._go_on(now)]
+            way.ready.appendleft(bucket)
+            return [Forget(ticket), self._not_ready(shard, now)]
+        bucket = way.pulling.pop(ticket)
+        if not isinstance(reply, TablesReply):
+            way.asks.appendleft(bucket)
+            return [Forget(ticket), self._not_ready(shard, now)]
+        way.progress = max(way.progress, way.pulled + 1, reply.clock)
+        if bucket < 0:
+            way.agreed = True
+            return [Forget(ticket), *self._go_on(now)]
+        effects = [Fetched(ticket), *self._go_on(now)]
+        if self.idle and way.pulled >= 0:
+            self._ground.sync.retrieved()
+        return effects
+
+    def failed(self, ticket: int, now: float) -> list[Effect]:
+        """A shard has not answered: what was asked is asked again after a while."""
+        shard = self._by_ticket.pop(ticket)
+        way = self._ways[shard]
+        if ticket in way.pushing:
+            way.ready.appendleft(way.pushing.pop(ticket))
+        else:
+            way.asks.appendleft(way.pulling.pop(ticket))
+        other = self._ground.members.others.get(way.server)
+        return [Forget(ticket), self._rest(shard, now if other is None else other.rests_until)]
+
+    def _not_ready(self, shard: int, now: float) -> Effect:
+        """It has answered that it cannot answer yet."""
+        server, members = self._ways[shard].server, self._ground.members
+        return self._rest(shard, members.rest(server, now) if server in members.others else now)
+
+    def _rest(self, shard: int, until: float) -> Effect:
+        self._ways[shard].rests = True
+        return SetTimer(f"{AGAIN} {shard}", until)
+
+    def again(self, shard: int, now: float) -> list[Effect]:
+        """The rest of a shard is over."""
+        self._ways[shard].rests = False
+        return self._go_on(now)

@@ -1,0 +1,266 @@
+"""The worker's side of all tables: gradients until they are sent, values until they are applied."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gossipx.buffers import typed
+from gossipx.errors import ProtocolError
+from gossipx.memory import Memory, Source
+from gossipx.messages import CarryingReply, Parts, TablesReply
+from gossipx.server.buckets import Bucket
+from gossipx.server.placement import Partition
+from gossipx.storage.parts import ApplyBuffer, GradientStorage, Storages, TransmitBuffer, WorkerStorage
+from gossipx.wire import Bytes, Sink
+
+Where = tuple[int, int]
+"""A shard and a bucket of it."""
+
+
+@dataclass
+class _Room:
+    """The memory of one bucket: of what is sent, and of what is fetched."""
+
+    partitions: list[Partition]
+    transmit: Memory
+    apply: Memory
+    senders: list[TransmitBuffer]
+    takers: list[ApplyBuffer]
+    missing: set[int]  # tables whose gradient of this iteration is not there yet
+
+
+class _Table:
+    """One table: its storages, and the buckets that its partitions lie in."""
+
+    def __init__(self, parameter: Tensor, storages: Storages):
+        self.parameter = parameter
+        self.worker: WorkerStorage = storages.worker(parameter)
+        self.gradient: GradientStorage
+        self.senders: list[TransmitBuffer] = []
+        self.takers: list[ApplyBuffer] = []
+        self.places: list[Where] = []
+        self.fresh = True  # what was fetched has been applied
+        self.updated = False  # it has given a gradient in this iteration
+
+
+class Client:
+    """All tables of one worker.
+
+    Gradients are taken and values applied by the training thread; other threads send and fetch.
+
+    Args:
+        parameters: by table; their memory may not move.
+        shards: for each shard its partitions.
+        buckets: for each shard its buckets.
+        storages: the classes that tables are made with.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        shards: Sequence[Sequence[Partition]],
+        buckets: Sequence[Sequence[Bucket]],
+        storages: Storages,
+    ):
+        self._storages = storages
+        self._tables = [_Table(parameter, storages) for parameter in parameters]
+        self._rooms: dict[Where, _Room] = {}
+        self._arrived = threading.Condition()
+        self._waiting: set[Where] = set()  # buckets that are to be fetched before their tables are used
+        for shard, (partitions, cut) in enumerate(zip(shards, buckets, strict=True)):
+            for number, bucket in enumerate(cut):
+                self._rooms[shard, number] = self._lay_out((shard, number), partitions[bucket.first : bucket.stop])
+        for table in self._tables:
+            table.gradient = storages.gradient(table.senders)
+
+    def _lay_out(self, place: Where, partitions: Sequence[Partition]) -> _Room:
+        dtype = self._tables[partitions[0].table].parameter.dtype
+        sizes = [partition.stop - partition.start for partition in partitions]
+        transmit, apply = (Memory(sum(sizes) * dtype.itemsize) for _ in range(2))
+        ends = list(itertools.accumulate(sizes))
+        rooms = [typed(memory.view, dtype) for memory in (transmit, apply)]
+        senders, takers = [], []
+        for partition, size, end in zip(partitions, sizes, ends, strict=True):
+            sender = self._storages.transmit(rooms[0][end - size : end])
+            taker = self._storages.apply(rooms[1][end - size : end])
+            senders.append(sender)
+            takers.append(taker)
+            table = self._tables[partition.table]
+            table.senders.append(sender)
+            table.takers.append(taker)
+            table.places.append(place)
+        return _Room(list(partitions), transmit, apply, senders, takers, {one.table for one in partitions})
+
+    # --- gradients --------------------------------------------------------------------------------
+
+    def update(self, table: int, gradient: Tensor) -> list[Where]:
+        """Take a table's gradient of this iteration; the buckets that are whole by it.
+
+        Raises:
+            ValueError: it has given one in this iteration already.
+        """
+        one = self._tables[table]
+        if one.updated:
+            raise ValueError(f"table {table} has given a gradient in this iteration already")
+        one.updated = True
+        one.gradient.put(gradient)
+        return self._whole(table)
+
+    def flush(self) -> list[Where]:
+        """The iteration is over: tables without a gradient have one of zeros; the buckets that are whole by that."""
+        whole: list[Where] = []
+        for number, table in enumerate(self._tables):
+            if not table.updated:
+                table.gradient.put(torch.zeros_like(table.parameter))
+                whole += self._whole(number)
+            table.updated = False
+        for room in self._rooms.values():
+            room.missing = {partition.table for partition in room.partitions}
+        return whole
+
+    def _whole(self, table: int) -> list[Where]:
+        whole = []
+        for place in self._tables[table].places:
+            missing = self._rooms[place].missing
+            missing.discard(table)
+            if not missing:
+                whole.append(place)
+        return whole
+
+    def encode(self, place: Where) -> tuple[Parts, Source]:
+        """A bucket's gradients as they are sent; good until the next iteration's come."""
+        room = self._rooms[place]
+        if self._storages.raw_pushes:
+            sizes = [sender.data.numel() * sender.data.element_size() for sender in room.senders]
+            return tuple(enumerate(sizes)), Source(room.transmit.view, room.transmit.descriptor)
+        encoded = [memoryview(sender.encode()).cast("B") for sender in room.senders]
+        joined = bytearray().join(encoded)
+        return tuple(enumerate(map(len, encoded))), Source(memoryview(joined))
+
+    # --- values -----------------------------------------------------------------------------------
+
+    def expect(self, places: Sequence[Where]) -> None:
+        """These buckets are to be fetched before their tables are used again."""
+        with self._arrived:
+            self._waiting.update(places)
+
+    def sink(self, place: Where) -> Tables:
+        """Takes in what a server sends of a bucket."""
+        return Tables(self._rooms[place], self._storages.raw_pulls)
+
+    def fetched(self, place: Where, sink: Tables) -> None:
+        """A bucket has come whole: its tables take it in when they are used next."""
+        sink.decode()
+        with self._arrived:
+            for partition in self._rooms[place].partitions:
+                self._tables[partition.table].fresh = False
+            self._waiting.discard(place)
+            self._arrived.notify_all()
+
+    def wake(self) -> None:
+        """Have whoever waits look again."""
+        with self._arrived:
+            self._arrived.notify_all()
+
+    def ready(self, tables: Sequence[int] | None = None) -> bool:
+        """Whether nothing is still to be fetched of these tables; None: of all."""
+        if not self._waiting:
+            return True
+        if tables is None:
+            return False
+        return not any(place in self._waiting for table in tables for place in self._tables[table].places)
+
+    def wait(self, tables: Sequence[int] | None, seconds: float) -> bool:
+        """Wait until they are ready, at most so long; whether they are."""
+        with self._arrived:
+            return self._arrived.wait_for(lambda: self.ready(tables), seconds)
+
+    def apply(self, tables: Sequence[int] | None = None) -> None:
+        """Put what has come into the model; for the training thread, once they are :meth:`ready`."""
+        for table in self._tables if tables is None else (self._tables[number] for number in tables):
+            if not table.fresh:
+                table.fresh = True
+                table.worker.apply(table.takers)
+
+    # --- figures ----------------------------------------------------------------------------------
+
+    def significance(self, shard: int) -> float:
+        """|g| / |w| of a shard's part of the last push (FluentPS, section III-E.2); 0 of no values."""
+        gradient = weight = 0.0
+        for (number, _), room in self._rooms.items():
+            if number == shard:
+                gradient += sum(float(sender.data.double().square().sum()) for sender in room.senders)
+                weight += sum(float(taker.data.double().square().sum()) for taker in room.takers)
+        return (gradient / weight) ** 0.5 if weight > 0 else 0.0
+
+
+class Tables:
+    """Takes in one bucket; a :class:`gossipx.wire.Fitting`.
+
+    Args:
+        room: of the bucket.
+        is_raw: whether it comes as it lies in memory.
+    """
+
+    nbytes = 0
+
+    def __init__(self, room: _Room, is_raw: bool):
+        self._room = room
+        self._raw = is_raw
+        self._parts: Parts = ()
+        self._content = memoryview(bytearray())
+
+    def fit(self, reply: CarryingReply) -> Sink:
+        """What takes in what ``reply`` brings.
+
+        Raises:
+            ProtocolError: it is not this bucket's.
+        """
+        taken = self._room
+        if not isinstance(reply, TablesReply) or [number for number, _ in reply.parts] != [*range(len(taken.takers))]:
+            raise ProtocolError("it answered by tables that were not asked for")
+        self._parts = reply.parts
+        sizes = [taker.data.numel() * taker.data.element_size() for taker in taken.takers]
+        check_sizes(reply.parts, sizes, self._raw)
+        self._content = taken.apply.view if self._raw else memoryview(bytearray(sum(size for _, size in reply.parts)))
+        return Bytes(self._content)
+
+    def decode(self) -> None:
+        """It is whole: make values of it."""
+        start = 0
+        for taker, (_, size) in zip(self._room.takers, self._parts, strict=True):
+            if not self._raw:
+                taker.decode(self._content[start : start + size])
+            start += size
+
+
+class Nothing:
+    """Takes in an answer without tables; a :class:`gossipx.wire.Fitting`."""
+
+    nbytes = 0
+
+    def fit(self, reply: CarryingReply) -> Sink:
+        """Room for nothing."""
+        return Bytes(memoryview(bytearray()))
+
+
+LARGEST = 4
+"""Times as many bytes as a partition has that one of its may be encoded to: what an encoder of a user's can need at
+worst (an index and a value for each), and what another peer can make this one allocate."""
+
+
+def check_sizes(parts: Parts, sizes: Sequence[int], is_raw: bool) -> None:
+    """Refuse what is no bucket of partitions of so many bytes.
+
+    Raises:
+        ProtocolError: naming the first that does not fit.
+    """
+    for (number, size), own in zip(parts, sizes, strict=True):
+        if size != own if is_raw else size > LARGEST * own + 64:
+            raise ProtocolError(f"{size} bytes for partition {number}, which has {own}")

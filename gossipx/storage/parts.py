@@ -1,0 +1,157 @@
+"""The storages of a table, each replaceable alone (Modularized Parameter Server, section 4.1, Figure 4.1).
+
+A gradient goes from the gradient storage to a transmit buffer, over the network to a server storage, and the table's
+values come back to an apply buffer and from there into the worker storage. Where a table lies on several servers each
+partition has a transmit buffer, a server storage and an apply buffer of its own.
+
+To replace one, inherit from it and override what differs; whoever encodes in another way overrides ``decode`` on the
+other side, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from gossipx.buffers import typed
+from gossipx.errors import ProtocolError
+from gossipx.memory import copy
+
+Encoded = bytes | bytearray | memoryview
+"""What goes over the network, of one partition."""
+
+
+class TransmitBuffer:
+    """On a worker: the gradient of one partition until it is sent.
+
+    Args:
+        data: its values, flat; zeros at first.
+    """
+
+    def __init__(self, data: Tensor):
+        self.data = data
+
+    def add(self, gradient: Tensor) -> None:
+        """Take the gradient of an iteration, flat, in place of the last one's."""
+        self.data.copy_(gradient)
+
+    def encode(self) -> Encoded:
+        """What is sent; good until the next :meth:`add`."""
+        return raw(self.data)
+
+
+class GradientStorage:
+    """On a worker: takes a table's gradients from autograd and hands them to its transmit buffers.
+
+    Args:
+        buffers: of the table's partitions, in order.
+    """
+
+    def __init__(self, buffers: Sequence[TransmitBuffer]):
+        self.buffers = buffers
+
+    def put(self, gradient: Tensor) -> None:
+        """Take the gradient of an iteration, in the table's shape, on the table's device."""
+        start = 0
+        flat = gradient.detach().reshape(-1)
+        for buffer in self.buffers:
+            stop = start + len(buffer.data)
+            buffer.add(flat[start:stop])
+            start = stop
+
+
+class ServerStorage:
+    """On a server: the values of one partition, and how gradients and values are written on the wire.
+
+    Args:
+        data: its values, flat; the optimizer changes them in place.
+    """
+
+    def __init__(self, data: Tensor):
+        self.data = data
+
+    def decode(self, encoded: memoryview) -> Tensor:
+        """The gradient that a worker has sent, flat; it may lie in ``encoded``.
+
+        Raises:
+            ProtocolError: it is none of this partition.
+        """
+        return whole(encoded, self.data)
+
+    def encode(self) -> Encoded:
+        """What workers are given of the values as they are now; not changed afterwards."""
+        return bytes(raw(self.data))
+
+
+class ApplyBuffer:
+    """On a worker: what a server has sent of one partition, until it is applied.
+
+    Args:
+        data: its values, flat.
+    """
+
+    def __init__(self, data: Tensor):
+        self.data = data
+
+    def decode(self, encoded: memoryview) -> None:
+        """Take in what a server has sent; errors as those of :meth:`ServerStorage.decode`."""
+        self.data.copy_(whole(encoded, self.data))
+
+
+class WorkerStorage:
+    """On a worker: a table as the model computes with it.
+
+    Args:
+        parameter: in its own shape, on its own device.
+    """
+
+    def __init__(self, parameter: Tensor):
+        self.parameter = parameter
+
+    @torch.no_grad()
+    def apply(self, buffers: Sequence[ApplyBuffer]) -> None:
+        """Take in what has come, from the buffers of its partitions in order."""
+        if len(buffers) == 1:
+            self.parameter.copy_(buffers[0].data.view(self.parameter.shape))
+        else:
+            self.parameter.copy_(torch.cat([buffer.data for buffer in buffers]).view(self.parameter.shape))
+
+
+@dataclass(frozen=True)
+class Storages:
+    """The classes that tables are made with."""
+
+    gradient: type[GradientStorage] = field(default=GradientStorage)
+    transmit: type[TransmitBuffer] = field(default=TransmitBuffer)
+    server: type[ServerStorage] = field(default=ServerStorage)
+    apply: type[ApplyBuffer] = field(default=ApplyBuffer)
+    worker: type[WorkerStorage] = field(default=WorkerStorage)
+
+    @property
+    def raw_pushes(self) -> bool:
+        """Whether gradients are sent as they lie in memory."""
+        return self.transmit.encode is TransmitBuffer.encode and self.server.decode is ServerStorage.decode
+
+    @property
+    def raw_pulls(self) -> bool:
+        """Whether values are."""
+        return self.server.encode is ServerStorage.encode and self.apply.decode is ApplyBuffer.decode
+
+
+def raw(values: Tensor) -> memoryview:
+    """The bytes of a flat tensor in host memory, writable."""
+    return memoryview(values.view(torch.uint8).numpy().data) if values.numel() else memoryview(bytearray())
+
+
+def whole(encoded: memoryview, like: Tensor) -> Tensor:
+    """``encoded`` as a flat tensor of as many values of the same dtype as ``like``; ProtocolError if it is not that."""
+    if encoded.nbytes != like.numel() * like.element_size():
+        raise ProtocolError(f"{encoded.nbytes} bytes for a partition of {like.numel() * like.element_size()}")
+    if encoded.readonly:
+        writable = memoryview(bytearray(encoded.nbytes))
+        copy(encoded, writable)
+        encoded = writable
+    return typed(encoded, like.dtype)

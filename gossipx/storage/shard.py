@@ -1,0 +1,235 @@
+"""The server's side of the tables of one shard: values, the optimizer, the gradient buffer.
+
+For one thread at a time: what a role decides is carried out here in the order of its decisions.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gossipx.buffers import typed
+from gossipx.errors import ProtocolError, UsageError
+from gossipx.memory import Memory, Source, copy
+from gossipx.messages import GradientRequest, Parts
+from gossipx.server.buckets import Bucket
+from gossipx.server.placement import Partition
+from gossipx.storage.client import check_sizes
+from gossipx.storage.parts import ServerStorage, Storages
+
+ELEMENTWISE = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.ASGD,
+)
+"""Optimizers that treat every value by itself, so that parts of tensors, or several, may be given to them as one."""
+
+
+class _Bucket:
+    """The tables of one bucket, flat one after the other."""
+
+    def __init__(self, partitions: Sequence[Partition], dtype: torch.dtype, storages: Storages):
+        sizes = [partition.stop - partition.start for partition in partitions]
+        self.partitions = partitions
+        self.memory = Memory(sum(sizes) * dtype.itemsize)
+        self.values = typed(self.memory.view, dtype)
+        ends = list(itertools.accumulate(sizes))
+        self.ranges = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+        self.tables: list[ServerStorage] = [storages.server(self.values[one]) for one in self.ranges]
+        self.sizes = [size * dtype.itemsize for size in sizes]
+        self.slabs: list[tuple[slice, Tensor]] = []  # what the optimizer works on
+        self.buffer: Tensor | None = None  # the sum of gradients that wait
+        self.count = 0  # how many
+        self.version = 0
+        self.given: tuple[int, Parts, Source] | None = None  # of which version
+
+
+class ShardStore:
+    """One shard's tables.
+
+    Args:
+        partitions: of the shard.
+        buckets: of these.
+        parameters: the model's, by table; the values at the beginning are taken from them.
+        groups: for each table its parameter group in the worker's optimizer; -1: it is not trained.
+        optimizer: the worker's, of which the shard has one of its own, over its tables.
+        storages: the classes that tables are made with.
+
+    Raises:
+        UsageError: an optimizer that cannot be made anew, or that looks at whole tensors where a tensor is cut.
+    """
+
+    def __init__(
+        self,
+        partitions: Sequence[Partition],
+        buckets: Sequence[Bucket],
+        parameters: Sequence[Tensor],
+        groups: Sequence[int],
+        optimizer: torch.optim.Optimizer,
+        storages: Storages,
+    ):
+        self._storages = storages
+        self._buckets = [
+            _Bucket(part, parameters[part[0].table].dtype, storages)
+            for part in (partitions[bucket.first : bucket.stop] for bucket in buckets)
+        ]
+        self.fill(parameters)
+        self._optimizer = self._make_optimizer(parameters, groups, optimizer)
+
+    def fill(self, parameters: Sequence[Tensor]) -> None:
+        """Begin with these values, by table."""
+        with torch.no_grad():
+            for bucket in self._buckets:
+                for partition, place in zip(bucket.partitions, bucket.ranges, strict=True):
+                    flat = parameters[partition.table].detach().reshape(-1)
+                    bucket.values[place].copy_(flat[partition.start : partition.stop])
+                bucket.version += 1
+
+    def _make_optimizer(
+        self, parameters: Sequence[Tensor], groups: Sequence[int], like: torch.optim.Optimizer
+    ) -> torch.optim.Optimizer | None:
+        merges = isinstance(like, ELEMENTWISE)
+        slabs: dict[int, list[Tensor]] = {}
+        for bucket in self._buckets:
+            numbered = [groups[partition.table] for partition in bucket.partitions]
+            runs = [list(run) for _, run in itertools.groupby(range(len(numbered)), key=numbered.__getitem__)]
+            for run in runs if merges else [[number] for number in range(len(numbered))]:
+                partition, first = bucket.partitions[run[0]], bucket.ranges[run[0]].start
+                slab = bucket.values[first : bucket.ranges[run[-1]].stop]
+                if not merges:
+                    whole = parameters[partition.table]
+                    if len(slab) != whole.numel():
+                        raise UsageError(
+                            f"{type(like).__name__} looks at whole tensors, which this placement cuts: use heuristic"
+                        )
+                    slab = slab.view(whole.shape)
+                if numbered[run[0]] >= 0 and slab.numel():
+                    bucket.slabs.append((slice(first, first + slab.numel()), slab))
+                    slabs.setdefault(numbered[run[0]], []).append(slab)
+        made = [
+            {**{key: value for key, value in group.items() if key != "params"}, "params": slabs[number]}
+            for number, group in enumerate(like.param_groups)
+            if number in slabs
+        ]
+        self._groups = sorted(slabs)
+        try:
+            return type(like)(made) if made else None  # type: ignore[call-arg]
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"{type(like).__name__} cannot be made anew for a server's tables: {error}") from error
+
+    # --- gradients --------------------------------------------------------------------------------
+
+    def size(self, request: GradientRequest) -> int:
+        """Bytes that a push brings.
+
+        Raises:
+            ProtocolError: it is none of this shard.
+        """
+        if request.bucket >= len(self._buckets):
+            raise ProtocolError(f"bucket {request.bucket} of a shard of {len(self._buckets)}")
+        bucket = self._buckets[request.bucket]
+        if [number for number, _ in request.parts] != [*range(len(bucket.sizes))]:
+            raise ProtocolError("a push of tables that are not in its bucket")
+        check_sizes(request.parts, bucket.sizes, self._storages.raw_pushes)
+        return sum(size for _, size in request.parts)
+
+    def decode(self, request: GradientRequest, content: memoryview) -> Tensor:
+        """The gradient of a bucket, flat, from what came; it may lie in that.
+
+        Raises:
+            ProtocolError: a part that is none of its partition's.
+        """
+        bucket = self._buckets[request.bucket]
+        if self._storages.raw_pushes:
+            return typed(content, bucket.values.dtype)
+        gradient, start = torch.empty_like(bucket.values), 0
+        for table, place, (_, size) in zip(bucket.tables, bucket.ranges, request.parts, strict=True):
+            gradient[place] = table.decode(content[start : start + size])
+            start += size
+        return gradient
+
+    def apply(self, number: int, gradient: Tensor, scale: float, settings: Sequence[dict[str, float]]) -> None:
+        """One optimizer step on one bucket."""
+        bucket = self._buckets[number]
+        if scale != 1.0:
+            gradient = gradient * scale
+        self._step([(bucket, gradient)], settings)
+
+    def add(self, number: int, gradient: Tensor) -> None:
+        """Add a gradient to the gradient buffer."""
+        bucket = self._buckets[number]
+        if bucket.buffer is None:
+            bucket.buffer = torch.empty_like(bucket.values)
+        if bucket.count:
+            bucket.buffer.add_(gradient)
+        else:
+            bucket.buffer.copy_(gradient)
+        bucket.count += 1
+
+    def apply_buffer(self, settings: Sequence[dict[str, float]]) -> None:
+        """One optimizer step on the mean of what the gradient buffer holds of each bucket; then it is empty."""
+        steps = []
+        for bucket in self._buckets:
+            if bucket.count:
+                assert bucket.buffer is not None
+                steps.append((bucket, bucket.buffer.div_(bucket.count)))
+                bucket.count = 0
+        self._step(steps, settings)
+
+    def _step(self, steps: Sequence[tuple[_Bucket, Tensor]], settings: Sequence[dict[str, float]]) -> None:
+        if self._optimizer is None:
+            return
+        for group, number in zip(self._optimizer.param_groups, self._groups, strict=True):
+            if number < len(settings):
+                group.update(settings[number])
+        for bucket, gradient in steps:
+            for place, slab in bucket.slabs:
+                slab.grad = gradient[place].view(slab.shape)
+        self._optimizer.step()
+        for bucket, _ in steps:
+            bucket.version += 1
+            for _, slab in bucket.slabs:
+                slab.grad = None
+
+    # --- values -----------------------------------------------------------------------------------
+
+    def encode(self, number: int) -> tuple[Parts, Source]:
+        """A bucket as workers are given it, by now; not changed afterwards, and made once a version."""
+        bucket = self._buckets[number]
+        if bucket.given is None or bucket.given[0] != bucket.version:
+            if self._storages.raw_pulls:
+                memory = Memory(bucket.values.numel() * bucket.values.element_size())
+                copy(bucket.memory.view, memory.view)
+                parts: Parts = tuple(enumerate(bucket.sizes))
+                bucket.given = bucket.version, parts, Source(memory.view, memory.descriptor)
+            else:
+                encoded = [memoryview(table.encode()).cast("B") for table in bucket.tables]
+                parts = tuple(enumerate(map(len, encoded)))
+                bucket.given = bucket.version, parts, Source(memoryview(bytearray().join(encoded)))
+        return bucket.given[1], bucket.given[2]
+
+    # --- checkpoints ------------------------------------------------------------------------------
+
+    def values(self) -> list[Tensor]:
+        """By bucket, all values, flat; not copies."""
+        return [bucket.values for bucket in self._buckets]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's state and the gradient buffer; tensors are not copies."""
+        return {
+            "optimizer": {} if self._optimizer is None else self._optimizer.state_dict(),
+            "buffers": [bucket.buffer if bucket.count else None for bucket in self._buckets],
+            "counts": [bucket.count for bucket in self._buckets],
+        }
