@@ -319,6 +319,26 @@ def test_one_slow_worker_lets_staleness_grow_and_equal_ones_let_it_shrink():
     assert run.clock.state_dict()["model"]["staleness"] == 1
 
 
+def test_pulls_are_told_once_to_the_tick_that_follows_them():
+    @dataclass(frozen=True)
+    class Telling(SyncModel):
+        def init(self) -> list[list[int]]:
+            return []
+
+        def may_pull(self, state: list[list[int]], view: View, pull: Pull) -> bool:
+            return pull.progress < view.clock
+
+        def ticked(self, state: list[list[int]], view: View, pulls: int, delayed: int) -> list[list[int]]:
+            return [*state, [view.clock, pulls, delayed]]
+
+    run = Run(Telling(), range(2))
+    for rank in (0, 1) * 3:
+        run.iterate(rank)
+    assert run.clock.state_dict()["model"] == [[1, 1, 1], [2, 2, 1], [3, 2, 1]], (
+        "the last one's pull comes after a tick"
+    )
+
+
 # --- who is there -------------------------------------------------------------------------------------
 
 
