@@ -6,6 +6,7 @@ The papers' own rules are in tests/papers, random schedules in test_sync_schedul
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import random
 from dataclasses import dataclass
@@ -522,6 +523,10 @@ def test_workers_ask_again_after_a_restore():
     run.iterate(0)
     run.iterate(0)
     restored = Clock(SSP(1), pulls="soft", workers=[5])
+    restored.pushed(5, 1)
+    restored.lost(5)
+    restored.joined(0)
+    assert restored.pull(0, 9, "of before") == []
     restored.load_state_dict(run.clock.state_dict())
     assert restored.waiting == [] and restored.progress == {0: 1, 1: -1}
     assert restored.pull(0, 1, "again") == []
@@ -544,6 +549,23 @@ def test_a_clock_is_restored_into_one_made_the_same():
     for other in (Clock(SSP(2), "tick", "soft"), Clock(SSP(1), "push", "soft"), Clock(SSP(1), "tick", "lazy")):
         with pytest.raises(UsageError, match=r"saved as 'ssp:staleness=1 tick soft'.*make it as saved, then switch"):
             other.load_state_dict(state)
+
+
+def test_all_of_a_clock_is_restored():
+    run = Run("dsps:staleness=2,low=0,high=4,window=3", range(3), "tick", tables=2, seed=5)
+    for rank in (0, 1, 2, 0, 0, 0, 1):
+        if rank in run.able:
+            run.iterate(rank)
+    run.send(2)
+    run.switch("dsps:staleness=2,low=0,high=4,window=2", "tick")
+    for rank in (2, 1, 2, 1, 2, 1):
+        if rank in run.able:
+            run.iterate(rank)
+    state = json.loads(json.dumps(run.clock.state_dict()))
+    assert state["model"] != DSPS(2, 0, 4, 2).init() and run.clock.buffered
+    restored = Clock(run.clock.model, "tick", workers=[8], rng=random.Random(8))
+    restored.load_state_dict(state)
+    assert json.loads(json.dumps(restored.state_dict())) == state
 
 
 def test_a_models_state_is_the_checkpoints_own():
