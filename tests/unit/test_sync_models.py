@@ -232,6 +232,16 @@ def test_a_switch_in_the_middle_of_a_push():
     assert run.clock.buffered == 0 and run.clock.clock == 1, "the half in the buffer was in the tick's mean"
 
 
+def test_a_push_without_a_message_is_not_in_the_buffer():
+    """A worker whose gradient of this shard is empty, as of a frozen layer."""
+    clock = Clock(SSP(5), "tick", workers=[0, 1])
+    clock.push_part(0, 0)
+    for progress in (0, 1):
+        assert clock.pushed(0, progress) == []
+    assert clock.buffered == 1 and clock.counts.gradients == 2
+    assert clock.pushed(1, 0) == [ApplyBuffer(1), Tick(1)]
+
+
 def test_a_repeated_or_an_older_push_changes_nothing():
     clock = Clock(ASP(), workers=[0, 1])
     for progress in (4, 4, 2):
