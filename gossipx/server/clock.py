@@ -29,7 +29,7 @@ class _Worker:
     Attributes:
         progress: the last iteration whose push is complete.
         waiting: its complete pushes in the gradient buffer.
-        coming: the iteration of the push whose messages are coming.
+        coming: the iteration of the push whose messages came last.
         dropped: whether that push is thrown away. Its first message decides, so that a push is dropped whole or not.
         partly: whether some of that push is in the gradient buffer.
     """
@@ -170,7 +170,7 @@ class Clock:
             self.counts.gradients += 1
             self._complete += one.partly
             one.waiting += one.partly
-        one.progress, one.coming, one.partly = progress, None, False
+        one.progress = progress
         return self._settle()
 
     def pull(self, worker: int, progress: int, key: Hashable, significance: float = 0.0) -> list[Decision]:

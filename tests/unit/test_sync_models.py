@@ -6,6 +6,7 @@ The papers' own rules are in tests/papers, random schedules in test_sync_schedul
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import random
 from dataclasses import dataclass
@@ -231,6 +232,16 @@ def test_a_switch_in_the_middle_of_a_push():
     assert run.clock.buffered == 0 and run.clock.clock == 1, "the half in the buffer was in the tick's mean"
 
 
+def test_a_push_without_a_message_is_not_in_the_buffer():
+    """A worker whose gradient of this shard is empty, as of a frozen layer."""
+    clock = Clock(SSP(5), "tick", workers=[0, 1])
+    clock.push_part(0, 0)
+    for progress in (0, 1):
+        assert clock.pushed(0, progress) == []
+    assert clock.buffered == 1 and clock.counts.gradients == 2
+    assert clock.pushed(1, 0) == [ApplyBuffer(1), Tick(1)]
+
+
 def test_a_repeated_or_an_older_push_changes_nothing():
     clock = Clock(ASP(), workers=[0, 1])
     for progress in (4, 4, 2):
@@ -317,6 +328,26 @@ def test_one_slow_worker_lets_staleness_grow_and_equal_ones_let_it_shrink():
         for rank in run.able:
             run.iterate(rank)
     assert run.clock.state_dict()["model"]["staleness"] == 1
+
+
+def test_pulls_are_told_once_to_the_tick_that_follows_them():
+    @dataclass(frozen=True)
+    class Telling(SyncModel):
+        def init(self) -> list[list[int]]:
+            return []
+
+        def may_pull(self, state: list[list[int]], view: View, pull: Pull) -> bool:
+            return pull.progress < view.clock
+
+        def ticked(self, state: list[list[int]], view: View, pulls: int, delayed: int) -> list[list[int]]:
+            return [*state, [view.clock, pulls, delayed]]
+
+    run = Run(Telling(), range(2))
+    for rank in (0, 1) * 3:
+        run.iterate(rank)
+    assert run.clock.state_dict()["model"] == [[1, 1, 1], [2, 2, 1], [3, 2, 1]], (
+        "the last one's pull comes after a tick"
+    )
 
 
 # --- who is there -------------------------------------------------------------------------------------
@@ -502,6 +533,10 @@ def test_workers_ask_again_after_a_restore():
     run.iterate(0)
     run.iterate(0)
     restored = Clock(SSP(1), pulls="soft", workers=[5])
+    restored.pushed(5, 1)
+    restored.lost(5)
+    restored.joined(0)
+    assert restored.pull(0, 9, "of before") == []
     restored.load_state_dict(run.clock.state_dict())
     assert restored.waiting == [] and restored.progress == {0: 1, 1: -1}
     assert restored.pull(0, 1, "again") == []
@@ -524,6 +559,23 @@ def test_a_clock_is_restored_into_one_made_the_same():
     for other in (Clock(SSP(2), "tick", "soft"), Clock(SSP(1), "push", "soft"), Clock(SSP(1), "tick", "lazy")):
         with pytest.raises(UsageError, match=r"saved as 'ssp:staleness=1 tick soft'.*make it as saved, then switch"):
             other.load_state_dict(state)
+
+
+def test_all_of_a_clock_is_restored():
+    run = Run("dsps:staleness=2,low=0,high=4,window=3", range(3), "tick", tables=2, seed=5)
+    for rank in (0, 1, 2, 0, 0, 0, 1):
+        if rank in run.able:
+            run.iterate(rank)
+    run.send(2)
+    run.switch("dsps:staleness=2,low=0,high=4,window=2", "tick")
+    for rank in (2, 1, 2, 1, 2, 1):
+        if rank in run.able:
+            run.iterate(rank)
+    state = json.loads(json.dumps(run.clock.state_dict()))
+    assert state["model"] != DSPS(2, 0, 4, 2).init() and run.clock.buffered
+    restored = Clock(run.clock.model, "tick", workers=[8], rng=random.Random(8))
+    restored.load_state_dict(state)
+    assert json.loads(json.dumps(restored.state_dict())) == state
 
 
 def test_a_models_state_is_the_checkpoints_own():
