@@ -294,13 +294,17 @@ class Driver:
 
     def _answer_tables(self, answer: Answer, shard: int, bucket: int) -> None:
         assert isinstance(answer.reply, TablesReply)
-        parts, source = self._desk.encode(shard, bucket)
-        self._answer_by(answer, dataclasses.replace(answer.reply, parts=parts), source)
+        given = self._desk.encode(shard, bucket)
+        reply = dataclasses.replace(answer.reply, parts=given.parts)
+        self._answer_by(answer, reply, given.source, lambda: self._desk.release(shard, given))
 
-    def _answer_by(self, answer: Answer, reply: TablesReply, source: Source) -> None:
+    def _answer_by(
+        self, answer: Answer, reply: TablesReply, source: Source, sent: Callable[[], None] = lambda: None
+    ) -> None:
         assert self.comm is not None
 
         def done(whole: bool) -> None:
+            sent()
             self.tell(Answered(answer.key, whole))
 
         self.comm.answer(answer.key, reply, payload=source, deadline=answer.deadline, done=done)

@@ -112,6 +112,8 @@ class Shard:
         done = Answer(event.key, AcceptReply(), now + request.patience)
         if request.progress <= self.clock.progress[event.sender]:
             return [done]  # it is counted, or was given up when the worker was lost
+        if request.progress > max(self.clock.progress[event.sender] + 1, self.clock.clock):
+            return [Answer(event.key, NotReadyReply("it is not that far"), now + request.patience)]
         if worker.coming != request.progress:
             worker.coming, worker.have = request.progress, set()
         if request.bucket in worker.have:

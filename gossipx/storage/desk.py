@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from gossipx.errors import ProtocolError
-from gossipx.memory import Memory, Source
-from gossipx.messages import GradientRequest, Parts
+from gossipx.memory import Memory
+from gossipx.messages import GradientRequest
 from gossipx.storage.client import Client
-from gossipx.storage.shard import ShardStore
+from gossipx.storage.shard import Given, ShardStore
 
 Settings = tuple[dict[str, float], ...]
 
@@ -149,9 +149,13 @@ class Desk:
         hosted = self._hosted[shard]
         hosted.store.apply_buffer(hosted.settings)
 
-    def encode(self, shard: int, bucket: int) -> tuple[Parts, Source]:
-        """A bucket as workers are given it."""
+    def encode(self, shard: int, bucket: int) -> Given:
+        """A bucket as workers are given it; to be given back by :meth:`release`."""
         return self._hosted[shard].store.encode(bucket)
+
+    def release(self, shard: int, given: Given) -> None:
+        """It is sent, or of no interest any more; from any thread."""
+        self._hosted[shard].store.release(given)
 
     def _told(self, gradient: Gradient) -> tuple[_Hosted, GradientRequest]:
         request = gradient.request

@@ -6,6 +6,7 @@ For one thread at a time: what a role decides is carried out here in the order o
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,6 +38,21 @@ ELEMENTWISE = (
 """Optimizers that treat every value by itself, so that parts of tensors, or several, may be given to them as one."""
 
 
+class Given:
+    """A bucket as it was at one version, shared by all who are given it.
+
+    Attributes:
+        version: of the bucket.
+        parts, source: as it is sent.
+        memory: that it lies in, used again after its last holder's release; None: it lies elsewhere.
+        holders: those who send it, and the bucket as long as it is the last version.
+    """
+
+    def __init__(self, version: int, parts: Parts, source: Source, memory: Memory | None):
+        self.version, self.parts, self.source, self.memory = version, parts, source, memory
+        self.holders = 1
+
+
 class _Bucket:
     """The tables of one bucket, flat one after the other."""
 
@@ -53,7 +69,7 @@ class _Bucket:
         self.buffer: Tensor | None = None  # the sum of gradients that wait
         self.count = 0  # how many
         self.version = 0
-        self.given: tuple[int, Parts, Source] | None = None  # of which version
+        self.given: Given | None = None  # of the last version that was asked for
 
 
 class ShardStore:
@@ -81,6 +97,8 @@ class ShardStore:
         storages: Storages,
     ):
         self._storages = storages
+        self._lock = threading.Lock()
+        self._free: dict[int, list[Memory]] = {}
         self._buckets = [
             _Bucket(part, parameters[part[0].table].dtype, storages)
             for part in (partitions[bucket.first : bucket.stop] for bucket in buckets)
@@ -205,20 +223,37 @@ class ShardStore:
 
     # --- values -----------------------------------------------------------------------------------
 
-    def encode(self, number: int) -> tuple[Parts, Source]:
-        """A bucket as workers are given it, by now; not changed afterwards, and made once a version."""
+    def encode(self, number: int) -> Given:
+        """A bucket as workers are given it, by now; not changed until :meth:`release`, and made once a version."""
         bucket = self._buckets[number]
-        if bucket.given is None or bucket.given[0] != bucket.version:
-            if self._storages.raw_pulls:
-                memory = Memory(bucket.values.numel() * bucket.values.element_size())
-                copy(bucket.memory.view, memory.view)
-                parts: Parts = tuple(enumerate(bucket.sizes))
-                bucket.given = bucket.version, parts, Source(memory.view, memory.descriptor)
-            else:
-                encoded = [memoryview(table.encode()).cast("B") for table in bucket.tables]
-                parts = tuple(enumerate(map(len, encoded)))
-                bucket.given = bucket.version, parts, Source(memoryview(bytearray().join(encoded)))
-        return bucket.given[1], bucket.given[2]
+        given = bucket.given
+        if given is None or given.version != bucket.version:
+            if given is not None:
+                self.release(given)
+            given = bucket.given = self._encoded(bucket)
+        with self._lock:
+            given.holders += 1
+        return given
+
+    def _encoded(self, bucket: _Bucket) -> Given:
+        if not self._storages.raw_pulls:
+            encoded = [memoryview(table.encode()).cast("B") for table in bucket.tables]
+            parts = tuple(enumerate(map(len, encoded)))
+            return Given(bucket.version, parts, Source(memoryview(bytearray().join(encoded))), None)
+        size = sum(bucket.sizes)
+        with self._lock:
+            free = self._free.get(size)
+            memory = free.pop() if free else Memory(size)
+        copy(bucket.memory.view, memory.view)
+        source = Source(memory.view, memory.descriptor)
+        return Given(bucket.version, tuple(enumerate(bucket.sizes)), source, memory)
+
+    def release(self, given: Given) -> None:
+        """It is sent, or of no interest any more; from any thread."""
+        with self._lock:
+            given.holders -= 1
+            if not given.holders and given.memory is not None:
+                self._free.setdefault(given.memory.view.nbytes, []).append(given.memory)
 
     # --- checkpoints ------------------------------------------------------------------------------
 

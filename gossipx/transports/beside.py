@@ -11,8 +11,9 @@ from gossipx.errors import NoCarrierError, ProtocolError
 from gossipx.memory import cannot_shrink
 from gossipx.wire import CarrierReply, Message, NoCarrierReply, Noted
 
-# Blocks of another peer's memory that are kept mapped: as many as a peer has models in at a time.
-_MAPPED = 4
+# Blocks of another peer's memory that are kept mapped: as many as a peer has models in at a time; of small ones, which
+# a server has for each bucket of tables, so many and so many bytes.
+_MAPPED, _SMALL, _SMALL_BYTES = 4, 512, 2**28
 # Of one side, for one carrier: gloo has three, NCCL one.
 _MOST_NOTES = 64
 
@@ -35,7 +36,7 @@ class TheirMemory:
             if place not in self._mapped:
                 if not stat.S_ISREG(status.st_mode) or status.st_size < nbytes or not cannot_shrink(descriptor):
                     raise ProtocolError(f"a descriptor of no memory of {nbytes} bytes that stays as it is")
-                if len(self._mapped) >= _MAPPED:
+                while self._crowded(status.st_size):
                     self._mapped.pop(next(iter(self._mapped)))
                 # Private, so that nothing done here could reach the other side; writable, as torch warns of memory that
                 # is not.
@@ -47,6 +48,11 @@ class TheirMemory:
             raise ProtocolError(f"memory that cannot be mapped: {error}") from error
         finally:
             os.close(descriptor)
+
+    def _crowded(self, more: int) -> bool:
+        """Whether no further block of so many bytes may be mapped before one is let go."""
+        mapped = more + sum(map(len, self._mapped.values()))
+        return len(self._mapped) >= (_SMALL if mapped <= _SMALL_BYTES else _MAPPED)
 
 
 class Notebook:
