@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass
 
@@ -26,12 +25,7 @@ class Every:
         Raises:
             UsageError: it is none of these.
         """
-        found = re.fullmatch(r"(\d+)|(\d+(?:\.\d+)?) ?s", text.strip(), re.ASCII)
+        found = re.fullmatch(r"(\d{1,12})|(\d{1,12}(?:\.\d{1,9})?) ?s", text.strip(), re.ASCII)
         if found is None:
             raise UsageError(f"'{text}' is no interval: iterations such as 500, or seconds such as 60s; 0: none")
-        if found[1]:
-            return cls(iterations=int(found[1]))
-        seconds = float(found[2])
-        if not math.isfinite(seconds):
-            raise UsageError(f"'{text}' is no interval: a finite number of seconds")
-        return cls(seconds=seconds)
+        return cls(iterations=int(found[1])) if found[1] else cls(seconds=float(found[2]))

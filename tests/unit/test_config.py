@@ -25,6 +25,8 @@ EVERY_KEY: dict[str, dict[str, Any]] = {
         "log_interval": 3,
         "eval_interval": 0,
         "save_model": False,
+        "checkpoint_every": "60s",
+        "keep_checkpoints": 5,
     },
     "task": {
         "task": "mnist",
@@ -84,6 +86,8 @@ device = "cuda:0"
 log_interval = 3
 eval_interval = 0
 save_model = false
+checkpoint_every = "60s"
+keep_checkpoints = 5
 
 [task]
 task = "mnist"
