@@ -60,6 +60,7 @@ class RunDirectory:
         self._instead = "it goes on by itself" if goes_on else "give another --name"
         self._lock: int | None = None
         self._mine = False
+        self._noted: dict[Path, bytes] = {}  # what a run that goes on has noted before
         with contextlib.ExitStack() as undo:
             undo.callback(self.give_up)
             try:
@@ -98,14 +99,14 @@ class RunDirectory:
         self._take()
 
     def _write(self, settings: RunConfig, hosts: bytes, script: Sequence[str]) -> None:
-        """Note what the run is, each file whole or as it was: a run that goes on has them already."""
+        """Note what the run is, each file whole or as it was: a run that goes on has had others, perhaps."""
         files = {CONFIG_FILE: config.dump(settings).encode(), HOSTS_FILE: hosts}
         if script:
             files[SCRIPT_FILE] = json.dumps([str(Path(script[0]).absolute()), *script[1:]]).encode()
+        if not self._mine:
+            self._noted = {file: file.read_bytes() for file in map(self.path.joinpath, files) if file.is_file()}
         for name, content in files.items():
-            unfinished = self.path / f"{name}.tmp"
-            unfinished.write_bytes(content)
-            unfinished.replace(self.path / name)
+            _replace(self.path / name, content)
 
     def keep(self) -> None:
         """The run trains: what it replaces goes, but for what no run has written."""
@@ -115,10 +116,12 @@ class RunDirectory:
             self._empty_gone()
 
     def give_up(self) -> None:
-        """Nothing was trained: the name is free again, or the run's that was to be replaced."""
+        """Nothing was trained: the name is free again, or the run's that was to be replaced or to go on."""
         with contextlib.suppress(OSError):  # what cannot be put back now is, by the next that is given this name
             if self._mine:
                 self._clear()
+            for file, content in self._noted.items():
+                _replace(file, content)
             if self._replaced.is_dir() and not self.path.exists():
                 self._replaced.rename(self.path)
         self.release()
@@ -169,6 +172,13 @@ def _is_replaceable(directory: Path) -> bool:
         return True
     file = directory / CONFIG_FILE
     return file.is_file() and file.read_bytes().startswith(b"[run]\n") and (directory / HOSTS_FILE).is_file()
+
+
+def _replace(file: Path, content: bytes) -> None:
+    """Write a file whole, or leave it as it was."""
+    unfinished = file.with_name(f"{file.name}.tmp")
+    unfinished.write_bytes(content)
+    unfinished.replace(file)
 
 
 def _remove(entry: Path) -> None:
