@@ -17,9 +17,11 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 from gossipx.checkpoint import Store
 from gossipx.checkpoint.store import MANIFEST
+from gossipx.cli import main
 from runs import LONG, Ended, Folder, Process, Run, differences, one_line
 
 BRIEF = ("--eval-interval", "0", "--peer-timeout", "20")
@@ -367,7 +369,10 @@ def test_a_peer_without_a_checkpoint_takes_a_model_of_those_that_have_one(place:
     assert max(differences(again.model(0), again.model(1)).values()) <= 1e-6
 
 
-@pytest.mark.parametrize("mode", ["push-sum", "waves", "blocking"])
+@pytest.mark.parametrize(
+    "mode",
+    ["push-sum", pytest.param("waves", marks=pytest.mark.slow), pytest.param("blocking", marks=pytest.mark.slow)],
+)
 def test_other_modes_go_on(place: Any, mode: str) -> None:
     here = place(3)
     modes = {
@@ -404,6 +409,14 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Folder]:
     here.close()
 
 
+def refused_at_once(here: Folder, *options: str | Path, name: str | Path = "x") -> str:
+    """As :func:`refused`, before any process is started."""
+    command = ["run", "--logdir", here.path, "--resume", name, *options]
+    result = CliRunner().invoke(main, list(map(str, command)))
+    assert result.exit_code == 2 and result.stdout == "" and result.stderr.count("\n") == 1, result.output
+    return result.stderr.strip()
+
+
 def refused(here: Folder, *options: str | Path, name: str | Path = "x") -> str:
     ended: Ended = resume(here, *options, name=name).end()
     return one_line(ended, 2)
@@ -428,17 +441,18 @@ def refused(here: Folder, *options: str | Path, name: str | Path = "x") -> str:
 )
 def test_what_cannot_change_is_refused_by_its_option(stopped: Folder, options: tuple[str, ...], told: str) -> None:
     before = (stopped.path / "x" / "config.toml").read_bytes()
-    assert told in refused(stopped, *options)
+    assert told in refused_at_once(stopped, *options)
     assert (stopped.path / "x" / "config.toml").read_bytes() == before
 
 
 def test_another_number_of_peers_is_refused(stopped: Folder) -> None:
-    (stopped.path / "three.txt").write_text("localhost slots=3\n")
-    assert "--peers names 3 peers, and the run that is to go on has 2" in refused(stopped, "--peers", "three.txt")
+    hosts = stopped.path / "three.txt"
+    hosts.write_text("localhost slots=3\n")
+    assert "--peers names 3 peers, and the run that is to go on has 2" in refused_at_once(stopped, "--peers", hosts)
 
 
 def test_what_is_no_run_is_refused(stopped: Folder) -> None:
-    assert "nothing: no run to go on with is there" in refused(stopped, name="nothing")
+    assert "nothing: no run to go on with is there" in refused_at_once(stopped, name="nothing")
 
 
 def test_a_script_with_another_model_is_refused(stopped: Folder) -> None:
@@ -454,10 +468,10 @@ def test_without_a_whole_checkpoint_it_is_refused(place: Any) -> None:
     here = place(1)
     here.run("--policy", "never", "--iterations", "5", *BRIEF)
     told = "no peer has a whole checkpoint to go on from: a run writes them with --checkpoint-every"
-    assert told in refused(here)
+    assert told in refused_at_once(here)
     store(here, 0).save(5, {})
     (manifests(here, 0)[0]).write_text("{}")
-    assert told in refused(here)
+    assert told in refused_at_once(here)
     assert (here.path / "x" / "summary.json").exists(), "nothing of the run is lost by that"
 
 
