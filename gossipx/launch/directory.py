@@ -60,7 +60,7 @@ class RunDirectory:
         self._instead = "it goes on by itself" if goes_on else "give another --name"
         self._lock: int | None = None
         self._mine = False
-        self._noted: dict[Path, bytes] = {}  # what a run that goes on has noted before
+        self._noted: dict[Path, bytes | None] = {}  # what a run that goes on had noted before; None: nothing
         with contextlib.ExitStack() as undo:
             undo.callback(self.give_up)
             try:
@@ -104,7 +104,9 @@ class RunDirectory:
         if script:
             files[SCRIPT_FILE] = json.dumps([str(Path(script[0]).absolute()), *script[1:]]).encode()
         if not self._mine:
-            self._noted = {file: file.read_bytes() for file in map(self.path.joinpath, files) if file.is_file()}
+            self._noted = {
+                file: file.read_bytes() if file.is_file() else None for file in map(self.path.joinpath, files)
+            }
         for name, content in files.items():
             _replace(self.path / name, content)
 
@@ -121,7 +123,10 @@ class RunDirectory:
             if self._mine:
                 self._clear()
             for file, content in self._noted.items():
-                _replace(file, content)
+                if content is None:
+                    file.unlink(missing_ok=True)
+                else:
+                    _replace(file, content)
             if self._replaced.is_dir() and not self.path.exists():
                 self._replaced.rename(self.path)
         self.release()

@@ -144,6 +144,7 @@ tell(peer, begun=begun)
 
 
 OWN_PARTS = """
+torch.manual_seed(0)
 model = nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [7, 21, 33], gamma=0.5)
