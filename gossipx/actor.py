@@ -30,7 +30,14 @@ class Fault(enum.Enum):
 
 @dataclass(frozen=True)
 class JoinRun:
-    """The peer is listening and wants a model to begin with."""
+    """The peer is listening and wants to begin.
+
+    Attributes:
+        resumed: None: the run is a new one, and a model to begin with is wanted. In one that goes on from checkpoints:
+            whether our model is such a one; if not, a model of those who have one is wanted, whoever we are.
+    """
+
+    resumed: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -80,11 +87,13 @@ class Restored:
     Attributes:
         sync: what :meth:`gossipx.sync.SyncManager.state_dict` gave when the checkpoint was written.
         weight: the push-sum weight then.
+        draws: what :meth:`gossipx.peer.PeerRole.draws` gave; None: they go on as they are.
     """
 
     step: int
     sync: dict[str, Any]
     weight: float = 1.0
+    draws: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)

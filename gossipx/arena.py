@@ -44,6 +44,7 @@ class ParameterArena:
         manifest: one line a tensor; two peers may exchange models if these are equal.
         digest: SHA-256 of the manifest, hexadecimal.
         step: iterations done.
+        slots: where each tensor lies.
         pool: memory for models of this module.
         lock: the pool's, which guards who holds what; held while a boundary is written, and while a whole model is
             copied for a joining peer.
@@ -64,8 +65,7 @@ class ParameterArena:
         self.digest = hashlib.sha256("\n".join(self.manifest).encode()).hexdigest()
         self.step = 0
         self.sections: list[Section] = [lay_out(kinds[dtype]) for dtype in dtypes]
-        self._tensors = [slot.tensor for slot in slots]
-        self._names = {slot.name for slot in slots}
+        self.slots = slots
         self._slots_at = {slot.tensor.data_ptr(): slot for slot in slots if slot.tensor.numel()}
         self._lanes = lanes or lanes_of(slots[0].tensor.device)
         self.pool = Pool(self.sections, self._lanes)
@@ -164,7 +164,7 @@ class ParameterArena:
                 continue
             if slot is not None:
                 reason = "is trained, which was frozen"
-            elif plain_name(name) in self._names:
+            elif any(plain_name(name) == one.name for one in self.slots):
                 reason = "lies in other memory (load_state_dict(assign=True), a change of dtype or device)"
             else:
                 reason = "was added to the model"
@@ -403,7 +403,7 @@ class ParameterArena:
     def detach(self) -> None:
         """Give every tensor storage of its own again, as it was before; the arena is not used any further."""
         own: dict[tuple[int, torch.Size], Tensor] = {}  # by place: tied tensors stay tied
-        for tensor in self._tensors:
+        for tensor in (slot.tensor for slot in self.slots):
             place = tensor.data_ptr(), tensor.shape
             if place not in own:
                 own[place] = tensor.detach().clone(memory_format=torch.preserve_format)

@@ -49,6 +49,12 @@ def _policy(spec: str) -> None:
         known_word("policy", spec.strip(), policies.names())
 
 
+def _interval(spec: str) -> None:
+    from gossipx.checkpoint import Every
+
+    Every.parse(spec)
+
+
 def _mixing(spec: str) -> None:
     from gossipx import mixing
 
@@ -117,6 +123,12 @@ class RunSettings:
         250, "Iterations between two test accuracies while training; 0: none.", 0, MOST_ITERATIONS
     )
     save_model: bool = setting(True, "Keep each peer's final model in the run's directory.")
+    checkpoint_every: str | int = setting(
+        "0",
+        "Write a checkpoint every so many iterations, 500, or seconds, 60s, to go on from; 0: none.",
+        check=_interval,
+    )
+    keep_checkpoints: int = setting(2, "Checkpoints kept a peer; 2: one is left where the newest is damaged.", 1, 1000)
 
 
 @dataclass(frozen=True)
@@ -288,6 +300,7 @@ class Key:
         choices: the values it may take, if these are few.
         many: whether it is a list of values.
         check: refuses a value by a UsageError; None: limits say it all.
+        numbers: it is text, and may be given as a number where that has a type, in TOML and in Python.
     """
 
     table: str
@@ -300,6 +313,7 @@ class Key:
     least: float | None
     most: float | None
     check: Callable[[str], object] | None
+    numbers: bool = False
 
     @property
     def option(self) -> str:
@@ -319,7 +333,8 @@ def _keys() -> dict[str, Key]:
             plain = str if choices else float if many else kind
             meta = one.metadata
             limits = meta["least"], meta["most"], meta["check"]
-            keys[one.name] = Key(table, one.name, plain, choices, many, one.default, meta["help"], *limits)
+            numbers = plain is str and int in get_args(hints[one.name])
+            keys[one.name] = Key(table, one.name, plain, choices, many, one.default, meta["help"], *limits, numbers)
     return keys
 
 
@@ -396,6 +411,8 @@ def _checked(key: Key, value: Any, called: str, place: tuple[Path | None, int | 
         if not isinstance(parts, list | tuple):
             raise UsageError(f"{called} is not a list of numbers: {value!r}", *place)
         return tuple(_checked(dataclasses.replace(key, many=False), part, called, place) for part in parts)
+    if key.numbers and isinstance(value, int) and not isinstance(value, bool):
+        value = str(value)
     try:
         if typed and isinstance(value, str) and key.kind is not str and not key.many:
             raise TypeError

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from gossipx.arena import ParameterArena
@@ -26,9 +28,7 @@ class DriftReference:
             self.set(now.buffer)
             now.release()
             return
-        self._model = self._model or self._arena.pool.buffer()
-        for reference, vector in zip(self._model.vectors, model.vectors, strict=True):
-            reference.copy_(vector)
+        self.load(model.vectors)
 
     def move(self, difference: HostBuffer, share: float, base: HostBuffer | None = None) -> None:
         """x_r ← base + share · difference, which was mixed: mixing itself is no drift.
@@ -45,6 +45,16 @@ class DriftReference:
         ):
             cut = section.trainable
             torch.add(begin[:cut], mixed[:cut], alpha=share, out=reference[:cut])
+
+    def vectors(self) -> list[torch.Tensor]:
+        """x_r as flat vectors, one a section; empty where x_r is the model as of the last boundary."""
+        return [] if self._model is None else list(self._model.vectors)
+
+    def load(self, vectors: Sequence[torch.Tensor]) -> None:
+        """Count from what :meth:`vectors` gave, of an arena that is laid out alike."""
+        self._model = self._model or self._arena.pool.buffer()
+        for reference, vector in zip(self._model.vectors, vectors, strict=True):
+            reference.copy_(vector)
 
     def distance(self) -> float:
         """‖x_t − x_r‖₂ over the trained values."""

@@ -164,6 +164,27 @@ def lay_out(slots: list[Slot]) -> Section:
     return Section(storage, storage.float() if has_masters(slots) else storage, trainable, mixed)
 
 
+def named(slots: Iterable[Slot], sections: Iterable[Section], vectors: Iterable[Tensor]) -> dict[str, Tensor]:
+    """The tensors of a whole model by name, as views of its flat vectors, one a section."""
+    at = {section.storage.dtype: vector for section, vector in zip(sections, vectors, strict=True)}
+    views = {}
+    for slot in slots:
+        tensor, vector = slot.tensor, at[slot.tensor.dtype]
+        place = vector.storage_offset() + tensor.storage_offset()
+        views[slot.name] = vector.as_strided(tensor.shape, tensor.stride(), place)
+    return views
+
+
+def others(module: nn.Module) -> dict[str, Tensor]:
+    """By name, the buffers of a module that are not laid out, as nobody exchanges them: counters, say."""
+    buffers = ((plain_name(name), buffer) for name, buffer in module.named_buffers())
+    return {
+        name: buffer
+        for name, buffer in buffers
+        if _refusal(buffer) is None and not (buffer.is_floating_point() or buffer.is_complex())
+    }
+
+
 def lengths(sections: Iterable[Section], whole: bool) -> list[tuple[torch.dtype, int]]:
     """For each section its dtype and the elements that a model has of it: one as a retrieval exchanges it, or whole."""
     return [(section.values.dtype, len(section.values) if whole else section.mixed) for section in sections]

@@ -20,12 +20,16 @@ from gossipx.build.roles import rank_of
 from gossipx.build.server import Parts as Parts
 from gossipx.build.server import Served, serve
 from gossipx.build.server import servers as servers
+from gossipx.checkpoint import Every
 from gossipx.comm import CommManager
 from gossipx.config import ExchangeSettings, HubSettings, RunConfig, SyncSettings
+from gossipx.drive import models
 from gossipx.drive.backward import Backward
+from gossipx.drive.checkpoints import Checkpoints, store_of
 from gossipx.drive.driver import Driver
 from gossipx.drive.peer import Peer, PeerOptions
 from gossipx.drive.progress import Progress
+from gossipx.drive.state import TrainingState
 from gossipx.errors import UsageError
 from gossipx.hub import Elastic, ElasticSettings
 from gossipx.metrics import TensorBoardRecorder
@@ -62,6 +66,7 @@ class Place:
         directory: the run's; None: nothing is written.
         progress: to the parent process.
         under_run: whether ``gossipx run`` started this process.
+        resumes: whether the run goes on from checkpoints.
     """
 
     rank: int
@@ -72,6 +77,7 @@ class Place:
     directory: Path | None
     progress: Progress
     under_run: bool
+    resumes: bool = False
 
 
 def peer(
@@ -166,9 +172,16 @@ def peer(
         save_model=run.save_model,
         under_run=place.under_run,
     )
-    recorder = _recorder(config, place)
+    about = {"--policy": options.policy.partition(":")[0], "peers": size, "--seed": run.seed}
+    checkpoints = Checkpoints(
+        None if place.directory is None else store_of(place.directory, place.rank, run.keep_checkpoints),
+        Every.parse(str(run.checkpoint_every)),
+        TrainingState(module, optimizer, driver, about),
+        place.resumes,
+    )
+    recorder = _recorder(config, place, None if checkpoints.found is None else checkpoints.found.iteration)
     backward = None if served is None else _backward(module, driver, served, config.server.wait_free)
-    return Peer(module, optimizer, driver, comm, recorder, place.progress, options, evaluate, backward)
+    return Peer(module, optimizer, driver, comm, recorder, place.progress, checkpoints, options, evaluate, backward)
 
 
 def _backward(
@@ -277,7 +290,7 @@ def schedule(config: RunConfig, size: int, hosts: Sequence[str] = ()) -> Schedul
     return schedules.parse(config.sync.schedule, dataclasses.replace(graph, sites=sites))
 
 
-def _recorder(config: RunConfig, place: Place) -> Recorder:
+def _recorder(config: RunConfig, place: Place, goes_on_from: int | None) -> Recorder:
     if place.directory is None:
         return NullRecorder()
     settings = {
@@ -286,7 +299,8 @@ def _recorder(config: RunConfig, place: Place) -> Recorder:
         for key, value in values.items()
         if isinstance(value, str | int | float | bool)
     }
-    return TensorBoardRecorder(place.directory / f"peer-{place.rank:02d}", hparams={**settings, "rank": place.rank})
+    hparams = {**settings, "rank": place.rank}
+    return TensorBoardRecorder(models.directory_of(place.directory, place.rank), hparams, goes_on_from)
 
 
 def effective(config: RunConfig, size: int, has_script: bool) -> RunConfig:

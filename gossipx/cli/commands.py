@@ -115,19 +115,27 @@ def _all_settings(command: Callable[..., None]) -> Callable[..., None]:
 
 @main.command(cls=_Run, context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False})
 @click.option("--config", "config_file", type=click.Path(path_type=Path), help="A TOML file of these settings.")
+@click.option("--resume", metavar="RUN", help="Go on with a run, by its name or directory, from its checkpoints.")
 @_all_settings
 @_debug
 @click.argument("script", nargs=-1, type=click.UNPROCESSED, metavar="[SCRIPT [ARGS]...]")
-def run(config_file: Path | None, script: tuple[str, ...], **settings: Any) -> None:
+def run(config_file: Path | None, resume: str | None, script: tuple[str, ...], **settings: Any) -> None:
     """Train the built-in task, or your own SCRIPT, as every peer of this machine.
 
     \b
     echo 'localhost slots=4' > hosts.txt
     gossipx run --peers hosts.txt --policy adaptive
     gossipx run --peers hosts.txt --policy tau:10 train.py --epochs 3
+    gossipx run --resume tau
     """
     from gossipx.launch.local import launch
 
+    if resume is not None:
+        from gossipx.launch.resume import settings_of
+
+        if config_file:
+            raise UsageError("--config is for a new run, and --resume takes the run's own: leave one out")
+        sys.exit(launch(*settings_of(resume, settings, list(script)), resumes=True))
     given = config.load(config_file) if config_file else {}
     resolved = config.resolve(given, settings)
     if resolved.run.peers is None:

@@ -378,11 +378,12 @@ class Driver:
         """What the next decision depends on, as plain data."""
         with self._lock:
             sync = self.role.sync.state_dict()
-            return {"iteration": self.arena.step, "sync": sync, "weight": self.role.weight}
+            draws = self.role.draws()
+            return {"iteration": self.arena.step, "sync": sync, "weight": self.role.weight, "draws": draws}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what :meth:`state_dict` gave; the weights are there already."""
         self.arena.set_boundary(state["iteration"])
-        self.tell(Restored(state["iteration"], state["sync"], state["weight"]))
+        self.tell(Restored(state["iteration"], state["sync"], state["weight"], state["draws"]))
         if self.role.sync.policy.uses_drift:
             self.held.reference.set()

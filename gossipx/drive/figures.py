@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from gossipx.drive.held import Retrieval
+
+
+@dataclass(frozen=True)
+class Before:
+    """What the processes that this one goes on from have added up, while training."""
+
+    bytes_received: int = 0
+    bytes_sent: int = 0
+    seconds: float = 0.0
+    poisoned: int = 0
 
 
 class Figures:
@@ -17,6 +31,7 @@ class Figures:
         squared_distances: ‖x_j − x_i‖² of the retrievals since then.
         retrievals: those since the last step.
         seconds: from the first iteration to the last.
+        before: what comes from a checkpoint; the others above are of the whole run.
     """
 
     def __init__(self) -> None:
@@ -28,13 +43,33 @@ class Figures:
         self.bytes_at_end = 0
         self.finish_bytes = 0
         self.seconds = 0.0
+        self.before = Before()
         self._bytes_at_start = 0
         self._began = time.perf_counter()
 
     def start(self, received: int) -> None:
-        """Training begins; what came before does not count."""
-        self._bytes_at_start = received
-        self._began = time.perf_counter()
+        """Training begins, or goes on from a checkpoint; what came since then does not count."""
+        self._bytes_at_start = received - self.before.bytes_received
+        self._began = time.perf_counter() - self.before.seconds
+
+    def kept(self, received: int, sent: int, poisoned: int) -> dict[str, Any]:
+        """What a checkpoint keeps, as plain data.
+
+        Args:
+            received: bytes that this process has received; ``sent``, and ``poisoned`` models that it has refused, too.
+        """
+        seconds = time.perf_counter() - self._began
+        before = Before(
+            self.received(received), self.before.bytes_sent + sent, seconds, self.before.poisoned + poisoned
+        )
+        own = {"blocked": self.blocked, "overhead": self.overhead, "distance": self.distance}
+        return {"before": dataclasses.asdict(before), **own, "squared_distances": list(self.squared_distances)}
+
+    def go_on(self, kept: Mapping[str, Any]) -> None:
+        """Go on from what :meth:`kept` gave; before :meth:`start`."""
+        self.before = Before(**kept["before"])
+        self.blocked, self.overhead, self.distance = kept["blocked"], kept["overhead"], kept["distance"]
+        self.squared_distances = list(kept["squared_distances"])
 
     def end(self, received: int) -> None:
         """Training has ended."""

@@ -17,9 +17,14 @@ from gossipx.layout import plain_name
 MODEL_FILE = "model.safetensors"
 
 
+def directory_of(directory: Path, rank: int) -> Path:
+    """A peer's own directory in the run's."""
+    return directory / f"peer-{rank:02d}"
+
+
 def file_of(directory: Path, rank: int) -> Path:
     """Where a peer's model lies in the run's directory."""
-    return directory / f"peer-{rank:02d}" / MODEL_FILE
+    return directory_of(directory, rank) / MODEL_FILE
 
 
 def save(module: nn.Module, target: Path) -> GossipxError | None:

@@ -22,6 +22,7 @@ from gossipx.actor import FiguresReady, JoinRun, LeaveRun, StepDone, TrainingEnd
 from gossipx.comm import CommManager
 from gossipx.drive import models, process
 from gossipx.drive.backward import Backward, Bypass
+from gossipx.drive.checkpoints import Checkpoints
 from gossipx.drive.driver import Driver
 from gossipx.drive.figures import Figures
 from gossipx.drive.held import Retrieval
@@ -81,6 +82,7 @@ class Peer:
         comm: CommManager,
         recorder: Recorder,
         progress: Progress,
+        checkpoints: Checkpoints,
         options: PeerOptions,
         evaluate: Callable[[nn.Module], float] | None = None,
         backward: Callable[[Callable[[], None]], Backward] | None = None,
@@ -96,6 +98,7 @@ class Peer:
         self._comm = comm
         self._recorder = recorder
         self._progress = progress
+        self._checkpoints = checkpoints
         self._options = options
         self._figures = Figures()
         self._last: dict[str, float] = {}
@@ -146,6 +149,7 @@ class Peer:
                 self._wait()
             went_on = time.perf_counter()
             self._record(delta)
+            self._checkpoints.step_done(self._kept)
         finally:
             self._arena.go_on()
         if self._backward is not None:
@@ -180,20 +184,38 @@ class Peer:
         self._recorder.scalar(tag, self._last[tag], self._arena.step)
 
     def state_dict(self) -> dict[str, Any]:
-        """This peer's part of a checkpoint, plain data: iterations done, and what the policy's next decision needs.
+        """Iterations done, and what the next decision needs, as plain data: for a loop that goes back by itself.
 
-        The model and the optimizer have state of their own, which belongs beside it.
+        The model and the optimizer have state of their own, which belongs beside it. Checkpoints hold all of this.
         """
         return self._driver.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint; call it after the model's own values are loaded, which come after joining.
+        """Go back to an earlier moment; call it after the model's own values are loaded, which come after joining.
 
         Args:
             state: what :meth:`state_dict` gave, under the same policy.
         """
         self._driver.load_state_dict(state)
         self._arena.go_on()
+
+    def checkpoint_part(
+        self, name: str, *, state_dict: Callable[[], object], load_state_dict: Callable[[Any], object]
+    ) -> None:
+        """Keep something of the script's own in each checkpoint: the order of its data, a learning rate's schedule.
+
+        A run that goes on from a checkpoint calls ``load_state_dict`` here and now, with what was kept. A checkpoint is
+        taken within the optimizer's step: what the loop does after that belongs to the next iteration.
+
+        Args:
+            name: letters, digits and ``. - _``.
+            state_dict: gives tensors, numbers, text, None, and lists, tuples and dicts of them.
+            load_state_dict: takes the same.
+
+        Raises:
+            UsageError: the name is none or in use, or the state holds something else.
+        """
+        self._checkpoints.register(name, state_dict, load_state_dict)
 
     def shard(self, dataset: Dataset[Any]) -> Subset[Any]:
         """This peer's part of a data set, by the run's ``partition``; the parts of all peers are disjoint and cover it.
@@ -227,19 +249,22 @@ class Peer:
         """Listen, take a model to begin with, and wait for the others; called by :func:`gossipx.join`."""
         with contextlib.ExitStack() as undo:
             undo.callback(self.close)
+            if kept := self._checkpoints.restore():
+                self._figures.go_on(kept)
             process.join(self, self._options.under_run)
             if threading.current_thread() is threading.main_thread() and self._options.under_run:
                 process.on_sigterm(self._asked_to_leave)
             self._progress.watch_parent()
             self._comm.start()
             self._tell_progress("joining")
-            self._driver.tell(JoinRun())
+            self._driver.tell(JoinRun(self._checkpoints.resumed))
             self._wait()
             if self._driver.stranger is not None:  # nobody else has come: do not train alone by mistake
                 raise self._driver.stranger
             undo.pop_all()
-        if self._role.sync.policy.uses_drift:
+        if self._role.sync.policy.uses_drift and not self._checkpoints.resumed:
             self._driver.held.reference.set()
+        self._checkpoints.start()
         self._figures.start(self._comm.bytes_received)
         self._tell_progress("train")
         self._arena.go_on()
@@ -258,6 +283,8 @@ class Peer:
         agrees = self._takes_part()
         self._arena.set_boundary(self._arena.step)  # with what the loop did since its last step (averaged weights, say)
         self._tell_progress("finish" if self.trains else "serve")
+        if agrees:
+            self._checkpoints.training_ended(self._kept)
         before = self._measure_accuracy() if self.trains else None
         self._driver.tell(TrainingEnded(agrees))
         self._wait()
@@ -271,7 +298,7 @@ class Peer:
         after = self._measure_accuracy() if self._agreed else before
         if after is not None:
             self.log("test/accuracy", after)
-        unsaved = self._save()
+        unsaved = self._save() or self._checkpoints.flush()
         self._driver.tell(FiguresReady(self._report(before, after)))
         self._wait()
         self._tell_result()
@@ -310,6 +337,7 @@ class Peer:
         self._driver.close()
         self._comm.close()
         self._recorder.close()
+        self._checkpoints.close()
         self._arena.detach()
 
     def __enter__(self) -> Peer:
@@ -333,13 +361,15 @@ class Peer:
         self._term.set()
 
     def _wait(self) -> None:
-        """Wait until the role says go on; or leave, if SIGTERM asks for it: keep the model, tell the others, and go."""
+        """Wait until the role says go on; or leave, if SIGTERM asks for it: keep the state, tell the others, and go."""
         self._driver.wait(self._look)
         if not self._term.is_set():
             return
+        if self._steps:
+            self._checkpoints.leaving(self._kept)
         self._tell_leaving()
         with self._driver.committing:
-            unsaved = self._save()
+            unsaved = self._save() or self._checkpoints.flush()
         self._tell_progress("left")
         self.close()
         if unsaved is not None:
@@ -415,7 +445,7 @@ class Peer:
             "retrievals": sync.retrievals,
             "taken_in": self._role.taken_in,
             "bytes_received": figures.received(figures.bytes_at_end),
-            "bytes_sent": self._comm.bytes_sent,
+            "bytes_sent": figures.before.bytes_sent + self._comm.bytes_sent,
             "finish_bytes": figures.finish_bytes,
             "test_accuracy": after,
             "test_accuracy_before_finish": before,
@@ -424,10 +454,13 @@ class Peer:
             "train_seconds": figures.seconds,
             "skipped": sync.skipped,
             "failed": sync.failed,
-            "poisoned": self._role.poisoned,
+            "poisoned": figures.before.poisoned + self._role.poisoned,
             "finish_rounds_lost": self._role.rounds_lost,
             "consensus_distance": figures.distance,
         }
+
+    def _kept(self) -> dict[str, Any]:
+        return self._figures.kept(self._comm.bytes_received, self._comm.bytes_sent, self._role.poisoned)
 
     def _tell_progress(self, state: str) -> None:
         self._state = state
@@ -450,6 +483,7 @@ class Peer:
                 "missing": missing,
                 "consensus_accuracy": self._averaged_accuracy(missing),
                 "consensus_distance": self._figures.distance,
+                "seconds_before": self._figures.before.seconds,
             }
         )
 

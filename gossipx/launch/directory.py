@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
 import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 from gossipx import config
@@ -16,8 +18,19 @@ from gossipx.metrics.summary import FILE as SUMMARY_FILE
 
 CONFIG_FILE = "config.toml"
 HOSTS_FILE = "hosts.txt"
-WRITTEN = re.compile(rf"{re.escape(CONFIG_FILE)}|{re.escape(HOSTS_FILE)}|{re.escape(SUMMARY_FILE)}(\.tmp)?|peer-\d+")
+SCRIPT_FILE = "script.json"
+"""The script and its arguments, if one was given: a run that goes on needs to know."""
+WRITTEN = re.compile(
+    "|".join(rf"{re.escape(name)}(\.tmp)?" for name in (CONFIG_FILE, HOSTS_FILE, SCRIPT_FILE, SUMMARY_FILE))
+    + r"|peer-\d+"
+)
 """What a run writes into its directory; nothing else is ever removed from it."""
+
+
+def run_directory(run: str, logdir: Path) -> Path:
+    """Where a run is, by its directory or its name in ``logdir``."""
+    path = Path(run)
+    return path if path.is_dir() or not (logdir / run).is_dir() else logdir / run
 
 
 class RunDirectory:
@@ -30,38 +43,47 @@ class RunDirectory:
     Args:
         settings: with a name.
         hosts: the hosts file, which is copied.
+        script: a script and its arguments, which are noted; empty: none.
+        goes_on: the run is there, and goes on in its directory.
 
     Raises:
-        UsageError: the name is in use, is none, or cannot be written.
+        UsageError: the name is in use, is none, or cannot be written; or the run that is to go on is under way.
     """
 
-    def __init__(self, settings: RunConfig, hosts: Path):
+    def __init__(self, settings: RunConfig, hosts: Path, script: Sequence[str] = (), goes_on: bool = False):
         name = settings.run.name
         if name is None or not re.fullmatch(r"[\w.,=+-]+", name) or name.startswith("."):
             raise UsageError(f"--name '{name}': letters, digits and . , = + - _ make a name")
         self.path = Path(settings.run.logdir) / name
         self._replaced = self.path.with_name(f".{name}.replaced")
         self._gone = self.path.with_name(f".{name}.gone")
+        self._instead = "it goes on by itself" if goes_on else "give another --name"
         self._lock: int | None = None
         self._mine = False
+        self._noted: dict[Path, bytes | None] = {}  # what a run that goes on had noted before; None: nothing
         with contextlib.ExitStack() as undo:
             undo.callback(self.give_up)
             try:
-                self._make(settings, hosts.read_bytes())
+                content = hosts.read_bytes()
+                if goes_on:
+                    self._take()
+                else:
+                    self._make(settings.run.overwrite)
+                self._write(settings, content, script)
             except OSError as error:
                 raise UsageError(
                     f"cannot write the run: {error.strerror}; give another --logdir or --name", self.path
                 ) from error
             undo.pop_all()  # it is made
 
-    def _make(self, settings: RunConfig, hosts: bytes) -> None:
+    def _make(self, overwrite: bool) -> None:
         if self._replaced.is_dir():
             if self.path.is_dir():  # an attempt that was killed before it trained, if it is not under way
                 self._take()
                 self._clear()
             self._replaced.rename(self.path)
         if self.path.exists():
-            if not settings.run.overwrite:
+            if not overwrite:
                 raise UsageError(
                     f"a run '{self.path.name}' is there already: give another --name, or --overwrite", self.path
                 )
@@ -75,8 +97,18 @@ class RunDirectory:
             raise UsageError("another run has taken that name just now: give another --name", self.path) from error
         self._mine = True
         self._take()
-        (self.path / CONFIG_FILE).write_text(config.dump(settings), encoding="utf-8")
-        (self.path / HOSTS_FILE).write_bytes(hosts)
+
+    def _write(self, settings: RunConfig, hosts: bytes, script: Sequence[str]) -> None:
+        """Note what the run is, each file whole or as it was: a run that goes on has had others, perhaps."""
+        files = {CONFIG_FILE: config.dump(settings).encode(), HOSTS_FILE: hosts}
+        if script:
+            files[SCRIPT_FILE] = json.dumps([str(Path(script[0]).absolute()), *script[1:]]).encode()
+        if not self._mine:
+            self._noted = {
+                file: file.read_bytes() if file.is_file() else None for file in map(self.path.joinpath, files)
+            }
+        for name, content in files.items():
+            _replace(self.path / name, content)
 
     def keep(self) -> None:
         """The run trains: what it replaces goes, but for what no run has written."""
@@ -86,10 +118,15 @@ class RunDirectory:
             self._empty_gone()
 
     def give_up(self) -> None:
-        """Nothing was trained: the name is free again, or the run's that was to be replaced."""
+        """Nothing was trained: the name is free again, or the run's that was to be replaced or to go on."""
         with contextlib.suppress(OSError):  # what cannot be put back now is, by the next that is given this name
             if self._mine:
                 self._clear()
+            for file, content in self._noted.items():
+                if content is None:
+                    file.unlink(missing_ok=True)
+                else:
+                    _replace(file, content)
             if self._replaced.is_dir() and not self.path.exists():
                 self._replaced.rename(self.path)
         self.release()
@@ -124,7 +161,7 @@ class RunDirectory:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(lock)
-            raise UsageError(f"a run '{self.path.name}' is under way: give another --name", self.path) from None
+            raise UsageError(f"a run '{self.path.name}' is under way: {self._instead}", self.path) from None
         except OSError:
             pass  # a file system without locks
         if self._lock is not None:
@@ -140,6 +177,13 @@ def _is_replaceable(directory: Path) -> bool:
         return True
     file = directory / CONFIG_FILE
     return file.is_file() and file.read_bytes().startswith(b"[run]\n") and (directory / HOSTS_FILE).is_file()
+
+
+def _replace(file: Path, content: bytes) -> None:
+    """Write a file whole, or leave it as it was."""
+    unfinished = file.with_name(f"{file.name}.tmp")
+    unfinished.write_bytes(content)
+    unfinished.replace(file)
 
 
 def _remove(entry: Path) -> None:

@@ -20,9 +20,10 @@ from typing import Any
 from gossipx import access, build
 from gossipx.config import RunConfig
 from gossipx.errors import UsageError
+from gossipx.launch import resume
 from gossipx.launch.children import Child, command_of, script_exists
 from gossipx.launch.directory import CONFIG_FILE, HOSTS_FILE, RunDirectory
-from gossipx.launch.environment import ENV_CONFIG, ENV_DEVICE, ENV_PEERS, ENV_PROGRESS, ENV_RANK
+from gossipx.launch.environment import ENV_CONFIG, ENV_DEVICE, ENV_PEERS, ENV_PROGRESS, ENV_RANK, ENV_RESUME
 from gossipx.launch.hosts import PeerLine, bind_host, local_ranks, read_hosts
 from gossipx.launch.progress import Display, Standing
 from gossipx.metrics.summary import FILE as SUMMARY_FILE
@@ -34,13 +35,14 @@ INTERRUPT_GRACE = 3.0
 """Seconds that interrupted peers have before they are killed."""
 
 
-def launch(given: RunConfig, hosts: Path, script: list[str]) -> int:
+def launch(given: RunConfig, hosts: Path, script: list[str], resumes: bool = False) -> int:
     """Run the peers of this machine to their end.
 
     Args:
         given: settings, presets not yet filled in.
         hosts: the hosts file.
         script: a user's script and its arguments; empty: the built-in task.
+        resumes: the run of that name goes on from its checkpoints; see :mod:`gossipx.launch.resume`.
 
     Returns:
         The exit code: 0 if a peer finished and its script ended well, 1 if none did, 2, 4 or 5 if a peer ended so,
@@ -70,9 +72,11 @@ def launch(given: RunConfig, hosts: Path, script: list[str]) -> int:
     if not script_exists(script):
         raise UsageError("no such script", file=script[0])
     settings = _named(replace(settings, exchange=access.absolute(settings.exchange)))
-    directory = RunDirectory(settings, hosts)
+    if resumes:
+        resume.check(settings, len(peers), here, bool(script))
+    directory = RunDirectory(settings, hosts, script, goes_on=resumes)
     try:
-        return _Run(settings, directory, peers, here, script).go(uncovered)
+        return _Run(settings, directory, peers, here, script, resumes).go(uncovered)
     finally:
         directory.release()
 
@@ -93,12 +97,19 @@ class _Run:
     """The peers of this machine, from their start to their end."""
 
     def __init__(
-        self, settings: RunConfig, directory: RunDirectory, peers: list[PeerLine], here: list[int], script: list[str]
+        self,
+        settings: RunConfig,
+        directory: RunDirectory,
+        peers: list[PeerLine],
+        here: list[int],
+        script: list[str],
+        resumes: bool = False,
     ) -> None:
         self._settings = settings
         self._directory = directory
         self._peers = peers
         self._script = script
+        self._resumes = resumes
         length = 0 if script else settings.run.iterations  # a script has a length of its own
         self._standings = {rank: Standing(peers[rank].name, iterations=length) for rank in here}
         hub = "" if settings.hub.hub is None else f", hub {settings.hub.hub}"
@@ -160,6 +171,7 @@ class _Run:
             ENV_RANK: str(rank),
             ENV_DEVICE: self._peers[rank].device or self._settings.run.device,
         }
+        environment[ENV_RESUME] = "1" if self._resumes else ""
         name = self._peers[rank].name
         child = Child(
             command_of(self._script),
@@ -299,6 +311,7 @@ class _Run:
         built_in = not self._script
         settings = self._settings
         assert settings.run.name is not None
+        before = max((result.get("seconds_before", 0.0) for result in self._results.values()), default=0.0)
         done = [report["iterations"] for report in reports if report and "iterations" in report]
         return Summary(
             name=settings.run.name,
@@ -315,7 +328,7 @@ class _Run:
             iterations=settings.run.iterations if built_in or not done else max(done),
             consensus_accuracy=accuracy,
             lost=[self._peers[rank].name for rank, report in enumerate(reports) if report is None],
-            wall_seconds=seconds,
+            wall_seconds=before + seconds,
             **per_peer(reports),
         )
 

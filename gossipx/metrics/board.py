@@ -29,14 +29,16 @@ class TensorBoardRecorder:
     Args:
         directory: of this peer.
         hparams: settings that TensorBoard's HPARAMS page compares runs by.
+        goes_on_from: an iteration; what the directory has of later ones was lost, and is not shown. None: a new run.
     """
 
-    def __init__(self, directory: Path, hparams: Mapping[str, Any]):
+    def __init__(self, directory: Path, hparams: Mapping[str, Any], goes_on_from: int | None = None):
         # Imported here: reading summaries and comparing runs needs no torch.
         from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams as hparams_summary
 
-        self._writer = SummaryWriter(str(directory), flush_secs=FLUSH_SECONDS)
+        purged = None if goes_on_from is None else goes_on_from + 1
+        self._writer = SummaryWriter(str(directory), purge_step=purged, flush_secs=FLUSH_SECONDS)
         self._writer.add_custom_scalars(PAGE)
         # SummaryWriter.add_hparams would write a run of its own beside this one.
         file_writer = self._writer._get_file_writer()  # type: ignore[no-untyped-call]

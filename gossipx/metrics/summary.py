@@ -20,6 +20,9 @@ Figures = list[float | None]
 class Summary:
     """The figures of a run. Lists have an entry a peer, by rank, None for a peer that is lost.
 
+    A run that has gone on from checkpoints counts from its beginning: all that led to its final models. What a process
+    did after its last checkpoint, and lost, does not count.
+
     Attributes:
         name: of the run.
         policy: as a spec.

@@ -199,6 +199,7 @@ class Exchange(abc.ABC):
         takes: the kinds of requests that it answers.
         timers: names of its timers.
         weight: push-sum's w of our own model; 1 without push-sum.
+        last: the partner of the last exchange that we have begun, or of the last pair; None: of none yet.
     """
 
     takes: tuple[type, ...] = ()
@@ -209,7 +210,7 @@ class Exchange(abc.ABC):
         self._ground = ground
         self._numbers = itertools.count(1)
         self._settled: dict[int, int] = {}  # the last offer of ours that stands, by who took it
-        self._last: int | None = None  # the partner of the last exchange that we have begun, or of the last pair
+        self.last: int | None = None
         self._ending = False  # no exchange begins any more
 
     # --- what differs -----------------------------------------------------------------------------
@@ -352,10 +353,10 @@ class Exchange(abc.ABC):
         """
         others = self._ground.members.others
         besides = {rank for rank, other in others.items() if other.stage is not None and other.stage > Stage.TRAIN}
-        if tried and not fault and self._last is not None:
+        if tried and not fault and self.last is not None:
             # Where all are busy nearly always, the one who is free is the last partner, and pairs or rings would stay
             # by themselves for good.
-            besides.add(self._last)
+            besides.add(self.last)
         return self._ground.members.draw(now, besides=tried | besides, again=bool(tried), given=given)
 
     def _nowhere(self, fault: bool) -> list[Effect]:

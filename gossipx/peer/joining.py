@@ -2,7 +2,8 @@
 
 It takes the model of whoever has one. If nobody has, rank 0 begins with its own, and the others take that; where rank 0
 does not come, the lowest rank that is here takes its part once peer_timeout has passed. With ``init="own"`` all begin
-with their own, unless others train already.
+with their own, unless others train already. In a run that goes on from checkpoints a peer that has none takes the model
+of one that has, whatever its rank.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ class Joining:
         rank: one's own.
         members: the role's; ``requests`` and ``gathering`` too.
         model_timeout: seconds that the model is waited for.
+
+    Attributes:
+        others_begin: the run goes on from checkpoints, of which this peer has none: it never begins with its own model.
     """
 
     def __init__(
@@ -40,6 +44,7 @@ class Joining:
         self._timeout = settings.peer_timeout
         self._model_timeout = model_timeout
         self._own = settings.init == "own"
+        self.others_begin = False
         self._ticket: int | None = None  # of our request for the model
         self._giver = -1  # ... and who was asked for it
 
@@ -63,12 +68,20 @@ class Joining:
         """Whether we begin with our own model, as it is known that nobody has one to give."""
         asked = self._requests.asked(ArriveRequest)
         known = all(rank not in asked or other.stage is not None for rank, other in self._members.others.items())
-        return self._ticket is None and (self._own or self._rank == 0) and known
+        first = self._own or self._rank == 0
+        return self._ticket is None and first and known and not self.others_begin
 
     def late(self, now: float) -> list[Effect]:
         """peer_timeout has passed without a model; no effects: we are the lowest rank that is here, and begin."""
         others = self._members.others
         here = [rank for rank in self._members.awaited() if others[rank].stage is Stage.JOINING]
+        if self.others_begin and self._ticket is None:
+            self._gathering.end()
+            waited = f"no peer gave the model of a checkpoint within peer_timeout = {self._timeout:g} s"
+            return [
+                Stop(f"{waited}, and this one has none: is any that has one running? Raise --peer-timeout"),
+                Resume(),
+            ]
         if self._ticket is not None or (here and min(here) < self._rank and not self._own):
             # They may have died since they were heard of: ask.
             return self._gathering.go_on((rank for rank in here if rank < self._rank), now)

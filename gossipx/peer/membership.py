@@ -206,6 +206,21 @@ class Membership:
         """Ranks that are met in no wave that begins now: who is silent, until it is heard of again, or set aside."""
         return {rank for rank, other in self.others.items() if other.silent or other.aside_until > now}
 
+    def state_dict(self) -> dict[str, Any]:
+        """What draws depend on beside the generator, as plain data: the round, and how fast models came and went."""
+        others = {
+            str(rank): [[list(one.seconds), one.late, one.rate] for one in (other.taken, other.given)]
+            for rank, other in self.others.items()
+        }
+        return {"round": self._round, "others": others}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what :meth:`state_dict` gave. Who is there is found out anew."""
+        self._round = state["round"]
+        for rank, both in state["others"].items():
+            taken, given = (Transfers(deque(seconds, MEASURED), late, rate) for seconds, late, rate in both)
+            self.others[int(rank)].taken, self.others[int(rank)].given = taken, given
+
     def to_probe(self, now: float) -> list[int]:
         """Who is asked for a sign of life as a wave begins: those that are silent, and one other at random.
 

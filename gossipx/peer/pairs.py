@@ -284,7 +284,7 @@ class Pairs(Exchange):
         current = self._taking or self._begun
         if current is None or current.ticket != ticket:
             return False
-        self._last = self._taking.sender if self._taking else self._begun.partner if self._begun else None
+        self.last = self._taking.sender if self._taking else self._begun.partner if self._begun else None
         self._taking = self._begun = None
         self._decided = False
         self._ground.sync.completed()

@@ -157,7 +157,7 @@ class Pushes(Exchange):
             return [self._refuse(event.key, now), *self._elsewhere(now)]
         self._offer = None
         self._settled[offer.to] = offer.number
-        self._last = offer.to
+        self.last = offer.to
         if self._push_sum:
             self.weight -= offer.weight
         self._ground.sync.completed(models=0)

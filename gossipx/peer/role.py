@@ -164,15 +164,19 @@ class PeerRole:
                 return self._answered(event, now)
             case TimerFired():
                 return self._timer(event.name, now)
-            case JoinRun():
+            case JoinRun(resumed):
+                self.joining.others_begin = resumed is False
                 # With --init own, too: one that is started again takes a model of those that train.
-                return [Wait(), *self._gather(Stage.START if self.size == 1 else Stage.JOINING, now)]
+                has_model = resumed or self.size == 1
+                return [Wait(), *self._gather(Stage.START if has_model else Stage.JOINING, now)]
             case TrainingEnded(agrees):
                 return self._trained(self.training.ended(agrees, now), now)
             case FiguresReady():
                 self.report = event.report
                 return [Wait(), *self._gather(Stage.DONE, now)]
             case Restored():
+                if event.draws is not None:
+                    self._load_draws(event.draws)
                 return self.training.restored(event, now)
             case LeaveRun():
                 return self._leave(now)
@@ -206,6 +210,19 @@ class PeerRole:
         """Rounds of the finish that a missing partner cost."""
         last = self.waves.current
         return last.lost if last is not None and last.number == LAST_WAVE else 0
+
+    def draws(self) -> dict[str, Any]:
+        """What decides whom we turn to next, as plain data: the generator, and what is known of the others' speed."""
+        version, words, gauss = self.rng.getstate()
+        last = self.exchange.last if self.exchange else None
+        return {"rng": [version, list(words), gauss], "members": self.members.state_dict(), "last": last}
+
+    def _load_draws(self, draws: dict[str, Any]) -> None:
+        version, words, gauss = draws["rng"]
+        self.rng.setstate((version, tuple(words), gauss))
+        self.members.load_state_dict(draws["members"])
+        if self.exchange:
+            self.exchange.last = draws["last"]
 
     def missing(self) -> list[int]:
         """Ranks whose final figures have not come."""

@@ -99,6 +99,7 @@ class SimPeer:
         mix_buffers: bool = True,
     ):
         self.role = role
+        self.resumed: bool | None = None
         self.rank = role.rank
         self.module = module
         self.arena = ParameterArena(module, mix_buffers)
@@ -144,7 +145,7 @@ class SimPeer:
     def begin(self, world: World) -> None:
         """Join the run; called by the world."""
         self._world = world
-        self._tell(actor.JoinRun())
+        self._tell(actor.JoinRun(self.resumed))
 
     def ask_to_leave(self) -> None:
         """SIGTERM."""

@@ -25,6 +25,8 @@ EVERY_KEY: dict[str, dict[str, Any]] = {
         "log_interval": 3,
         "eval_interval": 0,
         "save_model": False,
+        "checkpoint_every": "60s",
+        "keep_checkpoints": 5,
     },
     "task": {
         "task": "mnist",
@@ -84,6 +86,8 @@ device = "cuda:0"
 log_interval = 3
 eval_interval = 0
 save_model = false
+checkpoint_every = "60s"
+keep_checkpoints = 5
 
 [task]
 task = "mnist"
@@ -146,6 +150,20 @@ def refusal(tmp_path: Path, text: str) -> tuple[str, str]:
     assert message.startswith(f"{file}:")
     line, _, rest = message.removeprefix(f"{file}:").partition(": ")
     return line, rest
+
+
+@pytest.mark.parametrize(("given", "held"), [(500, "500"), ("500", "500"), ("60s", "60s"), (0, "0")])
+def test_an_interval_may_be_given_as_a_number_where_that_has_a_type(tmp_path: Path, given: Any, held: str) -> None:
+    assert resolve({"checkpoint_every": given}).run.checkpoint_every == held
+    spelt = given if isinstance(given, int) else f'"{given}"'
+    file = written(tmp_path, f"[run]\ncheckpoint_every = {spelt}\n")
+    assert resolve(load(file)).run.checkpoint_every == held
+
+
+@pytest.mark.parametrize("given", [True, 1.5, "often", "5m", -3])
+def test_what_is_no_interval_is_refused(given: Any) -> None:
+    with pytest.raises(UsageError, match=r"checkpoint-every is not text|is no interval"):
+        resolve({"checkpoint_every": given})
 
 
 # --- loading and writing ------------------------------------------------------------------------------

@@ -439,7 +439,7 @@ def test_overwrite_leaves_nothing_of_the_run_before(run: Run, mine: Path) -> Non
     (mine / "peer-00" / "model.safetensors").touch()
     assert run("finish()", seed=2, overwrite=True) == 0
     assert read(mine).seed == 2
-    assert sorted(file.name for file in mine.iterdir()) == ["config.toml", "hosts.txt", FILE]
+    assert sorted(file.name for file in mine.iterdir()) == ["config.toml", "hosts.txt", "script.json", FILE]
 
 
 def test_overwrite_keeps_what_no_run_has_written(run: Run, mine: Path) -> None:
@@ -461,7 +461,7 @@ def test_an_overwrite_that_comes_to_nothing_leaves_the_run_before(run: Run, mine
     assert {file: file.read_bytes() for file in mine.rglob("*") if file.is_file()} == before
     assert run("train(); finish()", seed=3, overwrite=True) == 0
     assert read(mine).seed == 3
-    assert sorted(file.name for file in mine.iterdir()) == ["config.toml", "hosts.txt", FILE]
+    assert sorted(file.name for file in mine.iterdir()) == ["config.toml", "hosts.txt", "script.json", FILE]
 
 
 class Killed(BaseException):
@@ -473,7 +473,7 @@ def content(directory: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("error", [Killed(), OSError(28, "No space left on device")])
-@pytest.mark.parametrize("method", ["rename", "mkdir", "write_text", "write_bytes", "go"])
+@pytest.mark.parametrize("method", ["rename", "mkdir", "replace", "write_bytes", "go"])
 def test_an_overwrite_that_is_cut_off_anywhere_loses_nothing(
     run: Run, mine: Path, monkeypatch: pytest.MonkeyPatch, method: str, error: BaseException
 ) -> None:
@@ -495,7 +495,13 @@ def test_an_overwrite_that_is_cut_off_anywhere_loses_nothing(
     assert content(mine) == before
     assert run("train(); finish()", seed=4, overwrite=True) == 0
     assert read(mine).seed == 4
-    assert sorted(file.name for file in mine.iterdir()) == ["config.toml", "hosts.txt", "notes.txt", FILE]
+    assert sorted(file.name for file in mine.iterdir()) == [
+        "config.toml",
+        "hosts.txt",
+        "notes.txt",
+        "script.json",
+        FILE,
+    ]
     assert sorted(file.name for file in mine.parent.iterdir()) == ["mine"]
 
 

@@ -1,0 +1,131 @@
+"""Nested state, such as an optimizer's, as tensors by name and plain data that JSON keeps exactly.
+
+JSON has lists, objects with text as keys, text, numbers, true, false and null. Floats are written with as many digits
+as it takes to get the same bits back; NaN and the infinities as Python's json writes them, ``NaN`` and ``Infinity``.
+What JSON lacks stands as an object with the reserved key ``$``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gossipx.errors import UsageError
+
+TAG = "$"
+"""Key of an object that stands for a tensor, a tuple, or a dict whose keys are not all text."""
+SCALARS = (bool, int, float, str, type(None))
+DTYPES: dict[torch.dtype, str] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+"""What the format has, by its names there."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One named part of a checkpoint.
+
+    Attributes:
+        tensors: by name, in host memory; they do not change until they are written.
+        state: what JSON can hold: None, truth values, numbers, text, and lists and dicts (keys: text) of them.
+    """
+
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    state: Any = None
+
+
+def pack(tree: object, called: str = "state") -> Part:
+    """Take a copy of nested state: what the caller changes afterwards does not change it.
+
+    Args:
+        tree: dense tensors, numbers, text, None, and lists, tuples and dicts of them to any depth; of numpy, scalars.
+        called: how messages name it.
+
+    Raises:
+        UsageError: there is something else in it; says where.
+    """
+    tensors: dict[str, Tensor] = {}
+    return Part(tensors, _packed(tree, (called,), tensors))
+
+
+def unpack(part: Part) -> Any:
+    """What :func:`pack` was given, with tensors in host memory. Kinds of dicts and of numbers are the plain ones."""
+    return _unpacked(part.state, part.tensors)
+
+
+def _packed(value: Any, path: tuple[str, ...], tensors: dict[str, Tensor]) -> Any:
+    if isinstance(value, np.generic):
+        value = value.item()
+    if type(value) in SCALARS:
+        return value
+    if isinstance(value, Tensor):
+        return _packed_tensor(value, path, tensors)
+    if isinstance(value, list):
+        return [_packed(one, (*path, str(index)), tensors) for index, one in enumerate(value)]
+    if isinstance(value, tuple):
+        return {TAG: "tuple", "of": _packed(list(value), path, tensors)}
+    if isinstance(value, Mapping):
+        if all(type(key) is str and key != TAG for key in value):
+            return {key: _packed(one, (*path, key), tensors) for key, one in value.items()}
+        for key in value:
+            if type(key) not in SCALARS:
+                raise UsageError(f"{'.'.join(path)} has a key of type {type(key).__name__}: text or a number is kept")
+        return {TAG: "dict", "of": [[key, _packed(one, (*path, str(key)), tensors)] for key, one in value.items()]}
+    kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+    raise UsageError(
+        f"{'.'.join(path)} is of type {kind}: a checkpoint keeps tensors, numbers, text, None, lists, tuples and dicts"
+    )
+
+
+def _packed_tensor(tensor: Tensor, path: tuple[str, ...], tensors: dict[str, Tensor]) -> dict[str, Any]:
+    if tensor.layout != torch.strided or tensor.is_meta or tensor.dtype not in DTYPES:
+        told = f"a tensor of layout {tensor.layout}, dtype {tensor.dtype} on {tensor.device}"
+        raise UsageError(f"{'.'.join(path)} is {told}: a checkpoint keeps dense tensors of the usual dtypes")
+    copied = copy_of(tensor)
+    name = ".".join(path[1:]) or "tensor"
+    while name in tensors or name == "__metadata__":  # which the format keeps for itself
+        name += "_"
+    tensors[name] = copied
+    strides = {} if copied.is_contiguous() else {"strides": list(copied.stride())}
+    return {TAG: "tensor", "name": name, **strides}
+
+
+def copy_of(tensor: Tensor) -> Tensor:
+    """A copy in host memory, with the same strides if the tensor fills its memory."""
+    return tensor.detach().to("cpu", copy=True, memory_format=torch.preserve_format).resolve_conj()
+
+
+def _unpacked(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    if isinstance(value, list):
+        return [_unpacked(one, tensors) for one in value]
+    if not isinstance(value, dict):
+        return value
+    match value.get(TAG):
+        case None:
+            return {key: _unpacked(one, tensors) for key, one in value.items()}
+        case "tuple":
+            return tuple(_unpacked(value["of"], tensors))
+        case "dict":
+            return {key: _unpacked(one, tensors) for key, one in value["of"]}
+        case _:
+            tensor = tensors[value["name"]]
+            if "strides" not in value:
+                return tensor
+            return torch.empty_strided(tensor.shape, value["strides"], dtype=tensor.dtype).copy_(tensor)

@@ -1,0 +1,104 @@
+"""``gossipx run --resume``: a run goes on from its checkpoints, under its own name and in its own directory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from gossipx import config
+from gossipx.config import KEYS, RunConfig
+from gossipx.drive.checkpoints import store_of
+from gossipx.errors import UsageError
+from gossipx.launch.directory import CONFIG_FILE, HOSTS_FILE, SCRIPT_FILE, run_directory
+from gossipx.launch.hosts import read_hosts
+
+CHANGEABLE = {
+    *("peers", "logdir", "iterations", "threads", "device", "log_interval", "eval_interval", "save_model"),
+    *("checkpoint_every", "keep_checkpoints", "data_dir", "finish", "min_peers", "distance_interval"),
+    *("bind", "advertise", "secret_file", "tls_cert", "tls_key", "tls_ca", "transport", "max_rate"),
+    *("max_served", "max_pushes", "serve_share", "peer_timeout"),
+}
+"""Settings that a run may go on with another value of. The others say what the checkpoints' state means: momenta are of
+one model, a place in the data is of one seed, partition and batch size."""
+
+
+def settings_of(run: str, given: Mapping[str, Any], script: list[str]) -> tuple[RunConfig, Path, list[str]]:
+    """What a run goes on with.
+
+    Args:
+        run: its directory, or its name in ``logdir``.
+        given: settings that were given now, by name; None: not given.
+        script: what was given now; empty: what the run began with, if it began with one.
+
+    Returns:
+        Its settings, its hosts file, its script with arguments.
+
+    Raises:
+        UsageError: it is no run, or a setting was given that cannot change; names the option.
+    """
+    path = run_directory(run, Path(given.get("logdir") or config.RunSettings().logdir))
+    if not (path / CONFIG_FILE).is_file():
+        raise UsageError(
+            "no run to go on with is there: --resume takes the name of one in --logdir, or its directory", path
+        )
+    before = config.load(path / CONFIG_FILE)
+    given = {name: value for name, value in given.items() if value is not None}
+    place = {"name": path.resolve().name, "logdir": str(path.parent)}
+    settings = config.resolve(before, given, place)
+    _check_unchanged(config.resolve(before, place), config.resolve(before, given, {"logdir": place["logdir"]}), path)
+    hosts = Path(given["peers"]) if "peers" in given else path / HOSTS_FILE
+    _check_size(path, hosts)
+    noted = path / SCRIPT_FILE
+    if not script and noted.is_file():
+        script = json.loads(noted.read_bytes())
+    return settings, hosts, script
+
+
+def _check_unchanged(before: RunConfig, now: RunConfig, path: Path) -> None:
+    for key in KEYS.values():
+        was, wanted = (getattr(getattr(one, key.table), key.name) for one in (before, now))
+        same_kind = key.name == "policy" and was.partition(":")[0] == wanted.partition(":")[0].strip()
+        if was != wanted and key.name not in CHANGEABLE and not same_kind:
+            raise UsageError(
+                f"{key.option} cannot change in a run that goes on, where it is {_shown(was)}: leave it out, or begin a"
+                " new run",
+                path,
+            )
+
+
+def _shown(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else "not given" if value is None else str(value)
+
+
+def _check_size(path: Path, hosts: Path) -> None:
+    was, now = len(read_hosts(path / HOSTS_FILE)), len(read_hosts(hosts))
+    if was != now:
+        raise UsageError(f"--peers names {now} peers, and the run that is to go on has {was}", hosts)
+
+
+def check(settings: RunConfig, size: int, here: list[int], has_script: bool) -> None:
+    """See that there is something to go on from.
+
+    Args:
+        settings: of the run.
+        size: its peers; ``here``: those of this machine, by rank.
+        has_script: whether it trains a script, which has a length of its own.
+
+    Raises:
+        UsageError: no peer has a whole checkpoint, or they have done more iterations than there are to be.
+    """
+    assert settings.run.name is not None
+    path = Path(settings.run.logdir) / settings.run.name
+    found = [one for rank in here if (one := store_of(path, rank).find()) is not None]
+    if not found and len(here) == size:
+        raise UsageError(
+            "no peer has a whole checkpoint to go on from: a run writes them with --checkpoint-every,"
+            " and when SIGTERM ends it",
+            path,
+        )
+    if not has_script and found and max(found) > settings.run.iterations:
+        raise UsageError(
+            f"--iterations {settings.run.iterations}, and its checkpoints have done {max(found)} already", path
+        )

@@ -1,0 +1,487 @@
+"""Checkpoints and ``gossipx run --resume``: real processes that are killed, and go on.
+
+Numbers in brackets are rows of the project's fault list.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from gossipx.checkpoint import Store
+from gossipx.checkpoint.store import MANIFEST
+from gossipx.cli import main
+from runs import LONG, Ended, Folder, Process, Run, differences, one_line
+
+BRIEF = ("--eval-interval", "0", "--peer-timeout", "20")
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Callable[[int], Folder]]:
+    """Makes the test's folder for so many peers."""
+    with contextlib.ExitStack() as undo:
+
+        def make(peers: int) -> Folder:
+            made = Folder(tmp_path, peers)
+            undo.callback(made.close)
+            return made
+
+        yield make
+
+
+def store(here: Folder, rank: int, name: str = "x") -> Store:
+    return Store(here.path / name / f"peer-{rank:02d}" / "checkpoints")
+
+
+def wait_for(here: Folder, iteration: int, run: Process) -> None:
+    """Until all peers have a checkpoint of this iteration or a later one."""
+    by = time.monotonic() + LONG
+    ranks = range(len(here.names))
+    while not all(any(int(p.parent.name) >= iteration for p in manifests(here, rank)) for rank in ranks):
+        assert time.monotonic() < by, run.end(0).shown
+        os.sched_yield()
+
+
+def manifests(here: Folder, rank: int) -> list[Path]:
+    return list(store(here, rank).directory.glob(f"*/{MANIFEST}"))
+
+
+def kill(run: Process) -> None:
+    """[29] SIGKILL to the run and to all of its peers, at once."""
+    run.kill()
+    run.end()
+
+
+def resume(here: Folder, *options: str | Path, name: str | Path = "x") -> Process:
+    return here.start("-m", "gossipx", "run", "--logdir", here.path, "--resume", name, *options)
+
+
+def resumed(here: Folder, *options: str | Path, name: str | Path = "x") -> Run:
+    ended = resume(here, *options, name=name).end()
+    assert ended.code == 0 and "Traceback" not in ended.output + ended.errors, ended.shown
+    return Run(here.path / "x", ended)
+
+
+def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+# --- bit for bit --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("finish", ["none", "consensus"])
+def test_with_never_a_run_that_was_killed_ends_bit_for_bit_as_one_that_was_not(place: Any, finish: str) -> None:
+    """[29] Data order across epochs, the rate's steps, momenta: all as if nothing had been. Figures are the run's."""
+    here = place(2)
+    # 12,000 images for two peers in batches of 200: an epoch is 30 iterations.
+    options = ("--policy", "never", "--finish", finish, "--iterations", "150", "--batch-size", "200", *BRIEF)
+    options = (*options, "--lr-steps", "0.3,0.6")
+    straight = here.run(*options, name="straight")
+    run = here.start_run(*options, "--checkpoint-every", "20")
+    wait_for(here, 60, run)
+    kill(run)
+    assert not (here.path / "x" / "summary.json").exists()
+    begun = [store(here, rank).find() for rank in range(2)]
+    assert all(60 <= (at or 0) < 150 for at in begun)
+    again = resumed(here)
+    for rank in range(2):
+        assert equal(again.model(rank), straight.model(rank)), rank
+        left = sorted(path.name for path in store(here, rank).directory.iterdir())
+        assert left == ["00000140", "00000150"], "two are kept, of the end of training, too, and nothing half done"
+    ours, theirs = again.summary, straight.summary
+    for key in ("iterations", "test_accuracy", "test_accuracy_before_finish", "retrievals", "seed", "policy", "lost"):
+        assert ours[key] == theirs[key], key
+
+
+def test_dropout_and_a_checkpoint_by_seconds_go_on_bit_for_bit(place: Any) -> None:
+    """Random numbers of torch, numpy and Python; a model with BatchNorm, whose counter nobody exchanges."""
+    here = place(1)
+    script = here.script(
+        """
+import random
+import numpy
+
+torch.manual_seed(3)
+numpy.random.seed(3)
+random.seed(3)
+model = nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.Linear(16, 1))
+optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+until = int(sys.argv[2])
+with gossipx.join(model, optimizer) as peer:
+    begun = peer.iteration
+    while peer.iteration < until:
+        optimizer.zero_grad()
+        data = torch.randn(8, 4) * random.random() + numpy.random.standard_normal()
+        model(data).square().mean().backward()
+        optimizer.step()
+        if peer.iteration == 40 and len(sys.argv) > 3:
+            while not list(Path(sys.argv[3]).glob("*/manifest.json")):
+                os.sched_yield()
+            os.kill(os.getpid(), signal.SIGKILL)
+tell(peer, begun=begun)
+"""
+    )
+    straight = here.run("--policy", "never", script, here.path, "60", name="straight")
+    ended = here.start_run(
+        "--policy", "never", "--checkpoint-every", "0.000001s", script, here.path, "60", store(here, 0).directory
+    ).end()
+    assert ended.code == 1 and "killed by SIGKILL" in ended.output, ended.shown
+    again = resumed(here, script, here.path, "60")
+    assert 0 < here.told(0)["begun"] <= 40
+    assert equal(again.model(0), straight.model(0))
+    assert int(again.model(0)["1.num_batches_tracked"]) == 60
+
+
+OWN_PARTS = """
+torch.manual_seed(0)
+model = nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [7, 21, 33], gamma=0.5)
+
+
+class Order:
+    # A data order of the script's own: a generator, and where it is.
+    def __init__(self):
+        self.generator = torch.Generator().manual_seed(5)
+        self.seen = []
+
+    def next(self):
+        self.seen.append(int(torch.randint(1000, (), generator=self.generator)))
+        return torch.full((8, 4), self.seen[-1] / 1000)
+
+    def state_dict(self):
+        return {"generator": self.generator.get_state(), "seen": self.seen}
+
+    def load_state_dict(self, state):
+        self.generator.set_state(state["generator"])
+        self.seen = state["seen"]
+
+
+with gossipx.join(model, optimizer) as peer:
+    order = Order()
+    peer.checkpoint_part("order", state_dict=order.state_dict, load_state_dict=order.load_state_dict)
+    peer.checkpoint_part("rate", state_dict=scheduler.state_dict, load_state_dict=scheduler.load_state_dict)
+    begun = peer.iteration
+    while peer.iteration < 40:
+        if peer.iteration:
+            scheduler.step()
+        optimizer.zero_grad()
+        (model(order.next()) - 1).square().mean().backward()
+        optimizer.step()
+        if peer.iteration % 10 == 0:
+            peer._checkpoints.flush()
+        if peer.iteration == 28 and not begun and sys.argv[2] == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+tell(peer, begun=begun, seen=order.seen, rate=scheduler.get_last_lr())
+"""
+
+
+def test_parts_of_a_scripts_own_go_on_and_the_script_need_not_be_named_again(place: Any) -> None:
+    here = place(1)
+    script = here.script(OWN_PARTS)
+    straight = here.run("--policy", "never", script, here.path, "whole", name="straight")
+    expected = here.told(0)
+    (here.path / "0.json").unlink()
+    ended = here.start_run("--policy", "never", "--checkpoint-every", "10", script, here.path, "killed").end()
+    assert ended.code == 1, ended.shown
+    again = resumed(here)
+    assert here.told(0) == {**expected, "begun": 20}
+    assert equal(again.model(0), straight.model(0))
+
+
+# --- what is left of one ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("damage", ["cut short", "altered"])
+def test_a_checkpoint_that_is_cut_short_or_altered_is_named_and_the_one_before_is_used(place: Any, damage: str) -> None:
+    """[29, 30] As a peer that is killed while it writes leaves it; or a disk that has lost a bit."""
+    here = place(2)
+    run = here.start_run("--policy", "never", "--iterations", "100000", "--checkpoint-every", "10", *BRIEF)
+    wait_for(here, 30, run)
+    kill(run)
+    older = int(sorted(path.parent.name for path in manifests(here, 0))[0])
+    newest = max(store(here, 0).directory.iterdir(), key=lambda path: int(path.name))
+    if damage == "cut short":
+        (newest / MANIFEST).unlink(missing_ok=True)
+        told = f"{newest.name}/{MANIFEST}: is not there: the checkpoint was cut short"
+    else:
+        newest = store(here, 0).directory / f"{store(here, 0).find():08d}"
+        content = bytearray((newest / "model.safetensors").read_bytes())
+        content[-1] ^= 1
+        (newest / "model.safetensors").write_bytes(content)
+        told = f"{newest.name}/model.safetensors: its hash is"
+    before = store(here, 0).find()
+    assert before is not None and older <= before < int(newest.name)
+    until = max(before, store(here, 1).find() or 0) + 15
+    again = resumed(here, "--iterations", str(until))
+    assert told in again.ended.output, again.ended.shown
+    assert again.summary["iterations"] == until and again.summary["lost"] == []
+    assert all((path / MANIFEST).exists() for path in store(here, 0).directory.iterdir())
+
+
+def test_killed_while_it_writes_it_goes_on_from_the_one_before(place: Any) -> None:
+    """[29] The process dies in the midst of the files of its third checkpoint."""
+    here = place(1)
+    script = here.script(
+        """
+from gossipx.checkpoint import files
+
+model = nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+begun = None
+real = files.write
+
+
+def write(path, pieces):
+    if begun == 0 and path.name == "model.safetensors" and path.parent.name == "00000030":
+        path.write_bytes(next(iter(pieces))[:20])
+        os.kill(os.getpid(), signal.SIGKILL)
+    return real(path, pieces)
+
+
+files.write = write
+with gossipx.join(model, optimizer) as peer:
+    begun = peer.iteration
+    while peer.iteration < (10**9 if begun == 0 else 45):
+        train(peer, model, optimizer, peer.iteration + 10)
+        peer._checkpoints.flush()
+tell(peer, begun=begun)
+"""
+    )
+    ended = here.start_run("--policy", "never", "--checkpoint-every", "10", script, here.path).end()
+    assert ended.code == 1 and "killed by SIGKILL" in ended.output, ended.shown
+    cut = store(here, 0).directory / "00000030"
+    assert cut.is_dir() and not (cut / MANIFEST).exists()
+    again = resumed(here)
+    assert here.told(0) == {"begun": 20}
+    assert f"00000030/{MANIFEST}: is not there: the checkpoint was cut short" in again.ended.output
+    assert sorted(path.name for path in store(here, 0).directory.iterdir()) == ["00000040", "00000050"]
+
+
+def test_a_full_disk_costs_a_line_and_no_step(place: Any) -> None:
+    """[28] The old ones stay, training goes on; and a last one that cannot be written ends with exit code 1."""
+    here = place(1)
+    script = here.script(
+        """
+import errno
+from gossipx.checkpoint import files
+
+model = nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+real, full, refused = files.write, False, []
+
+
+def write(path, pieces):
+    if full:
+        refused.append(path.parent.name)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    return real(path, pieces)
+
+
+files.write = write
+with gossipx.join(model, optimizer) as peer:
+    for until in (10, 20, 30):
+        train(peer, model, optimizer, until)
+        peer._checkpoints.flush()
+        full = True
+    full = sys.argv[2] == "stays"
+    train(peer, model, optimizer, 35)
+tell(peer, refused=refused)
+"""
+    )
+    options = ("--policy", "never", "--checkpoint-every", "10", script, here.path)
+    run = here.run(*options, "goes")
+    assert here.told(0)["refused"] == ["00000020", "00000030"]
+    assert run.ended.output.count("No space left on device") == 1, "told at a limited rate"
+    assert sorted(path.name for path in store(here, 0).directory.iterdir()) == ["00000010", "00000035"]
+
+    ended = here.start_run(*options, "stays", name="y").end()
+    assert "No space left on device); make room" in ended.output and "Traceback" not in ended.output, ended.shown
+    assert [path.name for path in store(here, 0, "y").directory.iterdir()] == ["00000010"]
+    summary = json.loads((here.path / "y" / "summary.json").read_text())
+    assert summary["iterations"] == 35, "figures are worth telling first"
+    assert ended.code == 1 and "finished, but its process ended: exit code 1" in ended.output, ended.shown
+
+
+# --- going on -----------------------------------------------------------------------------------------
+
+
+def test_sigterm_writes_one_and_figures_add_up(place: Any) -> None:
+    """[4, 36] Though none are taken at intervals. Names are the same, and no ghost of the first lives is in the way."""
+    here = place(3)
+    run = here.start_run("--policy", "tau:5", "--iterations", "100000", *BRIEF)
+    run.line(".*".join(rf"{name} train \d+/" for name in here.names))
+    run.signal(signal.SIGTERM)
+    ended = run.end()
+    assert ended.code == 0 and "Traceback" not in ended.output + ended.errors, ended.shown
+    found = [store(here, rank).load() for rank in range(3)]
+    begun = [one.iteration for one in found if one is not None]
+    assert len(begun) == 3 and min(begun) > 0
+    kept = [one.parts["peer"].state for one in found if one is not None]
+    retrievals = [state["sync"]["counts"][0] for state in kept]
+    until = max(begun) + 60
+    again = resumed(here, "--iterations", str(until), "--checkpoint-every", "25")
+    summary = again.summary
+    assert (summary["iterations"], summary["lost"], summary["name"]) == (until, [], "x")
+    for rank in range(3):
+        before = kept[rank]["figures"]["before"]
+        since = summary["retrievals"][rank] - retrievals[rank]
+        assert 0 < since + summary["skipped"][rank] - kept[rank]["sync"]["counts"][1] <= (until - begun[rank]) // 5 + 1
+        assert summary["bytes_received"][rank] >= before["bytes_received"] > 0
+        assert summary["train_seconds"][rank] > before["seconds"] > 0
+        assert max(differences(again.model(0), again.model(rank)).values()) <= 1e-6
+    assert summary["wall_seconds"] > max(state["figures"]["before"]["seconds"] for state in kept)
+    boards = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    for rank in range(3):
+        board = boards.EventAccumulator(str(here.path / "x" / f"peer-{rank:02d}"))
+        board.Reload()
+        steps = [event.step for event in board.Scalars("sync/delta")]
+        assert steps == sorted(set(steps)), "one curve, each step once"
+        assert set(range(10, until + 1, 10)) - set(steps) <= {begun[rank]}, "the step that SIGTERM came in is not drawn"
+
+
+def test_a_peer_without_a_checkpoint_takes_a_model_of_those_that_have_one(place: Any) -> None:
+    """[37] Rank 0, too, which begins a new run with its own model."""
+    here = place(3)
+    run = here.start_run("--policy", "tau:5", "--iterations", "100000", "--checkpoint-every", "10", *BRIEF)
+    wait_for(here, 20, run)
+    kill(run)
+    shutil.rmtree(here.path / "x" / "peer-00")
+    begun = [store(here, rank).find() for rank in (1, 2)]
+    until = max(begun) + 20
+    again = resumed(here, "--iterations", str(until), "--log-interval", "1")
+    assert again.summary["lost"] == [] and again.summary["retrievals"][0] <= 20 // 5
+    boards = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    board = boards.EventAccumulator(str(here.path / "x" / "peer-00"))
+    board.Reload()
+    first = board.Scalars("sync/delta")[0].step
+    assert first - 1 in begun, "its first model has seen what a checkpoint's has"
+    assert max(differences(again.model(0), again.model(1)).values()) <= 1e-6
+
+
+@pytest.mark.parametrize(
+    "mode",
+    ["push-sum", pytest.param("waves", marks=pytest.mark.slow), pytest.param("blocking", marks=pytest.mark.slow)],
+)
+def test_other_modes_go_on(place: Any, mode: str) -> None:
+    here = place(3)
+    modes = {
+        "push-sum": ("--mode", "push", "--weights", "push-sum", "--policy", "tau:3"),
+        "waves": ("--exchange", "waves", "--policy", "drift:distance=0.05"),
+        "blocking": ("--blocking", "--policy", "adaptive"),
+    }
+    run = here.start_run(*modes[mode], "--iterations", "100000", "--checkpoint-every", "10", *BRIEF)
+    wait_for(here, 30, run)
+    kill(run)
+    kept = [one for rank in range(3) if (one := store(here, rank).load()) is not None]
+    until = max(one.iteration for one in kept) + 30
+    again = resumed(here, "--iterations", str(until))
+    assert (
+        again.summary["lost"] == []
+        and sum(again.summary["failed"]) <= sum(one.parts["peer"].state["sync"]["counts"][2] for one in kept) + 3
+    )
+    assert all(max(differences(again.model(0), again.model(rank)).values()) <= 1e-5 for rank in (1, 2))
+
+
+# --- wrong uses ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Folder]:
+    """A run of two peers that SIGTERM has ended."""
+    here = Folder(tmp_path_factory.mktemp("stopped"), 2)
+    options = ("--policy", "tau:5", "--iterations", "100000", "--checkpoint-every", "10", "--seed", "3", *BRIEF)
+    run = here.start_run(*options)
+    wait_for(here, 20, run)
+    run.signal(signal.SIGTERM)
+    run.end()
+    yield here
+    here.close()
+
+
+def refused_at_once(here: Folder, *options: str | Path, name: str | Path = "x") -> str:
+    """As :func:`refused`, before any process is started."""
+    command = ["run", "--logdir", here.path, "--resume", name, *options]
+    result = CliRunner().invoke(main, list(map(str, command)))
+    assert result.exit_code == 2 and result.stdout == "" and result.stderr.count("\n") == 1, result.output
+    return result.stderr.strip()
+
+
+def refused(here: Folder, *options: str | Path, name: str | Path = "x") -> str:
+    ended: Ended = resume(here, *options, name=name).end()
+    return one_line(ended, 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("--model", "resnet20"), "--model cannot change in a run that goes on, where it is lenet"),
+        (("--seed", "4"), "--seed cannot change in a run that goes on, where it is 3"),
+        (("--policy", "adaptive"), "--policy cannot change in a run that goes on, where it is tau:5"),
+        (("--batch-size", "64"), "--batch-size cannot change"),
+        (("--partition", "dirichlet:alpha=1"), "--partition cannot change"),
+        (("--mode", "push"), "--mode cannot change"),
+        (("--name", "y"), "--name cannot change"),
+        (("--overwrite",), "--overwrite cannot change in a run that goes on, where it is false"),
+        (("--iterations", "5"), "--iterations 5, and its checkpoints have done"),
+        (("--config", "x/config.toml"), "--config is for a new run"),
+        (("--checkpoint-every", "5m"), "'5m' is no interval: iterations such as 500, or seconds such as 60s"),
+        (("--keep-checkpoints", "0"), "--keep-checkpoints is 0: at least 1"),
+    ],
+)
+def test_what_cannot_change_is_refused_by_its_option(stopped: Folder, options: tuple[str, ...], told: str) -> None:
+    before = (stopped.path / "x" / "config.toml").read_bytes()
+    assert told in refused_at_once(stopped, *options)
+    assert (stopped.path / "x" / "config.toml").read_bytes() == before
+
+
+def test_another_number_of_peers_is_refused(stopped: Folder) -> None:
+    hosts = stopped.path / "three.txt"
+    hosts.write_text("localhost slots=3\n")
+    assert "--peers names 3 peers, and the run that is to go on has 2" in refused_at_once(stopped, "--peers", hosts)
+
+
+def test_what_is_no_run_is_refused(stopped: Folder) -> None:
+    assert "nothing: no run to go on with is there" in refused_at_once(stopped, name="nothing")
+
+
+def test_a_script_with_another_model_is_refused(stopped: Folder) -> None:
+    script = stopped.script("with gossipx.join(nn.Linear(4, 1)): pass")
+    before = {file: file.read_bytes() for file in (stopped.path / "x").iterdir() if file.is_file()}
+    line = refused(stopped, script, stopped.path)
+    assert {file: file.read_bytes() for file in (stopped.path / "x").iterdir() if file.is_file()} == before
+    assert "the checkpoint is of another model: it has '" in line and "weight float32 1x4" in line
+
+
+def test_without_a_whole_checkpoint_it_is_refused(place: Any) -> None:
+    """[30] And so for a run that has written none."""
+    here = place(1)
+    here.run("--policy", "never", "--iterations", "5", *BRIEF)
+    told = "no peer has a whole checkpoint to go on from: a run writes them with --checkpoint-every"
+    assert told in refused_at_once(here)
+    store(here, 0).save(5, {})
+    (manifests(here, 0)[0]).write_text("{}")
+    assert told in refused_at_once(here)
+    assert (here.path / "x" / "summary.json").exists(), "nothing of the run is lost by that"
+
+
+def test_with_changes_that_may_be_made_it_goes_on_by_its_directory(stopped: Folder) -> None:
+    """A hosts file of other ports, as many peers; another value of the policy; the settings are the run's now."""
+    done = max(store(stopped, rank).find() or 0 for rank in range(2))
+    others = Folder(stopped.path, 2)  # writes its hosts file over the first's
+    options = ("--peers", others.hosts, "--policy", "tau:7", "--iterations", str(done + 10))
+    run = resumed(stopped, *options, name=stopped.path / "x")
+    assert run.summary["policy"] == "tau:7" and run.summary["iterations"] == done + 10
+    assert 'policy = "tau:7"' in (stopped.path / "x" / "config.toml").read_text()
+    assert (stopped.path / "x" / "hosts.txt").read_bytes() == others.hosts.read_bytes()

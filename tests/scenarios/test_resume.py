@@ -1,0 +1,200 @@
+"""Peers that go on from checkpoints, in virtual time: who takes whose model, and that decisions are the same.
+
+Numbers in brackets are rows of the project's fault list.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+import torch
+from toy import TIMEOUT, bound, ended, make, sgd
+
+from gossipx import mixing, policies, topology
+from gossipx.actor import (
+    Effect,
+    Event,
+    Failed,
+    Fault,
+    JoinRun,
+    Mix,
+    Mixed,
+    Received,
+    Replied,
+    Restored,
+    Send,
+    StepDone,
+)
+from gossipx.messages import (
+    AcceptReply,
+    ArriveRequest,
+    HereReply,
+    ModelReply,
+    PushRequest,
+    SettleRequest,
+    Stage,
+)
+from gossipx.peer import PeerRole, PeerSettings
+from gossipx.sim import SimPeer, World
+from gossipx.sync import SyncManager
+from gossipx.topology import schedules
+
+SIZE = 5
+
+
+def role(seed: int, policy: str, schedule: str = "random", **settings: Any) -> PeerRole:
+    plan = schedules.parse(schedule, topology.load("full", SIZE))
+    return PeerRole(
+        0,
+        SIZE,
+        SyncManager(policies.parse(policy), seed=seed),
+        plan.topology,
+        random.Random(seed),
+        incarnation=seed,
+        mixing=mixing.parse("average"),
+        settings=PeerSettings(peer_timeout=10.0, **settings),
+        schedule=plan,
+    )
+
+
+def joined(made: PeerRole, resumed: bool) -> PeerRole:
+    """All others are there already, and train."""
+    for effect in made.handle(JoinRun(resumed), 0.0):
+        if isinstance(effect, Send) and isinstance(effect.request, ArriveRequest):
+            made.handle(Replied(effect.ticket, HereReply(Stage.TRAIN)), 0.0)
+    return made
+
+
+class Play:
+    """Tells a role of steps and answers, the same whenever the role does the same, and writes down what it does."""
+
+    def __init__(self, made: PeerRole, step: int):
+        self.role, self.step, self.now = made, step, 10.0 * step
+        self.done: list[Any] = []
+        self._open: list[Send] = []
+
+    def steps(self, count: int, draws: random.Random, faults: bool) -> list[Any]:
+        """So many iterations, ten seconds each; what is asked for comes at once, but for every fifth."""
+        for _ in range(count):
+            self.step += 1
+            self.now = 10.0 * self.step
+            self._tell(StepDone(self.step, draws.uniform(0, 2), draws.uniform(0, 2)))
+            while self._open:
+                send = self._open.pop(0)
+                self.now += 0.01 * (1 + send.to)
+                if faults and draws.random() < 0.2:
+                    self._tell(Failed(send.ticket, Fault.TIMEOUT))
+                else:
+                    self._answer(send)
+        return self.done
+
+    def _tell(self, event: Event) -> None:
+        for effect in self.role.handle(event, self.now):
+            self._take(effect)
+
+    def _take(self, effect: Effect) -> None:
+        match effect:
+            case Send(_, to, request, deadline):
+                self.done.append((self.step, type(request).__name__, to, round(deadline - self.now, 9)))
+                self._open.append(effect)
+            case Mix(ticket, share):
+                self.done.append((self.step, "Mix", share))
+                self._tell(Mixed(ticket))
+            case _:
+                self.done.append((self.step, type(effect).__name__))
+
+    def _answer(self, send: Send) -> None:
+        match send.request:
+            case ArriveRequest():
+                self._tell(Replied(send.ticket, HereReply(Stage.TRAIN)))
+            case PushRequest(_, number):
+                self._tell(Replied(send.ticket, AcceptReply()))
+                taken = SettleRequest(self.role.incarnation, number, taken=True)
+                self._tell(Received(send.to, f"settle {number}", taken))
+            case _:
+                self._tell(Replied(send.ticket, ModelReply(self.step - 1)))
+
+
+@pytest.mark.parametrize("schedule", ["random", "one-peer", "bandwidth-aware"])
+@pytest.mark.parametrize("policy", ["tau:2", "random:p=0.4", "adaptive:threshold=0.5", "drift:distance=1"])
+@pytest.mark.parametrize("mode", ["pull", "push"])
+def test_given_the_same_messages_it_takes_the_same_decisions(mode: str, policy: str, schedule: str) -> None:
+    """State through JSON into a fresh role: when it exchanges, with whom, how long it waits, and what it mixes."""
+    first = joined(role(1, policy, schedule, mode=mode), True)
+    play, draws = Play(first, 0), random.Random(5)
+    play.steps(20, draws, faults=False)
+    while first.sync.in_flight or first.pulling is not None:
+        play.steps(1, draws, faults=False)
+    play.done.clear()
+    state = json.loads(json.dumps({"sync": first.sync.state_dict(), "weight": first.weight, "draws": first.draws()}))
+
+    again = role(2, policy, schedule, mode=mode)
+    assert again.handle(Restored(play.step, state["sync"], state["weight"], state["draws"]), 0.0) == []
+    other = Play(joined(again, True), play.step)
+    expected = play.steps(40, random.Random(6), faults=True)
+    assert other.steps(40, random.Random(6), faults=True) == expected
+    assert len({entry[2] for entry in expected if entry[1] in ("PullRequest", "PushRequest")}) > 1
+    assert any(entry[1] in ("Mix", "Given") for entry in expected)
+    assert again.draws() == first.draws() and again.sync.state_dict() == first.sync.state_dict()
+
+
+# --- whose model --------------------------------------------------------------------------------------
+
+DONE = 7
+"""Iterations that the checkpoints of these runs have seen."""
+
+
+def start(made: World, rank: int, resumed: bool, at: float = 0.0, size: int = 3) -> None:
+    """Start a peer of a run that goes on; one with a checkpoint has a model of its own."""
+
+    def maker(incarnation: int) -> SimPeer:
+        peer = make(rank, size, incarnation, policy="never", finish="none")
+        peer.resumed = resumed
+        if resumed:
+            peer.module.x.data.fill_(float(rank))
+            peer.arena.set_boundary(DONE)
+            peer.role.handle(Restored(DONE, peer.role.sync.state_dict()), 0.0)
+        return peer
+
+    made.start(rank, maker, at)
+
+
+def first_steps(made: World) -> dict[int, str]:
+    """By rank, the first step that it made."""
+    found: dict[int, str] = {}
+    for entry in made.log:
+        if entry.what.startswith("step "):
+            found.setdefault(entry.rank, entry.what)
+    return found
+
+
+@pytest.mark.parametrize("late", [0.0, 3.0])
+@pytest.mark.parametrize("without", [0, 1, 2])
+def test_who_has_a_checkpoint_keeps_its_model_and_who_has_none_takes_one(without: int, late: float) -> None:
+    """[37] Rank 0 too, though it comes before those who have one: it never begins anew by itself."""
+    made = World(0)
+    for rank in range(3):
+        start(made, rank, resumed=rank != without, at=0.0 if rank == without else late)
+    ended(made, bound(3))
+    assert first_steps(made) == dict.fromkeys(range(3), f"step {DONE + 1}")
+    giver = min({0, 1, 2} - {without})
+    expected = {rank: float(giver if rank == without else rank) for rank in range(3)}
+    for rank, value in expected.items():
+        alone = make(rank, 3).module
+        alone.x.data.fill_(value)
+        for _ in range(made.peers[rank].iterations - DONE):
+            sgd(alone)
+        assert torch.equal(made.peers[rank].weights(), alone.x.detach().double()), rank
+
+
+def test_where_nobody_has_a_checkpoint_nobody_begins() -> None:
+    made = World(0)
+    for rank in range(3):
+        start(made, rank, resumed=False)
+    made.run(10 * TIMEOUT)
+    assert first_steps(made) == {}
+    for peer in made.peers.values():
+        assert peer.reason is not None and "no peer gave the model of a checkpoint within peer_timeout" in peer.reason

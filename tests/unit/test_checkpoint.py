@@ -1,0 +1,429 @@
+"""Checkpoints on disk: what comes back, and what is done about files that are wrong.
+
+Numbers in brackets are rows of the project's fault list.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import math
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch import nn
+
+from gossipx.checkpoint import CheckpointError, Every, Part, Store, files, pack, unpack
+from gossipx.checkpoint.plain import DTYPES
+from gossipx.checkpoint.store import MANIFEST
+from gossipx.errors import UsageError
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path / "checkpoints")
+
+
+def parts(value: float) -> dict[str, Part]:
+    """Two parts that tell one checkpoint from another."""
+    return {
+        "model": Part({"weight": torch.full((64,), value), "count": torch.tensor(3)}, {"manifest": ["weight"]}),
+        "hub": pack({"centre": torch.full((2, 3), -value), "rounds": 5}),
+    }
+
+
+def loaded(store: Store) -> tuple[int, float] | None:
+    """The iteration of what is loaded, and the value that it was made with."""
+    found = store.load()
+    return None if found is None else (found.iteration, float(found.parts["model"].tensors["weight"][0]))
+
+
+def same(one: Any, other: Any) -> bool:
+    """Bit for bit, and of the same types."""
+    if isinstance(one, torch.Tensor):
+        bits = (t.contiguous().reshape(-1).view(torch.uint8) for t in (one, other))
+        return (one.dtype, one.shape, one.stride()) == (other.dtype, other.shape, other.stride()) and torch.equal(*bits)
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(same(value, other[key]) for key, value in one.items())
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one == other or (one != one and other != other)
+
+
+# --- what comes back ----------------------------------------------------------------------------------
+
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+        st.dictionaries(st.text(max_size=3) | st.integers() | st.just("$"), inner, max_size=3),
+    ),
+    max_leaves=8,
+)
+
+
+@given(tree=PLAIN)
+def test_plain_data_comes_back_as_it_was(tree: Any) -> None:
+    """Floats to the bit, NaN and infinities, tuples, keys that are no text, and the reserved key."""
+    part = pack(tree)
+    assert not part.tensors
+    assert same(unpack(Part({}, json.loads(files.plain(part.state)))), tree)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (5,), (2, 3, 4)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_tensors_come_back_as_they_were(store: Store, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """Each dtype, scalars and empty tensors, beside others of other sizes: every bit pattern there is."""
+    count = math.prod(shape)
+    generator = torch.Generator().manual_seed(1)
+    raw = torch.randint(0, 256, (count * dtype.itemsize,), generator=generator, dtype=torch.uint8)
+    tensor = (raw % 2 if dtype is torch.bool else raw).view(dtype).reshape(shape)
+    tree = {"a": torch.ones(3, dtype=torch.bool), "b": [tensor, tensor], "z": torch.zeros(1, dtype=torch.float64)}
+    store.save(7, {"x": pack(tree)})
+    found = store.load()
+    assert found is not None and same(unpack(found.parts["x"]), tree)
+
+
+def test_strides_come_back(store: Store) -> None:
+    """What is computed from a momentum that lies otherwise may differ in the last bit."""
+    image = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    tree = {"channels last": image, "transposed": torch.arange(6.0).view(2, 3).t()}
+    store.save(0, {"x": pack(tree)})
+    found = store.load()
+    assert found is not None and same(unpack(found.parts["x"]), tree)
+    by_name = load_file(found.path / "x.safetensors")
+    assert torch.equal(by_name["channels last"], image), "for other readers it is the tensor as it reads"
+
+
+def test_names_that_would_meet_are_kept_apart(store: Store) -> None:
+    tree = {"a": {"b": torch.tensor(1)}, "a.b": torch.tensor(2), "__metadata__": torch.tensor(3), 0: torch.tensor(4)}
+    tree["0"] = torch.tensor(5)
+    store.save(0, {"x": pack(tree)})
+    found = store.load()
+    assert found is not None and same(unpack(found.parts["x"]), tree)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True),
+        lambda parameters: torch.optim.AdamW(parameters, lr=0.01, amsgrad=True),
+        lambda parameters: torch.optim.LBFGS(parameters, max_iter=3),
+    ],
+    ids=["sgd", "adamw", "lbfgs"],
+)
+def test_an_optimizer_goes_on_as_if_nothing_had_been(store: Store, make: Callable[..., torch.optim.Optimizer]) -> None:
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = (model(torch.linspace(-1, 1, 12).view(3, 4)) - 1).square().mean()
+            loss.backward()
+            return loss
+
+        for _ in range(steps):
+            optimizer.step(closure)
+
+    torch.manual_seed(0)
+    model, again = nn.Linear(4, 2), nn.Linear(4, 2)
+    optimizer, other = make(model.parameters()), make(again.parameters())
+    train(model, optimizer, 5)
+    store.save(5, {"model": pack(model.state_dict()), "optimizer": pack(optimizer.state_dict())})
+    train(model, optimizer, 5)
+    found = store.load()
+    assert found is not None
+    again.load_state_dict(unpack(found.parts["model"]))
+    other.load_state_dict(unpack(found.parts["optimizer"]))
+    train(again, other, 5)
+    assert same(dict(again.state_dict()), dict(model.state_dict()))
+
+
+def test_what_is_packed_does_not_change_any_more() -> None:
+    tensor, numbers = torch.zeros(3), [1, 2]
+    part = pack({"tensor": tensor, "numbers": numbers})
+    tensor.add_(1)
+    numbers.append(3)
+    assert same(unpack(part), {"tensor": torch.zeros(3), "numbers": [1, 2]})
+
+
+@pytest.mark.parametrize(
+    ("tree", "told"),
+    [
+        ({"a": [1, {2}]}, "state.a.1 is of type set"),
+        ({"f": print}, "state.f is of type builtin_function_or_method"),
+        ({"g": torch.Generator()}, "state.g is of type torch"),
+        ({(1, 2): 3}, "state has a key of type tuple"),
+        ({"s": torch.eye(3).to_sparse()}, "state.s is a tensor of layout torch.sparse_coo"),
+        ({"c": torch.zeros(1, dtype=torch.complex128)}, "dtype torch.complex128"),
+    ],
+)
+def test_what_cannot_be_kept_is_named(tree: Any, told: str) -> None:
+    with pytest.raises(UsageError, match=r"a checkpoint keeps|is kept") as caught:
+        pack(tree)
+    assert told in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_no_part_leads_out_of_its_directory(store: Store) -> None:
+    with pytest.raises(CheckpointError, match="names no part"):
+        store.save(1, {"../x": Part()})
+
+
+# --- which are kept -----------------------------------------------------------------------------------
+
+
+def names(store: Store) -> list[str]:
+    return sorted(path.name for path in store.directory.iterdir())
+
+
+@pytest.mark.parametrize("keep", [1, 2, 3])
+def test_the_last_ones_are_kept(tmp_path: Path, keep: int) -> None:
+    store = Store(tmp_path, keep)
+    for iteration in range(0, 60, 10):
+        store.save(iteration, parts(iteration))
+        assert loaded(store) == (iteration, iteration) and store.find() == iteration
+    assert names(store) == [f"{iteration:08d}" for iteration in range(60 - 10 * keep, 60, 10)]
+
+
+def test_one_is_kept_anew_and_later_ones_go(store: Store) -> None:
+    """A training that has gone back is another one from there on."""
+    for iteration in (10, 20):
+        store.save(iteration, parts(1))
+    store.save(10, parts(2))
+    assert loaded(store) == (10, 2) and names(store) == ["00000010"]
+
+
+def test_what_others_have_put_there_stays(store: Store) -> None:
+    store.directory.mkdir()
+    (store.directory / "notes.txt").touch()
+    store.save(1, parts(1))
+    store.clean()
+    assert names(store) == ["00000001", "notes.txt"] and loaded(store) == (1, 1)
+
+
+def test_without_any_there_is_none(store: Store) -> None:
+    assert store.load() is None and store.find() is None
+    store.clean()
+
+
+# --- files that are wrong -----------------------------------------------------------------------------
+
+
+def truncate(file: Path) -> None:
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def lengthen(file: Path) -> None:
+    file.write_bytes(file.read_bytes() + b"\0")
+
+
+def pickled(file: Path) -> None:
+    import pickle
+
+    file.write_bytes(pickle.dumps({"a": 1}))
+
+
+DAMAGES = [truncate, flip, lengthen, pickled, Path.unlink]
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+@pytest.mark.parametrize("name", ["model.safetensors", "model.json", "hub.json", "hub.safetensors", MANIFEST])
+def test_a_damaged_file_is_named_and_the_one_before_is_used(
+    store: Store, caplog: pytest.LogCaptureFixture, name: str, damage: Callable[[Path], None]
+) -> None:
+    """[30] In one log line; so it is for each further one."""
+    store.save(10, parts(1))
+    store.save(20, parts(2))
+    damage(store.directory / "00000020" / name)
+    assert store.find() == 10 and loaded(store) == (10, 1)
+    (line,) = caplog.messages
+    assert line.startswith(str(store.directory / "00000020" / name)) and "the checkpoint before it" in line
+    assert "\n" not in line and "Traceback" not in caplog.text
+
+    caplog.clear()
+    damage(store.directory / "00000010" / name)
+    assert store.find() is None and loaded(store) is None
+    assert [str(store.directory / f"{i:08d}" / name) in line for i, line in zip((20, 10), caplog.messages, strict=True)]
+    assert caplog.messages[-1].endswith("there is none before it")
+
+
+@given(data=st.data())
+def test_no_altered_bit_goes_unnoticed(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    """[30]"""
+    logging.getLogger("gossipx").setLevel(logging.ERROR)
+    store = Store(tmp_path_factory.mktemp("one"))
+    store.save(1, parts(1))
+    file = data.draw(st.sampled_from(sorted((store.directory / "00000001").iterdir())))
+    content = bytearray(file.read_bytes())
+    content[data.draw(st.integers(0, len(content) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    before = json.loads((store.directory / "00000001" / MANIFEST).read_bytes())
+    file.write_bytes(content)
+    try:
+        unchanged = json.loads((store.directory / "00000001" / MANIFEST).read_bytes()) == before
+    except ValueError:
+        unchanged = False
+    harmless = file.name == MANIFEST and unchanged  # white space between two of its words
+    assert (store.find() is not None) == harmless
+
+
+@pytest.mark.parametrize("told", ["format", "iteration"])
+def test_a_manifest_of_another_kind_is_refused(store: Store, caplog: pytest.LogCaptureFixture, told: str) -> None:
+    store.save(1, parts(1))
+    if told == "iteration":
+        (store.directory / "00000001").rename(store.directory / "00000002")
+    else:
+        from gossipx.checkpoint import store as module
+
+        file = store.directory / "00000001" / MANIFEST
+        manifest = {**json.loads(file.read_bytes()), "format": 2}
+        manifest.pop(files.HASH)
+        file.write_text(json.dumps({**manifest, files.HASH: module._digest(manifest)}))
+    assert loaded(store) is None
+    assert ("format 2, and this gossipx reads format 1" if told == "format" else "iteration 1") in caplog.text
+
+
+@pytest.fixture(autouse=True)
+def _log_level() -> Iterator[None]:
+    logger = logging.getLogger("gossipx")
+    before = logger.level
+    yield
+    logger.setLevel(before)
+
+
+# --- writing that is cut off --------------------------------------------------------------------------
+
+
+class Killed(BaseException):
+    """In the place of SIGKILL: nothing is cleaned up after it."""
+
+
+def steps_of_a_save(tmp_path: Path) -> int:
+    """How many times a save goes to the system, by :func:`counted`."""
+    with pytest.MonkeyPatch.context() as patched:
+        calls = counted(patched, None, 0)
+        store = Store(tmp_path / "counted")
+        for iteration in (10, 20, 30):
+            calls.clear()
+            store.save(iteration, parts(iteration))
+    return len(calls)
+
+
+def counted(patched: pytest.MonkeyPatch, error: BaseException | None, at: int) -> list[str]:
+    """Let call number ``at`` of those that change a disk or wait for it raise ``error``; notes them."""
+    calls: list[str] = []
+
+    def wrap(owner: Any, name: str) -> None:
+        real = getattr(owner, name)
+
+        def call(*given: Any, **named: Any) -> Any:
+            calls.append(name)
+            if error is not None and len(calls) - 1 == at:
+                raise error
+            return real(*given, **named)
+
+        patched.setattr(owner, name, call)
+
+    for owner, name in ((os, "fsync"), (Path, "mkdir"), (Path, "rename"), (Path, "unlink"), (files, "write")):
+        wrap(owner, name)
+    return calls
+
+
+def test_a_save_that_is_cut_off_anywhere_leaves_one_that_is_whole(tmp_path: Path) -> None:
+    """[29] Killed at any of its calls: what is loaded is the checkpoint before or the new one, and no mixture."""
+    steps = steps_of_a_save(tmp_path)
+    assert steps > 12
+    for at in range(steps):
+        store = Store(tmp_path / f"cut-{at}")
+        for iteration in (10, 20):
+            store.save(iteration, parts(iteration))
+        with pytest.MonkeyPatch.context() as patched, pytest.raises(Killed):
+            counted(patched, Killed(), at)
+            store.save(30, parts(30))
+        again = Store(store.directory)
+        found = loaded(again)
+        assert found in ((20, 20), (30, 30)), at
+        again.clean()
+        assert all((path / MANIFEST).exists() for path in store.directory.iterdir())
+        again.save(40, parts(40))
+        assert loaded(again) == (40, 40) and len(names(again)) == 2
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+def test_a_full_disk_leaves_the_old_one_and_nothing_of_the_new(tmp_path: Path, number: int) -> None:
+    """[28] At any call; the error names the place and what to turn."""
+    steps = steps_of_a_save(tmp_path)
+    refused = 0
+    for at in range(steps):
+        store = Store(tmp_path / f"full-{at}")
+        store.save(10, parts(10))
+        with pytest.MonkeyPatch.context() as patched:
+            counted(patched, OSError(number, os.strerror(number)), at)
+            try:
+                store.save(20, parts(20))
+            except CheckpointError as error:
+                refused += 1
+                told = str(error)
+                assert os.strerror(number) in told and "\n" not in told
+                if "cannot be written" in told:
+                    assert "00000020" in told and "--keep-checkpoints" in told
+                    assert names(store) == ["00000010"], at
+        assert loaded(store) in ((10, 10), (20, 20))
+        store.save(30, parts(30))
+        assert loaded(store) == (30, 30)
+    assert refused > steps / 2
+
+
+def test_a_disk_that_is_really_full(small_disk: Path) -> None:
+    """[28]"""
+    store = Store(small_disk / "checkpoints")
+    store.save(10, parts(10))
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        store.save(20, {"model": Part({"weight": torch.zeros(1 << 20)})})
+    assert names(store) == ["00000010"] and loaded(store) == (10, 10)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system with room for 1 MB."""
+    import subprocess
+
+    place = tmp_path / "small"
+    place.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", place], capture_output=True, timeout=30)
+    if made.returncode:
+        pytest.skip(f"this system mounts no small disk for tests: {made.stderr.decode().strip()}")
+    yield place
+    subprocess.run(["umount", place], check=True, timeout=30)
+
+
+# --- how often ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "iterations", "seconds"),
+    [("500", 500, 0.0), ("60s", 0, 60.0), ("0.5s", 0, 0.5), (" 10 s ", 0, 10.0), ("0", 0, 0.0), ("0s", 0, 0.0)],
+)
+def test_intervals(text: str, iterations: int, seconds: float) -> None:
+    every = Every.parse(text)
+    assert every == Every(iterations, seconds) and bool(every) == bool(iterations or seconds)
+
+
+@pytest.mark.parametrize("text", ["-1", "1.5", "s", "5m", "1e9", "nan", "infs", "9" * 5000, "٣", ""])
+def test_what_is_no_interval_is_told_with_an_example(text: str) -> None:
+    with pytest.raises(UsageError, match="is no interval: iterations such as 500, or seconds such as 60s"):
+        Every.parse(text)
