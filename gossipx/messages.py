@@ -265,7 +265,10 @@ class AcceptReply:
 
 @dataclass(frozen=True)
 class BusyReply:
-    """Not now: another exchange is under way. Whoever asked chooses another peer at once."""
+    """Not now: another exchange is under way, and whoever asked chooses another peer at once.
+
+    Of a pull from a server: it is still delayed, and is to be asked for again at once.
+    """
 
 
 ExchangeRequest = PushRequest | PairRequest | TakeRequest | SettleRequest

@@ -140,7 +140,7 @@ def peer(
         shares=weights.shares(sync.weights, turns, place.rank, pushed=sync.mode == "push"),
         exchange_of=_exchange_of(hub, served),
     )
-    driver = Driver(role, arena)
+    driver = Driver(role, arena, config.exchange.max_served)
     driver.transfers.desk = None if served is None else served.desk
     comm = driver.comm = CommManager(
         rank=place.rank,

@@ -92,6 +92,7 @@ class Driver:
     Args:
         role: told of every event.
         arena: whose weights are given and mixed.
+        places: models that others may bring at a time.
 
     Attributes:
         transfers: requests on their way, and what others bring.
@@ -102,14 +103,13 @@ class Driver:
         committing: held while another model enters the weights.
     """
 
-    def __init__(self, role: PeerRole, arena: ParameterArena):
+    def __init__(self, role: PeerRole, arena: ParameterArena, places: int = 4):
         self.role = role
         self.arena = arena
         self.on_retrieval: Callable[[Retrieval], None] = lambda retrieval: None
         self.error: GossipxError | None = None
         self.committing = threading.Lock()
         self.held = Held(arena, role.sync.policy.uses_drift)
-        places = role.settings.max_served
         self.transfers = Transfers(arena, role.rank, self.tell, self._note, self.fail, places)
         self.tables = Lane(f"gossipx-tables-{role.rank}")
         self._lock = threading.Lock()

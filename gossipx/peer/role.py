@@ -391,14 +391,14 @@ class PeerRole:
         return [*self.gathering.begin(arrival, now), *self._look(now)]
 
     def _look(self, now: float) -> list[Effect]:
-        """Something was heard while waiting: is the wait over?"""
+        """Something was heard of another, or of its loss: what follows for an exchange, and is a wait over?"""
+        looked = self.exchange.look(now) if self.exchange else []
         if not self.gathering.on:
-            looked = self.exchange.look(now) if self.exchange else []
             return self._exchanged(looked, now) if self.exchange and self.stage is Stage.TRAIN else looked
         if self.stage is not Stage.JOINING:
-            return self._gathered(now) if self.gathering.complete() else []
+            return [*looked, *(self._gathered(now) if self.gathering.complete() else [])]
         asked = self.joining.ask(now)
-        return self._gather(Stage.START, now) if self.joining.may_begin() else asked
+        return [*looked, *(self._gather(Stage.START, now) if self.joining.may_begin() else asked)]
 
     def _late(self, now: float) -> list[Effect]:
         """They were waited for long enough."""

@@ -182,7 +182,8 @@ class ServerMode(Exchange):
             for rank in self._held_up_by()
             if rank not in asked
         ]
-        return self._watched(signs, now)
+        put_off = [effect for shard in self.shards.values() for effect in shard.put_off(now)]
+        return self._watched([*put_off, *signs], now)
 
     def _held_up_by(self) -> set[int]:
         """Others that pulls wait for."""
@@ -190,7 +191,7 @@ class ServerMode(Exchange):
 
     def _watched(self, effects: list[Effect], now: float) -> list[Effect]:
         """Where pulls wait for somebody, see now and then that it is still there."""
-        if self._watching or not self._held_up_by():
+        if self._watching or not any(shard.waiting for shard in self.shards.values()):
             return effects
         self._watching = True
         return [*effects, SetTimer(WATCH, now + LOOK * self._ground.timeout)]

@@ -7,11 +7,12 @@ and never before the push of that iteration is complete here: in which order the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 
 from gossipx.actor import Answer, ApplyBuffer, ApplyGradient, BufferGradient, Effect, FillTables, Forget, Keep, Received
-from gossipx.messages import AcceptReply, GradientRequest, NotReadyReply, TablesReply, TablesRequest
+from gossipx.messages import AcceptReply, BusyReply, GradientRequest, NotReadyReply, TablesReply, TablesRequest
 from gossipx.peer.requests import Requests
 from gossipx.server import decisions
 from gossipx.server.clock import Clock
@@ -25,6 +26,7 @@ class _Waiting:
     key: Hashable
     bucket: int
     deadline: float
+    until: float = math.inf  # then it is to be asked for again
 
 
 @dataclass
@@ -72,6 +74,11 @@ class Shard:
         self._begun = True
         early, self._early = self._early, []
         return [FillTables(self.index), *(effect for event in early for effect in self.requested(event, now))]
+
+    @property
+    def waiting(self) -> bool:
+        """Whether pulls wait."""
+        return any(pulls for worker in self._workers.values() for pulls in worker.pulls.values())
 
     @property
     def holding_up(self) -> list[int]:
@@ -137,13 +144,12 @@ class Shard:
 
     def _pulled(self, event: Received, request: TablesRequest, now: float) -> list[Effect]:
         worker = self._workers[event.sender]
-        waiting = _Waiting(event.key, request.bucket, now + request.patience)
+        waiting = _Waiting(event.key, request.bucket, now + request.patience, now + request.patience / 2)
         if request.progress <= worker.released:
             return [self._give(waiting)]
         worker.significance = request.significance
-        already = request.progress in worker.pulls
         worker.pulls.setdefault(request.progress, []).append(waiting)
-        return [] if already else self._ask_clock(event.sender, now)
+        return self._ask_clock(event.sender, now)
 
     def _ask_clock(self, rank: int, now: float) -> list[Effect]:
         """Put the pulls to the clock whose own push is complete."""
@@ -161,6 +167,16 @@ class Shard:
         request = event.request
         assert isinstance(request, TablesRequest)
         return [self._give(_Waiting(event.key, request.bucket, now + request.patience))]
+
+    def put_off(self, now: float) -> list[Effect]:
+        """Pulls that have waited for long are to be asked for again: their senders see that we are still here."""
+        effects: list[Effect] = []
+        for worker in self._workers.values():
+            for progress, pulls in worker.pulls.items():
+                late = [one for one in pulls if one.until <= now]
+                worker.pulls[progress] = [one for one in pulls if one.until > now]
+                effects += [Answer(one.key, BusyReply(), one.deadline) for one in late]
+        return effects
 
     # --- members ----------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from gossipx.actor import Effect, Fetch, Fetched, Forget, Send, SetTimer
-from gossipx.messages import AcceptReply, GradientRequest, Reply, TablesReply, TablesRequest
+from gossipx.messages import AcceptReply, BusyReply, GradientRequest, Reply, TablesReply, TablesRequest
 from gossipx.peer.exchange import Ground
 
 AGAIN = "again"
@@ -158,6 +158,8 @@ class Worker:
         bucket = way.pulling.pop(ticket)
         if not isinstance(reply, TablesReply):
             way.asks.appendleft(bucket)
+            if isinstance(reply, BusyReply):
+                return [Forget(ticket), *self._go_on(now)]
             return [Forget(ticket), self._not_ready(shard, now)]
         way.progress = max(way.progress, way.pulled + 1, reply.clock)
         if bucket < 0:

@@ -24,6 +24,7 @@ from gossipx.messages import (
     CarryingRequest,
     CentreRequest,
     ElasticRequest,
+    GradientRequest,
     InitialRequest,
     ModelReply,
     ModelRequest,
@@ -33,10 +34,15 @@ from gossipx.messages import (
     Reply,
     RoundRequest,
     Stage,
+    TablesReply,
+    TablesRequest,
     TakeRequest,
 )
 from gossipx.peer import PeerRole
+from gossipx.sim.tables import SimTables
 from gossipx.snapshots import Captured, Snapshot
+from gossipx.storage.client import Client
+from gossipx.storage.desk import Desk
 
 if TYPE_CHECKING:
     from gossipx.sim.world import World
@@ -80,6 +86,8 @@ class SimPeer:
         iterations: steps in all, those counted that an adopted model has seen.
         compute_seconds: virtual seconds a step takes.
         mix_buffers: see :class:`~gossipx.arena.ParameterArena`.
+        desk_of: of a run with a parameter server: makes the tables of the module. ``gradient_step`` then makes
+            gradients alone.
 
     Attributes:
         down_since: when it ended or crashed; None while it runs.
@@ -97,6 +105,7 @@ class SimPeer:
         iterations: int,
         compute_seconds: float = 1.0,
         mix_buffers: bool = True,
+        desk_of: Callable[[nn.Module], Desk] | None = None,
     ):
         self.role = role
         self.resumed: bool | None = None
@@ -127,6 +136,8 @@ class SimPeer:
         self._waits_since: float | None = None
         self._stepping = False
         self._reference = DriftReference(self.arena)
+        self.tables = None if desk_of is None else SimTables(desk_of(module))
+        self._lacks_since: float | None = None  # tables that are to be computed with
 
     def weights(self) -> Tensor:
         """All trained values, one float64 vector."""
@@ -161,8 +172,22 @@ class SimPeer:
         elif self._leaving and self._phase != "leave":
             self._phase = "leave"
             self._tell(actor.LeaveRun())
-        elif self._waits_since is None:
+        elif self._waits_since is None and self._has_tables():
             self._next_phase()
+
+    def _has_tables(self) -> bool:
+        """Whether all tables that were asked for are here; they are in the model then."""
+        if self.tables is None:
+            return True
+        now = self._world.now
+        if not self.tables.desk.client.ready():
+            self._lacks_since = now if self._lacks_since is None else self._lacks_since
+            return False
+        if self._lacks_since is not None:
+            self.blocked_seconds += now - self._lacks_since
+            self._lacks_since = None
+        self.tables.desk.client.apply()
+        return True
 
     def _next_phase(self) -> None:
         match self._phase:
@@ -189,9 +214,23 @@ class SimPeer:
     def _step(self) -> None:
         self._stepping = False
         self._gradient_step(self)
+        if self.tables is not None:
+            self._push(self.tables.desk.client)
         delta = self.arena.step_done()
         self._world.note(self.rank, f"step {self.arena.step}")
         self._tell(actor.StepDone(self.arena.step, delta, self._drift()))
+
+    def _push(self, client: Client) -> None:
+        """Gradients leave as backward makes them: those of the last tables first."""
+        trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        self._stepping = True  # until the step is done
+        for number in reversed(range(len(trained))):
+            gradient = trained[number].grad
+            if gradient is not None and (whole := client.update(number, gradient)):
+                self._tell(actor.GradientsReady(tuple(whole)))
+        if whole := client.flush():
+            self._tell(actor.GradientsReady(tuple(whole)))
+        self._stepping = False
 
     def _later(self, time: float, action: Callable[[], None]) -> None:
         """Do ``action`` at ``time`` if this process then lives, or when it is no longer paused."""
@@ -227,6 +266,8 @@ class SimPeer:
 
     def _carry_out(self, effect: actor.Effect) -> None:
         now = self._world.now
+        if self.tables is not None and self.tables.carry_out(effect):
+            return
         match effect:
             case actor.Send():
                 self._send(effect)
@@ -279,10 +320,12 @@ class SimPeer:
         brought = bytearray()
         if isinstance(send.request, ModelRequest):
             base = self._base(send)
-            if isinstance(send.request, CarryingRequest):
+            if isinstance(send.request, ElasticRequest):
                 assert base is not None
                 brought += self._poison(bytearray(base.buffer.view))
             incoming = Incoming(self.arena, base, whole=isinstance(send.request, InitialRequest))
+        if self.tables is not None and isinstance(send.request, GradientRequest | TablesRequest):
+            send, brought = self.tables.outgoing(send)
         exchange = _Exchange(send, self._world.now, incoming)
         self._exchanges[send.ticket] = exchange
         match send.request:
@@ -350,6 +393,10 @@ class SimPeer:
         if self.down_since is not None or exchange is None or not exchange.open:
             return False
         exchange.open = False
+        if isinstance(reply, TablesReply):
+            assert self.tables is not None
+            self.tables.arrived(ticket, reply, payload)
+            self.bytes_received += len(payload) if exchange.send.to != self.rank else 0
         if isinstance(reply, ModelReply):
             assert exchange.incoming is not None
             exchange.their_step = reply.step
@@ -388,7 +435,11 @@ class SimPeer:
         self._requesters[key] = (sender, send.ticket)
 
         def told() -> None:
-            if isinstance(send.request, CarryingRequest):
+            if isinstance(send.request, GradientRequest):
+                assert self.tables is not None
+                self.tables.brought(key, send.request, brought)
+                self.bytes_received += len(brought) if sender is not self else 0
+            elif isinstance(send.request, CarryingRequest):
                 incoming = Incoming(self.arena, None)
                 incoming.take(0, memoryview(brought))
                 self.bytes_received += len(brought) if sender is not self else 0
@@ -402,11 +453,16 @@ class SimPeer:
 
     def _answer(self, answer: actor.Answer) -> None:
         requester, ticket = self._requesters.pop(answer.key)
+        if self.tables is not None:
+            self.tables.drop(answer.key)
         if dropped := self._brought.pop(answer.key, None):
             assert dropped.incoming is not None
             dropped.incoming.release()
         reply = answer.reply
         payload = bytearray()
+        if isinstance(reply, TablesReply):
+            assert self.tables is not None
+            reply, payload = self.tables.answer(answer, reply)
         if isinstance(reply, ModelReply):
             if answer.captured is None:
                 snapshot = self.arena.snapshot(answer.whole_model)
@@ -511,6 +567,8 @@ class SimPeer:
         self._forget(ticket)
 
     def _forget(self, ticket: int) -> None:
+        if self.tables is not None:
+            self.tables.forget(ticket)
         if held := self._held.pop(ticket, None):
             held.release()
         exchange = self._exchanges.pop(ticket, None)

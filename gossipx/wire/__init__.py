@@ -242,7 +242,7 @@ ANSWERS: dict[type, tuple[type, ...]] = {
     ElasticRequest: (ModelReply, BusyReply, NotReadyReply),
     CentreRequest: (ModelReply, BusyReply, NotReadyReply),
     GradientRequest: (AcceptReply, NotReadyReply),
-    TablesRequest: (TablesReply, NotReadyReply),
+    TablesRequest: (TablesReply, BusyReply, NotReadyReply),
     ArriveRequest: (HereReply, NotReadyReply),
     LeaveRequest: (HereReply, NotReadyReply),
 }

@@ -36,6 +36,7 @@ EVERY_KEY: dict[str, dict[str, Any]] = {
         "base_lr": 0.5,
         "gamma": 0.25,
         "momentum": 0.75,
+        "nesterov": True,
         "weight_decay": 0.125,
         "lr_steps": (0.5, 0.75),
         "partition": "dirichlet:alpha=0.3",
@@ -55,6 +56,19 @@ EVERY_KEY: dict[str, dict[str, Any]] = {
         "delta": "sampled",
         "min_peers": 2,
         "distance_interval": 5,
+    },
+    "hub": {"hub": "0", "hub_only": True, "alpha": 0.25, "beta": 0.5, "hub_lost": "wait"},
+    "server": {
+        "servers": "0,1",
+        "servers_only": True,
+        "sync": "ssp:staleness=3|asp",
+        "pulls": "soft",
+        "apply": "each",
+        "placement": "sliced",
+        "bucket": 0,
+        "wait_free": False,
+        "overlap": False,
+        "server_lost": "stop",
     },
     "exchange": {
         "bind": "0.0.0.0",
@@ -97,6 +111,7 @@ batch_size = 16
 base_lr = 0.5
 gamma = 0.25
 momentum = 0.75
+nesterov = true
 weight_decay = 0.125
 lr_steps = [0.5, 0.75]
 partition = "dirichlet:alpha=0.3"
@@ -116,6 +131,25 @@ buffers = "local"
 delta = "sampled"
 min_peers = 2
 distance_interval = 5
+
+[hub]
+hub = "0"
+hub_only = true
+alpha = 0.25
+beta = 0.5
+hub_lost = "wait"
+
+[server]
+servers = "0,1"
+servers_only = true
+sync = "ssp:staleness=3|asp"
+pulls = "soft"
+apply = "each"
+placement = "sliced"
+bucket = 0
+wait_free = false
+overlap = false
+server_lost = "stop"
 
 [exchange]
 bind = "0.0.0.0"
@@ -264,7 +298,7 @@ def test_what_is_given_counts_even_if_it_is_the_default_or_false(tmp_path: Path)
     [
         # Unknown tables.
         ("[run]\nseed = 1\n\n[snyc]\npolicy = 'never'\n", "4", ["unknown table 'snyc'", "did you mean 'sync'?"]),
-        ("[zzz]\n", "1", ["unknown table 'zzz'", "one of run, task, sync, exchange"]),
+        ("[zzz]\n", "1", ["unknown table 'zzz'", "one of run, task, sync, hub, server, exchange"]),
         ("[[run]]\nseed = 1\n", "1", ["'run'", "table"]),
         # Settings outside tables, unknown ones, and ones in the wrong table.
         ("# mine\nseed = 3\n[run]\n", "2", ["'seed'", "it belongs in [run]"]),

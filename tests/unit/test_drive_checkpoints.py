@@ -86,7 +86,9 @@ class Bench:
             self.module(torch.randn(8, 4, dtype=self.module.one.weight.dtype)).backward()
             self.optimizer.step()
             delta = self.arena.step_done()
-            drift = self.driver.held.drift(self.driver.role.pulling) if self.driver.role.sync.policy.uses_drift else None
+            drift = (
+                self.driver.held.drift(self.driver.role.pulling) if self.driver.role.sync.policy.uses_drift else None
+            )
             self.driver.role.sync.step(self.arena.step, delta, drift)
             self.checkpoints.step_done(lambda: {"steps": self.arena.step})
             self.arena.go_on()

@@ -61,7 +61,9 @@ class Comm:
         self.answers: list[tuple[object, bytes | None]] = []
         self.posted = threading.Semaphore(0)
 
-    def request(self, to: int, request: Any, *, deadline: float, payload: Incoming | None, done: Any) -> Any:
+    def request(
+        self, to: int, request: Any, *, deadline: float, payload: Incoming | None, done: Any, brought: object
+    ) -> Any:
         self.requests[request] = payload, done
         self.posted.release()
         return lambda: done(CancelledError("it is cancelled"))

@@ -39,6 +39,7 @@ RELIED_ON = {
 
 REPORT = {
     "retrievals": 30,
+    "taken_in": 0,
     "bytes_received": 4_000_000,
     "finish_bytes": 500_000,
     "test_accuracy": 0.75,

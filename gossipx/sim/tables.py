@@ -1,0 +1,100 @@
+"""The tables of one peer in virtual time: what the driver's threads do in real processes, done at once."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable
+
+from gossipx import actor
+from gossipx.messages import GradientRequest, TablesReply, TablesRequest
+from gossipx.storage.client import Nothing, Tables, Where
+from gossipx.storage.desk import Desk, Gradient
+
+
+class SimTables:
+    """What of a peer's effects is about tables.
+
+    Args:
+        desk: its tables.
+    """
+
+    def __init__(self, desk: Desk):
+        self.desk = desk
+        self._brought: dict[Hashable, Gradient] = {}  # by the key of the request
+        self._kept: dict[int, Gradient] = {}
+        self._fetching: dict[int, tuple[Where, Tables]] = {}
+
+    # --- requests ---------------------------------------------------------------------------------
+
+    def outgoing(self, send: actor.Send) -> tuple[actor.Send, bytearray]:
+        """A request as it leaves, and what it brings."""
+        request = send.request
+        if isinstance(request, GradientRequest):
+            parts, source = self.desk.client.encode((request.shard, request.bucket))
+            told = dataclasses.replace(request, parts=parts, settings=self.desk.settings())
+            return dataclasses.replace(send, request=told), bytearray(source.view)
+        if isinstance(request, TablesRequest) and request.bucket >= 0:
+            place = request.shard, request.bucket
+            self._fetching[send.ticket] = place, self.desk.client.sink(place)
+            if self.desk.asks_significance and request.progress >= 0:
+                significance = self.desk.client.significance(request.shard)
+                return dataclasses.replace(
+                    send, request=dataclasses.replace(request, significance=significance)
+                ), bytearray()
+        return send, bytearray()
+
+    def arrived(self, ticket: int, reply: TablesReply, payload: bytearray) -> None:
+        """An answer is here."""
+        sink = self._fetching[ticket][1] if ticket in self._fetching else Nothing()
+        sink.fit(reply).take(0, memoryview(payload))
+
+    def brought(self, key: Hashable, request: GradientRequest, content: bytearray) -> None:
+        """The request ``key`` has brought a gradient."""
+        gradient = self.desk.room_for(request)
+        assert gradient is not None
+        gradient.take(0, memoryview(content))
+        self._brought[key] = gradient
+
+    def drop(self, key: Hashable) -> None:
+        """What it has brought is not needed, if it was not kept."""
+        if gradient := self._brought.pop(key, None):
+            gradient.release()
+
+    # --- effects ----------------------------------------------------------------------------------
+
+    def carry_out(self, effect: actor.Effect) -> bool:
+        """Do what is about tables; whether it was that."""
+        desk = self.desk
+        match effect:
+            case actor.Keep(key, ticket) if key in self._brought:
+                self._kept[ticket] = self._brought.pop(key)
+            case actor.ApplyGradient(ticket, scale):
+                desk.apply(self._kept.pop(ticket), scale)
+            case actor.BufferGradient(ticket):
+                desk.buffer(self._kept.pop(ticket))
+            case actor.ApplyBuffer(shard):
+                desk.apply_buffer(shard)
+            case actor.FillTables(shard):
+                desk.fill(shard)
+            case actor.Fetch(buckets):
+                desk.client.expect(buckets)
+            case actor.Fetched(ticket):
+                desk.client.fetched(*self._fetching.pop(ticket))
+            case _:
+                return False
+        return True
+
+    def forget(self, ticket: int) -> None:
+        """What is under ``ticket`` is no longer needed."""
+        self._fetching.pop(ticket, None)
+        if gradient := self._kept.pop(ticket, None):
+            gradient.release()
+
+    def answer(self, answer: actor.Answer, reply: TablesReply) -> tuple[TablesReply, bytearray]:
+        """An answer as it leaves, and what it brings."""
+        if answer.tables is None:
+            return reply, bytearray()
+        given = self.desk.encode(*answer.tables)
+        content = bytearray(given.source.view)
+        self.desk.release(answer.tables[0], given)
+        return dataclasses.replace(reply, parts=given.parts), content

@@ -1,0 +1,187 @@
+"""A parameter server's runs against what their papers say, in virtual time and with real optimizers.
+
+FluentPS, Algorithm 1 and Table III; Modularized Parameter Server, Algorithm 1; Hybrid Approach, Algorithm 1.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import served
+import torch
+from torch import Tensor
+
+from gossipx.sim import Network, World
+
+
+def models(made: World) -> Tensor:
+    return torch.stack([served.values(peer.module) for peer in made.peers.values()])
+
+
+OPTIMIZERS: dict[str, served.Optimizer] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    "momentum": served.sgd,
+    "nesterov": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.8, nesterov=True),
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_bsp_is_one_process_on_the_joined_batch(name: str) -> None:
+    """N workers on N batches, one optimizer step a tick on the mean: modular paper, Algorithm 1, with a mean."""
+    made = served.ended(served.world(4, servers="0,2", optimizer=OPTIMIZERS[name], slow={1: 1.7}))
+    expected = served.joined(range(4), optimizer=OPTIMIZERS[name])
+    torch.testing.assert_close(models(made), expected.expand(4, -1), rtol=1e-9, atol=1e-9)
+    assert served.clocks(made) == {0: served.ITERATIONS, 1: served.ITERATIONS}
+
+
+@pytest.mark.parametrize("placed", ["range", "greedy", "uniform", "round-robin", "heuristic", "sliced"])
+@pytest.mark.parametrize("bucket", [0, 100, 10**6])
+def test_where_tables_lie_and_how_they_travel_changes_nothing(placed: str, bucket: int) -> None:
+    options: dict[str, Any] = {"servers": "0,1,2", "placement": placed, "bucket": bucket}
+    made = served.ended(served.world(3, **options))
+    torch.testing.assert_close(models(made), served.joined(range(3)).expand(3, -1), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("only", [True, False])
+def test_servers_alone_or_training_and_with_a_barrier_of_all_shards(overlap: bool, only: bool) -> None:
+    """FluentPS, Figure 5a and 5b: the same result."""
+    made = served.ended(served.world(4, servers="1,3", servers_only=only, overlap=overlap, slow={0: 2.0}))
+    workers = [0, 2] if only else range(4)
+    torch.testing.assert_close(models(made), served.joined(workers).expand(4, -1), rtol=1e-9, atol=1e-9)
+
+
+def test_one_worker_and_one_server() -> None:
+    made = served.ended(served.world(2, servers="0", servers_only=True))
+    torch.testing.assert_close(models(made), served.joined([1]).expand(2, -1), rtol=1e-9, atol=1e-9)
+    alone = served.ended(served.world(1, servers="0"))
+    torch.testing.assert_close(models(alone), served.joined([0]).expand(1, -1), rtol=1e-9, atol=1e-9)
+
+
+def test_more_servers_than_tables() -> None:
+    made = served.ended(served.world(8, servers="0,1,2,3,4,5,6", placement="range"))
+    torch.testing.assert_close(models(made), served.joined(range(8)).expand(8, -1), rtol=1e-9, atol=1e-9)
+
+
+def log_of(made: World) -> list[tuple[int, str]]:
+    return [(entry.rank, entry.what) for entry in made.log]
+
+
+PLAIN: served.Optimizer = OPTIMIZERS["sgd"]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"sync": "ssp:staleness=0", "apply": "tick"}, {"sync": "bsp"}),
+        ({"sync": "ssp:staleness=inf"}, {"sync": "asp"}),
+        ({"sync": "pssp:staleness=2,p=1"}, {"sync": "ssp:staleness=2"}),
+        ({"sync": "pssp:staleness=2,p=0"}, {"sync": "asp"}),
+        ({"sync": "hybrid:fixed=1"}, {"sync": "asp", "apply": "each"}),
+        ({"sync": "hybrid:fixed=4"}, {"sync": "bsp"}),
+        ({"sync": "drop:n=4"}, {"sync": "bsp"}),
+    ],
+)
+@pytest.mark.parametrize("pulls", ["lazy", "soft"])
+@pytest.mark.parametrize("seed", range(3))
+def test_models_that_are_the_same(one: dict[str, str], other: dict[str, str], pulls: str, seed: int) -> None:
+    """Equal clocks, equal pulls answered at equal times, and equal parameters, for plain SGD.
+
+    A push is one message here: of several, those that are here are applied before the rest has come, where each is
+    applied at once.
+    """
+    slow = {0: 1.0, 1: 1.3 + seed / 7, 2: 2.9, 3: 0.6}
+    worlds = [
+        served.ended(
+            served.world(4, seed, Network(delay=0.02), slow, optimizer=PLAIN, pulls=pulls, bucket=10**6, **given)
+        )
+        for given in (one, other)
+    ]
+    assert log_of(worlds[0]) == log_of(worlds[1])
+    assert served.clocks(worlds[0]) == served.clocks(worlds[1])
+    torch.testing.assert_close(models(worlds[0]), models(worlds[1]), rtol=1e-12, atol=1e-12)
+
+
+def test_asp_applies_each_push_by_its_share_as_it_comes() -> None:
+    """FluentPS, line 15: w ← w + g/N. One worker computes on what there is, whatever the others do.
+
+    N counts those that train: when the first has come to its end, the other's gradients are whole.
+    """
+    made = served.ended(served.world(2, servers="0", optimizer=PLAIN, sync="asp", slow={1: 2.3}, bucket=10**6))
+    module = served.Net()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    own = {rank: served.Net() for rank in range(2)}
+    pushed = dict.fromkeys(range(2), 0)
+    for entry in made.log:
+        if entry.what.startswith("step "):
+            rank = entry.rank
+            served.gradients(own[rank], [served.batch(rank, pushed[rank])])
+            pushed[rank] += 1
+            share = 1 / 2 if rank == 0 or pushed[0] < served.ITERATIONS else 1
+            for there, here in zip(module.parameters(), own[rank].parameters(), strict=True):
+                there.grad = None if here.grad is None else share * here.grad
+            optimizer.step()
+            own[rank].load_state_dict(module.state_dict())
+    torch.testing.assert_close(models(made), served.values(module).expand(2, -1), rtol=1e-9, atol=1e-9)
+
+
+def test_hybrid_grows_from_asynchronous_to_synchronous() -> None:
+    """K grows by the step function: the first gradients are applied alone, the last ones in means of all workers."""
+    made = served.ended(served.world(4, optimizer=PLAIN, sync="hybrid:step=6", iterations=20, slow={1: 1.5}))
+    torch.testing.assert_close(models(made), models(made)[:1].expand(4, -1), rtol=0, atol=0)
+
+
+def test_ssp_lets_nobody_go_further_ahead_than_its_staleness() -> None:
+    made = served.ended(served.world(3, sync="ssp:staleness=2", pulls="soft", slow={2: 5.0}))
+    done = dict.fromkeys(range(3), 0)
+    for entry in made.log:
+        if entry.what.startswith("step "):
+            done[entry.rank] += 1
+            # Whoever computes iteration i (from 0) had its pull of i − 1 answered: i − 1 < V_train + s.
+            assert done[entry.rank] - 2 < done[2] + 2 or entry.rank == 2
+    assert max(peer.blocked_seconds for peer in made.peers.values()) > 10
+
+
+def test_drop_goes_on_without_the_slowest() -> None:
+    """N_t = 2 of 3: the straggler's late gradients are thrown away, and it goes on at the clock."""
+    made = served.ended(served.world(3, sync="drop:n=2", slow={2: 2.6}))
+    exchange = made.peers[0].role.exchange
+    shard = exchange.shards[0]  # type: ignore[union-attr]
+    assert shard.clock.counts.late > 0
+    assert shard.clock.clock >= served.ITERATIONS
+    assert made.peers[0].blocked_seconds < 3
+
+
+@pytest.mark.parametrize(
+    "sync", ["bsp", "ssp:staleness=2", "drop:n=2", "hybrid:step=5", "dsps", "pssp:staleness=1,p=0.5"]
+)
+def test_shards_may_have_models_of_their_own(sync: str) -> None:
+    made = served.ended(served.world(3, servers="0,1", sync=f"{sync}|asp", slow={2: 2.2}))
+    assert torch.isfinite(models(made)).all()
+
+
+def test_settings_of_the_optimizer_follow_the_loop() -> None:
+    """A schedule in the loop sets the learning rate that the servers' steps are made with."""
+
+    def step(peer: Any) -> None:
+        served.step(peer)
+        for group in peer.tables.desk._optimizer.param_groups:
+            group["lr"] = 0.1 / (1 + peer.arena.step)
+
+    made = served.world(2, optimizer=PLAIN)
+    made._makers = {rank: (lambda n, rank=rank: _with_step(rank, step)) for rank in range(2)}  # type: ignore[misc]
+    served.ended(made)
+    module = served.Net()
+    for iteration in range(served.ITERATIONS):
+        served.gradients(module, [served.batch(rank, iteration) for rank in range(2)])
+        torch.optim.SGD(module.parameters(), lr=0.1 / (1 + iteration)).step()
+    torch.testing.assert_close(models(made), served.values(module).expand(2, -1), rtol=1e-9, atol=1e-9)
+
+
+def _with_step(rank: int, step: Any) -> Any:
+    peer = served.make(rank, 2, optimizer=PLAIN)
+    peer._gradient_step = step
+    return peer

@@ -1,0 +1,153 @@
+"""Runs with a parameter server in virtual time, of a small real model; put together as real ones are."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import toy
+from torch import Tensor, nn
+
+from gossipx import config, policies, topology
+from gossipx.build.server import Parts, serve
+from gossipx.peer import PeerRole, PeerSettings
+from gossipx.server.mode import ServerMode
+from gossipx.sim import Network, SimPeer, World
+from gossipx.sync import SyncManager
+
+BATCH, FEATURES = 6, 5
+ITERATIONS = 12
+
+
+class Net(nn.Module):
+    """Tensors of many sizes, one of them empty and one without a gradient; float64, so that sums are exact enough."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(7)
+
+        def made(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.randn(*shape, generator=generator, dtype=torch.float64))
+
+        self.first, self.bias = made(FEATURES, 9), made(9)
+        self.nothing = made(0)
+        self.unused = made(3)
+        self.last = made(9)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ self.first + self.bias) @ self.last + self.nothing.sum()
+
+
+def batch(rank: int, iteration: int) -> tuple[Tensor, Tensor]:
+    """What a worker computes with."""
+    generator = torch.Generator().manual_seed(1000 * rank + iteration)
+    x = torch.randn(BATCH, FEATURES, generator=generator, dtype=torch.float64)
+    return x, torch.sin(x.sum(1))
+
+
+def gradients(module: nn.Module, batches: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Leave the gradient of the mean loss over all samples in the parameters."""
+    x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    module.zero_grad()
+    (module(x) - y).square().mean().backward()
+
+
+Optimizer = Callable[[Any], torch.optim.Optimizer]
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01)
+
+
+def make(
+    rank: int,
+    size: int,
+    incarnation: int = 0,
+    iterations: int = ITERATIONS,
+    compute: float = 1.0,
+    optimizer: Optimizer = sgd,
+    module: Callable[[], nn.Module] = Net,
+    parts: Parts | None = None,
+    blocking: bool = False,
+    min_peers: int = 1,
+    **given: Any,
+) -> SimPeer:
+    """One peer of a run with servers, not started; ``given`` are settings as ``gossipx run`` has them."""
+    made = module()
+    resolved = config.resolve({"servers": "0", "bucket": 100, **given})
+    served = serve(
+        resolved, [str(one) for one in range(size)], rank, made, optimizer(made.parameters()), parts or Parts()
+    )
+    assert served is not None
+    graph = topology.load("full", size)
+    role = PeerRole(
+        rank,
+        size,
+        SyncManager(policies.parse("never")),
+        graph,
+        random.Random(rank),
+        incarnation,
+        settings=PeerSettings(peer_timeout=toy.TIMEOUT, min_peers=min_peers),
+        exchange_of=lambda ground, pulls: ServerMode(ground, pulls, served.settings, served.clocks),
+    )
+    if not role.trains:
+        iterations = 0
+    return SimPeer(role, made, step, iterations, compute, desk_of=lambda _: served.desk)
+
+
+def step(peer: SimPeer) -> None:
+    """The gradient of the worker's own batch."""
+    gradients(peer.module, [batch(peer.rank, peer.arena.step)])
+
+
+def world(
+    size: int,
+    seed: int = 0,
+    network: Network | None = None,
+    slow: dict[int, float] | None = None,
+    absent: Sequence[int] = (),
+    **options: Any,
+) -> World:
+    """A world in which ``size`` peers start at 0; ``slow`` gives seconds a step."""
+    made = World(seed, network or Network(delay=0.01))
+    for rank in set(range(size)) - set(absent):
+        made.start(rank, maker(rank, size, **{**options, "compute": (slow or {}).get(rank, 1.0)}))
+    return made
+
+
+def maker(rank: int, size: int, **options: Any) -> Callable[[int], SimPeer]:
+    """Makes the peer ``rank``, given its incarnation."""
+    return lambda incarnation: make(rank, size, incarnation, **options)
+
+
+def values(module: nn.Module) -> Tensor:
+    """All parameters, one after the other."""
+    return torch.cat([parameter.detach().reshape(-1) for parameter in module.parameters()])
+
+
+def joined(workers: Sequence[int], iterations: int = ITERATIONS, optimizer: Optimizer = sgd) -> Tensor:
+    """Where one process comes to on all workers' batches together."""
+    module = Net()
+    made = optimizer(module.parameters())
+    for iteration in range(iterations):
+        gradients(module, [batch(rank, iteration) for rank in workers])
+        for parameter in module.parameters():  # a server is told zeros of what has no gradient
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        made.step()
+    return values(module)
+
+
+def ended(made: World, limit: float = 1000.0) -> World:
+    """Run, and see that every peer came to an end in time."""
+    return toy.ended(made, limit)
+
+
+def clocks(made: World) -> dict[int, int]:
+    """V_train of each shard."""
+    found = {}
+    for peer in made.peers.values():
+        assert isinstance(peer.role.exchange, ServerMode)
+        found.update({index: shard.clock.clock for index, shard in peer.role.exchange.shards.items()})
+    return found
