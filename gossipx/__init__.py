@@ -13,14 +13,16 @@ if TYPE_CHECKING:
     from gossipx.comm import CommManager
     from gossipx.drive.peer import Peer
     from gossipx.launch.join import join
+    from gossipx.launch.modular import initialize
     from gossipx.sync import SyncManager
 
-__all__ = ["CommManager", "Peer", "SyncManager", "join", "policies"]
+__all__ = ["CommManager", "Peer", "SyncManager", "initialize", "join", "policies"]
 
 _HOMES = {
     "CommManager": "gossipx.comm",
     "Peer": "gossipx.drive.peer",
     "SyncManager": "gossipx.sync",
+    "initialize": "gossipx.launch.modular",
     "join": "gossipx.launch.join",
 }
 

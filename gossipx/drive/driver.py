@@ -111,7 +111,7 @@ class Driver:
         self.committing = threading.Lock()
         self.held = Held(arena, role.sync.policy.uses_drift)
         self.transfers = Transfers(arena, role.rank, self.tell, self._note, self.fail, places)
-        self.tables = Lane(f"gossipx-tables-{role.rank}")
+        self.tables = Lane(f"gossipx-tables-{role.rank}", self.transfers.spoilt)
         self._lock = threading.Lock()
         self._may_go_on = threading.Event()
         self._may_go_on.set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -48,6 +49,8 @@ class Gradient:
         leave, self._leave = self._leave, None
         if leave is not None:
             leave()
+
+    close = release
 
 
 @dataclass
@@ -97,7 +100,8 @@ class Desk:
             {
                 name: float(value)
                 for name, value in group.items()
-                if isinstance(value, int | float) and not isinstance(value, bool)
+                if (isinstance(value, int | float) and not isinstance(value, bool))
+                or (isinstance(value, Tensor) and value.numel() == 1)
             }
             for group in self._optimizer.param_groups
         )
@@ -132,17 +136,17 @@ class Desk:
         self._hosted[shard].store.fill(self._parameters)
 
     def apply(self, gradient: Gradient, scale: float) -> None:
-        """One optimizer step with it."""
-        hosted, request = self._told(gradient)
-        decoded = hosted.store.decode(request, gradient.view)
-        hosted.store.apply(request.bucket, decoded, scale, hosted.settings)
-        gradient.release()
+        """One optimizer step with it; errors as those of :meth:`ShardStore.decode`."""
+        with contextlib.closing(gradient):
+            hosted, request = self._told(gradient)
+            decoded = hosted.store.decode(request, gradient.view)
+            hosted.store.apply(request.bucket, decoded, scale, hosted.settings)
 
     def buffer(self, gradient: Gradient) -> None:
-        """Add it to the gradient buffer."""
-        hosted, request = self._told(gradient)
-        hosted.store.add(request.bucket, hosted.store.decode(request, gradient.view))
-        gradient.release()
+        """Add it to the gradient buffer; errors as those of :meth:`ShardStore.decode`."""
+        with contextlib.closing(gradient):
+            hosted, request = self._told(gradient)
+            hosted.store.add(request.bucket, hosted.store.decode(request, gradient.view))
 
     def apply_buffer(self, shard: int) -> None:
         """One optimizer step with the mean of the gradient buffer."""
