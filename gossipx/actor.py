@@ -346,6 +346,13 @@ class Fetch:
 
 
 @dataclass(frozen=True)
+class Unchanged:
+    """These buckets are not fetched after all: their tables are used as they are."""
+
+    buckets: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
 class Fetched:
     """What came under ``ticket`` is to be used from now on. Then forget the ticket."""
 
@@ -403,6 +410,7 @@ Effect = (
     | FillTables
     | Fetch
     | Fetched
+    | Unchanged
     | SetTimer
     | Wait
     | Resume

@@ -32,6 +32,8 @@ class Parts:
         placement: in place of the configured one.
         sync: a sync model, or one a shard.
         storages: the classes that tables are made with.
+
+    All peers of a run need the same; :mod:`gossipx.parts` has what they are made of.
     """
 
     placement: Placement | None = None
@@ -46,12 +48,16 @@ class Served:
     Attributes:
         tables: the model's trained parameters by table, with their names.
         clocks: of the shards that lie here.
+        alike: by option, what all peers must have alike.
+        sync: the sync models, for people.
     """
 
     settings: Settings
     tables: list[tuple[str, nn.Parameter]]
     clocks: dict[int, Clock]
     desk: Desk
+    alike: dict[str, str]
+    sync: str
 
 
 def servers(config: RunConfig, names: Sequence[str]) -> tuple[int, ...] | None:
@@ -123,19 +129,20 @@ def serve(
         len(ranks),
     )
     cut = [_buckets(partitions, parameters, given.bucket) for partitions in placed]
+    syncs = sync_models(config, len(ranks), own)
     settings = Settings(
         servers=ranks,
         buckets=tuple(map(len, cut)),
         trains=not given.servers_only,
         overlap=given.overlap,
         lost=given.server_lost,
+        syncs=tuple(syncs),
     )
     workers = settings.workers(len(names))
     groups = {id(one): number for number, group in enumerate(optimizer.param_groups) for one in group["params"]}
     numbers = [groups.get(id(parameter), -1) for parameter in parameters]
     clocks, stores = {}, {}
     rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
-    syncs = sync_models(config, len(ranks), own)
     for index, holder in enumerate(ranks):
         if holder == rank:
             model = syncs[index]
@@ -146,7 +153,25 @@ def serve(
     client = Client(parameters, placed, cut, own.storages)
     asks = any(isinstance(one, models.DynamicPSSP) and one.alpha == "significance" for one in syncs)
     places = max(8, 2 * len(workers))
-    return Served(settings, tables, clocks, Desk(client, stores, parameters, optimizer, asks, places))
+    desk = Desk(client, stores, parameters, optimizer, asks, places)
+    return Served(settings, tables, clocks, desk, _alike(config, ranks, own), _told(config, own))
+
+
+def _alike(config: RunConfig, ranks: Sequence[int], own: Parts) -> dict[str, str]:
+    given = config.server
+    return {
+        "--servers": ",".join(map(str, ranks)),
+        "--servers-only": str(given.servers_only).lower(),
+        "--placement": given.placement if own.placement is None else type(own.placement).__qualname__,
+        "--bucket": str(given.bucket),
+        "parts": own.storages.describe() or "gossipx's own",
+    }
+
+
+def _told(config: RunConfig, own: Parts) -> str:
+    if own.sync is None:
+        return config.server.sync
+    return "|".join(map(models.describe, [own.sync] if isinstance(own.sync, models.SyncModel) else own.sync))
 
 
 def _buckets(partitions: Sequence[Partition], parameters: Sequence[nn.Parameter], least: int) -> list[Bucket]:

@@ -46,6 +46,7 @@ from gossipx.actor import (
     Stop,
     TakeIn,
     TimerFired,
+    Unchanged,
     Wait,
 )
 from gossipx.arena import ParameterArena
@@ -210,6 +211,8 @@ class Driver:
                 self.transfers.give_up(ticket)
             case Fetch(buckets):
                 self._desk.client.expect(buckets)
+            case Unchanged(buckets):
+                self._desk.client.unchanged(buckets)
             case ApplyGradient(ticket, scale):
                 gradient = self.transfers.gradient(ticket)
                 self.tables.put(lambda: self._desk.apply(gradient, scale))
@@ -260,7 +263,7 @@ class Driver:
                 self._timers.set(name, at)
             case Note(topic, text):
                 self._note(topic, text)
-            case Wait() | Resume() | Stop() | Capture() | Keep() | Fetch():
+            case Wait() | Resume() | Stop() | Capture() | Keep() | Fetch() | Unchanged():
                 pass  # done while deciding
             case ApplyGradient() | BufferGradient() | ApplyBuffer() | FillTables():
                 pass  # done while deciding

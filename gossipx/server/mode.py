@@ -19,6 +19,7 @@ from gossipx.messages import (
 from gossipx.peer.exchange import Exchange, Ground
 from gossipx.peer.pulls import Pulls
 from gossipx.server.clock import Clock
+from gossipx.server.conditions import SyncModel
 from gossipx.server.shard import Shard
 from gossipx.server.worker import AGAIN, Worker
 
@@ -38,6 +39,7 @@ class ServerSettings:
         trains: whether servers train, too.
         overlap: whether a worker pulls from each shard as soon as that has what it pushed (FluentPS, Figure 5b).
         lost: what a worker does while a server does not answer: wait for it, or stop.
+        syncs: by shard, the sync model; none: workers pull after each iteration.
     """
 
     servers: tuple[int, ...]
@@ -45,6 +47,7 @@ class ServerSettings:
     trains: bool = True
     overlap: bool = True
     lost: Literal["wait", "stop"] = "wait"
+    syncs: tuple[SyncModel, ...] = ()
 
     def workers(self, size: int) -> list[int]:
         """Ranks that train."""
@@ -68,7 +71,7 @@ class ServerMode(Exchange):
         self.shards = {
             index: Shard(index, settings.buckets[index], clock, ground.requests) for index, clock in clocks.items()
         }
-        self.worker = Worker(ground, settings.servers, settings.buckets, settings.overlap)
+        self.worker = Worker(ground, settings.servers, settings.buckets, settings.overlap, settings.syncs)
         self._agreeing = False
         self._watching = False
 

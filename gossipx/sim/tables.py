@@ -78,6 +78,8 @@ class SimTables:
                 desk.fill(shard)
             case actor.Fetch(buckets):
                 desk.client.expect(buckets)
+            case actor.Unchanged(buckets):
+                desk.client.unchanged(buckets)
             case actor.Fetched(ticket):
                 desk.client.fetched(*self._fetching.pop(ticket))
             case _:

@@ -155,6 +155,12 @@ class Client:
         with self._arrived:
             self._waiting.update(places)
 
+    def unchanged(self, places: Sequence[Where]) -> None:
+        """These buckets are not to be fetched after all."""
+        with self._arrived:
+            self._waiting.difference_update(places)
+            self._arrived.notify_all()
+
     def sink(self, place: Where) -> Tables:
         """Takes in what a server sends of a bucket."""
         return Tables(self._rooms[place], self._storages.raw_pulls)
