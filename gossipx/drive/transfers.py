@@ -185,7 +185,7 @@ class Transfers:
                     except Exception as error:
                         self._broken(error)
                         return
-                    told = dataclasses.replace(told, parts=parts, settings=desk.settings())
+                    told = dataclasses.replace(told, parts=parts, settings=desk.client.settings(place))
                 else:
                     fetching = self._fetching.get(send.ticket)
                     sink = Nothing() if fetching is None else fetching.sink

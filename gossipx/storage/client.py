@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -21,6 +21,8 @@ from gossipx.wire import Bytes, Sink
 
 Where = tuple[int, int]
 """A shard and a bucket of it."""
+Settings = tuple[dict[str, float], ...]
+"""The numbers in an optimizer's parameter groups."""
 
 
 @dataclass
@@ -34,6 +36,7 @@ class _Room:
     takers: list[ApplyBuffer]
     missing: set[int]  # tables whose gradient of this iteration is not there yet
     encoded: tuple[Parts, Source] | None = None  # the gradients that were whole last, once they were asked for
+    settings: Settings = ()  # that go with them
 
 
 @dataclass
@@ -57,6 +60,9 @@ class Client:
         shards: for each shard its partitions.
         buckets: for each shard its buckets.
         storages: the classes that tables are made with.
+
+    Attributes:
+        settings_now: gives the settings that go with gradients made now; the desk's to set.
     """
 
     def __init__(
@@ -66,6 +72,7 @@ class Client:
         buckets: Sequence[Sequence[Bucket]],
         storages: Storages,
     ):
+        self.settings_now: Callable[[], Settings] = tuple
         self._storages = storages
         self._tables = [_Table(storages.client_table(parameter, storages)) for parameter in parameters]
         self._rooms: dict[Where, _Room] = {}
@@ -128,7 +135,8 @@ class Client:
             missing = self._rooms[place].missing
             missing.discard(table)
             if not missing:
-                self._rooms[place].encoded = None
+                room = self._rooms[place]
+                room.encoded, room.settings = None, self.settings_now()
                 whole.append(place)
         return whole
 
@@ -147,6 +155,13 @@ class Client:
                 sizes, source = [len(one) for one in encoded], Source(memoryview(bytearray().join(encoded)))
             room.encoded = tuple(enumerate(sizes)), source
         return room.encoded
+
+    def settings(self, place: Where) -> Settings:
+        """The optimizer's settings as they were when a bucket's gradients were made.
+
+        A schedule may have changed them when these are sent.
+        """
+        return self._rooms[place].settings
 
     # --- values -----------------------------------------------------------------------------------
 

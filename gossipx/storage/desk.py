@@ -13,10 +13,8 @@ from torch import Tensor
 from gossipx.errors import ProtocolError
 from gossipx.memory import Memory
 from gossipx.messages import GradientRequest
-from gossipx.storage.client import Client
+from gossipx.storage.client import Client, Settings
 from gossipx.storage.shard import Given, ShardStore
-
-Settings = tuple[dict[str, float], ...]
 
 
 class Gradient:
@@ -88,6 +86,7 @@ class Desk:
         self._hosted = {index: _Hosted(store) for index, store in stores.items()}
         self._parameters = parameters
         self._optimizer = optimizer
+        client.settings_now = self.settings
         self._places = threading.BoundedSemaphore(places)
         self._lock = threading.Lock()
         self._free: dict[int, list[Memory]] = {}
