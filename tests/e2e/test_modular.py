@@ -52,47 +52,55 @@ def test_the_papers_program_with_all_of_its_parts(two: Folder) -> None:
     """Code 4.1 to 4.5 in real processes: gossipx run --servers 0,1 program.py."""
     run = two.run(*BRIEF, EXAMPLES / "program.py")
     summary = run.summary
-    assert summary["iterations"] == 1000 and summary["lost"] == []
+    assert summary["iterations"] == 600 and summary["lost"] == []
     assert summary["policy"] == "SSPConsistency:staleness=3"
-    assert summary["taken_in"] == [2000, 2000]  # every gradient, at each of the two shards
-    assert all(pulls < 900 for pulls in summary["retrievals"]), "they pull only what is too old"
+    assert summary["taken_in"] == [1200, 1200]  # every gradient, at each of the two shards
+    assert sum(summary["retrievals"]) < 1000, "the slower of two has what is new enough three times out of four"
     assert max(differences(run.model(0), run.model(1)).values()) == 0
     truth = torch.ones(20, 20).triu()[:, ::2]
-    assert float((run.model(0)["weight"] - truth).abs().max()) < 0.2
-    dense = 1000 * (210 * 4)  # bytes of all gradients, of which the other half goes to the other peer
-    assert all(received < 0.75 * dense for received in summary["bytes_received"])
+    assert float((run.model(0)["weight"] - truth).abs().max()) < 0.5
     assert run.ended.output.count("weights are off by 0.") == 2
 
 
-@pytest.mark.parametrize("wait_free", [True, False])
-def test_a_program_and_a_torch_loop_come_to_the_same(two: Folder, wait_free: bool) -> None:
-    """bsp of two workers: the same gradients by update and by backward."""
-    begin = """
+LOOPS = {
+    "torch": """
 torch.manual_seed(3)
 model = nn.Linear(4, 3)
-"""
-    torchs = """
 optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
 with gossipx.join(model, optimizer) as peer:
-    train(peer, model, optimizer, 25)
-"""
-    names = """
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5)
+    while peer.iteration < 25:
+        train(peer, model, optimizer, peer.iteration + 1)
+        scheduler.step()
+""",
+    "names": """
 import functools
+torch.manual_seed(3)
+model = nn.Linear(4, 3)
 with gossipx.initialize(optimizer=functools.partial(torch.optim.Adam, lr=0.05)) as ps:
     tables = [ps.create_table(one, name) for name, one in model.named_parameters()]
     ps.start()
+    scheduler = torch.optim.lr_scheduler.StepLR(ps.optimizer, 5, 0.5)
     while ps.peer.iteration < 25:
         leaves = [ps.sync(table).requires_grad_() for table in tables]
         loss = (torch.nn.functional.linear(batch(ps.peer), *leaves).double() - 1).square().mean()
         for table, gradient in zip(tables, torch.autograd.grad(loss, leaves)):
             ps.update(table, gradient)
         ps.clock()
-"""
-    free = () if wait_free else ("--no-wait-free",)
-    one = two.run(*BRIEF, *free, two.script(begin + torchs, "torchs.py"), two.path, name="one")
-    other = two.run(*BRIEF, *free, two.script(begin + names, "names.py"), two.path, name="other")
-    assert max(differences(one.model(0), other.model(0)).values()) == 0
-    assert max(differences(other.model(0), other.model(1)).values()) == 0
+        scheduler.step()
+""",
+}
+
+
+def test_a_torch_loop_and_a_program_wait_free_or_not_come_to_the_same_bits(two: Folder) -> None:
+    """bsp of two workers, so that a sum has one order; and a schedule of the learning rate."""
+    models = []
+    for name, loop in LOOPS.items():
+        script = two.script(loop, f"train_{name}.py")
+        for free in ([], ["--no-wait-free"]):
+            run = two.run(*BRIEF, *free, script, two.path, name=f"{name}{len(free)}")
+            models += [run.model(0), run.model(1)]
+    assert all(max(differences(models[0], other).values()) == 0 for other in models[1:])
 
 
 BRANCH = """
@@ -140,31 +148,6 @@ def test_a_server_whose_tables_an_iteration_does_not_use_counts_it_all_the_same(
     assert run.summary["taken_in"] == [48, 48]
 
 
-@pytest.mark.parametrize("script", ["torch", "names"])
-def test_wait_free_changes_no_bit_under_bsp(two: Folder, script: str) -> None:
-    """Two workers, so that a sum has one order."""
-    text = """
-torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 1))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-with gossipx.join(model, optimizer) as peer:
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5)
-    while peer.iteration < 30:
-        train(peer, model, optimizer, peer.iteration + 1)
-        scheduler.step()
-"""
-    made = EXAMPLES / "program.py" if script == "names" else two.script(text)
-    options = ("--sync", "bsp", made, *([] if script == "names" else [two.path]))
-    if script == "names":  # its own sync model is stale: with the parts left out
-        source = made.read_text().replace("parts=parts", "").replace("1000", "40")
-        path = two.path / "bsp.py"
-        path.write_text(f"import sys\nsys.path.insert(0, {str(EXAMPLES)!r})\n{source}")
-        options = ("--sync", "bsp", path)
-    free = two.run(*BRIEF, *options, name="free")
-    other = two.run(*BRIEF, "--no-wait-free", *options, name="other")
-    assert max(differences(free.model(0), other.model(0)).values()) == 0
-
-
 # --- what is wrong is told in one line ------------------------------------------------------------------------
 
 
@@ -202,7 +185,6 @@ def test_what_is_synced_stays_until_it_is_synced_again(initialize: Callable[...,
         values = server.sync(table)
         server.update(table, torch.ones(2, 3))
         server.clock()
-        server.peer._driver.comm  # noqa: B018
         assert torch.equal(values, torch.zeros(2, 3))
         assert server.sync(table).data_ptr() == values.data_ptr() and torch.equal(values, torch.full((2, 3), -0.1))
 

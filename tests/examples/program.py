@@ -8,7 +8,7 @@ from top_percent import TopServerStorage, TopTransmitBuffer
 import gossipx
 from gossipx.parts import Parts, Storages
 
-MAX_ITERATION = 1000
+MAX_ITERATION = 600
 parts = Parts(
     placement=RoundRobinPlacement(),
     sync=SSPConsistency(staleness=3),
