@@ -94,6 +94,7 @@ class Backward:
             if number in self._versions:
                 raise UsageError(f"'{name}' has two gradients in one iteration: {NO_SYNC}")
             assert parameter.grad is not None
+            self._begin()
             self._versions[number] = parameter.grad._version
             if whole := self._client.update(number, parameter.grad):
                 self._ready(whole)
@@ -115,8 +116,7 @@ class Backward:
         Raises:
             ValueError: it has given one in this iteration already.
         """
-        if table not in self._used:
-            self.wait([table])  # the one before it has arrived when this one takes its memory
+        self._begin()
         whole = self._client.update(table, gradient)
         if self._wait_free:
             self._send(whole)
@@ -131,8 +131,7 @@ class Backward:
         Raises:
             UsageError: a gradient was changed after it had left.
         """
-        if not self._client.ready(None):
-            self.wait(None)  # an iteration begins when the one before is over, also of tables that it did not use
+        self._begin()
         for number, (name, parameter) in enumerate(self._tables):
             if parameter.grad is None:
                 continue
@@ -158,13 +157,20 @@ class Backward:
 
     def wait(self, tables: Sequence[int] | None) -> None:
         """Have these tables' values in the model; None: all."""
+        self._arrived(tables)
+        self._client.apply(tables)
+        self._used.update(range(len(self._tables)) if tables is None else tables)
+
+    def _begin(self) -> None:
+        """Gradients may leave: the iteration before is over, also for shards whose tables this one has not used."""
+        self._arrived(None)
+
+    def _arrived(self, tables: Sequence[int] | None) -> None:
         if not self._client.ready(tables):
             began = time.perf_counter()
             while not self._client.wait(tables, LOOK_EVERY):
                 self._look()
             self.waited += time.perf_counter() - began
-        self._client.apply(tables)
-        self._used.update(range(len(self._tables)) if tables is None else tables)
 
     def close(self) -> None:
         """Take all hooks away."""
