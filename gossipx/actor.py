@@ -63,6 +63,24 @@ class GradientsReady:
 
 
 @dataclass(frozen=True)
+class SwitchSync:
+    """A person or a program asks that shards go over to another sync model; :class:`Switched` follows.
+
+    Attributes:
+        number: names this, by whoever asks.
+        shard: which; None: all.
+        sync: the model, as a spec.
+        apply, pulls: words as in the settings; empty: the model's way, and as before.
+    """
+
+    number: int
+    shard: int | None
+    sync: str
+    apply: str = ""
+    pulls: str = ""
+
+
+@dataclass(frozen=True)
 class TrainingEnded:
     """The last iteration is done; what comes next is the finish.
 
@@ -172,6 +190,7 @@ Event = (
     JoinRun
     | StepDone
     | GradientsReady
+    | SwitchSync
     | TrainingEnded
     | FiguresReady
     | Restored
@@ -346,10 +365,23 @@ class Fetch:
 
 
 @dataclass(frozen=True)
+class Unfetch:
+    """What is still to be fetched will not come: tables are used as they are."""
+
+
+@dataclass(frozen=True)
 class Fetched:
     """What came under ``ticket`` is to be used from now on. Then forget the ticket."""
 
     ticket: int
+
+
+@dataclass(frozen=True)
+class Switched:
+    """What :class:`SwitchSync` has asked for is done, or not; ``problem``: why not, in one line, else empty."""
+
+    number: int
+    problem: str
 
 
 @dataclass(frozen=True)
@@ -402,7 +434,9 @@ Effect = (
     | ApplyBuffer
     | FillTables
     | Fetch
+    | Unfetch
     | Fetched
+    | Switched
     | SetTimer
     | Wait
     | Resume

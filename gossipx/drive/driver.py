@@ -8,11 +8,13 @@ thread may go on, and why not, is set under the lock, so that it always follows 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import math
 import threading
 import time
 from collections.abc import Callable, Hashable
+from concurrent.futures import Future
 from typing import Any
 
 from gossipx.actor import (
@@ -44,8 +46,11 @@ from gossipx.actor import (
     Send,
     SetTimer,
     Stop,
+    Switched,
+    SwitchSync,
     TakeIn,
     TimerFired,
+    Unfetch,
     Wait,
 )
 from gossipx.arena import ParameterArena
@@ -116,6 +121,8 @@ class Driver:
         self._may_go_on = threading.Event()
         self._may_go_on.set()
         self._notes: dict[str, tuple[float, int]] = {}
+        self._numbers = itertools.count(1)
+        self._switches: dict[int, Future[str]] = {}
         self._timers = Timers(lambda name: self.tell(TimerFired(name)), str(role.rank))
         self._closed = False
 
@@ -147,6 +154,16 @@ class Driver:
         if isinstance(request, CarryingRequest) and brought is not None:
             self.transfers.brought(key, request, brought)
         self.tell(Received(sender, key, request))
+
+    def switch_sync(self, sync: str, shard: int | None, apply: str, pulls: str) -> str:
+        """Have shards go over to another sync model; why that cannot be, or nothing."""
+        number = next(self._numbers)
+        result = self._switches[number] = Future()
+        self.tell(SwitchSync(number, shard, sync, apply, pulls))
+        try:
+            return result.result(2 * self.role.settings.peer_timeout)
+        except TimeoutError:
+            return "no answer within peer_timeout"
 
     @property
     def stranger(self) -> NotAuthorisedError | RefusedError | None:
@@ -254,8 +271,12 @@ class Driver:
                 self._forget(ticket)
             case Given(ticket):
                 self.held.given(ticket)
+            case Unfetch():
+                self._desk.client.expect_nothing()
             case Fetched(ticket):
                 self.transfers.fetched(ticket)
+            case Switched(number, problem):
+                self._switches.pop(number).set_result(problem)
             case SetTimer(name, at):
                 self._timers.set(name, at)
             case Note(topic, text):

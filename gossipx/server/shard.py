@@ -8,15 +8,33 @@ and never before the push of that iteration is complete here: in which order the
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable
+from collections import deque
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from gossipx.actor import Answer, ApplyBuffer, ApplyGradient, BufferGradient, Effect, FillTables, Forget, Keep, Received
+from gossipx.actor import (
+    Answer,
+    ApplyBuffer,
+    ApplyGradient,
+    BufferGradient,
+    Effect,
+    FillTables,
+    Forget,
+    Keep,
+    Note,
+    Received,
+)
 from gossipx.messages import AcceptReply, BusyReply, GradientRequest, NotReadyReply, TablesReply, TablesRequest
 from gossipx.peer.requests import Requests
 from gossipx.server import decisions
 from gossipx.server.clock import Clock
+from gossipx.server.conditions import SyncModel
 from gossipx.server.decisions import Decision, Fate
+from gossipx.server.models import describe
+
+FURTHEST = 100_000
+"""Iterations that a worker may go ahead by at once, where another shard's clock has gone on without it; each may be a
+tick."""
 
 
 @dataclass
@@ -58,11 +76,15 @@ class Shard:
         buckets: how many it has.
         clock: with the workers that the run begins with.
         requests: the role's, for tickets.
+        plan: sync models that it goes over to, each with the clock from which on.
     """
 
-    def __init__(self, index: int, buckets: int, clock: Clock, requests: Requests):
+    def __init__(
+        self, index: int, buckets: int, clock: Clock, requests: Requests, plan: Sequence[tuple[int, SyncModel]] = ()
+    ):
         self.index = index
         self.clock = clock
+        self._plan = deque(plan)
         self._buckets = buckets
         self._requests = requests
         self._workers: dict[int, _Worker] = {}
@@ -119,7 +141,7 @@ class Shard:
         done = Answer(event.key, AcceptReply(), now + request.patience)
         if request.progress <= self.clock.progress[event.sender]:
             return [done]  # it is counted, or was given up when the worker was lost
-        if request.progress > max(self.clock.progress[event.sender] + 1, self.clock.clock):
+        if request.progress > max(self.clock.progress[event.sender], self.clock.clock) + FURTHEST:
             return [Answer(event.key, NotReadyReply("it is not that far"), now + request.patience)]
         if worker.coming != request.progress:
             worker.coming, worker.have = request.progress, set()
@@ -207,7 +229,20 @@ class Shard:
                     effects += self._release(*key)
                 case decisions.Tick():
                     pass
+        if self._plan and self._plan[0][0] <= self.clock.clock:
+            effects += self.switch(self._plan.popleft()[1], now)
         return effects
+
+    def switch(self, model: SyncModel, now: float, apply: str = "", pulls: str = "") -> list[Effect]:
+        """Go over to another sync model, with no push lost and every pull looked at again.
+
+        Raises:
+            UsageError: it cannot be; nothing is changed then.
+        """
+        before = self.clock.model
+        made = self.clock.switch(model, apply or None, pulls or None)
+        told = f"shard {self.index} goes from {describe(before)} to {describe(model)} at clock {self.clock.clock}"
+        return [Note("switch", told), *self._carry_out(made, now)]
 
     def _release(self, rank: int, progress: int) -> list[Effect]:
         worker = self._workers[rank]

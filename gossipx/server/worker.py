@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from gossipx.actor import Effect, Fetch, Fetched, Forget, Send, SetTimer
+from gossipx.actor import Effect, Fetch, Fetched, Forget, Send, SetTimer, Unfetch
 from gossipx.messages import AcceptReply, BusyReply, GradientRequest, Reply, TablesReply, TablesRequest
 from gossipx.peer.exchange import Ground
 
@@ -27,7 +27,6 @@ class _Way:
     """A worker's dealings with one shard.
 
     Attributes:
-        progress: the iteration whose gradients are pushed now, or next.
         ready: buckets whose gradients wait to leave.
         pushing: those on their way, by ticket.
         asks: buckets to be asked for.
@@ -40,7 +39,6 @@ class _Way:
 
     server: int
     buckets: int
-    progress: int = 0
     ready: deque[int] = field(default_factory=deque)
     pushing: dict[int, int] = field(default_factory=dict)
     asks: deque[int] = field(default_factory=deque)
@@ -69,6 +67,11 @@ class Worker:
         self._ground = ground
         self._overlap = overlap
         self._ways = [_Way(*one) for one in zip(servers, buckets, strict=True)]
+        # One number for all shards, though their clocks may differ: were it another on each, two workers could each be
+        # ahead on one shard and behind on another, and wait for each other for good.
+        self._progress = 0  # the iteration whose gradients are pushed now, or were last
+        self._next = 0  # the one after it: further on where a clock has passed us
+        self._begun = False  # some gradients of an iteration have come
         self._by_ticket: dict[int, int] = {}  # the shards of open requests
 
     @property
@@ -92,14 +95,17 @@ class Worker:
 
     def gradients_ready(self, buckets: Sequence[tuple[int, int]], now: float) -> list[Effect]:
         """These buckets' gradients are made."""
+        if not self._begun:
+            self._begun, self._progress = True, self._next
         for shard, bucket in buckets:
             self._ways[shard].ready.append(bucket)
         return self._go_on(now)
 
     def iteration_done(self, now: float) -> list[Effect]:
         """All gradients of the iteration are made, and all tables are wanted again."""
+        self._begun = False
         for way in self._ways:
-            way.pulled, way.ended = way.progress, True
+            way.pulled, way.ended = self._progress, True
             way.asks = deque(range(way.buckets)) if self._overlap else deque([-1])
             way.agreed = self._overlap
         return [Fetch(self._all()), *self._go_on(now)]
@@ -125,7 +131,7 @@ class Worker:
         incarnation = self._ground.incarnation
         while way.ready and len(way.pushing) < AT_A_TIME:
             bucket = way.ready.popleft()
-            push = GradientRequest(shard, bucket, incarnation, way.progress, (), (), patience)
+            push = GradientRequest(shard, bucket, incarnation, self._progress, (), (), patience)
             send = self._send(shard, push, now)
             way.pushing[send.ticket] = bucket
             effects.append(send)
@@ -143,12 +149,23 @@ class Worker:
         self._by_ticket[send.ticket] = shard
         return send
 
+    def give_up(self) -> list[Effect]:
+        """Nothing is asked for any more, nor waited for."""
+        for way in self._ways:
+            way.ready.clear()
+            way.asks.clear()
+            way.pushing.clear()
+            way.pulling.clear()
+        return [Unfetch()]
+
     # --- what comes of it -------------------------------------------------------------------------
 
     def replied(self, ticket: int, reply: Reply, now: float) -> list[Effect]:
         """A shard has answered."""
         shard = self._by_ticket.pop(ticket)
         way = self._ways[shard]
+        if ticket not in way.pushing and ticket not in way.pulling:  # it was given up
+            return [Forget(ticket)]
         if ticket in way.pushing:
             bucket = way.pushing.pop(ticket)
             if isinstance(reply, AcceptReply):
@@ -161,7 +178,7 @@ class Worker:
             if isinstance(reply, BusyReply):
                 return [Forget(ticket), *self._go_on(now)]
             return [Forget(ticket), self._not_ready(shard, now)]
-        way.progress = max(way.progress, way.pulled + 1, reply.clock)
+        self._next = max(self._next, way.pulled + 1, reply.clock)
         if bucket < 0:
             way.agreed = True
             return [Forget(ticket), *self._go_on(now)]
@@ -176,7 +193,7 @@ class Worker:
         way = self._ways[shard]
         if ticket in way.pushing:
             way.ready.appendleft(way.pushing.pop(ticket))
-        else:
+        elif ticket in way.pulling:
             way.asks.appendleft(way.pulling.pop(ticket))
         other = self._ground.members.others.get(way.server)
         return [Forget(ticket), self._rest(shard, now if other is None else other.rests_until)]

@@ -78,6 +78,8 @@ class SimTables:
                 desk.fill(shard)
             case actor.Fetch(buckets):
                 desk.client.expect(buckets)
+            case actor.Unfetch():
+                desk.client.expect_nothing()
             case actor.Fetched(ticket):
                 desk.client.fetched(*self._fetching.pop(ticket))
             case _:
