@@ -351,6 +351,20 @@ class ApplyBuffer:
 
 
 @dataclass(frozen=True)
+class KeepShard:
+    """Take a checkpoint of a shard, as it is after all that was asked for before.
+
+    Attributes:
+        clock: of the shard.
+        state: its role's, plain data.
+    """
+
+    shard: int
+    clock: int
+    state: dict[str, Any]
+
+
+@dataclass(frozen=True)
 class FillTables:
     """The tables of a shard begin with the values of our own model."""
 
@@ -433,6 +447,7 @@ Effect = (
     | BufferGradient
     | ApplyBuffer
     | FillTables
+    | KeepShard
     | Fetch
     | Unfetch
     | Fetched

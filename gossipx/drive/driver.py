@@ -34,6 +34,7 @@ from gossipx.actor import (
     Forget,
     Given,
     Keep,
+    KeepShard,
     Merge,
     Merged,
     Mix,
@@ -57,6 +58,7 @@ from gossipx.arena import ParameterArena
 from gossipx.comm import CommManager
 from gossipx.drive.held import Held, Retrieval
 from gossipx.drive.lane import Lane
+from gossipx.drive.shards import ShardKeeper
 from gossipx.drive.timers import Timers
 from gossipx.drive.transfers import Transfers
 from gossipx.errors import (
@@ -102,6 +104,7 @@ class Driver:
     Attributes:
         transfers: requests on their way, and what others bring.
         held: captured models.
+        keeper: of shards' checkpoints; set by the caller where there are any.
         tables: what is done to the tables of shards, in the order of the decisions.
         on_retrieval: told of each model mixed while training, from the thread that mixed it.
         error: why training cannot go on, once it cannot.
@@ -116,6 +119,7 @@ class Driver:
         self.committing = threading.Lock()
         self.held = Held(arena, role.sync.policy.uses_drift)
         self.transfers = Transfers(arena, role.rank, self.tell, self._note, self.fail, places)
+        self.keeper: ShardKeeper | None = None
         self.tables = Lane(f"gossipx-tables-{role.rank}")
         self._lock = threading.Lock()
         self._may_go_on = threading.Event()
@@ -200,7 +204,9 @@ class Driver:
             self._closed = True
         self._timers.close()
         self.transfers.close()
-        self.tables.close()
+        self.tables.close(wait=self.keeper is not None)
+        if self.keeper is not None:
+            self.keeper.close()
 
     # --- effects ------------------------------------------------------------------------------------
 
@@ -237,6 +243,9 @@ class Driver:
                 self.tables.put(lambda: self._desk.apply_buffer(shard))
             case FillTables(shard):
                 self.tables.put(lambda: self._desk.fill(shard))
+            case KeepShard(shard, clock, state):
+                if (keeper := self.keeper) is not None:
+                    self.tables.put(lambda: keeper.keep(shard, clock, state))
             case Answer(tables=(int(shard), int(bucket))):
                 answer = effect
                 self.tables.put(lambda: self._answer_tables(answer, shard, bucket))
@@ -283,7 +292,7 @@ class Driver:
                 self._note(topic, text)
             case Wait() | Resume() | Stop() | Capture() | Keep() | Fetch():
                 pass  # done while deciding
-            case ApplyGradient() | BufferGradient() | ApplyBuffer() | FillTables():
+            case ApplyGradient() | BufferGradient() | ApplyBuffer() | FillTables() | KeepShard():
                 pass  # done while deciding
 
     def _base(self, send: Send) -> Snapshot | None:

@@ -181,7 +181,7 @@ class Transfers:
             try:
                 if isinstance(told, GradientRequest):
                     parts, source = desk.client.encode(place)
-                    told = dataclasses.replace(told, parts=parts, settings=desk.settings())
+                    told = dataclasses.replace(told, parts=parts, settings=desk.settings)
                 else:
                     fetching = self._fetching.get(send.ticket)
                     sink = Nothing() if fetching is None else fetching.sink

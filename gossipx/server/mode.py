@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from gossipx.actor import Effect, Forget, Mix, Note, Received, Resume, SetTimer, Stop, Switched, SwitchSync
 from gossipx.errors import UsageError
@@ -45,6 +45,7 @@ class ServerSettings:
         lost: what a worker does while a server does not answer: wait for it, or stop.
         plans: by shard, the sync models that it goes over to, each with the clock from which on.
         rate: the learning rate, for sync models that go by it; None: it is not known.
+        every: ticks, or seconds, between two checkpoints of a shard; 0, 0: none.
     """
 
     servers: tuple[int, ...]
@@ -54,6 +55,7 @@ class ServerSettings:
     lost: Literal["wait", "stop"] = "wait"
     plans: tuple[tuple[tuple[int, SyncModel], ...], ...] = ()
     rate: float | None = None
+    every: tuple[int, float] = (0, 0.0)
 
     def workers(self, size: int) -> list[int]:
         """Ranks that train."""
@@ -76,7 +78,7 @@ class ServerMode(Exchange):
         self._trains = settings.trains or ground.rank not in settings.servers
         plans = settings.plans or ((),) * len(settings.servers)
         self.shards = {
-            index: Shard(index, settings.buckets[index], clock, ground.requests, plans[index])
+            index: Shard(index, settings.buckets[index], clock, ground.requests, plans[index], settings.every)
             for index, clock in clocks.items()
         }
         self._switching: dict[int, int] = {}  # by ticket, the number of the switch
@@ -190,7 +192,8 @@ class ServerMode(Exchange):
 
     def look(self, now: float) -> list[Effect]:
         training = self._training()
-        return [effect for shard in self.shards.values() for effect in shard.look(now, training)]
+        looked = [effect for shard in self.shards.values() for effect in shard.look(now, training)]
+        return self._watched(looked, now)
 
     def lost(self, rank: int, now: float) -> list[Effect]:
         stops = rank in self._settings.servers and self._settings.lost == "stop"
@@ -222,7 +225,8 @@ class ServerMode(Exchange):
         return {rank for shard in self.shards.values() for rank in shard.holding_up if rank != self._ground.rank}
 
     def _watched(self, effects: list[Effect], now: float) -> list[Effect]:
-        """Where pulls wait for somebody, see now and then that it is still there."""
+        """Where pulls wait for somebody, see now and then that it is still there; and what the clock is due for."""
+        effects = effects + self._kept(now)
         if self._watching or not any(shard.waiting for shard in self.shards.values()):
             return effects
         self._watching = True
@@ -272,6 +276,15 @@ class ServerMode(Exchange):
     def _is_switched(self, number: int) -> list[Effect]:
         return [] if number in self._switching.values() else [Switched(number, self._problems.pop(number))]
 
+    def _kept(self, now: float, last: bool = False) -> list[Effect]:
+        """After all else: checkpoints that are due."""
+        return [effect for shard in self.shards.values() for effect in shard.keep(now, last)]
+
+    def load_state_dict(self, states: Mapping[int, dict[str, Any]]) -> None:
+        """Go on from checkpoints of shards that lie here."""
+        for index, state in states.items():
+            self.shards[index].load_state_dict(state)
+
     def give_up(self, now: float) -> list[Effect]:
         return []
 
@@ -290,4 +303,4 @@ class ServerMode(Exchange):
     def agree(self, now: float) -> list[Effect] | None:
         """The end is what the servers hold: each takes it as its own model."""
         self._agreeing = True
-        return self._answered_all(self.worker.begin(now), now)
+        return [*self._kept(now, last=True), *self._answered_all(self.worker.begin(now), now)]

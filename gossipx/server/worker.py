@@ -183,7 +183,7 @@ class Worker:
             way.agreed = True
             return [Forget(ticket), *self._go_on(now)]
         effects = [Fetched(ticket), *self._go_on(now)]
-        if self.idle and way.pulled >= 0:
+        if way.pulled >= 0 and not any(one.asks or one.pulling for one in self._ways):
             self._ground.sync.retrieved()
         return effects
 

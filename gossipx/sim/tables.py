@@ -31,7 +31,7 @@ class SimTables:
         request = send.request
         if isinstance(request, GradientRequest):
             parts, source = self.desk.client.encode((request.shard, request.bucket))
-            told = dataclasses.replace(request, parts=parts, settings=self.desk.settings())
+            told = dataclasses.replace(request, parts=parts, settings=self.desk.settings)
             return dataclasses.replace(send, request=told), bytearray(source.view)
         if isinstance(request, TablesRequest) and request.bucket >= 0:
             place = request.shard, request.bucket

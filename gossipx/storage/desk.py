@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,6 +70,9 @@ class Desk:
         optimizer: the worker's, whose settings go with each push.
         asks_significance: whether pulls tell how large the last gradient was.
         places: gradients of others that come in at a time; who brings more waits.
+
+    Attributes:
+        settings: the numbers in the optimizer's parameter groups, as they were last noted.
     """
 
     def __init__(
@@ -85,15 +89,19 @@ class Desk:
         self._hosted = {index: _Hosted(store) for index, store in stores.items()}
         self._parameters = parameters
         self._optimizer = optimizer
+        self.settings: Settings = ()
         self._places = threading.BoundedSemaphore(places)
         self._lock = threading.Lock()
         self._free: dict[int, list[Memory]] = {}
 
     # --- of the worker ----------------------------------------------------------------------------
 
-    def settings(self) -> Settings:
-        """The numbers in the optimizer's parameter groups, as they are now (a schedule's learning rate)."""
-        return tuple(
+    def note_settings(self) -> None:
+        """Gradients are about to leave: they are to be applied with what the optimizer's parameter groups say by now.
+
+        For the training thread, which may have gone on to the next value of a schedule by the time that they leave.
+        """
+        self.settings = tuple(
             {
                 name: float(value)
                 for name, value in group.items()
@@ -156,6 +164,17 @@ class Desk:
     def release(self, shard: int, given: Given) -> None:
         """It is sent, or of no interest any more; from any thread."""
         self._hosted[shard].store.release(given)
+
+    def state_dict(self, shard: int) -> dict[str, Any]:
+        """All of a shard's tables; tensors are not copies."""
+        hosted = self._hosted[shard]
+        return {"store": hosted.store.state_dict(), "settings": list(hosted.settings), "progress": hosted.progress}
+
+    def load_state_dict(self, shard: int, state: dict[str, Any]) -> None:
+        """Go on from what :meth:`state_dict` gave; UsageError if it is of other tables."""
+        hosted = self._hosted[shard]
+        hosted.store.load_state_dict(state["store"])
+        hosted.settings, hosted.progress = tuple(state["settings"]), state["progress"]
 
     def _told(self, gradient: Gradient) -> tuple[_Hosted, GradientRequest]:
         request = gradient.request
