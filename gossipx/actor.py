@@ -263,9 +263,14 @@ class Keep:
 
 @dataclass(frozen=True)
 class Capture:
-    """Hold the model as of the last step boundary under ``ticket``, whatever training does meanwhile."""
+    """Hold the model as of the last step boundary under ``ticket``, whatever training does meanwhile.
+
+    Attributes:
+        saved: rather hold what a checkpoint has kept of a held model, if it has.
+    """
 
     ticket: int
+    saved: bool = False
 
 
 @dataclass(frozen=True)

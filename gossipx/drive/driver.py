@@ -223,8 +223,8 @@ class Driver:
                 self._may_go_on.set()
             case Stop(reason):
                 self.fail(self.stranger or NotEnoughPeersError(reason))
-            case Capture(ticket):
-                self.held.capture(ticket)
+            case Capture(ticket, saved):
+                self.held.capture(ticket, saved)
             case Answer(captured=int(ticket)):
                 return self.held.hold(ticket)
             case Keep(key, ticket):

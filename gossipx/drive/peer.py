@@ -419,6 +419,8 @@ class Peer:
         """Now and then while waiting: whether to leave."""
         if self._progress.due:
             self._tell_progress(self._state)
+        if self._state == "serve":  # no step of its own would be one to take a checkpoint at
+            self._checkpoints.step_done(self._kept)
         return self._term.is_set()
 
     def _tell_leaving(self) -> None:

@@ -284,7 +284,7 @@ class SimPeer:
                 self._answer(effect)
             case actor.Keep(key, ticket):
                 self._exchanges[ticket] = self._brought.pop(key)
-            case actor.Capture(ticket):
+            case actor.Capture(ticket, _):
                 self._held[ticket] = Captured(self.arena.snapshot())
             case actor.Merge():
                 self._merge(effect)

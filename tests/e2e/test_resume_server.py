@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from gossipx.checkpoint import Store, unpack
 from runs import LONG, Folder, Process, Run, children, differences, folder, is_running, one_line
 
 BRIEF = ("--eval-interval", "0", "--log-interval", "1", "--checkpoint-every", "20", "--peer-timeout", "10")
@@ -81,3 +82,27 @@ def test_nothing_to_go_on_from(tmp_path: Path) -> None:
         here.run("--servers", "0", "--iterations", "5", "--eval-interval", "0", name="cut")
         again = here.start("-m", "gossipx", "run", "--resume", here.path / "cut").end()
         assert "no peer has a whole checkpoint to go on from" in one_line(again, 2)
+
+
+@pytest.mark.parametrize("only", [False, True])
+def test_a_hub_goes_on_with_its_centre(tmp_path: Path, only: bool) -> None:  # [38]
+    with folder(tmp_path, 3) as here:
+        options = ("--hub", "0", "--policy", "tau:5", "--iterations", "400", *(["--hub-only"] if only else []))
+        process = here.start_run(*BRIEF, *options, name="cut")
+        store = Store(here.path / "cut" / "peer-00" / "checkpoints")
+        by, ended = time.monotonic() + LONG, threading.Event()
+        while not any(iteration >= 40 for iteration in store.whole()):
+            assert time.monotonic() < by and is_running(process.pid), process.end().shown
+            ended.wait(0.01)
+        process.kill()
+        process.end()
+        checkpoint = store.load()
+        assert checkpoint is not None
+        kept = unpack(checkpoint.parts["hub"])
+        again = here.start("-m", "gossipx", "run", "--resume", here.path / "cut").end()
+        assert again.code == 0, again.shown
+        cut = Run(here.path / "cut", again)
+    assert kept["exchanges"] >= 8 and kept["step"] >= 35
+    assert cut.summary["taken_in"][0] > kept["exchanges"] + 20, "it counts on"
+    assert max(differences(cut.model(0), cut.model(1)).values()) == 0
+    assert cut.summary["test_accuracy"][1] > 0.7
