@@ -384,8 +384,10 @@ class Fetch:
 
 
 @dataclass(frozen=True)
-class Unfetch:
-    """What is still to be fetched will not come: tables are used as they are."""
+class Unchanged:
+    """These buckets are not fetched after all: their tables are used as they are."""
+
+    buckets: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -454,9 +456,9 @@ Effect = (
     | FillTables
     | KeepShard
     | Fetch
-    | Unfetch
     | Fetched
     | Switched
+    | Unchanged
     | SetTimer
     | Wait
     | Resume

@@ -119,7 +119,9 @@ def peer(
     role = PeerRole(
         rank=place.rank,
         size=size,
-        sync=SyncManager(policies.parse("never") if served else policy or policies.parse(sync.policy), rng.getrandbits(64)),
+        sync=SyncManager(
+            policies.parse("never") if served else policy or policies.parse(sync.policy), rng.getrandbits(64)
+        ),
         topology=turns.topology,
         rng=rng,
         incarnation=secrets.randbits(48),
@@ -170,7 +172,7 @@ def peer(
         distance_interval=sync.distance_interval,
         split=lambda labels: split.split(labels, size, run.seed),
         by_label=split.by_label,
-        policy=config.server.sync if served else sync.policy if policy is None else policies.describe(policy),
+        policy=served.sync if served else sync.policy if policy is None else policies.describe(policy),
         save_model=run.save_model,
         under_run=place.under_run,
     )
@@ -204,7 +206,6 @@ def _backward(
     module: nn.Module, driver: Driver, served: Served, wait_free: bool
 ) -> Callable[[Callable[[], None]], Backward]:
     def ready(buckets: Sequence[tuple[int, int]]) -> None:
-        served.desk.note_settings()
         driver.tell(GradientsReady(tuple(buckets)))
 
     return lambda look: Backward(module, served.tables, served.desk.client, ready, look, wait_free)
@@ -240,18 +241,14 @@ def elastic(config: RunConfig, names: Sequence[str]) -> ElasticSettings | None:
     return ElasticSettings(rank, alpha, beta / workers, not hub.hub_only, hub.hub_lost)
 
 
-def _exchange_of(
-    hub: ElasticSettings | None, served: Served | None
-) -> Callable[[Ground, Pulls], Exchange] | None:
+def _exchange_of(hub: ElasticSettings | None, served: Served | None) -> Callable[[Ground, Pulls], Exchange] | None:
     """What makes the exchange of a run with a hub or servers; None: it has neither."""
     if served is not None:
         return functools.partial(ServerMode, settings=served.settings, clocks=served.clocks)
     return None if hub is None else functools.partial(Elastic, settings=hub)
 
 
-def _alike(
-    config: RunConfig, turns: Schedule, hub: ElasticSettings | None, served: Served | None
-) -> dict[str, str]:
+def _alike(config: RunConfig, turns: Schedule, hub: ElasticSettings | None, served: Served | None) -> dict[str, str]:
     """By option, what all peers must have alike: who exchanges with whom, and how."""
     sync = config.sync
     around = {} if hub is None else {
@@ -261,13 +258,7 @@ def _alike(
         "--beta": f"{hub.share:g} of a worker's difference",
     }  # fmt: skip
     if served is not None:
-        given = config.server
-        around = {
-            "--servers": ",".join(map(str, served.settings.servers)),
-            "--servers-only": str(given.servers_only).lower(),
-            "--placement": given.placement,
-            "--bucket": str(given.bucket),
-        }
+        around = served.alike
     return {
         **around,
         "--mode": sync.mode,

@@ -20,8 +20,12 @@ from gossipx.storage.client import Client
 
 LOOK_EVERY = 0.5
 """Seconds between two looks at signals and errors while tables are waited for."""
-NO_SYNC = "put all but the last backward pass of an iteration into 'with peer.no_sync():'"
 NO_WAIT_FREE = "give --no-wait-free (wait_free=False), which sends gradients at the optimizer's step"
+NO_SYNC = (
+    "put all but the last backward pass of an iteration into 'with peer.no_sync():';"
+    f" or, if GradScaler has left the step out, {NO_WAIT_FREE}"
+)
+UNSCALE = "call scaler.unscale_(optimizer) before scaler.step(optimizer), and " + NO_WAIT_FREE
 
 
 class Backward:
@@ -57,6 +61,7 @@ class Backward:
         self._syncing = True
         self._used: set[int] = set()  # tables whose values of this iteration are in the model
         self._versions: dict[int, int] = {}  # of gradients, as they left
+        self._kept_back: list[tuple[int, int]] = []  # buckets that leave at the step
         self._handles: list[RemovableHandle] = []
         if wait_free:
             for number, (_, parameter) in enumerate(tables):
@@ -104,6 +109,20 @@ class Backward:
         finally:
             self._syncing = True
 
+    def update(self, table: int, gradient: Tensor) -> None:
+        """Take a table's gradient of this iteration that no hook has seen; it is copied.
+
+        Raises:
+            ValueError: it has given one in this iteration already.
+        """
+        if table not in self._used:
+            self.wait([table])  # the one before it has arrived when this one takes its memory
+        whole = self._client.update(table, gradient)
+        if self._wait_free:
+            self._send(whole)
+        else:
+            self._kept_back += whole
+
     # --- the optimizer's step ---------------------------------------------------------------------
 
     def iteration_done(self) -> None:
@@ -112,6 +131,8 @@ class Backward:
         Raises:
             UsageError: a gradient was changed after it had left.
         """
+        if not self._client.ready(None):
+            self.wait(None)  # an iteration begins when the one before is over, also of tables that it did not use
         for number, (name, parameter) in enumerate(self._tables):
             if parameter.grad is None:
                 continue
@@ -121,7 +142,8 @@ class Backward:
                 raise UsageError(
                     f"the gradient of '{name}' was changed after backward, when it had left (clipping?): {NO_WAIT_FREE}"
                 )
-        self._send(self._client.flush())
+        self._send([*self._kept_back, *self._client.flush()])
+        self._kept_back.clear()
         self._versions.clear()
         self._used.clear()
 
@@ -164,6 +186,8 @@ class Bypass:
         self._handle = optimizer.register_step_pre_hook(self._set_aside)
 
     def _set_aside(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if getattr(optimizer, "grad_scale", None) is not None:  # a fused one, which would unscale them by itself
+            raise UsageError(f"gradients are scaled by GradScaler, and servers would take them so: {UNSCALE}")
         self._before()
         for group in optimizer.param_groups:
             for parameter in group["params"]:

@@ -51,7 +51,7 @@ from gossipx.actor import (
     SwitchSync,
     TakeIn,
     TimerFired,
-    Unfetch,
+    Unchanged,
     Wait,
 )
 from gossipx.arena import ParameterArena
@@ -120,7 +120,7 @@ class Driver:
         self.held = Held(arena, role.sync.policy.uses_drift)
         self.transfers = Transfers(arena, role.rank, self.tell, self._note, self.fail, places)
         self.keeper: ShardKeeper | None = None
-        self.tables = Lane(f"gossipx-tables-{role.rank}")
+        self.tables = Lane(f"gossipx-tables-{role.rank}", self.transfers.spoilt)
         self._lock = threading.Lock()
         self._may_go_on = threading.Event()
         self._may_go_on.set()
@@ -233,6 +233,8 @@ class Driver:
                 self.transfers.give_up(ticket)
             case Fetch(buckets):
                 self._desk.client.expect(buckets)
+            case Unchanged(buckets):
+                self._desk.client.unchanged(buckets)
             case ApplyGradient(ticket, scale):
                 gradient = self.transfers.gradient(ticket)
                 self.tables.put(lambda: self._desk.apply(gradient, scale))
@@ -280,8 +282,6 @@ class Driver:
                 self._forget(ticket)
             case Given(ticket):
                 self.held.given(ticket)
-            case Unfetch():
-                self._desk.client.expect_nothing()
             case Fetched(ticket):
                 self.transfers.fetched(ticket)
             case Switched(number, problem):
@@ -290,7 +290,7 @@ class Driver:
                 self._timers.set(name, at)
             case Note(topic, text):
                 self._note(topic, text)
-            case Wait() | Resume() | Stop() | Capture() | Keep() | Fetch():
+            case Wait() | Resume() | Stop() | Capture() | Keep() | Fetch() | Unchanged():
                 pass  # done while deciding
             case ApplyGradient() | BufferGradient() | ApplyBuffer() | FillTables() | KeepShard():
                 pass  # done while deciding

@@ -18,16 +18,18 @@ class Lane:
 
     Args:
         name: of the thread.
+        failed: told of an error, which is logged otherwise.
     """
 
-    def __init__(self, name: str):
+    def __init__(self, name: str, failed: Callable[[Exception], None] | None = None):
         self._name = name
+        self._failed = failed
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
     def put(self, what: Callable[[], None]) -> None:
-        """Have ``what`` done; an error of it is logged."""
+        """Have ``what`` done."""
         self._queue.put(what)
 
     def close(self, wait: bool = False) -> None:
@@ -40,5 +42,8 @@ class Lane:
         while (what := self._queue.get()) is not None:
             try:
                 what()
-            except Exception:
-                log.exception("%s: something could not be done", self._name)
+            except Exception as error:
+                if self._failed is None:
+                    log.exception("%s: something could not be done", self._name)
+                else:
+                    self._failed(error)

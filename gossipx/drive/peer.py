@@ -168,13 +168,27 @@ class Peer:
         """
         return contextlib.nullcontext() if self._backward is None else self._backward.no_sync()
 
-    def sync(self) -> None:
+    def sync(self, tables: Sequence[int] | None = None) -> None:
         """Have the model hold what it is to compute with next, for whoever reads it without a forward pass.
 
         In server mode parameters are fetched while the loop goes on, and put into the model where its modules use them.
+
+        Args:
+            tables: numbers of those that are read, in the order of the model's trained parameters; None: all.
         """
         if self._backward is not None:
-            self._backward.wait(None)
+            self._backward.wait(tables)
+            self._figures.blocked += self._backward.waited
+            self._backward.waited = 0.0
+
+    def update(self, table: int, gradient: torch.Tensor) -> None:
+        """In server mode, take the gradient of a table that autograd does not make; see :meth:`sync` for its number.
+
+        Raises:
+            ValueError: it has given one in this iteration already.
+        """
+        assert self._backward is not None
+        self._backward.update(table, gradient)
 
     def set_sync(self, sync: str, shard: int | None = None, *, apply: str = "", pulls: str = "") -> None:
         """Have the parameter server go over to another sync model while the run goes on. Not for the training thread

@@ -180,8 +180,12 @@ class Transfers:
             told, sink, source = request, None, None
             try:
                 if isinstance(told, GradientRequest):
-                    parts, source = desk.client.encode(place)
-                    told = dataclasses.replace(told, parts=parts, settings=desk.settings)
+                    try:
+                        parts, source = desk.client.encode(place)
+                    except Exception as error:
+                        self._broken(error)
+                        return
+                    told = dataclasses.replace(told, parts=parts, settings=desk.client.settings(place))
                 else:
                     fetching = self._fetching.get(send.ticket)
                     sink = Nothing() if fetching is None else fetching.sink
@@ -204,7 +208,22 @@ class Transfers:
         """The tables that came under ``ticket`` are to be used."""
         fetching = self._fetching.pop(ticket)
         assert self.desk is not None
-        self.desk.client.fetched(fetching.place, fetching.sink)
+        try:
+            self.desk.client.fetched(fetching.place, fetching.sink)
+        except Exception as error:
+            self._broken(error)
+
+    def spoilt(self, error: Exception) -> None:
+        """A shard's tables could not be dealt with: another's push is left out, any other error ends training."""
+        if isinstance(error, ProtocolError):
+            self._note("protocol", f"a push that does not fit is left out: {error}")
+        else:
+            self._broken(error)
+
+    def _broken(self, error: Exception) -> None:
+        made = UsageError(f"a part of the parameter server failed: {type(error).__name__}: {error}")
+        made.__cause__ = error
+        self._fail(made)
 
     def gradient(self, ticket: int) -> Gradient:
         """The gradient that was kept under ``ticket``, the caller's from now on."""

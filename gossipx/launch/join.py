@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -67,10 +67,9 @@ def join(
     own = None if policy is None or isinstance(policy, str) else policies.parse(policy)
     if isinstance(policy, str):
         settings["policy"] = policy
-    given = config.load(Path(config_file)) if config_file else {}
-    run = config.resolve(given, settings)  # also under a run: a misspelt setting is told
+    run = settings_of(config_file, settings)
     if under_run:
-        run, rank = _config_of_the_run(), int(os.environ[ENV_RANK])
+        rank = int(os.environ[ENV_RANK])
     place = _place(run, _hosts_file(peers), rank, told, under_run)
     peer = build.peer(model, optimizer, run, place, own, evaluate, parts)
     peer.start()
@@ -80,8 +79,15 @@ def join(
     return peer
 
 
-def _config_of_the_run() -> RunConfig:
-    return config.resolve(config.load(Path(os.environ[ENV_CONFIG])))
+def settings_of(config_file: str | Path | None, settings: Mapping[str, Any]) -> RunConfig:
+    """The settings that hold here: under ``gossipx run`` the run's, else what is given.
+
+    Raises:
+        UsageError: a setting that is misspelt or wrong, also where the run's hold.
+    """
+    given = config.load(Path(config_file)) if config_file else {}
+    own = config.resolve(given, settings)
+    return config.resolve(config.load(Path(os.environ[ENV_CONFIG]))) if ENV_CONFIG in os.environ else own
 
 
 def _check(model: object, optimizer: object) -> None:

@@ -121,6 +121,18 @@ class SyncModel(abc.ABC):
     def may_pull(self, state: State, view: View, pull: Pull) -> bool:
         """The pull condition: whether the pull may be answered now."""
 
+    def fetches(self, progress: int, fetched: int) -> bool:
+        """On a worker: whether it pulls after iteration ``progress``, or computes on with the tables that it has.
+
+        Modularized Parameter Server, Code 4.4 (AfterClientUpdate). It pushes every gradient all the same. That of the
+        model which the run began with holds, also after a switch.
+
+        Args:
+            progress: i, the iteration whose gradient it has pushed last.
+            fetched: the clock, V_train, by which it was given these tables.
+        """
+        return True
+
     def may_tick(self, state: State, view: View) -> bool:
         """The push condition: whether enough have pushed iteration ``view.clock``; asked if at least one has."""
         return view.pushed >= view.workers

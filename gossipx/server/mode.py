@@ -46,6 +46,7 @@ class ServerSettings:
         plans: by shard, the sync models that it goes over to, each with the clock from which on.
         rate: the learning rate, for sync models that go by it; None: it is not known.
         every: ticks, or seconds, between two checkpoints of a shard; 0, 0: none.
+        syncs: by shard, the sync model; none: workers pull after each iteration.
     """
 
     servers: tuple[int, ...]
@@ -56,6 +57,7 @@ class ServerSettings:
     plans: tuple[tuple[tuple[int, SyncModel], ...], ...] = ()
     rate: float | None = None
     every: tuple[int, float] = (0, 0.0)
+    syncs: tuple[SyncModel, ...] = ()
 
     def workers(self, size: int) -> list[int]:
         """Ranks that train."""
@@ -83,7 +85,7 @@ class ServerMode(Exchange):
         }
         self._switching: dict[int, int] = {}  # by ticket, the number of the switch
         self._problems: dict[int, str] = {}  # of switches that are under way
-        self.worker = Worker(ground, settings.servers, settings.buckets, settings.overlap)
+        self.worker = Worker(ground, settings.servers, settings.buckets, settings.overlap, settings.syncs)
         self._agreeing = False
         self._watching = False
 

@@ -12,12 +12,15 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from gossipx.actor import Effect, Fetch, Fetched, Forget, Send, SetTimer, Unfetch
+from gossipx.actor import Effect, Fetch, Fetched, Forget, Send, SetTimer, Unchanged
 from gossipx.messages import AcceptReply, BusyReply, GradientRequest, Reply, TablesReply, TablesRequest
 from gossipx.peer.exchange import Ground
+from gossipx.server.conditions import SyncModel
 
 AGAIN = "again"
 """The timers after which a shard is asked again: this, a space and its index."""
+NONE_YET = 2**63
+"""A clock that none reaches: of tables that are being fetched."""
 AT_A_TIME = 2
 """Requests of a kind that are open with one shard: while one is answered the next is on its way."""
 
@@ -35,6 +38,8 @@ class _Way:
         ended: the iteration's gradients are all made.
         rests: it did not answer, and is not asked before its timer.
         agreed: it has said that it would answer (without overlap).
+        fetched: the clock that it gave its tables by, the least of its buckets.
+        skips: it is not asked after this iteration, whose pushes are on their way.
     """
 
     server: int
@@ -47,6 +52,8 @@ class _Way:
     ended: bool = False
     rests: bool = False
     agreed: bool = True
+    fetched: int = NONE_YET
+    skips: bool = False
 
     @property
     def idle(self) -> bool:
@@ -61,11 +68,20 @@ class Worker:
         servers: by shard, the rank that holds it.
         buckets: by shard, how many it has.
         overlap: whether each shard is pulled from as soon as it has what was pushed.
+        syncs: by shard, the sync model, which says after which iterations it is pulled from; none: after each.
     """
 
-    def __init__(self, ground: Ground, servers: Sequence[int], buckets: Sequence[int], overlap: bool = True):
+    def __init__(
+        self,
+        ground: Ground,
+        servers: Sequence[int],
+        buckets: Sequence[int],
+        overlap: bool = True,
+        syncs: Sequence[SyncModel] = (),
+    ):
         self._ground = ground
         self._overlap = overlap
+        self._syncs = syncs
         self._ways = [_Way(*one) for one in zip(servers, buckets, strict=True)]
         # One number for all shards, though their clocks may differ: were it another on each, two workers could each be
         # ahead on one shard and behind on another, and wait for each other for good.
@@ -85,7 +101,8 @@ class Worker:
             way.ready.clear()
             way.pulled, way.ended = -1, False
             way.asks = deque(range(way.buckets))
-            way.agreed = True
+            way.agreed, way.skips = True, False
+            way.fetched = NONE_YET
         return [Fetch(self._all()), *self._go_on(now)]
 
     def _all(self) -> tuple[tuple[int, int], ...]:
@@ -104,11 +121,25 @@ class Worker:
     def iteration_done(self, now: float) -> list[Effect]:
         """All gradients of the iteration are made, and all tables are wanted again."""
         self._begun = False
-        for way in self._ways:
-            way.pulled, way.ended = self._progress, True
-            way.asks = deque(range(way.buckets)) if self._overlap else deque([-1])
-            way.agreed = self._overlap
-        return [Fetch(self._all()), *self._go_on(now)]
+        for shard, way in enumerate(self._ways):
+            way.pulled = self._progress
+            way.skips = bool(self._syncs) and not self._syncs[shard].fetches(self._progress, way.fetched)
+            way.ended = not way.skips
+            way.agreed = self._overlap or way.skips
+            if way.ended:
+                way.asks = deque(range(way.buckets)) if self._overlap else deque([-1])
+                way.fetched = NONE_YET
+        kept = [effect for shard in range(len(self._ways)) for effect in self._passed(shard)]
+        return [Fetch(self._all()), *kept, *self._go_on(now)]
+
+    def _passed(self, shard: int) -> list[Effect]:
+        """A shard that is not asked after this iteration: the next begins once it has all of this one's gradients."""
+        way = self._ways[shard]
+        if not way.skips or way.ready or way.pushing:
+            return []
+        way.skips = False
+        self._next = max(self._next, way.pulled + 1)
+        return [Unchanged(tuple((shard, bucket) for bucket in range(way.buckets)))]
 
     def _go_on(self, now: float) -> list[Effect]:
         """Send what may be sent."""
@@ -156,7 +187,7 @@ class Worker:
             way.asks.clear()
             way.pushing.clear()
             way.pulling.clear()
-        return [Unfetch()]
+        return [Unchanged(self._all())]
 
     # --- what comes of it -------------------------------------------------------------------------
 
@@ -169,7 +200,7 @@ class Worker:
         if ticket in way.pushing:
             bucket = way.pushing.pop(ticket)
             if isinstance(reply, AcceptReply):
-                return [Forget(ticket), *self._go_on(now)]
+                return [Forget(ticket), *self._passed(shard), *self._go_on(now)]
             way.ready.appendleft(bucket)
             return [Forget(ticket), self._not_ready(shard, now)]
         bucket = way.pulling.pop(ticket)
@@ -182,6 +213,7 @@ class Worker:
         if bucket < 0:
             way.agreed = True
             return [Forget(ticket), *self._go_on(now)]
+        way.fetched = min(way.fetched, reply.clock)
         effects = [Fetched(ticket), *self._go_on(now)]
         if way.pulled >= 0 and not any(one.asks or one.pulling for one in self._ways):
             self._ground.sync.retrieved()

@@ -219,7 +219,6 @@ class SimPeer:
         self._stepping = False
         self._gradient_step(self)
         if self.tables is not None:
-            self.tables.desk.note_settings()
             self._push(self.tables.desk.client)
         delta = self.arena.step_done()
         self._world.note(self.rank, f"step {self.arena.step}")

@@ -30,8 +30,9 @@ class SimTables:
         """A request as it leaves, and what it brings."""
         request = send.request
         if isinstance(request, GradientRequest):
-            parts, source = self.desk.client.encode((request.shard, request.bucket))
-            told = dataclasses.replace(request, parts=parts, settings=self.desk.settings)
+            place = request.shard, request.bucket
+            parts, source = self.desk.client.encode(place)
+            told = dataclasses.replace(request, parts=parts, settings=self.desk.client.settings(place))
             return dataclasses.replace(send, request=told), bytearray(source.view)
         if isinstance(request, TablesRequest) and request.bucket >= 0:
             place = request.shard, request.bucket
@@ -78,8 +79,8 @@ class SimTables:
                 desk.fill(shard)
             case actor.Fetch(buckets):
                 desk.client.expect(buckets)
-            case actor.Unfetch():
-                desk.client.expect_nothing()
+            case actor.Unchanged(buckets):
+                desk.client.unchanged(buckets)
             case actor.Fetched(ticket):
                 desk.client.fetched(*self._fetching.pop(ticket))
             case _:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -16,11 +16,13 @@ from gossipx.memory import Memory, Source
 from gossipx.messages import CarryingReply, Parts, TablesReply
 from gossipx.server.buckets import Bucket
 from gossipx.server.placement import Partition
-from gossipx.storage.parts import ApplyBuffer, GradientStorage, Storages, TransmitBuffer, WorkerStorage
+from gossipx.storage.parts import ApplyBuffer, ClientTable, Storages, TransmitBuffer
 from gossipx.wire import Bytes, Sink
 
 Where = tuple[int, int]
 """A shard and a bucket of it."""
+Settings = tuple[dict[str, float], ...]
+"""The numbers in an optimizer's parameter groups."""
 
 
 @dataclass
@@ -33,20 +35,19 @@ class _Room:
     senders: list[TransmitBuffer]
     takers: list[ApplyBuffer]
     missing: set[int]  # tables whose gradient of this iteration is not there yet
+    encoded: tuple[Parts, Source] | None = None  # the gradients that were whole last, once they were asked for
+    settings: Settings = ()  # that go with them
 
 
+@dataclass
 class _Table:
-    """One table: its storages, and the buckets that its partitions lie in."""
+    """One table, and the buckets that its partitions lie in."""
 
-    def __init__(self, parameter: Tensor, storages: Storages):
-        self.parameter = parameter
-        self.worker: WorkerStorage = storages.worker(parameter)
-        self.gradient: GradientStorage
-        self.senders: list[TransmitBuffer] = []
-        self.takers: list[ApplyBuffer] = []
-        self.places: list[Where] = []
-        self.fresh = True  # what was fetched has been applied
-        self.updated = False  # it has given a gradient in this iteration
+    table: ClientTable
+    pieces: list[tuple[int, TransmitBuffer, ApplyBuffer]] = field(default_factory=list)  # by their first elements
+    places: list[Where] = field(default_factory=list)
+    fresh: bool = True  # what was fetched has been applied
+    updated: bool = False  # it has given a gradient in this iteration
 
 
 class Client:
@@ -59,6 +60,9 @@ class Client:
         shards: for each shard its partitions.
         buckets: for each shard its buckets.
         storages: the classes that tables are made with.
+
+    Attributes:
+        settings_now: gives the settings that go with gradients made now; the desk's to set.
     """
 
     def __init__(
@@ -68,19 +72,22 @@ class Client:
         buckets: Sequence[Sequence[Bucket]],
         storages: Storages,
     ):
+        self.settings_now: Callable[[], Settings] = tuple
         self._storages = storages
-        self._tables = [_Table(parameter, storages) for parameter in parameters]
+        self._tables = [_Table(storages.client_table(parameter, storages)) for parameter in parameters]
         self._rooms: dict[Where, _Room] = {}
         self._arrived = threading.Condition()
         self._waiting: set[Where] = set()  # buckets that are to be fetched before their tables are used
         for shard, (partitions, cut) in enumerate(zip(shards, buckets, strict=True)):
             for number, bucket in enumerate(cut):
                 self._rooms[shard, number] = self._lay_out((shard, number), partitions[bucket.first : bucket.stop])
-        for table in self._tables:
-            table.gradient = storages.gradient(table.senders)
+        for one in self._tables:  # shards may hold its partitions in any order
+            pieces = sorted(one.pieces, key=lambda piece: piece[0])
+            one.table.senders += [sender for _, sender, _ in pieces]
+            one.table.takers += [taker for _, _, taker in pieces]
 
     def _lay_out(self, place: Where, partitions: Sequence[Partition]) -> _Room:
-        dtype = self._tables[partitions[0].table].parameter.dtype
+        dtype = self._tables[partitions[0].table].table.parameter.dtype
         sizes = [partition.stop - partition.start for partition in partitions]
         transmit, apply = (Memory(sum(sizes) * dtype.itemsize) for _ in range(2))
         ends = list(itertools.accumulate(sizes))
@@ -91,10 +98,8 @@ class Client:
             taker = self._storages.apply(rooms[1][end - size : end])
             senders.append(sender)
             takers.append(taker)
-            table = self._tables[partition.table]
-            table.senders.append(sender)
-            table.takers.append(taker)
-            table.places.append(place)
+            self._tables[partition.table].pieces.append((partition.start, sender, taker))
+            self._tables[partition.table].places.append(place)
         return _Room(list(partitions), transmit, apply, senders, takers, {one.table for one in partitions})
 
     # --- gradients --------------------------------------------------------------------------------
@@ -109,7 +114,7 @@ class Client:
         if one.updated:
             raise ValueError(f"table {table} has given a gradient in this iteration already")
         one.updated = True
-        one.gradient.put(gradient)
+        one.table.update(gradient)
         return self._whole(table)
 
     def flush(self) -> list[Where]:
@@ -117,7 +122,7 @@ class Client:
         whole: list[Where] = []
         for number, table in enumerate(self._tables):
             if not table.updated:
-                table.gradient.put(torch.zeros_like(table.parameter))
+                table.table.update(torch.zeros_like(table.table.parameter))
                 whole += self._whole(number)
             table.updated = False
         for room in self._rooms.values():
@@ -130,18 +135,33 @@ class Client:
             missing = self._rooms[place].missing
             missing.discard(table)
             if not missing:
+                room = self._rooms[place]
+                room.encoded, room.settings = None, self.settings_now()
                 whole.append(place)
         return whole
 
     def encode(self, place: Where) -> tuple[Parts, Source]:
-        """A bucket's gradients as they are sent; good until the next iteration's come."""
+        """A bucket's gradients as they are sent; good until the next iteration's come.
+
+        What is asked for again, as it did not arrive, is the same: an encoder may keep what it has not sent.
+        """
         room = self._rooms[place]
-        if self._storages.raw_pushes:
-            sizes = [sender.data.numel() * sender.data.element_size() for sender in room.senders]
-            return tuple(enumerate(sizes)), Source(room.transmit.view, room.transmit.descriptor)
-        encoded = [memoryview(sender.encode()).cast("B") for sender in room.senders]
-        joined = bytearray().join(encoded)
-        return tuple(enumerate(map(len, encoded))), Source(memoryview(joined))
+        if room.encoded is None:
+            if self._storages.raw_pushes:
+                sizes = [sender.data.numel() * sender.data.element_size() for sender in room.senders]
+                source = Source(room.transmit.view, room.transmit.descriptor)
+            else:
+                encoded = [memoryview(sender.encode()).cast("B") for sender in room.senders]
+                sizes, source = [len(one) for one in encoded], Source(memoryview(bytearray().join(encoded)))
+            room.encoded = tuple(enumerate(sizes)), source
+        return room.encoded
+
+    def settings(self, place: Where) -> Settings:
+        """The optimizer's settings as they were when a bucket's gradients were made.
+
+        A schedule may have changed them when these are sent.
+        """
+        return self._rooms[place].settings
 
     # --- values -----------------------------------------------------------------------------------
 
@@ -150,10 +170,10 @@ class Client:
         with self._arrived:
             self._waiting.update(places)
 
-    def expect_nothing(self) -> None:
-        """Nothing more is to be fetched: tables are used as they are."""
+    def unchanged(self, places: Sequence[Where]) -> None:
+        """These buckets are not to be fetched after all."""
         with self._arrived:
-            self._waiting.clear()
+            self._waiting.difference_update(places)
             self._arrived.notify_all()
 
     def sink(self, place: Where) -> Tables:
@@ -192,7 +212,7 @@ class Client:
         for table in self._tables if tables is None else (self._tables[number] for number in tables):
             if not table.fresh:
                 table.fresh = True
-                table.worker.apply(table.takers)
+                table.table.apply()
 
     # --- figures ----------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,10 +14,8 @@ from torch import Tensor
 from gossipx.errors import ProtocolError
 from gossipx.memory import Memory
 from gossipx.messages import GradientRequest
-from gossipx.storage.client import Client
+from gossipx.storage.client import Client, Settings
 from gossipx.storage.shard import Given, ShardStore
-
-Settings = tuple[dict[str, float], ...]
 
 
 class Gradient:
@@ -50,6 +49,8 @@ class Gradient:
         if leave is not None:
             leave()
 
+    close = release
+
 
 @dataclass
 class _Hosted:
@@ -70,9 +71,6 @@ class Desk:
         optimizer: the worker's, whose settings go with each push.
         asks_significance: whether pulls tell how large the last gradient was.
         places: gradients of others that come in at a time; who brings more waits.
-
-    Attributes:
-        settings: the numbers in the optimizer's parameter groups, as they were last noted.
     """
 
     def __init__(
@@ -89,23 +87,21 @@ class Desk:
         self._hosted = {index: _Hosted(store) for index, store in stores.items()}
         self._parameters = parameters
         self._optimizer = optimizer
-        self.settings: Settings = ()
+        client.settings_now = self.settings
         self._places = threading.BoundedSemaphore(places)
         self._lock = threading.Lock()
         self._free: dict[int, list[Memory]] = {}
 
     # --- of the worker ----------------------------------------------------------------------------
 
-    def note_settings(self) -> None:
-        """Gradients are about to leave: they are to be applied with what the optimizer's parameter groups say by now.
-
-        For the training thread, which may have gone on to the next value of a schedule by the time that they leave.
-        """
-        self.settings = tuple(
+    def settings(self) -> Settings:
+        """The numbers in the optimizer's parameter groups, as they are now (a schedule's learning rate)."""
+        return tuple(
             {
                 name: float(value)
                 for name, value in group.items()
-                if isinstance(value, int | float) and not isinstance(value, bool)
+                if (isinstance(value, int | float) and not isinstance(value, bool))
+                or (isinstance(value, Tensor) and value.numel() == 1)
             }
             for group in self._optimizer.param_groups
         )
@@ -140,17 +136,17 @@ class Desk:
         self._hosted[shard].store.fill(self._parameters)
 
     def apply(self, gradient: Gradient, scale: float) -> None:
-        """One optimizer step with it."""
-        hosted, request = self._told(gradient)
-        decoded = hosted.store.decode(request, gradient.view)
-        hosted.store.apply(request.bucket, decoded, scale, hosted.settings)
-        gradient.release()
+        """One optimizer step with it; errors as those of :meth:`ShardStore.decode`."""
+        with contextlib.closing(gradient):
+            hosted, request = self._told(gradient)
+            decoded = hosted.store.decode(request, gradient.view)
+            hosted.store.apply(request.bucket, decoded, scale, hosted.settings)
 
     def buffer(self, gradient: Gradient) -> None:
-        """Add it to the gradient buffer."""
-        hosted, request = self._told(gradient)
-        hosted.store.add(request.bucket, hosted.store.decode(request, gradient.view))
-        gradient.release()
+        """Add it to the gradient buffer; errors as those of :meth:`ShardStore.decode`."""
+        with contextlib.closing(gradient):
+            hosted, request = self._told(gradient)
+            hosted.store.add(request.bucket, hosted.store.decode(request, gradient.view))
 
     def apply_buffer(self, shard: int) -> None:
         """One optimizer step with the mean of the gradient buffer."""

@@ -1,17 +1,18 @@
-"""The storages of a table, each replaceable alone (Modularized Parameter Server, section 4.1, Figure 4.1).
+"""The two sides of a table and its five storages, each replaceable alone.
 
-A gradient goes from the gradient storage to a transmit buffer, over the network to a server storage, and the table's
-values come back to an apply buffer and from there into the worker storage. Where a table lies on several servers each
-partition has a transmit buffer, a server storage and an apply buffer of its own.
+Modularized Parameter Server, section 4.1 and Figure 4.1: a gradient goes from the gradient storage to a transmit
+buffer, over the network to a server storage, and the table's values come back to an apply buffer and from there into
+the worker storage. Where a table lies on several servers each partition has a transmit buffer, a server storage, an
+apply buffer and a server's table of its own.
 
 To replace one, inherit from it and override what differs; whoever encodes in another way overrides ``decode`` on the
-other side, too.
+other side, too. A partition may be of no elements, and all peers of a run need the same parts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from torch import Tensor
 from gossipx.buffers import typed
 from gossipx.errors import ProtocolError
 from gossipx.memory import copy
+from gossipx.server.placement import Partition
 
 Encoded = bytes | bytearray | memoryview
 """What goes over the network, of one partition."""
@@ -39,7 +41,7 @@ class TransmitBuffer:
         self.data.copy_(gradient)
 
     def encode(self) -> Encoded:
-        """What is sent; good until the next :meth:`add`."""
+        """What is sent; good until the next :meth:`add`. Called once an iteration, however often it has to be sent."""
         return raw(self.data)
 
 
@@ -67,7 +69,8 @@ class ServerStorage:
     """On a server: the values of one partition, and how gradients and values are written on the wire.
 
     Args:
-        data: its values, flat; the optimizer changes them in place.
+        data: its values, flat, as workers are given them; the optimizer changes them in place. Of a table in 16 bits
+            they are rounded from those that it changes, before :meth:`encode` is called.
     """
 
     def __init__(self, data: Tensor):
@@ -120,10 +123,58 @@ class WorkerStorage:
             self.parameter.copy_(torch.cat([buffer.data for buffer in buffers]).view(self.parameter.shape))
 
 
+class ClientTable:
+    """On a worker: one table, with its memory and its buffers.
+
+    Args:
+        parameter: in its own shape, on its own device; its memory does not move.
+        storages: the classes to make them with.
+    """
+
+    def __init__(self, parameter: Tensor, storages: Storages):
+        self.parameter = parameter
+        self.senders: list[TransmitBuffer] = []  # of its partitions, in order
+        self.takers: list[ApplyBuffer] = []
+        self.gradient: GradientStorage = storages.gradient(self.senders)
+        self.worker: WorkerStorage = storages.worker(parameter)
+
+    def update(self, gradient: Tensor) -> None:
+        """Take the gradient of an iteration, in the table's shape, on its device; zeros where the loop made none."""
+        self.gradient.put(gradient)
+
+    def apply(self) -> None:
+        """What servers have sent is here, and the table is about to be used."""
+        self.worker.apply(self.takers)
+
+
+class ServerTable:
+    """On a server: one partition of a table.
+
+    Args:
+        partition: which elements of which table.
+        data: its values, flat, as workers are given them.
+        storages: the classes to make its storage with.
+    """
+
+    def __init__(self, partition: Partition, data: Tensor, storages: Storages):
+        self.partition = partition
+        self.storage: ServerStorage = storages.server(data)
+
+    def update(self, encoded: memoryview) -> Tensor:
+        """The gradient that a worker has sent, flat; errors as those of :meth:`ServerStorage.decode`."""
+        return self.storage.decode(encoded)
+
+    def get(self) -> Encoded:
+        """What workers are given; see :meth:`ServerStorage.encode`."""
+        return self.storage.encode()
+
+
 @dataclass(frozen=True)
 class Storages:
     """The classes that tables are made with."""
 
+    client_table: type[ClientTable] = field(default=ClientTable)
+    server_table: type[ServerTable] = field(default=ServerTable)
     gradient: type[GradientStorage] = field(default=GradientStorage)
     transmit: type[TransmitBuffer] = field(default=TransmitBuffer)
     server: type[ServerStorage] = field(default=ServerStorage)
@@ -133,12 +184,20 @@ class Storages:
     @property
     def raw_pushes(self) -> bool:
         """Whether gradients are sent as they lie in memory."""
-        return self.transmit.encode is TransmitBuffer.encode and self.server.decode is ServerStorage.decode
+        sends = self.transmit.encode is TransmitBuffer.encode
+        takes = self.server.decode is ServerStorage.decode and self.server_table.update is ServerTable.update
+        return sends and takes
 
     @property
     def raw_pulls(self) -> bool:
         """Whether values are."""
-        return self.server.encode is ServerStorage.encode and self.apply.decode is ApplyBuffer.decode
+        gives = self.server.encode is ServerStorage.encode and self.server_table.get is ServerTable.get
+        return gives and self.apply.decode is ApplyBuffer.decode
+
+    def describe(self) -> str:
+        """Those that are not gossipx's own, for people and to compare; empty if all are."""
+        own = [(one.name, getattr(self, one.name)) for one in fields(self)]
+        return ", ".join(f"{name} {kind.__qualname__}" for name, kind in own if kind.__module__ != __name__)
 
 
 def raw(values: Tensor) -> memoryview:

@@ -20,7 +20,7 @@ from gossipx.messages import GradientRequest, Parts
 from gossipx.server.buckets import Bucket
 from gossipx.server.placement import Partition
 from gossipx.storage.client import check_sizes
-from gossipx.storage.parts import ServerStorage, Storages
+from gossipx.storage.parts import Storages
 
 ELEMENTWISE = (
     torch.optim.SGD,
@@ -54,22 +54,35 @@ class Given:
 
 
 class _Bucket:
-    """The tables of one bucket, flat one after the other."""
+    """The tables of one bucket, flat one after the other.
+
+    What is trained in 16 bits is kept in float32, and rounded to be given: steps that are smaller than what rounding
+    leaves out would be lost one by one.
+    """
 
     def __init__(self, partitions: Sequence[Partition], dtype: torch.dtype, storages: Storages):
         sizes = [partition.stop - partition.start for partition in partitions]
         self.partitions = partitions
         self.memory = Memory(sum(sizes) * dtype.itemsize)
-        self.values = typed(self.memory.view, dtype)
+        self.told = typed(self.memory.view, dtype)  # as workers have them
+        self.values = self.told.float() if dtype in (torch.float16, torch.bfloat16) else self.told
         ends = list(itertools.accumulate(sizes))
         self.ranges = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
-        self.tables: list[ServerStorage] = [storages.server(self.values[one]) for one in self.ranges]
+        self.tables = [
+            storages.server_table(partition, self.told[place], storages)
+            for partition, place in zip(partitions, self.ranges, strict=True)
+        ]
         self.sizes = [size * dtype.itemsize for size in sizes]
         self.slabs: list[tuple[slice, Tensor]] = []  # what the optimizer works on
         self.buffer: Tensor | None = None  # the sum of gradients that wait
         self.count = 0  # how many
         self.version = 0
         self.given: Given | None = None  # of the last version that was asked for
+
+    def round(self) -> None:
+        """Have what workers are given follow the values."""
+        if self.told is not self.values:
+            self.told.copy_(self.values)
 
 
 class ShardStore:
@@ -164,17 +177,17 @@ class ShardStore:
         return sum(size for _, size in request.parts)
 
     def decode(self, request: GradientRequest, content: memoryview) -> Tensor:
-        """The gradient of a bucket, flat, from what came; it may lie in that.
+        """The gradient of a bucket, flat, in the dtype of its values, from what came; it may lie in that.
 
         Raises:
             ProtocolError: a part that is none of its partition's.
         """
         bucket = self._buckets[request.bucket]
         if self._storages.raw_pushes:
-            return typed(content, bucket.values.dtype)
+            return typed(content, bucket.told.dtype).to(bucket.values.dtype)
         gradient, start = torch.empty_like(bucket.values), 0
         for table, place, (_, size) in zip(bucket.tables, bucket.ranges, request.parts, strict=True):
-            gradient[place] = table.decode(content[start : start + size])
+            gradient[place] = table.update(content[start : start + size])
             start += size
         return gradient
 
@@ -239,8 +252,9 @@ class ShardStore:
         return given
 
     def _encoded(self, bucket: _Bucket) -> Given:
+        bucket.round()
         if not self._storages.raw_pulls:
-            encoded = [memoryview(table.encode()).cast("B") for table in bucket.tables]
+            encoded = [memoryview(table.get()).cast("B") for table in bucket.tables]
             parts = tuple(enumerate(map(len, encoded)))
             return Given(bucket.version, parts, Source(memoryview(bytearray().join(encoded))), None)
         size = sum(bucket.sizes)

@@ -1,0 +1,185 @@
+"""Puts a peer of a run with a parameter server together."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from gossipx.build.roles import rank_of
+from gossipx.checkpoint import Every
+from gossipx.config import RunConfig, ServerSettings
+from gossipx.errors import UsageError
+from gossipx.layout import plain_name
+from gossipx.server import models, placement, plan
+from gossipx.server.buckets import Bucket, buckets
+from gossipx.server.clock import Clock
+from gossipx.server.mode import ServerSettings as Settings
+from gossipx.server.placement import Partition, Placement, Table
+from gossipx.storage.client import Client
+from gossipx.storage.desk import Desk
+from gossipx.storage.parts import Storages
+from gossipx.storage.shard import ShardStore
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What of the parameter server is a user's own, which no command line can name.
+
+    Attributes:
+        placement: in place of the configured one.
+        sync: a sync model, or one a shard.
+        storages: the classes that tables are made with.
+
+    All peers of a run need the same; :mod:`gossipx.parts` has what they are made of.
+    """
+
+    placement: Placement | None = None
+    sync: models.SyncModel | Sequence[models.SyncModel] | None = None
+    storages: Storages = field(default_factory=Storages)
+
+
+@dataclass(frozen=True)
+class Served:
+    """What a peer in server mode is made of.
+
+    Attributes:
+        tables: the model's trained parameters by table, with their names.
+        clocks: of the shards that lie here.
+        alike: by option, what all peers must have alike.
+        sync: the sync models, for people.
+    """
+
+    settings: Settings
+    tables: list[tuple[str, nn.Parameter]]
+    clocks: dict[int, Clock]
+    desk: Desk
+    alike: dict[str, str]
+    sync: str
+
+
+def servers(config: RunConfig, names: Sequence[str]) -> tuple[int, ...] | None:
+    """The ranks that hold shards, by shard; None: the run has no parameter server.
+
+    Raises:
+        UsageError: one that is no peer, or settings that do not go with servers.
+    """
+    given, usual = config.server, ServerSettings()
+    if given.servers is None and config.sync.mode != "server":
+        for name in ServerSettings.__dataclass_fields__:
+            if getattr(given, name) != getattr(usual, name):
+                raise UsageError(
+                    f"--{name.replace('_', '-')} is of a parameter server: name its peers by --servers, or leave it out"
+                )
+        return None
+    ranks = tuple(rank_of(name.strip(), "--servers", names) for name in (given.servers or "0").split(","))
+    if len(set(ranks)) < len(ranks):
+        raise UsageError(f"--servers {given.servers} names a peer twice")
+    if given.servers_only and len(ranks) == len(names):
+        raise UsageError("--servers-only leaves no peer that trains: give more peers, or leave it out")
+    if config.hub.hub is not None:
+        raise UsageError("--hub and --servers are two ways to train around a server: leave one out")
+    sync_models(config, len(ranks), None)
+    return ranks
+
+
+def sync_models(config: RunConfig, shards: int, own: Parts | None) -> list[models.SyncModel]:
+    """The sync model of each shard.
+
+    Raises:
+        UsageError: not one for all or one each, or one that its gradients cannot be applied by.
+    """
+    if own is not None and own.sync is not None:
+        made = [own.sync] if isinstance(own.sync, models.SyncModel) else list(own.sync)
+    else:
+        made = [models.parse(spec) for spec in config.server.sync.split("|")]
+    if len(made) not in (1, shards):
+        raise UsageError(f"--sync gives {len(made)} sync models for {shards} shards: one for all, or one each")
+    for model in made:
+        models.application(model, config.server.apply)
+    return made * shards if len(made) == 1 else made
+
+
+def serve(
+    config: RunConfig,
+    names: Sequence[str],
+    rank: int,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    own: Parts,
+) -> Served | None:
+    """What this peer needs in a run with a parameter server; None: the run has none.
+
+    Raises:
+        UsageError: settings that do not fit, no optimizer, or one that servers cannot have, too.
+    """
+    ranks = servers(config, names)
+    if ranks is None:
+        return None
+    if optimizer is None:
+        raise UsageError("in server mode the servers make the optimizer's steps: give gossipx.join the optimizer")
+    tables = [(plain_name(name), one) for name, one in module.named_parameters() if one.requires_grad]
+    parameters = [parameter for _, parameter in tables]
+    given = config.server
+    placed = placement.checked(
+        own.placement or placement.parse(given.placement),
+        [Table(name, parameter.numel()) for name, parameter in tables],
+        len(ranks),
+    )
+    cut = [_buckets(partitions, parameters, given.bucket) for partitions in placed]
+    syncs = sync_models(config, len(ranks), own)
+    rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+    rate = rates[0] if rates else None
+    later = plan.parse(given.sync_plan or "", rate)
+    every = Every.parse(str(config.run.checkpoint_every))
+    settings = Settings(
+        servers=ranks,
+        buckets=tuple(map(len, cut)),
+        trains=not given.servers_only,
+        overlap=given.overlap,
+        lost=given.server_lost,
+        plans=(later,) * len(ranks),
+        rate=rate,
+        every=(every.iterations, every.seconds),
+        syncs=tuple(syncs),
+    )
+    workers = settings.workers(len(names))
+    groups = {id(one): number for number, group in enumerate(optimizer.param_groups) for one in group["params"]}
+    numbers = [groups.get(id(parameter), -1) for parameter in parameters]
+    clocks, stores = {}, {}
+    for index, holder in enumerate(ranks):
+        if holder == rank:
+            model = syncs[index]
+            model = model.resolved(rate) if model.needs_rate and rate is not None else model
+            rng = random.Random(f"shard {config.run.seed} {index}")
+            clocks[index] = Clock(model, given.apply, given.pulls, workers, rng)
+            stores[index] = ShardStore(placed[index], cut[index], parameters, numbers, optimizer, own.storages)
+    client = Client(parameters, placed, cut, own.storages)
+    asks = any(isinstance(one, models.DynamicPSSP) and one.alpha == "significance" for one in syncs)
+    places = max(8, 2 * len(workers))
+    desk = Desk(client, stores, parameters, optimizer, asks, places)
+    return Served(settings, tables, clocks, desk, _alike(config, ranks, own), _told(config, own))
+
+
+def _alike(config: RunConfig, ranks: Sequence[int], own: Parts) -> dict[str, str]:
+    given = config.server
+    return {
+        "--servers": ",".join(map(str, ranks)),
+        "--servers-only": str(given.servers_only).lower(),
+        "--placement": given.placement if own.placement is None else type(own.placement).__qualname__,
+        "--bucket": str(given.bucket),
+        "parts": own.storages.describe() or "gossipx's own",
+    }
+
+
+def _told(config: RunConfig, own: Parts) -> str:
+    if own.sync is None:
+        return config.server.sync
+    return "|".join(map(models.describe, [own.sync] if isinstance(own.sync, models.SyncModel) else own.sync))
+
+
+def _buckets(partitions: Sequence[Partition], parameters: Sequence[nn.Parameter], least: int) -> list[Bucket]:
+    return buckets(partitions, lambda table: (parameters[table].dtype, parameters[table].element_size()), least)

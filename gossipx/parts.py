@@ -1,0 +1,51 @@
+"""What of a parameter server can be a user's own, in one place to import it from.
+
+Each can be replaced alone by a class of a few lines (Modularized Parameter Server, section 4.1): the two sides of a
+table, its five storages, the placement manager's decision, and the consistency controller. ``gossipx.join(...,
+parts=Parts(...))`` and ``gossipx.initialize(parts=Parts(...))`` take them. Comm is none of them.
+"""
+
+from __future__ import annotations
+
+from gossipx.buffers import typed
+from gossipx.build.server import Parts
+from gossipx.errors import ProtocolError
+from gossipx.server.conditions import Apply, Conditions, Pull, State, SyncModel, View
+from gossipx.server.placement import Partition, Placement, Table
+from gossipx.storage.parts import (
+    ApplyBuffer,
+    ClientTable,
+    Encoded,
+    GradientStorage,
+    ServerStorage,
+    ServerTable,
+    Storages,
+    TransmitBuffer,
+    WorkerStorage,
+    raw,
+)
+
+__all__ = [
+    "Apply",
+    "ApplyBuffer",
+    "ClientTable",
+    "Conditions",
+    "Encoded",
+    "GradientStorage",
+    "Partition",
+    "Parts",
+    "Placement",
+    "ProtocolError",
+    "Pull",
+    "ServerStorage",
+    "ServerTable",
+    "State",
+    "Storages",
+    "SyncModel",
+    "Table",
+    "TransmitBuffer",
+    "View",
+    "WorkerStorage",
+    "raw",
+    "typed",
+]

@@ -1,0 +1,306 @@
+"""The parameter server by the paper's names, and parts of one's own, in real processes and on real sockets."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import gossipx
+from gossipx.errors import UsageError
+from gossipx.launch.modular import ParameterServer
+from gossipx.parts import Parts, ServerStorage, Storages, TransmitBuffer
+from runs import Folder, differences, folder, free_ports
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+BRIEF = ("--servers", "0,1", "--peer-timeout", "20")
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Iterator[Folder]:
+    """A folder for two peers."""
+    with folder(tmp_path, 2) as made:
+        yield made
+
+
+@pytest.fixture
+def initialize(tmp_path: Path) -> Iterator[Callable[..., ParameterServer]]:
+    """``gossipx.initialize`` in this process, for a run of one peer."""
+    hosts = tmp_path / "hosts.txt"
+    hosts.write_text(f"127.0.0.1:{free_ports(1)[0]}\n")
+    made: list[ParameterServer] = []
+
+    def initialized(**settings: Any) -> ParameterServer:
+        given = {"peers": hosts, "rank": 0, "logdir": str(tmp_path), "peer_timeout": 20.0, **settings}
+        made.append(gossipx.initialize(**given))
+        return made[-1]
+
+    yield initialized
+    for one in made:
+        if one._peer is not None:
+            one._peer.close()
+
+
+# --- the paper's program ----------------------------------------------------------------------------------
+
+
+def test_the_papers_program_with_all_of_its_parts(two: Folder) -> None:
+    """Code 4.1 to 4.5 in real processes: gossipx run --servers 0,1 program.py."""
+    run = two.run(*BRIEF, EXAMPLES / "program.py")
+    summary = run.summary
+    assert summary["iterations"] == 600 and summary["lost"] == []
+    assert summary["policy"] == "SSPConsistency:staleness=3"
+    assert summary["taken_in"] == [1200, 1200]  # every gradient, at each of the two shards
+    assert sum(summary["retrievals"]) < 1000, "the slower of two has what is new enough three times out of four"
+    assert max(differences(run.model(0), run.model(1)).values()) == 0
+    truth = torch.ones(20, 20).triu()[:, ::2]
+    assert float((run.model(0)["weight"] - truth).abs().max()) < 0.5
+    assert run.ended.output.count("weights are off by 0.") == 2
+
+
+LOOPS = {
+    "torch": """
+torch.manual_seed(3)
+model = nn.Linear(4, 3)
+optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+with gossipx.join(model, optimizer) as peer:
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5)
+    while peer.iteration < 25:
+        train(peer, model, optimizer, peer.iteration + 1)
+        scheduler.step()
+""",
+    "names": """
+import functools
+torch.manual_seed(3)
+model = nn.Linear(4, 3)
+with gossipx.initialize(optimizer=functools.partial(torch.optim.Adam, lr=0.05)) as ps:
+    tables = [ps.create_table(one, name) for name, one in model.named_parameters()]
+    ps.start()
+    scheduler = torch.optim.lr_scheduler.StepLR(ps.optimizer, 5, 0.5)
+    while ps.peer.iteration < 25:
+        leaves = [ps.sync(table).requires_grad_() for table in tables]
+        loss = (torch.nn.functional.linear(batch(ps.peer), *leaves).double() - 1).square().mean()
+        for table, gradient in zip(tables, torch.autograd.grad(loss, leaves)):
+            ps.update(table, gradient)
+        ps.clock()
+        scheduler.step()
+""",
+}
+
+
+def test_a_torch_loop_and_a_program_wait_free_or_not_come_to_the_same_bits(two: Folder) -> None:
+    """bsp of two workers, so that a sum has one order; and a schedule of the learning rate."""
+    models = []
+    for name, loop in LOOPS.items():
+        script = two.script(loop, f"train_{name}.py")
+        for free in ([], ["--no-wait-free"]):
+            run = two.run(*BRIEF, *free, script, two.path, name=f"{name}{len(free)}")
+            models += [run.model(0), run.model(1)]
+    assert all(max(differences(models[0], other).values()) == 0 for other in models[1:])
+
+
+BRANCH = """
+class Branch(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        with torch.no_grad():
+            self.second.weight.fill_(0.5)
+
+    def forward(self, x, both):
+        x = torch.tanh(self.first(x))
+        return self.second(x) if both else x
+
+
+def steps(model, optimizer, zeros=False):
+    for step in range(24):
+        optimizer.zero_grad()
+        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
+        (model(x, step % 4 == 3) - 1).square().mean().backward()
+        for parameter in model.parameters():
+            if zeros and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.05)
+
+
+alone, model = Branch(), Branch()
+steps(alone, sgd(alone), zeros=True)
+optimizer = sgd(model)
+with gossipx.join(model, optimizer) as peer:
+    steps(model, optimizer)
+tell(peer, off=max(float((a - b).abs().max()) for a, b in zip(alone.parameters(), model.parameters())))
+"""
+
+
+def test_a_server_whose_tables_an_iteration_does_not_use_counts_it_all_the_same(two: Folder) -> None:
+    """Both workers have the same batches, so that their mean is the gradient of one; server 1 has the branch alone."""
+    run = two.run(*BRIEF, "--placement", "range", two.script(BRANCH), two.path)
+    assert two.told(0)["off"] < 1e-5 and two.told(1)["off"] < 1e-5
+    assert run.summary["taken_in"] == [48, 48]
+
+
+# --- what is wrong is told in one line ------------------------------------------------------------------------
+
+
+def started(initialize: Callable[..., ParameterServer], **settings: Any) -> tuple[ParameterServer, int]:
+    server = initialize(**settings)
+    table = server.create_table(torch.zeros(2, 3), name="w")
+    server.start()
+    return server, table
+
+
+def test_values_clock_and_the_end(initialize: Callable[..., ParameterServer]) -> None:
+    """The paper's SGD with learning rate 0.1 where nothing is said; a table without an update keeps its values."""
+    server = initialize()
+    with server:
+        one, two = server.create_table(torch.ones(2, 3)), server.create_table([])
+        assert (one, two) == (0, 1) and torch.equal(server.values(one), torch.ones(2, 3))
+        server.start()
+        for step in range(3):
+            assert server.peer.iteration == step
+            torch.testing.assert_close(server.sync(one), torch.full((2, 3), 1 - 0.1 * step))
+            server.update(one, torch.ones(2, 3))
+            server.clock()
+        server.optimizer.param_groups[0]["lr"] = 1.0
+        server.update(one, torch.ones(2, 3))  # without sync
+        server.clock()
+    torch.testing.assert_close(server.values(one), torch.full((2, 3), -0.3))
+    assert float(server.values(two)) == 0
+    with pytest.raises(UsageError, match="from start to the end of the with block"):
+        server.sync(one)
+
+
+def test_what_is_synced_stays_until_it_is_synced_again(initialize: Callable[..., ParameterServer]) -> None:
+    server, table = started(initialize)
+    with server:
+        values = server.sync(table)
+        server.update(table, torch.ones(2, 3))
+        server.clock()
+        assert torch.equal(values, torch.zeros(2, 3))
+        assert server.sync(table).data_ptr() == values.data_ptr() and torch.equal(values, torch.full((2, 3), -0.1))
+
+
+Use = Callable[[ParameterServer], object]
+
+
+@pytest.mark.parametrize(
+    ("use", "told"),
+    [
+        (lambda ps: ps.update(0, torch.zeros(2, 3)), "from start to the end of the with block"),
+        (lambda ps: ps.sync(0), "from start to the end of the with block"),
+        (lambda ps: ps.clock(), "from start to the end of the with block"),
+        (lambda ps: ps.peer, "from start to the end of the with block"),
+        (lambda ps: ps.optimizer, "the optimizer is made by start"),
+        (lambda ps: ps.create_table([2], "w"), "'w' is no name for a table, or in use"),
+        (lambda ps: ps.create_table([2], "a.b"), "'a.b' is no name for a table, or in use"),
+        (lambda ps: ps.create_table(torch.zeros(2, dtype=torch.int64)), "floating-point numbers"),
+        (lambda ps: ps.values(1), "there is no table 1: create_table gave 0 to 0"),
+    ],
+)
+def test_misuse_before_the_start(initialize: Callable[..., ParameterServer], use: Use, told: str) -> None:
+    server = initialize()
+    server.create_table(torch.zeros(2, 3), name="w")
+    with pytest.raises(UsageError, match=told) as raised:
+        use(server)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("use", "told"),
+    [
+        (lambda ps: [ps.update(0, torch.zeros(2, 3)) for _ in range(2)], "table 'w' has two updates in one iteration"),
+        (lambda ps: ps.update(1, torch.zeros(2, 3)), "there is no table 1: create_table gave 0 to 0"),
+        (lambda ps: ps.sync(-1), "there is no table -1"),
+        (lambda ps: ps.sync("w"), "there is no table 'w'"),
+        (lambda ps: ps.update(0, torch.zeros(3, 2)), r"gradient of table 'w' is \[3, 2\], and the table \[2, 3\]"),
+        (lambda ps: ps.update(0, 1.0), r"gradient of table 'w' is float, and the table \[2, 3\]"),
+        (lambda ps: ps.create_table([2]), "create_table comes before start"),
+        (lambda ps: ps.start(), "start begins the training once"),
+    ],
+)
+def test_misuse_after_the_start(initialize: Callable[..., ParameterServer], use: Use, told: str) -> None:
+    server, _ = started(initialize)
+    with pytest.raises(UsageError, match=told), server:
+        use(server)
+
+
+def test_misuse_of_initialize(initialize: Callable[..., ParameterServer]) -> None:
+    with pytest.raises(UsageError, match="there is no table to start with"):
+        initialize().start()
+    with pytest.raises(UsageError, match="no parameter server: name the peers that hold it by --servers"):
+        initialize(mode="pull")
+    with pytest.raises(UsageError, match="did you mean 'servers'"):
+        initialize(server="0")
+
+
+def test_a_run_without_servers_is_told_so(two: Folder) -> None:
+    told = two.refused("--policy", "never", EXAMPLES / "program.py")
+    assert told.endswith("this run has no parameter server: name the peers that hold it by --servers")
+
+
+# --- parts that fail --------------------------------------------------------------------------------------------
+
+
+class CannotEncode(TransmitBuffer):
+    def encode(self) -> bytes:
+        raise IndexError("the encoder's own fault")
+
+
+class CannotDecode(ServerStorage):
+    def decode(self, encoded: memoryview) -> torch.Tensor:
+        raise IndexError("the decoder's own fault")
+
+
+class CannotTell(ServerStorage):
+    def encode(self) -> bytes:
+        raise IndexError("the teller's own fault")
+
+
+@pytest.mark.parametrize("storages", [{"transmit": CannotEncode}, {"server": CannotDecode}, {"server": CannotTell}])
+def test_a_part_that_fails_ends_training_in_a_line(
+    initialize: Callable[..., ParameterServer], storages: dict[str, Any]
+) -> None:
+    with pytest.raises(UsageError, match=r"a part of the parameter server failed: IndexError: the \w+'s own fault"):  # noqa: SIM117
+        with contextlib.closing(_Closing(initialize(parts=Parts(storages=Storages(**storages))))) as held:
+            table = held.server.create_table([4])
+            held.server.start()
+            for _ in range(3):
+                held.server.update(table, torch.ones(4))
+                held.server.clock()
+
+
+class _Closing:
+    """Closes a server's peer, whatever state it is in."""
+
+    def __init__(self, server: ParameterServer):
+        self.server = server
+
+    def close(self) -> None:
+        if self.server._peer is not None:
+            self.server._peer.close()
+
+
+def test_peers_with_other_parts_refuse_each_other(two: Folder) -> None:
+    script = two.script(
+        """
+from gossipx.parts import Parts, Storages, TransmitBuffer
+
+class Mine(TransmitBuffer):
+    pass
+
+model = nn.Linear(4, 1)
+mine = Storages(transmit=Mine) if os.environ["GOSSIPX_RANK"] == "0" else Storages()
+with gossipx.join(model, torch.optim.SGD(model.parameters(), lr=0.1), parts=Parts(storages=mine)):
+    pass
+"""
+    )
+    assert "parts" in (told := two.refused(*BRIEF, script, two.path)) and "transmit Mine" in told

@@ -1,0 +1,317 @@
+"""What a torch loop may do in server mode, against the same loop without gossipx: one peer that is its own server.
+
+With one worker under bsp the server's steps are those that the loop's own optimizer would have made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gossipx
+from gossipx.drive.peer import Peer
+from gossipx.errors import UsageError
+from runs import free_ports
+
+STEPS = 6
+WAIT_FREE = [True, False]
+
+
+class Join(Protocol):
+    """Joins a run of one peer."""
+
+    def __call__(self, model: nn.Module, optimizer: torch.optim.Optimizer, **settings: Any) -> Peer: ...
+
+
+@pytest.fixture
+def join(tmp_path: Path) -> Iterator[Join]:
+    hosts = tmp_path / "hosts.txt"
+    hosts.write_text(f"127.0.0.1:{free_ports(1)[0]}\n")
+    with contextlib.ExitStack() as undo:
+
+        def joined(model: nn.Module, optimizer: torch.optim.Optimizer, **settings: Any) -> Peer:
+            given = {"mode": "server", "servers": "0", "peer_timeout": 20.0, "logdir": str(tmp_path), **settings}
+            peer = gossipx.join(model, optimizer, peers=hosts, rank=0, **given)
+            undo.callback(peer.close)
+            return peer
+
+        yield joined
+
+
+def net(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 3))
+
+
+def sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=0.01)
+
+
+def batch(step: int, n: int = 8) -> Tensor:
+    return torch.randn(n, 4, generator=torch.Generator().manual_seed(step))
+
+
+def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+    return (model(x) - 1).square().mean()
+
+
+Step = Callable[[nn.Module, torch.optim.Optimizer, int], None]
+
+
+def plain(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    optimizer.zero_grad()
+    loss_of(model, batch(step)).backward()
+    optimizer.step()
+
+
+def loop(model: nn.Module, optimizer: torch.optim.Optimizer, step: Step, steps: int = STEPS) -> nn.Module:
+    for number in range(steps):
+        step(model, optimizer, number)
+    return model
+
+
+def same(model: nn.Module, other: nn.Module, **tolerance: float) -> None:
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(one.detach(), two.detach(), **(tolerance or {"rtol": 1e-6, "atol": 1e-7}))
+
+
+def served(join: Join, model: nn.Module, step: Step, steps: int = STEPS, **settings: Any) -> nn.Module:
+    """``model`` after so many steps with a server."""
+    with join(model, optimizer := sgd(model), **settings):
+        return loop(model, optimizer, step, steps)
+
+
+def two_sided(step: Step) -> Step:
+    """The same, and what is not changed: gradients are the loop's after the step, as without gossipx."""
+
+    def made(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+        step(model, optimizer, number)
+        assert all(parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad)
+
+    return made
+
+
+def evaluating(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Looks at the model between two steps."""
+    plain(model, optimizer, step)
+    with torch.no_grad():
+        model.eval()
+        model(batch(1000 + step))
+        model.train()
+
+
+def keeping(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    optimizer.zero_grad(set_to_none=False)
+    loss_of(model, batch(step)).backward()
+    optimizer.step()
+
+
+def closing(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """The optimizer calls the loss by itself."""
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = loss_of(model, batch(step))
+        loss.backward()
+        return float(loss.detach())
+
+    closure()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("wait_free", WAIT_FREE)
+@pytest.mark.parametrize("step", [plain, evaluating, keeping, two_sided(plain), closing])
+def test_loops_that_give_what_they_give_alone(join: Join, step: Step, wait_free: bool) -> None:
+    alone = loop(model := net(), sgd(model), step)
+    same(served(join, net(), step, wait_free=wait_free), alone)
+
+
+@pytest.mark.parametrize("bucket", [0, 2**20])
+@pytest.mark.parametrize("step", [plain, evaluating])
+def test_wait_free_changes_no_bit(join: Join, tmp_path: Path, step: Step, bucket: int) -> None:
+    free = served(join, net(), step, bucket=bucket)
+    same(served(join, net(), step, bucket=bucket, wait_free=False), free, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("wait_free", WAIT_FREE)
+def test_accumulation_is_one_big_batch(join: Join, wait_free: bool) -> None:
+    model = net()
+    with join(model, optimizer := sgd(model), wait_free=wait_free) as peer:
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            parts = batch(step).chunk(4)
+            with peer.no_sync():
+                for part in parts[:-1]:
+                    (loss_of(model, part) / 4).backward()
+            (loss_of(model, parts[-1]) / 4).backward()
+            optimizer.step()
+    same(model, loop(alone := net(), sgd(alone), plain), rtol=1e-5, atol=1e-6)
+
+
+def test_two_backward_passes_without_no_sync_are_refused(join: Join) -> None:
+    model = net()
+    with join(model, sgd(model)) as peer:
+        loss_of(model, batch(0)).backward()
+        with pytest.raises(UsageError, match=r"two gradients in one iteration: .*peer\.no_sync\(\)"):
+            loss_of(model, batch(1)).backward()
+        peer.close()
+
+
+class Tied(nn.Module):
+    """Two layers of one weight; one more that only a part of the steps use; one that is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.second.weight = self.first.weight
+        self.now_and_then = nn.Linear(4, 4)
+        self.frozen = nn.Linear(4, 4)
+        self.frozen.requires_grad_(False)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        x = self.frozen(self.second(torch.tanh(self.first(x))))
+        return x + self.now_and_then(x) if self.calls % 3 == 0 else x
+
+
+def with_zeros(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """As servers see it: what has no gradient has zeros."""
+    optimizer.zero_grad()
+    loss_of(model, batch(step)).backward()
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("wait_free", WAIT_FREE)
+def test_tied_frozen_and_sometimes_unused(join: Join, wait_free: bool) -> None:
+    model = Tied()
+    frozen = model.frozen.weight.detach().clone()
+    same(served(join, model, plain, wait_free=wait_free, bucket=0), loop(alone := Tied(), sgd(alone), with_zeros))
+    assert torch.equal(model.frozen.weight, frozen) and model.first.weight is model.second.weight
+
+
+@pytest.mark.parametrize("schedule", ["step", "cosine"])
+def test_learning_rate_schedules_of_torch(join: Join, schedule: str) -> None:
+    def scheduled(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        if schedule == "step":
+            return torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+
+    def run(model: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
+        scheduler = scheduled(optimizer)
+        for step in range(STEPS):
+            plain(model, optimizer, step)
+            scheduler.step()
+        return model
+
+    model = net()
+    with join(model, optimizer := sgd(model)):
+        run(model, optimizer)
+    same(model, run(alone := net(), sgd(alone)))
+
+
+def test_parameter_groups_and_a_rate_that_is_a_tensor(join: Join) -> None:
+    def made(model: nn.Sequential) -> torch.optim.Optimizer:
+        groups: list[dict[str, Any]] = [
+            {"params": model[0].parameters(), "lr": torch.tensor(0.05)},
+            {"params": model[2].parameters(), "weight_decay": 0.1},
+        ]
+        return torch.optim.Adam(groups, lr=0.01, foreach=False)
+
+    def run(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
+        for step in range(STEPS):
+            optimizer.param_groups[0]["lr"].fill_(0.05 / (1 + step))
+            plain(model, optimizer, step)
+
+    with join(model := net(), optimizer := made(model)):
+        run(model, optimizer)
+    run(alone := net(), made(alone))
+    same(model, alone, rtol=1e-5, atol=1e-6)
+
+
+# --- what is refused ----------------------------------------------------------------------------------
+
+
+def test_clipping_after_gradients_have_left_is_refused_with_its_knob(join: Join) -> None:
+    model = net()
+    with join(model, optimizer := sgd(model)) as peer:
+        loss_of(model, batch(0)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        with pytest.raises(UsageError, match=r"gradient of '0\.weight' was changed after backward.*--no-wait-free"):
+            optimizer.step()
+        peer.close()
+
+
+def clipping(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    optimizer.zero_grad()
+    loss_of(model, batch(step)).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+    optimizer.step()
+
+
+def directly(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Uses a layer's parameters without the layer."""
+    optimizer.zero_grad()
+    assert isinstance(model, nn.Sequential)
+    hidden = torch.tanh(model[0](batch(step)))
+    (hidden @ model[2].weight.T + model[2].bias - 1).square().mean().backward()
+    optimizer.step()
+
+
+def scaled(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    optimizer.zero_grad()
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(loss_of(model, batch(step))).backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+
+@pytest.mark.parametrize("step", [clipping, directly, scaled])
+def test_without_wait_free_they_may(join: Join, step: Step) -> None:
+    same(served(join, net(), step, wait_free=False), loop(alone := net(), sgd(alone), step), rtol=1e-5, atol=1e-6)
+
+
+def test_a_parameter_without_its_module_is_refused_with_its_knob(join: Join) -> None:
+    model = net()
+    with join(model, optimizer := sgd(model)) as peer:
+        with pytest.raises(UsageError, match=r"'2\.\w+' was used without its module's forward: give --no-wait-free"):
+            directly(model, optimizer, 0)
+        peer.close()
+
+
+@pytest.mark.parametrize("wait_free", WAIT_FREE)
+def test_a_fused_optimizer_that_would_unscale_by_itself_is_refused(join: Join, wait_free: bool) -> None:
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters(), fused=True)
+    with join(model, optimizer, wait_free=wait_free) as peer:
+        with pytest.raises(UsageError, match="GradScaler"):
+            scaled(model, optimizer, 0)
+        peer.close()
+
+
+# --- 16 bits ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_steps_too_small_for_16_bits_add_up(join: Join, dtype: torch.dtype) -> None:
+    """Each step is a hundredth of what rounding leaves out; the server keeps float32."""
+    model = nn.Linear(1, 1, bias=False).to(dtype)
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=torch.finfo(dtype).eps / 200)
+    with join(model, optimizer):
+        for _ in range(400):
+            optimizer.zero_grad()
+            model(torch.ones(1, 1, dtype=dtype)).sum().backward()
+            optimizer.step()
+    assert float(model.weight) == pytest.approx(1 - 2 * torch.finfo(dtype).eps, rel=0.1 * torch.finfo(dtype).eps)

@@ -1,0 +1,25 @@
+"""Code 4.2 and 4.3: the largest hundredth of a gradient is sent, as values and indices; the rest stays for later."""
+
+import torch
+
+from gossipx.parts import ServerStorage, TransmitBuffer, raw, typed
+
+
+class TopTransmitBuffer(TransmitBuffer):
+    def add(self, gradient):
+        self.data += gradient  # to what was not sent
+
+    def encode(self):
+        top = self.data.abs().topk(-(-len(self.data) // 100)).indices
+        values = self.data[top]
+        self.data[top] = 0
+        return bytes(raw(values)) + bytes(raw(top.int()))
+
+
+class TopServerStorage(ServerStorage):
+    def decode(self, encoded):
+        count = len(encoded) // (self.data.element_size() + 4)
+        top = typed(encoded[len(encoded) - 4 * count :], torch.int32)
+        gradient = torch.zeros_like(self.data)
+        gradient[top] = typed(encoded[: len(encoded) - 4 * count], self.data.dtype)
+        return gradient

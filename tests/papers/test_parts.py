@@ -1,0 +1,341 @@
+"""Each part of the parameter server replaced alone, and Code 4.1 to 4.4 as users write them.
+
+Modularized Parameter Server, chapter 4. In virtual time, on the same roles and tables as in real processes.
+The examples are in tests/examples.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import served
+import torch
+from round_robin import RoundRobinPlacement
+from stale import SSPConsistency
+from top_percent import TopServerStorage, TopTransmitBuffer
+from torch import Tensor, nn
+
+from gossipx.parts import (
+    ApplyBuffer,
+    ClientTable,
+    Conditions,
+    GradientStorage,
+    Partition,
+    Parts,
+    Placement,
+    ServerStorage,
+    ServerTable,
+    Storages,
+    SyncModel,
+    Table,
+    TransmitBuffer,
+    WorkerStorage,
+    raw,
+)
+from gossipx.server.mode import ServerMode
+from gossipx.sim import Network, World
+
+HOUSE = Path(__file__).parents[2]
+
+
+def plain(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def models(made: World) -> Tensor:
+    return torch.stack([served.values(peer.module) for peer in made.peers.values()])
+
+
+def run(parts: Parts, size: int = 3, **options: Any) -> World:
+    given = {"servers": "0,1", "placement": "uniform", "optimizer": plain, **options}
+    return served.ended(served.world(size, parts=parts, **given))
+
+
+def joined(factor: float = 1.0) -> Tensor:
+    """One process on the joined batch, with so many times the gradient."""
+    return served.joined(range(3), optimizer=lambda p: torch.optim.SGD(p, lr=0.1 * factor)).expand(3, -1)
+
+
+# --- each alone -----------------------------------------------------------------------------------------
+
+
+class Doubling(GradientStorage):
+    def put(self, gradient: Tensor) -> None:
+        super().put(2 * gradient)
+
+
+class Halving(TransmitBuffer):
+    def encode(self) -> bytes:
+        return bytes(raw(self.data / 2))
+
+
+class Tripling(ServerStorage):
+    def decode(self, encoded: memoryview) -> Tensor:
+        return 3 * super().decode(encoded)
+
+
+class DoublingTable(ClientTable):
+    def update(self, gradient: Tensor) -> None:
+        super().update(2 * gradient)
+
+
+class TriplingTable(ServerTable):
+    def update(self, encoded: memoryview) -> Tensor:
+        return 3 * super().update(encoded)
+
+
+@pytest.mark.parametrize(
+    ("replaced", "factor"),
+    [
+        ({"gradient": Doubling}, 2),
+        ({"transmit": Halving}, 1 / 2),
+        ({"server": Tripling}, 3),
+        ({"client_table": DoublingTable}, 2),
+        ({"server_table": TriplingTable}, 3),
+    ],
+)
+def test_parts_on_the_way_of_gradients(replaced: dict[str, Any], factor: float) -> None:
+    """Table 4.1 and Figure 4.1: one class that scales, on every partition of every table."""
+    made = run(Parts(storages=Storages(**replaced)))
+    torch.testing.assert_close(models(made), joined(factor), rtol=1e-9, atol=1e-9)
+
+
+class AddsOne(ServerStorage):
+    """Tells values that are larger by one; what it keeps is not changed."""
+
+    def encode(self) -> bytes:
+        return bytes(raw(self.data + 1))
+
+
+class TakesOneOff(ApplyBuffer):
+    def decode(self, encoded: memoryview) -> None:
+        super().decode(encoded)
+        self.data.sub_(1)
+
+
+class TableAddsOne(ServerTable):
+    def get(self) -> bytes:
+        return bytes(raw(self.storage.data + 1))
+
+
+class WorkerTakesOneOff(WorkerStorage):
+    def apply(self, buffers: Sequence[ApplyBuffer]) -> None:
+        super().apply(buffers)
+        with torch.no_grad():
+            self.parameter.sub_(1)
+
+
+class ClientTakesOneOff(ClientTable):
+    def apply(self) -> None:
+        super().apply()
+        with torch.no_grad():
+            self.parameter.sub_(1)
+
+
+@pytest.mark.parametrize("gives", [{"server": AddsOne}, {"server_table": TableAddsOne}])
+@pytest.mark.parametrize(
+    "takes", [{"apply": TakesOneOff}, {"worker": WorkerTakesOneOff}, {"client_table": ClientTakesOneOff}]
+)
+def test_parts_on_the_way_of_values(gives: dict[str, Any], takes: dict[str, Any]) -> None:
+    """Whatever a server's side makes of values, a part of a worker's side can undo."""
+    made = run(Parts(storages=Storages(**gives, **takes)))
+    torch.testing.assert_close(models(made), joined(), rtol=1e-9, atol=1e-9)
+
+
+class Reversed(Placement):
+    """Tables from the last server to the first, each in two halves of which the second comes first."""
+
+    def decide(self, tables: Sequence[Table], servers: int) -> list[list[Partition]]:
+        placed: list[list[Partition]] = [[] for _ in range(servers)]
+        for number, table in enumerate(tables):
+            half = table.size // 2
+            placed[-1 - number % servers].append(Partition(number, half, table.size))
+            placed[-1 - (number + 1) % servers].append(Partition(number, 0, half))
+        return placed
+
+
+@pytest.mark.parametrize("placement", [Reversed(), RoundRobinPlacement()])
+def test_a_placement_of_ones_own(placement: Placement) -> None:
+    """Code 4.1: the decision function."""
+    made = run(Parts(placement=placement))
+    torch.testing.assert_close(models(made), joined(), rtol=1e-9, atol=1e-9)
+
+
+def test_round_robin_takes_turns() -> None:
+    tables = [Table(str(size), size) for size in (5, 0, 3, 7)]
+    placed = RoundRobinPlacement().decide(tables, 3)
+    assert placed == [[Partition(0, 0, 5), Partition(3, 0, 7)], [Partition(1, 0, 0)], [Partition(2, 0, 3)]]
+
+
+@pytest.mark.parametrize(
+    "sync",
+    [
+        Conditions(pull=lambda view, pull: pull.progress < view.clock, push=lambda view: view.pushed == view.workers),
+        [SSPConsistency(0), SSPConsistency(0)],
+    ],
+)
+def test_a_consistency_controller_of_ones_own(sync: SyncModel | list[SyncModel]) -> None:
+    """Conditions of two functions, or a class; one for all shards, or one each. Here they say what bsp does."""
+    made = run(Parts(sync=sync), apply="tick")
+    torch.testing.assert_close(models(made), joined(), rtol=1e-9, atol=1e-9)
+
+
+# --- Code 4.2 and 4.3: top-1% -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [0, 1, 99, 100, 101, 1000])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_what_is_not_sent_stays_in_the_buffer(size: int, dtype: torch.dtype) -> None:
+    """``val = 0`` in Code 4.2 is of what is sent alone. At each time all gradients = all that was sent + the buffer."""
+    generator = torch.Generator().manual_seed(size)
+    buffer = TopTransmitBuffer(torch.zeros(size, dtype=dtype))
+    server = TopServerStorage(torch.zeros(size, dtype=dtype))
+    made = torch.zeros(size, dtype=dtype)
+    sent = torch.zeros(size, dtype=dtype)
+    for _ in range(20):
+        gradient = torch.randint(-9, 10, (size,), generator=generator).to(dtype)  # sums of these are exact
+        made += gradient
+        buffer.add(gradient)
+        largest = buffer.data.abs().max() if size else 0
+        encoded = buffer.encode()
+        count = -(-size // 100)
+        assert len(encoded) == count * (4 + dtype.itemsize)
+        decoded = server.decode(memoryview(bytearray(encoded)))
+        assert int((decoded != 0).sum()) <= count and (not size or decoded.abs().max() == largest)
+        sent += decoded
+        assert torch.equal(sent + buffer.data, made)
+
+
+class Wide(nn.Module):
+    """A model of 1,500 values, no two gradients of which are equal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(5)
+        self.first = nn.Parameter(torch.randn(served.FEATURES, 300, generator=generator, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ self.first).mean(1)
+
+
+def test_top_one_percent_is_error_feedback_over_the_largest() -> None:
+    """Against the same, written here for one worker; and a push has 15 values and indices of 1,500."""
+    sent: list[int] = []
+
+    class Noting(TopTransmitBuffer):
+        def encode(self) -> bytes:
+            encoded = super().encode()
+            sent.append(len(encoded))
+            return encoded
+
+    parts = Parts(storages=Storages(transmit=Noting, server=TopServerStorage))
+    made = served.ended(served.world(1, parts=parts, module=Wide, optimizer=plain))
+    here = Wide()
+    left = torch.zeros(served.FEATURES * 300, dtype=torch.float64)
+    for iteration in range(served.ITERATIONS):
+        served.gradients(here, [served.batch(0, iteration)])
+        assert here.first.grad is not None
+        left += here.first.grad.reshape(-1)
+        bound = left.abs().sort().values[-15]
+        step = torch.where(left.abs() >= bound, left, 0)
+        left -= step
+        with torch.no_grad():
+            here.first -= 0.1 * step.view_as(here.first)
+    torch.testing.assert_close(models(made)[0], served.values(here), rtol=1e-9, atol=1e-12)
+    assert sent == [15 * (8 + 4)] * served.ITERATIONS
+
+
+# --- Code 4.4: SSP --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pulls", ["lazy", "soft"])
+@pytest.mark.parametrize("staleness", [0, 1, 3, 5])
+def test_ssp_of_ones_own_pulls_only_what_is_too_old_and_nobody_is_further_ahead(staleness: int, pulls: str) -> None:
+    made = run(
+        Parts(sync=SSPConsistency(staleness)),
+        network=Network(delay=0.01),
+        pulls=pulls,
+        slow={2: 3.0},
+        iterations=24,
+        bucket=0,
+    )
+    done = dict.fromkeys(range(3), 0)
+    for entry in made.log:
+        if entry.what.startswith("step "):
+            done[entry.rank] += 1
+            # Whoever computes iteration i (from 0) has tables of a clock above i − 1 − s.
+            assert done[entry.rank] - 2 < done[2] + staleness or entry.rank == 2
+    for peer in made.peers.values():
+        assert isinstance(peer.role.exchange, ServerMode)
+        for shard in peer.role.exchange.shards.values():
+            assert shard.clock.clock == 24 and shard.clock.counts.gradients == 3 * 24
+            # What was fetched at clock c is good up to iteration c + s.
+            assert shard.clock.counts.pulls <= 3 * 24 and (staleness < 3 or shard.clock.counts.pulls <= 2 * 24)
+    assert torch.isfinite(models(made)).all()
+
+
+@dataclasses.dataclass(frozen=True)
+class Seldom(SyncModel):
+    """Pulls after every third iteration, and nobody waits."""
+
+    def fetches(self, progress: int, fetched: int) -> bool:
+        return progress % 3 == 2
+
+    def may_pull(self, state: Any, view: Any, pull: Any) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_worker_that_does_not_pull_loses_no_gradient(overlap: bool, seed: int) -> None:
+    """... of which the next may not come before this one has arrived, over a network slower than its steps."""
+    made = run(
+        Parts(sync=Seldom()),
+        seed=seed,
+        network=Network(delay=0.4),
+        overlap=overlap,
+        bucket=0,
+        iterations=18,
+    )
+    for peer in made.peers.values():
+        assert isinstance(peer.role.exchange, ServerMode)
+        for shard in peer.role.exchange.shards.values():
+            assert shard.clock.counts.gradients == 3 * 18 and shard.clock.counts.pulls == 3 * 18 / 3
+
+
+def test_one_worker_that_seldom_pulls_computes_on_what_it_has() -> None:
+    """Exactly: three gradients at one point, applied one after the other, then the next point."""
+    made = served.ended(served.world(1, servers="0", optimizer=plain, parts=Parts(sync=Seldom()), apply="each"))
+    there, here = served.Net(), served.Net()
+    for iteration in range(served.ITERATIONS):
+        served.gradients(here, [served.batch(0, iteration)])
+        with torch.no_grad():
+            for one, other in zip(there.parameters(), here.parameters(), strict=True):
+                if other.grad is not None:
+                    one -= 0.1 * other.grad
+            if iteration % 3 == 2:
+                here.load_state_dict(there.state_dict())
+    torch.testing.assert_close(models(made)[0], served.values(there), rtol=1e-9, atol=1e-9)
+
+
+# --- all together -----------------------------------------------------------------------------------------------
+
+
+def test_code_4_1_to_4_4_together() -> None:
+    """The paper's use case (section 4.2)."""
+    parts = Parts(
+        RoundRobinPlacement(), SSPConsistency(2), Storages(transmit=TopTransmitBuffer, server=TopServerStorage)
+    )
+    made = run(parts, slow={1: 2.0})
+    expected = models(made)[:1].expand(3, -1)
+    assert torch.isfinite(expected).all() and torch.equal(models(made), expected)
+
+
+@pytest.mark.parametrize("example", ["round_robin", "top_percent", "stale", "program"])
+def test_the_readme_shows_the_examples_as_they_are_tested(example: str) -> None:
+    text = (HOUSE / "tests" / "examples" / f"{example}.py").read_text(encoding="utf-8")
+    assert f"```python\n{text}```\n" in (HOUSE / "README.md").read_text(encoding="utf-8")
