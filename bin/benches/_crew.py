@@ -9,7 +9,9 @@ import contextlib
 import importlib
 import json
 import os
+import random
 import select
+import socket
 import subprocess
 import sys
 import tempfile
@@ -21,7 +23,6 @@ from typing import Any
 
 import torch
 from _far import HERE, end_with_parent
-from _runs import free_port
 from emulated import Host
 from torch import nn
 
@@ -86,24 +87,29 @@ class Crew:
             assert process.stdin is not None
             process.stdin.write(json.dumps(told) + "\n")
             process.stdin.flush()
-        return [self._answer(process) for process in taking]
+        return self._answers(taking)
 
     def _places(self, ranks: Sequence[int]) -> list[tuple[str, int]]:
         """An address and a port for each, which no earlier run had."""
         self._jobs += 1
         if self._hosts is not None:
             return [(self._hosts[rank].address, 29400 + self._jobs) for rank in ranks]
-        first = free_port(len(ranks))
-        return [(HERE, first + place) for place in range(len(ranks))]
+        return [(HERE, port) for port in _free_ports(len(ranks))]
 
-    def _answer(self, process: subprocess.Popen[str]) -> Done:
-        assert process.stdout is not None
-        there, _, _ = select.select([process.stdout], [], [], LONGEST)
-        line = process.stdout.readline() if there else ""
-        if not line:
-            raise SystemExit(f"bin/bench server: a process {'has failed' if there else 'does not come to an end'}")
-        done: Done = json.loads(line)
-        return done
+    def _answers(self, taking: Sequence[subprocess.Popen[str]]) -> list[Done]:
+        """What each has to tell, as it comes: where one has failed the others may wait for it for long."""
+        done: dict[int, Done] = {}
+        while len(done) < len(taking):
+            waiting = {process.stdout: number for number, process in enumerate(taking) if number not in done}
+            there, _, _ = select.select(list(waiting), [], [], LONGEST)
+            if not there:
+                raise SystemExit("bin/bench server: what its processes do does not come to an end")
+            for pipe in there:
+                line = pipe.readline()
+                if not line:
+                    raise SystemExit("bin/bench server: one of its processes has failed")
+                done[waiting[pipe]] = json.loads(line)
+        return [done[number] for number in range(len(taking))]
 
     def __enter__(self) -> Crew:
         return self
@@ -121,6 +127,19 @@ class Crew:
             assert process.stdout is not None
             process.stdout.close()
         self._undo.close()
+
+
+def _free_ports(count: int) -> list[int]:
+    """Ports that can be listened at, none of them one that the system gives to outgoing connections: after hundreds of
+    these, some that nobody listens at are still in use."""
+    found: list[int] = []
+    while len(found) < count:
+        port = random.randrange(10_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((HERE, port))
+            found += [port] if port not in found else []
+    return found
 
 
 # --- in each process ------------------------------------------------------------------------------------

@@ -44,5 +44,5 @@ def test_every_part_runs_in_the_same_processes(tmp_path: Path) -> None:
         assert rows and all(len(row) == len(headings) for row in rows)
         assert all(one.keys() == {"name", "value", "unit", "reference", "ratio", "goal", "met"} for one in figures)
     delayed = {one["name"]: one["value"] for one in parts["staleness"][-1]}
-    assert delayed["ASP, soft: DPRs per 100 iterations"] == 0
-    assert delayed["SSP s=3, soft: DPRs per 100 iterations"] > 0
+    assert delayed["the same: ASP, soft: DPRs per 100 iterations"] == 0
+    assert delayed["the same: SSP s=3, soft: DPRs per 100 iterations"] > 0
