@@ -492,6 +492,7 @@ class Peer:
             "iterations": self._arena.step,
             "retrievals": sync.retrievals,
             "taken_in": self._role.taken_in,
+            "delayed_pulls": self._role.delayed_pulls,
             "bytes_received": figures.received(figures.bytes_at_end),
             "bytes_sent": figures.before.bytes_sent + self._comm.bytes_sent,
             "finish_bytes": figures.finish_bytes,

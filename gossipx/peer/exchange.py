@@ -299,6 +299,11 @@ class Exchange(abc.ABC):
         return 0
 
     @property
+    def delayed_pulls(self) -> int:
+        """Pulls of tables that had to wait here."""
+        return 0
+
+    @property
     def gives(self) -> bool:
         """Whether our own model is one that others may pull."""
         return True

@@ -212,6 +212,11 @@ class PeerRole:
         return self.exchange.taken_in if self.exchange else 0
 
     @property
+    def delayed_pulls(self) -> int:
+        """Pulls that had to wait at the shards that this peer holds."""
+        return self.exchange.delayed_pulls if self.exchange else 0
+
+    @property
     def rounds_lost(self) -> int:
         """Rounds of the finish that a missing partner cost."""
         last = self.waves.current

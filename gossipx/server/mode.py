@@ -109,6 +109,10 @@ class ServerMode(Exchange):
     def taken_in(self) -> int:
         return sum(shard.clock.counts.gradients for shard in self.shards.values())
 
+    @property
+    def delayed_pulls(self) -> int:
+        return sum(shard.clock.counts.delayed for shard in self.shards.values())
+
     # --- the worker -------------------------------------------------------------------------------
 
     def begun(self, now: float) -> list[Effect]:
