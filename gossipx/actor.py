@@ -63,6 +63,24 @@ class GradientsReady:
 
 
 @dataclass(frozen=True)
+class SwitchSync:
+    """A person or a program asks that shards go over to another sync model; :class:`Switched` follows.
+
+    Attributes:
+        number: names this, by whoever asks.
+        shard: which; None: all.
+        sync: the model, as a spec.
+        apply, pulls: words as in the settings; empty: the model's way, and as before.
+    """
+
+    number: int
+    shard: int | None
+    sync: str
+    apply: str = ""
+    pulls: str = ""
+
+
+@dataclass(frozen=True)
 class TrainingEnded:
     """The last iteration is done; what comes next is the finish.
 
@@ -172,6 +190,7 @@ Event = (
     JoinRun
     | StepDone
     | GradientsReady
+    | SwitchSync
     | TrainingEnded
     | FiguresReady
     | Restored
@@ -244,9 +263,14 @@ class Keep:
 
 @dataclass(frozen=True)
 class Capture:
-    """Hold the model as of the last step boundary under ``ticket``, whatever training does meanwhile."""
+    """Hold the model as of the last step boundary under ``ticket``, whatever training does meanwhile.
+
+    Attributes:
+        saved: rather hold what a checkpoint has kept of a held model, if it has.
+    """
 
     ticket: int
+    saved: bool = False
 
 
 @dataclass(frozen=True)
@@ -332,6 +356,20 @@ class ApplyBuffer:
 
 
 @dataclass(frozen=True)
+class KeepShard:
+    """Take a checkpoint of a shard, as it is after all that was asked for before.
+
+    Attributes:
+        clock: of the shard.
+        state: its role's, plain data.
+    """
+
+    shard: int
+    clock: int
+    state: dict[str, Any]
+
+
+@dataclass(frozen=True)
 class FillTables:
     """The tables of a shard begin with the values of our own model."""
 
@@ -357,6 +395,14 @@ class Fetched:
     """What came under ``ticket`` is to be used from now on. Then forget the ticket."""
 
     ticket: int
+
+
+@dataclass(frozen=True)
+class Switched:
+    """What :class:`SwitchSync` has asked for is done, or not; ``problem``: why not, in one line, else empty."""
+
+    number: int
+    problem: str
 
 
 @dataclass(frozen=True)
@@ -408,8 +454,10 @@ Effect = (
     | BufferGradient
     | ApplyBuffer
     | FillTables
+    | KeepShard
     | Fetch
     | Fetched
+    | Switched
     | Unchanged
     | SetTimer
     | Wait

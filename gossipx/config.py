@@ -74,6 +74,12 @@ def _sync_model(specs: str) -> None:
         models.parse(spec)
 
 
+def _plan(text: str) -> None:
+    from gossipx.server import plan
+
+    plan.parse(text)
+
+
 def _placement(spec: str) -> None:
     from gossipx.server import placement
 
@@ -224,6 +230,11 @@ class ServerSettings:
         "bsp, asp, ssp:staleness, dsps, drop:n, pssp:staleness,p or staleness,alpha, hybrid:step; one, or one a shard"
         " with a | between them.",
         check=_sync_model,
+    )
+    sync_plan: str | None = setting(
+        None,
+        "Other sync models, each with the clock from which on: 500=ssp:staleness=3;2000=asp.",
+        check=_plan,
     )
     pulls: Literal["lazy", "soft"] = setting(
         "lazy", "When a pull that was delayed is answered: when the clock has passed it, or at the soft barrier."

@@ -175,6 +175,22 @@ class TablesRequest:
 
 
 @dataclass(frozen=True)
+class SwitchRequest:
+    """Asks a server to go over to another sync model with one of its shards.
+
+    Attributes:
+        shard: which.
+        sync: the model, as a spec.
+        apply, pulls: words as in the settings; empty: the model's way, and as before.
+    """
+
+    shard: int
+    sync: str
+    apply: str
+    pulls: str
+
+
+@dataclass(frozen=True)
 class TablesReply:
     """A bucket of a shard; its bytes are the frame's payload.
 
@@ -277,7 +293,7 @@ CarryingRequest = ElasticRequest | GradientRequest
 """What brings a model along."""
 ModelRequest = InitialRequest | PullRequest | TakeRequest | RoundRequest | ElasticRequest | CentreRequest
 """What is answered by a model."""
-ServerRequest = GradientRequest | TablesRequest
+ServerRequest = GradientRequest | TablesRequest | SwitchRequest
 """What workers ask of a server."""
 Request = ModelRequest | ExchangeRequest | ServerRequest | ArriveRequest | LeaveRequest
 CarryingReply = ModelReply | TablesReply

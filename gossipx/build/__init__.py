@@ -29,6 +29,7 @@ from gossipx.drive.checkpoints import Checkpoints, store_of
 from gossipx.drive.driver import Driver
 from gossipx.drive.peer import Peer, PeerOptions
 from gossipx.drive.progress import Progress
+from gossipx.drive.shards import ShardKeeper, store_of_shard
 from gossipx.drive.state import TrainingState
 from gossipx.errors import UsageError
 from gossipx.hub import Elastic, ElasticSettings
@@ -66,7 +67,7 @@ class Place:
         directory: the run's; None: nothing is written.
         progress: to the parent process.
         under_run: whether ``gossipx run`` started this process.
-        resumes: whether the run goes on from checkpoints.
+        resumes: whether the run goes on from checkpoints; ``resumes_at``: of which iteration, None: the newest.
     """
 
     rank: int
@@ -78,6 +79,7 @@ class Place:
     progress: Progress
     under_run: bool
     resumes: bool = False
+    resumes_at: int | None = None
 
 
 def peer(
@@ -174,16 +176,30 @@ def peer(
         save_model=run.save_model,
         under_run=place.under_run,
     )
+    if served is not None and place.directory is not None:
+        _keep_shards(driver, served, place, run.keep_checkpoints)
     about = {"--policy": options.policy.partition(":")[0], "peers": size, "--seed": run.seed}
     checkpoints = Checkpoints(
         None if place.directory is None else store_of(place.directory, place.rank, run.keep_checkpoints),
         Every.parse(str(run.checkpoint_every)),
         TrainingState(module, optimizer, driver, about),
         place.resumes,
+        place.resumes_at,
     )
     recorder = _recorder(config, place, None if checkpoints.found is None else checkpoints.found.iteration)
     backward = None if served is None else _backward(module, driver, served, config.server.wait_free)
     return Peer(module, optimizer, driver, comm, recorder, place.progress, checkpoints, options, evaluate, backward)
+
+
+def _keep_shards(driver: Driver, served: Served, place: Place, keep: int) -> None:
+    """Have the shards that lie here kept, and go on from what was kept of them."""
+    assert place.directory is not None
+    stores = {index: store_of_shard(place.directory, index, keep) for index in served.clocks}
+    driver.keeper = ShardKeeper(stores, served.desk)
+    exchange = driver.role.exchange
+    if place.resumes and isinstance(exchange, ServerMode):
+        states = {index: driver.keeper.restore(index, place.resumes_at) for index in served.clocks}
+        exchange.load_state_dict({index: state for index, state in states.items() if state is not None})
 
 
 def _backward(

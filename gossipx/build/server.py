@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 from gossipx.build.roles import rank_of
+from gossipx.checkpoint import Every
 from gossipx.config import RunConfig, ServerSettings
 from gossipx.errors import UsageError
 from gossipx.layout import plain_name
-from gossipx.server import models, placement
+from gossipx.server import models, placement, plan
 from gossipx.server.buckets import Bucket, buckets
 from gossipx.server.clock import Clock
 from gossipx.server.mode import ServerSettings as Settings
@@ -130,23 +131,29 @@ def serve(
     )
     cut = [_buckets(partitions, parameters, given.bucket) for partitions in placed]
     syncs = sync_models(config, len(ranks), own)
+    rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+    rate = rates[0] if rates else None
+    later = plan.parse(given.sync_plan or "", rate)
+    every = Every.parse(str(config.run.checkpoint_every))
     settings = Settings(
         servers=ranks,
         buckets=tuple(map(len, cut)),
         trains=not given.servers_only,
         overlap=given.overlap,
         lost=given.server_lost,
+        plans=(later,) * len(ranks),
+        rate=rate,
+        every=(every.iterations, every.seconds),
         syncs=tuple(syncs),
     )
     workers = settings.workers(len(names))
     groups = {id(one): number for number, group in enumerate(optimizer.param_groups) for one in group["params"]}
     numbers = [groups.get(id(parameter), -1) for parameter in parameters]
     clocks, stores = {}, {}
-    rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
     for index, holder in enumerate(ranks):
         if holder == rank:
             model = syncs[index]
-            model = model.resolved(rates[0]) if model.needs_rate and rates else model
+            model = model.resolved(rate) if model.needs_rate and rate is not None else model
             rng = random.Random(f"shard {config.run.seed} {index}")
             clocks[index] = Clock(model, given.apply, given.pulls, workers, rng)
             stores[index] = ShardStore(placed[index], cut[index], parameters, numbers, optimizer, own.storages)

@@ -132,9 +132,13 @@ class Store:
 
     # --- reading ------------------------------------------------------------------------------------
 
-    def load(self) -> Checkpoint | None:
-        """The newest that is whole; what is wrong with each newer one is told in one log line. None: there is none."""
-        paths = self._newest_first()
+    def load(self, at: int | None = None) -> Checkpoint | None:
+        """The newest that is whole; what is wrong with each newer one is told in one log line. None: there is none.
+
+        Args:
+            at: the iteration; None: whatever it is.
+        """
+        paths = [path for path in self._newest_first() if at is None or int(path.name) == at]
         for number, path in enumerate(paths, 1):
             try:
                 return _read(path)
@@ -150,6 +154,15 @@ class Store:
                 _verify(path)
                 return int(path.name)
         return None
+
+    def whole(self) -> set[int]:
+        """The iterations of all that are whole, without a word."""
+        found = set()
+        for path in self._newest_first():
+            with contextlib.suppress(DamagedError):
+                _verify(path)
+                found.add(int(path.name))
+        return found
 
     def _newest_first(self) -> list[Path]:
         if not self.directory.is_dir():

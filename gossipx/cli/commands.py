@@ -189,6 +189,7 @@ def _print_table(rows: list[Row]) -> None:
         ("policy", lambda row: row.policy),
         ("retrievals a peer", lambda row: _shown(row.retrievals, "{:.1f}")),
         ("reduction", lambda row: _shown(row.reduction, "{:.1%}")),
+        ("delayed pulls (DPRs)", lambda row: _shown(row.delayed_pulls, "{:.0f}")),
         ("MB received a peer", lambda row: _shown(row.received_mb, "{:.1f}")),
         ("MB in the finish", lambda row: _shown(row.finish_mb, "{:.2f}")),
         ("accuracy, mean", lambda row: _shown(row.accuracy, "{:.4f}")),

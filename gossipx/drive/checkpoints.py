@@ -45,6 +45,7 @@ class Checkpoints:
         every: how often one is due while training; none: only one as the peer is asked to leave.
         state: what they are taken of.
         resumes: the run goes on from checkpoints: the newest whole one is looked for here.
+        at: the iteration of the one that is to be gone on from, whichever is the newest.
 
     Attributes:
         skipped: those that were due while one was being written.
@@ -53,15 +54,16 @@ class Checkpoints:
         resumed: None: the run is a new one; else whether there is one.
     """
 
-    def __init__(self, store: Store | None, every: Every, state: TrainingState, resumes: bool):
+    def __init__(self, store: Store | None, every: Every, state: TrainingState, resumes: bool, at: int | None = None):
         self.skipped = 0
         self.failed = 0
         self._store = store
         self._every = every
         self._state = state
-        self.found = store.load() if store is not None and resumes else None
+        self.found = store.load(at) if store is not None and resumes else None
         self.resumed = self.found is not None if resumes else None
         self._last = -1 if self.found is None else self.found.iteration  # the iteration of the newest
+        self._looked = max(self._last, 0)  # the iteration at which it was last asked whether one is due
         self._due = 0.0  # by the clock, where it goes by seconds
         self._queue: queue.SimpleQueue[Captured | None] = queue.SimpleQueue()
         self._writer: threading.Thread | None = None
@@ -146,7 +148,9 @@ class Checkpoints:
 
     def _is_due(self) -> bool:
         if self._every.iterations:
-            return self._state.iteration % self._every.iterations == 0
+            # Not where it is a multiple: a hub that only serves is looked at now and then, not at each iteration.
+            before, self._looked = self._looked, self._state.iteration
+            return self._looked // self._every.iterations > before // self._every.iterations
         return time.monotonic() >= self._due
 
     def _take(self, kept: Kept) -> None:

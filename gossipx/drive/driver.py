@@ -8,11 +8,13 @@ thread may go on, and why not, is set under the lock, so that it always follows 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import math
 import threading
 import time
 from collections.abc import Callable, Hashable
+from concurrent.futures import Future
 from typing import Any
 
 from gossipx.actor import (
@@ -32,6 +34,7 @@ from gossipx.actor import (
     Forget,
     Given,
     Keep,
+    KeepShard,
     Merge,
     Merged,
     Mix,
@@ -44,6 +47,8 @@ from gossipx.actor import (
     Send,
     SetTimer,
     Stop,
+    Switched,
+    SwitchSync,
     TakeIn,
     TimerFired,
     Unchanged,
@@ -53,6 +58,7 @@ from gossipx.arena import ParameterArena
 from gossipx.comm import CommManager
 from gossipx.drive.held import Held, Retrieval
 from gossipx.drive.lane import Lane
+from gossipx.drive.shards import ShardKeeper
 from gossipx.drive.timers import Timers
 from gossipx.drive.transfers import Transfers
 from gossipx.errors import (
@@ -98,6 +104,7 @@ class Driver:
     Attributes:
         transfers: requests on their way, and what others bring.
         held: captured models.
+        keeper: of shards' checkpoints; set by the caller where there are any.
         tables: what is done to the tables of shards, in the order of the decisions.
         on_retrieval: told of each model mixed while training, from the thread that mixed it.
         error: why training cannot go on, once it cannot.
@@ -112,11 +119,14 @@ class Driver:
         self.committing = threading.Lock()
         self.held = Held(arena, role.sync.policy.uses_drift)
         self.transfers = Transfers(arena, role.rank, self.tell, self._note, self.fail, places)
+        self.keeper: ShardKeeper | None = None
         self.tables = Lane(f"gossipx-tables-{role.rank}", self.transfers.spoilt)
         self._lock = threading.Lock()
         self._may_go_on = threading.Event()
         self._may_go_on.set()
         self._notes: dict[str, tuple[float, int]] = {}
+        self._numbers = itertools.count(1)
+        self._switches: dict[int, Future[str]] = {}
         self._timers = Timers(lambda name: self.tell(TimerFired(name)), str(role.rank))
         self._closed = False
 
@@ -148,6 +158,16 @@ class Driver:
         if isinstance(request, CarryingRequest) and brought is not None:
             self.transfers.brought(key, request, brought)
         self.tell(Received(sender, key, request))
+
+    def switch_sync(self, sync: str, shard: int | None, apply: str, pulls: str) -> str:
+        """Have shards go over to another sync model; why that cannot be, or nothing."""
+        number = next(self._numbers)
+        result = self._switches[number] = Future()
+        self.tell(SwitchSync(number, shard, sync, apply, pulls))
+        try:
+            return result.result(2 * self.role.settings.peer_timeout)
+        except TimeoutError:
+            return "no answer within peer_timeout"
 
     @property
     def stranger(self) -> NotAuthorisedError | RefusedError | None:
@@ -184,7 +204,9 @@ class Driver:
             self._closed = True
         self._timers.close()
         self.transfers.close()
-        self.tables.close()
+        self.tables.close(wait=self.keeper is not None)
+        if self.keeper is not None:
+            self.keeper.close()
 
     # --- effects ------------------------------------------------------------------------------------
 
@@ -201,8 +223,8 @@ class Driver:
                 self._may_go_on.set()
             case Stop(reason):
                 self.fail(self.stranger or NotEnoughPeersError(reason))
-            case Capture(ticket):
-                self.held.capture(ticket)
+            case Capture(ticket, saved):
+                self.held.capture(ticket, saved)
             case Answer(captured=int(ticket)):
                 return self.held.hold(ticket)
             case Keep(key, ticket):
@@ -223,6 +245,9 @@ class Driver:
                 self.tables.put(lambda: self._desk.apply_buffer(shard))
             case FillTables(shard):
                 self.tables.put(lambda: self._desk.fill(shard))
+            case KeepShard(shard, clock, state):
+                if (keeper := self.keeper) is not None:
+                    self.tables.put(lambda: keeper.keep(shard, clock, state))
             case Answer(tables=(int(shard), int(bucket))):
                 answer = effect
                 self.tables.put(lambda: self._answer_tables(answer, shard, bucket))
@@ -259,13 +284,15 @@ class Driver:
                 self.held.given(ticket)
             case Fetched(ticket):
                 self.transfers.fetched(ticket)
+            case Switched(number, problem):
+                self._switches.pop(number).set_result(problem)
             case SetTimer(name, at):
                 self._timers.set(name, at)
             case Note(topic, text):
                 self._note(topic, text)
             case Wait() | Resume() | Stop() | Capture() | Keep() | Fetch() | Unchanged():
                 pass  # done while deciding
-            case ApplyGradient() | BufferGradient() | ApplyBuffer() | FillTables():
+            case ApplyGradient() | BufferGradient() | ApplyBuffer() | FillTables() | KeepShard():
                 pass  # done while deciding
 
     def _base(self, send: Send) -> Snapshot | None:

@@ -6,6 +6,8 @@ import math
 from collections import deque
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from gossipx.arena import ParameterArena
 from gossipx.drift import DriftReference
 from gossipx.drive.transfers import Transfer
@@ -38,10 +40,12 @@ class Held:
 
     Attributes:
         reference: what drift counts from; for the training thread, or while it waits.
+        saved: a held model that a checkpoint has kept, and the iterations that it has seen.
     """
 
     def __init__(self, arena: ParameterArena, uses_drift: bool):
         self.reference = DriftReference(arena)
+        self.saved: tuple[list[Tensor], int] | None = None
         self._arena = arena
         self._uses_drift = uses_drift
         # Guarded by the arena's lock, as what its snapshots are held for:
@@ -51,9 +55,16 @@ class Held:
     def __len__(self) -> int:
         return len(self._held)
 
-    def capture(self, ticket: int) -> None:
-        """Hold the model as of the last step boundary."""
-        self._held[ticket] = Captured(self._arena.snapshot())
+    def capture(self, ticket: int, saved: bool = False) -> None:
+        """Hold the model as of the last step boundary; or (``saved``) what a checkpoint has kept, if it has."""
+        if saved and self.saved is not None:
+            vectors, step = self.saved
+            buffer = self._arena.pool.buffer()
+            for own, kept in zip(buffer.vectors, vectors, strict=True):
+                own.copy_(kept)
+            self._held[ticket] = Captured(self._arena.held(buffer, step))
+        else:
+            self._held[ticket] = Captured(self._arena.snapshot())
 
     def base(self, ticket: int) -> Snapshot:
         """The model as of the last boundary, held for the caller, and where the policy uses drift under ``ticket``."""

@@ -9,6 +9,9 @@ from collections.abc import Callable
 
 log = logging.getLogger("gossipx")
 
+LONGEST = 300.0
+"""Seconds that the end of a lane is waited for: a checkpoint of 3 GB at 10 MB/s."""
+
 
 class Lane:
     """Does what is put into it, in order, in a thread of its own.
@@ -22,15 +25,18 @@ class Lane:
         self._name = name
         self._failed = failed
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._work, name=name, daemon=True).start()
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
 
     def put(self, what: Callable[[], None]) -> None:
         """Have ``what`` done."""
         self._queue.put(what)
 
-    def close(self) -> None:
-        """Do nothing that is put into it from now on."""
+    def close(self, wait: bool = False) -> None:
+        """Do nothing that is put into it from now on; ``wait`` for what was put into it before."""
         self._queue.put(None)
+        if wait:
+            self._thread.join(LONGEST)
 
     def _work(self) -> None:
         while (what := self._queue.get()) is not None:

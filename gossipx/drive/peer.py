@@ -7,7 +7,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -23,6 +23,7 @@ from gossipx.comm import CommManager
 from gossipx.drive import models, process
 from gossipx.drive.backward import Backward, Bypass
 from gossipx.drive.checkpoints import Checkpoints
+from gossipx.drive.control import Control
 from gossipx.drive.driver import Driver
 from gossipx.drive.figures import Figures
 from gossipx.drive.held import Retrieval
@@ -110,6 +111,7 @@ class Peer:
         self._hook = None
         self._backward = None if backward is None else backward(self._look_while_waiting)
         self._bypass: Bypass | None = None
+        self._control: Control | None = None
         if optimizer is not None:
             self._hook = optimizer.register_step_post_hook(self._optimizer_stepped)
             if self._backward is not None:
@@ -187,6 +189,22 @@ class Peer:
         """
         assert self._backward is not None
         self._backward.update(table, gradient)
+
+    def set_sync(self, sync: str, shard: int | None = None, *, apply: str = "", pulls: str = "") -> None:
+        """Have the parameter server go over to another sync model while the run goes on. Not for the training thread
+        alone: from any thread of any peer.
+
+        Args:
+            sync: as ``--sync`` has it, ``ssp:staleness=3``.
+            shard: of one shard; None: of all.
+            apply, pulls: as ``--apply`` and ``--pulls`` have it; empty: the sync model's way, and as before.
+
+        Raises:
+            UsageError: it is no sync model, or cannot be had; or a server does not answer.
+        """
+        problem = self._driver.switch_sync(sync, shard, apply, pulls)
+        if problem:
+            raise UsageError(problem)
 
     def log(self, tag: str, value: float | torch.Tensor) -> None:
         """Record a figure of one's own under ``tag`` (``train/loss``, ``test/accuracy``) at this iteration.
@@ -279,9 +297,21 @@ class Peer:
         if self._role.sync.policy.uses_drift and not self._checkpoints.resumed:
             self._driver.held.reference.set()
         self._checkpoints.start()
+        if self._backward is not None and self._options.directory is not None:
+            self._control = Control(self._options.directory, self._command)
         self._figures.start(self._comm.bytes_received)
         self._tell_progress("train")
         self._arena.go_on()
+
+    def _command(self, told: Mapping[str, Any]) -> str:
+        """A command to the run; why it cannot be carried out, or nothing."""
+        shard = told.get("shard")
+        return self._driver.switch_sync(
+            str(told["set-sync"]),
+            None if shard is None else int(shard),
+            str(told.get("apply", "")),
+            str(told.get("pulls", "")),
+        )
 
     def finish(self) -> None:
         """Training is over: agree with the others, write down the figures, and leave.
@@ -341,6 +371,8 @@ class Peer:
         if not self._open:
             return
         self._open = False
+        if self._control is not None:
+            self._control.close()
         self._arena.give_up()
         process.leave(self)
         for hook in (self._hook, self._bypass, self._backward):
@@ -401,6 +433,8 @@ class Peer:
         """Now and then while waiting: whether to leave."""
         if self._progress.due:
             self._tell_progress(self._state)
+        if self._state == "serve":  # no step of its own would be one to take a checkpoint at
+            self._checkpoints.step_done(self._kept)
         return self._term.is_set()
 
     def _tell_leaving(self) -> None:
@@ -458,6 +492,7 @@ class Peer:
             "iterations": self._arena.step,
             "retrievals": sync.retrievals,
             "taken_in": self._role.taken_in,
+            "delayed_pulls": self._role.delayed_pulls,
             "bytes_received": figures.received(figures.bytes_at_end),
             "bytes_sent": figures.before.bytes_sent + self._comm.bytes_sent,
             "finish_bytes": figures.finish_bytes,

@@ -21,8 +21,9 @@ from gossipx.checkpoint import Checkpoint, Part, pack, unpack
 from gossipx.checkpoint.plain import copy_of
 from gossipx.drive.driver import Driver
 from gossipx.errors import UsageError
+from gossipx.hub import Centre, Elastic
 
-MODEL, OPTIMIZER, RANDOM, PEER, DRIFT = "model", "optimizer", "random", "peer", "drift"
+MODEL, OPTIMIZER, RANDOM, PEER, DRIFT, HUB = "model", "optimizer", "random", "peer", "drift", "hub"
 """Names of a peer's parts."""
 SCRIPT = "script."
 """Names of a script's own parts begin so: they meet none of the others."""
@@ -78,8 +79,9 @@ class TrainingState:
 
     @property
     def iteration(self) -> int:
-        """Iterations done."""
-        return self._driver.arena.step
+        """Iterations done; of a hub that only serves, the most that a model it took in has seen."""
+        centre = self._centre
+        return self._driver.arena.step if centre is None or self._driver.role.trains else centre.step
 
     def capture(self, figures: Mapping[str, Any]) -> Captured:
         """All of it as it is now; for the training thread, at a step boundary.
@@ -103,6 +105,9 @@ class TrainingState:
             parts[PEER] = pack(told, PEER)
             if driver.role.sync.policy.uses_drift:
                 parts[DRIFT] = pack(driver.held.reference.vectors(), DRIFT)
+            if (centre := self._centre) is not None and (held := driver.held.hold(centre.ticket)) is not None:
+                parts[HUB] = pack({**centre.state_dict(), "held": held.step, "vectors": held.buffer.vectors}, HUB)
+                held.release()
             others = {name: copy_of(tensor) for name, tensor in layout.others(self._module).items()}
         except BaseException:
             snapshot.release()
@@ -112,7 +117,7 @@ class TrainingState:
             tensors = layout.named(arena.slots, arena.sections, snapshot.buffer.vectors)
             return Part({**tensors, **others}, {"manifest": list(arena.manifest)})
 
-        return Captured(arena.step, parts, model, snapshot.release)
+        return Captured(self.iteration, parts, model, snapshot.release)
 
     def restore(self, checkpoint: Checkpoint) -> dict[str, Any]:
         """Go on from a checkpoint, but for the random numbers and the script's own parts.
@@ -138,7 +143,17 @@ class TrainingState:
         driver.load_state_dict(told)
         if driver.role.sync.policy.uses_drift and (vectors := unpack(checkpoint.parts[DRIFT])):
             driver.held.reference.load(vectors)
+        if (centre := self._centre) is not None and HUB in checkpoint.parts:
+            kept = unpack(checkpoint.parts[HUB])
+            centre.load_state_dict(kept)
+            driver.held.saved = kept["vectors"], kept["held"]
         return dict(told["figures"])
+
+    @property
+    def _centre(self) -> Centre | None:
+        """What this peer holds for others, if it is a hub."""
+        exchange = self._driver.role.exchange
+        return exchange.centre if isinstance(exchange, Elastic) else None
 
     def restore_random(self, checkpoint: Checkpoint) -> None:
         """Go on with the random numbers, of torch, of Python and of numpy, and of a CUDA device."""

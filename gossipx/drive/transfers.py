@@ -129,7 +129,7 @@ class Transfers:
             base: what the model that is asked for is compared with, held by the caller, who gives that hold away here;
                 None: it is kept as it comes. An elastic request brings it along.
         """
-        if isinstance(send.request, GradientRequest | TablesRequest):
+        if isinstance(send.request, GradientRequest | TablesRequest):  # parts of a model
             self._send_tables(send, send.request)
             return
         payload = brought = None

@@ -11,7 +11,7 @@ Eq. 2 is the sum of that over all p workers. The worker moves by α (x̃ − x_i
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
 from gossipx.actor import Answer, Capture, Effect, Keep, Merge, Merged, Received
@@ -50,11 +50,19 @@ class Centre:
         self._waiting: deque[_Waiting] = deque()
 
     def begin(self) -> list[Effect]:
-        """The run begins: the centre is the model that all begin with."""
+        """The run begins: the centre is the model that all begin with, or the one that a checkpoint has kept."""
         if self.ticket:
             return []
         self.ticket = self._requests.ticket()
-        return [Capture(self.ticket)]
+        return [Capture(self.ticket, saved=True)]
+
+    def state_dict(self) -> dict[str, int]:
+        """What is counted, as plain data; the centre itself is held elsewhere."""
+        return {"exchanges": self.exchanges, "step": self.step}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Count on from what :meth:`state_dict` gave."""
+        self.exchanges, self.step = state["exchanges"], state["step"]
 
     def requested(self, event: Received, now: float) -> list[Effect]:
         """A worker brings its model, or asks for the centre."""

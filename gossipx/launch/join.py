@@ -17,7 +17,7 @@ from gossipx.drive import process
 from gossipx.drive.peer import Peer
 from gossipx.drive.progress import Progress
 from gossipx.errors import UsageError
-from gossipx.launch.environment import ENV_CONFIG, ENV_PEERS, ENV_RANK, ENV_RESUME, progress
+from gossipx.launch.environment import ENV_CONFIG, ENV_PEERS, ENV_RANK, ENV_RESUME, ENV_RESUME_AT, progress
 from gossipx.launch.hosts import PeerLine, bind_host, local_ranks, peers_digest, read_hosts
 from gossipx.policies import Observation, Policy
 from gossipx.transports import Address
@@ -135,6 +135,7 @@ def _place(run: RunConfig, hosts: Path, rank: int | None, told: Progress, under_
         progress=told,
         under_run=under_run,
         resumes=bool(os.environ.get(ENV_RESUME)),
+        resumes_at=int(at) if (at := os.environ.get(ENV_RESUME_AT)) else None,
     )
 
 

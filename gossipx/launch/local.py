@@ -23,7 +23,15 @@ from gossipx.errors import UsageError
 from gossipx.launch import resume
 from gossipx.launch.children import Child, command_of, script_exists
 from gossipx.launch.directory import CONFIG_FILE, HOSTS_FILE, RunDirectory
-from gossipx.launch.environment import ENV_CONFIG, ENV_DEVICE, ENV_PEERS, ENV_PROGRESS, ENV_RANK, ENV_RESUME
+from gossipx.launch.environment import (
+    ENV_CONFIG,
+    ENV_DEVICE,
+    ENV_PEERS,
+    ENV_PROGRESS,
+    ENV_RANK,
+    ENV_RESUME,
+    ENV_RESUME_AT,
+)
 from gossipx.launch.hosts import PeerLine, bind_host, local_ranks, read_hosts
 from gossipx.launch.progress import Display, Standing
 from gossipx.metrics.summary import FILE as SUMMARY_FILE
@@ -72,11 +80,10 @@ def launch(given: RunConfig, hosts: Path, script: list[str], resumes: bool = Fal
     if not script_exists(script):
         raise UsageError("no such script", file=script[0])
     settings = _named(replace(settings, exchange=access.absolute(settings.exchange)))
-    if resumes:
-        resume.check(settings, len(peers), here, bool(script))
+    at = resume.check(settings, names, here, bool(script)) if resumes else None
     directory = RunDirectory(settings, hosts, script, goes_on=resumes)
     try:
-        return _Run(settings, directory, peers, here, script, resumes).go(uncovered)
+        return _Run(settings, directory, peers, here, script, resumes, at).go(uncovered)
     finally:
         directory.release()
 
@@ -104,12 +111,14 @@ class _Run:
         here: list[int],
         script: list[str],
         resumes: bool = False,
+        resumes_at: int | None = None,
     ) -> None:
         self._settings = settings
         self._directory = directory
         self._peers = peers
         self._script = script
         self._resumes = resumes
+        self._resumes_at = resumes_at
         length = 0 if script else settings.run.iterations  # a script has a length of its own
         self._standings = {rank: Standing(peers[rank].name, iterations=length) for rank in here}
         hub = "" if settings.hub.hub is None else f", hub {settings.hub.hub}"
@@ -172,6 +181,7 @@ class _Run:
             ENV_DEVICE: self._peers[rank].device or self._settings.run.device,
         }
         environment[ENV_RESUME] = "1" if self._resumes else ""
+        environment[ENV_RESUME_AT] = "" if self._resumes_at is None else str(self._resumes_at)
         name = self._peers[rank].name
         child = Child(
             command_of(self._script),

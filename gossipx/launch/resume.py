@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gossipx import config
+from gossipx import build, config
 from gossipx.config import KEYS, RunConfig
 from gossipx.drive.checkpoints import store_of
+from gossipx.drive.shards import store_of_shard
 from gossipx.errors import UsageError
 from gossipx.launch.directory import CONFIG_FILE, HOSTS_FILE, SCRIPT_FILE, run_directory
 from gossipx.launch.hosts import read_hosts
@@ -78,21 +79,30 @@ def _check_size(path: Path, hosts: Path) -> None:
         raise UsageError(f"--peers names {now} peers, and the run that is to go on has {was}", hosts)
 
 
-def check(settings: RunConfig, size: int, here: list[int], has_script: bool) -> None:
+def check(settings: RunConfig, names: Sequence[str], here: list[int], has_script: bool) -> int | None:
     """See that there is something to go on from.
 
     Args:
         settings: of the run.
-        size: its peers; ``here``: those of this machine, by rank.
+        names: of its peers, by rank; ``here``: those of this machine, by rank.
         has_script: whether it trains a script, which has a length of its own.
+
+    Returns:
+        The iteration from which all are to go on; None: each from its own newest checkpoint.
 
     Raises:
         UsageError: no peer has a whole checkpoint, or they have done more iterations than there are to be.
     """
     assert settings.run.name is not None
     path = Path(settings.run.logdir) / settings.run.name
-    found = [one for rank in here if (one := store_of(path, rank).find()) is not None]
-    if not found and len(here) == size:
+    servers = build.servers(settings, names)
+    if servers is not None:
+        at = _common(path, settings, servers, here)
+        found = [] if at is None else [at]
+    else:
+        at = None
+        found = [one for rank in here if (one := store_of(path, rank).find()) is not None]
+    if not found and len(here) == len(names):
         raise UsageError(
             "no peer has a whole checkpoint to go on from: a run writes them with --checkpoint-every,"
             " and when SIGTERM ends it",
@@ -102,3 +112,17 @@ def check(settings: RunConfig, size: int, here: list[int], has_script: bool) -> 
         raise UsageError(
             f"--iterations {settings.run.iterations}, and its checkpoints have done {max(found)} already", path
         )
+    return at
+
+
+def _common(path: Path, settings: RunConfig, servers: Sequence[int], here: list[int]) -> int | None:
+    """The newest iteration of which every worker and every shard here has a whole checkpoint.
+
+    Servers and workers go on from one and the same: a shard that has not what its workers have pushed would wait for
+    it. A peer without any, on a new disk, joins as a late one does.
+    """
+    workers = [rank for rank in here if not (settings.server.servers_only and rank in servers)]
+    kept = [store_of(path, rank).whole() for rank in workers]
+    kept += [store_of_shard(path, shard).whole() for shard, rank in enumerate(servers) if rank in here]
+    having = [one for one in kept if one]
+    return max(set.intersection(*having), default=None) if having else None

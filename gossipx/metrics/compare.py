@@ -14,6 +14,7 @@ class Row:
 
     Attributes:
         retrievals: a peer, mean.
+        delayed_pulls: DPRs, of all shards together; 0 without servers.
         received_mb: while training, a peer, mean, 10⁶ bytes.
         finish_mb: in the finish, a peer, mean.
         reduction: share of the first run's retrievals that this one saves.
@@ -29,6 +30,7 @@ class Row:
     policy: str
     retrievals: float | None
     reduction: float | None
+    delayed_pulls: float | None
     received_mb: float | None
     finish_mb: float | None
     accuracy: float | None
@@ -58,6 +60,7 @@ def _row(summary: Summary, first: float | None) -> Row:
         policy=summary.policy,
         retrievals=retrievals,
         reduction=None if retrievals is None or not first else 1 - retrievals / first,
+        delayed_pulls=_sum(summary.delayed_pulls),
         received_mb=_mean(summary.bytes_received, 1e-6),
         finish_mb=_mean(summary.finish_bytes, 1e-6),
         accuracy=_mean(summary.test_accuracy),
@@ -73,3 +76,8 @@ def _row(summary: Summary, first: float | None) -> Row:
 def _mean(figures: Figures, unit: float = 1.0) -> float | None:
     present = [value for value in figures if value is not None]
     return sum(present) / len(present) * unit if present else None
+
+
+def _sum(figures: Figures) -> float | None:
+    present = [value for value in figures if value is not None]
+    return sum(present) if present else None

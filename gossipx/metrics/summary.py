@@ -33,6 +33,8 @@ class Summary:
         iterations: the run's length.
         retrievals: models of others mixed while training, whoever began it.
         taken_in: models of others that a hub took into its centre.
+        delayed_pulls: DPRs of the shards that this peer holds: an iteration's pulls by one worker count once a shard if
+            they had to wait; 0 elsewhere.
         bytes_received: while training, on the wire.
         finish_bytes: received in the finish.
         test_accuracy: each peer's own model, after the finish.
@@ -60,6 +62,7 @@ class Summary:
     iterations: int
     retrievals: Figures
     taken_in: Figures
+    delayed_pulls: Figures
     bytes_received: Figures
     finish_bytes: Figures
     test_accuracy: Figures

@@ -24,7 +24,20 @@ import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-from gossipx.actor import Answer, Answered, Capture, Effect, Forget, Merged, Mix, Received, Resume, SetTimer
+from gossipx.actor import (
+    Answer,
+    Answered,
+    Capture,
+    Effect,
+    Forget,
+    Merged,
+    Mix,
+    Received,
+    Resume,
+    SetTimer,
+    Switched,
+    SwitchSync,
+)
 from gossipx.messages import (
     AcceptReply,
     BusyReply,
@@ -286,6 +299,11 @@ class Exchange(abc.ABC):
         return 0
 
     @property
+    def delayed_pulls(self) -> int:
+        """Pulls of tables that had to wait here."""
+        return 0
+
+    @property
     def gives(self) -> bool:
         """Whether our own model is one that others may pull."""
         return True
@@ -313,6 +331,10 @@ class Exchange(abc.ABC):
     def gradients_ready(self, buckets: Sequence[tuple[int, int]], now: float) -> list[Effect]:
         """Gradients of ours have been made."""
         return []
+
+    def switch(self, event: SwitchSync, now: float) -> list[Effect]:
+        """Somebody asks for another sync model."""
+        return [Switched(event.number, "this run has no parameter server")]
 
     @property
     def attends(self) -> bool:

@@ -37,6 +37,8 @@ from gossipx.actor import (
     Resume,
     StepDone,
     Stop,
+    Switched,
+    SwitchSync,
     TimerFired,
     TrainingEnded,
     Wait,
@@ -58,6 +60,7 @@ from gossipx.messages import (
     RoundRequest,
     SettleRequest,
     Stage,
+    SwitchRequest,
     TablesRequest,
     TakeRequest,
 )
@@ -146,6 +149,9 @@ class PeerRole:
         match event:
             case GradientsReady(buckets):
                 return self.exchange.gradients_ready(buckets, now) if self.exchange else []
+            case SwitchSync(number):
+                nothing: list[Effect] = [Switched(number, "this run has no parameter server")]
+                return self._exchanged(self.exchange.switch(event, now), now) if self.exchange else nothing
             case StepDone():
                 return self._trained(self.training.step_done(event, now), now)
             case Received():
@@ -204,6 +210,11 @@ class PeerRole:
     def taken_in(self) -> int:
         """Models of others that were taken into what this peer holds for all."""
         return self.exchange.taken_in if self.exchange else 0
+
+    @property
+    def delayed_pulls(self) -> int:
+        """Pulls that had to wait at the shards that this peer holds."""
+        return self.exchange.delayed_pulls if self.exchange else 0
 
     @property
     def rounds_lost(self) -> int:
@@ -272,6 +283,7 @@ class PeerRole:
                 | CentreRequest()
                 | GradientRequest()
                 | TablesRequest()
+                | SwitchRequest()
             ):
                 return self._exchanged(self.exchange.requested(event, now), now)
             case _ if self.stage is not Stage.TRAIN or not self.training.sound:

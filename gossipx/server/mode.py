@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from gossipx.actor import Effect, Mix, Received, Resume, SetTimer, Stop
+from gossipx.actor import Effect, Forget, Mix, Note, Received, Resume, SetTimer, Stop, Switched, SwitchSync
+from gossipx.errors import UsageError
 from gossipx.messages import (
+    AcceptReply,
     ArriveRequest,
     GradientRequest,
     NotReadyReply,
     Reply,
     ServerRequest,
     Stage,
+    SwitchRequest,
     TablesRequest,
 )
 from gossipx.peer.exchange import Exchange, Ground
 from gossipx.peer.pulls import Pulls
 from gossipx.server.clock import Clock
 from gossipx.server.conditions import SyncModel
+from gossipx.server.models import parse
 from gossipx.server.shard import Shard
 from gossipx.server.worker import AGAIN, Worker
 
@@ -39,6 +43,9 @@ class ServerSettings:
         trains: whether servers train, too.
         overlap: whether a worker pulls from each shard as soon as that has what it pushed (FluentPS, Figure 5b).
         lost: what a worker does while a server does not answer: wait for it, or stop.
+        plans: by shard, the sync models that it goes over to, each with the clock from which on.
+        rate: the learning rate, for sync models that go by it; None: it is not known.
+        every: ticks, or seconds, between two checkpoints of a shard; 0, 0: none.
         syncs: by shard, the sync model; none: workers pull after each iteration.
     """
 
@@ -47,6 +54,9 @@ class ServerSettings:
     trains: bool = True
     overlap: bool = True
     lost: Literal["wait", "stop"] = "wait"
+    plans: tuple[tuple[tuple[int, SyncModel], ...], ...] = ()
+    rate: float | None = None
+    every: tuple[int, float] = (0, 0.0)
     syncs: tuple[SyncModel, ...] = ()
 
     def workers(self, size: int) -> list[int]:
@@ -61,16 +71,20 @@ class ServerMode(Exchange):
         clocks: of the shards that this peer holds, by shard.
     """
 
-    takes = (GradientRequest, TablesRequest)
+    takes = (GradientRequest, TablesRequest, SwitchRequest)
     timers = (AGAIN, WATCH)
 
     def __init__(self, ground: Ground, pulls: Pulls, settings: ServerSettings, clocks: dict[int, Clock]):
         super().__init__(ground)
         self._settings = settings
         self._trains = settings.trains or ground.rank not in settings.servers
+        plans = settings.plans or ((),) * len(settings.servers)
         self.shards = {
-            index: Shard(index, settings.buckets[index], clock, ground.requests) for index, clock in clocks.items()
+            index: Shard(index, settings.buckets[index], clock, ground.requests, plans[index], settings.every)
+            for index, clock in clocks.items()
         }
+        self._switching: dict[int, int] = {}  # by ticket, the number of the switch
+        self._problems: dict[int, str] = {}  # of switches that are under way
         self.worker = Worker(ground, settings.servers, settings.buckets, settings.overlap, settings.syncs)
         self._agreeing = False
         self._watching = False
@@ -95,6 +109,10 @@ class ServerMode(Exchange):
     def taken_in(self) -> int:
         return sum(shard.clock.counts.gradients for shard in self.shards.values())
 
+    @property
+    def delayed_pulls(self) -> int:
+        return sum(shard.clock.counts.delayed for shard in self.shards.values())
+
     # --- the worker -------------------------------------------------------------------------------
 
     def begun(self, now: float) -> list[Effect]:
@@ -111,10 +129,27 @@ class ServerMode(Exchange):
         return self.worker.gradients_ready(buckets, now)
 
     def replied(self, ticket: int, to: int, reply: Reply, now: float) -> list[Effect]:
+        if ticket in self._switching:
+            return self._switched(ticket, reply.reason if isinstance(reply, NotReadyReply) else "")
         return self._answered_all(self.worker.replied(ticket, reply, now), now)
 
     def failed(self, ticket: int, now: float) -> list[Effect]:
-        return self.worker.failed(ticket, now)
+        if ticket in self._switching:
+            return self._switched(ticket, "a server does not answer")
+        return [*self.worker.failed(ticket, now), *self._unagreed()]
+
+    def _unagreed(self) -> list[Effect]:
+        """At the end, a server that is gone is not waited for: it holds nothing any more."""
+        others = self._ground.members.others
+        gone = any(rank in others and (others[rank].gone or others[rank].lost) for rank in self._settings.servers)
+        if not (self._agreeing and gone):
+            return []
+        self._agreeing = False
+        return [
+            *self.worker.give_up(),
+            Note("tables", "a server is gone before it gave its last tables: this peer keeps those that it has"),
+            Resume(),
+        ]
 
     def _answered_all(self, effects: list[Effect], now: float) -> list[Effect]:
         if not self.worker.idle:
@@ -138,6 +173,8 @@ class ServerMode(Exchange):
         shard = self.shards.get(request.shard)
         if shard is None:
             return [self._answer(event.key, NotReadyReply("it holds no such shard: give all peers the same"), now)]
+        if isinstance(request, SwitchRequest):
+            return self._asked_to_switch(event, shard, request, now)
         if event.sender not in self._training() and isinstance(request, TablesRequest):
             return shard.give(event, now)
         return self._watched(shard.requested(event, now), now)
@@ -161,14 +198,15 @@ class ServerMode(Exchange):
 
     def look(self, now: float) -> list[Effect]:
         training = self._training()
-        return [effect for shard in self.shards.values() for effect in shard.look(now, training)]
+        looked = [effect for shard in self.shards.values() for effect in shard.look(now, training)]
+        return self._watched(looked, now)
 
     def lost(self, rank: int, now: float) -> list[Effect]:
         stops = rank in self._settings.servers and self._settings.lost == "stop"
         stopped: list[Effect] = (
             [Stop(f"the server, peer {rank}, is gone, and --server-lost is stop"), Resume()] if stops else []
         )
-        return [*stopped, *self.look(now)]
+        return [*stopped, *self.look(now), *self._unagreed()]
 
     def left(self, rank: int, now: float) -> list[Effect]:
         return self.lost(rank, now)
@@ -193,11 +231,65 @@ class ServerMode(Exchange):
         return {rank for shard in self.shards.values() for rank in shard.holding_up if rank != self._ground.rank}
 
     def _watched(self, effects: list[Effect], now: float) -> list[Effect]:
-        """Where pulls wait for somebody, see now and then that it is still there."""
+        """Where pulls wait for somebody, see now and then that it is still there; and what the clock is due for."""
+        effects = effects + self._kept(now)
         if self._watching or not any(shard.waiting for shard in self.shards.values()):
             return effects
         self._watching = True
         return [*effects, SetTimer(WATCH, now + LOOK * self._ground.timeout)]
+
+    # --- other sync models --------------------------------------------------------------------------
+
+    def switch(self, event: SwitchSync, now: float) -> list[Effect]:
+        """Somebody here asks for another sync model, of shards here or elsewhere."""
+        wanted = range(len(self._settings.servers)) if event.shard is None else [event.shard]
+        if not all(shard < len(self._settings.servers) for shard in wanted):
+            return [Switched(event.number, f"there are {len(self._settings.servers)} shards, from 0")]
+        effects: list[Effect] = []
+        self._problems[event.number] = ""
+        for index in wanted:
+            if index in self.shards:
+                made, problem = self._switch(self.shards[index], event.sync, event.apply, event.pulls, now)
+                effects += made
+                self._problems[event.number] = self._problems[event.number] or problem
+                continue
+            request = SwitchRequest(index, event.sync, event.apply, event.pulls)
+            send = self._ground.requests.send(self._settings.servers[index], request, now, now + self._ground.timeout)
+            self._switching[send.ticket] = event.number
+            effects.append(send)
+        return [*effects, *self._is_switched(event.number)]
+
+    def _switch(self, shard: Shard, sync: str, apply: str, pulls: str, now: float) -> tuple[list[Effect], str]:
+        """What follows, or why it cannot be."""
+        try:
+            model = parse(sync)
+            if model.needs_rate and self._settings.rate is not None:
+                model = model.resolved(self._settings.rate)
+            return shard.switch(model, now, apply, pulls), ""
+        except UsageError as error:
+            return [], str(error)
+
+    def _asked_to_switch(self, event: Received, shard: Shard, request: SwitchRequest, now: float) -> list[Effect]:
+        made, problem = self._switch(shard, request.sync, request.apply, request.pulls, now)
+        reply = NotReadyReply(problem) if problem else AcceptReply()
+        return self._watched([*made, self._answer(event.key, reply, now)], now)
+
+    def _switched(self, ticket: int, problem: str) -> list[Effect]:
+        number = self._switching.pop(ticket)
+        self._problems[number] = self._problems[number] or problem
+        return [Forget(ticket), *self._is_switched(number)]
+
+    def _is_switched(self, number: int) -> list[Effect]:
+        return [] if number in self._switching.values() else [Switched(number, self._problems.pop(number))]
+
+    def _kept(self, now: float, last: bool = False) -> list[Effect]:
+        """After all else: checkpoints that are due."""
+        return [effect for shard in self.shards.values() for effect in shard.keep(now, last)]
+
+    def load_state_dict(self, states: Mapping[int, dict[str, Any]]) -> None:
+        """Go on from checkpoints of shards that lie here."""
+        for index, state in states.items():
+            self.shards[index].load_state_dict(state)
 
     def give_up(self, now: float) -> list[Effect]:
         return []
@@ -217,4 +309,4 @@ class ServerMode(Exchange):
     def agree(self, now: float) -> list[Effect] | None:
         """The end is what the servers hold: each takes it as its own model."""
         self._agreeing = True
-        return self._answered_all(self.worker.begin(now), now)
+        return [*self._kept(now, last=True), *self._answered_all(self.worker.begin(now), now)]

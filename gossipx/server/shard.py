@@ -8,15 +8,35 @@ and never before the push of that iteration is complete here: in which order the
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable
+from collections import deque
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from gossipx.actor import Answer, ApplyBuffer, ApplyGradient, BufferGradient, Effect, FillTables, Forget, Keep, Received
+from gossipx.actor import (
+    Answer,
+    ApplyBuffer,
+    ApplyGradient,
+    BufferGradient,
+    Effect,
+    FillTables,
+    Forget,
+    Keep,
+    KeepShard,
+    Note,
+    Received,
+)
 from gossipx.messages import AcceptReply, BusyReply, GradientRequest, NotReadyReply, TablesReply, TablesRequest
 from gossipx.peer.requests import Requests
 from gossipx.server import decisions
 from gossipx.server.clock import Clock
+from gossipx.server.conditions import SyncModel
 from gossipx.server.decisions import Decision, Fate
+from gossipx.server.models import describe, parse
+
+FURTHEST = 100_000
+"""Iterations that a worker may go ahead by at once, where another shard's clock has gone on without it; each may be a
+tick."""
 
 
 @dataclass
@@ -58,11 +78,26 @@ class Shard:
         buckets: how many it has.
         clock: with the workers that the run begins with.
         requests: the role's, for tickets.
+        plan: sync models that it goes over to, each with the clock from which on.
+        every: a checkpoint is due after so many ticks, or the first tick after so many seconds; 0, 0: never.
     """
 
-    def __init__(self, index: int, buckets: int, clock: Clock, requests: Requests):
+    def __init__(
+        self,
+        index: int,
+        buckets: int,
+        clock: Clock,
+        requests: Requests,
+        plan: Sequence[tuple[int, SyncModel]] = (),
+        every: tuple[int, float] = (0, 0.0),
+    ):
         self.index = index
         self.clock = clock
+        self._plan = deque(plan)
+        self._every = every
+        self._kept = 0  # the clock of the last checkpoint
+        self._kept_at = 0.0
+        self._restored = False
         self._buckets = buckets
         self._requests = requests
         self._workers: dict[int, _Worker] = {}
@@ -71,9 +106,10 @@ class Shard:
 
     def begin(self, now: float) -> list[Effect]:
         """All have come to START: the tables begin with our own model's values."""
-        self._begun = True
+        self._begun, self._kept_at = True, now
         early, self._early = self._early, []
-        return [FillTables(self.index), *(effect for event in early for effect in self.requested(event, now))]
+        fill = [] if self._restored else [FillTables(self.index)]
+        return [*fill, *(effect for event in early for effect in self.requested(event, now))]
 
     @property
     def waiting(self) -> bool:
@@ -84,6 +120,28 @@ class Shard:
     def holding_up(self) -> list[int]:
         """Workers that pulls wait for."""
         return self.clock.holding_up if self.clock.waiting else []
+
+    # --- checkpoints ------------------------------------------------------------------------------
+
+    def keep(self, now: float, last: bool = False) -> list[Effect]:
+        """Take a checkpoint if one is due; ``last``: of the end of training, if there are to be any."""
+        ticks, seconds = self._every
+        clock = self.clock.clock
+        due = (ticks and clock // ticks > self._kept // ticks) or (seconds and now - self._kept_at >= seconds)
+        if clock == self._kept or not (due or (last and (ticks or seconds))):
+            return []
+        self._kept, self._kept_at = clock, now
+        return [KeepShard(self.index, clock, self.clock.state_dict())]
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint: the tables are back already. Workers begin at the clock, wherever they were."""
+        clock, made = state["clock"][0], state["made"]
+        if describe(self.clock.model) != made["model"]:  # it was switched since the run began
+            self.clock.switch(parse(made["model"]), made["apply"], made["pulls"])
+        self._plan = deque(step for step in self._plan if step[0] > clock)
+        workers = [[rank, clock - 1, 0, None, False, False] for rank, *_ in state["workers"]]
+        self.clock.load_state_dict({**state, "workers": workers})
+        self._kept, self._restored = self.clock.clock, True
 
     # --- requests ---------------------------------------------------------------------------------
 
@@ -119,7 +177,7 @@ class Shard:
         done = Answer(event.key, AcceptReply(), now + request.patience)
         if request.progress <= self.clock.progress[event.sender]:
             return [done]  # it is counted, or was given up when the worker was lost
-        if request.progress > max(self.clock.progress[event.sender] + 1, self.clock.clock):
+        if request.progress > max(self.clock.progress[event.sender], self.clock.clock) + FURTHEST:
             return [Answer(event.key, NotReadyReply("it is not that far"), now + request.patience)]
         if worker.coming != request.progress:
             worker.coming, worker.have = request.progress, set()
@@ -207,7 +265,20 @@ class Shard:
                     effects += self._release(*key)
                 case decisions.Tick():
                     pass
+        if self._plan and self._plan[0][0] <= self.clock.clock:
+            effects += self.switch(self._plan.popleft()[1], now)
         return effects
+
+    def switch(self, model: SyncModel, now: float, apply: str = "", pulls: str = "") -> list[Effect]:
+        """Go over to another sync model, with no push lost and every pull looked at again.
+
+        Raises:
+            UsageError: it cannot be; nothing is changed then.
+        """
+        before = self.clock.model
+        made = self.clock.switch(model, apply or None, pulls or None)
+        told = f"shard {self.index} goes from {describe(before)} to {describe(model)} at clock {self.clock.clock}"
+        return [Note("switch", told), *self._carry_out(made, now)]
 
     def _release(self, rank: int, progress: int) -> list[Effect]:
         worker = self._workers[rank]

@@ -30,7 +30,6 @@ class _Way:
     """A worker's dealings with one shard.
 
     Attributes:
-        progress: the iteration whose gradients are pushed now, or next.
         ready: buckets whose gradients wait to leave.
         pushing: those on their way, by ticket.
         asks: buckets to be asked for.
@@ -45,7 +44,6 @@ class _Way:
 
     server: int
     buckets: int
-    progress: int = 0
     ready: deque[int] = field(default_factory=deque)
     pushing: dict[int, int] = field(default_factory=dict)
     asks: deque[int] = field(default_factory=deque)
@@ -85,6 +83,11 @@ class Worker:
         self._overlap = overlap
         self._syncs = syncs
         self._ways = [_Way(*one) for one in zip(servers, buckets, strict=True)]
+        # One number for all shards, though their clocks may differ: were it another on each, two workers could each be
+        # ahead on one shard and behind on another, and wait for each other for good.
+        self._progress = 0  # the iteration whose gradients are pushed now, or were last
+        self._next = 0  # the one after it: further on where a clock has passed us
+        self._begun = False  # some gradients of an iteration have come
         self._by_ticket: dict[int, int] = {}  # the shards of open requests
 
     @property
@@ -109,15 +112,18 @@ class Worker:
 
     def gradients_ready(self, buckets: Sequence[tuple[int, int]], now: float) -> list[Effect]:
         """These buckets' gradients are made."""
+        if not self._begun:
+            self._begun, self._progress = True, self._next
         for shard, bucket in buckets:
             self._ways[shard].ready.append(bucket)
         return self._go_on(now)
 
     def iteration_done(self, now: float) -> list[Effect]:
         """All gradients of the iteration are made, and all tables are wanted again."""
+        self._begun = False
         for shard, way in enumerate(self._ways):
-            way.pulled = way.progress
-            way.skips = bool(self._syncs) and not self._syncs[shard].fetches(way.progress, way.fetched)
+            way.pulled = self._progress
+            way.skips = bool(self._syncs) and not self._syncs[shard].fetches(self._progress, way.fetched)
             way.ended = not way.skips
             way.agreed = self._overlap or way.skips
             if way.ended:
@@ -131,7 +137,8 @@ class Worker:
         way = self._ways[shard]
         if not way.skips or way.ready or way.pushing:
             return []
-        way.skips, way.progress = False, way.pulled + 1
+        way.skips = False
+        self._next = max(self._next, way.pulled + 1)
         return [Unchanged(tuple((shard, bucket) for bucket in range(way.buckets)))]
 
     def _go_on(self, now: float) -> list[Effect]:
@@ -155,7 +162,7 @@ class Worker:
         incarnation = self._ground.incarnation
         while way.ready and len(way.pushing) < AT_A_TIME:
             bucket = way.ready.popleft()
-            push = GradientRequest(shard, bucket, incarnation, way.progress, (), (), patience)
+            push = GradientRequest(shard, bucket, incarnation, self._progress, (), (), patience)
             send = self._send(shard, push, now)
             way.pushing[send.ticket] = bucket
             effects.append(send)
@@ -173,12 +180,23 @@ class Worker:
         self._by_ticket[send.ticket] = shard
         return send
 
+    def give_up(self) -> list[Effect]:
+        """Nothing is asked for any more, nor waited for."""
+        for way in self._ways:
+            way.ready.clear()
+            way.asks.clear()
+            way.pushing.clear()
+            way.pulling.clear()
+        return [Unchanged(self._all())]
+
     # --- what comes of it -------------------------------------------------------------------------
 
     def replied(self, ticket: int, reply: Reply, now: float) -> list[Effect]:
         """A shard has answered."""
         shard = self._by_ticket.pop(ticket)
         way = self._ways[shard]
+        if ticket not in way.pushing and ticket not in way.pulling:  # it was given up
+            return [Forget(ticket)]
         if ticket in way.pushing:
             bucket = way.pushing.pop(ticket)
             if isinstance(reply, AcceptReply):
@@ -191,13 +209,13 @@ class Worker:
             if isinstance(reply, BusyReply):
                 return [Forget(ticket), *self._go_on(now)]
             return [Forget(ticket), self._not_ready(shard, now)]
-        way.progress = max(way.progress, way.pulled + 1, reply.clock)
+        self._next = max(self._next, way.pulled + 1, reply.clock)
         if bucket < 0:
             way.agreed = True
             return [Forget(ticket), *self._go_on(now)]
         way.fetched = min(way.fetched, reply.clock)
         effects = [Fetched(ticket), *self._go_on(now)]
-        if self.idle and way.pulled >= 0:
+        if way.pulled >= 0 and not any(one.asks or one.pulling for one in self._ways):
             self._ground.sync.retrieved()
         return effects
 
@@ -207,7 +225,7 @@ class Worker:
         way = self._ways[shard]
         if ticket in way.pushing:
             way.ready.appendleft(way.pushing.pop(ticket))
-        else:
+        elif ticket in way.pulling:
             way.asks.appendleft(way.pulling.pop(ticket))
         other = self._ground.members.others.get(way.server)
         return [Forget(ticket), self._rest(shard, now if other is None else other.rests_until)]

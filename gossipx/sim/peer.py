@@ -158,6 +158,10 @@ class SimPeer:
         self._world = world
         self._tell(actor.JoinRun(self.resumed))
 
+    def tell(self, event: actor.Event) -> None:
+        """Tell its role of an event from outside."""
+        self._tell(event)
+
     def ask_to_leave(self) -> None:
         """SIGTERM."""
         self._leaving = True
@@ -279,7 +283,7 @@ class SimPeer:
                 self._answer(effect)
             case actor.Keep(key, ticket):
                 self._exchanges[ticket] = self._brought.pop(key)
-            case actor.Capture(ticket):
+            case actor.Capture(ticket, _):
                 self._held[ticket] = Captured(self.arena.snapshot())
             case actor.Merge():
                 self._merge(effect)
@@ -302,6 +306,8 @@ class SimPeer:
                 if self._waits_since is not None and self._phase == "train":
                     self.blocked_seconds += now - self._waits_since
                 self._waits_since = None
+            case actor.Switched(_, problem):
+                self._world.note(self.rank, problem or "has had the sync model switched")
             case actor.Note(_, text):
                 self._world.note(self.rank, text)
             case actor.Stop(reason):

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
-from gossipx.actor import Fault
+from gossipx.actor import Fault, SwitchSync
 from gossipx.sim.network import Network
 from gossipx.sim.peer import SimPeer
 
@@ -131,6 +131,10 @@ class World:
         self.at(start, change(True))
         if end < math.inf:
             self.at(end, change(False))
+
+    def switch_sync(self, rank: int, at: float, sync: str, shard: int | None = None, apply: str = "") -> None:
+        """Somebody asks peer ``rank`` at ``at`` that shards go over to another sync model."""
+        self.at(at, lambda: self.peers[rank].tell(SwitchSync(0, shard, sync, apply)))
 
     def leave(self, rank: int, at: float) -> None:
         """SIGTERM at ``at``: it finishes its step and leaves."""

@@ -6,6 +6,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -159,6 +160,17 @@ class Desk:
     def release(self, shard: int, given: Given) -> None:
         """It is sent, or of no interest any more; from any thread."""
         self._hosted[shard].store.release(given)
+
+    def state_dict(self, shard: int) -> dict[str, Any]:
+        """All of a shard's tables; tensors are not copies."""
+        hosted = self._hosted[shard]
+        return {"store": hosted.store.state_dict(), "settings": list(hosted.settings), "progress": hosted.progress}
+
+    def load_state_dict(self, shard: int, state: dict[str, Any]) -> None:
+        """Go on from what :meth:`state_dict` gave; UsageError if it is of other tables."""
+        hosted = self._hosted[shard]
+        hosted.store.load_state_dict(state["store"])
+        hosted.settings, hosted.progress = tuple(state["settings"]), state["progress"]
 
     def _told(self, gradient: Gradient) -> tuple[_Hosted, GradientRequest]:
         request = gradient.request

@@ -30,6 +30,7 @@ from gossipx.messages import (
     PushRequest,
     RoundRequest,
     SettleRequest,
+    SwitchRequest,
     TablesReply,
     TablesRequest,
     TakeRequest,
@@ -216,6 +217,7 @@ Message = (
     | CentreRequest
     | GradientRequest
     | TablesRequest
+    | SwitchRequest
     | TablesReply
     | ArriveRequest
     | LeaveRequest
@@ -243,6 +245,7 @@ ANSWERS: dict[type, tuple[type, ...]] = {
     CentreRequest: (ModelReply, BusyReply, NotReadyReply),
     GradientRequest: (AcceptReply, NotReadyReply),
     TablesRequest: (TablesReply, BusyReply, NotReadyReply),
+    SwitchRequest: (AcceptReply, NotReadyReply),
     ArriveRequest: (HereReply, NotReadyReply),
     LeaveRequest: (HereReply, NotReadyReply),
 }

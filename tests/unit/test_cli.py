@@ -58,6 +58,7 @@ def summary(name: str, retrievals: float, **others: object) -> Summary:
             "partition": "iid",
             "iterations": 300,
             "retrievals": [retrievals, None],
+            "delayed_pulls": [7, None],
             "bytes_received": [2_000_000, None],
             "finish_bytes": [250_000, None],
             "test_accuracy": [0.75, None],
@@ -269,6 +270,7 @@ def test_compare_prints_a_table(tmp_path: Path) -> None:
     assert table["policy"] == ["tau:period=10", "travel:distance=2.0"]
     assert table["retrievals a peer"] == ["300.0", "30.0"]
     assert table["reduction"] == ["0.0%", "90.0%"]
+    assert table["delayed pulls (DPRs)"] == ["7", "7"]
     assert table["MB received a peer"] == ["2.0", "2.0"]
     assert table["MB in the finish"] == ["0.25", "0.25"]
     assert table["accuracy, mean"] == table["accuracy, worst peer"] == ["0.7500", "0.7500"]

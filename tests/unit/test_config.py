@@ -62,6 +62,7 @@ EVERY_KEY: dict[str, dict[str, Any]] = {
         "servers": "0,1",
         "servers_only": True,
         "sync": "ssp:staleness=3|asp",
+        "sync_plan": "5=asp",
         "pulls": "soft",
         "apply": "each",
         "placement": "sliced",
@@ -143,6 +144,7 @@ hub_lost = "wait"
 servers = "0,1"
 servers_only = true
 sync = "ssp:staleness=3|asp"
+sync_plan = "5=asp"
 pulls = "soft"
 apply = "each"
 placement = "sliced"

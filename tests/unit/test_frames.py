@@ -28,6 +28,7 @@ from gossipx.messages import (
     BusyReply,
     CentreRequest,
     ElasticRequest,
+    GradientRequest,
     HereReply,
     InitialRequest,
     LeaveRequest,
@@ -39,6 +40,9 @@ from gossipx.messages import (
     RoundRequest,
     SettleRequest,
     Stage,
+    SwitchRequest,
+    TablesReply,
+    TablesRequest,
     TakeRequest,
 )
 from gossipx.wire import (
@@ -78,6 +82,10 @@ from gossipx.wire.kinds import MAX_METADATA, MAX_NOTE, SMALL_METADATA, metadata_
 ranks = st.integers(0, 65_535)
 counts = st.integers(0, 2**63 - 1)
 seconds = st.floats(0, 604_800, exclude_min=True)
+parts = st.lists(st.tuples(st.integers(0, 65_536), st.integers(0, 2**40)), max_size=5).map(tuple)
+groups = st.lists(
+    st.dictionaries(st.sampled_from(["lr", "momentum"]), st.floats(allow_nan=False, allow_infinity=False)), max_size=3
+).map(tuple)
 lines = st.text(max_size=40).filter(str.isprintable)
 figures = st.one_of(
     st.none(),
@@ -116,6 +124,27 @@ messages = st.one_of(
     st.builds(PairRequest, incarnation=counts, number=counts),
     st.builds(ElasticRequest, incarnation=counts, number=counts, step=counts, patience=seconds),
     st.builds(CentreRequest, patience=seconds),
+    st.builds(SwitchRequest, shard=ranks, sync=lines, apply=lines, pulls=lines),
+    st.builds(TablesReply, clock=counts, parts=parts),
+    st.builds(
+        TablesRequest,
+        shard=ranks,
+        bucket=st.integers(-1, 2**63 - 1),
+        incarnation=counts,
+        progress=st.integers(-1, 2**63 - 1),
+        significance=st.floats(0, 1e300),
+        patience=seconds,
+    ),
+    st.builds(
+        GradientRequest,
+        shard=ranks,
+        bucket=counts,
+        incarnation=counts,
+        progress=counts,
+        parts=parts,
+        settings=groups,
+        patience=seconds,
+    ),
     st.builds(TakeRequest, incarnation=counts, number=counts),
     st.builds(SettleRequest, incarnation=counts, number=counts, taken=st.booleans()),
     st.builds(ModelReply, step=counts, weight=st.floats(0, 65_536, exclude_min=True) | st.integers(1, 65_536)),

@@ -40,6 +40,7 @@ RELIED_ON = {
 REPORT = {
     "retrievals": 30,
     "taken_in": 0,
+    "delayed_pulls": 0,
     "bytes_received": 4_000_000,
     "finish_bytes": 500_000,
     "test_accuracy": 0.75,
@@ -237,6 +238,12 @@ def test_lost_peers_do_not_count_in_means() -> None:
     assert row.retrievals == 15.0 and row.lost == 2
     assert row.accuracy == row.accuracy_worst == 0.75
     assert row.blocked == 0.25
+
+
+def test_delayed_pulls_are_those_of_all_shards() -> None:
+    """Two servers, a worker, and a peer that is lost: how many peers there are does not matter."""
+    servers = ({**REPORT, "delayed_pulls": 30}, {**REPORT, "delayed_pulls": 12})
+    assert compare([summary(*servers, REPORT, None)])[0].delayed_pulls == 42
 
 
 def test_what_a_run_does_not_have_is_none() -> None:

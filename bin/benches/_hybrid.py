@@ -1,0 +1,184 @@
+"""The hybrid sync model against asp and bsp in rounds of equal time (Hybrid Approach, section 6).
+
+The servers' model is what a worker without delays has just pulled: it keeps copies of that, which are judged when the
+round is over, so that judging costs the workers no time.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from typing import Any
+
+import torch
+from _crew import SERVERS, WORKERS, Crew, Done, Job, join
+from _report import figure
+from _sums import held_at, interval
+from torch import Tensor, nn
+from torch.nn import functional
+
+from gossipx.drive.peer import Peer
+from gossipx.tasks.data import load
+from gossipx.tasks.models import build_model
+
+RATE, BATCH = 0.01, 32
+SPREAD = 0.25
+"""Seconds: standard deviation of the normal distribution whose draws, without their sign, are the delays."""
+MOMENTS = 12
+"""In a round, at which the servers' model is judged."""
+JUDGED = 2000
+"""Samples of the test set, and of the training set, that it is judged on, at most."""
+HYBRIDS = {"hybrid 5/lr": "hybrid:step=5/lr", "hybrid 1/lr": "hybrid:step=1/lr"}
+OTHERS = {"asp": "asp", "bsp": "bsp"}
+TASKS = ("fashion-mnist, lenet", "random, 20 dimensions, MLP")
+METRICS = {"accuracy": "test accuracy", "loss": "test loss", "train": "train loss"}
+Curves = dict[str, list[float]]
+
+
+def measure(crew: Crew, rounds: int, seconds: float, tasks: tuple[str, ...] = TASKS) -> Any:
+    """Title, headings, rows and figures.
+
+    Args:
+        crew: on loopback.
+        rounds: each with initial weights of its own, from which every sync model begins.
+        seconds: of a round.
+        tasks: that are trained.
+    """
+    rows, figures = [], []
+    for task in tasks:
+        curves: dict[str, list[Curves]] = {}
+        gradients: dict[str, list[int]] = {}
+        models = list((HYBRIDS | OTHERS).items())
+        for number in range(rounds):
+            for name, model in models[number % len(models) :] + models[: number % len(models)]:  # none always first
+                settings = {"servers": "0,1", "servers_only": True, "sync": model, "seed": number, "finish": "none"}
+                if name == "asp":
+                    settings["apply"] = "each"  # the paper's asynchronous baseline
+                done = crew.run("_hybrid:train", task=task, seed=number, seconds=seconds, settings=settings)
+                curves.setdefault(name, []).append(next(one["curves"] for one in done if one.get("curves")))
+                gradients.setdefault(name, []).append(sum(one.get("iterations", 0) for one in done))
+        more = _told(task, curves, gradients)
+        rows += more[0]
+        figures += more[1]
+    title = (
+        f"{WORKERS} workers, {SERVERS} servers, {rounds} rounds of {seconds:g} s, learning rate {RATE}, batches of"
+        f" {BATCH}, delays |N(0, {SPREAD})| s on half of the workers; means over a round, hybrid's less the other's,"
+        " with the 95 % interval over rounds"
+    )
+    return title, ("task", "sync", "gradients", "less", *METRICS.values()), rows, figures
+
+
+def _told(task: str, curves: dict[str, list[Curves]], gradients: dict[str, list[int]]) -> tuple[list[Any], list[Any]]:
+    rows, figures = [], []
+    for name, rounds in curves.items():
+        count = f"{statistics.fmean(gradients[name]):.0f}"
+        means = [f"{statistics.fmean(_means(rounds, metric)):.3f}" for metric in METRICS]
+        rows.append((task, name, count, "", *means))
+    for hybrid in HYBRIDS:
+        for other in OTHERS:
+            shown = []
+            for metric, called in METRICS.items():
+                pairs = zip(_means(curves[hybrid], metric), _means(curves[other], metric), strict=True)
+                differences = [own - its for own, its in pairs]
+                mean, half = statistics.fmean(differences), interval(differences)
+                shown.append(f"{mean:+.3f} ± {half:.3f}")
+                better = mean > 0 if metric == "accuracy" else mean < 0
+                one = figure(f"{task}: {hybrid} less {other}, {called}", mean, "", goal=0.0)
+                figures.append({**one, "met": better})
+            rows.append((task, hybrid, "", other, *shown))
+    return rows, figures
+
+
+def _means(rounds: list[Curves], metric: str) -> list[float]:
+    """Of each round over its moments."""
+    return [statistics.fmean(one[metric]) for one in rounds]
+
+
+# --- in each process ------------------------------------------------------------------------------------
+
+
+def train(job: Job) -> Done:
+    """A worker's round; the first one without delays judges the servers' model."""
+    torch.manual_seed(job["seed"])  # initial weights are those of the round
+    model, data, test = _task(job["task"], job["seed"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    peer = join(job, model, optimizer)
+    if peer is None:
+        return {}
+    worker = peer.rank - SERVERS
+    draws = random.Random(f"{job['seed']} {worker}")
+    kept: list[tuple[float, list[Tensor]]] = []
+    own = data[0][worker::WORKERS], data[1][worker::WORKERS]
+    began = time.perf_counter()
+    while time.perf_counter() - began < job["seconds"]:
+        if worker == 0:
+            _keep(peer, model, kept, began, job["seconds"])
+        chosen = torch.tensor(draws.choices(range(len(own[1])), k=BATCH))
+        optimizer.zero_grad()
+        functional.cross_entropy(model(own[0][chosen]), own[1][chosen]).backward()
+        if worker >= WORKERS // 2:
+            time.sleep(abs(draws.gauss(0.0, SPREAD)))
+        optimizer.step()
+    done: Done = {"iterations": peer.iteration}
+    peer.finish()
+    if worker == 0:
+        done["curves"] = _judged(model, kept, data, test, job["seconds"])
+    return done
+
+
+def _keep(peer: Peer, model: nn.Module, kept: list[tuple[float, list[Tensor]]], began: float, seconds: float) -> None:
+    """A copy of what is pulled, a few a moment."""
+    now = time.perf_counter() - began
+    if not kept or now - kept[-1][0] >= seconds / MOMENTS / 4:
+        peer.sync()
+        now = time.perf_counter() - began
+        kept.append((now, [parameter.detach().clone() for parameter in model.parameters()]))
+
+
+Samples = tuple[Tensor, Tensor]
+
+
+@torch.no_grad()
+def _judged(
+    model: nn.Module, kept: list[tuple[float, list[Tensor]]], data: Samples, test: Samples, seconds: float
+) -> Curves:
+    """What each moment's model is worth."""
+    moments = [(number + 1) * seconds / MOMENTS for number in range(MOMENTS)]
+    places = held_at([at for at, _ in kept], moments)
+    curves: Curves = {metric: [] for metric in METRICS}
+    for place in places:
+        for parameter, value in zip(model.parameters(), kept[place][1], strict=True):
+            parameter.copy_(value)
+        scores = model(test[0][:JUDGED])
+        curves["accuracy"].append(float((scores.argmax(1) == test[1][:JUDGED]).float().mean()))
+        curves["loss"].append(float(functional.cross_entropy(scores, test[1][:JUDGED])))
+        curves["train"].append(float(functional.cross_entropy(model(data[0][:JUDGED]), data[1][:JUDGED])))
+    return curves
+
+
+def _task(name: str, seed: int) -> tuple[nn.Module, Samples, Samples]:
+    """The model, the training set and the test set."""
+    if name == TASKS[0]:
+        data, test = load("fashion-mnist")
+        model = build_model("lenet", classes=10, channels=1, pixels=28)
+        return model, (data.images, data.labels), (test.images, test.labels)
+    model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 10))
+    everything = random_task(seed)
+    cut = len(everything[1]) * 4 // 5
+    return model, (everything[0][:cut], everything[1][:cut]), (everything[0][cut:], everything[1][cut:])
+
+
+def random_task(seed: int, samples: int = 10_000, dimensions: int = 20, classes: int = 10) -> Samples:
+    """A new sample of a classification task (section 6): each class is two clouds of unit variance.
+
+    Args:
+        seed: of the round.
+        samples: in random order.
+        dimensions: of each.
+        classes: of labels.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    centres = torch.randn(classes * 2, dimensions, generator=generator)
+    clouds = torch.randint(0, classes * 2, (samples,), generator=generator)
+    return centres[clouds] + torch.randn(samples, dimensions, generator=generator), clouds % classes

@@ -1,0 +1,191 @@
+"""How fast gradients and values go between workers and servers, beside plain sockets that move the same bytes."""
+
+from __future__ import annotations
+
+import socket
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from _crew import SERVERS, WORKERS, Crew, Done, Job, join
+from _far import loss_based
+from _report import figure
+from torch import nn
+
+from gossipx.memory import Memory
+
+SIZES = (2**16, 2**20, 2**22, 2**24)
+"""Bytes of a tensor."""
+MODEL = 2**25
+"""Bytes of all tensors together, half of them on each server."""
+CONNECTIONS = 2
+"""Between a worker and a server: as many requests of a kind as gossipx has open at a time."""
+GOAL = 0.7
+WARM_UP = 3
+WAYS = {"tcp": "gossipx, TCP", "auto": "gossipx, shared memory"}
+
+
+def measure(crew: Crew, rounds: int, iterations: int, sizes: tuple[int, ...] = SIZES, model: int = MODEL) -> Any:
+    """Title, headings, rows and figures.
+
+    Args:
+        crew: on loopback.
+        rounds: in each of which every way has its turn, for every size.
+        iterations: that are measured, of each.
+        sizes: bytes of a tensor.
+        model: bytes of all tensors together.
+    """
+    rows, figures = [], []
+    for size in sizes:
+        seconds: dict[str, list[float]] = {"sockets": [], **{way: [] for way in WAYS}}
+        for _ in range(rounds):
+            job = {"size": size, "model": model, "iterations": iterations}
+            seconds["sockets"] += _times(crew.run("_throughput:plain", **job))
+            for way in WAYS:
+                settings = {"servers": "0,1", "servers_only": True, "wait_free": False, "transport": way}
+                seconds[way] += _times(crew.run("_throughput:served", **job, settings=settings))
+        more = _told(size, model, {way: statistics.median(values) for way, values in seconds.items()})
+        rows += more[0]
+        figures += more[1]
+    title = (
+        f"Push and pull of {model / 2**20:g} MiB by each of {WORKERS} workers, {SERVERS} servers, bsp, medians of"
+        f" {rounds} x {iterations} iterations; in buckets of 1 MiB, or of a tensor that is larger"
+    )
+    return title, ("tensor", "way", "GB/s, both ways, all workers", "of sockets", "goal"), rows, figures
+
+
+def _times(done: list[Done]) -> list[float]:
+    """Seconds of each iteration, of the worker that took longest."""
+    return [max(one) for one in zip(*(one["seconds"] for one in done if one["seconds"]), strict=True)]
+
+
+def _told(size: int, model: int, seconds: dict[str, float]) -> tuple[list[tuple[str, ...]], list[Any]]:
+    rows, figures = [], []
+    moved = 2 * WORKERS * model / 1e9
+    raw = moved / seconds["sockets"]
+    called = f"{size // 1024} KiB" if size < 2**20 else f"{size // 2**20} MiB"
+    rows.append((called, "sockets, sendall", f"{raw:.2f}", "", ""))
+    for way, name in WAYS.items():
+        rate = moved / seconds[way]
+        goal = GOAL if way == "tcp" and size >= 2**20 else None
+        rows.append((called, name, f"{rate:.2f}", f"{rate / raw:.0%}", "" if goal is None else f"{goal:.0%}"))
+        what = f"{called} tensors: {name}"
+        figures.append(figure(what, rate, "GB/s", reference=raw))
+        if goal is not None:
+            figures.append(figure(f"{what}, of sockets", rate / raw, "", goal=goal, met=rate / raw >= goal))
+    return rows, figures
+
+
+# --- gossipx, in each process ---------------------------------------------------------------------------
+
+
+def served(job: Job) -> Done:
+    """Iterations of a worker that computes nothing: all gradients out, all values in."""
+    model = nn.Module()
+    model.tensors = nn.ParameterList(torch.zeros(job["size"] // 4) for _ in range(job["model"] // job["size"]))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    peer = join(job, model, optimizer)
+    if peer is None:
+        return {"seconds": []}
+    with peer:
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)  # arithmetic on zeros' neighbours would take longer
+        seconds = _timed(optimizer.step, job["iterations"])
+    return {"seconds": seconds}
+
+
+def _timed(once: Callable[[], Any], iterations: int) -> list[float]:
+    seconds = []
+    for _ in range(WARM_UP + iterations):
+        began = time.perf_counter()
+        once()
+        seconds.append(time.perf_counter() - began)
+    return seconds[WARM_UP:]
+
+
+# --- plain sockets, in each process ---------------------------------------------------------------------
+
+
+def plain(job: Job) -> Done:
+    """The same bytes by the same number of processes and connections, with no check and no arithmetic.
+
+    As under bsp a server gives nothing before it has what all have pushed.
+    """
+    size = min(job["size"], job["model"] // SERVERS // CONNECTIONS)
+    count = job["model"] // SERVERS // CONNECTIONS // size
+    rounds = WARM_UP + job["iterations"]
+    if job["rank"] < SERVERS:
+        _serve(tuple(job["places"][job["rank"]]), size, count, rounds)
+        return {"seconds": []}
+    connected = [_connect(tuple(place)) for place in job["places"][:SERVERS] for _ in range(CONNECTIONS)]
+    rooms = [Memory(size * count).view for _ in connected]
+    for room in rooms:
+        room[:] = bytes(len(room))  # touched
+
+    def once() -> None:
+        _at_once(lambda one: _exchange(connected[one], rooms[one], size), len(connected))
+
+    seconds = _timed(once, job["iterations"])
+    for one in connected:
+        one.close()
+    return {"seconds": seconds}
+
+
+def _connect(place: tuple[str, int]) -> socket.socket:
+    for _ in range(200):
+        connecting = socket.socket()
+        loss_based(connecting)
+        connecting.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        try:
+            connecting.connect(place)
+            return connecting
+        except ConnectionRefusedError:  # it listens soon
+            connecting.close()
+            time.sleep(0.05)
+    raise SystemExit(f"nobody listens at {place}")
+
+
+def _exchange(connected: socket.socket, room: memoryview, size: int) -> None:
+    """Out and back, a tensor at a time."""
+    for start in range(0, len(room), size):
+        connected.sendall(room[start : start + size])
+    for start in range(0, len(room), size):
+        _receive(connected, room[start : start + size])
+
+
+def _receive(connected: socket.socket, room: memoryview) -> None:
+    done = 0
+    while done < len(room):
+        done += connected.recv_into(room[done:], 0, socket.MSG_WAITALL)
+
+
+def _serve(place: tuple[str, int], size: int, count: int, rounds: int) -> None:
+    with socket.create_server(place) as listening:
+        loss_based(listening)
+        connected = [listening.accept()[0] for _ in range(WORKERS * CONNECTIONS)]
+    pushed = threading.Barrier(len(connected))
+
+    def serve(one: int) -> None:
+        connected[one].setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        room = Memory(size * count).view
+        for _ in range(rounds):
+            for start in range(0, len(room), size):
+                _receive(connected[one], room[start : start + size])
+            pushed.wait()
+            for start in range(0, len(room), size):
+                connected[one].sendall(room[start : start + size])
+        connected[one].close()
+
+    _at_once(serve, len(connected))
+
+
+def _at_once(what: Callable[[int], None], count: int) -> None:
+    """Do it for each number, each in a thread of its own."""
+    threads = [threading.Thread(target=what, args=(one,)) for one in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()

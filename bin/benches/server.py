@@ -1,0 +1,81 @@
+"""What the parameter server does, four workers and two servers as real processes: speed, overlap, staleness, hybrid.
+
+bin/bench server              all of it, short (about 9 minutes)
+bin/bench server --full       the README's tables (about 25 minutes)
+bin/bench server --only throughput|wait-free|staleness|hybrid
+    throughput    pushes and pulls of tensors of 64 KiB to 16 MiB, beside plain sockets
+    wait-free     an iteration over 1 Gbit/s links, where gradients leave as they are made, and all at the end
+    staleness     delayed pulls (DPRs) of SSP and PSSP, soft barrier and lazy pulls (FluentPS, Figure 9 and Table IV)
+    hybrid        hybrid less asp, and less bsp, in rounds of equal time (Hybrid Approach, section 6)
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from typing import Any
+
+import _hybrid
+import _staleness
+import _throughput
+import _wait_free
+from _crew import Crew
+from _report import report
+
+Table = tuple[str, tuple[str, ...], list[tuple[str, ...]], list[dict[str, Any]]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="bin/bench server", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--full", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--only", choices=tuple(PARTS))
+    arguments = parser.parse_args()
+    figures: list[dict[str, Any]] = []
+    for name, measure in PARTS.items():
+        if arguments.only in (None, name):
+            table = measure(arguments.full)
+            figures += table[-1]
+            if not arguments.json:
+                report(*table)
+    if arguments.json:
+        print(json.dumps({"figures": figures}, indent=2))
+
+
+def _throughput_of(full: bool) -> Table:
+    with Crew() as crew:
+        table: Table = _throughput.measure(crew, 3 if full else 1, 10 if full else 8)
+    return table
+
+
+def _wait_free_of(full: bool) -> Table:
+    table: Table = _wait_free.measure(3 if full else 1, 20 if full else 8)
+    return table
+
+
+def _staleness_of(full: bool) -> Table:
+    with Crew() as crew:
+        groups = _staleness.GROUPS if full else (2, 10)
+        table: Table = _staleness.measure(crew, 2 if full else 1, 200 if full else 100, groups)
+    return table
+
+
+def _hybrid_of(full: bool) -> Table:
+    with Crew() as crew:
+        table: Table = _hybrid.measure(crew, 5 if full else 2, 10.0 if full else 4.0)
+    return table
+
+
+PARTS: dict[str, Callable[[bool], Table]] = {
+    "throughput": _throughput_of,
+    "wait-free": _wait_free_of,
+    "staleness": _staleness_of,
+    "hybrid": _hybrid_of,
+}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+"""``gossipx server``: what can be told to the parameter server of a run that goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+
+@click.group("server")
+def server() -> None:
+    """The parameter server of a run that goes on."""
+
+
+@server.command("set-sync")
+@click.argument("run", type=click.Path(path_type=Path), metavar="RUN")
+@click.argument("sync", metavar="SYNC")
+@click.option("--shard", type=click.IntRange(0), help="Of this shard alone, from 0. Default: all.")
+@click.option("--apply", default="", help="How gradients are applied: push, each, tick. Default: the sync model's way.")
+@click.option("--pulls", default="", help="When delayed pulls are answered: lazy or soft. Default: as before.")
+@click.option("--logdir", type=click.Path(path_type=Path), default=Path("runs"), help="Where runs are named by name.")
+def set_sync(run: Path, sync: str, shard: int | None, apply: str, pulls: str, logdir: Path) -> None:
+    """Go over to the sync model SYNC, with no push lost and no pull stranded.
+
+    \b
+    gossipx server set-sync runs/mine ssp:staleness=3
+    gossipx server set-sync mine asp --shard 1
+    """
+    from gossipx.launch.control import command
+    from gossipx.server import models
+
+    models.parse(sync)
+    place = run if run.exists() or not (logdir / run).is_dir() else logdir / run
+    command(place, {"set-sync": sync, "shard": shard, "apply": apply, "pulls": pulls}, patience=120.0)
+    print(f"{'all shards go' if shard is None else f'shard {shard} goes'} by {sync} now")

@@ -1,0 +1,108 @@
+"""``gossipx run --resume`` of runs with a parameter server or a hub, in real processes.
+
+Numbers in brackets are rows of the project's fault list.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from gossipx.checkpoint import Store, unpack
+from runs import LONG, Folder, Process, Run, children, differences, folder, is_running, one_line
+
+BRIEF = ("--eval-interval", "0", "--log-interval", "1", "--checkpoint-every", "20", "--peer-timeout", "10")
+
+
+def killed_after(here: Folder, process: Process, iteration: int, shards: int = 1) -> None:
+    """Kill all of a run at once, when each shard has a checkpoint of ``iteration``."""
+    kept = [here.path / "cut" / f"shard-{shard:02d}" / "checkpoints" for shard in range(shards)]
+    by = time.monotonic() + LONG
+    ended = threading.Event()  # never set: bounds each look
+    while not all((path / f"{iteration:08d}" / "manifest.json").exists() for path in kept):
+        assert time.monotonic() < by and is_running(process.pid), process.end().shown
+        ended.wait(0.01)
+    for pid in children(process.pid).values():
+        os.kill(pid, signal.SIGKILL)
+    os.kill(process.pid, signal.SIGKILL)
+    process.end()
+
+
+@pytest.mark.parametrize("only", [False, True])
+def test_bsp_goes_on_bit_for_bit(tmp_path: Path, only: bool) -> None:  # [29] [39]
+    """Workers and shards go on from one iteration, and from there on every sum is the same."""
+    servers = ("--servers", "0,1", "--nesterov", *(["--servers-only"] if only else []))
+    with folder(tmp_path, 3) as here:
+        whole = here.run(*BRIEF, *servers, "--iterations", "150", name="whole")
+        process = here.start_run(*BRIEF, *servers, "--iterations", "150", name="cut")
+        killed_after(here, process, 60, shards=2)
+        again = here.start("-m", "gossipx", "run", "--resume", here.path / "cut").end()
+        assert again.code == 0, again.shown
+        cut = Run(here.path / "cut", again)
+    for rank in range(3):
+        assert max(differences(whole.model(rank), cut.model(rank)).values()) == 0, rank
+    assert cut.summary["iterations"] == 150
+
+
+def test_a_damaged_shard_is_named_and_the_iteration_before_is_used(tmp_path: Path) -> None:  # [30]
+    with folder(tmp_path, 2) as here:
+        whole = here.run(*BRIEF, "--servers", "0", "--iterations", "100", name="whole")
+        process = here.start_run(*BRIEF, "--servers", "0", "--iterations", "100", name="cut")
+        killed_after(here, process, 60)
+        newest = max((here.path / "cut" / "shard-00" / "checkpoints").iterdir(), key=lambda path: int(path.name))
+        file = newest / "tables.safetensors"
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+        again = here.start("-m", "gossipx", "run", "--resume", here.path / "cut").end()
+        assert again.code == 0, again.shown
+        cut = Run(here.path / "cut", again)
+    assert max(differences(whole.model(0), cut.model(0)).values()) == 0
+
+
+def test_an_asynchronous_run_goes_on(tmp_path: Path) -> None:
+    with folder(tmp_path, 3) as here:
+        options = ("--servers", "0,2", "--sync", "asp", "--sync-plan", "30=ssp:staleness=2", "--iterations", "150")
+        process = here.start_run(*BRIEF, *options, name="cut")
+        killed_after(here, process, 60, shards=2)
+        again = here.start("-m", "gossipx", "run", "--resume", here.path / "cut").end()
+        assert again.code == 0, again.shown
+        assert "from asp to ssp" not in again.output, "that was before"
+        cut = Run(here.path / "cut", again)
+    assert all(accuracy > 0.6 for accuracy in cut.summary["test_accuracy"])
+
+
+def test_nothing_to_go_on_from(tmp_path: Path) -> None:
+    with folder(tmp_path, 2) as here:
+        here.run("--servers", "0", "--iterations", "5", "--eval-interval", "0", name="cut")
+        again = here.start("-m", "gossipx", "run", "--resume", here.path / "cut").end()
+        assert "no peer has a whole checkpoint to go on from" in one_line(again, 2)
+
+
+@pytest.mark.parametrize("only", [False, True])
+def test_a_hub_goes_on_with_its_centre(tmp_path: Path, only: bool) -> None:  # [38]
+    with folder(tmp_path, 3) as here:
+        options = ("--hub", "0", "--policy", "tau:5", "--iterations", "400", *(["--hub-only"] if only else []))
+        process = here.start_run(*BRIEF, *options, name="cut")
+        store = Store(here.path / "cut" / "peer-00" / "checkpoints")
+        by, ended = time.monotonic() + LONG, threading.Event()
+        while not any(iteration >= 40 for iteration in store.whole()):
+            assert time.monotonic() < by and is_running(process.pid), process.end().shown
+            ended.wait(0.01)
+        process.kill()
+        process.end()
+        checkpoint = store.load()
+        assert checkpoint is not None
+        kept = unpack(checkpoint.parts["hub"])
+        again = here.start("-m", "gossipx", "run", "--resume", here.path / "cut").end()
+        assert again.code == 0, again.shown
+        cut = Run(here.path / "cut", again)
+    assert kept["exchanges"] >= 8 and kept["step"] >= 35
+    assert cut.summary["taken_in"][0] > kept["exchanges"] + 20, "it counts on"
+    assert max(differences(cut.model(0), cut.model(1)).values()) == 0
+    assert cut.summary["test_accuracy"][1] > 0.7

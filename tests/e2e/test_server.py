@@ -1,0 +1,105 @@
+"""``gossipx run --servers`` in real processes. What follows from which push and pull is in the scenarios and papers.
+
+Numbers in brackets are rows of the project's fault list.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from runs import Run, children, differences, folder, one_line
+
+BRIEF = ("--iterations", "120", "--eval-interval", "0", "--log-interval", "1")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--servers", "0"),
+        ("--servers", "0,2", "--sync", "ssp:staleness=2", "--pulls", "soft", "--placement", "sliced"),
+        ("--servers", "1", "--servers-only", "--sync", "hybrid:step=1/lr", "--no-wait-free"),
+        ("--servers", "0,1", "--sync", "bsp|asp", "--bucket", "0", "--no-overlap", "--transport", "tcp"),
+        ("--servers", "0,1,2", "--sync", "drop:n=2", "--apply", "tick"),
+        ("--mode", "server", "--sync", "pssp:staleness=1,alpha=significance"),
+    ],
+    ids=lambda options: " ".join(options[:4]),
+)
+def test_three_peers_train_by_servers(tmp_path: Path, options: tuple[str, ...]) -> None:
+    with folder(tmp_path, 3) as here:
+        run = here.run(*BRIEF, *options)
+    summary = run.summary
+    assert max(differences(run.model(0), run.model(1)).values()) <= 1e-6 or "asp" in str(options)
+    workers = [0, 2] if "--servers-only" in options else [0, 1, 2]
+    assert all(summary["test_accuracy"][rank] > 0.6 for rank in workers)
+    assert all(summary["retrievals"][rank] >= 110 for rank in workers)
+    assert sum(summary["taken_in"]) > 0
+    assert (summary["lost"], sum(summary["failed"])) == ([], 0)
+
+
+def test_bsp_is_the_same_whenever_gradients_leave(tmp_path: Path) -> None:
+    models = []
+    with folder(tmp_path, 2) as here:
+        for name, options in (("a", ()), ("b", ("--no-wait-free",)), ("c", ("--no-overlap", "--placement", "uniform"))):
+            models.append(here.run(*BRIEF, "--servers", "0,1", *options, name=name).model(0))
+    # Sums of two gradients are the same in either order.
+    assert all(max(differences(models[0], other).values()) == 0 for other in models[1:])
+
+
+def test_the_sync_model_is_set_from_the_command_line(tmp_path: Path) -> None:
+    with folder(tmp_path, 2) as here:
+        process = here.start_run("--servers", "0,1", "--iterations", "100000", "--eval-interval", "0")
+        process.line(rf"{here.names[0]} train \d+/")
+        told = here.start("-m", "gossipx", "server", "set-sync", here.path / "x", "ssp:staleness=2").end()
+        assert (told.code, told.output) == (0, "all shards go by ssp:staleness=2 now\n"), told.shown
+        first = process.line(r"shard [01] goes from bsp to ssp:staleness=2 at clock \d+")
+        second = process.line(r"shard [01] goes from bsp to ssp:staleness=2 at clock \d+")
+        assert first.partition(" goes")[0] != second.partition(" goes")[0]
+        one = here.start("-m", "gossipx", "server", "set-sync", "x", "asp", "--shard", "1", "--logdir", here.path).end()
+        assert one.code == 0, one.shown
+        process.line(r"shard 1 goes from ssp:staleness=2 to asp")
+        wrong = here.start("-m", "gossipx", "server", "set-sync", here.path / "x", "asp", "--shard", "2").end()
+        assert one_line(wrong, 2) == "there are 2 shards, from 0"
+        wrong = here.start("-m", "gossipx", "server", "set-sync", here.path / "x", "sspp").end()
+        assert "did you mean 'ssp'" in one_line(wrong, 2)
+        process.signal(signal.SIGINT)
+        assert process.end().code == 130
+        assert not list((here.path / "x" / "control").glob("*.answer"))
+        gone = here.start("-m", "gossipx", "server", "set-sync", here.path / "y", "asp").end()
+        assert "no run here" in one_line(gone, 2)
+
+
+def test_a_worker_that_is_killed_is_not_waited_for(tmp_path: Path) -> None:
+    with folder(tmp_path, 3) as here:
+        process = here.start_run(*BRIEF, "--servers", "0", "--iterations", "600", "--peer-timeout", "3")
+        process.line(rf"{here.names[1]} train .* pulls [1-9]")
+        os.kill(children(process.pid)[2], signal.SIGKILL)
+        ended = process.end()
+        assert ended.code == 0, ended.shown
+    run = Run(tmp_path / "x", ended)
+    assert run.summary["lost"] == [here.names[2]]
+    assert "Traceback" not in ended.output + ended.errors
+    assert max(differences(run.model(0), run.model(1)).values()) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("--servers", "0,3"), "--servers '3' is no peer: a number from 0 to 2, or a name"),
+        (("--servers", "0,0"), "--servers 0,0 names a peer twice"),
+        (("--servers", "0,1,2", "--servers-only"), "--servers-only leaves no peer that trains"),
+        (("--servers", "0", "--hub", "1"), "--hub and --servers are two ways to train around a server: leave one out"),
+        (("--sync", "asp"), "--sync is of a parameter server: name its peers by --servers, or leave it out"),
+        (("--servers", "0", "--sync", "sssp"), "did you mean 'ssp'"),
+        (("--servers", "0", "--sync", "bsp|asp"), "--sync gives 2 sync models for 1 shards: one for all, or one each"),
+        (("--servers", "0", "--sync", "hybrid", "--apply", "tick"), "applies gradients by its threshold, not 'tick'"),
+        (("--servers", "0", "--placement", "best"), "unknown placement 'best'"),
+        (("--servers", "0", "--sync-plan", "9=asp;5=bsp"), "the clocks of the plan '9=asp;5=bsp' do not ascend"),
+    ],
+)
+def test_settings_that_do_not_go_together(tmp_path: Path, options: tuple[str, ...], told: str) -> None:
+    with folder(tmp_path, 3) as here:
+        assert told in here.refused(*BRIEF, *options)

@@ -1,0 +1,166 @@
+"""A parameter server in virtual time: switches, members that come and go. Numbers in brackets: the project's faults."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import served
+import torch
+import toy
+
+from gossipx.messages import Stage
+from gossipx.server.mode import ServerMode
+from gossipx.server.shard import Shard
+from gossipx.sim import Network, World
+
+
+def shard(made: World, rank: int = 0, index: int = 0) -> Shard:
+    exchange = made.peers[rank].role.exchange
+    assert isinstance(exchange, ServerMode)
+    return exchange.shards[index]
+
+
+def done(made: World, ranks: range | list[int], iterations: int = served.ITERATIONS) -> None:
+    """All have done their iterations, and end with what the servers hold."""
+    for rank in ranks:
+        assert made.peers[rank].arena.step == iterations, (rank, made.peers[rank].arena.step)
+        assert made.peers[rank].role.stage is Stage.DONE
+    rows = torch.stack([served.values(made.peers[rank].module) for rank in ranks])
+    torch.testing.assert_close(rows, rows[:1].expand(len(rows), -1), rtol=0, atol=0)
+
+
+# --- switches ---------------------------------------------------------------------------------------
+
+
+def test_a_switch_while_the_run_goes_on() -> None:
+    """From bsp, in which all wait for the slowest, to asp: those that wait are answered at once."""
+    made = served.world(3, slow={2: 8.0}, servers="0,1")
+    made.switch_sync(2, 12.0, "asp")
+    made.run(12.5)
+    before = made.peers[0].arena.step
+    assert before <= 2
+    served.ended(made)
+    assert made.lines(0, "shard 0 goes from bsp to asp at clock") and made.lines(1, "shard 1 goes from bsp to asp")
+    assert made.lines(2, "has had the sync model switched")
+    reached = [entry.time for entry in made.log if entry.rank == 0 and entry.what == f"step {served.ITERATIONS}"]
+    assert reached[0] < 12.5 + served.ITERATIONS + 1, "it does not wait for the slowest any more"
+    done(made, range(3))
+
+
+def test_one_shard_may_be_switched_alone() -> None:
+    made = served.world(3, servers="0,1", slow={1: 2.0})
+    made.switch_sync(0, 5.0, "ssp:staleness=2", shard=1)
+    served.ended(made)
+    assert not made.lines(0, "shard 0 goes") and made.lines(1, "shard 1 goes from bsp to ssp:staleness=2")
+    done(made, range(3))
+
+
+@pytest.mark.parametrize("sync", ["ssp:staleness=-1", "nonsense", "hybrid:step=5/ls"])
+def test_what_is_no_sync_model_is_told_and_changes_nothing(sync: str) -> None:
+    made = served.world(2)
+    made.switch_sync(1, 3.5, sync)
+    served.ended(made)
+    assert not made.lines(0, "shard 0 goes") and not made.lines(1, "has had")
+    torch.testing.assert_close(served.values(made.peers[0].module), served.joined(range(2)), rtol=1e-9, atol=1e-9)
+
+
+def test_a_plan_in_the_configuration() -> None:
+    plan = "3=ssp:staleness=2;6=hybrid:step=5/lr;9=bsp"
+    made = served.ended(served.world(3, servers="0,2", sync_plan=plan, slow={1: 1.6}))
+    for rank, index in ((0, 0), (2, 1)):
+        told = made.lines(rank, f"shard {index} goes")
+        assert [line.split(" at clock ")[0] for line in told] == [
+            f"shard {index} goes from bsp to ssp:staleness=2",
+            f"shard {index} goes from ssp:staleness=2 to hybrid:step=50",
+            f"shard {index} goes from hybrid:step=50 to bsp",
+        ]
+    done(made, range(3))
+
+
+SYNCS = ["bsp", "asp", "ssp:staleness=1", "drop:n=2", "pssp:staleness=1,p=0.5", "hybrid:step=4", "dsps:staleness=1"]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_push_is_lost_and_no_pull_stranded_whatever_is_switched(seed: int) -> None:
+    rng = random.Random(seed)
+    slow = {rank: rng.uniform(0.5, 4.0) for rank in range(4)}
+    pulls = rng.choice(["lazy", "soft"])
+    made = served.world(4, seed, Network(delay=0.05), slow, servers="0,3", sync=rng.choice(SYNCS), pulls=pulls)
+    for _ in range(8):
+        made.switch_sync(rng.randrange(4), rng.uniform(2, 40), rng.choice(SYNCS), rng.choice([None, 0, 1]))
+    served.ended(made)
+    assert all(peer.arena.step == served.ITERATIONS for peer in made.peers.values())
+    for rank, index in ((0, 0), (3, 1)):
+        counts = shard(made, rank, index).clock.counts
+        assert counts.gradients + counts.late == 4 * served.ITERATIONS, "each push is counted once"
+
+
+# --- workers come and go ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sync", ["bsp", "ssp:staleness=1", "hybrid:fixed=3"])
+def test_a_worker_killed_is_not_waited_for_beyond_peer_timeout(sync: str) -> None:  # [1] [39]
+    made = served.world(3, sync=sync)
+    made.crash(2, 5.2)
+    served.ended(made, served.ITERATIONS + 5 * toy.TIMEOUT)
+    assert made.fired["crash"] == 1
+    done(made, [0, 1])
+    assert made.peers[1].blocked_seconds < 2 * toy.TIMEOUT
+    if sync == "bsp":
+        module, optimizer = served.Net(), None
+        optimizer = served.sgd(module.parameters())
+        for iteration in range(served.ITERATIONS):
+            ranks = range(3) if iteration < len(made.lines(2, "step ")) else range(2)
+            served.gradients(module, [served.batch(rank, iteration) for rank in ranks])
+            for parameter in module.parameters():
+                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            optimizer.step()
+        torch.testing.assert_close(served.values(made.peers[0].module), served.values(module), rtol=1e-9, atol=1e-9)
+
+
+def test_a_worker_that_is_silent_for_a_while_is_taken_back() -> None:  # [3]
+    made = served.world(3, sync="bsp", iterations=30)
+    made.pause(2, 5.2, 40.0)
+    served.ended(made)
+    assert made.fired["pause"] == 1
+    assert made.lines(0, "peer 2 is lost")
+    assert [made.peers[rank].arena.step for rank in (0, 1)] == [30, 30]
+    assert made.peers[2].role.stage is Stage.DONE and made.peers[2].arena.step > 10
+
+
+def test_a_slow_worker_is_no_dead_one() -> None:
+    """Its steps take longer than peer_timeout and than a pull waits: nobody is lost, no pull fails."""
+    made = served.ended(served.world(2, slow={1: 3.5 * toy.TIMEOUT}, iterations=4))
+    assert not [entry for entry in made.log if "lost" in entry.what or "TIMEOUT" in entry.what]
+    done(made, range(2), 4)
+
+
+def test_a_worker_that_joins_late_starts_at_the_current_clock() -> None:  # [37]
+    made = served.world(3, absent=[2], iterations=40, slow={0: 1.0, 1: 1.0})
+    made.start(2, served.maker(2, 3, iterations=40), at=25.0)
+    made.run(25.0 + 3 * toy.TIMEOUT, until=lambda: made.lines(2, "step "))
+    started = shard(made).clock.clock
+    assert shard(made).clock.progress[2] >= started - 2 > 5
+    served.ended(made)
+    assert made.peers[2].role.stage is Stage.DONE
+
+
+def test_a_worker_that_is_started_again_starts_at_the_current_clock() -> None:  # [36]
+    made = served.world(3, iterations=40)
+    made.crash(2, 8.2)
+    made.restart(2, 20.0)
+    served.ended(made)
+    assert made.fired["restart"] == 1
+    done(made, [0, 1], 40)
+    assert made.peers[2].role.stage is Stage.DONE
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_bad_network_loses_no_push_and_counts_none_twice(seed: int) -> None:  # [26]
+    network = Network(delay=0.2, loss=0.05, repeat=0.1, jitter=0.5)
+    made = served.world(3, seed, network, {1: 1.4}, servers="0,1", iterations=8)
+    served.ended(made, 4000)
+    assert made.fired["lost"] and made.fired["repeated"]
+    done(made, range(3), 8)
+    torch.testing.assert_close(served.values(made.peers[0].module), served.joined(range(3), 8), rtol=1e-9, atol=1e-9)
