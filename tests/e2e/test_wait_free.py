@@ -314,4 +314,4 @@ def test_steps_too_small_for_16_bits_add_up(join: Join, dtype: torch.dtype) -> N
             optimizer.zero_grad()
             model(torch.ones(1, 1, dtype=dtype)).sum().backward()
             optimizer.step()
-    assert float(model.weight) == pytest.approx(1 - 2 * torch.finfo(dtype).eps, rel=0.1 * torch.finfo(dtype).eps)
+    assert model.weight.item() == pytest.approx(1 - 2 * torch.finfo(dtype).eps, rel=0.1 * torch.finfo(dtype).eps)
