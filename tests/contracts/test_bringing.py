@@ -11,40 +11,18 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from giver import model
-from managers import LONG, SHORT, WAYS, Host, Model, Taken, certify, runs, settings_of, shares_memory, soon
+from managers import LONG, SHORT, Host, Model, Taken, runs, settings_of, soon
 
 from gossipx.errors import CancelledError, PeerTimeoutError, PeerUnreachableError
 from gossipx.memory import PIECE
 from gossipx.messages import BusyReply, ElasticRequest, HereReply, LeaveRequest, ModelReply, Stage
 
 LARGE = 64 * PIECE  # more than lies on the way anywhere
-MARKS = {"shm": shares_memory, "nccl": pytest.mark.cuda}
-
-
-@pytest.fixture(
-    params=[pytest.param(name, marks=[mark for kind, mark in MARKS.items() if kind in name]) for name in WAYS]
-)
-def way(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    name: str = request.param
-    certify(name, tmp_path)
-    return name
-
-
-@pytest.fixture
-def start(way: str, tmp_path: Path) -> Iterator[Callable[[int], list[Host]]]:
-    """Starts the peers of a run; all end with the test and leave no thread."""
-    with runs() as make:
-
-        def started(size: int) -> list[Host]:
-            run = make(size)
-            return [run.host(rank, **settings_of(way, tmp_path, rank)) for rank in range(size)]
-
-        yield started
 
 
 def elastic(number: int = 1, patience: float = 30.0) -> ElasticRequest:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 from giver import model
-from managers import LONG, SHORT, WAYS, Host, certify, runs, settings_of, shares_memory, soon
+from managers import LONG, SHORT, WAYS, Host, shares_memory, soon
 
 from gossipx.errors import CancelledError, GossipxError, PeerTimeoutError, PeerUnreachableError
 from gossipx.memory import PIECE, Memory, Source
@@ -31,30 +31,6 @@ from gossipx.wire import Bytes
 
 MODEL = 64 * PIECE  # more than lies on the way anywhere
 PAST_ALL_32_BITS = 2**31 + 100 * PIECE + 12
-
-
-MARKS = {"shm": shares_memory, "nccl": pytest.mark.cuda}
-
-
-@pytest.fixture(
-    params=[pytest.param(name, marks=[mark for kind, mark in MARKS.items() if kind in name]) for name in WAYS]
-)
-def way(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    name: str = request.param
-    certify(name, tmp_path)
-    return name
-
-
-@pytest.fixture
-def start(way: str, tmp_path: Path) -> Iterator[Callable[[int], list[Host]]]:
-    """Starts the peers of a run; all end with the test and leave no thread."""
-    with runs() as make:
-
-        def started(size: int) -> list[Host]:
-            run = make(size)
-            return [run.host(rank, **settings_of(way, tmp_path, rank)) for rank in range(size)]
-
-        yield started
 
 
 @pytest.fixture
