@@ -6,6 +6,7 @@ Starting a process and loading torch takes longer than most of what bin/bench se
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -171,6 +172,7 @@ def main() -> None:
         done = getattr(importlib.import_module(module), name)(job)
         answers.write(json.dumps(done) + "\n")
         answers.flush()
+        gc.collect()  # a peer that is done is in reference cycles, and holds its tables as long as these last
 
 
 if __name__ == "__main__":

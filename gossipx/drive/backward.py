@@ -101,6 +101,11 @@ class Backward:
 
         return hook
 
+    def start(self) -> None:
+        """The loop begins: without wait-free, with all tables in the model."""
+        self.after_step()
+        self.waited = 0.0
+
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward passes in it only accumulate."""

@@ -296,6 +296,8 @@ class Peer:
             undo.pop_all()
         if self._role.sync.policy.uses_drift and not self._checkpoints.resumed:
             self._driver.held.reference.set()
+        if self._backward is not None and self.trains:
+            self._backward.start()
         self._checkpoints.start()
         if self._backward is not None and self._options.directory is not None:
             self._control = Control(self._options.directory, self._command)

@@ -33,7 +33,7 @@ class _Way:
         ready: buckets whose gradients wait to leave.
         pushing: those on their way, by ticket.
         asks: buckets to be asked for.
-        pulling: those asked for, by ticket.
+        pulling: those asked for, by ticket, each with the progress that it was asked with.
         pulled: the progress that they are asked with.
         ended: the iteration's gradients are all made.
         rests: it did not answer, and is not asked before its timer.
@@ -47,7 +47,7 @@ class _Way:
     ready: deque[int] = field(default_factory=deque)
     pushing: dict[int, int] = field(default_factory=dict)
     asks: deque[int] = field(default_factory=deque)
-    pulling: dict[int, int] = field(default_factory=dict)
+    pulling: dict[int, tuple[int, int]] = field(default_factory=dict)
     pulled: int = -1
     ended: bool = False
     rests: bool = False
@@ -171,7 +171,7 @@ class Worker:
         while way.asks and pushed and len(way.pulling) < AT_A_TIME:
             bucket = way.asks.popleft()
             send = self._send(shard, TablesRequest(shard, bucket, incarnation, way.pulled, 0.0, patience), now)
-            way.pulling[send.ticket] = bucket
+            way.pulling[send.ticket] = bucket, way.pulled
             effects.append(send)
         return effects
 
@@ -203,7 +203,9 @@ class Worker:
                 return [Forget(ticket), *self._passed(shard), *self._go_on(now)]
             way.ready.appendleft(bucket)
             return [Forget(ticket), self._not_ready(shard, now)]
-        bucket = way.pulling.pop(ticket)
+        bucket, pulled = way.pulling.pop(ticket)
+        if pulled != way.pulled:  # of an iteration before, whose tables nobody has used: it is asked for anew
+            return [Forget(ticket), *self._go_on(now)]
         if not isinstance(reply, TablesReply):
             way.asks.appendleft(bucket)
             if isinstance(reply, BusyReply):
@@ -226,7 +228,9 @@ class Worker:
         if ticket in way.pushing:
             way.ready.appendleft(way.pushing.pop(ticket))
         elif ticket in way.pulling:
-            way.asks.appendleft(way.pulling.pop(ticket))
+            bucket, pulled = way.pulling.pop(ticket)
+            if pulled == way.pulled:
+                way.asks.appendleft(bucket)
         other = self._ground.members.others.get(way.server)
         return [Forget(ticket), self._rest(shard, now if other is None else other.rests_until)]
 
