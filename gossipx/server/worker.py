@@ -31,7 +31,7 @@ class _Way:
 
     Attributes:
         ready: buckets whose gradients wait to leave.
-        pushing: those on their way, by ticket.
+        pushing: those on their way, by ticket, each with the iteration that its gradients are of.
         asks: buckets to be asked for.
         pulling: those asked for, by ticket, each with the progress that it was asked with.
         pulled: the progress that they are asked with.
@@ -45,7 +45,7 @@ class _Way:
     server: int
     buckets: int
     ready: deque[int] = field(default_factory=deque)
-    pushing: dict[int, int] = field(default_factory=dict)
+    pushing: dict[int, tuple[int, int]] = field(default_factory=dict)
     asks: deque[int] = field(default_factory=deque)
     pulling: dict[int, tuple[int, int]] = field(default_factory=dict)
     pulled: int = -1
@@ -164,7 +164,7 @@ class Worker:
             bucket = way.ready.popleft()
             push = GradientRequest(shard, bucket, incarnation, self._progress, (), (), patience)
             send = self._send(shard, push, now)
-            way.pushing[send.ticket] = bucket
+            way.pushing[send.ticket] = bucket, self._progress
             effects.append(send)
         # Without overlap every push has to be there before anything is asked for.
         pushed = not way.ready and (self._overlap or not way.pushing)
@@ -198,10 +198,10 @@ class Worker:
         if ticket not in way.pushing and ticket not in way.pulling:  # it was given up
             return [Forget(ticket)]
         if ticket in way.pushing:
-            bucket = way.pushing.pop(ticket)
+            push = way.pushing.pop(ticket)
             if isinstance(reply, AcceptReply):
                 return [Forget(ticket), *self._passed(shard), *self._go_on(now)]
-            way.ready.appendleft(bucket)
+            self._push_again(way, *push)
             return [Forget(ticket), self._not_ready(shard, now)]
         bucket, pulled = way.pulling.pop(ticket)
         if pulled != way.pulled:  # of an iteration before, whose tables nobody has used: it is asked for anew
@@ -226,13 +226,18 @@ class Worker:
         shard = self._by_ticket.pop(ticket)
         way = self._ways[shard]
         if ticket in way.pushing:
-            way.ready.appendleft(way.pushing.pop(ticket))
+            self._push_again(way, *way.pushing.pop(ticket))
         elif ticket in way.pulling:
             bucket, pulled = way.pulling.pop(ticket)
             if pulled == way.pulled:
                 way.asks.appendleft(bucket)
         other = self._ground.members.others.get(way.server)
         return [Forget(ticket), self._rest(shard, now if other is None else other.rests_until)]
+
+    def _push_again(self, way: _Way, bucket: int, progress: int) -> None:
+        """A push may not have come; it has, where the next iteration has begun, since what was pulled waited for it."""
+        if progress == self._progress:
+            way.ready.appendleft(bucket)
 
     def _not_ready(self, shard: int, now: float) -> Effect:
         """It has answered that it cannot answer yet."""
