@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import math
@@ -240,14 +241,12 @@ class Answering:
             if they.model != self._member.me.model:
                 raise ProtocolError("it brings another model")
             rooms.append(self._room_for(they.rank, message))
+            undo.callback(rooms[0].release)  # unless all of it comes
             return rooms[0]
 
-        try:
+        with contextlib.ExitStack() as undo:
             frame = link.receive(math.inf, expect)
-        except BaseException:
-            for room in rooms:
-                room.release()
-            raise
+            undo.pop_all()
         return frame, rooms[0] if rooms else None
 
     def _serve_one(self, link: Link, they: Hello) -> None:

@@ -6,6 +6,7 @@ thread no copy where each boundary is kept anyway, the rest as copies.
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -101,17 +102,17 @@ class TrainingState:
         with driver.committing:
             snapshot = arena.snapshot(whole=True)
             told = {**driver.state_dict(), "about": self._about, "figures": dict(figures)}
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(snapshot.release)
             parts[PEER] = pack(told, PEER)
             if driver.role.sync.policy.uses_drift:
                 parts[DRIFT] = pack(driver.held.reference.vectors(), DRIFT)
             if (centre := self._centre) is not None and (held := driver.held.hold(centre.ticket)) is not None:
-                parts[HUB] = pack({**centre.state_dict(), "held": held.step, "vectors": held.buffer.vectors}, HUB)
-                held.release()
+                with contextlib.ExitStack() as after:
+                    after.callback(held.release)
+                    parts[HUB] = pack({**centre.state_dict(), "held": held.step, "vectors": held.buffer.vectors}, HUB)
             others = {name: copy_of(tensor) for name, tensor in layout.others(self._module).items()}
-        except BaseException:
-            snapshot.release()
-            raise
+            undo.pop_all()
 
         def model() -> Part:
             tensors = layout.named(arena.slots, arena.sections, snapshot.buffer.vectors)
