@@ -425,7 +425,7 @@ class Resume:
 
 @dataclass(frozen=True)
 class Note:
-    """One line for the log; ``topic`` limits how often a cause that repeats is told."""
+    """One line for the log; ``topic`` limits how often a cause that repeats is told. Without one it is always told."""
 
     topic: str
     text: str

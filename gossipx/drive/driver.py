@@ -396,7 +396,7 @@ class Driver:
     def _note(self, topic: str, text: str) -> None:
         now = time.monotonic()
         told, held_back = self._notes.get(topic, (-NOTE_EVERY, 0))
-        if now - told < NOTE_EVERY:
+        if topic and now - told < NOTE_EVERY:
             self._notes[topic] = (told, held_back + 1)
             return
         self._notes[topic] = (now, 0)

@@ -278,7 +278,7 @@ class Shard:
         before = self.clock.model
         made = self.clock.switch(model, apply or None, pulls or None)
         told = f"shard {self.index} goes from {describe(before)} to {describe(model)} at clock {self.clock.clock}"
-        return [Note("switch", told), *self._carry_out(made, now)]
+        return [Note("", told), *self._carry_out(made, now)]
 
     def _release(self, rank: int, progress: int) -> list[Effect]:
         worker = self._workers[rank]
