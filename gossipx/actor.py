@@ -12,7 +12,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
-from gossipx.messages import Reply, Request
+from gossipx.messages import RecordRequest, Reply, Request
 
 # --- events ---------------------------------------------------------------------------------------------------------
 
@@ -242,6 +242,8 @@ class Answer:
         captured: give the model held under this ticket (:class:`Capture`) rather than that of the last step boundary.
         begins: when to hand it over, if that is later than now.
         tables: give this bucket of this shard, as it is after all that was asked for before.
+        copies: give a copy of this shard's tables, as they are after all that was asked for before.
+        in_order: not before all that was asked for before is done to the tables.
     """
 
     key: Hashable
@@ -251,6 +253,8 @@ class Answer:
     captured: int | None = None
     begins: float = 0.0
     tables: tuple[int, int] | None = None
+    copies: int | None = None
+    in_order: bool = False
 
 
 @dataclass(frozen=True)
@@ -356,6 +360,34 @@ class ApplyBuffer:
 
 
 @dataclass(frozen=True)
+class Share:
+    """The gradient that was kept under ``ticket`` is known under ``other``, too: our request that brings it along."""
+
+    ticket: int
+    other: int
+
+
+@dataclass(frozen=True)
+class Record:
+    """Write what has happened to a shard into its journal, before anything that is asked for after it is done.
+
+    Attributes:
+        ticket: the gradient that goes with it was kept under this; None: none does.
+    """
+
+    record: RecordRequest
+    ticket: int | None
+
+
+@dataclass(frozen=True)
+class TakeCopy:
+    """The tables of a shard are those that came under ``ticket``. Then forget the ticket."""
+
+    ticket: int
+    shard: int
+
+
+@dataclass(frozen=True)
 class KeepShard:
     """Take a checkpoint of a shard, as it is after all that was asked for before.
 
@@ -455,6 +487,9 @@ Effect = (
     | ApplyBuffer
     | FillTables
     | KeepShard
+    | Share
+    | Record
+    | TakeCopy
     | Fetch
     | Fetched
     | Switched

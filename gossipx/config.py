@@ -250,6 +250,9 @@ class ServerSettings:
     )
     wait_free: bool = setting(True, "Gradients leave as backward makes them; else all at the optimizer's step.")
     overlap: bool = setting(True, "Pull from each shard by itself; else from all once all would answer.")
+    server_replicas: int = setting(
+        0, "Peers beside its server that follow each shard, one of which takes its place when it is gone: 0 or 1.", 0, 1
+    )
     server_lost: Literal["wait", "stop"] = setting(
         "wait", "While a server does not answer: wait for it to come back, or stop with exit code 4."
     )

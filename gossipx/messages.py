@@ -190,6 +190,53 @@ class SwitchRequest:
     pulls: str
 
 
+Happening = tuple[str | int | float, ...]
+"""What happened to a shard: a word, and its figures; see :class:`gossipx.server.shard.Shard`."""
+
+
+@dataclass(frozen=True)
+class RecordRequest:
+    """Tells the replica of a shard what has happened to it, in order; where that ends with the gradient of a bucket,
+    its bytes are the frame's payload.
+
+    Attributes:
+        shard: which.
+        copy: that the replica is to have begun with, as its sender numbers them.
+        number: of the record; they count from that copy.
+        happened: in order.
+        bucket: of the gradient; −1: there is none.
+        progress, parts, settings: of the gradient, as in :class:`GradientRequest`.
+        patience: seconds that the sender waits.
+    """
+
+    shard: int
+    copy: int
+    number: int
+    happened: tuple[Happening, ...]
+    bucket: int
+    progress: int
+    parts: Parts
+    settings: tuple[dict[str, float], ...]
+    patience: float
+
+
+@dataclass(frozen=True)
+class CopyRequest:
+    """Asks for a copy of a shard, to be its replica from then on; who is one tells by it that it still is.
+
+    Attributes:
+        shard: which.
+        incarnation: of the sender.
+        copy: that it has; −1: it has none.
+        patience: seconds that it waits.
+    """
+
+    shard: int
+    incarnation: int
+    copy: int
+    patience: float
+
+
 @dataclass(frozen=True)
 class TablesReply:
     """A bucket of a shard; its bytes are the frame's payload.
@@ -201,6 +248,23 @@ class TablesReply:
 
     clock: int
     parts: Parts
+
+
+@dataclass(frozen=True)
+class CopyReply:
+    """A copy of a shard; its tables are the frame's payload.
+
+    Attributes:
+        incarnation: of the sender.
+        copy: its number.
+        state: of the shard's role, as JSON.
+        size: bytes of the payload.
+    """
+
+    incarnation: int
+    copy: int
+    state: str
+    size: int
 
 
 @dataclass(frozen=True)
@@ -283,19 +347,20 @@ class AcceptReply:
 class BusyReply:
     """Not now: another exchange is under way, and whoever asked chooses another peer at once.
 
-    Of a pull from a server: it is still delayed, and is to be asked for again at once.
+    Of a pull from a server: it is still delayed, and is to be asked for again at once. Of a record of a shard: its
+    receiver holds that shard itself.
     """
 
 
 ExchangeRequest = PushRequest | PairRequest | TakeRequest | SettleRequest
 """What an exchange is made of that is more than one pull."""
-CarryingRequest = ElasticRequest | GradientRequest
-"""What brings a model along."""
+CarryingRequest = ElasticRequest | GradientRequest | RecordRequest
+"""What brings a model, or a part of one."""
 ModelRequest = InitialRequest | PullRequest | TakeRequest | RoundRequest | ElasticRequest | CentreRequest
 """What is answered by a model."""
-ServerRequest = GradientRequest | TablesRequest | SwitchRequest
-"""What workers ask of a server."""
+ServerRequest = GradientRequest | TablesRequest | SwitchRequest | RecordRequest | CopyRequest
+"""What is asked of a server."""
 Request = ModelRequest | ExchangeRequest | ServerRequest | ArriveRequest | LeaveRequest
-CarryingReply = ModelReply | TablesReply
+CarryingReply = ModelReply | TablesReply | CopyReply
 """What brings a model, or a part of one."""
 Reply = CarryingReply | AcceptReply | BusyReply | HereReply | NotReadyReply

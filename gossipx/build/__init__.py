@@ -195,11 +195,14 @@ def _keep_shards(driver: Driver, served: Served, place: Place, keep: int) -> Non
     """Have the shards that lie here kept, and go on from what was kept of them."""
     assert place.directory is not None
     stores = {index: store_of_shard(place.directory, index, keep) for index in served.clocks}
-    driver.keeper = ShardKeeper(stores, served.desk)
+    driver.keeper = ShardKeeper(stores, served.desk, served.settings.journals)
     exchange = driver.role.exchange
-    if place.resumes and isinstance(exchange, ServerMode):
-        states = {index: driver.keeper.restore(index, place.resumes_at) for index in served.clocks}
-        exchange.load_state_dict({index: state for index, state in states.items() if state is not None})
+    assert isinstance(exchange, ServerMode)
+    for shard in exchange.beginning():
+        if place.resumes:
+            driver.keeper.resume(shard, place.resumes_at)
+        elif served.settings.journals:
+            driver.keeper.come_back(shard)
 
 
 def _backward(

@@ -133,10 +133,11 @@ def serve(
     syncs = sync_models(config, len(ranks), own)
     rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
     rate = rates[0] if rates else None
+    holders = _holders(ranks, given.server_replicas, len(names))
     later = plan.parse(given.sync_plan or "", rate)
     every = Every.parse(str(config.run.checkpoint_every))
     settings = Settings(
-        servers=ranks,
+        holders=holders,
         buckets=tuple(map(len, cut)),
         trains=not given.servers_only,
         overlap=given.overlap,
@@ -145,13 +146,14 @@ def serve(
         rate=rate,
         every=(every.iterations, every.seconds),
         syncs=tuple(syncs),
+        journals=bool(every) and not given.server_replicas,
     )
     workers = settings.workers(len(names))
     groups = {id(one): number for number, group in enumerate(optimizer.param_groups) for one in group["params"]}
     numbers = [groups.get(id(parameter), -1) for parameter in parameters]
     clocks, stores = {}, {}
-    for index, holder in enumerate(ranks):
-        if holder == rank:
+    for index, able in enumerate(holders):
+        if rank in able:
             model = syncs[index]
             model = model.resolved(rate) if model.needs_rate and rate is not None else model
             rng = random.Random(f"shard {config.run.seed} {index}")
@@ -168,11 +170,23 @@ def _alike(config: RunConfig, ranks: Sequence[int], own: Parts) -> dict[str, str
     given = config.server
     return {
         "--servers": ",".join(map(str, ranks)),
+        "--server-replicas": str(given.server_replicas),
         "--servers-only": str(given.servers_only).lower(),
         "--placement": given.placement if own.placement is None else type(own.placement).__qualname__,
         "--bucket": str(given.bucket),
         "parts": own.storages.describe() or "gossipx's own",
     }
+
+
+def _holders(servers: Sequence[int], replicas: int, size: int) -> tuple[tuple[int, ...], ...]:
+    """By shard, who holds it and who its replica: the next server, or the next peer where there is one server only."""
+    if replicas and size == 1:
+        raise UsageError("--server-replicas 1 needs a second peer, which holds the replica: give more, or leave it out")
+    if not replicas:
+        return tuple((rank,) for rank in servers)
+    if len(servers) == 1:
+        return ((servers[0], (servers[0] + 1) % size),)
+    return tuple(zip(servers, [*servers[1:], servers[0]], strict=True))
 
 
 def _told(config: RunConfig, own: Parts) -> str:

@@ -8,7 +8,19 @@ no checkpoint. Nothing that is read is ever unpickled.
 """
 
 from gossipx.checkpoint.every import Every
+from gossipx.checkpoint.packed import from_bytes, to_bytes
 from gossipx.checkpoint.plain import Part, pack, unpack
 from gossipx.checkpoint.store import KEEP, Checkpoint, CheckpointError, Store
 
-__all__ = ["KEEP", "Checkpoint", "CheckpointError", "Every", "Part", "Store", "pack", "unpack"]
+__all__ = [
+    "KEEP",
+    "Checkpoint",
+    "CheckpointError",
+    "Every",
+    "Part",
+    "Store",
+    "from_bytes",
+    "pack",
+    "to_bytes",
+    "unpack",
+]

@@ -42,13 +42,16 @@ from gossipx.actor import (
     Note,
     Poisoned,
     Received,
+    Record,
     Restored,
     Resume,
     Send,
     SetTimer,
+    Share,
     Stop,
     Switched,
     SwitchSync,
+    TakeCopy,
     TakeIn,
     TimerFired,
     Unchanged,
@@ -71,6 +74,7 @@ from gossipx.errors import (
 from gossipx.memory import Source
 from gossipx.messages import (
     CarryingRequest,
+    CopyReply,
     ElasticRequest,
     ModelReply,
     NotReadyReply,
@@ -245,12 +249,27 @@ class Driver:
                 self.tables.put(lambda: self._desk.apply_buffer(shard))
             case FillTables(shard):
                 self.tables.put(lambda: self._desk.fill(shard))
+            case Share(ticket, other):
+                self.transfers.share(ticket, other)
+            case Record(record, kept):
+                if (journals := self.keeper) is not None:
+                    recorded = None if kept is None else self.transfers.held_gradient(kept)
+                    self.tables.put(lambda: journals.record(record, recorded))
+            case TakeCopy(ticket, shard):
+                copy = self.transfers.copy(ticket)
+                self.tables.put(lambda: self._desk.take_copy(shard, copy))
             case KeepShard(shard, clock, state):
                 if (keeper := self.keeper) is not None:
                     self.tables.put(lambda: keeper.keep(shard, clock, state))
             case Answer(tables=(int(shard), int(bucket))):
                 answer = effect
                 self.tables.put(lambda: self._answer_tables(answer, shard, bucket))
+            case Answer(copies=int(shard)):
+                asked = effect
+                self.tables.put(lambda: self._answer_copy(asked, shard))
+            case Answer(in_order=True):
+                later = effect
+                self.tables.put(lambda: self._answer_now(later, None))
         return None
 
     @property
@@ -294,6 +313,8 @@ class Driver:
                 pass  # done while deciding
             case ApplyGradient() | BufferGradient() | ApplyBuffer() | FillTables() | KeepShard():
                 pass  # done while deciding
+            case Share() | Record() | TakeCopy():
+                pass  # done while deciding
 
     def _base(self, send: Send) -> Snapshot | None:
         """What the model that is asked for is compared with, held; None: it is kept as it comes."""
@@ -308,8 +329,11 @@ class Driver:
     def _answer(self, answer: Answer, snapshot: Snapshot | None) -> None:
         assert self.comm is not None
         self.transfers.drop(answer.key)
-        if answer.tables is not None:
-            return  # it is answered when all that was decided before is done
+        if answer.tables is None and answer.copies is None and not answer.in_order:
+            self._answer_now(answer, snapshot)  # else when all that was decided before is done
+
+    def _answer_now(self, answer: Answer, snapshot: Snapshot | None) -> None:
+        assert self.comm is not None
         if isinstance(answer.reply, TablesReply):
             self._answer_by(answer, answer.reply, Source(memoryview(b"")))
             return
@@ -328,8 +352,13 @@ class Driver:
         reply = dataclasses.replace(answer.reply, parts=given.parts)
         self._answer_by(answer, reply, given.source, lambda: self._desk.release(shard, given))
 
+    def _answer_copy(self, answer: Answer, shard: int) -> None:
+        assert isinstance(answer.reply, CopyReply)
+        source = self._desk.copy(shard)
+        self._answer_by(answer, dataclasses.replace(answer.reply, size=source.view.nbytes), source)
+
     def _answer_by(
-        self, answer: Answer, reply: TablesReply, source: Source, sent: Callable[[], None] = lambda: None
+        self, answer: Answer, reply: TablesReply | CopyReply, source: Source, sent: Callable[[], None] = lambda: None
     ) -> None:
         assert self.comm is not None
 

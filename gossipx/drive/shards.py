@@ -1,4 +1,5 @@
 """Checkpoints of the shards that lie with a peer: each is kept as its clock ticks, whatever its holder computes then.
+Beside them lie journals of what has happened since, for a peer whose process is killed and started again.
 
 With bsp that makes one cut through the whole run: what a shard holds after k ticks is what workers begin iteration k
 with. Workers keep theirs after k iterations, and a run goes on from a k that all have.
@@ -6,16 +7,22 @@ with. Workers keep theirs after k iterations, and a run goes on from a k that al
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from gossipx.checkpoint import KEEP, Checkpoint, CheckpointError, Store, pack, unpack
+from gossipx.actor import ApplyBuffer, ApplyGradient, BufferGradient
+from gossipx.checkpoint import KEEP, Checkpoint, CheckpointError, Store, journal, pack, unpack
+from gossipx.checkpoint.journal import Journal
 from gossipx.drive.lane import Lane
 from gossipx.errors import UsageError
-from gossipx.storage.desk import Desk
+from gossipx.messages import RecordRequest
+from gossipx.server.shard import Shard
+from gossipx.storage.desk import Desk, Gradient
+from gossipx.wire.kinds import KINDS, NUMBERS, message_of, metadata_of
 
 log = logging.getLogger("gossipx")
 
@@ -34,10 +41,13 @@ class ShardKeeper:
     Args:
         stores: by shard, of those that lie here.
         desk: their tables.
+        journals: whether there are journals.
     """
 
-    def __init__(self, stores: Mapping[int, Store], desk: Desk):
+    def __init__(self, stores: Mapping[int, Store], desk: Desk, journals: bool = False):
         self._stores = stores
+        self._keeps_journals = journals
+        self._journals: dict[int, Journal] = {}  # those that are being written
         self._desk = desk
         self._lane = Lane("gossipx-shards")
         self._lock = threading.Lock()
@@ -54,10 +64,16 @@ class ShardKeeper:
                 return
             self._writing.add(shard)
         parts = {CLOCK: pack(state, CLOCK), TABLES: pack(self._desk.state_dict(shard), TABLES)}
+        store = self._stores[shard]
+        if self._keeps_journals:
+            self._begin_journal(shard, clock)
 
         def write() -> None:
             try:
-                self._stores[shard].save(clock, parts)
+                store.save(clock, parts)
+                journal.drop(store.directory, before=min(store.whole(), default=clock))
+            except OSError as error:
+                log.warning("%s: an old journal cannot be removed (%s)", error.filename, error.strerror)
             except CheckpointError as error:
                 log.warning("%s", error)
             finally:
@@ -66,18 +82,87 @@ class ShardKeeper:
 
         self._lane.put(write)
 
-    def restore(self, shard: int, at: int | None) -> dict[str, Any] | None:
-        """Bring a shard's tables back, before the run goes on.
+    def _begin_journal(self, shard: int, clock: int, goes_on: bool = False) -> None:
+        """What happens from now on, the checkpoint of ``clock`` does not have."""
+        if before := self._journals.pop(shard, None):
+            before.close()
+        directory = self._stores[shard].directory
+        try:
+            journal.drop(directory, after=clock)  # of a training that was gone back from
+            self._journals[shard] = Journal(journal.path_of(directory, clock), goes_on)
+        except OSError as error:
+            self._no_journal(error)
 
-        Args:
-            at: the clock; None: of the newest that is whole.
+    def record(self, record: RecordRequest, gradient: Gradient | None) -> None:
+        """Write down what has happened to a shard; for the thread that works on the tables."""
+        with contextlib.ExitStack() as given_back:
+            if gradient is not None:
+                given_back.enter_context(contextlib.closing(gradient))
+            writing = self._journals.get(record.shard)
+            if writing is None:
+                return
+            try:
+                writing.append(metadata_of(record), memoryview(b"") if gradient is None else gradient.view)
+            except OSError as error:
+                self._journals.pop(record.shard).close()
+                self._no_journal(error)
 
-        Returns:
-            What :meth:`keep` was given as ``state``; None: there is no checkpoint.
+    def _no_journal(self, error: OSError) -> None:
+        log.warning(
+            "%s: no journal can be written until the next checkpoint (%s): were this peer killed, pushes would be lost",
+            error.filename or "journal",
+            error.strerror,
+        )
+
+    def records(self, shard: int, clock: int) -> Iterator[tuple[RecordRequest, Gradient]]:
+        """What has happened to a shard since the checkpoint of ``clock``, in order, each with its gradient."""
+        for words, content in journal.read(self._stores[shard].directory, clock):
+            record = message_of(KINDS[NUMBERS[RecordRequest]], words)
+            assert isinstance(record, RecordRequest)
+            yield record, Gradient(record, content)
+
+    def come_back(self, shard: Shard) -> None:
+        """Bring a shard back as it was when its holder's process was killed, if one has held it.
 
         Raises:
             UsageError: it is of other tables.
         """
+        state = self._restored(shard.index, None)
+        if state is None:
+            return
+        shard.load_state_dict(state)
+        clock = shard.clock.clock
+        for record, gradient in self.records(shard.index, clock):
+            for effect in shard.follow(record, 0):
+                match effect:
+                    case ApplyGradient(_, scale):
+                        self._desk.apply(gradient, scale)
+                    case BufferGradient():
+                        self._desk.buffer(gradient)
+                    case ApplyBuffer():
+                        self._desk.apply_buffer(shard.index)
+        last = max(journal.clocks(self._stores[shard.index].directory), default=clock)
+        self._begin_journal(shard.index, max(last, clock), goes_on=True)
+        told = "shard %d comes back as it was when its server was killed, at clock %d"
+        log.warning(told, shard.index, shard.clock.clock)
+
+    def resume(self, shard: Shard, at: int | None) -> None:
+        """Bring a shard back as it was at a checkpoint, if there is one, to go on from there with all workers.
+
+        Args:
+            at: the clock; None: of the newest that is whole.
+
+        Raises:
+            UsageError: it is of other tables.
+        """
+        state = self._restored(shard.index, at)
+        if state is not None:
+            shard.resume(state)
+            if self._keeps_journals:
+                self._begin_journal(shard.index, shard.clock.clock)
+
+    def _restored(self, shard: int, at: int | None) -> dict[str, Any] | None:
+        """A shard's tables are back; what :meth:`keep` was given as ``state``, or None."""
         found: Checkpoint | None = self._stores[shard].load(at)
         if found is None:
             return None
@@ -91,3 +176,5 @@ class ShardKeeper:
     def close(self) -> None:
         """Keep no more; what is being written is finished."""
         self._lane.close(wait=True)
+        for writing in self._journals.values():
+            writing.close()

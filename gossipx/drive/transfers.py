@@ -26,14 +26,17 @@ from gossipx.errors import (
     UsageError,
 )
 from gossipx.incoming import Incoming
+from gossipx.memory import Source
 from gossipx.messages import (
     CarryingRequest,
+    CopyRequest,
     ElasticRequest,
     GradientRequest,
     InitialRequest,
     ModelReply,
     ModelRequest,
     PullRequest,
+    RecordRequest,
     Reply,
     Request,
     TablesRequest,
@@ -41,8 +44,8 @@ from gossipx.messages import (
 )
 from gossipx.snapshots import Snapshot
 from gossipx.storage.client import Nothing, Tables
-from gossipx.storage.desk import Desk, Gradient
-from gossipx.wire import Room
+from gossipx.storage.desk import Copy, Desk, Gradient
+from gossipx.wire import Fitting, Room
 
 
 @dataclass
@@ -116,6 +119,8 @@ class Transfers:
         self._brought: dict[Hashable, Transfer | Gradient] = {}  # by the key of the request
         self._gradients: dict[int, Gradient] = {}  # those that were kept
         self._fetching: dict[int, _Fetching] = {}
+        self._copies: dict[int, Copy] = {}
+        self._cancels: dict[int, Callable[[], None]] = {}  # of requests about tables
         self._places = threading.BoundedSemaphore(places)
         # Handing a request to the CommManager wakes its threads, which would take the processor from a training step.
         self._outbox = Lane(f"gossipx-outbox-{rank}")
@@ -129,7 +134,7 @@ class Transfers:
             base: what the model that is asked for is compared with, held by the caller, who gives that hold away here;
                 None: it is kept as it comes. An elastic request brings it along.
         """
-        if isinstance(send.request, GradientRequest | TablesRequest):  # parts of a model
+        if isinstance(send.request, GradientRequest | TablesRequest | RecordRequest | CopyRequest):  # parts of a model
             self._send_tables(send, send.request)
             return
         payload = brought = None
@@ -167,38 +172,62 @@ class Transfers:
         else:  # before that, nothing can be made of what comes
             base.when_settled(lambda: self.post(post))
 
-    def _send_tables(self, send: Send, request: GradientRequest | TablesRequest) -> None:
-        """Push a bucket, as its gradients are when it leaves; or pull one."""
+    def _send_tables(self, send: Send, request: GradientRequest | TablesRequest | RecordRequest | CopyRequest) -> None:
+        """Push a bucket, as its gradients are when it leaves, or pull one; or have a shard followed elsewhere."""
         desk = self.desk
         assert desk is not None
-        place = request.shard, request.bucket
         if isinstance(request, TablesRequest) and request.bucket >= 0:
+            place = request.shard, request.bucket
             self._fetching[send.ticket] = _Fetching(place, desk.client.sink(place))
+        if isinstance(request, CopyRequest):
+            self._copies[send.ticket] = desk.room_for_copy(request.shard)
 
         def post() -> None:
             assert self.comm is not None
-            told, sink, source = request, None, None
+            told: GradientRequest | TablesRequest | RecordRequest | CopyRequest = request
+            sink: Fitting | None = None
+            source = None
+            if send.ticket in self._cancelled:
+                self._replied(send.ticket, CancelledError("its request was not sent yet"))
+                return
+            ended = False
+
+            def done(result: Reply | GossipxError) -> None:
+                nonlocal ended
+                ended = True
+                self._cancels.pop(send.ticket, None)
+                self._replied(send.ticket, result)
+
             try:
                 if isinstance(told, GradientRequest):
+                    place = told.shard, told.bucket
                     try:
                         parts, source = desk.client.encode(place)
                     except Exception as error:
                         self._broken(error)
                         return
                     told = dataclasses.replace(told, parts=parts, settings=desk.client.settings(place))
+                elif isinstance(told, RecordRequest):
+                    gradient = self._gradients.get(send.ticket)
+                    source = Source(memoryview(b"")) if gradient is None else gradient.source
+                elif isinstance(told, CopyRequest):
+                    sink = self._copies.get(send.ticket, Nothing())
                 else:
                     fetching = self._fetching.get(send.ticket)
                     sink = Nothing() if fetching is None else fetching.sink
                     if desk.asks_significance and told.progress >= 0:
                         told = dataclasses.replace(told, significance=desk.client.significance(told.shard))
-                self.comm.request(
+                cancel = self.comm.request(
                     send.to,
                     told,
                     deadline=send.deadline,
                     payload=sink,
-                    done=lambda result: self._replied(send.ticket, result),
+                    done=done,
                     brought=source,
                 )
+                self._cancels[send.ticket] = cancel
+                if ended:  # before there was anything to cancel
+                    self._cancels.pop(send.ticket, None)
             except Exception as error:  # the role still has to hear of its request
                 self._replied(send.ticket, LocalFaultError(f"a request could not be sent: {error}"))
 
@@ -225,6 +254,18 @@ class Transfers:
         made.__cause__ = error
         self._fail(made)
 
+    def share(self, ticket: int, other: int) -> None:
+        """The gradient that was kept under ``ticket`` is kept under ``other``, too."""
+        self._gradients[other] = self._gradients[ticket].hold()
+
+    def held_gradient(self, ticket: int) -> Gradient:
+        """The gradient that was kept under ``ticket``, for the caller to release, too."""
+        return self._gradients[ticket].hold()
+
+    def copy(self, ticket: int) -> Copy:
+        """The copy of a shard that came under ``ticket``, the caller's from now on."""
+        return self._copies.pop(ticket)
+
     def gradient(self, ticket: int) -> Gradient:
         """The gradient that was kept under ``ticket``, the caller's from now on."""
         return self._gradients.pop(ticket)
@@ -239,8 +280,9 @@ class Transfers:
 
     def _cancel(self, ticket: int) -> None:
         transfer = self._transfers.get(ticket)
-        if transfer is not None and transfer.cancel is not None:
-            transfer.cancel()
+        cancel = self._cancels.get(ticket) if transfer is None else transfer.cancel
+        if cancel is not None:
+            cancel()
 
     def post(self, what: Callable[[], None]) -> None:
         """Have something done, in order, by a thread of its own."""
@@ -291,6 +333,7 @@ class Transfers:
         """What is under ``ticket`` is no longer needed."""
         self._cancelled.discard(ticket)
         self._fetching.pop(ticket, None)
+        self._copies.pop(ticket, None)
         transfer = self._transfers.pop(ticket, None)
         if transfer is not None:
             transfer.incoming.release()
@@ -308,7 +351,7 @@ class Transfers:
             ProtocolError: it is a gradient of tables that are not here.
         """
         room: Room | None = None
-        if isinstance(request, GradientRequest):
+        if isinstance(request, GradientRequest | RecordRequest):
             if self.desk is None:
                 raise ProtocolError("it brought a gradient, and this peer is no server")
             room = self.desk.room_for(request)

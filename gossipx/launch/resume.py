@@ -123,6 +123,7 @@ def _common(path: Path, settings: RunConfig, servers: Sequence[int], here: list[
     """
     workers = [rank for rank in here if not (settings.server.servers_only and rank in servers)]
     kept = [store_of(path, rank).whole() for rank in workers]
-    kept += [store_of_shard(path, shard).whole() for shard, rank in enumerate(servers) if rank in here]
+    # A shard's checkpoint of clock 0 is there for its journal alone: nothing was trained.
+    kept += [store_of_shard(path, shard).whole() - {0} for shard, rank in enumerate(servers) if rank in here]
     having = [one for one in kept if one]
     return max(set.intersection(*having), default=None) if having else None

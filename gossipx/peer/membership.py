@@ -235,6 +235,11 @@ class Membership:
         """Peers that are not lost and have not left, oneself included."""
         return 1 + sum(not other.lost and other.stage is not Stage.LEFT for other in self.others.values())
 
+    def is_gone(self, rank: int) -> bool:
+        """Whether another is lost, or its process has ended as far as can be told; False of oneself."""
+        other = self.others.get(rank)
+        return other is not None and (other.lost or other.gone)
+
     def awaited(self) -> list[int]:
         """Ranks that are neither lost nor have left."""
         return [rank for rank, other in self.others.items() if not other.lost and other.stage is not Stage.LEFT]

@@ -47,6 +47,7 @@ from gossipx.messages import (
     LAST_WAVE,
     ArriveRequest,
     CentreRequest,
+    CopyRequest,
     ElasticRequest,
     GradientRequest,
     HereReply,
@@ -55,6 +56,7 @@ from gossipx.messages import (
     ModelReply,
     NotReadyReply,
     PullRequest,
+    RecordRequest,
     Reply,
     Request,
     RoundRequest,
@@ -284,6 +286,8 @@ class PeerRole:
                 | GradientRequest()
                 | TablesRequest()
                 | SwitchRequest()
+                | RecordRequest()
+                | CopyRequest()
             ):
                 return self._exchanged(self.exchange.requested(event, now), now)
             case _ if self.stage is not Stage.TRAIN or not self.training.sound:

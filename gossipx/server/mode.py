@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from gossipx.actor import Effect, Forget, Mix, Note, Received, Resume, SetTimer, Stop, Switched, SwitchSync
 from gossipx.errors import UsageError
 from gossipx.messages import (
     AcceptReply,
     ArriveRequest,
+    BusyReply,
+    CopyRequest,
     GradientRequest,
     NotReadyReply,
+    RecordRequest,
     Reply,
     ServerRequest,
     Stage,
@@ -24,6 +27,8 @@ from gossipx.peer.pulls import Pulls
 from gossipx.server.clock import Clock
 from gossipx.server.conditions import SyncModel
 from gossipx.server.models import parse
+from gossipx.server.records import Journal
+from gossipx.server.replica import FOLLOW, RECORDS, Replica, Standby
 from gossipx.server.shard import Shard
 from gossipx.server.worker import AGAIN, Worker
 
@@ -38,7 +43,7 @@ class ServerSettings:
     """How workers and servers go together; the same for all peers of a run.
 
     Attributes:
-        servers: by shard, the rank that holds it.
+        holders: by shard, the rank that holds it, and that of its replica, if it is to have one.
         buckets: by shard, how many it has.
         trains: whether servers train, too.
         overlap: whether a worker pulls from each shard as soon as that has what it pushed (FluentPS, Figure 5b).
@@ -47,9 +52,10 @@ class ServerSettings:
         rate: the learning rate, for sync models that go by it; None: it is not known.
         every: ticks, or seconds, between two checkpoints of a shard; 0, 0: none.
         syncs: by shard, the sync model; none: workers pull after each iteration.
+        journals: what happens to a shard is written down before it is answered.
     """
 
-    servers: tuple[int, ...]
+    holders: tuple[tuple[int, ...], ...]
     buckets: tuple[int, ...]
     trains: bool = True
     overlap: bool = True
@@ -58,6 +64,12 @@ class ServerSettings:
     rate: float | None = None
     every: tuple[int, float] = (0, 0.0)
     syncs: tuple[SyncModel, ...] = ()
+    journals: bool = False
+
+    @property
+    def servers(self) -> tuple[int, ...]:
+        """By shard, the rank that holds it as the run begins."""
+        return tuple(holders[0] for holders in self.holders)
 
     def workers(self, size: int) -> list[int]:
         """Ranks that train."""
@@ -68,24 +80,35 @@ class ServerMode(Exchange):
     """One peer of a run with a parameter server.
 
     Args:
-        clocks: of the shards that this peer holds, by shard.
+        clocks: of the shards that this peer holds or has replicas of, by shard.
+
+    Attributes:
+        shards: that it holds.
+        replicas: shards that it follows, or of which it is not known yet who holds them.
     """
 
-    takes = (GradientRequest, TablesRequest, SwitchRequest)
-    timers = (AGAIN, WATCH)
+    takes = (GradientRequest, TablesRequest, SwitchRequest, RecordRequest, CopyRequest)
+    timers = (AGAIN, WATCH, RECORDS, FOLLOW)
 
     def __init__(self, ground: Ground, pulls: Pulls, settings: ServerSettings, clocks: dict[int, Clock]):
         super().__init__(ground)
         self._settings = settings
         self._trains = settings.trains or ground.rank not in settings.servers
         plans = settings.plans or ((),) * len(settings.servers)
-        self.shards = {
-            index: Shard(index, settings.buckets[index], clock, ground.requests, plans[index], settings.every)
-            for index, clock in clocks.items()
-        }
+        self.shards: dict[int, Shard] = {}
+        self.replicas: dict[int, Replica] = {}
+        for index, clock in clocks.items():
+            shard = Shard(index, settings.buckets[index], clock, ground.requests, plans[index], settings.every)
+            others = [rank for rank in settings.holders[index] if rank != ground.rank]
+            if others:
+                begins = settings.holders[index][0] == ground.rank
+                self.replicas[index] = Replica(shard, others[0], ground, begins)
+            else:
+                shard.records = Journal(index) if settings.journals else shard.records
+                self.shards[index] = shard
         self._switching: dict[int, int] = {}  # by ticket, the number of the switch
         self._problems: dict[int, str] = {}  # of switches that are under way
-        self.worker = Worker(ground, settings.servers, settings.buckets, settings.overlap, settings.syncs)
+        self.worker = Worker(ground, settings.holders, settings.buckets, settings.overlap, settings.syncs)
         self._agreeing = False
         self._watching = False
 
@@ -103,7 +126,7 @@ class ServerMode(Exchange):
 
     @property
     def attends(self) -> bool:
-        return bool(self.shards)
+        return bool(self.shards or self.replicas)
 
     @property
     def taken_in(self) -> int:
@@ -117,7 +140,8 @@ class ServerMode(Exchange):
 
     def begun(self, now: float) -> list[Effect]:
         filled = [effect for shard in self.shards.values() for effect in shard.begin(now)]
-        return self._watched([*filled, *(self.worker.begin(now) if self._trains else [])], now)
+        asked = [effect for replica in self.replicas.values() for effect in replica.ask(now)]
+        return self._watched([*filled, *asked, *(self.worker.begin(now) if self._trains else [])], now)
 
     def begin(self, now: float) -> list[Effect]:
         return []
@@ -131,17 +155,33 @@ class ServerMode(Exchange):
     def replied(self, ticket: int, to: int, reply: Reply, now: float) -> list[Effect]:
         if ticket in self._switching:
             return self._switched(ticket, reply.reason if isinstance(reply, NotReadyReply) else "")
+        for index, shard in self.shards.items():
+            if isinstance(shard.records, Standby) and shard.records.awaits(ticket):
+                return self._recorded(index, shard.records, ticket, reply, now)
+        for index, replica in self.replicas.items():
+            if replica.awaits(ticket):
+                made = replica.replied(ticket, reply, now)
+                return self._watched([*made, *self._may_begin(index, now)], now)
+        if not self.worker.awaits(ticket):
+            return [Forget(ticket)]  # of a time before it held the shard, or did so no more
         return self._answered_all(self.worker.replied(ticket, reply, now), now)
 
     def failed(self, ticket: int, now: float) -> list[Effect]:
         if ticket in self._switching:
             return self._switched(ticket, "a server does not answer")
+        for shard in self.shards.values():
+            if isinstance(shard.records, Standby) and shard.records.awaits(ticket):
+                return shard.records.failed(ticket, now)
+        for index, replica in self.replicas.items():
+            if replica.awaits(ticket):
+                return self._watched([*replica.failed(ticket, now), *self._may_begin(index, now)], now)
+        if not self.worker.awaits(ticket):
+            return [Forget(ticket)]
         return [*self.worker.failed(ticket, now), *self._unagreed()]
 
     def _unagreed(self) -> list[Effect]:
         """At the end, a server that is gone is not waited for: it holds nothing any more."""
-        others = self._ground.members.others
-        gone = any(rank in others and (others[rank].gone or others[rank].lost) for rank in self._settings.servers)
+        gone = any(map(self._are_gone, self._settings.holders))
         if not (self._agreeing and gone):
             return []
         self._agreeing = False
@@ -150,6 +190,10 @@ class ServerMode(Exchange):
             Note("tables", "a server is gone before it gave its last tables: this peer keeps those that it has"),
             Resume(),
         ]
+
+    def _are_gone(self, ranks: Sequence[int]) -> bool:
+        """Whether nobody is left of those that hold a shard or its replica."""
+        return all(map(self._ground.members.is_gone, ranks))
 
     def _answered_all(self, effects: list[Effect], now: float) -> list[Effect]:
         if not self.worker.idle:
@@ -170,9 +214,22 @@ class ServerMode(Exchange):
     def requested(self, event: Received, now: float) -> list[Effect]:
         request = event.request
         assert isinstance(request, ServerRequest)
-        shard = self.shards.get(request.shard)
+        effects = self._step_in(event.sender, request, now)
+        shard, replica = self.shards.get(request.shard), self.replicas.get(request.shard)
+        if isinstance(request, RecordRequest) and replica is not None:
+            return replica.recorded(event, now)
+        if isinstance(request, RecordRequest) and shard is not None:
+            return [self._answer(event.key, BusyReply(), now)]
         if shard is None:
-            return [self._answer(event.key, NotReadyReply("it holds no such shard: give all peers the same"), now)]
+            told = "it holds no such shard: give all peers the same" if replica is None else "it holds a replica only"
+            return [self._answer(event.key, NotReadyReply(told), now)]
+        return [*effects, *self._asked(event, shard, now)]
+
+    def _asked(self, event: Received, shard: Shard, now: float) -> list[Effect]:
+        """Somebody asks for something of a shard that is held here."""
+        request = event.request
+        if isinstance(request, CopyRequest):
+            return self._asked_for_copy(event, shard, now)
         if isinstance(request, SwitchRequest):
             return self._asked_to_switch(event, shard, request, now)
         if event.sender not in self._training() and isinstance(request, TablesRequest):
@@ -181,6 +238,54 @@ class ServerMode(Exchange):
 
     def offered(self, event: Received, now: float) -> list[Effect]:
         return self.requested(event, now)
+
+    # --- replicas -----------------------------------------------------------------------------------
+
+    def _step_in(self, sender: int, request: ServerRequest, now: float) -> list[Effect]:
+        """Hold the shard of a replica from now on, if its holder is gone and it is asked for."""
+        replica = self.replicas.get(request.shard)
+        if replica is None or isinstance(request, RecordRequest):
+            return []
+        if isinstance(request, CopyRequest):  # the holder's process has ended: it is another that asks
+            other = sender == replica.holder and request.incarnation != replica.incarnation
+            steps_in = other and replica.has_copy
+        else:  # its own worker's word is not enough, if there are others: it may be we who are cut off
+            others = [rank for rank in self._training() if rank != self._ground.rank]
+            steps_in = self._ground.members.is_gone(replica.holder) and (sender != self._ground.rank or not others)
+        return self._hold(request.shard, now, alone=True) if steps_in else []
+
+    def _may_begin(self, index: int, now: float) -> list[Effect]:
+        """The other peer does not hold a shard that is ours to begin with."""
+        replica = self.replicas.get(index)
+        return self._hold(index, now) if replica is not None and replica.begins else []
+
+    def _hold(self, index: int, now: float, alone: bool = False) -> list[Effect]:
+        """A shard that was followed is held here from now on."""
+        replica = self.replicas.pop(index)
+        shard = self.shards[index] = replica.shard
+        alone = alone or self._ground.members.is_gone(replica.holder)
+        shard.records = Standby(index, replica.holder, self._ground, alone)
+        told = f"shard {index} is held here from clock {shard.clock.clock} on: peer {replica.holder} is gone"
+        note = [] if replica.begins else [Note("", told)]
+        if not replica.has_copy:  # nobody has held it, as far as can be told
+            return [*note, *shard.begin(now)]
+        return [*replica.end(), *note, *shard.hold(now), *shard.look(self._training())]
+
+    def _recorded(self, index: int, standby: Standby, ticket: int, reply: Reply, now: float) -> list[Effect]:
+        """The replica has answered a record; it may have taken the shard over."""
+        if not isinstance(reply, BusyReply):
+            return self._watched(standby.replied(ticket, reply, now), now)
+        shard = self.shards.pop(index)
+        self.replicas[index] = Replica(shard, standby.rank, self._ground)
+        told = f"shard {index} is held by peer {standby.rank} now, which had found this one gone"
+        return [Forget(ticket), *standby.give_up(), *shard.let_go(), Note("", told), *self.replicas[index].ask(now)]
+
+    def _asked_for_copy(self, event: Received, shard: Shard, now: float) -> list[Effect]:
+        if not isinstance(shard.records, Standby) or event.sender != shard.records.rank or not shard.begun:
+            return [self._answer(event.key, NotReadyReply("it has no copy to give"), now)]
+        return self._watched(shard.records.copied(event, shard, now), now)
+
+    # --- members ------------------------------------------------------------------------------------
 
     def _training(self) -> list[int]:
         """Ranks whose pushes may be waited for."""
@@ -198,15 +303,19 @@ class ServerMode(Exchange):
 
     def look(self, now: float) -> list[Effect]:
         training = self._training()
-        looked = [effect for shard in self.shards.values() for effect in shard.look(now, training)]
+        looked = [effect for shard in self.shards.values() for effect in shard.look(training)]
         return self._watched(looked, now)
 
     def lost(self, rank: int, now: float) -> list[Effect]:
-        stops = rank in self._settings.servers and self._settings.lost == "stop"
-        stopped: list[Effect] = (
-            [Stop(f"the server, peer {rank}, is gone, and --server-lost is stop"), Resume()] if stops else []
-        )
-        return [*stopped, *self.look(now), *self._unagreed()]
+        gone = any(rank in holders and self._are_gone(holders) for holders in self._settings.holders)
+        effects: list[Effect] = []
+        if gone and self._settings.lost == "stop":
+            effects += [Stop(f"the server, peer {rank}, is gone, and --server-lost is stop"), Resume()]
+        for shard in self.shards.values():
+            if isinstance(shard.records, Standby) and shard.records.rank == rank and shard.records.wanted:
+                told = f"shard {shard.index} has no replica now: peer {rank} is gone"
+                effects += [*shard.records.gone(), Note("", told)]
+        return [*effects, *self.worker.lost(rank, now), *self.look(now), *self._unagreed()]
 
     def left(self, rank: int, now: float) -> list[Effect]:
         return self.lost(rank, now)
@@ -215,6 +324,8 @@ class ServerMode(Exchange):
         what, _, shard = name.partition(" ")
         if what == AGAIN:
             return self.worker.again(int(shard), now)
+        if what in (RECORDS, FOLLOW):
+            return self._copies_due(what, int(shard), now)
         self._watching = False
         asked = self._ground.requests.asked(ArriveRequest)
         here = ArriveRequest(Stage.TRAIN if not self._ending else Stage.FINISH, self._ground.incarnation)
@@ -226,6 +337,14 @@ class ServerMode(Exchange):
         put_off = [effect for shard in self.shards.values() for effect in shard.put_off(now)]
         return self._watched([*put_off, *signs], now)
 
+    def _copies_due(self, what: str, index: int, now: float) -> list[Effect]:
+        shard, replica = self.shards.get(index), self.replicas.get(index)
+        if what == FOLLOW:  # once nobody trains there is nothing to come
+            return replica.ask(now) if replica is not None and self._training() else []
+        if shard is not None and isinstance(shard.records, Standby):
+            shard.records.again()
+        return self._watched([], now)
+
     def _held_up_by(self) -> set[int]:
         """Others that pulls wait for."""
         return {rank for shard in self.shards.values() for rank in shard.holding_up if rank != self._ground.rank}
@@ -233,6 +352,9 @@ class ServerMode(Exchange):
     def _watched(self, effects: list[Effect], now: float) -> list[Effect]:
         """Where pulls wait for somebody, see now and then that it is still there; and what the clock is due for."""
         effects = effects + self._kept(now)
+        for shard in self.shards.values():
+            if isinstance(shard.records, Standby):
+                effects += shard.records.send(now)
         if self._watching or not any(shard.waiting for shard in self.shards.values()):
             return effects
         self._watching = True
@@ -254,7 +376,7 @@ class ServerMode(Exchange):
                 self._problems[event.number] = self._problems[event.number] or problem
                 continue
             request = SwitchRequest(index, event.sync, event.apply, event.pulls)
-            send = self._ground.requests.send(self._settings.servers[index], request, now, now + self._ground.timeout)
+            send = self._ground.requests.send(self.worker.holder(index), request, now, now + self._ground.timeout)
             self._switching[send.ticket] = event.number
             effects.append(send)
         return [*effects, *self._is_switched(event.number)]
@@ -265,7 +387,7 @@ class ServerMode(Exchange):
             model = parse(sync)
             if model.needs_rate and self._settings.rate is not None:
                 model = model.resolved(self._settings.rate)
-            return shard.switch(model, now, apply, pulls), ""
+            return shard.switch(model, apply, pulls), ""
         except UsageError as error:
             return [], str(error)
 
@@ -286,10 +408,9 @@ class ServerMode(Exchange):
         """After all else: checkpoints that are due."""
         return [effect for shard in self.shards.values() for effect in shard.keep(now, last)]
 
-    def load_state_dict(self, states: Mapping[int, dict[str, Any]]) -> None:
-        """Go on from checkpoints of shards that lie here."""
-        for index, state in states.items():
-            self.shards[index].load_state_dict(state)
+    def beginning(self) -> list[Shard]:
+        """Shards that are this peer's to begin with: they may be brought back before it joins."""
+        return [*self.shards.values(), *(one.shard for one in self.replicas.values() if one.begins)]
 
     def give_up(self, now: float) -> list[Effect]:
         return []

@@ -7,6 +7,7 @@ and never before the push of that iteration is complete here: in which order the
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
@@ -26,13 +27,23 @@ from gossipx.actor import (
     Note,
     Received,
 )
-from gossipx.messages import AcceptReply, BusyReply, GradientRequest, NotReadyReply, TablesReply, TablesRequest
+from gossipx.errors import UsageError
+from gossipx.messages import (
+    AcceptReply,
+    BusyReply,
+    GradientRequest,
+    NotReadyReply,
+    RecordRequest,
+    TablesReply,
+    TablesRequest,
+)
 from gossipx.peer.requests import Requests
 from gossipx.server import decisions
 from gossipx.server.clock import Clock
 from gossipx.server.conditions import SyncModel
 from gossipx.server.decisions import Decision, Fate
 from gossipx.server.models import describe, parse
+from gossipx.server.records import MOST, Journal, Records
 
 FURTHEST = 100_000
 """Iterations that a worker may go ahead by at once, where another shard's clock has gone on without it; each may be a
@@ -80,6 +91,9 @@ class Shard:
         requests: the role's, for tickets.
         plan: sync models that it goes over to, each with the clock from which on.
         every: a checkpoint is due after so many ticks, or the first tick after so many seconds; 0, 0: never.
+
+    Attributes:
+        records: of what happens to it, for whoever is to hold it next.
     """
 
     def __init__(
@@ -93,6 +107,7 @@ class Shard:
     ):
         self.index = index
         self.clock = clock
+        self.records = Records(index)
         self._plan = deque(plan)
         self._every = every
         self._kept = 0  # the clock of the last checkpoint
@@ -106,10 +121,20 @@ class Shard:
 
     def begin(self, now: float) -> list[Effect]:
         """All have come to START: the tables begin with our own model's values."""
+        fill: list[Effect] = [] if self._restored else [FillTables(self.index)]
+        first = [] if self._restored else self.keep(now, first=isinstance(self.records, Journal))
+        return [*fill, *first, *self.hold(now)]
+
+    def hold(self, now: float) -> list[Effect]:
+        """Answer workers from now on."""
         self._begun, self._kept_at = True, now
         early, self._early = self._early, []
-        fill = [] if self._restored else [FillTables(self.index)]
-        return [*fill, *(effect for event in early for effect in self.requested(event, now))]
+        return [effect for event in early for effect in self.requested(event, now)]
+
+    @property
+    def begun(self) -> bool:
+        """Whether workers are answered."""
+        return self._begun
 
     @property
     def waiting(self) -> bool:
@@ -123,25 +148,68 @@ class Shard:
 
     # --- checkpoints ------------------------------------------------------------------------------
 
-    def keep(self, now: float, last: bool = False) -> list[Effect]:
-        """Take a checkpoint if one is due; ``last``: of the end of training, if there are to be any."""
+    def keep(self, now: float, last: bool = False, first: bool = False) -> list[Effect]:
+        """Take a checkpoint if one is due.
+
+        Args:
+            last, first: of the end of training, of its beginning, if there are to be any.
+        """
         ticks, seconds = self._every
         clock = self.clock.clock
         due = (ticks and clock // ticks > self._kept // ticks) or (seconds and now - self._kept_at >= seconds)
-        if clock == self._kept or not (due or (last and (ticks or seconds))):
+        if (clock == self._kept and not first) or not (due or ((last or first) and (ticks or seconds))):
             return []
         self._kept, self._kept_at = clock, now
-        return [KeepShard(self.index, clock, self.clock.state_dict())]
+        return [KeepShard(self.index, clock, self.state_dict())]
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that the next decision depends on, as plain data that JSON can hold; pulls that wait are asked again."""
+        workers = [[rank, one.incarnation, one.coming, sorted(one.have)] for rank, one in self._workers.items()]
+        return {"clock": self.clock.state_dict(), "workers": workers}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint: the tables are back already. Workers begin at the clock, wherever they were."""
-        clock, made = state["clock"][0], state["made"]
-        if describe(self.clock.model) != made["model"]:  # it was switched since the run began
-            self.clock.switch(parse(made["model"]), made["apply"], made["pulls"])
-        self._plan = deque(step for step in self._plan if step[0] > clock)
-        workers = [[rank, clock - 1, 0, None, False, False] for rank, *_ in state["workers"]]
-        self.clock.load_state_dict({**state, "workers": workers})
+        """Go on from what :meth:`state_dict` gave; the tables are those of that time."""
+        clock = state["clock"]
+        made = clock["made"]
+        now = self.clock
+        if made != {"model": describe(now.model), "apply": now.apply.value, "pulls": now.pulls.value}:
+            self.clock.switch(parse(made["model"]), made["apply"], made["pulls"])  # it was switched since the run began
+        self.clock.load_state_dict(clock)
+        self._plan = deque(step for step in self._plan if step[0] > clock["clock"][0])
+        self._workers = {
+            rank: _Worker(incarnation, coming, set(have)) for rank, incarnation, coming, have in state["workers"]
+        }
         self._kept, self._restored = self.clock.clock, True
+
+    def resume(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint, together with all workers: they begin at its clock, wherever they were."""
+        clock = state["clock"]["clock"][0]
+        workers = [[rank, clock - 1, 0, None, False, False] for rank, *_ in state["clock"]["workers"]]
+        self.load_state_dict({"clock": {**state["clock"], "workers": workers}, "workers": []})
+
+    def follow(self, record: RecordRequest, ticket: int) -> list[Effect]:
+        """Have happen what has happened to the shard that this is a copy of; what follows for its tables.
+
+        What has no sense (the record is another peer's) is left out.
+
+        Args:
+            ticket: the record's gradient was kept under it.
+        """
+        effects: list[Effect] = []
+        for entry in record.happened:
+            match entry:
+                case ("met", int(worker), int(incarnation)):
+                    effects += self._met(worker, incarnation)
+                case ("lost", int(worker)):
+                    effects += self._drop(worker)
+                case ("push", int(worker), int(progress), int(bucket)) if self._may_push(worker, progress, bucket):
+                    effects += self._take(worker, progress, bucket, ticket)
+                case ("pull", int(worker), int(progress), int() | float() as drawn) if worker in self.clock.progress:
+                    effects += self._carry_out(self.clock.pull(worker, progress, (worker, progress), float(drawn)))
+                case ("switch", str(sync), str(apply), str(pulls)):
+                    with contextlib.suppress(UsageError):
+                        effects += self._switched(parse(sync), apply, pulls)
+        return [one for one in effects if not isinstance(one, Answer | Note)]
 
     # --- requests ---------------------------------------------------------------------------------
 
@@ -154,39 +222,54 @@ class Shard:
             return []
         if not self._begun or request.bucket >= self._buckets:
             return [Answer(event.key, NotReadyReply("it has no such tables yet"), now + request.patience)]
-        joined = self._meet(event.sender, request.incarnation, now)
-        if isinstance(request, GradientRequest):
-            return [*joined, *self._pushed(event, request, now)]
-        return [*joined, *self._pulled(event, request, now)]
-
-    def _meet(self, worker: int, incarnation: int, now: float) -> list[Effect]:
-        """See that the clock knows this life of a worker."""
-        known = self._workers.get(worker)
         effects: list[Effect] = []
-        if known is not None and known.incarnation != incarnation:
-            effects += self.lost(worker, now)
-            known = None
-        if known is None:
-            self._workers[worker] = _Worker(incarnation)
+        known = self._workers.get(event.sender)
+        if known is None or known.incarnation != request.incarnation:
+            self.records.happened("met", event.sender, request.incarnation)
+            effects += self._met(event.sender, request.incarnation)
+        if isinstance(request, GradientRequest):
+            effects += self._pushed(event, request, now)
+        else:
+            effects += self._pulled(event, request, now)
+        return self.records.safe([*effects, *self.records.made(least=MOST)])
+
+    def _met(self, worker: int, incarnation: int) -> list[Effect]:
+        """A worker is here that the clock does not know, or a new life of one that it does."""
+        effects = self._drop(worker) if worker in self._workers else []
+        self._workers[worker] = _Worker(incarnation)
         if worker not in self.clock.progress:
-            effects += self._carry_out(self.clock.joined(worker), now)
+            effects += self._carry_out(self.clock.joined(worker))
         return effects
 
     def _pushed(self, event: Received, request: GradientRequest, now: float) -> list[Effect]:
-        worker = self._workers[event.sender]
         done = Answer(event.key, AcceptReply(), now + request.patience)
-        if request.progress <= self.clock.progress[event.sender]:
-            return [done]  # it is counted, or was given up when the worker was lost
         if request.progress > max(self.clock.progress[event.sender], self.clock.clock) + FURTHEST:
             return [Answer(event.key, NotReadyReply("it is not that far"), now + request.patience)]
-        if worker.coming != request.progress:
-            worker.coming, worker.have = request.progress, set()
-        if request.bucket in worker.have:
-            return [done]
-        worker.have.add(request.bucket)
-        part = self.clock.push_part(event.sender, request.progress)
         ticket = self._requests.ticket()
-        effects: list[Effect] = [Keep(event.key, ticket)]
+        if not self._may_push(event.sender, request.progress, request.bucket):
+            # It is taken in or counted, or was given up when the worker was lost. Its answer may have to wait.
+            return [Keep(event.key, ticket), Forget(ticket), done]
+        self.records.happened("push", event.sender, request.progress, request.bucket)
+        taken = self._take(event.sender, request.progress, request.bucket, ticket)
+        is_dropped = isinstance(taken[0], Forget)  # then nobody needs the gradient
+        recorded = self.records.made() if is_dropped else self.records.pushed(request, ticket)
+        return [Keep(event.key, ticket), *recorded, done, *taken, *self._ask_clock(event.sender)]
+
+    def _may_push(self, sender: int, progress: int, bucket: int) -> bool:
+        """Whether this bucket of a push is one that was not taken in yet, and could be."""
+        worker = self._workers.get(sender)
+        if worker is None or not 0 <= bucket < self._buckets or progress <= self.clock.progress[sender]:
+            return False
+        return worker.coming != progress or bucket not in worker.have
+
+    def _take(self, sender: int, progress: int, bucket: int, ticket: int) -> list[Effect]:
+        """Take in a bucket of a push, whose gradient is kept under ``ticket``."""
+        worker = self._workers[sender]
+        if worker.coming != progress:
+            worker.coming, worker.have = progress, set()
+        worker.have.add(bucket)
+        part = self.clock.push_part(sender, progress)
+        effects: list[Effect] = []
         match part.fate:
             case Fate.APPLY:
                 effects.append(ApplyGradient(ticket, part.scale))
@@ -194,11 +277,9 @@ class Shard:
                 effects.append(BufferGradient(ticket))
             case Fate.DROP:
                 effects.append(Forget(ticket))
-        effects.append(done)
-        if len(worker.have) < self._buckets:
-            return effects
-        effects += self._carry_out(self.clock.pushed(event.sender, request.progress), now)
-        return effects + self._ask_clock(event.sender, now)
+        if len(worker.have) == self._buckets:
+            effects += self._carry_out(self.clock.pushed(sender, progress))
+        return effects
 
     def _pulled(self, event: Received, request: TablesRequest, now: float) -> list[Effect]:
         worker = self._workers[event.sender]
@@ -207,17 +288,17 @@ class Shard:
             return [self._give(waiting)]
         worker.significance = request.significance
         worker.pulls.setdefault(request.progress, []).append(waiting)
-        return self._ask_clock(event.sender, now)
+        return self._ask_clock(event.sender)
 
-    def _ask_clock(self, rank: int, now: float) -> list[Effect]:
+    def _ask_clock(self, rank: int) -> list[Effect]:
         """Put the pulls to the clock whose own push is complete."""
         worker = self._workers[rank]
         progress = self.clock.progress[rank]
         effects: list[Effect] = []
         for wanted in sorted(worker.pulls):
             if wanted <= progress and (rank, wanted) not in self.clock.waiting:
-                made = self.clock.pull(rank, wanted, (rank, wanted), worker.significance)
-                effects += self._carry_out(made, now)
+                self.records.happened("pull", rank, wanted, worker.significance)
+                effects += self._carry_out(self.clock.pull(rank, wanted, (rank, wanted), worker.significance))
         return effects
 
     def give(self, event: Received, now: float) -> list[Effect]:
@@ -238,23 +319,35 @@ class Shard:
 
     # --- members ----------------------------------------------------------------------------------
 
-    def lost(self, worker: int, now: float) -> list[Effect]:
+    def lost(self, worker: int) -> list[Effect]:
         """A worker is gone, or has come to its end: nobody waits for it."""
-        known = self._workers.pop(worker, None)
-        gone = [one for waiting in known.pulls.values() for one in waiting] if known else []
-        refused: list[Effect] = [
-            Answer(one.key, NotReadyReply("it is not waited for any more"), one.deadline) for one in gone
-        ]
-        return [*refused, *self._carry_out(self.clock.lost(worker), now)]
+        self.records.happened("lost", worker)
+        return self.records.safe([*self._drop(worker), *self.records.made(least=MOST)])
 
-    def look(self, now: float, training: Iterable[int]) -> list[Effect]:
+    def let_go(self) -> list[Effect]:
+        """Another peer holds it: who waits is to ask there."""
+        self._begun = False
+        return [effect for worker in list(self._workers) for effect in self._refused(self._workers[worker])]
+
+    def _refused(self, worker: _Worker) -> list[Effect]:
+        """A worker's pulls are not waited for any more."""
+        gone = [one for waiting in worker.pulls.values() for one in waiting]
+        worker.pulls = {}
+        return [Answer(one.key, NotReadyReply("it is not waited for any more"), one.deadline) for one in gone]
+
+    def _drop(self, worker: int) -> list[Effect]:
+        known = self._workers.pop(worker, None)
+        refused = self._refused(known) if known else []
+        return [*refused, *self._carry_out(self.clock.lost(worker))]
+
+    def look(self, training: Iterable[int]) -> list[Effect]:
         """Members may have changed: those that are not in ``training`` any more are not waited for."""
         here = set(training)
-        return [effect for rank in list(self.clock.progress) if rank not in here for effect in self.lost(rank, now)]
+        return [effect for rank in list(self.clock.progress) if rank not in here for effect in self.lost(rank)]
 
     # --- decisions --------------------------------------------------------------------------------
 
-    def _carry_out(self, made: list[Decision], now: float) -> list[Effect]:
+    def _carry_out(self, made: list[Decision]) -> list[Effect]:
         effects: list[Effect] = []
         for decision in made:
             match decision:
@@ -266,19 +359,24 @@ class Shard:
                 case decisions.Tick():
                     pass
         if self._plan and self._plan[0][0] <= self.clock.clock:
-            effects += self.switch(self._plan.popleft()[1], now)
+            effects += self._switched(self._plan.popleft()[1])
         return effects
 
-    def switch(self, model: SyncModel, now: float, apply: str = "", pulls: str = "") -> list[Effect]:
+    def switch(self, model: SyncModel, apply: str = "", pulls: str = "") -> list[Effect]:
         """Go over to another sync model, with no push lost and every pull looked at again.
 
         Raises:
             UsageError: it cannot be; nothing is changed then.
         """
+        effects = self._switched(model, apply, pulls)
+        self.records.happened("switch", describe(model), apply, pulls)
+        return self.records.safe([*effects, *self.records.made()])
+
+    def _switched(self, model: SyncModel, apply: str = "", pulls: str = "") -> list[Effect]:
         before = self.clock.model
         made = self.clock.switch(model, apply or None, pulls or None)
         told = f"shard {self.index} goes from {describe(before)} to {describe(model)} at clock {self.clock.clock}"
-        return [Note("", told), *self._carry_out(made, now)]
+        return [Note("", told), *self._carry_out(made)]
 
     def _release(self, rank: int, progress: int) -> list[Effect]:
         worker = self._workers[rank]

@@ -12,9 +12,10 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from gossipx.actor import Effect, Fetch, Fetched, Forget, Send, SetTimer, Unchanged
+from gossipx.actor import Cancel, Effect, Fetch, Fetched, Forget, Send, SetTimer, Unchanged
 from gossipx.messages import AcceptReply, BusyReply, GradientRequest, Reply, TablesReply, TablesRequest
 from gossipx.peer.exchange import Ground
+from gossipx.peer.membership import REST_FIRST
 from gossipx.server.conditions import SyncModel
 
 AGAIN = "again"
@@ -30,6 +31,7 @@ class _Way:
     """A worker's dealings with one shard.
 
     Attributes:
+        holders: ranks that may hold the shard; ``at``: which of them is asked.
         ready: buckets whose gradients wait to leave.
         pushing: those on their way, by ticket, each with the iteration that its gradients are of.
         asks: buckets to be asked for.
@@ -42,8 +44,9 @@ class _Way:
         skips: it is not asked after this iteration, whose pushes are on their way.
     """
 
-    server: int
+    holders: tuple[int, ...]
     buckets: int
+    at: int = 0
     ready: deque[int] = field(default_factory=deque)
     pushing: dict[int, tuple[int, int]] = field(default_factory=dict)
     asks: deque[int] = field(default_factory=deque)
@@ -56,6 +59,10 @@ class _Way:
     skips: bool = False
 
     @property
+    def server(self) -> int:
+        return self.holders[self.at]
+
+    @property
     def idle(self) -> bool:
         return not (self.ready or self.pushing or self.asks or self.pulling)
 
@@ -65,7 +72,7 @@ class Worker:
 
     Args:
         ground: of its role.
-        servers: by shard, the rank that holds it.
+        holders: by shard, the ranks that may hold it, the first of them as the run begins.
         buckets: by shard, how many it has.
         overlap: whether each shard is pulled from as soon as it has what was pushed.
         syncs: by shard, the sync model, which says after which iterations it is pulled from; none: after each.
@@ -74,7 +81,7 @@ class Worker:
     def __init__(
         self,
         ground: Ground,
-        servers: Sequence[int],
+        holders: Sequence[tuple[int, ...]],
         buckets: Sequence[int],
         overlap: bool = True,
         syncs: Sequence[SyncModel] = (),
@@ -82,18 +89,26 @@ class Worker:
         self._ground = ground
         self._overlap = overlap
         self._syncs = syncs
-        self._ways = [_Way(*one) for one in zip(servers, buckets, strict=True)]
+        self._ways = [_Way(*one) for one in zip(holders, buckets, strict=True)]
         # One number for all shards, though their clocks may differ: were it another on each, two workers could each be
         # ahead on one shard and behind on another, and wait for each other for good.
         self._progress = 0  # the iteration whose gradients are pushed now, or were last
         self._next = 0  # the one after it: further on where a clock has passed us
         self._begun = False  # some gradients of an iteration have come
-        self._by_ticket: dict[int, int] = {}  # the shards of open requests
+        self._by_ticket: dict[int, tuple[int, int]] = {}  # of open requests the shard, and who was asked
 
     @property
     def idle(self) -> bool:
         """Whether nothing is on its way, nor to be sent."""
         return all(way.idle for way in self._ways)
+
+    def holder(self, shard: int) -> int:
+        """The rank that a shard is asked of."""
+        return self._ways[shard].server
+
+    def awaits(self, ticket: int) -> bool:
+        """Whether ``ticket`` is that of an open request."""
+        return ticket in self._by_ticket
 
     def begin(self, now: float) -> list[Effect]:
         """Take what there is now, and begin at the clocks of the shards."""
@@ -177,7 +192,7 @@ class Worker:
 
     def _send(self, shard: int, request: GradientRequest | TablesRequest, now: float) -> Send:
         send = self._ground.requests.send(self._ways[shard].server, request, now, now + request.patience)
-        self._by_ticket[send.ticket] = shard
+        self._by_ticket[send.ticket] = shard, send.to
         return send
 
     def give_up(self) -> list[Effect]:
@@ -193,7 +208,7 @@ class Worker:
 
     def replied(self, ticket: int, reply: Reply, now: float) -> list[Effect]:
         """A shard has answered."""
-        shard = self._by_ticket.pop(ticket)
+        shard, asked = self._by_ticket.pop(ticket)
         way = self._ways[shard]
         if ticket not in way.pushing and ticket not in way.pulling:  # it was given up
             return [Forget(ticket)]
@@ -202,7 +217,7 @@ class Worker:
             if isinstance(reply, AcceptReply):
                 return [Forget(ticket), *self._passed(shard), *self._go_on(now)]
             self._push_again(way, *push)
-            return [Forget(ticket), self._not_ready(shard, now)]
+            return [Forget(ticket), self._not_ready(shard, asked, now)]
         bucket, pulled = way.pulling.pop(ticket)
         if pulled != way.pulled:  # of an iteration before, whose tables nobody has used: it is asked for anew
             return [Forget(ticket), *self._go_on(now)]
@@ -210,7 +225,7 @@ class Worker:
             way.asks.appendleft(bucket)
             if isinstance(reply, BusyReply):
                 return [Forget(ticket), *self._go_on(now)]
-            return [Forget(ticket), self._not_ready(shard, now)]
+            return [Forget(ticket), self._not_ready(shard, asked, now)]
         self._next = max(self._next, way.pulled + 1, reply.clock)
         if bucket < 0:
             way.agreed = True
@@ -223,7 +238,7 @@ class Worker:
 
     def failed(self, ticket: int, now: float) -> list[Effect]:
         """A shard has not answered: what was asked is asked again after a while."""
-        shard = self._by_ticket.pop(ticket)
+        shard, asked = self._by_ticket.pop(ticket)
         way = self._ways[shard]
         if ticket in way.pushing:
             self._push_again(way, *way.pushing.pop(ticket))
@@ -231,18 +246,38 @@ class Worker:
             bucket, pulled = way.pulling.pop(ticket)
             if pulled == way.pulled:
                 way.asks.appendleft(bucket)
+        if self._ground.members.is_gone(asked):
+            self._turn(way, asked)
         other = self._ground.members.others.get(way.server)
         return [Forget(ticket), self._rest(shard, now if other is None else other.rests_until)]
+
+    def lost(self, rank: int, now: float) -> list[Effect]:
+        """A peer is gone: what is still asked of it is asked of who may hold its shards now."""
+        turned = {shard for shard, way in enumerate(self._ways) if self._turn(way, rank)}
+        return [Cancel(ticket) for ticket, place in self._by_ticket.items() if place[0] in turned and place[1] == rank]
+
+    def _turn(self, way: _Way, asked: int) -> bool:
+        """Ask another that may hold the shard, if ``asked`` is who is asked now; whether there is one."""
+        if way.server != asked:
+            return False
+        for step in range(1, len(way.holders)):
+            at = (way.at + step) % len(way.holders)
+            if not self._ground.members.is_gone(way.holders[at]):
+                way.at = at
+                return True
+        return False
 
     def _push_again(self, way: _Way, bucket: int, progress: int) -> None:
         """A push may not have come; it has, where the next iteration has begun, since what was pulled waited for it."""
         if progress == self._progress:
             way.ready.appendleft(bucket)
 
-    def _not_ready(self, shard: int, now: float) -> Effect:
-        """It has answered that it cannot answer yet."""
+    def _not_ready(self, shard: int, asked: int, now: float) -> Effect:
+        """It has answered that it cannot answer yet, or does not hold the shard."""
+        self._turn(self._ways[shard], asked)
         server, members = self._ways[shard].server, self._ground.members
-        return self._rest(shard, members.rest(server, now) if server in members.others else now)
+        oneself = now + REST_FIRST * self._ground.timeout
+        return self._rest(shard, members.rest(server, now) if server in members.others else oneself)
 
     def _rest(self, shard: int, until: float) -> Effect:
         self._ways[shard].rests = True

@@ -23,6 +23,7 @@ from gossipx.messages import (
     LAST_WAVE,
     CarryingRequest,
     CentreRequest,
+    CopyReply,
     ElasticRequest,
     GradientRequest,
     InitialRequest,
@@ -31,11 +32,12 @@ from gossipx.messages import (
     PairRequest,
     PullRequest,
     PushRequest,
+    RecordRequest,
     Reply,
     RoundRequest,
+    ServerRequest,
     Stage,
     TablesReply,
-    TablesRequest,
     TakeRequest,
 )
 from gossipx.peer import PeerRole
@@ -330,7 +332,7 @@ class SimPeer:
                 assert base is not None
                 brought += self._poison(bytearray(base.buffer.view))
             incoming = Incoming(self.arena, base, whole=isinstance(send.request, InitialRequest))
-        if self.tables is not None and isinstance(send.request, GradientRequest | TablesRequest):
+        if self.tables is not None and isinstance(send.request, ServerRequest):
             send, brought = self.tables.outgoing(send)
         exchange = _Exchange(send, self._world.now, incoming)
         self._exchanges[send.ticket] = exchange
@@ -399,7 +401,7 @@ class SimPeer:
         if self.down_since is not None or exchange is None or not exchange.open:
             return False
         exchange.open = False
-        if isinstance(reply, TablesReply):
+        if isinstance(reply, TablesReply | CopyReply):
             assert self.tables is not None
             self.tables.arrived(ticket, reply, payload)
             self.bytes_received += len(payload) if exchange.send.to != self.rank else 0
@@ -441,7 +443,7 @@ class SimPeer:
         self._requesters[key] = (sender, send.ticket)
 
         def told() -> None:
-            if isinstance(send.request, GradientRequest):
+            if isinstance(send.request, GradientRequest | RecordRequest):
                 assert self.tables is not None
                 self.tables.brought(key, send.request, brought)
                 self.bytes_received += len(brought) if sender is not self else 0
@@ -466,7 +468,7 @@ class SimPeer:
             dropped.incoming.release()
         reply = answer.reply
         payload = bytearray()
-        if isinstance(reply, TablesReply):
+        if isinstance(reply, TablesReply | CopyReply):
             assert self.tables is not None
             reply, payload = self.tables.answer(answer, reply)
         if isinstance(reply, ModelReply):

@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Hashable
 
 from gossipx import actor
-from gossipx.messages import GradientRequest, TablesReply, TablesRequest
+from gossipx.messages import CopyReply, CopyRequest, GradientRequest, RecordRequest, TablesReply, TablesRequest
 from gossipx.storage.client import Nothing, Tables, Where
-from gossipx.storage.desk import Desk, Gradient
+from gossipx.storage.desk import Copy, Desk, Gradient
 
 
 class SimTables:
@@ -23,6 +23,7 @@ class SimTables:
         self._brought: dict[Hashable, Gradient] = {}  # by the key of the request
         self._kept: dict[int, Gradient] = {}
         self._fetching: dict[int, tuple[Where, Tables]] = {}
+        self._copies: dict[int, Copy] = {}
 
     # --- requests ---------------------------------------------------------------------------------
 
@@ -34,6 +35,10 @@ class SimTables:
             parts, source = self.desk.client.encode(place)
             told = dataclasses.replace(request, parts=parts, settings=self.desk.client.settings(place))
             return dataclasses.replace(send, request=told), bytearray(source.view)
+        if isinstance(request, RecordRequest) and request.bucket >= 0:
+            return send, bytearray(self._kept[send.ticket].view)
+        if isinstance(request, CopyRequest):
+            self._copies[send.ticket] = self.desk.room_for_copy(request.shard)
         if isinstance(request, TablesRequest) and request.bucket >= 0:
             place = request.shard, request.bucket
             self._fetching[send.ticket] = place, self.desk.client.sink(place)
@@ -44,12 +49,13 @@ class SimTables:
                 ), bytearray()
         return send, bytearray()
 
-    def arrived(self, ticket: int, reply: TablesReply, payload: bytearray) -> None:
+    def arrived(self, ticket: int, reply: TablesReply | CopyReply, payload: bytearray) -> None:
         """An answer is here."""
-        sink = self._fetching[ticket][1] if ticket in self._fetching else Nothing()
+        sink: Tables | Copy | Nothing = self._fetching[ticket][1] if ticket in self._fetching else Nothing()
+        sink = self._copies.get(ticket, sink)
         sink.fit(reply).take(0, memoryview(payload))
 
-    def brought(self, key: Hashable, request: GradientRequest, content: bytearray) -> None:
+    def brought(self, key: Hashable, request: GradientRequest | RecordRequest, content: bytearray) -> None:
         """The request ``key`` has brought a gradient."""
         gradient = self.desk.room_for(request)
         assert gradient is not None
@@ -69,6 +75,10 @@ class SimTables:
         match effect:
             case actor.Keep(key, ticket) if key in self._brought:
                 self._kept[ticket] = self._brought.pop(key)
+            case actor.Share(ticket, other):
+                self._kept[other] = self._kept[ticket].hold()
+            case actor.TakeCopy(ticket, shard):
+                desk.take_copy(shard, self._copies.pop(ticket))
             case actor.ApplyGradient(ticket, scale):
                 desk.apply(self._kept.pop(ticket), scale)
             case actor.BufferGradient(ticket):
@@ -90,11 +100,16 @@ class SimTables:
     def forget(self, ticket: int) -> None:
         """What is under ``ticket`` is no longer needed."""
         self._fetching.pop(ticket, None)
+        self._copies.pop(ticket, None)
         if gradient := self._kept.pop(ticket, None):
             gradient.release()
 
-    def answer(self, answer: actor.Answer, reply: TablesReply) -> tuple[TablesReply, bytearray]:
+    def answer(self, answer: actor.Answer, reply: TablesReply | CopyReply) -> tuple[TablesReply | CopyReply, bytearray]:
         """An answer as it leaves, and what it brings."""
+        if isinstance(reply, CopyReply):
+            assert answer.copies is not None
+            content = bytearray(self.desk.copy(answer.copies).view)
+            return dataclasses.replace(reply, size=len(content)), content
         if answer.tables is None:
             return reply, bytearray()
         given = self.desk.encode(*answer.tables)

@@ -11,11 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gossipx.errors import ProtocolError
-from gossipx.memory import Memory
-from gossipx.messages import GradientRequest
+from gossipx.checkpoint import from_bytes, to_bytes
+from gossipx.errors import ProtocolError, UsageError
+from gossipx.memory import Memory, Source
+from gossipx.messages import CarryingReply, CopyReply, GradientRequest, RecordRequest
 from gossipx.storage.client import Client, Settings
 from gossipx.storage.shard import Given, ShardStore
+from gossipx.wire import Bytes, Sink
 
 
 class Gradient:
@@ -26,11 +28,31 @@ class Gradient:
         view: its bytes.
     """
 
-    def __init__(self, request: GradientRequest, memory: Memory, leave: Callable[[], None]):
+    def __init__(
+        self,
+        request: GradientRequest | RecordRequest,
+        view: memoryview,
+        descriptor: int | None = None,
+        leave: Callable[[], None] = lambda: None,
+    ):
         self.request = request
-        self.view = memory.view
-        self.nbytes = memory.view.nbytes
-        self._leave: Callable[[], None] | None = leave
+        self.view = view
+        self.nbytes = view.nbytes
+        self._descriptor = descriptor
+        self._leave = leave
+        self._holders = 1
+        self._lock = threading.Lock()
+
+    @property
+    def source(self) -> Source:
+        """Its bytes, to be sent on."""
+        return Source(self.view, self._descriptor)
+
+    def hold(self) -> Gradient:
+        """Itself, to be released once more."""
+        with self._lock:
+            self._holders += 1
+        return self
 
     def room(self, start: int) -> memoryview:
         """All that is left."""
@@ -45,11 +67,46 @@ class Gradient:
 
     def release(self) -> None:
         """Its memory may be used again."""
-        leave, self._leave = self._leave, None
-        if leave is not None:
-            leave()
+        with self._lock:
+            self._holders -= 1
+            if self._holders:
+                return
+        self._leave()
 
     close = release
+
+
+COPY = 32
+"""Times as many bytes as a shard has that a copy of it may have at most, and a megabyte: of 16 bits, in float32 with
+three values of an optimizer's for each, and a gradient buffer in float64."""
+
+
+class Copy:
+    """Takes in a copy of a shard's tables; a :class:`gossipx.wire.Fitting`.
+
+    Args:
+        most: bytes that it may have.
+
+    Attributes:
+        view: its bytes, once they are here.
+    """
+
+    nbytes = 0
+
+    def __init__(self, most: int):
+        self._most = most
+        self.view = memoryview(bytearray())
+
+    def fit(self, reply: CarryingReply) -> Sink:
+        """What takes in what ``reply`` brings.
+
+        Raises:
+            ProtocolError: it is no copy, or larger than one of the shard can be.
+        """
+        if not isinstance(reply, CopyReply) or reply.size > self._most:
+            raise ProtocolError("it answered by what is no copy of the shard that was asked for")
+        self.view = memoryview(bytearray(reply.size))
+        return Bytes(self.view)
 
 
 @dataclass
@@ -89,6 +146,9 @@ class Desk:
         self._optimizer = optimizer
         client.settings_now = self.settings
         self._places = threading.BoundedSemaphore(places)
+        # Of records, which wait for nobody: did they share places with pushes, two servers that follow each other's
+        # shards could wait for each other.
+        self._places_of_records = threading.BoundedSemaphore(places)
         self._lock = threading.Lock()
         self._free: dict[int, list[Memory]] = {}
 
@@ -108,8 +168,11 @@ class Desk:
 
     # --- of the shards ----------------------------------------------------------------------------
 
-    def room_for(self, request: GradientRequest) -> Gradient | None:
-        """Where a push is taken in, once there is a place; None: there was none for as long as its sender waits.
+    def room_for(self, request: GradientRequest | RecordRequest) -> Gradient | None:
+        """Where a push, or a record of one, is taken in.
+
+        Returns:
+            None: there was no place for as long as its sender waits.
 
         Raises:
             ProtocolError: it is of no shard that lies here, or does not fit it.
@@ -117,8 +180,9 @@ class Desk:
         hosted = self._hosted.get(request.shard)
         if hosted is None:
             raise ProtocolError(f"a push for shard {request.shard}, which is not here")
-        size = hosted.store.size(request)
-        if not self._places.acquire(timeout=request.patience):
+        size = hosted.store.size(request) if request.bucket >= 0 else 0
+        places = self._places if isinstance(request, GradientRequest) else self._places_of_records
+        if not places.acquire(timeout=request.patience):
             return None
         with self._lock:
             free = self._free.setdefault(size, [])
@@ -127,9 +191,9 @@ class Desk:
         def leave() -> None:
             with self._lock:
                 self._free[size].append(memory)
-            self._places.release()
+            places.release()
 
-        return Gradient(request, memory, leave)
+        return Gradient(request, memory.view, memory.descriptor, leave)
 
     def fill(self, shard: int) -> None:
         """A shard begins with the values of our own model."""
@@ -172,7 +236,26 @@ class Desk:
         hosted.store.load_state_dict(state["store"])
         hosted.settings, hosted.progress = tuple(state["settings"]), state["progress"]
 
-    def _told(self, gradient: Gradient) -> tuple[_Hosted, GradientRequest]:
+    def copy(self, shard: int) -> Source:
+        """All of a shard's tables as bytes; what is done to them afterwards does not change these."""
+        return Source(memoryview(to_bytes(self.state_dict(shard))))
+
+    def room_for_copy(self, shard: int) -> Copy:
+        """Where a copy of a shard is taken in."""
+        return Copy(COPY * self._hosted[shard].store.nbytes + 2**20)
+
+    def take_copy(self, shard: int, copy: Copy) -> None:
+        """The shard's tables are those of ``copy``.
+
+        Raises:
+            ProtocolError: it is of other tables.
+        """
+        try:
+            self.load_state_dict(shard, from_bytes(copy.view))
+        except (UsageError, ValueError, KeyError) as error:
+            raise ProtocolError(f"a copy of shard {shard} cannot be taken: {error}") from error
+
+    def _told(self, gradient: Gradient) -> tuple[_Hosted, GradientRequest | RecordRequest]:
         request = gradient.request
         hosted = self._hosted[request.shard]
         if request.progress >= hosted.progress:

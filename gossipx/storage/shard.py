@@ -16,7 +16,7 @@ from torch import Tensor
 from gossipx.buffers import typed
 from gossipx.errors import ProtocolError, UsageError
 from gossipx.memory import Memory, Source, copy
-from gossipx.messages import GradientRequest, Parts
+from gossipx.messages import GradientRequest, Parts, RecordRequest
 from gossipx.server.buckets import Bucket
 from gossipx.server.placement import Partition
 from gossipx.storage.client import check_sizes
@@ -162,7 +162,7 @@ class ShardStore:
 
     # --- gradients --------------------------------------------------------------------------------
 
-    def size(self, request: GradientRequest) -> int:
+    def size(self, request: GradientRequest | RecordRequest) -> int:
         """Bytes that a push brings.
 
         Raises:
@@ -176,7 +176,7 @@ class ShardStore:
         check_sizes(request.parts, bucket.sizes, self._storages.raw_pushes)
         return sum(size for _, size in request.parts)
 
-    def decode(self, request: GradientRequest, content: memoryview) -> Tensor:
+    def decode(self, request: GradientRequest | RecordRequest, content: memoryview) -> Tensor:
         """The gradient of a bucket, flat, in the dtype of its values, from what came; it may lie in that.
 
         Raises:
@@ -238,6 +238,11 @@ class ShardStore:
                 slab.grad = None
 
     # --- values -----------------------------------------------------------------------------------
+
+    @property
+    def nbytes(self) -> int:
+        """Of all values, as workers have them."""
+        return sum(bucket.memory.view.nbytes for bucket in self._buckets)
 
     def encode(self, number: int) -> Given:
         """A bucket as workers are given it, by now; not changed until :meth:`release`, and made once a version."""

@@ -18,6 +18,8 @@ from gossipx.messages import (
     BusyReply,
     CarryingReply,
     CentreRequest,
+    CopyReply,
+    CopyRequest,
     ElasticRequest,
     GradientRequest,
     HereReply,
@@ -28,6 +30,7 @@ from gossipx.messages import (
     PairRequest,
     PullRequest,
     PushRequest,
+    RecordRequest,
     RoundRequest,
     SettleRequest,
     SwitchRequest,
@@ -218,7 +221,10 @@ Message = (
     | GradientRequest
     | TablesRequest
     | SwitchRequest
+    | RecordRequest
+    | CopyRequest
     | TablesReply
+    | CopyReply
     | ArriveRequest
     | LeaveRequest
     | ModelReply
@@ -246,6 +252,8 @@ ANSWERS: dict[type, tuple[type, ...]] = {
     GradientRequest: (AcceptReply, NotReadyReply),
     TablesRequest: (TablesReply, BusyReply, NotReadyReply),
     SwitchRequest: (AcceptReply, NotReadyReply),
+    RecordRequest: (AcceptReply, BusyReply, NotReadyReply),
+    CopyRequest: (CopyReply, AcceptReply, NotReadyReply),
     ArriveRequest: (HereReply, NotReadyReply),
     LeaveRequest: (HereReply, NotReadyReply),
 }

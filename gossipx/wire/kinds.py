@@ -20,6 +20,8 @@ from gossipx.messages import (
     ArriveRequest,
     BusyReply,
     CentreRequest,
+    CopyReply,
+    CopyRequest,
     ElasticRequest,
     GradientRequest,
     HereReply,
@@ -30,6 +32,7 @@ from gossipx.messages import (
     PairRequest,
     PullRequest,
     PushRequest,
+    RecordRequest,
     RoundRequest,
     SettleRequest,
     Stage,
@@ -65,6 +68,7 @@ MAX_SECONDS = 7 * 86_400
 MAX_FIGURES = 1_000  # names in a report
 MAX_SETTINGS = 16
 MAX_PARTS = 65_536  # partitions of a shard
+MAX_HAPPENED = 1_000  # entries of one record
 MAX_GROUPS, MAX_GROUP = 1_000, 32  # parameter groups of an optimizer, and numbers in one
 # Bytes of metadata. The largest honest ones: 65,536 ranks of five digits are 384 KiB; the reports
 # of 100 peers have 5 KiB each. The small bound is what a stranger can make us allocate.
@@ -218,6 +222,27 @@ def _groups(value: object) -> tuple[dict[str, float], ...]:
     return tuple(made)
 
 
+def _happened(value: object) -> tuple[tuple[str | int | float, ...], ...]:
+    if type(value) is not list or len(value) > MAX_HAPPENED:
+        raise ValueError(f"is not a list of at most {MAX_HAPPENED} entries")
+    return tuple(_happening(one) for one in value)
+
+
+def _happening(value: object) -> tuple[str | int | float, ...]:
+    if type(value) is not list or not 1 <= len(value) <= 4:
+        raise ValueError("holds what is not a word with at most three figures")
+    made = [_figure(item) for item in value]
+    if any(item is None or type(item) is bool for item in made):
+        raise ValueError("holds what is neither text nor a finite number")
+    return tuple(made)  # type: ignore[arg-type]
+
+
+def _state(value: object) -> str:
+    if type(value) is not str or not value.isascii():
+        raise ValueError("is not ASCII text")
+    return value
+
+
 _shard = _integer(0, MAX_RANKS - 1)
 _bucket = _integer(-1, 2**63 - 1)
 
@@ -299,12 +324,35 @@ KINDS = {
         },
     ),
     29: Kind(SwitchRequest, {"shard": _shard, "sync": _text, "apply": _text, "pulls": _text}),
+    30: Kind(
+        RecordRequest,
+        {
+            "shard": _shard,
+            "copy": _count,
+            "number": _count,
+            "happened": _happened,
+            "bucket": _bucket,
+            "progress": _bucket,
+            "parts": _parts,
+            "settings": _groups,
+            "patience": _seconds,
+        },
+        MAX_METADATA,
+        MAX_MODEL,
+    ),
+    31: Kind(CopyRequest, {"shard": _shard, "incarnation": _count, "copy": _bucket, "patience": _seconds}),
     32: Kind(ModelReply, {"step": _count, "weight": _weight}, payload=MAX_MODEL),
     33: Kind(HereReply, _STANDING, MAX_METADATA),
     34: Kind(NotReadyReply, {"reason": _text}),
     35: Kind(AcceptReply, {}),
     36: Kind(BusyReply, {}),
     37: Kind(TablesReply, {"clock": _count, "parts": _parts}, MAX_METADATA, MAX_MODEL),
+    38: Kind(
+        CopyReply,
+        {"incarnation": _count, "copy": _count, "state": _state, "size": _integer(0, MAX_MODEL)},
+        MAX_METADATA,
+        MAX_MODEL,
+    ),
     48: Kind(Carried, {"digest": _octets(32)}),
 }
 """By number, as a frame's header has it."""
