@@ -71,7 +71,7 @@ class ShardKeeper:
         def write() -> None:
             try:
                 store.save(clock, parts)
-                journal.drop(store.directory, before=min(store.whole(), default=clock))
+                journal.drop(store.directory.parent, before=min(store.whole(), default=clock))
             except OSError as error:
                 log.warning("%s: an old journal cannot be removed (%s)", error.filename, error.strerror)
             except CheckpointError as error:
@@ -86,7 +86,7 @@ class ShardKeeper:
         """What happens from now on, the checkpoint of ``clock`` does not have."""
         if before := self._journals.pop(shard, None):
             before.close()
-        directory = self._stores[shard].directory
+        directory = self._stores[shard].directory.parent
         try:
             journal.drop(directory, after=clock)  # of a training that was gone back from
             self._journals[shard] = Journal(journal.path_of(directory, clock), goes_on)
@@ -116,7 +116,7 @@ class ShardKeeper:
 
     def records(self, shard: int, clock: int) -> Iterator[tuple[RecordRequest, Gradient]]:
         """What has happened to a shard since the checkpoint of ``clock``, in order, each with its gradient."""
-        for words, content in journal.read(self._stores[shard].directory, clock):
+        for words, content in journal.read(self._stores[shard].directory.parent, clock):
             record = message_of(KINDS[NUMBERS[RecordRequest]], words)
             assert isinstance(record, RecordRequest)
             yield record, Gradient(record, content)
@@ -141,7 +141,7 @@ class ShardKeeper:
                         self._desk.buffer(gradient)
                     case ApplyBuffer():
                         self._desk.apply_buffer(shard.index)
-        last = max(journal.clocks(self._stores[shard.index].directory), default=clock)
+        last = max(journal.clocks(self._stores[shard.index].directory.parent), default=clock)
         self._begin_journal(shard.index, max(last, clock), goes_on=True)
         told = "shard %d comes back as it was when its server was killed, at clock %d"
         log.warning(told, shard.index, shard.clock.clock)

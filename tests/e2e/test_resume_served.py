@@ -20,11 +20,12 @@ BRIEF = ("--eval-interval", "0", "--log-interval", "1", "--checkpoint-every", "2
 
 
 def killed_after(here: Folder, process: Process, iteration: int, shards: int = 1) -> None:
-    """Kill all of a run at once, when each shard has a checkpoint of ``iteration``."""
-    kept = [here.path / "cut" / f"shard-{shard:02d}" / "checkpoints" for shard in range(shards)]
+    """Kill all of a run at once, when each shard and the last peer, a worker, have a checkpoint of ``iteration``."""
+    owners = [*(f"shard-{shard:02d}" for shard in range(shards)), f"peer-{len(here.names) - 1:02d}"]
+    kept = [here.path / "cut" / owner / "checkpoints" for owner in owners]
     by = time.monotonic() + LONG
     ended = threading.Event()  # never set: bounds each look
-    while not all((path / f"{iteration:08d}" / "manifest.json").exists() for path in kept):
+    while not all(any(found >= iteration for found in Store(path).whole()) for path in kept):
         assert time.monotonic() < by and is_running(process.pid), process.end().shown
         ended.wait(0.01)
     for pid in children(process.pid).values():

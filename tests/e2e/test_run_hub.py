@@ -44,7 +44,7 @@ model = nn.Linear(4, 50)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
 with gossipx.join(model, optimizer) as peer:
     tell(peer, trains=True)
-    train(peer, model, optimizer, 200)
+    train(peer, model, optimizer, 2000)
 """
     with folder(tmp_path, 3) as here:
         run = here.run(

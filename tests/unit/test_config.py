@@ -69,6 +69,7 @@ EVERY_KEY: dict[str, dict[str, Any]] = {
         "bucket": 0,
         "wait_free": False,
         "overlap": False,
+        "server_replicas": 1,
         "server_lost": "stop",
     },
     "exchange": {
@@ -151,6 +152,7 @@ placement = "sliced"
 bucket = 0
 wait_free = false
 overlap = false
+server_replicas = 1
 server_lost = "stop"
 
 [exchange]

@@ -1,0 +1,68 @@
+"""A server's process is killed while workers train, in real processes: no push that was answered is lost.
+
+Fault 39 of the project's list. With bsp, and servers that do not train, a run whose server is killed has to end with the
+models of one in which nothing happens, to the last bit.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from runs import Folder, Process, Run, children, differences, folder
+
+BRIEF = ("--eval-interval", "0", "--log-interval", "1", "--peer-timeout", "3", "--servers-only", "--iterations", "400")
+
+AGAIN = """
+import os, runpy, sys
+os.environ.update(GOSSIPX_CONFIG=sys.argv[1] + "/config.toml", GOSSIPX_PEERS=sys.argv[1] + "/hosts.txt")
+os.environ.update(GOSSIPX_RANK=sys.argv[2])
+runpy.run_module("gossipx.launch.train", run_name="__main__")
+"""
+"""Starts a peer of a run again, as the README says."""
+
+
+def killed(process: Process, here: Folder, rank: int) -> None:
+    """Kill the peer ``rank``, a server, once a worker has pulled something."""
+    process.line(rf"{here.names[-1]} train 1?[1-9]\d/")
+    os.kill(children(process.pid)[rank], signal.SIGKILL)
+
+
+def same(whole: Run, other: Run, workers: list[int]) -> None:
+    for rank in workers:
+        assert max(differences(whole.model(rank), other.model(rank)).values()) == 0, rank
+
+
+@pytest.mark.parametrize(("servers", "workers"), [("0", [1, 2]), ("0,1", [2])])
+def test_a_replica_takes_its_place(tmp_path: Path, servers: str, workers: list[int]) -> None:
+    options = (*BRIEF, "--servers", servers, "--server-replicas", "1")
+    with folder(tmp_path, 3) as here:
+        whole = here.run(*options, name="whole")
+        process = here.start_run(*options)
+        killed(process, here, 0)
+        ended = process.end()
+        assert ended.code == 0, ended.shown
+        assert f"[{here.names[1]}] shard 0 is held here from clock" in ended.output, ended.shown
+        same(whole, Run(here.path / "x", ended), workers)
+
+
+def test_it_comes_back_from_its_checkpoint_and_its_journal(tmp_path: Path) -> None:
+    options = (*BRIEF, "--servers", "0", "--checkpoint-every", "150")
+    with folder(tmp_path, 3) as here:
+        whole = here.run(*options, name="whole")
+        process = here.start_run(*options)
+        killed(process, here, 0)
+        again = here.start("-c", AGAIN, here.path / "x", "0")
+        ended = process.end()
+        assert ended.code == 0, ended.shown
+        came = again.end()
+        assert came.code == 0 and "shard 0 comes back as it was when its server was killed" in came.errors, came.shown
+        same(whole, Run(here.path / "x", ended), [1, 2])
+
+
+def test_one_peer_alone_can_have_no_replica(tmp_path: Path) -> None:
+    with folder(tmp_path, 1) as here:
+        assert "--server-replicas 1 needs a second peer" in here.refused("--servers", "0", "--server-replicas", "1")
