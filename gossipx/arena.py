@@ -201,11 +201,25 @@ class ParameterArena:
                 if past is not None and past is not self.pool.now:
                     past.release()
             self._whole = None
-            promised, self._promised = list(self._promised.items()), {}
-            for is_whole, snapshot in promised:
-                self._fill(snapshot, is_whole)
-        for _, snapshot in promised:
+            promised = self._fill_promised()
+        for snapshot in promised:
             snapshot.tell()
+
+    def stand_still(self) -> None:
+        """Training waits in the middle of an iteration: who was promised a model is given it as it is now.
+
+        Whom it waits for may be waiting for just that: a server that was started again, say.
+        """
+        with self.lock:
+            promised = self._fill_promised()
+        for snapshot in promised:
+            snapshot.tell()
+
+    def _fill_promised(self) -> list[Snapshot]:
+        promised, self._promised = self._promised, {}
+        for is_whole, snapshot in promised.items():
+            self._fill(snapshot, is_whole)
+        return list(promised.values())
 
     def _copy(self, to: list[Tensor]) -> None:
         """Copy the values that are exchanged, as they are now."""

@@ -428,6 +428,7 @@ class Peer:
         """Now and then while tables are waited for: leave, or fail, if it has come to that."""
         if self._driver.error is not None:
             raise self._driver.error
+        self._arena.stand_still()
         if self._look():
             self._wait()
 

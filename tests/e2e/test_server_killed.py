@@ -1,7 +1,7 @@
 """A server's process is killed while workers train, in real processes: no push that was answered is lost.
 
-Fault 39 of the project's list. With bsp, and servers that do not train, a run whose server is killed has to end with the
-models of one in which nothing happens, to the last bit.
+Fault 39 of the project's list. With bsp, and servers that do not train, a run whose server is killed has to end
+with the models of one in which nothing happens, to the last bit.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pytest
 
 from runs import Folder, Process, Run, children, differences, folder
 
-BRIEF = ("--eval-interval", "0", "--log-interval", "1", "--peer-timeout", "3", "--servers-only", "--iterations", "400")
+BRIEF = ("--eval-interval", "0", "--log-interval", "1", "--peer-timeout", "3", "--servers-only", "--iterations", "2000")
 
 AGAIN = """
 import os, runpy, sys
@@ -27,7 +27,7 @@ runpy.run_module("gossipx.launch.train", run_name="__main__")
 
 def killed(process: Process, here: Folder, rank: int) -> None:
     """Kill the peer ``rank``, a server, once a worker has pulled something."""
-    process.line(rf"{here.names[-1]} train 1?[1-9]\d/")
+    process.line(rf"{here.names[-1]} train \d+/")
     os.kill(children(process.pid)[rank], signal.SIGKILL)
 
 
@@ -50,7 +50,7 @@ def test_a_replica_takes_its_place(tmp_path: Path, servers: str, workers: list[i
 
 
 def test_it_comes_back_from_its_checkpoint_and_its_journal(tmp_path: Path) -> None:
-    options = (*BRIEF, "--servers", "0", "--checkpoint-every", "150")
+    options = (*BRIEF, "--servers", "0", "--checkpoint-every", "300")
     with folder(tmp_path, 3) as here:
         whole = here.run(*options, name="whole")
         process = here.start_run(*options)
