@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import served
 import torch
 import toy
 
+from gossipx.build.server import Parts
 from gossipx.messages import Stage
 from gossipx.server.mode import ServerMode
 from gossipx.sim import Network, World
+from gossipx.storage.parts import Storages, TransmitBuffer
 
 SYNCS = ["bsp", "asp", "ssp:staleness=1", "drop:n=2", "pssp:staleness=1,p=0.5", "hybrid:step=4", "dsps:staleness=1"]
 
@@ -85,6 +88,44 @@ def test_a_second_change_is_refused_while_one_is_under_way() -> None:
     assert made.lines(2, "another change of the servers is under way")
     assert set(stand(made, [0, 1, 2])) == {0, 1}
     torch.testing.assert_close(served.values(made.peers[0].module), served.joined(range(3)), rtol=1e-9, atol=1e-9)
+
+
+class Whole(torch.optim.Optimizer):
+    """Steps of one length in each tensor, whatever its gradient's."""
+
+    def __init__(self, parameters: Any, lr: float = 0.1):
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for one in group["params"]:
+                if one.grad is not None and one.grad.norm() > 0:
+                    one -= group["lr"] * one.grad / one.grad.norm()
+
+
+class Own(TransmitBuffer):
+    """It might keep a residual."""
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"sync": "bsp|asp"}, "shards go by"),
+        ({"server_replicas": 1}, "with --server-replicas the servers stay"),
+        ({"parts": Parts(storages=Storages(transmit=Own))}, "parts of one's own may keep what only they know of"),
+        ({"servers_only": True, "checkpoint_every": "5"}, "with --servers-only and --checkpoint-every"),
+        ({"placement": "uniform", "servers": "0", "optimizer": Whole}, "looks at whole tensors, which this placement"),
+    ],
+)
+def test_what_cannot_be_moved_stays(options: dict[str, Any], told: str) -> None:
+    """One line says why; the run goes on, and ends as it would have."""
+    made = served.world(3, **{"servers": "0,1", **options})
+    made.change_servers(2, 4.5, [1, 2])
+    served.ended(made)
+    assert [line for line in made.lines(2) if told in line]
+    assert {mode(made, rank).moving.epoch for rank in range(3)} == {0}
+    assert all(peer.role.stage is Stage.DONE for peer in made.peers.values())
 
 
 # --- peers that die in the middle -----------------------------------------------------------------------------
