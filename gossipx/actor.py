@@ -14,6 +14,9 @@ from typing import Any
 
 from gossipx.messages import RecordRequest, Reply, Request
 
+Pieces = tuple[tuple[int, int, int], ...]
+"""Of tables: the number of one, the first element, and the one behind the last."""
+
 # --- events ---------------------------------------------------------------------------------------------------------
 
 
@@ -57,7 +60,10 @@ class StepDone:
 
 @dataclass(frozen=True)
 class GradientsReady:
-    """The gradients of these buckets, each a shard and a number, have been made: they may leave."""
+    """The gradients of these buckets, each a shard and a number, have been made: they may leave.
+
+    None of any: the iteration's first gradient is about to be taken, unless :class:`Wait` follows.
+    """
 
     buckets: tuple[tuple[int, int], ...]
 
@@ -78,6 +84,32 @@ class SwitchSync:
     sync: str
     apply: str = ""
     pulls: str = ""
+
+
+@dataclass(frozen=True)
+class ChangeServers:
+    """A person or a program asks that other peers hold the shards; :class:`Switched` follows.
+
+    Attributes:
+        number: names this, by whoever asks.
+        servers: their ranks.
+    """
+
+    number: int
+    servers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What :class:`TellPrepared` has asked about.
+
+    Attributes:
+        epoch: of the layout that is to be.
+        problem: why its tables are not here, in one line; empty: they are.
+    """
+
+    epoch: int
+    problem: str
 
 
 @dataclass(frozen=True)
@@ -191,6 +223,8 @@ Event = (
     | StepDone
     | GradientsReady
     | SwitchSync
+    | ChangeServers
+    | Prepared
     | TrainingEnded
     | FiguresReady
     | Restored
@@ -244,6 +278,7 @@ class Answer:
         tables: give this bucket of this shard, as it is after all that was asked for before.
         copies: give a copy of this shard's tables, as they are after all that was asked for before.
         in_order: not before all that was asked for before is done to the tables.
+        pieces: give all that belongs to these pieces of tables, as it is then.
     """
 
     key: Hashable
@@ -255,6 +290,7 @@ class Answer:
     tables: tuple[int, int] | None = None
     copies: int | None = None
     in_order: bool = False
+    pieces: Pieces | None = None
 
 
 @dataclass(frozen=True)
@@ -430,8 +466,58 @@ class Fetched:
 
 
 @dataclass(frozen=True)
+class PrepareTables:
+    """Make the tables that lie here by a layout that is to be, and fill in what lies here already.
+
+    Attributes:
+        epoch: of that layout.
+        servers: by shard, the rank that is to hold it.
+    """
+
+    epoch: int
+    servers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TakeRanges:
+    """What came under ``ticket`` belongs to these pieces of the tables that are being prepared. Then forget it."""
+
+    ticket: int
+    pieces: Pieces
+
+
+@dataclass(frozen=True)
+class TellPrepared:
+    """Tell :class:`Prepared` once all of these tables is done that was asked for before."""
+
+    epoch: int
+
+
+@dataclass(frozen=True)
+class PlaceTables:
+    """Go over to a layout: to the shards that were prepared for it, and to its buckets of what this peer trains with.
+
+    Attributes:
+        epoch: of that layout.
+        servers: by shard, the rank that holds it.
+    """
+
+    epoch: int
+    servers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class DropTables:
+    """The tables that were prepared are not needed."""
+
+
+@dataclass(frozen=True)
 class Switched:
-    """What :class:`SwitchSync` has asked for is done, or not; ``problem``: why not, in one line, else empty."""
+    """What :class:`SwitchSync` or :class:`ChangeServers` has asked for is done, or not.
+
+    Attributes:
+        problem: why not, in one line, else empty.
+    """
 
     number: int
     problem: str
@@ -492,6 +578,11 @@ Effect = (
     | TakeCopy
     | Fetch
     | Fetched
+    | PrepareTables
+    | TakeRanges
+    | TellPrepared
+    | PlaceTables
+    | DropTables
     | Switched
     | Unchanged
     | SetTimer

@@ -143,6 +143,7 @@ class GradientRequest:
         parts: what the payload holds.
         settings: of the optimizer's parameter groups, in order, the numbers that the sender has by now.
         patience: seconds that the sender waits.
+        epoch: of the layout that the sender goes by.
     """
 
     shard: int
@@ -152,6 +153,7 @@ class GradientRequest:
     parts: Parts
     settings: tuple[dict[str, float], ...]
     patience: float
+    epoch: int = 0
 
 
 @dataclass(frozen=True)
@@ -164,6 +166,7 @@ class TablesRequest:
         progress: the iteration that it has pushed last; −1: it takes what there is now, and begins there.
         significance: |g| / |w| of that push, where the sync model looks at it.
         patience: seconds that it waits.
+        epoch: of the layout that it goes by.
     """
 
     shard: int
@@ -172,6 +175,7 @@ class TablesRequest:
     progress: int
     significance: float
     patience: float
+    epoch: int = 0
 
 
 @dataclass(frozen=True)
@@ -235,6 +239,98 @@ class CopyRequest:
     incarnation: int
     copy: int
     patience: float
+
+
+@dataclass(frozen=True)
+class ServersRequest:
+    """Asks the holder of shard 0 to have the shards of the run held by other peers; see :mod:`gossipx.server.moving`.
+
+    Attributes:
+        number: of the sender's, so that one that is asked again is not begun again.
+        servers: ranks, ascending.
+        patience: seconds that the sender waits.
+    """
+
+    number: int
+    servers: tuple[int, ...]
+    patience: float
+
+
+@dataclass(frozen=True)
+class PauseRequest:
+    """Asks for no push of a further iteration; answered once all that were begun have come.
+
+    Attributes:
+        epoch: of the layout that is to be.
+        servers: by shard, the rank that is to hold it.
+        patience: seconds that the sender waits.
+    """
+
+    epoch: int
+    servers: tuple[int, ...]
+    patience: float
+
+
+@dataclass(frozen=True)
+class PrepareRequest:
+    """Asks a server of the layout that is to be to fetch what it lacks; answered once it has all.
+
+    Attributes:
+        epoch: of that layout.
+        state: of the clock that its shards go on with, as JSON.
+        sync: the sync model that it goes by.
+        patience: seconds that the sender waits.
+    """
+
+    epoch: int
+    state: str
+    sync: str
+    patience: float
+
+
+@dataclass(frozen=True)
+class RangesRequest:
+    """Asks a server for values that move, with what belongs to them: the optimizer's state, gradients that wait.
+
+    Attributes:
+        epoch: of the layout that is to be.
+        batch: number of what moves to it, as all peers count it.
+        sync: the sync model that the sender's shards are to go by.
+        patience: seconds that the sender waits.
+    """
+
+    epoch: int
+    batch: int
+    sync: str
+    patience: float
+
+
+@dataclass(frozen=True)
+class PlaceRequest:
+    """Tells by which layout the sender goes; answered by the receiver's.
+
+    Attributes:
+        epoch: of that layout.
+        servers: by shard, the rank that holds it.
+        decided: up to this epoch all changes are over, carried out or given up.
+    """
+
+    epoch: int
+    servers: tuple[int, ...]
+    decided: int
+
+
+@dataclass(frozen=True)
+class PlacedReply:
+    """Tells by which layout the sender goes; a push or pull of an earlier one is answered so.
+
+    Attributes:
+        epoch, servers, decided: as in :class:`PlaceRequest`.
+    """
+
+    epoch: int
+    servers: tuple[int, ...]
+    decided: int
 
 
 @dataclass(frozen=True)
@@ -360,7 +456,9 @@ ModelRequest = InitialRequest | PullRequest | TakeRequest | RoundRequest | Elast
 """What is answered by a model."""
 ServerRequest = GradientRequest | TablesRequest | SwitchRequest | RecordRequest | CopyRequest
 """What is asked of a server."""
-Request = ModelRequest | ExchangeRequest | ServerRequest | ArriveRequest | LeaveRequest
+MoveRequest = ServersRequest | PauseRequest | PrepareRequest | RangesRequest | PlaceRequest
+"""What a change of servers is made of."""
+Request = ModelRequest | ExchangeRequest | ServerRequest | MoveRequest | ArriveRequest | LeaveRequest
 CarryingReply = ModelReply | TablesReply | CopyReply
 """What brings a model, or a part of one."""
-Reply = CarryingReply | AcceptReply | BusyReply | HereReply | NotReadyReply
+Reply = CarryingReply | PlacedReply | AcceptReply | BusyReply | HereReply | NotReadyReply

@@ -194,8 +194,9 @@ def peer(
 def _keep_shards(driver: Driver, served: Served, place: Place, keep: int) -> None:
     """Have the shards that lie here kept, and go on from what was kept of them."""
     assert place.directory is not None
-    stores = {index: store_of_shard(place.directory, index, keep) for index in served.clocks}
-    driver.keeper = ShardKeeper(stores, served.desk, served.settings.journals)
+    stores = {index: store_of_shard(place.directory, index, keep) for index in range(len(place.names))}
+    settings = served.settings
+    driver.keeper = ShardKeeper(stores, served.desk, settings.servers, settings.journals)
     exchange = driver.role.exchange
     assert isinstance(exchange, ServerMode)
     for shard in exchange.beginning():
@@ -211,7 +212,7 @@ def _backward(
     def ready(buckets: Sequence[tuple[int, int]]) -> None:
         driver.tell(GradientsReady(tuple(buckets)))
 
-    return lambda look: Backward(module, served.tables, served.desk.client, ready, look, wait_free)
+    return lambda look: Backward(module, served.tables, served.desk.client, ready, driver.may_go_on, look, wait_free)
 
 
 EASGD_BETA = 0.9

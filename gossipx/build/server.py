@@ -15,12 +15,14 @@ from gossipx.config import RunConfig, ServerSettings
 from gossipx.errors import UsageError
 from gossipx.layout import plain_name
 from gossipx.server import models, placement, plan
-from gossipx.server.buckets import Bucket, buckets
+from gossipx.server.buckets import Bucket
 from gossipx.server.clock import Clock
+from gossipx.server.layout import Layouts
 from gossipx.server.mode import ServerSettings as Settings
 from gossipx.server.placement import Partition, Placement, Table
 from gossipx.storage.client import Client
 from gossipx.storage.desk import Desk
+from gossipx.storage.moving import Mover
 from gossipx.storage.parts import Storages
 from gossipx.storage.shard import ShardStore
 
@@ -124,21 +126,32 @@ def serve(
     tables = [(plain_name(name), one) for name, one in module.named_parameters() if one.requires_grad]
     parameters = [parameter for _, parameter in tables]
     given = config.server
-    placed = placement.checked(
-        own.placement or placement.parse(given.placement),
+    layouts = Layouts(
         [Table(name, parameter.numel()) for name, parameter in tables],
-        len(ranks),
+        own.placement or placement.parse(given.placement),
+        lambda table: (parameters[table].dtype, parameters[table].element_size()),
+        given.bucket,
     )
-    cut = [_buckets(partitions, parameters, given.bucket) for partitions in placed]
+    layout = layouts.make(ranks)
     syncs = sync_models(config, len(ranks), own)
     rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
     rate = rates[0] if rates else None
     holders = _holders(ranks, given.server_replicas, len(names))
     later = plan.parse(given.sync_plan or "", rate)
     every = Every.parse(str(config.run.checkpoint_every))
+
+    def clock_of(index: int) -> Clock:
+        model = syncs[index % len(syncs)]
+        model = model.resolved(rate) if model.needs_rate and rate is not None else model
+        rng = random.Random(f"shard {config.run.seed} {index}")
+        return Clock(model, given.apply, given.pulls, settings.workers(len(names)), rng)
+
     settings = Settings(
+        layouts=layouts,
+        layout=layout,
+        clock_of=clock_of,
         holders=holders,
-        buckets=tuple(map(len, cut)),
+        fixed=_fixed(config, own.storages),
         trains=not given.servers_only,
         overlap=given.overlap,
         lost=given.server_lost,
@@ -148,21 +161,20 @@ def serve(
         syncs=tuple(syncs),
         journals=bool(every) and not given.server_replicas,
     )
-    workers = settings.workers(len(names))
     groups = {id(one): number for number, group in enumerate(optimizer.param_groups) for one in group["params"]}
     numbers = [groups.get(id(parameter), -1) for parameter in parameters]
-    clocks, stores = {}, {}
-    for index, able in enumerate(holders):
-        if rank in able:
-            model = syncs[index]
-            model = model.resolved(rate) if model.needs_rate and rate is not None else model
-            rng = random.Random(f"shard {config.run.seed} {index}")
-            clocks[index] = Clock(model, given.apply, given.pulls, workers, rng)
-            stores[index] = ShardStore(placed[index], cut[index], parameters, numbers, optimizer, own.storages)
-    client = Client(parameters, placed, cut, own.storages)
+
+    def store_of(partitions: Sequence[Partition], cut: Sequence[Bucket]) -> ShardStore:
+        return ShardStore(partitions, cut, parameters, numbers, optimizer, own.storages)
+
+    here = [index for index, able in enumerate(holders) if rank in able]
+    clocks = {index: clock_of(index) for index in here}
+    stores = {index: store_of(layout.placed[index], layout.cut[index]) for index in here}
+    client = Client(parameters, layout.placed, layout.cut, own.storages)
     asks = any(isinstance(one, models.DynamicPSSP) and one.alpha == "significance" for one in syncs)
-    places = max(8, 2 * len(workers))
+    places = max(8, 2 * len(names))
     desk = Desk(client, stores, parameters, optimizer, asks, places)
+    desk.mover = Mover(rank, layouts, layout, store_of)
     return Served(settings, tables, clocks, desk, _alike(config, ranks, own), _told(config, own))
 
 
@@ -189,11 +201,17 @@ def _holders(servers: Sequence[int], replicas: int, size: int) -> tuple[tuple[in
     return tuple(zip(servers, [*servers[1:], servers[0]], strict=True))
 
 
+def _fixed(config: RunConfig, storages: Storages) -> str:
+    """Why tables cannot go to other servers while the run goes on, or nothing."""
+    if config.server.server_replicas:
+        return "with --server-replicas the servers stay: a replica is of one shard, as it was at the beginning"
+    if config.server.servers_only and Every.parse(str(config.run.checkpoint_every)):
+        return "with --servers-only and --checkpoint-every the servers stay: --resume takes from them who trains"
+    own = storages.describe()
+    return f"parts of one's own may keep what only they know of, and stay where they are: {own}" if own else ""
+
+
 def _told(config: RunConfig, own: Parts) -> str:
     if own.sync is None:
         return config.server.sync
     return "|".join(map(models.describe, [own.sync] if isinstance(own.sync, models.SyncModel) else own.sync))
-
-
-def _buckets(partitions: Sequence[Partition], parameters: Sequence[nn.Parameter], least: int) -> list[Bucket]:
-    return buckets(partitions, lambda table: (parameters[table].dtype, parameters[table].element_size()), least)

@@ -30,6 +30,31 @@ def set_sync(run: Path, sync: str, shard: int | None, apply: str, pulls: str, lo
     from gossipx.server import models
 
     models.parse(sync)
-    place = run if run.exists() or not (logdir / run).is_dir() else logdir / run
-    command(place, {"set-sync": sync, "shard": shard, "apply": apply, "pulls": pulls}, patience=120.0)
+    command(_place(run, logdir), {"set-sync": sync, "shard": shard, "apply": apply, "pulls": pulls}, patience=120.0)
     print(f"{'all shards go' if shard is None else f'shard {shard} goes'} by {sync} now")
+
+
+@server.command("set-servers")
+@click.argument("run", type=click.Path(path_type=Path), metavar="RUN")
+@click.argument("servers", metavar="SERVERS")
+@click.option("--logdir", type=click.Path(path_type=Path), default=Path("runs"), help="Where runs are named by name.")
+def set_servers(run: Path, servers: str, logdir: Path) -> None:
+    """Have the peers SERVERS, numbers with commas, hold the shards from now on: what has to move there moves.
+
+    \b
+    gossipx server set-servers runs/mine 0,1,2
+    """
+    from gossipx.errors import UsageError
+    from gossipx.launch.control import command
+
+    ranks = [one.strip() for one in servers.split(",")]
+    for rank in ranks:
+        if not rank.isdecimal():
+            raise UsageError(f"SERVERS '{servers}' are numbers of peers with commas between them, as in 0,1,2")
+    command(_place(run, logdir), {"set-servers": [int(rank) for rank in ranks]}, patience=3600.0)
+    print(f"the servers are {','.join(ranks)} now")
+
+
+def _place(run: Path, logdir: Path) -> Path:
+    """The directory of a run, which is named by that or by its name."""
+    return run if run.exists() or not (logdir / run).is_dir() else logdir / run

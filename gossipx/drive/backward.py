@@ -35,7 +35,8 @@ class Backward:
         module: whose parameters are the tables.
         tables: these parameters, by table, with their names.
         client: the tables.
-        ready: told of buckets whose gradients are made.
+        ready: told of buckets whose gradients are made; of none before an iteration's first gradient is taken.
+        may_go_on: waits a number of seconds for that to be allowed, if it is not; whether it is.
         look: called now and then while tables are waited for; raises to end that.
         wait_free: whether gradients leave as they are made; else all leave at the optimizer's step, and are waited for
             there.
@@ -50,15 +51,17 @@ class Backward:
         tables: Sequence[tuple[str, nn.Parameter]],
         client: Client,
         ready: Callable[[Sequence[tuple[int, int]]], None],
+        may_go_on: Callable[[float], bool],
         look: Callable[[], None],
         wait_free: bool,
     ):
         self.waited = 0.0
         self._client = client
         self._tables = tables
-        self._ready, self._look = ready, look
+        self._ready, self._may_go_on, self._look = ready, may_go_on, look
         self._wait_free = wait_free
         self._syncing = True
+        self._begun = False  # the iteration's first gradient has been taken
         self._used: set[int] = set()  # tables whose values of this iteration are in the model
         self._versions: dict[int, int] = {}  # of gradients, as they left
         self._kept_back: list[tuple[int, int]] = []  # buckets that leave at the step
@@ -150,6 +153,7 @@ class Backward:
         self._kept_back.clear()
         self._versions.clear()
         self._used.clear()
+        self._begun = False
 
     def _send(self, whole: Sequence[tuple[int, int]]) -> None:
         if whole:
@@ -169,6 +173,15 @@ class Backward:
     def _begin(self) -> None:
         """Gradients may leave: the iteration before is over, also for shards whose tables this one has not used."""
         self._arrived(None)
+        if self._begun:
+            return
+        self._begun = True
+        self._ready(())
+        if not self._may_go_on(0.0):
+            began = time.perf_counter()
+            while not self._may_go_on(LOOK_EVERY):
+                self._look()
+            self.waited += time.perf_counter() - began
 
     def _arrived(self, tables: Sequence[int] | None) -> None:
         if not self._client.ready(tables):

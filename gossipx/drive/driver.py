@@ -13,7 +13,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -26,6 +26,8 @@ from gossipx.actor import (
     BufferGradient,
     Cancel,
     Capture,
+    ChangeServers,
+    DropTables,
     Effect,
     Event,
     Fetch,
@@ -40,7 +42,9 @@ from gossipx.actor import (
     Mix,
     Mixed,
     Note,
+    PlaceTables,
     Poisoned,
+    PrepareTables,
     Received,
     Record,
     Restored,
@@ -53,6 +57,8 @@ from gossipx.actor import (
     SwitchSync,
     TakeCopy,
     TakeIn,
+    TakeRanges,
+    TellPrepared,
     TimerFired,
     Unchanged,
     Wait,
@@ -61,6 +67,7 @@ from gossipx.arena import ParameterArena
 from gossipx.comm import CommManager
 from gossipx.drive.held import Held, Retrieval
 from gossipx.drive.lane import Lane
+from gossipx.drive.moving import Moves
 from gossipx.drive.shards import ShardKeeper
 from gossipx.drive.timers import Timers
 from gossipx.drive.transfers import Transfers
@@ -79,6 +86,7 @@ from gossipx.messages import (
     ModelReply,
     NotReadyReply,
     PullRequest,
+    Reply,
     Request,
     Stage,
     TablesReply,
@@ -125,6 +133,7 @@ class Driver:
         self.transfers = Transfers(arena, role.rank, self.tell, self._note, self.fail, places)
         self.keeper: ShardKeeper | None = None
         self.tables = Lane(f"gossipx-tables-{role.rank}", self.transfers.spoilt)
+        self._moves = Moves(self.tables, self.transfers, self.tell, self._answer_with)
         self._lock = threading.Lock()
         self._may_go_on = threading.Event()
         self._may_go_on.set()
@@ -165,11 +174,19 @@ class Driver:
 
     def switch_sync(self, sync: str, shard: int | None, apply: str, pulls: str) -> str:
         """Have shards go over to another sync model; why that cannot be, or nothing."""
+        patience = 2 * self.role.settings.peer_timeout
+        return self._ask(lambda number: SwitchSync(number, shard, sync, apply, pulls), patience)
+
+    def change_servers(self, servers: Sequence[int]) -> str:
+        """Have these peers hold the shards; why that cannot be, or nothing."""
+        return self._ask(lambda number: ChangeServers(number, tuple(servers)))  # the role bounds it
+
+    def _ask(self, event: Callable[[int], Event], patience: float | None = None) -> str:
         number = next(self._numbers)
         result = self._switches[number] = Future()
-        self.tell(SwitchSync(number, shard, sync, apply, pulls))
+        self.tell(event(number))
         try:
-            return result.result(2 * self.role.settings.peer_timeout)
+            return result.result(patience)
         except TimeoutError:
             return "no answer within peer_timeout"
 
@@ -182,6 +199,10 @@ class Driver:
     def waiting(self) -> bool:
         """Whether the training thread may not go on."""
         return not self._may_go_on.is_set()
+
+    def may_go_on(self, seconds: float) -> bool:
+        """Wait at most so long until the training thread may go on; whether it may."""
+        return self._may_go_on.wait(seconds)
 
     def wait(self, interrupted: Callable[[], bool] = lambda: False) -> None:
         """Keep the training thread here until it may go on. The role's timers bound it.
@@ -261,6 +282,14 @@ class Driver:
             case KeepShard(shard, clock, state):
                 if (keeper := self.keeper) is not None:
                     self.tables.put(lambda: keeper.keep(shard, clock, state))
+            case Fetched(ticket) if self._desk.client.raw_pulls:
+                self.transfers.fetched(ticket)
+            case Send():
+                self.transfers.expect(effect)
+            case PrepareTables() | TakeRanges() | TellPrepared() | PlaceTables() | DropTables():
+                self._moves.at_once(effect, self.keeper)
+            case Answer(pieces=pieces) if pieces is not None:
+                self._moves.give(effect, pieces)
             case Answer(tables=(int(shard), int(bucket))):
                 answer = effect
                 self.tables.put(lambda: self._answer_tables(answer, shard, bucket))
@@ -315,6 +344,8 @@ class Driver:
                 pass  # done while deciding
             case Share() | Record() | TakeCopy():
                 pass  # done while deciding
+            case PrepareTables() | TakeRanges() | TellPrepared() | PlaceTables() | DropTables():
+                pass  # done while deciding
 
     def _base(self, send: Send) -> Snapshot | None:
         """What the model that is asked for is compared with, held; None: it is kept as it comes."""
@@ -329,7 +360,8 @@ class Driver:
     def _answer(self, answer: Answer, snapshot: Snapshot | None) -> None:
         assert self.comm is not None
         self.transfers.drop(answer.key)
-        if answer.tables is None and answer.copies is None and not answer.in_order:
+        in_order = answer.tables is not None or answer.copies is not None or answer.pieces is not None
+        if not (in_order or answer.in_order):
             self._answer_now(answer, snapshot)  # else when all that was decided before is done
 
     def _answer_now(self, answer: Answer, snapshot: Snapshot | None) -> None:
@@ -341,10 +373,15 @@ class Driver:
             self._answer_model(answer, answer.reply, snapshot or self.arena.snapshot(answer.whole_model))
             return
 
+        self._answer_with(answer, answer.reply, None)
+
+    def _answer_with(self, answer: Answer, reply: Reply, source: Source | None) -> None:
+        assert self.comm is not None
+
         def done(whole: bool) -> None:
             self.tell(Answered(answer.key, whole))
 
-        self.comm.answer(answer.key, answer.reply, payload=None, deadline=answer.deadline, done=done)
+        self.comm.answer(answer.key, reply, payload=source, deadline=answer.deadline, done=done)
 
     def _answer_tables(self, answer: Answer, shard: int, bucket: int) -> None:
         assert isinstance(answer.reply, TablesReply)

@@ -206,6 +206,22 @@ class Peer:
         if problem:
             raise UsageError(problem)
 
+    def set_servers(self, servers: Sequence[int]) -> None:
+        """Have other peers hold the parameter server's shards while the run goes on: what has to move there moves.
+
+        From any thread of any peer. Of several that ask at once all but one are refused.
+
+        Args:
+            servers: their ranks, in any order.
+
+        Raises:
+            UsageError: one of them is no peer or not there, or what there is cannot be moved; everything stays as it is
+                then.
+        """
+        problem = self._driver.change_servers(servers)
+        if problem:
+            raise UsageError(problem)
+
     def log(self, tag: str, value: float | torch.Tensor) -> None:
         """Record a figure of one's own under ``tag`` (``train/loss``, ``test/accuracy``) at this iteration.
 
@@ -307,6 +323,8 @@ class Peer:
 
     def _command(self, told: Mapping[str, Any]) -> str:
         """A command to the run; why it cannot be carried out, or nothing."""
+        if "set-servers" in told:
+            return self._driver.change_servers([int(rank) for rank in told["set-servers"]])
         shard = told.get("shard")
         return self._driver.switch_sync(
             str(told["set-sync"]),

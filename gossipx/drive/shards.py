@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,8 @@ log = logging.getLogger("gossipx")
 
 CLOCK, TABLES = "clock", "tables"
 """Names of a shard's parts."""
+SERVERS = "servers"
+"""In the clock's state: by shard, the rank that held it then."""
 
 
 def store_of_shard(directory: Path, shard: int, keep: int = KEEP) -> Store:
@@ -35,16 +37,27 @@ def store_of_shard(directory: Path, shard: int, keep: int = KEEP) -> Store:
     return Store(directory / f"shard-{shard:02d}" / "checkpoints", keep)
 
 
+def servers_of(store: Store, clock: int) -> tuple[int, ...]:
+    """By shard, the rank that held it when a shard's checkpoint was taken; empty: it has gone meanwhile."""
+    found = store.load(clock)
+    return tuple(unpack(found.parts[CLOCK]).get(SERVERS, ())) if found is not None and found.iteration == clock else ()
+
+
 class ShardKeeper:
     """Keeps shards, off the thread that works on their tables.
 
     Args:
-        stores: by shard, of those that lie here.
+        stores: by shard, of all that may come to lie here.
         desk: their tables.
+        servers: by shard, the rank that holds it.
         journals: whether there are journals.
+
+    Attributes:
+        servers: follows them.
     """
 
-    def __init__(self, stores: Mapping[int, Store], desk: Desk, journals: bool = False):
+    def __init__(self, stores: Mapping[int, Store], desk: Desk, servers: Sequence[int], journals: bool = False):
+        self.servers = servers
         self._stores = stores
         self._keeps_journals = journals
         self._journals: dict[int, Journal] = {}  # those that are being written
@@ -63,6 +76,7 @@ class ShardKeeper:
                 log.warning("shard %d: a checkpoint is left out, as the one before is still being written", shard)
                 return
             self._writing.add(shard)
+        state = {**state, SERVERS: list(self.servers)}
         parts = {CLOCK: pack(state, CLOCK), TABLES: pack(self._desk.state_dict(shard), TABLES)}
         store = self._stores[shard]
         if self._keeps_journals:
@@ -127,6 +141,9 @@ class ShardKeeper:
         Raises:
             UsageError: it is of other tables.
         """
+        newest = self._stores[shard.index].find()
+        if newest is not None and servers_of(self._stores[shard.index], newest) not in ((), tuple(self.servers)):
+            return  # the servers were changed before it was killed: what it had is of no use to those of now
         state = self._restored(shard.index, None)
         if state is None:
             return

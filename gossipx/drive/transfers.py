@@ -36,6 +36,7 @@ from gossipx.messages import (
     ModelReply,
     ModelRequest,
     PullRequest,
+    RangesRequest,
     RecordRequest,
     Reply,
     Request,
@@ -45,6 +46,7 @@ from gossipx.messages import (
 from gossipx.snapshots import Snapshot
 from gossipx.storage.client import Nothing, Tables
 from gossipx.storage.desk import Copy, Desk, Gradient
+from gossipx.storage.moving import Ranges
 from gossipx.wire import Fitting, Room
 
 
@@ -85,6 +87,10 @@ class _Brought(Incoming):
             leave()
 
 
+AboutTables = GradientRequest | TablesRequest | RecordRequest | CopyRequest | RangesRequest
+"""What is about tables, or shards."""
+
+
 class Transfers:
     """Sends requests, tells what came of them, and keeps the models that came until they are forgotten.
 
@@ -121,6 +127,7 @@ class Transfers:
         self._fetching: dict[int, _Fetching] = {}
         self._copies: dict[int, Copy] = {}
         self._cancels: dict[int, Callable[[], None]] = {}  # of requests about tables
+        self._ranges: dict[int, Ranges] = {}
         self._places = threading.BoundedSemaphore(places)
         # Handing a request to the CommManager wakes its threads, which would take the processor from a training step.
         self._outbox = Lane(f"gossipx-outbox-{rank}")
@@ -134,7 +141,7 @@ class Transfers:
             base: what the model that is asked for is compared with, held by the caller, who gives that hold away here;
                 None: it is kept as it comes. An elastic request brings it along.
         """
-        if isinstance(send.request, GradientRequest | TablesRequest | RecordRequest | CopyRequest):  # parts of a model
+        if isinstance(send.request, AboutTables):  # parts of a model
             self._send_tables(send, send.request)
             return
         payload = brought = None
@@ -172,19 +179,27 @@ class Transfers:
         else:  # before that, nothing can be made of what comes
             base.when_settled(lambda: self.post(post))
 
-    def _send_tables(self, send: Send, request: GradientRequest | TablesRequest | RecordRequest | CopyRequest) -> None:
-        """Push a bucket, as its gradients are when it leaves, or pull one; or have a shard followed elsewhere."""
+    def expect(self, send: Send) -> None:
+        """A request is about to be sent: have room for the tables that it asks for, where they lie by now."""
+        desk = self.desk
+        match send.request:
+            case TablesRequest(shard=shard, bucket=bucket) if bucket >= 0:
+                assert desk is not None
+                self._fetching[send.ticket] = _Fetching((shard, bucket), desk.client.sink((shard, bucket)))
+            case RangesRequest():
+                assert desk is not None
+                self._ranges[send.ticket] = desk.ranges()
+
+    def _send_tables(self, send: Send, request: AboutTables) -> None:
+        """Push a bucket, as its gradients are when it leaves, or pull one; or have a shard followed, or move."""
         desk = self.desk
         assert desk is not None
-        if isinstance(request, TablesRequest) and request.bucket >= 0:
-            place = request.shard, request.bucket
-            self._fetching[send.ticket] = _Fetching(place, desk.client.sink(place))
         if isinstance(request, CopyRequest):
             self._copies[send.ticket] = desk.room_for_copy(request.shard)
 
         def post() -> None:
             assert self.comm is not None
-            told: GradientRequest | TablesRequest | RecordRequest | CopyRequest = request
+            told: AboutTables = request
             sink: Fitting | None = None
             source = None
             if send.ticket in self._cancelled:
@@ -199,7 +214,11 @@ class Transfers:
                 self._replied(send.ticket, result)
 
             try:
-                if isinstance(told, GradientRequest):
+                if isinstance(told, RangesRequest):
+                    sink = self._ranges.get(send.ticket, Nothing())
+                elif isinstance(told, GradientRequest):
+                    if told.epoch != desk.client.epoch:
+                        raise CancelledError("it is of a layout that is over")
                     place = told.shard, told.bucket
                     try:
                         parts, source = desk.client.encode(place)
@@ -228,6 +247,8 @@ class Transfers:
                 self._cancels[send.ticket] = cancel
                 if ended:  # before there was anything to cancel
                     self._cancels.pop(send.ticket, None)
+            except CancelledError as error:
+                self._replied(send.ticket, error)
             except Exception as error:  # the role still has to hear of its request
                 self._replied(send.ticket, LocalFaultError(f"a request could not be sent: {error}"))
 
@@ -235,12 +256,18 @@ class Transfers:
 
     def fetched(self, ticket: int) -> None:
         """The tables that came under ``ticket`` are to be used."""
-        fetching = self._fetching.pop(ticket)
+        fetching = self._fetching.pop(ticket, None)
+        if fetching is None:
+            return  # done while deciding
         assert self.desk is not None
         try:
             self.desk.client.fetched(fetching.place, fetching.sink)
         except Exception as error:
             self._broken(error)
+
+    def ranges(self, ticket: int) -> Ranges:
+        """What came under ``ticket`` of tables that move here, the caller's from now on."""
+        return self._ranges.pop(ticket)
 
     def spoilt(self, error: Exception) -> None:
         """A shard's tables could not be dealt with: another's push is left out, any other error ends training."""
@@ -334,6 +361,7 @@ class Transfers:
         self._cancelled.discard(ticket)
         self._fetching.pop(ticket, None)
         self._copies.pop(ticket, None)
+        self._ranges.pop(ticket, None)
         transfer = self._transfers.pop(ticket, None)
         if transfer is not None:
             transfer.incoming.release()

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from gossipx import config
 from gossipx.drive.control import ANSWER, COMMAND, DIRECTORY, LOOK_EVERY, write
 from gossipx.errors import GossipxError, UsageError
 from gossipx.launch.directory import CONFIG_FILE
@@ -19,7 +20,7 @@ TAKEN_WITHIN = 10.0
 
 
 def command(run: Path, told: Mapping[str, Any], patience: float) -> None:
-    """Have a peer of ``run`` carry out a command.
+    """Have a peer of ``run`` carry out a command to its parameter server.
 
     Args:
         run: its directory.
@@ -32,6 +33,9 @@ def command(run: Path, told: Mapping[str, Any], patience: float) -> None:
     """
     if not (run / CONFIG_FILE).is_file():
         raise UsageError("no run here: name one by its directory, or by its name and --logdir", run)
+    settings = config.resolve(config.load(run / CONFIG_FILE))
+    if settings.sync.mode != "server" and settings.server.servers is None:
+        raise UsageError("this run has no parameter server", run)
     directory = run / DIRECTORY
     directory.mkdir(exist_ok=True)
     file = directory / (secrets.token_hex(8) + COMMAND)

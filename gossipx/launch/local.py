@@ -80,7 +80,7 @@ def launch(given: RunConfig, hosts: Path, script: list[str], resumes: bool = Fal
     if not script_exists(script):
         raise UsageError("no such script", file=script[0])
     settings = _named(replace(settings, exchange=access.absolute(settings.exchange)))
-    at = resume.check(settings, names, here, bool(script)) if resumes else None
+    at, settings = resume.check(settings, names, here, bool(script)) if resumes else (None, settings)
     directory = RunDirectory(settings, hosts, script, goes_on=resumes)
     try:
         return _Run(settings, directory, peers, here, script, resumes, at).go(uncovered)

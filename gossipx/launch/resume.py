@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from gossipx import build, config
 from gossipx.config import KEYS, RunConfig
 from gossipx.drive.checkpoints import store_of
-from gossipx.drive.shards import store_of_shard
+from gossipx.drive.shards import servers_of, store_of_shard
 from gossipx.errors import UsageError
 from gossipx.launch.directory import CONFIG_FILE, HOSTS_FILE, SCRIPT_FILE, run_directory
 from gossipx.launch.hosts import read_hosts
@@ -79,7 +80,7 @@ def _check_size(path: Path, hosts: Path) -> None:
         raise UsageError(f"--peers names {now} peers, and the run that is to go on has {was}", hosts)
 
 
-def check(settings: RunConfig, names: Sequence[str], here: list[int], has_script: bool) -> int | None:
+def check(settings: RunConfig, names: Sequence[str], here: list[int], has_script: bool) -> tuple[int | None, RunConfig]:
     """See that there is something to go on from.
 
     Args:
@@ -88,7 +89,8 @@ def check(settings: RunConfig, names: Sequence[str], here: list[int], has_script
         has_script: whether it trains a script, which has a length of its own.
 
     Returns:
-        The iteration from which all are to go on; None: each from its own newest checkpoint.
+        The iteration from which all are to go on; None: each from its own newest checkpoint. And the settings, with the
+        servers of then: they may have been changed while the run went on.
 
     Raises:
         UsageError: no peer has a whole checkpoint, or they have done more iterations than there are to be.
@@ -97,8 +99,10 @@ def check(settings: RunConfig, names: Sequence[str], here: list[int], has_script
     path = Path(settings.run.logdir) / settings.run.name
     servers = build.servers(settings, names)
     if servers is not None:
-        at = _common(path, settings, servers, here)
+        at, then = _common(path, settings, servers, here)
         found = [] if at is None else [at]
+        if then != servers:
+            settings = replace(settings, server=replace(settings.server, servers=",".join(map(str, then))))
     else:
         at = None
         found = [one for rank in here if (one := store_of(path, rank).find()) is not None]
@@ -112,18 +116,30 @@ def check(settings: RunConfig, names: Sequence[str], here: list[int], has_script
         raise UsageError(
             f"--iterations {settings.run.iterations}, and its checkpoints have done {max(found)} already", path
         )
-    return at
+    return at, settings
 
 
-def _common(path: Path, settings: RunConfig, servers: Sequence[int], here: list[int]) -> int | None:
-    """The newest iteration of which every worker and every shard here has a whole checkpoint.
+def _common(
+    path: Path, settings: RunConfig, servers: tuple[int, ...], here: list[int]
+) -> tuple[int | None, tuple[int, ...]]:
+    """The newest iteration of which every worker and every shard here has a whole checkpoint, and the servers of then.
 
     Servers and workers go on from one and the same: a shard that has not what its workers have pushed would wait for
     it. A peer without any, on a new disk, joins as a late one does.
     """
     workers = [rank for rank in here if not (settings.server.servers_only and rank in servers)]
-    kept = [store_of(path, rank).whole() for rank in workers]
-    # A shard's checkpoint of clock 0 is there for its journal alone: nothing was trained.
-    kept += [store_of_shard(path, shard).whole() - {0} for shard, rank in enumerate(servers) if rank in here]
-    having = [one for one in kept if one]
-    return max(set.intersection(*having), default=None) if having else None
+    trained = [found for rank in workers if (found := store_of(path, rank).whole())]
+    shards: dict[tuple[int, ...], dict[int, set[int]]] = {servers: {}}  # by servers, by shard: iterations
+    for index in range(len(read_hosts(path / HOSTS_FILE))):
+        store = store_of_shard(path, index)
+        for iteration in store.whole() - {0}:  # that of clock 0 is there for its journal alone: nothing was trained
+            then = servers_of(store, iteration) or servers
+            shards.setdefault(then, {}).setdefault(index, set()).add(iteration)
+    best: tuple[int, int, tuple[int, ...]] | None = None  # the iteration, how many shards have it, the servers
+    for then, kept in shards.items():
+        held = [kept.get(index, set()) for index, rank in enumerate(then) if rank in here]
+        having = [one for one in (*trained, *held) if one or then != servers]
+        at = max(set.intersection(*having), default=None) if having else None
+        if at is not None and (best is None or (at, len(kept)) > best[:2]):
+            best = at, len(kept), then
+    return (None, servers) if best is None else (best[0], best[2])

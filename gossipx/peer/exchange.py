@@ -28,10 +28,12 @@ from gossipx.actor import (
     Answer,
     Answered,
     Capture,
+    ChangeServers,
     Effect,
     Forget,
     Merged,
     Mix,
+    Prepared,
     Received,
     Resume,
     SetTimer,
@@ -335,6 +337,23 @@ class Exchange(abc.ABC):
     def switch(self, event: SwitchSync, now: float) -> list[Effect]:
         """Somebody asks for another sync model."""
         return [Switched(event.number, "this run has no parameter server")]
+
+    def change(self, event: ChangeServers, now: float) -> list[Effect]:
+        """Somebody asks for other servers."""
+        return [Switched(event.number, "this run has no parameter server")]
+
+    def prepared(self, event: Prepared, now: float) -> list[Effect]:
+        """Tables that are to lie here have come, or cannot."""
+        return []
+
+    def hand_over_all(self, now: float) -> list[Effect]:
+        """We are asked to leave: have others hold what they need of us first, for as long as :attr:`stays`."""
+        return []
+
+    @property
+    def stays(self) -> bool:
+        """Whether what others need of us is still being handed over."""
+        return False
 
     @property
     def attends(self) -> bool:

@@ -18,6 +18,7 @@ from gossipx.actor import (
     Adopt,
     Answer,
     Answered,
+    ChangeServers,
     Effect,
     Event,
     Failed,
@@ -31,6 +32,7 @@ from gossipx.actor import (
     Mixed,
     Note,
     Poisoned,
+    Prepared,
     Received,
     Replied,
     Restored,
@@ -55,11 +57,16 @@ from gossipx.messages import (
     LeaveRequest,
     ModelReply,
     NotReadyReply,
+    PauseRequest,
+    PlaceRequest,
+    PrepareRequest,
     PullRequest,
+    RangesRequest,
     RecordRequest,
     Reply,
     Request,
     RoundRequest,
+    ServersRequest,
     SettleRequest,
     Stage,
     SwitchRequest,
@@ -122,6 +129,7 @@ class PeerRole:
     poisoned: int = field(default=0, init=False)  # models that held NaN or Inf and were refused
     report: dict[str, Any] = field(default_factory=dict, init=False)  # our final figures, once known
     _requests: Requests = field(default_factory=Requests, init=False)
+    _leaving: bool = field(default=False, init=False)  # once what it holds for others is handed over
 
     def __post_init__(self) -> None:
         settings, timeout = self.settings, self.settings.peer_timeout
@@ -148,12 +156,24 @@ class PeerRole:
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Take one event in and say what is to be done about it, in order."""
+        effects = self._handle(event, now)
+        if self._leaving and not (self.exchange and self.exchange.stays):
+            self._leaving = False
+            effects = [*effects, *self._leave(now)]
+        return effects
+
+    def _handle(self, event: Event, now: float) -> list[Effect]:
         match event:
             case GradientsReady(buckets):
                 return self.exchange.gradients_ready(buckets, now) if self.exchange else []
             case SwitchSync(number):
                 nothing: list[Effect] = [Switched(number, "this run has no parameter server")]
                 return self._exchanged(self.exchange.switch(event, now), now) if self.exchange else nothing
+            case ChangeServers(number):
+                none: list[Effect] = [Switched(number, "this run has no parameter server")]
+                return self._exchanged(self.exchange.change(event, now), now) if self.exchange else none
+            case Prepared():
+                return self._exchanged(self.exchange.prepared(event, now), now) if self.exchange else []
             case StepDone():
                 return self._trained(self.training.step_done(event, now), now)
             case Received():
@@ -187,7 +207,8 @@ class PeerRole:
                     self._load_draws(event.draws)
                 return self.training.restored(event, now)
             case LeaveRun():
-                return self._leave(now)
+                self._leaving = True
+                return [Wait(), *self.exchange.hand_over_all(now)] if self.exchange else []
 
     @property
     def pulling(self) -> int | None:
@@ -288,6 +309,11 @@ class PeerRole:
                 | SwitchRequest()
                 | RecordRequest()
                 | CopyRequest()
+                | ServersRequest()
+                | PauseRequest()
+                | PrepareRequest()
+                | RangesRequest()
+                | PlaceRequest()
             ):
                 return self._exchanged(self.exchange.requested(event, now), now)
             case _ if self.stage is not Stage.TRAIN or not self.training.sound:

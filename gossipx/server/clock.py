@@ -310,7 +310,7 @@ class Clock:
         """
         version, words, gauss = self._rng.getstate()
         return {
-            "made": self._made(),
+            "made": self.made,
             "model": copy.deepcopy(self._state),  # a user's model may update its own in place
             "workers": [[worker, *dataclasses.astuple(one)] for worker, one in self._workers.items()],
             "clock": [self.clock, self.epoch, self._before, *self._since_tick],
@@ -326,8 +326,8 @@ class Clock:
             UsageError: it is of a clock with another sync model, or another way to apply or to pull. Make the clock
                 with those that ``state["made"]`` names; it can be switched then.
         """
-        if state["made"] != self._made():
-            saved, here = (" ".join(made.values()) for made in (state["made"], self._made()))
+        if state["made"] != self.made:
+            saved, here = (" ".join(made.values()) for made in (state["made"], self.made))
             raise UsageError(
                 f"the clock was saved as '{saved}' and this one is '{here}': make it as saved, then switch"
             )
@@ -341,7 +341,9 @@ class Clock:
         self.counts = Counts(*state["counts"])
         self._delayed = []
 
-    def _made(self) -> dict[str, str]:
+    @property
+    def made(self) -> dict[str, str]:
+        """By what it goes: the sync model, the ways to apply and to pull."""
         return {"model": describe(self._model), "apply": self._apply.value, "pulls": self._pulls.value}
 
 

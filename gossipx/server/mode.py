@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from gossipx.actor import Effect, Forget, Mix, Note, Received, Resume, SetTimer, Stop, Switched, SwitchSync
+from gossipx.actor import (
+    ChangeServers,
+    Effect,
+    Forget,
+    Mix,
+    Note,
+    Prepared,
+    Received,
+    Resume,
+    SetTimer,
+    Stop,
+    Switched,
+    SwitchSync,
+)
 from gossipx.errors import UsageError
 from gossipx.messages import (
     AcceptReply,
@@ -14,10 +28,17 @@ from gossipx.messages import (
     BusyReply,
     CopyRequest,
     GradientRequest,
+    MoveRequest,
     NotReadyReply,
+    PauseRequest,
+    PlacedReply,
+    PlaceRequest,
+    PrepareRequest,
+    RangesRequest,
     RecordRequest,
     Reply,
     ServerRequest,
+    ServersRequest,
     Stage,
     SwitchRequest,
     TablesRequest,
@@ -26,7 +47,10 @@ from gossipx.peer.exchange import Exchange, Ground
 from gossipx.peer.pulls import Pulls
 from gossipx.server.clock import Clock
 from gossipx.server.conditions import SyncModel
+from gossipx.server.layout import Layout, Layouts
+from gossipx.server.leading import Leading
 from gossipx.server.models import parse
+from gossipx.server.moving import UNDER_WAY, Home, Moving
 from gossipx.server.records import Journal
 from gossipx.server.replica import FOLLOW, RECORDS, Replica, Standby
 from gossipx.server.shard import Shard
@@ -43,8 +67,11 @@ class ServerSettings:
     """How workers and servers go together; the same for all peers of a run.
 
     Attributes:
+        layouts: what lies where, by servers.
+        layout: the first.
+        clock_of: makes a shard's clock, as at the beginning of the run.
         holders: by shard, the rank that holds it, and that of its replica, if it is to have one.
-        buckets: by shard, how many it has.
+        fixed: why the servers cannot be changed, in one line; empty: they can.
         trains: whether servers train, too.
         overlap: whether a worker pulls from each shard as soon as that has what it pushed (FluentPS, Figure 5b).
         lost: what a worker does while a server does not answer: wait for it, or stop.
@@ -55,8 +82,11 @@ class ServerSettings:
         journals: what happens to a shard is written down before it is answered.
     """
 
+    layouts: Layouts
+    layout: Layout
+    clock_of: Callable[[int], Clock]
     holders: tuple[tuple[int, ...], ...]
-    buckets: tuple[int, ...]
+    fixed: str = ""
     trains: bool = True
     overlap: bool = True
     lost: Literal["wait", "stop"] = "wait"
@@ -72,11 +102,11 @@ class ServerSettings:
         return tuple(holders[0] for holders in self.holders)
 
     def workers(self, size: int) -> list[int]:
-        """Ranks that train."""
-        return [rank for rank in range(size) if self.trains or rank not in self.servers]
+        """Ranks that train, whichever peers come to be servers later."""
+        return [rank for rank in range(size) if self.trains or rank not in self.layout.servers]
 
 
-class ServerMode(Exchange):
+class ServerMode(Exchange, Home):
     """One peer of a run with a parameter server.
 
     Args:
@@ -85,32 +115,54 @@ class ServerMode(Exchange):
     Attributes:
         shards: that it holds.
         replicas: shards that it follows, or of which it is not known yet who holds them.
+        moving: its part in changes of servers.
+        leading: those that it leads, or asks for.
     """
 
-    takes = (GradientRequest, TablesRequest, SwitchRequest, RecordRequest, CopyRequest)
+    takes = (
+        *(GradientRequest, TablesRequest, SwitchRequest, RecordRequest, CopyRequest),
+        *(ServersRequest, PauseRequest, PrepareRequest, RangesRequest, PlaceRequest),
+    )
     timers = (AGAIN, WATCH, RECORDS, FOLLOW)
 
     def __init__(self, ground: Ground, pulls: Pulls, settings: ServerSettings, clocks: dict[int, Clock]):
         super().__init__(ground)
         self._settings = settings
         self._trains = settings.trains or ground.rank not in settings.servers
-        plans = settings.plans or ((),) * len(settings.servers)
+        self.moving = Moving(ground, self, settings.layouts, settings.layout)
+        self.leading = Leading(ground, self.moving, settings.fixed)
         self.shards: dict[int, Shard] = {}
         self.replicas: dict[int, Replica] = {}
         for index, clock in clocks.items():
-            shard = Shard(index, settings.buckets[index], clock, ground.requests, plans[index], settings.every)
+            shard = self._shard(index, clock, settings.layout)
             others = [rank for rank in settings.holders[index] if rank != ground.rank]
             if others:
                 begins = settings.holders[index][0] == ground.rank
                 self.replicas[index] = Replica(shard, others[0], ground, begins)
             else:
-                shard.records = Journal(index) if settings.journals else shard.records
                 self.shards[index] = shard
         self._switching: dict[int, int] = {}  # by ticket, the number of the switch
         self._problems: dict[int, str] = {}  # of switches that are under way
-        self.worker = Worker(ground, settings.holders, settings.buckets, settings.overlap, settings.syncs)
+        self.worker = Worker(ground, settings.holders, settings.layout.buckets, settings.overlap, settings.syncs)
+        self._before = (0, 0)  # figures of shards that lay here before the servers were changed
         self._agreeing = False
         self._watching = False
+
+    def _shard(self, index: int, clock: Clock, layout: Layout) -> Shard:
+        plan = self._settings.plans[index % len(self._settings.plans)] if self._settings.plans else ()
+        shard = Shard(index, layout.buckets[index], clock, self._ground.requests, plan, self._settings.every)
+        shard.records = Journal(index) if self._settings.journals else shard.records
+        return shard
+
+    @property
+    def _servers(self) -> tuple[int, ...]:
+        """By shard, the rank that holds it, or did so as the run began."""
+        return self.moving.layout.servers
+
+    @property
+    def _holders(self) -> Sequence[tuple[int, ...]]:
+        """By shard, the ranks that may hold it."""
+        return [(rank,) for rank in self._servers] if self.moving.epoch else self._settings.holders
 
     @property
     def captured(self) -> int | None:
@@ -126,15 +178,15 @@ class ServerMode(Exchange):
 
     @property
     def attends(self) -> bool:
-        return bool(self.shards or self.replicas)
+        return bool(self.shards or self.replicas) or not self._trains
 
     @property
     def taken_in(self) -> int:
-        return sum(shard.clock.counts.gradients for shard in self.shards.values())
+        return self._before[0] + sum(shard.clock.counts.gradients for shard in self.shards.values())
 
     @property
     def delayed_pulls(self) -> int:
-        return sum(shard.clock.counts.delayed for shard in self.shards.values())
+        return self._before[1] + sum(shard.clock.counts.delayed for shard in self.shards.values())
 
     # --- the worker -------------------------------------------------------------------------------
 
@@ -147,14 +199,21 @@ class ServerMode(Exchange):
         return []
 
     def boundary(self, now: float) -> list[Effect]:
-        return self.worker.iteration_done(now)
+        over = self.moving.catch_up(now)
+        return over if over is not None else self._gone_on(self.worker.iteration_done(now), now)
 
     def gradients_ready(self, buckets: Sequence[tuple[int, int]], now: float) -> list[Effect]:
-        return self.worker.gradients_ready(buckets, now)
+        if not buckets and (waits := self.moving.begins()):
+            return waits
+        return self._gone_on(self.worker.gradients_ready(buckets, now), now)
 
     def replied(self, ticket: int, to: int, reply: Reply, now: float) -> list[Effect]:
         if ticket in self._switching:
             return self._switched(ticket, reply.reason if isinstance(reply, NotReadyReply) else "")
+        if self.leading.wished(ticket):
+            return self.leading.wish_answered(ticket, reply, now)
+        if self.leading.awaits(ticket):
+            return self._watched(self.leading.replied(ticket, reply, now), now)
         for index, shard in self.shards.items():
             if isinstance(shard.records, Standby) and shard.records.awaits(ticket):
                 return self._recorded(index, shard.records, ticket, reply, now)
@@ -162,13 +221,20 @@ class ServerMode(Exchange):
             if replica.awaits(ticket):
                 made = replica.replied(ticket, reply, now)
                 return self._watched([*made, *self._may_begin(index, now)], now)
-        if not self.worker.awaits(ticket):
-            return [Forget(ticket)]  # of a time before it held the shard, or did so no more
-        return self._answered_all(self.worker.replied(ticket, reply, now), now)
+        if not self.worker.awaits(ticket):  # it is of a change, or of a time before it held the shard, or no more did
+            return self._watched(self.moving.replied(ticket, to, reply, now), now)
+        heard: list[Effect] = []
+        if isinstance(reply, PlacedReply):  # before the worker, which goes on by what stands
+            heard = self.moving.heard(to, reply.epoch, reply.servers, reply.decided, now)
+        return [*heard, *self._answered_all(self._gone_on(self.worker.replied(ticket, reply, now), now), now)]
 
     def failed(self, ticket: int, now: float) -> list[Effect]:
         if ticket in self._switching:
             return self._switched(ticket, "a server does not answer")
+        if self.leading.wished(ticket):
+            return self.leading.wish_failed(ticket)
+        if self.leading.awaits(ticket):
+            return self._watched(self.leading.failed(ticket, now), now)
         for shard in self.shards.values():
             if isinstance(shard.records, Standby) and shard.records.awaits(ticket):
                 return shard.records.failed(ticket, now)
@@ -176,12 +242,16 @@ class ServerMode(Exchange):
             if replica.awaits(ticket):
                 return self._watched([*replica.failed(ticket, now), *self._may_begin(index, now)], now)
         if not self.worker.awaits(ticket):
-            return [Forget(ticket)]
-        return [*self.worker.failed(ticket, now), *self._unagreed()]
+            return self.moving.failed(ticket)
+        return [*self._gone_on(self.worker.failed(ticket, now), now), *self._unagreed()]
+
+    def _gone_on(self, effects: list[Effect], now: float) -> list[Effect]:
+        """The worker has gone on."""
+        return [*effects, *self.moving.look(now)]
 
     def _unagreed(self) -> list[Effect]:
         """At the end, a server that is gone is not waited for: it holds nothing any more."""
-        gone = any(map(self._are_gone, self._settings.holders))
+        gone = any(map(self._are_gone, self._holders))
         if not (self._agreeing and gone):
             return []
         self._agreeing = False
@@ -213,7 +283,15 @@ class ServerMode(Exchange):
 
     def requested(self, event: Received, now: float) -> list[Effect]:
         request = event.request
+        if isinstance(request, ServersRequest):
+            return self._watched(self.leading.asked(event, request, now), now)
+        if isinstance(request, MoveRequest):
+            return self._watched(self.moving.requested(event, now), now)
         assert isinstance(request, ServerRequest)
+        if isinstance(request, GradientRequest | TablesRequest):
+            misplaced = self.moving.misplaced(event, request, now)
+            if misplaced is not None:
+                return self._watched(misplaced, now)
         effects = self._step_in(event.sender, request, now)
         shard, replica = self.shards.get(request.shard), self.replicas.get(request.shard)
         if isinstance(request, RecordRequest) and replica is not None:
@@ -304,10 +382,10 @@ class ServerMode(Exchange):
     def look(self, now: float) -> list[Effect]:
         training = self._training()
         looked = [effect for shard in self.shards.values() for effect in shard.look(training)]
-        return self._watched(looked, now)
+        return self._watched([*looked, *self.leading.look(now)], now)
 
     def lost(self, rank: int, now: float) -> list[Effect]:
-        gone = any(rank in holders and self._are_gone(holders) for holders in self._settings.holders)
+        gone = any(rank in holders and self._are_gone(holders) for holders in self._holders)
         effects: list[Effect] = []
         if gone and self._settings.lost == "stop":
             effects += [Stop(f"the server, peer {rank}, is gone, and --server-lost is stop"), Resume()]
@@ -335,7 +413,7 @@ class ServerMode(Exchange):
             if rank not in asked
         ]
         put_off = [effect for shard in self.shards.values() for effect in shard.put_off(now)]
-        return self._watched([*put_off, *signs], now)
+        return self._watched([*put_off, *signs, *self.moving.watch(now), *self.leading.watch(now)], now)
 
     def _copies_due(self, what: str, index: int, now: float) -> list[Effect]:
         shard, replica = self.shards.get(index), self.replicas.get(index)
@@ -355,7 +433,8 @@ class ServerMode(Exchange):
         for shard in self.shards.values():
             if isinstance(shard.records, Standby):
                 effects += shard.records.send(now)
-        if self._watching or not any(shard.waiting for shard in self.shards.values()):
+        waits = self.moving.busy or self.leading.busy or any(shard.waiting for shard in self.shards.values())
+        if self._watching or not waits:
             return effects
         self._watching = True
         return [*effects, SetTimer(WATCH, now + LOOK * self._ground.timeout)]
@@ -364,9 +443,9 @@ class ServerMode(Exchange):
 
     def switch(self, event: SwitchSync, now: float) -> list[Effect]:
         """Somebody here asks for another sync model, of shards here or elsewhere."""
-        wanted = range(len(self._settings.servers)) if event.shard is None else [event.shard]
-        if not all(shard < len(self._settings.servers) for shard in wanted):
-            return [Switched(event.number, f"there are {len(self._settings.servers)} shards, from 0")]
+        wanted = range(len(self._servers)) if event.shard is None else [event.shard]
+        if not all(shard < len(self._servers) for shard in wanted):
+            return [Switched(event.number, f"there are {len(self._servers)} shards, from 0")]
         effects: list[Effect] = []
         self._problems[event.number] = ""
         for index in wanted:
@@ -383,6 +462,8 @@ class ServerMode(Exchange):
 
     def _switch(self, shard: Shard, sync: str, apply: str, pulls: str, now: float) -> tuple[list[Effect], str]:
         """What follows, or why it cannot be."""
+        if self.moving.busy:
+            return [], UNDER_WAY
         try:
             model = parse(sync)
             if model.needs_rate and self._settings.rate is not None:
@@ -404,6 +485,50 @@ class ServerMode(Exchange):
     def _is_switched(self, number: int) -> list[Effect]:
         return [] if number in self._switching.values() else [Switched(number, self._problems.pop(number))]
 
+    # --- other servers ------------------------------------------------------------------------------
+
+    def change(self, event: ChangeServers, now: float) -> list[Effect]:
+        return self._watched(self.leading.wish(event, now), now)
+
+    def hand_over_all(self, now: float) -> list[Effect]:
+        self.worker.stop()
+        self.moving.release()
+        training = [rank for rank in self._training() if rank != self._ground.rank]
+        if not (self.shards and training) or self._agreeing or self._settings.fixed:
+            return []
+        return self._watched([*self.moving.look(now), *self.leading.leave(training, now)], now)
+
+    @property
+    def stays(self) -> bool:
+        return self.leading.leaving
+
+    def prepared(self, event: Prepared, now: float) -> list[Effect]:
+        return self.moving.prepared(event)
+
+    @property
+    def agreeing(self) -> bool:
+        return self._agreeing
+
+    @property
+    def made(self) -> set[str]:
+        return {" ".join(shard.clock.made.values()) for shard in self.shards.values()}
+
+    def hand_over(self) -> tuple[str, str]:
+        first = self.shards[0]
+        return json.dumps(first.hand_over()), " ".join(first.clock.made.values())
+
+    def go_over(self, layout: Layout, epoch: int, state: str, reply: Reply, now: float) -> list[Effect]:
+        closed = [effect for shard in self.shards.values() for effect in shard.close(reply, now)]
+        done = self.taken_in, self.delayed_pulls
+        here = [index for index, rank in enumerate(layout.servers) if rank == self._ground.rank]
+        self.shards = {index: self._shard(index, self._settings.clock_of(index), layout) for index in here}
+        for shard in self.shards.values():
+            shard.take_over(json.loads(state), now)
+        self._before = (0, 0)
+        self._before = done[0] - self.taken_in, done[1] - self.delayed_pulls
+        went = self._gone_on(self.worker.go_over(layout.servers, layout.buckets, epoch, now), now)
+        return [*closed, *went, *self.look(now)]
+
     def _kept(self, now: float, last: bool = False) -> list[Effect]:
         """After all else: checkpoints that are due."""
         return [effect for shard in self.shards.values() for effect in shard.keep(now, last)]
@@ -422,7 +547,8 @@ class ServerMode(Exchange):
 
     def end(self, now: float) -> list[Effect]:
         self._ending = True
-        return self.look(now)
+        self.worker.stop()
+        return [*self.look(now), *self.moving.look(now)]
 
     def drop(self, now: float) -> list[Effect]:
         return []

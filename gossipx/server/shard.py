@@ -34,6 +34,7 @@ from gossipx.messages import (
     GradientRequest,
     NotReadyReply,
     RecordRequest,
+    Reply,
     TablesReply,
     TablesRequest,
 )
@@ -211,6 +212,29 @@ class Shard:
                         effects += self._switched(parse(sync), apply, pulls)
         return [one for one in effects if not isinstance(one, Answer | Note)]
 
+    # --- other servers ------------------------------------------------------------------------------
+
+    def hand_over(self) -> dict[str, Any]:
+        """What the shards of another layout go on with, as plain data, once no push is on its way."""
+        return {**self.state_dict(), "plan": len(self._plan), "kept": self._kept}
+
+    def take_over(self, state: dict[str, Any], now: float) -> None:
+        """Go on with what :meth:`hand_over` gave: workers push and pull on as they did."""
+        plan = list(self._plan)[len(self._plan) - state["plan"] :]
+        workers = [[rank, incarnation, -1, []] for rank, incarnation, *_ in state["workers"]]
+        self.load_state_dict({**state, "workers": workers})
+        self._plan = deque(plan)
+        self._kept, self._kept_at, self._begun = state["kept"], now, True
+
+    def close(self, reply: Reply, now: float) -> list[Effect]:
+        """It lies here no more: pulls that wait are answered so."""
+        waiting = [one for worker in self._workers.values() for pulls in worker.pulls.values() for one in pulls]
+        early, self._early = self._early, []
+        return [
+            *(Answer(one.key, reply, one.deadline) for one in waiting),
+            *(Answer(event.key, reply, _patience(event, now)) for event in early),
+        ]
+
     # --- requests ---------------------------------------------------------------------------------
 
     def requested(self, event: Received, now: float) -> list[Effect]:
@@ -387,3 +411,8 @@ class Shard:
         reply = TablesReply(self.clock.clock, ())
         tables = None if waiting.bucket < 0 else (self.index, waiting.bucket)
         return Answer(waiting.key, reply, waiting.deadline, tables=tables)
+
+
+def _patience(event: Received, now: float) -> float:
+    assert isinstance(event.request, TablesRequest)
+    return now + event.request.patience

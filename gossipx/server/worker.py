@@ -95,7 +95,20 @@ class Worker:
         self._progress = 0  # the iteration whose gradients are pushed now, or were last
         self._next = 0  # the one after it: further on where a clock has passed us
         self._begun = False  # some gradients of an iteration have come
-        self._by_ticket: dict[int, tuple[int, int]] = {}  # of open requests the shard, and who was asked
+        # Of open requests the shard, and who was asked; None: they are of an earlier layout.
+        self._by_ticket: dict[int, tuple[int, int] | None] = {}
+        self._epoch = 0  # of the layout
+        self._left_out = False  # the gradients of this iteration are of an earlier layout, and are not sent
+
+    @property
+    def quiet(self) -> bool:
+        """Whether no iteration is being pushed, nor anything of one on its way."""
+        return not self._begun and not any(way.ready or way.pushing for way in self._ways)
+
+    @property
+    def begun(self) -> bool:
+        """Whether gradients of an iteration have been taken that are not all made."""
+        return self._begun
 
     @property
     def idle(self) -> bool:
@@ -123,10 +136,42 @@ class Worker:
     def _all(self) -> tuple[tuple[int, int], ...]:
         return tuple((shard, bucket) for shard, way in enumerate(self._ways) for bucket in range(way.buckets))
 
+    # --- another layout ---------------------------------------------------------------------------
+
+    def go_over(self, servers: Sequence[int], buckets: Sequence[int], epoch: int, now: float) -> list[Effect]:
+        """Go over to another layout, being :attr:`quiet`: what was being pulled is asked for anew."""
+        self._forget_ways()
+        holders = [(rank,) for rank in servers]
+        pulled, fetched = self._ways[0].pulled, min(way.fetched for way in self._ways)
+        pulls = any(way.asks or way.pulling for way in self._ways)
+        self._epoch, self._syncs = epoch, [*self._syncs[:1]] * len(servers)
+        self._ways = [_Way(*one, pulled=pulled, fetched=fetched) for one in zip(holders, buckets, strict=True)]
+        for way in self._ways if pulls else ():
+            way.fetched = NONE_YET
+            way.ended = way.pulled >= 0
+            way.agreed = self._overlap or not way.ended
+            way.asks = deque(range(way.buckets)) if way.agreed else deque([-1])
+        return self._go_on(now)
+
+    def leave_out(self) -> None:
+        """The gradients of this iteration are of a layout that is over: they are not sent."""
+        self._forget_ways()
+        self._left_out = self._begun
+        for way in self._ways:
+            way.ready.clear()
+            way.pushing.clear()
+            way.asks.clear()
+            way.pulling.clear()
+
+    def _forget_ways(self) -> None:
+        self._by_ticket = dict.fromkeys(self._by_ticket)
+
     # --- an iteration -----------------------------------------------------------------------------
 
     def gradients_ready(self, buckets: Sequence[tuple[int, int]], now: float) -> list[Effect]:
-        """These buckets' gradients are made."""
+        """These buckets' gradients are made; with none of any, the first is about to be taken."""
+        if self._left_out:
+            return []
         if not self._begun:
             self._begun, self._progress = True, self._next
         for shard, bucket in buckets:
@@ -135,7 +180,7 @@ class Worker:
 
     def iteration_done(self, now: float) -> list[Effect]:
         """All gradients of the iteration are made, and all tables are wanted again."""
-        self._begun = False
+        self._begun = self._left_out = False
         for shard, way in enumerate(self._ways):
             way.pulled = self._progress
             way.skips = bool(self._syncs) and not self._syncs[shard].fetches(self._progress, way.fetched)
@@ -177,7 +222,7 @@ class Worker:
         incarnation = self._ground.incarnation
         while way.ready and len(way.pushing) < AT_A_TIME:
             bucket = way.ready.popleft()
-            push = GradientRequest(shard, bucket, incarnation, self._progress, (), (), patience)
+            push = GradientRequest(shard, bucket, incarnation, self._progress, (), (), patience, self._epoch)
             send = self._send(shard, push, now)
             way.pushing[send.ticket] = bucket, self._progress
             effects.append(send)
@@ -185,7 +230,8 @@ class Worker:
         pushed = not way.ready and (self._overlap or not way.pushing)
         while way.asks and pushed and len(way.pulling) < AT_A_TIME:
             bucket = way.asks.popleft()
-            send = self._send(shard, TablesRequest(shard, bucket, incarnation, way.pulled, 0.0, patience), now)
+            pull = TablesRequest(shard, bucket, incarnation, way.pulled, 0.0, patience, self._epoch)
+            send = self._send(shard, pull, now)
             way.pulling[send.ticket] = bucket, way.pulled
             effects.append(send)
         return effects
@@ -194,6 +240,10 @@ class Worker:
         send = self._ground.requests.send(self._ways[shard].server, request, now, now + request.patience)
         self._by_ticket[send.ticket] = shard, send.to
         return send
+
+    def stop(self) -> None:
+        """No further gradient of the iteration comes."""
+        self._begun = self._left_out = False
 
     def give_up(self) -> list[Effect]:
         """Nothing is asked for any more, nor waited for."""
@@ -208,7 +258,10 @@ class Worker:
 
     def replied(self, ticket: int, reply: Reply, now: float) -> list[Effect]:
         """A shard has answered."""
-        shard, asked = self._by_ticket.pop(ticket)
+        place = self._by_ticket.pop(ticket)
+        if place is None:
+            return [Forget(ticket)]
+        shard, asked = place
         way = self._ways[shard]
         if ticket not in way.pushing and ticket not in way.pulling:  # it was given up
             return [Forget(ticket)]
@@ -238,7 +291,10 @@ class Worker:
 
     def failed(self, ticket: int, now: float) -> list[Effect]:
         """A shard has not answered: what was asked is asked again after a while."""
-        shard, asked = self._by_ticket.pop(ticket)
+        place = self._by_ticket.pop(ticket)
+        if place is None:
+            return [Forget(ticket)]
+        shard, asked = place
         way = self._ways[shard]
         if ticket in way.pushing:
             self._push_again(way, *way.pushing.pop(ticket))
@@ -253,8 +309,8 @@ class Worker:
 
     def lost(self, rank: int, now: float) -> list[Effect]:
         """A peer is gone: what is still asked of it is asked of who may hold its shards now."""
-        turned = {shard for shard, way in enumerate(self._ways) if self._turn(way, rank)}
-        return [Cancel(ticket) for ticket, place in self._by_ticket.items() if place[0] in turned and place[1] == rank]
+        turned = {(shard, rank) for shard, way in enumerate(self._ways) if self._turn(way, rank)}
+        return [Cancel(ticket) for ticket, place in self._by_ticket.items() if place in turned]
 
     def _turn(self, way: _Way, asked: int) -> bool:
         """Ask another that may hold the shard, if ``asked`` is who is asked now; whether there is one."""
@@ -285,5 +341,6 @@ class Worker:
 
     def again(self, shard: int, now: float) -> list[Effect]:
         """The rest of a shard is over."""
-        self._ways[shard].rests = False
+        if shard < len(self._ways):
+            self._ways[shard].rests = False
         return self._go_on(now)

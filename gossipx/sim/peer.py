@@ -32,6 +32,7 @@ from gossipx.messages import (
     PairRequest,
     PullRequest,
     PushRequest,
+    RangesRequest,
     RecordRequest,
     Reply,
     RoundRequest,
@@ -138,8 +139,9 @@ class SimPeer:
         self._waits_since: float | None = None
         self._stepping = False
         self._reference = DriftReference(self.arena)
-        self.tables = None if desk_of is None else SimTables(desk_of(module))
+        self.tables = None if desk_of is None else SimTables(desk_of(module), self._events.append)
         self._lacks_since: float | None = None  # tables that are to be computed with
+        self._computed = False  # an iteration's gradients are made, and to be pushed
 
     def weights(self) -> Tensor:
         """All trained values, one float64 vector."""
@@ -202,6 +204,11 @@ class SimPeer:
                 if self.role.sync.policy.uses_drift:
                     self._reference.set()
                 self._go_on()
+            case "train" if self._computed:
+                self._computed = False
+                assert self.tables is not None
+                self._push(self.tables.desk.client)
+                self._step_done()
             case "train" if self.arena.step < self.iterations:
                 self._stepping = True
                 self._later(self._world.now + self.compute_seconds, self._step)
@@ -220,8 +227,13 @@ class SimPeer:
     def _step(self) -> None:
         self._stepping = False
         self._gradient_step(self)
-        if self.tables is not None:
-            self._push(self.tables.desk.client)
+        if self.tables is None:
+            self._step_done()
+        else:  # which may have to wait before the first gradient
+            self._computed = True
+            self._tell(actor.GradientsReady(()))
+
+    def _step_done(self) -> None:
         delta = self.arena.step_done()
         self._world.note(self.rank, f"step {self.arena.step}")
         self._tell(actor.StepDone(self.arena.step, delta, self._drift()))
@@ -332,7 +344,7 @@ class SimPeer:
                 assert base is not None
                 brought += self._poison(bytearray(base.buffer.view))
             incoming = Incoming(self.arena, base, whole=isinstance(send.request, InitialRequest))
-        if self.tables is not None and isinstance(send.request, ServerRequest):
+        if self.tables is not None and isinstance(send.request, ServerRequest | RangesRequest):
             send, brought = self.tables.outgoing(send)
         exchange = _Exchange(send, self._world.now, incoming)
         self._exchanges[send.ticket] = exchange

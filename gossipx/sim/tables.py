@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 
 from gossipx import actor
-from gossipx.messages import CopyReply, CopyRequest, GradientRequest, RecordRequest, TablesReply, TablesRequest
+from gossipx.messages import (
+    CopyReply,
+    CopyRequest,
+    GradientRequest,
+    RangesRequest,
+    RecordRequest,
+    TablesReply,
+    TablesRequest,
+)
 from gossipx.storage.client import Nothing, Tables, Where
 from gossipx.storage.desk import Copy, Desk, Gradient
+from gossipx.storage.moving import Ranges
 
 
 class SimTables:
@@ -16,14 +25,17 @@ class SimTables:
 
     Args:
         desk: its tables.
+        tell: told of what has come of an effect.
     """
 
-    def __init__(self, desk: Desk):
+    def __init__(self, desk: Desk, tell: Callable[[actor.Event], None]):
         self.desk = desk
+        self._tell = tell
         self._brought: dict[Hashable, Gradient] = {}  # by the key of the request
         self._kept: dict[int, Gradient] = {}
         self._fetching: dict[int, tuple[Where, Tables]] = {}
         self._copies: dict[int, Copy] = {}
+        self._ranges: dict[int, Ranges] = {}
 
     # --- requests ---------------------------------------------------------------------------------
 
@@ -39,6 +51,8 @@ class SimTables:
             return send, bytearray(self._kept[send.ticket].view)
         if isinstance(request, CopyRequest):
             self._copies[send.ticket] = self.desk.room_for_copy(request.shard)
+        if isinstance(request, RangesRequest):
+            self._ranges[send.ticket] = self.desk.ranges()
         if isinstance(request, TablesRequest) and request.bucket >= 0:
             place = request.shard, request.bucket
             self._fetching[send.ticket] = place, self.desk.client.sink(place)
@@ -51,16 +65,16 @@ class SimTables:
 
     def arrived(self, ticket: int, reply: TablesReply | CopyReply, payload: bytearray) -> None:
         """An answer is here."""
-        sink: Tables | Copy | Nothing = self._fetching[ticket][1] if ticket in self._fetching else Nothing()
-        sink = self._copies.get(ticket, sink)
+        asked = self._fetching.get(ticket, (None, Nothing()))[1]
+        sink: Tables | Copy | Ranges | Nothing = self._copies.get(ticket) or self._ranges.get(ticket) or asked
         sink.fit(reply).take(0, memoryview(payload))
 
     def brought(self, key: Hashable, request: GradientRequest | RecordRequest, content: bytearray) -> None:
         """The request ``key`` has brought a gradient."""
         gradient = self.desk.room_for(request)
-        assert gradient is not None
-        gradient.take(0, memoryview(content))
-        self._brought[key] = gradient
+        if isinstance(gradient, Gradient):
+            gradient.take(0, memoryview(content))
+            self._brought[key] = gradient
 
     def drop(self, key: Hashable) -> None:
         """What it has brought is not needed, if it was not kept."""
@@ -93,6 +107,17 @@ class SimTables:
                 desk.client.unchanged(buckets)
             case actor.Fetched(ticket):
                 desk.client.fetched(*self._fetching.pop(ticket))
+            case actor.PrepareTables(epoch, servers):
+                desk.prepare(epoch, servers)
+            case actor.TakeRanges(ticket, pieces):
+                desk.take(self._ranges.pop(ticket), pieces)
+            case actor.TellPrepared(epoch):
+                self._tell(actor.Prepared(epoch, desk.prepared()))
+            case actor.PlaceTables(epoch, servers):
+                desk.go_over(epoch, servers)
+                desk.place(epoch)
+            case actor.DropTables():
+                desk.drop()
             case _:
                 return False
         return True
@@ -101,6 +126,7 @@ class SimTables:
         """What is under ``ticket`` is no longer needed."""
         self._fetching.pop(ticket, None)
         self._copies.pop(ticket, None)
+        self._ranges.pop(ticket, None)
         if gradient := self._kept.pop(ticket, None):
             gradient.release()
 
@@ -110,6 +136,9 @@ class SimTables:
             assert answer.copies is not None
             content = bytearray(self.desk.copy(answer.copies).view)
             return dataclasses.replace(reply, size=len(content)), content
+        if answer.pieces is not None:
+            packed = self.desk.pack(answer.pieces)
+            return dataclasses.replace(reply, parts=((0, len(packed.view)),)), bytearray(packed.view)
         if answer.tables is None:
             return reply, bytearray()
         given = self.desk.encode(*answer.tables)

@@ -7,10 +7,10 @@ import itertools
 import math
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from gossipx.actor import Fault, SwitchSync
+from gossipx.actor import ChangeServers, Fault, SwitchSync
 from gossipx.sim.network import Network
 from gossipx.sim.peer import SimPeer
 
@@ -135,6 +135,10 @@ class World:
     def switch_sync(self, rank: int, at: float, sync: str, shard: int | None = None, apply: str = "") -> None:
         """Somebody asks peer ``rank`` at ``at`` that shards go over to another sync model."""
         self.at(at, lambda: self.peers[rank].tell(SwitchSync(0, shard, sync, apply)))
+
+    def change_servers(self, rank: int, at: float, servers: Sequence[int]) -> None:
+        """Somebody asks peer ``rank`` at ``at`` that other peers hold the shards."""
+        self.at(at, lambda: self.peers[rank].tell(ChangeServers(0, tuple(servers))))
 
     def leave(self, rank: int, at: float) -> None:
         """SIGTERM at ``at``: it finishes its step and leaves."""

@@ -63,6 +63,7 @@ class Client:
 
     Attributes:
         settings_now: gives the settings that go with gradients made now; the desk's to set.
+        epoch: of the layout that it goes by.
     """
 
     def __init__(
@@ -75,16 +76,22 @@ class Client:
         self.settings_now: Callable[[], Settings] = tuple
         self._storages = storages
         self._tables = [_Table(storages.client_table(parameter, storages)) for parameter in parameters]
+        self.epoch = 0
         self._rooms: dict[Where, _Room] = {}
         self._arrived = threading.Condition()
+        self._placing = threading.Lock()
         self._waiting: set[Where] = set()  # buckets that are to be fetched before their tables are used
+        self._wanted: set[int] | None = None  # tables whose values are used when they come; None: all
+        self._lay_out_all(shards, buckets)
+
+    def _lay_out_all(self, shards: Sequence[Sequence[Partition]], buckets: Sequence[Sequence[Bucket]]) -> None:
         for shard, (partitions, cut) in enumerate(zip(shards, buckets, strict=True)):
             for number, bucket in enumerate(cut):
                 self._rooms[shard, number] = self._lay_out((shard, number), partitions[bucket.first : bucket.stop])
         for one in self._tables:  # shards may hold its partitions in any order
             pieces = sorted(one.pieces, key=lambda piece: piece[0])
-            one.table.senders += [sender for _, sender, _ in pieces]
-            one.table.takers += [taker for _, _, taker in pieces]
+            one.table.senders[:] = [sender for _, sender, _ in pieces]
+            one.table.takers[:] = [taker for _, _, taker in pieces]
 
     def _lay_out(self, place: Where, partitions: Sequence[Partition]) -> _Room:
         dtype = self._tables[partitions[0].table].table.parameter.dtype
@@ -101,6 +108,30 @@ class Client:
             self._tables[partition.table].pieces.append((partition.start, sender, taker))
             self._tables[partition.table].places.append(place)
         return _Room(list(partitions), transmit, apply, senders, takers, {one.table for one in partitions})
+
+    def place(self, shards: Sequence[Sequence[Partition]], buckets: Sequence[Sequence[Bucket]], epoch: int) -> None:
+        """Go over to another layout, while no gradient is taken or sent. What is not sent as it lies in memory is lost.
+
+        Tables that were to be fetched are still to be fetched, in the buckets that they lie in now; others that lie in
+        these are not used anew.
+        """
+        with self._placing, self._arrived:
+            self._wanted = {one.table for place in self._waiting for one in self._rooms[place].partitions}
+            before = [(_joined(one.table.senders), _joined(one.table.takers)) for one in self._tables]
+            self._rooms = {}
+            for table in self._tables:
+                table.pieces, table.places = [], []
+            self._lay_out_all(shards, buckets)
+            for table, both in zip(self._tables, before, strict=True):
+                _spread(both[0], table.table.senders)
+                _spread(both[1], table.table.takers)
+            self._waiting = {
+                place
+                for place, room in self._rooms.items()
+                if any(one.table in self._wanted for one in room.partitions)
+            }
+            self.epoch = epoch
+            self._arrived.notify_all()
 
     # --- gradients --------------------------------------------------------------------------------
 
@@ -169,12 +200,18 @@ class Client:
         """These buckets are to be fetched before their tables are used again."""
         with self._arrived:
             self._waiting.update(places)
+            self._wanted = None
 
     def unchanged(self, places: Sequence[Where]) -> None:
         """These buckets are not to be fetched after all."""
         with self._arrived:
             self._waiting.difference_update(places)
             self._arrived.notify_all()
+
+    @property
+    def raw_pulls(self) -> bool:
+        """Whether values come as they lie in memory: nothing is to be done when they have come."""
+        return self._storages.raw_pulls
 
     def sink(self, place: Where) -> Tables:
         """Takes in what a server sends of a bucket."""
@@ -185,7 +222,8 @@ class Client:
         sink.decode()
         with self._arrived:
             for partition in self._rooms[place].partitions:
-                self._tables[partition.table].fresh = False
+                if self._wanted is None or partition.table in self._wanted:
+                    self._tables[partition.table].fresh = False
             self._waiting.discard(place)
             self._arrived.notify_all()
 
@@ -209,10 +247,11 @@ class Client:
 
     def apply(self, tables: Sequence[int] | None = None) -> None:
         """Put what has come into the model; for the training thread, once they are :meth:`ready`."""
-        for table in self._tables if tables is None else (self._tables[number] for number in tables):
-            if not table.fresh:
-                table.fresh = True
-                table.table.apply()
+        with self._placing:
+            for table in self._tables if tables is None else (self._tables[number] for number in tables):
+                if not table.fresh:
+                    table.fresh = True
+                    table.table.apply()
 
     # --- figures ----------------------------------------------------------------------------------
 
@@ -224,6 +263,18 @@ class Client:
                 gradient += sum(float(sender.data.double().square().sum()) for sender in room.senders)
                 weight += sum(float(taker.data.double().square().sum()) for taker in room.takers)
         return (gradient / weight) ** 0.5 if weight > 0 else 0.0
+
+
+def _joined(buffers: Sequence[TransmitBuffer] | Sequence[ApplyBuffer]) -> Tensor:
+    return torch.cat([buffer.data for buffer in buffers])
+
+
+def _spread(values: Tensor, buffers: Sequence[TransmitBuffer] | Sequence[ApplyBuffer]) -> None:
+    start = 0
+    for buffer in buffers:
+        stop = start + len(buffer.data)
+        buffer.data.copy_(values[start:stop])
+        start = stop
 
 
 class Tables:

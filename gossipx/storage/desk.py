@@ -11,11 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gossipx.actor import Pieces
 from gossipx.checkpoint import from_bytes, to_bytes
-from gossipx.errors import ProtocolError, UsageError
-from gossipx.memory import Memory, Source
+from gossipx.errors import GossipxError, ProtocolError, UsageError
+from gossipx.memory import PIECE, Memory, Source
 from gossipx.messages import CarryingReply, CopyReply, GradientRequest, RecordRequest
+from gossipx.server.placement import Partition
 from gossipx.storage.client import Client, Settings
+from gossipx.storage.moving import Mover, Prepared, Ranges, pack
 from gossipx.storage.shard import Given, ShardStore
 from gossipx.wire import Bytes, Sink
 
@@ -109,6 +112,31 @@ class Copy:
         return Bytes(self.view)
 
 
+class Unwanted:
+    """What is pushed by a layout that is over, or not known here yet; a :class:`gossipx.wire.Room` that keeps nothing.
+
+    Args:
+        request: that brings it.
+    """
+
+    def __init__(self, request: GradientRequest | RecordRequest):
+        self.nbytes = sum(size for _, size in request.parts)
+        self._view = memoryview(bytearray(min(self.nbytes, PIECE)))
+
+    def room(self, start: int) -> memoryview:
+        """Where the next of it may lie for a moment."""
+        return self._view[: self.nbytes - start]
+
+    def filled(self, start: int) -> None:
+        """Nothing is to be done with it."""
+
+    def take(self, start: int, view: memoryview) -> None:
+        """It is not kept."""
+
+    def release(self) -> None:
+        """Nothing is to be given back."""
+
+
 @dataclass
 class _Hosted:
     """A shard that lies here."""
@@ -128,6 +156,9 @@ class Desk:
         optimizer: the worker's, whose settings go with each push.
         asks_significance: whether pulls tell how large the last gradient was.
         places: gradients of others that come in at a time; who brings more waits.
+
+    Attributes:
+        mover: makes tables of other layouts; set by the caller where servers may change.
     """
 
     def __init__(
@@ -141,7 +172,10 @@ class Desk:
     ):
         self.client = client
         self.asks_significance = asks_significance
+        self.mover: Mover | None = None
         self._hosted = {index: _Hosted(store) for index, store in stores.items()}
+        self._epoch = 0  # of the layout that these are of
+        self._coming: tuple[int, Prepared] | None = None  # those of another, being filled, and its epoch
         self._parameters = parameters
         self._optimizer = optimizer
         client.settings_now = self.settings
@@ -168,7 +202,7 @@ class Desk:
 
     # --- of the shards ----------------------------------------------------------------------------
 
-    def room_for(self, request: GradientRequest | RecordRequest) -> Gradient | None:
+    def room_for(self, request: GradientRequest | RecordRequest) -> Gradient | Unwanted | None:
         """Where a push, or a record of one, is taken in.
 
         Returns:
@@ -177,10 +211,12 @@ class Desk:
         Raises:
             ProtocolError: it is of no shard that lies here, or does not fit it.
         """
-        hosted = self._hosted.get(request.shard)
-        if hosted is None:
+        stores = self._stores(request.epoch if isinstance(request, GradientRequest) else self._epoch)
+        if stores is None:
+            return Unwanted(request)
+        if request.shard not in stores:
             raise ProtocolError(f"a push for shard {request.shard}, which is not here")
-        size = hosted.store.size(request) if request.bucket >= 0 else 0
+        size = stores[request.shard].size(request) if request.bucket >= 0 else 0
         places = self._places if isinstance(request, GradientRequest) else self._places_of_records
         if not places.acquire(timeout=request.patience):
             return None
@@ -194,6 +230,13 @@ class Desk:
             places.release()
 
         return Gradient(request, memory.view, memory.descriptor, leave)
+
+    def _stores(self, epoch: int) -> Mapping[int, ShardStore] | None:
+        """The shards that lie here by a layout; None: neither it is in force here, nor prepared."""
+        coming = self._coming
+        if coming is not None and coming[0] == epoch:
+            return coming[1].stores
+        return {index: one.store for index, one in self._hosted.items()} if epoch == self._epoch else None
 
     def fill(self, shard: int) -> None:
         """A shard begins with the values of our own model."""
@@ -223,7 +266,8 @@ class Desk:
 
     def release(self, shard: int, given: Given) -> None:
         """It is sent, or of no interest any more; from any thread."""
-        self._hosted[shard].store.release(given)
+        if shard in self._hosted:  # else it has moved, and what was lent goes with its last holder
+            self._hosted[shard].store.release(given)
 
     def state_dict(self, shard: int) -> dict[str, Any]:
         """All of a shard's tables; tensors are not copies."""
@@ -254,6 +298,61 @@ class Desk:
             self.load_state_dict(shard, from_bytes(copy.view))
         except (UsageError, ValueError, KeyError) as error:
             raise ProtocolError(f"a copy of shard {shard} cannot be taken: {error}") from error
+
+    # --- when servers come or go --------------------------------------------------------------------
+
+    def prepare(self, epoch: int, servers: Sequence[int]) -> None:
+        """Make the tables that are to lie here, and fill in what lies here already."""
+        assert self.mover is not None
+        coming = Prepared({})
+        try:
+            coming, stays = self.mover.prepare(servers)
+            for one in self._hosted.values():
+                coming.take(memoryview(pack(one.store, stays, one.settings, one.progress)), stays)
+        except GossipxError as error:
+            coming.problem = str(error)
+        self._coming = epoch, coming
+
+    def pack(self, pieces: Pieces) -> Source:
+        """What another peer is given of tables that move to it; UsageError if they cannot."""
+        (one,) = self._hosted.values()
+        wanted = [Partition(*piece) for piece in pieces]
+        return Source(memoryview(pack(one.store, wanted, one.settings, one.progress)))
+
+    def ranges(self) -> Ranges:
+        """Takes in what another peer gives."""
+        assert self.mover is not None
+        return Ranges(self.mover.most)
+
+    def take(self, ranges: Ranges, pieces: Pieces) -> None:
+        """Fill in what another peer has given."""
+        assert self._coming is not None
+        try:
+            self._coming[1].take(ranges.content, [Partition(*piece) for piece in pieces])
+        except GossipxError as error:
+            self._coming[1].problem = str(error)
+
+    def prepared(self) -> str:
+        """All that was to come has come: why it cannot be served, or nothing."""
+        assert self._coming is not None
+        self._coming[1].finish()
+        return self._coming[1].problem
+
+    def go_over(self, epoch: int, servers: Sequence[int]) -> None:
+        """Have the worker's side go over to a layout, at once."""
+        assert self.mover is not None
+        self.mover.go_over(self.client, servers, epoch)
+
+    def place(self, epoch: int) -> None:
+        """Go over to the tables that were prepared for a layout, after all that was to be done with those of before."""
+        coming = Prepared({}) if self._coming is None else self._coming[1]
+        settings, progress = coming.settings, coming.progress
+        self._hosted = {index: _Hosted(store, settings, progress) for index, store in coming.stores.items()}
+        self._epoch, self._coming = epoch, None
+
+    def drop(self) -> None:
+        """They are not needed: everything stays as it is."""
+        self._coming = None
 
     def _told(self, gradient: Gradient) -> tuple[_Hosted, GradientRequest | RecordRequest]:
         request = gradient.request

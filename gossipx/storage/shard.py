@@ -53,7 +53,7 @@ class Given:
         self.holders = 1
 
 
-class _Bucket:
+class BucketTables:
     """The tables of one bucket, flat one after the other.
 
     What is trained in 16 bits is kept in float32, and rounded to be given: steps that are smaller than what rounding
@@ -79,6 +79,17 @@ class _Bucket:
         self.version = 0
         self.given: Given | None = None  # of the last version that was asked for
 
+    def wide(self) -> Tensor:
+        """The gradient buffer, made when it is first needed; where nothing waits what is in it means nothing.
+
+        It is twice as wide as values, so that the sum is the same in whichever order workers' gradients come: of 32
+        bits it is exact unless they differ by more than 2²⁸ times.
+        """
+        if self.buffer is None:
+            dtype = torch.complex128 if self.values.is_complex() else torch.float64
+            self.buffer = torch.zeros_like(self.values, dtype=dtype)
+        return self.buffer
+
     def round(self) -> None:
         """Have what workers are given follow the values."""
         if self.told is not self.values:
@@ -96,6 +107,10 @@ class ShardStore:
         optimizer: the worker's, of which the shard has one of its own, over its tables.
         storages: the classes that tables are made with.
 
+    Attributes:
+        buckets: their tables.
+        optimizer: over these; None: none of them is trained.
+
     Raises:
         UsageError: an optimizer that cannot be made anew, or that looks at whole tensors where a tensor is cut.
     """
@@ -112,17 +127,17 @@ class ShardStore:
         self._storages = storages
         self._lock = threading.Lock()
         self._free: dict[int, list[Memory]] = {}
-        self._buckets = [
-            _Bucket(part, parameters[part[0].table].dtype, storages)
+        self.buckets = [
+            BucketTables(part, parameters[part[0].table].dtype, storages)
             for part in (partitions[bucket.first : bucket.stop] for bucket in buckets)
         ]
         self.fill(parameters)
-        self._optimizer = self._make_optimizer(parameters, groups, optimizer)
+        self.optimizer = self._make_optimizer(parameters, groups, optimizer)
 
     def fill(self, parameters: Sequence[Tensor]) -> None:
         """Begin with these values, by table."""
         with torch.no_grad():
-            for bucket in self._buckets:
+            for bucket in self.buckets:
                 for partition, place in zip(bucket.partitions, bucket.ranges, strict=True):
                     flat = parameters[partition.table].detach().reshape(-1)
                     bucket.values[place].copy_(flat[partition.start : partition.stop])
@@ -133,7 +148,7 @@ class ShardStore:
     ) -> torch.optim.Optimizer | None:
         merges = isinstance(like, ELEMENTWISE)
         slabs: dict[int, list[Tensor]] = {}
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             numbered = [groups[partition.table] for partition in bucket.partitions]
             runs = [list(run) for _, run in itertools.groupby(range(len(numbered)), key=numbered.__getitem__)]
             for run in runs if merges else [[number] for number in range(len(numbered))]:
@@ -168,9 +183,9 @@ class ShardStore:
         Raises:
             ProtocolError: it is none of this shard.
         """
-        if request.bucket >= len(self._buckets):
-            raise ProtocolError(f"bucket {request.bucket} of a shard of {len(self._buckets)}")
-        bucket = self._buckets[request.bucket]
+        if request.bucket >= len(self.buckets):
+            raise ProtocolError(f"bucket {request.bucket} of a shard of {len(self.buckets)}")
+        bucket = self.buckets[request.bucket]
         if [number for number, _ in request.parts] != [*range(len(bucket.sizes))]:
             raise ProtocolError("a push of tables that are not in its bucket")
         check_sizes(request.parts, bucket.sizes, self._storages.raw_pushes)
@@ -182,7 +197,7 @@ class ShardStore:
         Raises:
             ProtocolError: a part that is none of its partition's.
         """
-        bucket = self._buckets[request.bucket]
+        bucket = self.buckets[request.bucket]
         if self._storages.raw_pushes:
             return typed(content, bucket.told.dtype).to(bucket.values.dtype)
         gradient, start = torch.empty_like(bucket.values), 0
@@ -193,45 +208,40 @@ class ShardStore:
 
     def apply(self, number: int, gradient: Tensor, scale: float, settings: Sequence[dict[str, float]]) -> None:
         """One optimizer step on one bucket."""
-        bucket = self._buckets[number]
+        bucket = self.buckets[number]
         if scale != 1.0:
             gradient = gradient * scale
         self._step([(bucket, gradient)], settings)
 
     def add(self, number: int, gradient: Tensor) -> None:
         """Add a gradient to the gradient buffer."""
-        bucket = self._buckets[number]
-        if bucket.buffer is None:
-            # Twice as wide, so that the sum is the same in whichever order workers' gradients come: of 32 bits it is
-            # exact unless they differ by more than 2²⁸ times.
-            wide = torch.complex128 if bucket.values.is_complex() else torch.float64
-            bucket.buffer = torch.empty_like(bucket.values, dtype=wide)
+        bucket = self.buckets[number]
         if bucket.count:
-            bucket.buffer.add_(gradient)
+            bucket.wide().add_(gradient)
         else:
-            bucket.buffer.copy_(gradient)
+            bucket.wide().copy_(gradient)
         bucket.count += 1
 
     def apply_buffer(self, settings: Sequence[dict[str, float]]) -> None:
         """One optimizer step on the mean of what the gradient buffer holds of each bucket; then it is empty."""
         steps = []
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             if bucket.count:
                 assert bucket.buffer is not None
                 steps.append((bucket, bucket.buffer.div_(bucket.count).to(bucket.values.dtype)))
                 bucket.count = 0
         self._step(steps, settings)
 
-    def _step(self, steps: Sequence[tuple[_Bucket, Tensor]], settings: Sequence[dict[str, float]]) -> None:
-        if self._optimizer is None:
+    def _step(self, steps: Sequence[tuple[BucketTables, Tensor]], settings: Sequence[dict[str, float]]) -> None:
+        if self.optimizer is None:
             return
-        for group, number in zip(self._optimizer.param_groups, self._groups, strict=True):
+        for group, number in zip(self.optimizer.param_groups, self._groups, strict=True):
             if number < len(settings):
                 group.update(settings[number])
         for bucket, gradient in steps:
             for place, slab in bucket.slabs:
                 slab.grad = gradient[place].view(slab.shape)
-        self._optimizer.step()
+        self.optimizer.step()
         for bucket, _ in steps:
             bucket.version += 1
             for _, slab in bucket.slabs:
@@ -242,11 +252,11 @@ class ShardStore:
     @property
     def nbytes(self) -> int:
         """Of all values, as workers have them."""
-        return sum(bucket.memory.view.nbytes for bucket in self._buckets)
+        return sum(bucket.memory.view.nbytes for bucket in self.buckets)
 
     def encode(self, number: int) -> Given:
         """A bucket as workers are given it, by now; not changed until :meth:`release`, and made once a version."""
-        bucket = self._buckets[number]
+        bucket = self.buckets[number]
         given = bucket.given
         if given is None or given.version != bucket.version:
             if given is not None:
@@ -256,7 +266,7 @@ class ShardStore:
             given.holders += 1
         return given
 
-    def _encoded(self, bucket: _Bucket) -> Given:
+    def _encoded(self, bucket: BucketTables) -> Given:
         bucket.round()
         if not self._storages.raw_pulls:
             encoded = [memoryview(table.get()).cast("B") for table in bucket.tables]
@@ -282,11 +292,11 @@ class ShardStore:
     def state_dict(self) -> dict[str, Any]:
         """Values, the optimizer's state and the gradient buffer; tensors are not copies."""
         return {
-            "sizes": [bucket.sizes for bucket in self._buckets],
-            "values": [bucket.values for bucket in self._buckets],
-            "optimizer": None if self._optimizer is None else self._optimizer.state_dict(),
-            "buffers": [bucket.buffer if bucket.count else None for bucket in self._buckets],
-            "counts": [bucket.count for bucket in self._buckets],
+            "sizes": [bucket.sizes for bucket in self.buckets],
+            "values": [bucket.values for bucket in self.buckets],
+            "optimizer": None if self.optimizer is None else self.optimizer.state_dict(),
+            "buffers": [bucket.buffer if bucket.count else None for bucket in self.buckets],
+            "counts": [bucket.count for bucket in self.buckets],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -295,14 +305,14 @@ class ShardStore:
         Raises:
             UsageError: it is of other buckets.
         """
-        sizes = [bucket.sizes for bucket in self._buckets]
+        sizes = [bucket.sizes for bucket in self.buckets]
         if state["sizes"] != sizes:
             raise UsageError(
                 "they are placed, or put together, in another way: leave --placement and --bucket as they were"
             )
-        if self._optimizer is not None:
-            self._optimizer.load_state_dict(state["optimizer"])
-        rows = zip(self._buckets, state["values"], state["buffers"], state["counts"], strict=True)
+        if self.optimizer is not None:
+            self.optimizer.load_state_dict(state["optimizer"])
+        rows = zip(self.buckets, state["values"], state["buffers"], state["counts"], strict=True)
         for bucket, values, buffer, count in rows:
             bucket.values.copy_(values)
             bucket.buffer, bucket.count = buffer, count

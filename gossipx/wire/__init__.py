@@ -28,10 +28,16 @@ from gossipx.messages import (
     ModelReply,
     NotReadyReply,
     PairRequest,
+    PauseRequest,
+    PlacedReply,
+    PlaceRequest,
+    PrepareRequest,
     PullRequest,
     PushRequest,
+    RangesRequest,
     RecordRequest,
     RoundRequest,
+    ServersRequest,
     SettleRequest,
     SwitchRequest,
     TablesReply,
@@ -223,6 +229,12 @@ Message = (
     | SwitchRequest
     | RecordRequest
     | CopyRequest
+    | ServersRequest
+    | PauseRequest
+    | PrepareRequest
+    | RangesRequest
+    | PlaceRequest
+    | PlacedReply
     | TablesReply
     | CopyReply
     | ArriveRequest
@@ -249,11 +261,16 @@ ANSWERS: dict[type, tuple[type, ...]] = {
     RoundRequest: (ModelReply, HereReply, NotReadyReply),
     ElasticRequest: (ModelReply, BusyReply, NotReadyReply),
     CentreRequest: (ModelReply, BusyReply, NotReadyReply),
-    GradientRequest: (AcceptReply, NotReadyReply),
-    TablesRequest: (TablesReply, BusyReply, NotReadyReply),
+    GradientRequest: (AcceptReply, PlacedReply, NotReadyReply),
+    TablesRequest: (TablesReply, PlacedReply, BusyReply, NotReadyReply),
     SwitchRequest: (AcceptReply, NotReadyReply),
     RecordRequest: (AcceptReply, BusyReply, NotReadyReply),
     CopyRequest: (CopyReply, AcceptReply, NotReadyReply),
+    ServersRequest: (AcceptReply, BusyReply, NotReadyReply),
+    PauseRequest: (AcceptReply, BusyReply, NotReadyReply),
+    PrepareRequest: (AcceptReply, BusyReply, NotReadyReply),
+    RangesRequest: (TablesReply, NotReadyReply),
+    PlaceRequest: (PlacedReply, BusyReply, NotReadyReply),
     ArriveRequest: (HereReply, NotReadyReply),
     LeaveRequest: (HereReply, NotReadyReply),
 }

@@ -30,10 +30,16 @@ from gossipx.messages import (
     ModelReply,
     NotReadyReply,
     PairRequest,
+    PauseRequest,
+    PlacedReply,
+    PlaceRequest,
+    PrepareRequest,
     PullRequest,
     PushRequest,
+    RangesRequest,
     RecordRequest,
     RoundRequest,
+    ServersRequest,
     SettleRequest,
     Stage,
     SwitchRequest,
@@ -237,6 +243,15 @@ def _happening(value: object) -> tuple[str | int | float, ...]:
     return tuple(made)  # type: ignore[arg-type]
 
 
+def _servers(value: object) -> tuple[int, ...]:
+    if type(value) is not list or not 0 < len(value) <= MAX_RANKS:
+        raise ValueError(f"is not a list of 1 to {MAX_RANKS} ranks")
+    ranks = tuple(_rank(item) for item in value)
+    if len(set(ranks)) < len(ranks):
+        raise ValueError("names a rank twice")
+    return ranks
+
+
 def _state(value: object) -> str:
     if type(value) is not str or not value.isascii():
         raise ValueError("is not ASCII text")
@@ -308,6 +323,7 @@ KINDS = {
             "parts": _parts,
             "settings": _groups,
             "patience": _seconds,
+            "epoch": _count,
         },
         MAX_METADATA,
         MAX_MODEL,
@@ -321,6 +337,7 @@ KINDS = {
             "progress": _bucket,
             "significance": _number,
             "patience": _seconds,
+            "epoch": _count,
         },
     ),
     29: Kind(SwitchRequest, {"shard": _shard, "sync": _text, "apply": _text, "pulls": _text}),
@@ -353,6 +370,12 @@ KINDS = {
         MAX_METADATA,
         MAX_MODEL,
     ),
+    40: Kind(ServersRequest, {"number": _count, "servers": _members, "patience": _seconds}, MAX_METADATA),
+    41: Kind(PauseRequest, {"epoch": _count, "servers": _servers, "patience": _seconds}, MAX_METADATA),
+    42: Kind(PrepareRequest, {"epoch": _count, "state": _state, "sync": _text, "patience": _seconds}, MAX_METADATA),
+    43: Kind(RangesRequest, {"epoch": _count, "batch": _count, "sync": _text, "patience": _seconds}),
+    44: Kind(PlaceRequest, {"epoch": _count, "servers": _servers, "decided": _count}, MAX_METADATA),
+    45: Kind(PlacedReply, {"epoch": _count, "servers": _servers, "decided": _count}, MAX_METADATA),
     48: Kind(Carried, {"digest": _octets(32)}),
 }
 """By number, as a frame's header has it."""

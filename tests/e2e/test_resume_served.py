@@ -50,6 +50,36 @@ def test_bsp_goes_on_bit_for_bit(tmp_path: Path, only: bool) -> None:  # [29] [3
     assert cut.summary["iterations"] == 150
 
 
+CHANGES = """
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 33), nn.Tanh(), nn.Linear(33, 1))
+optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+with gossipx.join(model, optimizer) as peer:
+    while peer.iteration < 150:
+        if peer.rank == 1 and peer.iteration == 30:
+            peer.set_servers([0, 1, 2])
+        while peer.iteration == 100 and not (FOLDER / "goes-on").exists():
+            signal.sigtimedwait([], 0.01)
+        train(peer, model, optimizer, peer.iteration + 1)
+tell(peer, values=[float(one) for parameter in model.parameters() for one in parameter.detach().reshape(-1)])
+"""
+
+
+def test_a_run_goes_on_with_the_servers_of_then(tmp_path: Path) -> None:
+    """They were changed while it went on: three shards go on where three lay, bit for bit."""
+    with folder(tmp_path, 3) as here:
+        script = here.script(CHANGES)
+        process = here.start_run(*BRIEF, "--servers", "0", "--placement", "sliced", script, tmp_path, name="cut")
+        killed_after(here, process, 80, shards=3)
+        (tmp_path / "goes-on").touch()
+        again = here.start("-m", "gossipx", "run", "--resume", here.path / "cut").end()
+        assert again.code == 0, again.shown
+        assert 'servers = "1,2,0"' in (here.path / "cut" / "config.toml").read_text()
+        cut = [here.told(rank)["values"] for rank in range(3)]
+        here.run(*BRIEF, "--servers", "0", "--placement", "sliced", script, tmp_path, name="whole")
+        assert [here.told(rank)["values"] for rank in range(3)] == cut
+
+
 def test_a_damaged_shard_is_named_and_the_iteration_before_is_used(tmp_path: Path) -> None:  # [30]
     with folder(tmp_path, 2) as here:
         whole = here.run(*BRIEF, "--servers", "0", "--iterations", "100", name="whole")

@@ -35,9 +35,15 @@ from gossipx.messages import (
     ModelReply,
     NotReadyReply,
     PairRequest,
+    PauseRequest,
+    PlacedReply,
+    PlaceRequest,
+    PrepareRequest,
     PullRequest,
     PushRequest,
+    RangesRequest,
     RoundRequest,
+    ServersRequest,
     SettleRequest,
     Stage,
     SwitchRequest,
@@ -80,6 +86,8 @@ from gossipx.wire.frames import (
 from gossipx.wire.kinds import MAX_METADATA, MAX_NOTE, SMALL_METADATA, metadata_of
 
 ranks = st.integers(0, 65_535)
+ascending = st.sets(ranks, min_size=1, max_size=20).map(lambda found: tuple(sorted(found)))
+placed = st.lists(ranks, min_size=1, max_size=20, unique=True).map(tuple)
 counts = st.integers(0, 2**63 - 1)
 seconds = st.floats(0, 604_800, exclude_min=True)
 parts = st.lists(st.tuples(st.integers(0, 65_536), st.integers(0, 2**40)), max_size=5).map(tuple)
@@ -126,6 +134,14 @@ messages = st.one_of(
     st.builds(CentreRequest, patience=seconds),
     st.builds(SwitchRequest, shard=ranks, sync=lines, apply=lines, pulls=lines),
     st.builds(TablesReply, clock=counts, parts=parts),
+    st.builds(ServersRequest, number=counts, servers=ascending, patience=seconds),
+    st.builds(PauseRequest, epoch=counts, servers=placed, patience=seconds),
+    st.builds(
+        PrepareRequest, epoch=counts, state=st.text('{}[]":,0123456789', max_size=50), sync=lines, patience=seconds
+    ),
+    st.builds(RangesRequest, epoch=counts, batch=counts, sync=lines, patience=seconds),
+    st.builds(PlaceRequest, epoch=counts, servers=placed, decided=counts),
+    st.builds(PlacedReply, epoch=counts, servers=placed, decided=counts),
     st.builds(
         TablesRequest,
         shard=ranks,
@@ -134,6 +150,7 @@ messages = st.one_of(
         progress=st.integers(-1, 2**63 - 1),
         significance=st.floats(0, 1e300),
         patience=seconds,
+        epoch=counts,
     ),
     st.builds(
         GradientRequest,

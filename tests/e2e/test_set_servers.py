@@ -1,0 +1,134 @@
+"""``gossipx server set-servers`` while real processes train. What a change does in each case is in the scenarios."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from runs import Folder, Process, Run, children, differences, folder, one_line
+
+SCRIPT = """
+import threading
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 33), nn.Tanh(), nn.Linear(33, 1))
+optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+problems = []
+
+
+def change(*servers):
+    try:
+        peer.set_servers(servers)
+    except gossipx.errors.UsageError as error:
+        problems.append(str(error))
+
+
+with gossipx.join(model, optimizer) as peer:
+    while peer.iteration < 60:
+        if peer.rank == 1 and len(sys.argv) > 2:
+            if peer.iteration == 10:
+                change(7)
+                change(0, 1, 2)
+            elif peer.iteration == 30:  # whatever the training thread does meanwhile
+                other = threading.Thread(target=change, args=(2, 1))
+                other.start()
+            elif peer.iteration == 50:
+                other.join()
+        train(peer, model, optimizer, peer.iteration + 1)
+values = [float(one) for parameter in model.parameters() for one in parameter.detach().reshape(-1)]
+tell(peer, problems=problems, values=values, taken=peer._role.taken_in)
+"""
+COMMANDED = """
+model = nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with gossipx.join(model, optimizer) as peer:
+    train(peer, model, optimizer, 20)
+    while not (FOLDER / "changed").exists():
+        train(peer, model, optimizer, peer.iteration + 1)
+"""
+
+
+def set_servers(here: Folder, servers: str) -> str:
+    """Change them while a run goes on; what is printed."""
+    ended = here.start("-m", "gossipx", "server", "set-servers", here.path / "x", servers).end()
+    assert ended.code == 0, ended.shown
+    return ended.output
+
+
+def trains(here: Folder, process: Process, pulls: str = r"[1-9]\d*") -> None:
+    process.line(rf"{here.names[0]} train .* pulls {pulls}")
+
+
+@pytest.mark.parametrize("options", [("--placement", "sliced"), ("--no-wait-free", "--bucket", "0")])
+def test_bsp_ends_as_the_run_whose_servers_stay(tmp_path: Path, options: tuple[str, ...]) -> None:
+    """FluentPS, section III-A: workloads are rebalanced among the servers that there are, and nothing else changes."""
+    told = []
+    with folder(tmp_path, 3) as here:
+        script = here.script(SCRIPT)
+        for name, more in (("stays", ()), ("changes", ("changes",))):
+            run = here.run("--servers", "0", *options, script, tmp_path, *more, name=name)
+            assert (run.summary["lost"], sum(run.summary["failed"])) == ([], 0)
+            told.append([here.told(rank) for rank in range(3)])
+    stayed, changed = told
+    assert [one["problems"] for one in changed] == [[], ["7 is no peer: ranks are 0 to 2"], []]
+    assert all(one["values"] == stayed[0]["values"] for one in (*stayed, *changed))
+    assert [one["taken"] > 0 for one in changed] == [True] * 3
+
+
+def test_servers_are_set_from_the_command_line(tmp_path: Path) -> None:
+    with folder(tmp_path, 3) as here:
+        process = here.start_run("--servers", "0", here.script(COMMANDED), tmp_path)
+        trains(here, process)
+        assert set_servers(here, "0,1,2") == "the servers are 0,1,2 now\n"
+        process.line(r"the servers are 0,1,2 now, at epoch 1")
+        assert set_servers(here, "2,1") == "the servers are 2,1 now\n"
+        (tmp_path / "changed").touch()
+        ended = process.end()
+        assert ended.code == 0, ended.shown
+    run = Run(tmp_path / "x", ended)
+    assert (run.summary["lost"], sum(run.summary["failed"])) == ([], 0)
+    assert all(max(differences(run.model(0), run.model(rank)).values()) == 0 for rank in (1, 2))
+
+
+def test_a_server_that_is_asked_to_leave_hands_its_shard_over(tmp_path: Path) -> None:
+    with folder(tmp_path, 3) as here:
+        process = here.start_run("--servers", "0", here.script(COMMANDED), tmp_path)
+        trains(here, process)
+        os.kill(children(process.pid)[0], signal.SIGTERM)
+        process.line(r"the servers are 1 now, at epoch 1")
+        (tmp_path / "changed").touch()
+        ended = process.end()
+        assert ended.code == 0, ended.shown
+    run = Run(tmp_path / "x", ended)
+    assert run.summary["lost"] == [here.names[0]] and run.summary["taken_in"][1] > 0
+    assert max(differences(run.model(1), run.model(2)).values()) == 0
+
+
+def test_wrong_servers_are_refused_in_a_line(tmp_path: Path) -> None:
+    with folder(tmp_path, 2) as here:
+        process = here.start_run("--servers", "0", "--iterations", "100000", "--eval-interval", "0")
+        trains(here, process)
+        for servers, told in (
+            ("0,2", "2 is no peer: ranks are 0 to 1"),
+            ("1,1", "the servers 1,1 name a peer twice"),
+            ("0", "the servers are 0 already"),
+            ("0,x", "SERVERS '0,x' are numbers of peers with commas between them, as in 0,1,2"),
+            ("", "SERVERS '' are numbers of peers with commas between them, as in 0,1,2"),
+        ):
+            wrong = here.start("-m", "gossipx", "server", "set-servers", here.path / "x", servers).end()
+            assert told in one_line(wrong, 2)
+        process.signal(signal.SIGINT)
+        assert process.end().code == 130
+
+
+def test_a_run_without_servers_refuses_servers(tmp_path: Path) -> None:
+    with folder(tmp_path, 2) as here:
+        process = here.start_run("--iterations", "100000", "--eval-interval", "0")
+        process.line(rf"{here.names[0]} train \d+/")
+        wrong = here.start("-m", "gossipx", "server", "set-servers", here.path / "x", "0").end()
+        assert "this run has no parameter server" in one_line(wrong, 2)
+        process.signal(signal.SIGINT)
+        assert process.end().code == 130

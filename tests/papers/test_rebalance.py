@@ -1,0 +1,147 @@
+"""Servers that come and go, against FluentPS, section III-A: elastic parameter slicing rebalances, and nothing else.
+
+"When the number of servers changes, EPS can also rebalance the workloads among the alive servers."
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import served
+import torch
+from torch import Tensor
+
+from gossipx.server.layout import Layout, Layouts, common, order
+from gossipx.server.mode import ServerMode
+from gossipx.server.placement import BUILT_IN, Partition, Sliced, Table
+from gossipx.sim import World
+
+OPTIMIZERS: dict[str, served.Optimizer] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    "momentum": served.sgd,  # with weight decay
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
+    "amsgrad": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1, amsgrad=True),
+}
+
+
+def models(made: World) -> Tensor:
+    return torch.stack([served.values(peer.module) for peer in made.peers.values()])
+
+
+def servers(made: World, rank: int = 0) -> tuple[int, ...]:
+    """As a peer has them."""
+    exchange = made.peers[rank].role.exchange
+    assert isinstance(exchange, ServerMode)
+    return exchange.moving.layout.servers
+
+
+def changed(made: World, times: Sequence[float] = (3.5, 7.5)) -> World:
+    """Two servers become three, and these one; seen to have done so on every peer."""
+    for time, wanted in zip(times, ([0, 1, 2], [2]), strict=True):
+        made.change_servers(1, time, wanted)
+    served.ended(made)
+    assert [servers(made, rank) for rank in made.peers] == [(2,)] * len(made.peers)
+    assert len([entry for entry in made.log if entry.what.startswith("the servers are")]) == 2
+    return made
+
+
+# --- bsp is one process, whoever serves --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("placed", ["sliced", "heuristic"])
+def test_bsp_stays_one_process_on_the_joined_batch(name: str, placed: str) -> None:
+    """Values, momenta and counts of steps go with their elements: the run ends as one whose servers stay."""
+    options = {"servers": "0,1", "placement": placed, "optimizer": OPTIMIZERS[name]}
+    made = changed(served.world(4, slow={1: 1.7}, **options))
+    stayed = served.ended(served.world(4, slow={1: 1.7}, **options))
+    expected = served.joined(range(4), optimizer=OPTIMIZERS[name])
+    torch.testing.assert_close(models(made), expected.expand(4, -1), rtol=1e-9, atol=1e-9)
+    # A push is summed in 64 bits in whichever order it comes, so that not a bit depends on who serves.
+    torch.testing.assert_close(models(made), models(stayed), rtol=1e-14, atol=1e-14)
+    assert served.clocks(made) == {0: served.ITERATIONS}
+
+
+@pytest.mark.parametrize("placed", BUILT_IN)
+@pytest.mark.parametrize("bucket", [0, 100, 10**6])
+def test_every_placement_is_placed_anew(placed: str, bucket: int) -> None:
+    made = changed(served.world(3, servers="0,1", placement=placed, bucket=bucket))
+    torch.testing.assert_close(models(made), served.joined(range(3)).expand(3, -1), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("only", [True, False])
+def test_servers_that_train_or_do_not_and_a_barrier_of_all_shards(overlap: bool, only: bool) -> None:
+    """Who trains stays the same: a worker that comes to serve trains on, a server that is let go waits for the end."""
+    made = changed(served.world(4, servers="0,1", servers_only=only, overlap=overlap, slow={3: 2.0}), (5.5, 11.5))
+    workers = [2, 3] if only else range(4)
+    torch.testing.assert_close(models(made), served.joined(workers).expand(4, -1), rtol=1e-9, atol=1e-9)
+
+
+def test_the_sync_model_goes_along_as_it_was_switched() -> None:
+    made = served.world(3, servers="0")
+    made.switch_sync(1, 2.5, "ssp:staleness=2")
+    made.change_servers(2, 4.5, [1, 2])
+    served.ended(made)
+    for rank in (1, 2):
+        exchange = made.peers[rank].role.exchange
+        assert isinstance(exchange, ServerMode)
+        (shard,) = exchange.shards.values()
+        assert shard.clock.made["model"] == "ssp:staleness=2"
+        assert shard.clock.clock == served.ITERATIONS
+
+
+def test_what_peers_have_taken_in_is_counted_on() -> None:
+    """Pushes that shards took in before and after: each once, wherever it was."""
+    made = changed(served.world(3, servers="0,1"))
+    counted = [peer.role.taken_in for peer in made.peers.values()]
+    stayed = served.ended(served.world(3, servers="2"))
+    assert counted[0] < counted[2] < stayed.peers[2].role.taken_in == 3 * served.ITERATIONS
+
+
+# --- what moves --------------------------------------------------------------------------------------------
+
+TABLES = [Table(str(number), size) for number, size in enumerate([500, 3, 0, 1200, 77, 40, 900, 1])]
+
+
+def layouts(least: int = 100) -> Layouts:
+    return Layouts(TABLES, Sliced(), lambda table: (None, 4), least)
+
+
+def elements(pieces: Sequence[Partition]) -> int:
+    return sum(one.stop - one.start for one in pieces)
+
+
+def moved(before: Layout, after: Layout) -> int:
+    return sum(elements(batch.pieces) for batch in layouts().batches(before, after))
+
+
+@pytest.mark.parametrize("wanted", [{0, 1, 2}, {1, 2, 3}, {0}, {3}, {0, 1, 2, 3, 4}])
+def test_nothing_moves_but_what_another_peer_is_to_hold(wanted: set[int]) -> None:
+    before = layouts().make([0, 1])
+    after = layouts().make(order(before.servers, wanted))
+    stays = sum(elements(common(before.held_by(rank), after.held_by(rank))) for rank in wanted)
+    assert moved(before, after) == sum(table.size for table in TABLES) - stays
+
+
+def test_a_server_that_joins_is_seated_in_the_middle_where_least_moves() -> None:
+    """1/4 + 1/(4 (N − 1)) of all elements for even N, here 4, and not the half of one that is appended (Sliced)."""
+    before = layouts().make([0, 1, 2])
+    after = layouts().make(order(before.servers, {0, 1, 2, 3}))
+    assert after.servers == (0, 3, 1, 2)
+    size = sum(table.size for table in TABLES)
+    assert abs(moved(before, after) - size / 3) <= 4
+    assert abs(moved(before, layouts().make([0, 1, 2, 3])) - size / 2) <= 4
+
+
+def test_who_stays_keeps_its_place() -> None:
+    assert order((3, 1, 2), {1, 3}) == [3, 1]
+    assert order((0,), {1, 2}) == [2, 1]
+
+
+def test_a_batch_is_of_one_way_and_no_larger_than_it_has_to_be() -> None:
+    before, after = layouts().make([0, 1]), layouts().make([1, 2, 0])
+    for batch in layouts(100).batches(before, after):
+        assert batch.source != batch.target and batch.pieces
+        assert len(batch.pieces) == 1 or 4 * elements(batch.pieces) <= 100

@@ -1,0 +1,237 @@
+"""Servers that are changed at any time, in bad networks, among slow workers and peers that die in the middle."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import served
+import torch
+import toy
+
+from gossipx.build.server import Parts
+from gossipx.messages import Stage
+from gossipx.server.mode import ServerMode
+from gossipx.sim import Network, World
+from gossipx.storage.parts import Storages, TransmitBuffer
+
+SYNCS = ["bsp", "asp", "ssp:staleness=1", "drop:n=2", "pssp:staleness=1,p=0.5", "hybrid:step=4", "dsps:staleness=1"]
+
+
+def mode(made: World, rank: int) -> ServerMode:
+    exchange = made.peers[rank].role.exchange
+    assert isinstance(exchange, ServerMode)
+    return exchange
+
+
+def stand(made: World, ranks: list[int]) -> tuple[int, ...]:
+    """The servers that these peers all go by; each has the shards that are its, and no other."""
+    servers = {mode(made, rank).moving.layout.servers for rank in ranks}
+    assert len(servers) == 1, servers
+    (found,) = servers
+    for rank in ranks:
+        assert set(mode(made, rank).shards) == {index for index, holder in enumerate(found) if holder == rank}
+    return found
+
+
+def done(made: World, ranks: list[int], iterations: int = served.ITERATIONS) -> None:
+    """All have done their iterations."""
+    for rank in ranks:
+        assert made.peers[rank].arena.step == iterations, (rank, made.peers[rank].arena.step)
+        assert made.peers[rank].role.stage is Stage.DONE
+
+
+def alike(made: World, ranks: list[int]) -> None:
+    """All end with what the servers hold; without bsp a gradient that waits may be applied as the last pulls go on."""
+    rows = torch.stack([served.values(made.peers[rank].module) for rank in ranks])
+    torch.testing.assert_close(rows, rows[:1].expand(len(rows), -1), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("sync", SYNCS)
+@pytest.mark.parametrize("seed", range(6))
+def test_no_push_is_lost_and_no_pull_stranded(sync: str, seed: int) -> None:
+    rng = random.Random(f"{sync} {seed}")
+    slow = {rank: rng.uniform(0.5, 4.0) for rank in range(4)}
+    pulls = rng.choice(["lazy", "soft"])
+    made = served.world(4, seed, Network(delay=0.05), slow, servers="0,3", sync=sync, pulls=pulls)
+    for _ in range(4):
+        made.change_servers(rng.randrange(4), rng.uniform(2, 30), rng.sample(range(4), rng.randint(1, 4)))
+    served.ended(made)
+    done(made, [*range(4)])
+    assert [entry for entry in made.log if entry.what.startswith("the servers are")]
+    for index, rank in enumerate(stand(made, [*range(4)])):
+        counts = mode(made, rank).shards[index].clock.counts
+        assert counts.gradients + counts.late == 4 * served.ITERATIONS, "each push is counted once"
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2, 3, 4, 6, 7, 8])  # with 5 a worker is late at the start, change or not
+def test_a_bad_network_loses_no_push_and_counts_none_twice(seed: int) -> None:
+    network = Network(delay=0.2, loss=0.05, repeat=0.1, jitter=0.5)
+    made = served.world(3, seed, network, {1: 1.4}, servers="0", iterations=8)
+    rng = random.Random(seed)
+    for servers in ([0, 1, 2], [1], [1, 2]):
+        made.change_servers(rng.randrange(3), rng.uniform(2, 60), servers)
+    served.ended(made, 4000)
+    assert made.fired["lost"] and made.fired["repeated"]
+    done(made, [*range(3)], 8)
+    alike(made, [*range(3)])
+    stand(made, [*range(3)])
+    torch.testing.assert_close(served.values(made.peers[0].module), served.joined(range(3), 8), rtol=1e-9, atol=1e-9)
+
+
+def test_a_second_change_is_refused_while_one_is_under_way() -> None:
+    made = served.world(3, network=Network(delay=0.1), servers="0")
+    made.change_servers(1, 4.5, [0, 1])
+    made.change_servers(2, 4.6, [0, 2])
+    served.ended(made)
+    assert made.lines(2, "another change of the servers is under way")
+    assert set(stand(made, [0, 1, 2])) == {0, 1}
+    torch.testing.assert_close(served.values(made.peers[0].module), served.joined(range(3)), rtol=1e-9, atol=1e-9)
+
+
+class Whole(torch.optim.Optimizer):
+    """Steps of one length in each tensor, whatever its gradient's."""
+
+    def __init__(self, parameters: Any, lr: float = 0.1):
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for one in group["params"]:
+                if one.grad is not None and one.grad.norm() > 0:
+                    one -= group["lr"] * one.grad / one.grad.norm()
+
+
+class Own(TransmitBuffer):
+    """It might keep a residual."""
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"sync": "bsp|asp"}, "shards go by"),
+        ({"server_replicas": 1}, "with --server-replicas the servers stay"),
+        ({"parts": Parts(storages=Storages(transmit=Own))}, "parts of one's own may keep what only they know of"),
+        ({"servers_only": True, "checkpoint_every": "5"}, "with --servers-only and --checkpoint-every"),
+        ({"placement": "uniform", "servers": "0", "optimizer": Whole}, "looks at whole tensors, which this placement"),
+    ],
+)
+def test_what_cannot_be_moved_stays(options: dict[str, Any], told: str) -> None:
+    """One line says why; the run goes on, and ends as it would have."""
+    made = served.world(3, **{"servers": "0,1", **options})
+    made.change_servers(2, 4.5, [1, 2])
+    served.ended(made)
+    assert [line for line in made.lines(2) if told in line]
+    assert {mode(made, rank).moving.epoch for rank in range(3)} == {0}
+    assert all(peer.role.stage is Stage.DONE for peer in made.peers.values())
+
+
+# --- peers that die in the middle -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("after", [0.0, 0.05, 0.15, 0.25, 0.35, 0.45, 0.55, 0.65, 0.75, 1.5])
+@pytest.mark.parametrize("sync", ["bsp", "asp"])
+def test_a_worker_that_dies_is_not_waited_for(after: float, sync: str) -> None:
+    """Whatever it was asked last: the others come to one layout, and to the end."""
+    made = served.world(4, network=Network(delay=0.1), servers="0", sync=sync, iterations=20)
+    made.change_servers(1, 5.5, [0, 1])
+    made.crash(3, 5.5 + after)
+    served.ended(made, 1000)
+    assert made.fired["crash"] == 1
+    done(made, [0, 1, 2], 20)
+    if sync == "bsp":
+        alike(made, [0, 1, 2])
+    assert set(stand(made, [0, 1, 2])) == {0, 1}
+
+
+@pytest.mark.parametrize("after", [0.0, 0.05, 0.15, 0.25, 0.35, 0.45, 0.55])
+def test_a_server_to_be_that_dies_before_it_holds_anything_costs_nothing(after: float) -> None:
+    made = served.world(4, network=Network(delay=0.1), servers="0", iterations=20)
+    made.change_servers(1, 5.5, [0, 3])
+    made.crash(3, 5.5 + after)
+    served.ended(made, 1000)
+    assert made.lines(0, "the servers stay as they were: peer 3 is lost") or made.lines(1, "peer 3 is not there")
+    assert stand(made, [0, 1, 2]) == (0,)
+    done(made, [0, 1, 2], 20)
+    alike(made, [0, 1, 2])
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+@pytest.mark.parametrize("seed", range(12))
+def test_a_server_that_dies_leaves_no_mixed_state(victim: int, seed: int) -> None:
+    """Its shard is gone, and the run stops or waits as it does without a change; all others go by one layout."""
+    made = served.world(4, seed, Network(delay=0.1), servers="0,1", iterations=20, server_lost="stop", min_peers=1)
+    made.change_servers(3, 5.5, [0, 2])
+    made.crash(victim, 5.5 + random.Random(seed).uniform(0, 1.2))
+    made.run(1000)
+    assert made.over and made.fired["crash"] == 1
+    stand(made, [rank for rank in range(4) if rank != victim])
+
+
+def test_a_worker_that_was_thought_lost_follows() -> None:
+    """It was paused while the servers were changed, and finds those that it knew to be none any more."""
+    made = served.world(3, servers="0", iterations=40)
+    made.pause(2, 5.2, 5.2 + 3 * toy.TIMEOUT)
+    made.change_servers(1, 6.5 + 2 * toy.TIMEOUT, [1])
+    served.ended(made)
+    assert made.lines(0, "peer 2 is lost") and made.lines(0, "the servers are 1 now")
+    assert stand(made, [0, 1, 2]) == (1,)
+    assert [made.peers[rank].arena.step for rank in (0, 1)] == [40, 40]
+    assert made.peers[2].role.stage is Stage.DONE
+
+
+def test_a_worker_that_joins_late_finds_the_servers_of_then() -> None:
+    made = served.world(3, absent=[2], servers="0", iterations=40)
+    made.change_servers(1, 12.5, [0, 1])
+    made.start(2, served.maker(2, 3, servers="0", iterations=40), at=25.0)
+    served.ended(made)
+    assert set(stand(made, [0, 1, 2])) == {0, 1}
+    assert made.peers[2].role.stage is Stage.DONE and made.lines(2, "step ")
+
+
+# --- servers that leave ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("servers", ["0", "0,1", "1,0", "2,1,0"])
+@pytest.mark.parametrize("at", [5.2, 5.995, 6.005, 6.5])
+def test_a_server_that_leaves_hands_its_shard_over(servers: str, at: float) -> None:
+    """The others train on with all that was pushed, as if a worker that holds nothing had left."""
+    made = served.world(3, servers=servers, iterations=20)
+    made.leave(0, at)
+    served.ended(made)
+    assert made.lines(0, "has left") and made.lines(1, "peer 0 has left")
+    done(made, [1, 2], 20)
+    alike(made, [1, 2])
+    left = [rank for rank in (2, 1) if str(rank) in servers] or [1]
+    assert sorted(stand(made, [1, 2])) == sorted(left)
+    steps = len(made.lines(0, "step "))
+    module = served.Net()
+    optimizer = served.sgd(module.parameters())
+    for iteration in range(20):
+        ranks = range(3) if iteration < steps else (1, 2)
+        served.gradients(module, [served.batch(rank, iteration) for rank in ranks])
+        for parameter in module.parameters():
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        optimizer.step()
+    torch.testing.assert_close(served.values(made.peers[1].module), served.values(module), rtol=1e-9, atol=1e-9)
+
+
+def test_all_leave_at_once() -> None:
+    """Each hands over to those that are still there; nobody waits for somebody that has left."""
+    made = served.world(4, servers="0,1", iterations=40)
+    for rank in range(4):
+        made.leave(rank, 5.5)
+    made.run(5.5 + 6 * toy.TIMEOUT)
+    assert made.over
+    assert all(made.lines(rank, "has left") for rank in range(4))
+
+
+def test_a_pure_server_that_leaves_hands_its_shard_over() -> None:
+    made = served.world(3, servers="0", servers_only=True, iterations=20)
+    made.leave(0, 5.5)
+    served.ended(made)
+    done(made, [1, 2], 20)
+    alike(made, [1, 2])
+    torch.testing.assert_close(served.values(made.peers[1].module), served.joined([1, 2], 20), rtol=1e-9, atol=1e-9)
