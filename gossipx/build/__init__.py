@@ -203,7 +203,8 @@ def peer(
         place.resumes,
         place.resumes_at,
     )
-    recorder = _recorder(config, place, None if checkpoints.found is None else checkpoints.found.iteration)
+    goes_on_from = None if checkpoints.found is None else checkpoints.found.iteration
+    recorder = _recorder(config, place, served is not None, goes_on_from)
     backward = None if served is None else _backward(module, driver, served, config.server.wait_free)
     reporter = Reporter(module, driver, comm, recorder, place.progress, options, evaluate)
     return Peer(module, optimizer, driver, comm, reporter, checkpoints, options, backward)
@@ -269,7 +270,7 @@ def _carriers(exchange: ExchangeSettings, module: nn.Module) -> Carriers | None:
     return process_group.ProcessGroups(transport, next(module.parameters()).device)
 
 
-def _recorder(config: RunConfig, place: Place, goes_on_from: int | None) -> Recorder:
+def _recorder(config: RunConfig, place: Place, is_served: bool, goes_on_from: int | None) -> Recorder:
     if place.directory is None:
         return NullRecorder()
     settings = {
@@ -279,4 +280,6 @@ def _recorder(config: RunConfig, place: Place, goes_on_from: int | None) -> Reco
         if isinstance(value, str | int | float | bool)
     }
     hparams = {**settings, "rank": place.rank}
-    return TensorBoardRecorder(models.directory_of(place.directory, place.rank), hparams, goes_on_from)
+    around = {"gossipx: hub": config.hub.hub is not None, "gossipx: servers": is_served}
+    parts = ["gossipx", *(part for part, there in around.items() if there)]
+    return TensorBoardRecorder(models.directory_of(place.directory, place.rank), hparams, parts, goes_on_from)

@@ -138,7 +138,9 @@ class Peer:
             self._count_waited(self._backward)
 
     def _count_waited(self, backward: Backward) -> None:
-        self._reporter.figures.blocked += backward.waited
+        figures = self._reporter.figures
+        figures.blocked += backward.waited
+        figures.waited += backward.waited
         backward.waited = 0.0
 
     def update(self, table: int, gradient: torch.Tensor) -> None:
@@ -392,8 +394,9 @@ class Peer:
         reporter = self._reporter
         if reporter.progress.due:
             reporter.tell(reporter.state)
-        if reporter.state == "serve":  # no step of its own would be one to take a checkpoint at
+        if reporter.state == "serve":  # no step of its own would be one to take a checkpoint at, or record something
             self._checkpoints.step_done(reporter.kept)
+            reporter.record_counted(self._options.log_interval)
         return self._term.is_set()
 
     def _tell_leaving(self) -> None:

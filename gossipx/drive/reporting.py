@@ -60,6 +60,7 @@ class Reporter:
         self._options = options
         self._evaluate = evaluate
         self._last: dict[str, float] = {}
+        self._counted: dict[str, int] = {}  # the iteration of the last record, by tag
 
     # --- curves -------------------------------------------------------------------------------------
 
@@ -83,7 +84,10 @@ class Reporter:
             scalar("sync/delta_difference", self._role.sync.difference, step)
             scalar("sync/retrievals", self._role.sync.retrievals, step)
             scalar("comm/bytes_received", figures.received(self._comm.bytes_received), step)
-            scalar("time/blocked_fraction", figures.blocked_fraction(), step)
+            scalar("time/blocked_fraction", figures.fraction(figures.blocked), step)
+            if self._driver.transfers.desk is not None:
+                scalar("time/tables_fraction", figures.fraction(figures.waited), step)
+            self.record_counted()
         if step % options.distance_interval == 0 and figures.squared_distances:
             figures.distance = consensus_distance(figures.squared_distances, self._role.size)
             figures.squared_distances.clear()
@@ -95,7 +99,20 @@ class Reporter:
         for retrieval in self.figures.retrievals:
             self._recorder.scalar("comm/pull_seconds", retrieval.seconds, self._arena.step)
             self._recorder.scalar("comm/staleness", retrieval.staleness, self._arena.step)
+            if retrieval.of_centre and retrieval.distance is not None:
+                self._recorder.scalar("sync/elastic_distance", retrieval.distance, self._arena.step)
         self.figures.retrievals.clear()
+
+    def record_counted(self, every: int = 0) -> None:
+        """Record what a hub or the shards here have counted, at the iterations of those whom they serve.
+
+        Args:
+            every: iterations between two records.
+        """
+        for tag, (step, value) in self._driver.counted().items():
+            if step >= self._counted.get(tag, -every) + every:
+                self._counted[tag] = step
+                self._recorder.scalar(tag, value, step)
 
     def close(self) -> None:
         """Write out what is still held back."""
@@ -115,6 +132,7 @@ class Reporter:
         """The finish is over."""
         self._record_retrievals()  # the last one may have been mixed just now
         self._recorder.scalar("sync/retrievals", self._role.sync.retrievals, self._arena.step)
+        self.record_counted()
         self.figures.finish_bytes = self._comm.bytes_received - self.figures.bytes_at_end
 
     def kept(self) -> dict[str, Any]:
@@ -192,7 +210,7 @@ class Reporter:
             "finish_bytes": figures.finish_bytes,
             "test_accuracy": after,
             "test_accuracy_before_finish": before,
-            "blocked_seconds": figures.blocked,
+            "blocked_seconds": figures.blocked if self._role.trains else None,
             "overhead_seconds": figures.overhead,
             "train_seconds": figures.seconds,
             "skipped": sync.skipped,

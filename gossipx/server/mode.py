@@ -136,6 +136,10 @@ class ServerMode(Exchange):
     def delayed_pulls(self) -> int:
         return sum(shard.clock.counts.delayed for shard in self.shards.values())
 
+    @property
+    def counted(self) -> dict[str, tuple[int, float]]:
+        return {tag: figure for shard in self.shards.values() for tag, figure in shard.counted.items()}
+
     # --- the worker -------------------------------------------------------------------------------
 
     def begun(self, now: float) -> list[Effect]:

@@ -146,6 +146,14 @@ class Shard:
         """Workers that pulls wait for."""
         return self.clock.holding_up if self.clock.waiting else []
 
+    @property
+    def counted(self) -> dict[str, tuple[int, float]]:
+        """Its clock, delayed pulls (DPRs), gradients taken in; see :attr:`gossipx.peer.exchange.Exchange.counted`."""
+        clock = self.clock
+        furthest = max([clock.clock, *(progress + 1 for progress in clock.progress.values())])
+        figures = {"clock": clock.clock, "delayed_pulls": clock.counts.delayed, "gradients": clock.counts.gradients}
+        return {f"server/{name}/shard-{self.index:02d}": (furthest, value) for name, value in figures.items()}
+
     # --- checkpoints ------------------------------------------------------------------------------
 
     def keep(self, now: float, last: bool = False, first: bool = False) -> list[Effect]:
