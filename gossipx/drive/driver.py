@@ -140,7 +140,7 @@ class Driver:
         return self.transfers.comm
 
     @comm.setter
-    def comm(self, comm: CommManager) -> None:
+    def comm(self, comm: CommManager | None) -> None:
         self.transfers.comm = comm
 
     # --- events -------------------------------------------------------------------------------------
@@ -216,6 +216,7 @@ class Driver:
         self.tables.close(wait=self.keeper is not None)
         if self.keeper is not None:
             self.keeper.close()
+        self.on_retrieval = lambda retrieval: None  # who is told holds us
 
     # --- effects ------------------------------------------------------------------------------------
 

@@ -333,6 +333,7 @@ class Peer:
         self._open = False
         if self._control is not None:
             self._control.close()
+            self._control = None  # it holds us
         self._arena.give_up()
         process.leave(self)
         for hook in (self._hook, self._bypass, self._backward):
@@ -342,6 +343,7 @@ class Peer:
                 hook.remove()
         self._driver.close()
         self._comm.close()
+        self._driver.comm = None  # it tells the driver of requests: both would stay until a gc run
         self._reporter.close()
         self._checkpoints.close()
         self._arena.detach()
