@@ -108,6 +108,7 @@ class Shard:
         self.index = index
         self.clock = clock
         self.records = Records(index)
+        self._begins_by = clock.model
         self._plan = deque(plan)
         self._every = every
         self._kept = 0  # the clock of the last checkpoint
@@ -392,6 +393,7 @@ class Shard:
         return [self._give(one) for one in worker.pulls.pop(progress, [])]
 
     def _give(self, waiting: _Waiting) -> Answer:
-        reply = TablesReply(self.clock.clock, ())
+        sync = "" if self.clock.model is self._begins_by else describe(self.clock.model)
+        reply = TablesReply(self.clock.clock, (), sync)
         tables = None if waiting.bucket < 0 else (self.index, waiting.bucket)
         return Answer(waiting.key, reply, waiting.deadline, tables=tables)
