@@ -422,6 +422,7 @@ class ParameterArena:
             if place not in own:
                 own[place] = tensor.detach().clone(memory_format=torch.preserve_format)
             tensor.data = own[place]
+        self.pool.close()
 
 
 def _or_none(after: list[Tensor] | None, like: list[Tensor]) -> Sequence[Tensor | None]:

@@ -340,10 +340,12 @@ class TablesReply:
     Attributes:
         clock: of the shard, V_train: who is behind it goes on there.
         parts: what the payload holds.
+        sync: the sync model that the shard goes by since a switch; empty: the one that the run began with.
     """
 
     clock: int
     parts: Parts
+    sync: str = ""
 
 
 @dataclass(frozen=True)

@@ -74,6 +74,13 @@ class Pool:
             if not buffer.whole:
                 self._free.append(buffer)
 
+    def close(self) -> None:
+        """Keep nothing any more: neither the last boundary, which holds us in turn, nor what was to be used again."""
+        with self.lock:
+            self.now = None
+            for free in (self._free, self._free_vectors, self._free_staging):
+                free.clear()
+
     def staging(self) -> memoryview:
         """Room for one piece, reused where one is free; give it back by :meth:`free_staging`."""
         with self.lock:

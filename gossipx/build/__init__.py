@@ -1,4 +1,8 @@
-"""The one place that names concrete classes and puts a peer together."""
+"""The one place that names concrete classes and puts a peer together.
+
+The peer itself is made here, of what the other files make of its settings: the graph, a hub, a server's part. Which
+settings go together is in ``settings``; whether this machine has what they want, in ``devices``.
+"""
 
 from __future__ import annotations
 
@@ -12,26 +16,28 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from gossipx import mixing, policies, topology
+from gossipx import mixing, policies
 from gossipx.access import grant
 from gossipx.actor import GradientsReady
 from gossipx.arena import ParameterArena
-from gossipx.build.roles import rank_of
-from gossipx.build.server import Parts as Parts
-from gossipx.build.server import Served, serve
-from gossipx.build.server import servers as servers
+from gossipx.build.devices import check_device, check_transport
+from gossipx.build.graph import schedule
+from gossipx.build.hub import elastic
+from gossipx.build.server import Parts, Served, serve, servers
+from gossipx.build.settings import check_exchange, effective
 from gossipx.checkpoint import Every
 from gossipx.comm import CommManager
-from gossipx.config import ExchangeSettings, HubSettings, RunConfig, SyncSettings
+from gossipx.config import ExchangeSettings, RunConfig
 from gossipx.drive import models
 from gossipx.drive.backward import Backward
 from gossipx.drive.checkpoints import Checkpoints, store_of
 from gossipx.drive.driver import Driver
-from gossipx.drive.peer import Peer, PeerOptions
+from gossipx.drive.options import PeerOptions
+from gossipx.drive.peer import Peer
 from gossipx.drive.progress import Progress
+from gossipx.drive.reporting import Reporter
 from gossipx.drive.shards import ShardKeeper, store_of_shard
 from gossipx.drive.state import TrainingState
-from gossipx.errors import UsageError
 from gossipx.hub import Elastic, ElasticSettings
 from gossipx.metrics import TensorBoardRecorder
 from gossipx.peer import PeerRole, PeerSettings
@@ -42,11 +48,22 @@ from gossipx.record import NullRecorder, Recorder
 from gossipx.server.mode import ServerMode
 from gossipx.sync import SyncManager
 from gossipx.tasks import partition
-from gossipx.tasks.presets import PRESETS
 from gossipx.topology import schedules, weights
 from gossipx.topology.schedules import Schedule
 from gossipx.transports import Address, Carriers
 from gossipx.transports.pace import parse_rate
+
+__all__ = [
+    "Parts",
+    "Place",
+    "check_device",
+    "check_transport",
+    "effective",
+    "elastic",
+    "peer",
+    "schedule",
+    "servers",
+]
 
 SLOWEST = 1.25e6
 """Bytes a second, 10 Mbit/s: the slowest network on which the first model that a peer asks for is expected in time."""
@@ -105,7 +122,7 @@ def peer(
     size = len(place.names)
     run, sync = config.run, config.sync
     max_rate = None if config.exchange.max_rate is None else parse_rate(config.exchange.max_rate)
-    _check_exchange(config)
+    check_exchange(config)
     hub = elastic(config, place.names)
     by_servers = servers(config, place.names) is not None
     # Servers keep what others are given, so that no copy of a boundary is needed.
@@ -186,9 +203,11 @@ def peer(
         place.resumes,
         place.resumes_at,
     )
-    recorder = _recorder(config, place, None if checkpoints.found is None else checkpoints.found.iteration)
+    goes_on_from = None if checkpoints.found is None else checkpoints.found.iteration
+    recorder = _recorder(config, place, served is not None, goes_on_from)
     backward = None if served is None else _backward(module, driver, served, config.server.wait_free)
-    return Peer(module, optimizer, driver, comm, recorder, place.progress, checkpoints, options, evaluate, backward)
+    reporter = Reporter(module, driver, comm, recorder, place.progress, options, evaluate)
+    return Peer(module, optimizer, driver, comm, reporter, checkpoints, options, backward)
 
 
 def _keep_shards(driver: Driver, served: Served, place: Place, keep: int) -> None:
@@ -213,36 +232,6 @@ def _backward(
         driver.tell(GradientsReady(tuple(buckets)))
 
     return lambda look: Backward(module, served.tables, served.desk.client, ready, driver.may_go_on, look, wait_free)
-
-
-EASGD_BETA = 0.9
-"""β of Zhang et al., whose α is β/p."""
-
-
-def elastic(config: RunConfig, names: Sequence[str]) -> ElasticSettings | None:
-    """How workers and the hub go together; None: there is no hub.
-
-    Args:
-        names: of all peers, by rank.
-
-    Raises:
-        UsageError: a hub that is no peer, or settings that do not go with one.
-    """
-    hub, usual = config.hub, HubSettings()
-    if hub.hub is None:
-        for name in ("hub_only", "alpha", "beta", "hub_lost"):
-            if getattr(hub, name) != getattr(usual, name):
-                raise UsageError(f"--{name.replace('_', '-')} is of a hub: name it by --hub, or leave this out")
-        return None
-    rank = rank_of(hub.hub, "--hub", names)
-    workers = len(names) - hub.hub_only
-    if not workers:
-        raise UsageError("--hub-only leaves no peer that trains: give more peers, or leave it out")
-    alpha = EASGD_BETA / workers if hub.alpha is None else hub.alpha
-    beta = workers * alpha if hub.beta is None else hub.beta
-    if beta > workers:
-        raise UsageError(f"--beta {beta:g} moves the centre past a worker's model: at most {workers}, one a worker")
-    return ElasticSettings(rank, alpha, beta / workers, not hub.hub_only, hub.hub_lost)
 
 
 def _exchange_of(hub: ElasticSettings | None, served: Served | None) -> Callable[[Ground, Pulls], Exchange] | None:
@@ -282,27 +271,7 @@ def _carriers(exchange: ExchangeSettings, module: nn.Module) -> Carriers | None:
     return process_group.ProcessGroups(transport, next(module.parameters()).device)
 
 
-def schedule(config: RunConfig, size: int, hosts: Sequence[str] = ()) -> Schedule:
-    """The schedule over the run's graph.
-
-    Args:
-        size: peers in the run.
-        hosts: by rank; the sites of a topology that has none of its own.
-
-    Raises:
-        UsageError: a topology, schedule or weights that are not right, or do not go together.
-    """
-    graph = topology.load(config.sync.topology, size, config.run.seed)
-    weights.check(config.sync.weights, graph)
-    if config.sync.mode == "pushpull" and graph.edge_shares:
-        raise UsageError(
-            f"--mode pushpull takes half of a model, and '{graph.name}' gives edges weights: leave one out"
-        )
-    sites = graph.sites or tuple(hosts.index(host) for host in hosts)
-    return schedules.parse(config.sync.schedule, dataclasses.replace(graph, sites=sites))
-
-
-def _recorder(config: RunConfig, place: Place, goes_on_from: int | None) -> Recorder:
+def _recorder(config: RunConfig, place: Place, is_served: bool, goes_on_from: int | None) -> Recorder:
     if place.directory is None:
         return NullRecorder()
     settings = {
@@ -312,139 +281,6 @@ def _recorder(config: RunConfig, place: Place, goes_on_from: int | None) -> Reco
         if isinstance(value, str | int | float | bool)
     }
     hparams = {**settings, "rank": place.rank}
-    return TensorBoardRecorder(models.directory_of(place.directory, place.rank), hparams, goes_on_from)
-
-
-def effective(config: RunConfig, size: int, has_script: bool) -> RunConfig:
-    """The configuration with the model's preset filled in where nothing was given.
-
-    Args:
-        size: peers in the run.
-        has_script: whether a user's script is trained; the built-in models' presets say nothing about its model then.
-
-    Raises:
-        UsageError: a value that would be refused when peers start, so that it is refused before any does.
-    """
-    if not has_script:
-        config = _with_preset(config)
-    steps = config.task.lr_steps or ()
-    if list(steps) != sorted(steps):
-        raise UsageError(f"--lr-steps do not ascend: {', '.join(map(str, steps))}")
-    policies.parse(config.sync.policy)
-    schedule(config, size)
-    _check_exchange(config)
-    return config
-
-
-def _check_exchange(config: RunConfig) -> None:
-    """Refuse settings of what is exchanged, and how, that do not go together."""
-    sync = config.sync
-    averages = mixing.parse(sync.mixing) == mixing.Average()
-    if config.hub.hub is not None:
-        with_each_other = {"--mode": sync.mode != "pull", "--exchange": sync.exchange != "pulls"}
-        for option, given_too in with_each_other.items():
-            if given_too:
-                raise UsageError(f"{option} is of peers that exchange with each other, not with a hub: leave one out")
-    if sync.exchange == "waves":
-        if sync.mode != "pull":
-            raise UsageError(f"--mode {sync.mode} is of exchanges of two peers, and a wave is of all: leave one out")
-        if sync.topology != SyncSettings().topology:
-            raise UsageError(
-                f"--topology {sync.topology} says who may pull from whom, and in a wave any two peers meet:"
-                " leave it out, or --exchange pulls"
-            )
-        if sync.schedule is not None:
-            raise UsageError(
-                f"--schedule {sync.schedule} says whose turn it is, and a wave has rounds of its own:"
-                " leave it out, or --exchange pulls"
-            )
-        if sync.weights != "uniform":
-            raise UsageError(
-                f"--weights {sync.weights} weighs the models of two peers, and a wave averages all models alike:"
-                " leave it out, or --exchange pulls"
-            )
-        if not averages:
-            raise UsageError(
-                f"--mixing {sync.mixing} says how a pulled model enters, and a wave averages all models alike:"
-                " leave it out, or --exchange pulls"
-            )
-    if sync.weights != "uniform":
-        goes_with = {"push-sum": "push", "metropolis": "pull"}[sync.weights]
-        if sync.mode != goes_with:
-            raise UsageError(f"--weights {sync.weights} goes with --mode {goes_with}, not {sync.mode}: leave one out")
-    if (sync.mode == "pushpull" or sync.weights == "push-sum") and not averages:
-        given = "--mode pushpull" if sync.mode == "pushpull" else "--weights push-sum"
-        raise UsageError(f"{given} sets the share of a received model itself: leave --mixing out")
-    exchange = config.exchange
-    pulls = sync.exchange == "pulls" and sync.mode == "pull"
-    usual = ExchangeSettings()
-    given = "--exchange waves" if sync.exchange == "waves" else f"--mode {sync.mode}"
-    if exchange.max_served != usual.max_served and not pulls:
-        raise UsageError(f"--max-served counts pulls, and with {given} nobody pulls: leave one out")
-    if exchange.max_pushes != usual.max_pushes and sync.mode != "push":
-        raise UsageError(f"--max-pushes goes with --mode push, not {sync.mode}: leave one out")
-    if exchange.serve_share != usual.serve_share and not pulls:
-        raise UsageError(f"--serve-share is of answering pulls, and with {given} nobody pulls: leave one out")
-    if exchange.serve_share != usual.serve_share and sync.blocking:
-        raise UsageError(
-            "--serve-share keeps answers from taking time of training, and with --blocking training waits for pulls"
-            " anyway, so that all are answered: leave one out"
-        )
-    if exchange.max_rate is not None and exchange.transport == "shm":
-        raise UsageError(
-            f"--max-rate {exchange.max_rate} is of a network, and with --transport shm no model goes over one:"
-            " leave one out"
-        )
-
-
-def check_device(name: str, option: str, file: Path | None = None, line: int | None = None) -> None:
-    """Look whether this machine has a device, without opening it.
-
-    Args:
-        option: how it was named, for the message; ``file`` and ``line``: where.
-
-    Raises:
-        UsageError: it is none, or is not here.
-    """
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise UsageError(f"{option} '{name}' is no device: cpu, cuda:0, mps or the like", file, line) from None
-    if device.type == "cpu":
-        return
-    kind = getattr(torch, device.type, None)
-    there = kind.device_count() if kind is not None and hasattr(kind, "device_count") else 0
-    if (device.index or 0) >= there:
-        raise UsageError(
-            f"{option} '{name}': {there} devices of type {device.type} are here; cpu always is", file, line
-        )
-
-
-def check_transport(exchange: ExchangeSettings, device: str | None) -> None:
-    """Look whether models can travel so, here.
-
-    Args:
-        device: of the model; None: a script will say.
-
-    Raises:
-        UsageError: they cannot.
-    """
-    transport = exchange.transport
-    if transport == "gloo" or transport == "nccl":
-        from gossipx.transports import process_group
-
-        process_group.check(transport, None if device is None else torch.device(device))
-
-
-def _with_preset(config: RunConfig) -> RunConfig:
-    task = config.task
-    preset = PRESETS[task.model]
-    keys = ("batch_size", "base_lr", "gamma", "momentum", "weight_decay", "lr_steps")
-    filled = {key: getattr(preset, key) for key in keys if getattr(task, key) is None}
-    # A policy named without arguments gets the model's; one with arguments stands as it was given.
-    policy = preset.policies.get(config.sync.policy, config.sync.policy)
-    return dataclasses.replace(
-        config,
-        task=dataclasses.replace(task, **filled),
-        sync=dataclasses.replace(config.sync, policy=policy),
-    )
+    around = {"gossipx: hub": config.hub.hub is not None, "gossipx: servers": is_served}
+    parts = ["gossipx", *(part for part, there in around.items() if there)]
+    return TensorBoardRecorder(models.directory_of(place.directory, place.rank), hparams, parts, goes_on_from)

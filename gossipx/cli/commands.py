@@ -197,7 +197,7 @@ def _print_table(rows: list[Row]) -> None:
         ("accuracy before finish", lambda row: _shown(row.accuracy_before_finish, "{:.4f}")),
         ("averaged model", lambda row: _shown(row.accuracy_averaged, "{:.4f}")),
         ("wall time, s", lambda row: f"{row.wall_seconds:.1f}"),
-        ("blocked", lambda row: _shown(row.blocked, "{:.2%}")),
+        ("time blocked", lambda row: _shown(row.blocked, "{:.2%}")),
         ("lost peers", lambda row: str(row.lost)),
     )
     table = Table()

@@ -194,6 +194,7 @@ class Backward:
         """Take all hooks away."""
         for handle in self._handles:
             handle.remove()
+        self._look = lambda: None  # its peer holds us
 
 
 class Bypass:

@@ -149,7 +149,7 @@ class Driver:
         return self.transfers.comm
 
     @comm.setter
-    def comm(self, comm: CommManager) -> None:
+    def comm(self, comm: CommManager | None) -> None:
         self.transfers.comm = comm
 
     # --- events -------------------------------------------------------------------------------------
@@ -189,6 +189,11 @@ class Driver:
             return result.result(patience)
         except TimeoutError:
             return "no answer within peer_timeout"
+
+    def counted(self) -> dict[str, tuple[int, float]]:
+        """What a hub or the shards here have counted by now; see :attr:`gossipx.peer.exchange.Exchange.counted`."""
+        with self._lock:
+            return self.role.counted
 
     @property
     def stranger(self) -> NotAuthorisedError | RefusedError | None:
@@ -232,6 +237,7 @@ class Driver:
         self.tables.close(wait=self.keeper is not None)
         if self.keeper is not None:
             self.keeper.close()
+        self.on_retrieval = lambda retrieval: None  # who is told holds us
 
     # --- effects ------------------------------------------------------------------------------------
 
@@ -437,7 +443,8 @@ class Driver:
                     drifts = self.role.sync.policy.uses_drift
                     transfer.distance = self.arena.subtract(transfer.incoming.buffer, on_host=drifts)
                 self.arena.commit(transfer.incoming.buffer, share)
-            self.on_retrieval(Retrieval(transfer.seconds, self.arena.step - transfer.their_step, transfer.distance))
+            staleness, of_centre = self.arena.step - transfer.their_step, isinstance(transfer.request, ElasticRequest)
+            self.on_retrieval(Retrieval(transfer.seconds, staleness, transfer.distance, of_centre))
             self.held.moved(transfer, share, ticket if own else None)
         transfer.incoming.release()
         self._forget(ticket)

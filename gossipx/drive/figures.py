@@ -21,11 +21,16 @@ class Before:
     poisoned: int = 0
 
 
+_KEPT = ("blocked", "waited", "overhead", "distance")
+"""Attributes that a checkpoint keeps as they are."""
+
+
 class Figures:
     """Seconds and bytes.
 
     Attributes:
         blocked: seconds that gossipx stopped the training thread.
+        waited: of these, seconds for tables of a parameter server.
         overhead: seconds that it measured the model and recorded figures there.
         distance: the last estimate of the consensus distance.
         squared_distances: ‖x_j − x_i‖² of the retrievals since then.
@@ -36,6 +41,7 @@ class Figures:
 
     def __init__(self) -> None:
         self.blocked = 0.0
+        self.waited = 0.0
         self.overhead = 0.0
         self.distance: float | None = None
         self.squared_distances: list[float] = []
@@ -62,13 +68,14 @@ class Figures:
         before = Before(
             self.received(received), self.before.bytes_sent + sent, seconds, self.before.poisoned + poisoned
         )
-        own = {"blocked": self.blocked, "overhead": self.overhead, "distance": self.distance}
+        own = {name: getattr(self, name) for name in _KEPT}
         return {"before": dataclasses.asdict(before), **own, "squared_distances": list(self.squared_distances)}
 
     def go_on(self, kept: Mapping[str, Any]) -> None:
         """Go on from what :meth:`kept` gave; before :meth:`start`."""
         self.before = Before(**kept["before"])
-        self.blocked, self.overhead, self.distance = kept["blocked"], kept["overhead"], kept["distance"]
+        for name in _KEPT:
+            setattr(self, name, kept[name])
         self.squared_distances = list(kept["squared_distances"])
 
     def end(self, received: int) -> None:
@@ -80,6 +87,6 @@ class Figures:
         """Bytes received while training."""
         return received - self._bytes_at_start
 
-    def blocked_fraction(self) -> float:
-        """Share of the training's wall time so far that gossipx stopped the training thread."""
-        return self.blocked / (time.perf_counter() - self._began)
+    def fraction(self, seconds: float) -> float:
+        """Share that these are of the training's wall time so far."""
+        return seconds / (time.perf_counter() - self._began)

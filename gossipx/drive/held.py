@@ -24,11 +24,13 @@ class Retrieval:
         staleness: own iterations minus those that the model had seen.
         distance: ‖x_j − base‖₂ over the trained values, the base being the own model as of the request, or when a push
             is mixed; None where either is a mean of several peers' models.
+        of_centre: it was a hub's centre, as it was before this exchange.
     """
 
     seconds: float
     staleness: int
     distance: float | None
+    of_centre: bool = False
 
 
 class Held:

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import Dataset, Subset
@@ -25,42 +21,12 @@ from gossipx.drive.backward import Backward, Bypass
 from gossipx.drive.checkpoints import Checkpoints
 from gossipx.drive.control import Control
 from gossipx.drive.driver import Driver
-from gossipx.drive.figures import Figures
-from gossipx.drive.held import Retrieval
-from gossipx.drive.progress import Progress
+from gossipx.drive.options import PeerOptions
+from gossipx.drive.reporting import Reporter
 from gossipx.errors import GossipxError, UsageError
 from gossipx.messages import Stage
-from gossipx.record import Recorder
-from gossipx.sync import consensus_distance
 
 log = logging.getLogger("gossipx")
-
-
-@dataclass(frozen=True)
-class PeerOptions:
-    """What surrounds a peer's training.
-
-    Attributes:
-        name: this peer's.
-        policy: in words.
-        directory: the run's; None: nothing is written.
-        log_interval: iterations between two records of the figures of every step.
-        distance_interval: iterations between two estimates of the consensus distance (Eq. 8).
-        split: indices of a data set's samples for each rank, from its labels.
-        by_label: whether that looks at the labels, or at how many there are alone.
-        save_model: whether the final model is written.
-        under_run: whether ``gossipx run`` started this process: SIGTERM then means leave.
-    """
-
-    name: str
-    policy: str
-    directory: Path | None
-    log_interval: int
-    distance_interval: int
-    split: Callable[[np.ndarray[Any, Any]], list[np.ndarray[Any, Any]]]
-    by_label: bool = False
-    save_model: bool = True
-    under_run: bool = False
 
 
 class Peer:
@@ -81,33 +47,24 @@ class Peer:
         optimizer: torch.optim.Optimizer | None,
         driver: Driver,
         comm: CommManager,
-        recorder: Recorder,
-        progress: Progress,
+        reporter: Reporter,
         checkpoints: Checkpoints,
         options: PeerOptions,
-        evaluate: Callable[[nn.Module], float] | None = None,
         backward: Callable[[Callable[[], None]], Backward] | None = None,
     ):
         self.rank = driver.role.rank
         self.size = driver.role.size
         self._module = module
-        self._evaluate = evaluate
         self._driver = driver
-        driver.on_retrieval = self._retrieved
         self._role = driver.role
         self._arena = driver.arena
         self._comm = comm
-        self._recorder = recorder
-        self._progress = progress
+        self._reporter = reporter
         self._checkpoints = checkpoints
         self._options = options
-        self._figures = Figures()
-        self._last: dict[str, float] = {}
         self._term = threading.Event()
         self._steps = 0
         self._open = True
-        self._state = "starting"  # as it was last told
-        self._agreed = False  # whether this model has been averaged in the finish
         self._hook = None
         self._backward = None if backward is None else backward(self._look_while_waiting)
         self._bypass: Bypass | None = None
@@ -150,16 +107,16 @@ class Peer:
             if self._driver.waiting or self._driver.error or self._term.is_set():
                 self._wait()
             went_on = time.perf_counter()
-            self._record(delta)
-            self._checkpoints.step_done(self._kept)
+            self._reporter.step_done(delta)
+            self._checkpoints.step_done(self._reporter.kept)
         finally:
             self._arena.go_on()
         if self._backward is not None:
             self._backward.after_step()
-            self._figures.blocked += self._backward.waited
-            self._backward.waited = 0.0
-        self._figures.blocked += went_on - measured
-        self._figures.overhead += measured - began + time.perf_counter() - went_on
+            self._count_waited(self._backward)
+        figures = self._reporter.figures
+        figures.blocked += went_on - measured
+        figures.overhead += measured - began + time.perf_counter() - went_on
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """For all but the last backward pass of an iteration, in server mode: gradients accumulate and do not leave.
@@ -178,8 +135,13 @@ class Peer:
         """
         if self._backward is not None:
             self._backward.wait(tables)
-            self._figures.blocked += self._backward.waited
-            self._backward.waited = 0.0
+            self._count_waited(self._backward)
+
+    def _count_waited(self, backward: Backward) -> None:
+        figures = self._reporter.figures
+        figures.blocked += backward.waited
+        figures.waited += backward.waited
+        backward.waited = 0.0
 
     def update(self, table: int, gradient: torch.Tensor) -> None:
         """In server mode, take the gradient of a table that autograd does not make; see :meth:`sync` for its number.
@@ -228,8 +190,7 @@ class Peer:
         Args:
             value: a number, or what float() makes one of, such as a tensor of one element.
         """
-        self._last[tag] = float(value)
-        self._recorder.scalar(tag, self._last[tag], self._arena.step)
+        self._reporter.scalar(tag, float(value))
 
     def state_dict(self) -> dict[str, Any]:
         """Iterations done, and what the next decision needs, as plain data: for a loop that goes back by itself.
@@ -274,14 +235,7 @@ class Peer:
         Raises:
             UsageError: it has no labels, and the partition needs them.
         """
-        labels = getattr(dataset, "targets", getattr(dataset, "labels", None))
-        if labels is None and self._options.by_label:
-            raise UsageError(
-                "peer.shard deals by label under --partition dirichlet: the data set has no targets or labels"
-            )
-        length = len(dataset)  # type: ignore[arg-type]
-        given = np.zeros(length, dtype=np.int64) if labels is None else np.asarray(labels)
-        return Subset(dataset, self._options.split(given)[self.rank].tolist())
+        return Subset(dataset, self._options.part(dataset, self.rank))
 
     def _optimizer_stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self._bypass is not None:
@@ -298,13 +252,13 @@ class Peer:
         with contextlib.ExitStack() as undo:
             undo.callback(self.close)
             if kept := self._checkpoints.restore():
-                self._figures.go_on(kept)
+                self._reporter.figures.go_on(kept)
             process.join(self, self._options.under_run)
             if threading.current_thread() is threading.main_thread() and self._options.under_run:
                 process.on_sigterm(self._asked_to_leave)
-            self._progress.watch_parent()
+            self._reporter.progress.watch_parent()
             self._comm.start()
-            self._tell_progress("joining")
+            self._reporter.tell("joining")
             self._driver.tell(JoinRun(self._checkpoints.resumed))
             self._wait()
             if self._driver.stranger is not None:  # nobody else has come: do not train alone by mistake
@@ -317,8 +271,8 @@ class Peer:
         self._checkpoints.start()
         if self._backward is not None and self._options.directory is not None:
             self._control = Control(self._options.directory, self._command)
-        self._figures.start(self._comm.bytes_received)
-        self._tell_progress("train")
+        self._reporter.training_begins()
+        self._reporter.tell("train")
         self._arena.go_on()
 
     def _command(self, told: Mapping[str, Any]) -> str:
@@ -342,30 +296,28 @@ class Peer:
             return
         if not self._steps and self.trains:
             log.warning("no iteration was counted: give gossipx.join the optimizer, or call peer.step() in the loop")
-        figures = self._figures
-        figures.end(self._comm.bytes_received)
+        reporter = self._reporter
+        reporter.training_ended()
         agrees = self._takes_part()
         self._arena.set_boundary(self._arena.step)  # with what the loop did since its last step (averaged weights, say)
-        self._tell_progress("finish" if self.trains else "serve")
+        reporter.tell("finish" if self.trains else "serve")
         if agrees:
-            self._checkpoints.training_ended(self._kept)
-        before = self._measure_accuracy() if self.trains else None
+            self._checkpoints.training_ended(reporter.kept)
+        before = reporter.accuracy() if self.trains else None
         self._driver.tell(TrainingEnded(agrees))
         self._wait()
         self.sync()
         if not self.trains:  # that was what it is here for
-            figures.end(self._comm.bytes_received)
-        self._record_retrievals()  # the last one may have been mixed just now
-        self._recorder.scalar("sync/retrievals", self._role.sync.retrievals, self._arena.step)
-        figures.finish_bytes = self._comm.bytes_received - figures.bytes_at_end
-        self._agreed = self._role.stage is Stage.AGREE
-        after = self._measure_accuracy() if self._agreed else before
+            reporter.training_ended()
+        reporter.finished()
+        agreed = self._role.stage is Stage.AGREE  # this model has been averaged
+        after = reporter.accuracy() if agreed else before
         if after is not None:
             self.log("test/accuracy", after)
         unsaved = self._save() or self._checkpoints.flush()
-        self._driver.tell(FiguresReady(self._report(before, after)))
+        self._driver.tell(FiguresReady(reporter.report(before, after)))
         self._wait()
-        self._tell_result()
+        reporter.tell_result(agreed)
         self.close()
         if unsaved is not None:
             raise unsaved
@@ -378,6 +330,12 @@ class Peer:
             log.warning("%s; this peer takes no part in the finish", error)
             return False
         return True
+
+    def _save(self) -> GossipxError | None:
+        """Write the model; an error to end with, if that cannot be done: the figures are worth telling first."""
+        if self._options.directory is None or not self._options.save_model:
+            return None
+        return models.save(self._module, models.file_of(self._options.directory, self.rank))
 
     def leave(self) -> None:
         """Take no further part, without a finish, and tell the others."""
@@ -393,6 +351,7 @@ class Peer:
         self._open = False
         if self._control is not None:
             self._control.close()
+            self._control = None  # it holds us
         self._arena.give_up()
         process.leave(self)
         for hook in (self._hook, self._bypass, self._backward):
@@ -402,7 +361,8 @@ class Peer:
                 hook.remove()
         self._driver.close()
         self._comm.close()
-        self._recorder.close()
+        self._driver.comm = None  # it tells the driver of requests: both would stay until a gc run
+        self._reporter.close()
         self._checkpoints.close()
         self._arena.detach()
 
@@ -419,7 +379,7 @@ class Peer:
         else:
             self.leave()
             if isinstance(error, SystemExit) and not error.code:
-                self._tell_progress("left")
+                self._reporter.tell("left")
 
     # --- leaving early ------------------------------------------------------------------------------
 
@@ -432,11 +392,11 @@ class Peer:
         if not self._term.is_set():
             return
         if self._steps:
-            self._checkpoints.leaving(self._kept)
+            self._checkpoints.leaving(self._reporter.kept)
         self._tell_leaving()
         with self._driver.committing:
             unsaved = self._save() or self._checkpoints.flush()
-        self._tell_progress("left")
+        self._reporter.tell("left")
         self.close()
         if unsaved is not None:
             raise unsaved
@@ -452,128 +412,15 @@ class Peer:
 
     def _look(self) -> bool:
         """Now and then while waiting: whether to leave."""
-        if self._progress.due:
-            self._tell_progress(self._state)
-        if self._state == "serve":  # no step of its own would be one to take a checkpoint at
-            self._checkpoints.step_done(self._kept)
+        reporter = self._reporter
+        if reporter.progress.due:
+            reporter.tell(reporter.state)
+        if reporter.state == "serve":  # no step of its own would be one to take a checkpoint at, or record something
+            self._checkpoints.step_done(reporter.kept)
+            reporter.record_counted(self._options.log_interval)
         return self._term.is_set()
 
     def _tell_leaving(self) -> None:
         if self._driver.error is None:
             self._driver.tell(LeaveRun())
             self._driver.wait()
-
-    # --- figures ------------------------------------------------------------------------------------
-
-    def _retrieved(self, retrieval: Retrieval) -> None:
-        if retrieval.distance is not None:
-            self._figures.squared_distances.append(retrieval.distance**2)
-        self._figures.retrievals.append(retrieval)  # recorded when the model is mixed and training may go on
-
-    def _record(self, delta: float) -> None:
-        step, options, figures = self._arena.step, self._options, self._figures
-        self._record_retrievals()
-        if step % options.log_interval == 0:
-            scalar = self._recorder.scalar
-            scalar("sync/delta", delta, step)
-            scalar("sync/delta_difference", self._role.sync.difference, step)
-            scalar("sync/retrievals", self._role.sync.retrievals, step)
-            scalar("comm/bytes_received", figures.received(self._comm.bytes_received), step)
-            scalar("time/blocked_fraction", figures.blocked_fraction(), step)
-        if step % options.distance_interval == 0 and figures.squared_distances:
-            figures.distance = consensus_distance(figures.squared_distances, self.size)
-            figures.squared_distances.clear()
-            self._recorder.scalar("sync/consensus_distance", figures.distance, step)
-        if self._progress.due:
-            self._tell_progress("train")
-
-    def _record_retrievals(self) -> None:
-        for retrieval in self._figures.retrievals:
-            self._recorder.scalar("comm/pull_seconds", retrieval.seconds, self._arena.step)
-            self._recorder.scalar("comm/staleness", retrieval.staleness, self._arena.step)
-        self._figures.retrievals.clear()
-
-    def _measure_accuracy(self) -> float | None:
-        if self._evaluate is None:
-            return None
-        self._arena.snapshot().release()  # what others are given meanwhile: evaluating may change the model for a while
-        given = self._evaluate(self._module)
-        try:
-            accuracy = float(given)
-        except (TypeError, ValueError):  # at the end of a training that is not to be lost for it
-            log.warning("evaluate gave %s, which is no accuracy: a number from 0 to 1", type(given).__name__)
-            return None
-        return accuracy if math.isfinite(accuracy) else None
-
-    def _report(self, before: float | None, after: float | None) -> dict[str, Any]:
-        figures, sync = self._figures, self._role.sync
-        return {
-            "name": self._options.name,
-            "policy": self._options.policy,
-            "iterations": self._arena.step,
-            "retrievals": sync.retrievals,
-            "taken_in": self._role.taken_in,
-            "delayed_pulls": self._role.delayed_pulls,
-            "bytes_received": figures.received(figures.bytes_at_end),
-            "bytes_sent": figures.before.bytes_sent + self._comm.bytes_sent,
-            "finish_bytes": figures.finish_bytes,
-            "test_accuracy": after,
-            "test_accuracy_before_finish": before,
-            "blocked_seconds": figures.blocked,
-            "overhead_seconds": figures.overhead,
-            "train_seconds": figures.seconds,
-            "skipped": sync.skipped,
-            "failed": sync.failed,
-            "poisoned": figures.before.poisoned + self._role.poisoned,
-            "finish_rounds_lost": self._role.rounds_lost,
-            "consensus_distance": figures.distance,
-        }
-
-    def _kept(self) -> dict[str, Any]:
-        return self._figures.kept(self._comm.bytes_received, self._comm.bytes_sent, self._role.poisoned)
-
-    def _tell_progress(self, state: str) -> None:
-        self._state = state
-        self._progress.tell(
-            state=state,
-            step=self._arena.step,
-            loss=self._last.get("train/loss"),
-            accuracy=self._last.get("test/accuracy"),
-            retrievals=self._role.sync.retrievals if self.trains else self._role.taken_in,
-            bytes=self._comm.bytes_received,
-        )
-
-    def _tell_result(self) -> None:
-        missing = self._role.missing()
-        reports = {rank: other.report for rank, other in self._role.members.others.items() if rank not in missing}
-        self._progress.tell(
-            result={
-                "report": self._role.report,
-                "reports": reports,
-                "missing": missing,
-                "consensus_accuracy": self._averaged_accuracy(missing),
-                "consensus_distance": self._figures.distance,
-                "seconds_before": self._figures.before.seconds,
-            }
-        )
-
-    def _save(self) -> GossipxError | None:
-        """Write the model; an error to end with, if that cannot be done: the figures are worth telling first."""
-        if self._options.directory is None or not self._options.save_model:
-            return None
-        return models.save(self._module, models.file_of(self._options.directory, self.rank))
-
-    def _averaged_accuracy(self, missing: Sequence[int]) -> float | None:
-        """The accuracy of the average of all final models, measured by the lowest rank, where it can read them all."""
-        present = [rank for rank in range(self.size) if rank not in missing]
-        if self._evaluate is None or self._options.directory is None:
-            return None
-        # Elsewhere one's own is the average, after a last wave; without one, nobody there has it.
-        elsewhere = self._last.get("test/accuracy") if self._agreed else None
-        if self.rank != present[0]:
-            return elsewhere
-        files = [models.file_of(self._options.directory, rank) for rank in present]
-        if not all(file.is_file() for file in files):
-            return elsewhere
-        with models.holding_average(self._module, files) as held:
-            return self._measure_accuracy() if held else None

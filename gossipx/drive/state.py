@@ -25,6 +25,7 @@ from gossipx.errors import UsageError
 from gossipx.hub import Centre, Elastic
 
 MODEL, OPTIMIZER, RANDOM, PEER, DRIFT, HUB = "model", "optimizer", "random", "peer", "drift", "hub"
+TABLES = "tables"
 """Names of a peer's parts."""
 SCRIPT = "script."
 """Names of a script's own parts begin so: they meet none of the others."""
@@ -99,6 +100,8 @@ class TrainingState:
         parts[RANDOM] = _random(self._device)
         if self._optimizer is not None:
             parts[OPTIMIZER] = pack(self._optimizer.state_dict(), OPTIMIZER)
+        if (desk := driver.transfers.desk) is not None and driver.role.trains and (kept := desk.client.state_dict()):
+            parts[TABLES] = pack(kept, TABLES)
         with driver.committing:
             snapshot = arena.snapshot(whole=True)
             told = {**driver.state_dict(), "about": self._about, "figures": dict(figures)}
@@ -141,6 +144,11 @@ class TrainingState:
                 self._optimizer.load_state_dict(unpack(checkpoint.parts[OPTIMIZER]))
             except (ValueError, KeyError) as error:
                 raise UsageError(f"the checkpoint is of another optimizer: {error}", checkpoint.path) from error
+        if (desk := driver.transfers.desk) is not None and TABLES in checkpoint.parts:
+            try:
+                desk.client.load_state_dict(unpack(checkpoint.parts[TABLES]))
+            except (UsageError, ValueError) as error:
+                raise UsageError(f"the checkpoint is of other tables: {error}", checkpoint.path) from error
         driver.load_state_dict(told)
         if driver.role.sync.policy.uses_drift and (vectors := unpack(checkpoint.parts[DRIFT])):
             driver.held.reference.load(vectors)

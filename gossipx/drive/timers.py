@@ -36,6 +36,7 @@ class Timers:
             self._changed.notify()
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=5)
+        self._fire = lambda name: None  # who is told holds us
 
     def _run(self) -> None:
         while True:

@@ -316,8 +316,9 @@ class Transfers:
         self._outbox.put(what)
 
     def close(self) -> None:
-        """Send nothing any more."""
+        """Send nothing any more, and tell nobody."""
         self._outbox.close()
+        self._tell = self._note = self._fail = _nobody  # who was told holds us
 
     # --- what came of it --------------------------------------------------------------------------
 
@@ -411,3 +412,7 @@ class Transfers:
             brought.release()
         elif brought is not None:
             brought.incoming.release()
+
+
+def _nobody(*told: object) -> None:
+    """Whom those tell who are closed."""

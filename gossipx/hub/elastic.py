@@ -179,6 +179,10 @@ class Elastic(Exchange):
         return self.centre.exchanges if self.centre else 0
 
     @property
+    def counted(self) -> dict[str, tuple[int, float]]:
+        return {"hub/exchanges": (self.centre.step, self.centre.exchanges)} if self.centre else {}
+
+    @property
     def gives(self) -> bool:
         return not self._ends_at_once
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,19 @@ PAGE = {
         "Training loss": ["Multiline", ["train/loss"]],
         "Bytes received": ["Multiline", ["comm/bytes_received"]],
         "Share of time blocked": ["Multiline", ["time/blocked_fraction"]],
-    }
+    },
+    "gossipx: hub": {
+        "Distance to the centre before each exchange": ["Multiline", ["sync/elastic_distance"]],
+        "The centre's exchanges": ["Multiline", ["hub/exchanges"]],
+    },
+    "gossipx: servers": {
+        "Clock of each shard": ["Multiline", ["server/clock/"]],
+        "Delayed pulls (DPRs) of each shard": ["Multiline", ["server/delayed_pulls/"]],
+        "Gradients that each shard took in": ["Multiline", ["server/gradients/"]],
+        "Share of time that workers wait for tables": ["Multiline", ["time/tables_fraction"]],
+    },
 }
-"""The custom-scalars page: each chart lays all peers of all runs over each other. Figures are the paper's."""
+"""The custom-scalars page by its parts; each chart lays all peers of all runs over each other. Figures: the paper's."""
 
 
 class TensorBoardRecorder:
@@ -29,17 +39,24 @@ class TensorBoardRecorder:
     Args:
         directory: of this peer.
         hparams: settings that TensorBoard's HPARAMS page compares runs by.
+        parts: of the page, those that this run has curves for.
         goes_on_from: an iteration; what the directory has of later ones was lost, and is not shown. None: a new run.
     """
 
-    def __init__(self, directory: Path, hparams: Mapping[str, Any], goes_on_from: int | None = None):
+    def __init__(
+        self,
+        directory: Path,
+        hparams: Mapping[str, Any],
+        parts: Sequence[str] = ("gossipx",),
+        goes_on_from: int | None = None,
+    ):
         # Imported here: reading summaries and comparing runs needs no torch.
         from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams as hparams_summary
 
         purged = None if goes_on_from is None else goes_on_from + 1
         self._writer = SummaryWriter(str(directory), purge_step=purged, flush_secs=FLUSH_SECONDS)
-        self._writer.add_custom_scalars(PAGE)
+        self._writer.add_custom_scalars({part: PAGE[part] for part in parts})
         # SummaryWriter.add_hparams would write a run of its own beside this one.
         file_writer = self._writer._get_file_writer()  # type: ignore[no-untyped-call]
         for part in hparams_summary(dict(hparams), {"test/accuracy": 0.0}):  # type: ignore[no-untyped-call]

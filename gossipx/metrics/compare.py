@@ -22,7 +22,7 @@ class Row:
         accuracy_worst: the worst peer's.
         accuracy_before_finish: mean.
         accuracy_averaged: of the average of all models.
-        blocked: share of the training time in which gossipx stopped the training thread, mean.
+        blocked: share of the training time in which gossipx stopped the training thread, mean of those that train.
         lost: how many peers did not finish.
     """
 

@@ -44,7 +44,7 @@ class Summary:
         lost: names of peers that did not finish.
         wall_seconds: from the first peer's first iteration to the last peer's end.
         train_seconds: each peer's, from its first iteration to its last.
-        blocked_seconds: the training thread stopped by gossipx, while training.
+        blocked_seconds: the training thread stopped by gossipx, while training; None where a peer only serves others.
         overhead_seconds: the training thread measuring its own model and recording figures.
         skipped: decisions to exchange while one was under way, or when no other could be asked or all were busy.
         failed: exchanges begun and not completed.

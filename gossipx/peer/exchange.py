@@ -306,6 +306,11 @@ class Exchange(abc.ABC):
         return 0
 
     @property
+    def counted(self) -> dict[str, tuple[int, float]]:
+        """What is counted here for all: by its tag, the iteration that who trains has come to, and the figure."""
+        return {}
+
+    @property
     def gives(self) -> bool:
         """Whether our own model is one that others may pull."""
         return True

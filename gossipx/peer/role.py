@@ -240,6 +240,11 @@ class PeerRole:
         return self.exchange.delayed_pulls if self.exchange else 0
 
     @property
+    def counted(self) -> dict[str, tuple[int, float]]:
+        """What a hub or the shards here have counted; see :attr:`gossipx.peer.exchange.Exchange.counted`."""
+        return self.exchange.counted if self.exchange else {}
+
+    @property
     def rounds_lost(self) -> int:
         """Rounds of the finish that a missing partner cost."""
         last = self.waves.current

@@ -124,8 +124,8 @@ class SyncModel(abc.ABC):
     def fetches(self, progress: int, fetched: int) -> bool:
         """On a worker: whether it pulls after iteration ``progress``, or computes on with the tables that it has.
 
-        Modularized Parameter Server, Code 4.4 (AfterClientUpdate). It pushes every gradient all the same. That of the
-        model which the run began with holds, also after a switch.
+        Modularized Parameter Server, Code 4.4 (AfterClientUpdate). It pushes every gradient all the same. After a
+        switch it hears of the new model by the next tables that it is given.
 
         Args:
             progress: i, the iteration whose gradient it has pushed last.

@@ -188,6 +188,10 @@ class ServerMode(Exchange, Home):
     def delayed_pulls(self) -> int:
         return self._before[1] + sum(shard.clock.counts.delayed for shard in self.shards.values())
 
+    @property
+    def counted(self) -> dict[str, tuple[int, float]]:
+        return {tag: figure for shard in self.shards.values() for tag, figure in shard.counted.items()}
+
     # --- the worker -------------------------------------------------------------------------------
 
     def begun(self, now: float) -> list[Effect]:

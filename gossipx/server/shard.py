@@ -109,6 +109,7 @@ class Shard:
         self.index = index
         self.clock = clock
         self.records = Records(index)
+        self._begins_by = clock.model
         self._plan = deque(plan)
         self._every = every
         self._kept = 0  # the clock of the last checkpoint
@@ -146,6 +147,14 @@ class Shard:
     def holding_up(self) -> list[int]:
         """Workers that pulls wait for."""
         return self.clock.holding_up if self.clock.waiting else []
+
+    @property
+    def counted(self) -> dict[str, tuple[int, float]]:
+        """Its clock, delayed pulls (DPRs), gradients taken in; see :attr:`gossipx.peer.exchange.Exchange.counted`."""
+        clock = self.clock
+        furthest = max([clock.clock, *(progress + 1 for progress in clock.progress.values())])
+        figures = {"clock": clock.clock, "delayed_pulls": clock.counts.delayed, "gradients": clock.counts.gradients}
+        return {f"server/{name}/shard-{self.index:02d}": (furthest, value) for name, value in figures.items()}
 
     # --- checkpoints ------------------------------------------------------------------------------
 
@@ -408,7 +417,8 @@ class Shard:
         return [self._give(one) for one in worker.pulls.pop(progress, [])]
 
     def _give(self, waiting: _Waiting) -> Answer:
-        reply = TablesReply(self.clock.clock, ())
+        sync = "" if self.clock.model is self._begins_by else describe(self.clock.model)
+        reply = TablesReply(self.clock.clock, (), sync)
         tables = None if waiting.bucket < 0 else (self.index, waiting.bucket)
         return Answer(waiting.key, reply, waiting.deadline, tables=tables)
 

@@ -17,6 +17,7 @@ from gossipx.messages import AcceptReply, BusyReply, GradientRequest, Reply, Tab
 from gossipx.peer.exchange import Ground
 from gossipx.peer.membership import REST_FIRST
 from gossipx.server.conditions import SyncModel
+from gossipx.server.models import parse
 
 AGAIN = "again"
 """The timers after which a shard is asked again: this, a space and its index."""
@@ -42,6 +43,8 @@ class _Way:
         agreed: it has said that it would answer (without overlap).
         fetched: the clock that it gave its tables by, the least of its buckets.
         skips: it is not asked after this iteration, whose pushes are on their way.
+        sync: its sync model, by its last answer: says after which iterations it is pulled from; None: after each.
+        told: what that answer said of it.
     """
 
     holders: tuple[int, ...]
@@ -57,6 +60,8 @@ class _Way:
     agreed: bool = True
     fetched: int = NONE_YET
     skips: bool = False
+    sync: SyncModel | None = None
+    told: str = ""
 
     @property
     def server(self) -> int:
@@ -75,7 +80,7 @@ class Worker:
         holders: by shard, the ranks that may hold it, the first of them as the run begins.
         buckets: by shard, how many it has.
         overlap: whether each shard is pulled from as soon as it has what was pushed.
-        syncs: by shard, the sync model, which says after which iterations it is pulled from; none: after each.
+        syncs: by shard, the sync model that the run begins with; none: it is pulled from after each iteration.
     """
 
     def __init__(
@@ -88,8 +93,10 @@ class Worker:
     ):
         self._ground = ground
         self._overlap = overlap
-        self._syncs = syncs
         self._ways = [_Way(*one) for one in zip(holders, buckets, strict=True)]
+        self._begins_by: list[SyncModel | None] = [*syncs] if syncs else [None] * len(self._ways)
+        for way, sync in zip(self._ways, self._begins_by, strict=True):
+            way.sync = sync
         # One number for all shards, though their clocks may differ: were it another on each, two workers could each be
         # ahead on one shard and behind on another, and wait for each other for good.
         self._progress = 0  # the iteration whose gradients are pushed now, or were last
@@ -144,8 +151,14 @@ class Worker:
         holders = [(rank,) for rank in servers]
         pulled, fetched = self._ways[0].pulled, min(way.fetched for way in self._ways)
         pulls = any(way.asks or way.pulling for way in self._ways)
-        self._epoch, self._syncs = epoch, [*self._syncs[:1]] * len(servers)
-        self._ways = [_Way(*one, pulled=pulled, fetched=fetched) for one in zip(holders, buckets, strict=True)]
+        self._epoch = epoch
+        # Shards that differ in their sync models have no other layout: one serves for all.
+        told, sync = self._ways[0].told, self._ways[0].sync
+        self._begins_by = self._begins_by[:1] * len(servers)
+        self._ways = [
+            _Way(*one, pulled=pulled, fetched=fetched, told=told, sync=sync)
+            for one in zip(holders, buckets, strict=True)
+        ]
         for way in self._ways if pulls else ():
             way.fetched = NONE_YET
             way.ended = way.pulled >= 0
@@ -181,9 +194,9 @@ class Worker:
     def iteration_done(self, now: float) -> list[Effect]:
         """All gradients of the iteration are made, and all tables are wanted again."""
         self._begun = self._left_out = False
-        for shard, way in enumerate(self._ways):
+        for way in self._ways:
             way.pulled = self._progress
-            way.skips = bool(self._syncs) and not self._syncs[shard].fetches(self._progress, way.fetched)
+            way.skips = way.sync is not None and not way.sync.fetches(self._progress, way.fetched)
             way.ended = not way.skips
             way.agreed = self._overlap or way.skips
             if way.ended:
@@ -280,6 +293,8 @@ class Worker:
                 return [Forget(ticket), *self._go_on(now)]
             return [Forget(ticket), self._not_ready(shard, asked, now)]
         self._next = max(self._next, way.pulled + 1, reply.clock)
+        if reply.sync != way.told:  # it was switched: what the new model says holds from here on
+            way.told, way.sync = reply.sync, parse(reply.sync) if reply.sync else self._begins_by[shard]
         if bucket < 0:
             way.agreed = True
             return [Forget(ticket), *self._go_on(now)]

@@ -6,17 +6,26 @@ import itertools
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gossipx.buffers import typed
-from gossipx.errors import ProtocolError
+from gossipx.errors import ProtocolError, UsageError
 from gossipx.memory import Memory, Source
 from gossipx.messages import CarryingReply, Parts, TablesReply
 from gossipx.server.buckets import Bucket
 from gossipx.server.placement import Partition
-from gossipx.storage.parts import ApplyBuffer, ClientTable, Storages, TransmitBuffer
+from gossipx.storage.parts import (
+    ApplyBuffer,
+    ClientTable,
+    Replaceable,
+    Storages,
+    TransmitBuffer,
+    load_states,
+    states_of,
+)
 from gossipx.wire import Bytes, Sink
 
 Where = tuple[int, int]
@@ -78,6 +87,7 @@ class Client:
         self._tables = [_Table(storages.client_table(parameter, storages)) for parameter in parameters]
         self.epoch = 0
         self._rooms: dict[Where, _Room] = {}
+        self._encoding = threading.Lock()
         self._arrived = threading.Condition()
         self._placing = threading.Lock()
         self._waiting: set[Where] = set()  # buckets that are to be fetched before their tables are used
@@ -177,15 +187,16 @@ class Client:
         What is asked for again, as it did not arrive, is the same: an encoder may keep what it has not sent.
         """
         room = self._rooms[place]
-        if room.encoded is None:
-            if self._storages.raw_pushes:
-                sizes = [sender.data.numel() * sender.data.element_size() for sender in room.senders]
-                source = Source(room.transmit.view, room.transmit.descriptor)
-            else:
-                encoded = [memoryview(sender.encode()).cast("B") for sender in room.senders]
-                sizes, source = [len(one) for one in encoded], Source(memoryview(bytearray().join(encoded)))
-            room.encoded = tuple(enumerate(sizes)), source
-        return room.encoded
+        with self._encoding:
+            if room.encoded is None:
+                if self._storages.raw_pushes:
+                    sizes = [sender.data.numel() * sender.data.element_size() for sender in room.senders]
+                    source = Source(room.transmit.view, room.transmit.descriptor)
+                else:
+                    encoded = [memoryview(sender.encode()).cast("B") for sender in room.senders]
+                    sizes, source = [len(one) for one in encoded], Source(memoryview(bytearray().join(encoded)))
+                room.encoded = tuple(enumerate(sizes)), source
+            return room.encoded
 
     def settings(self, place: Where) -> Settings:
         """The optimizer's settings as they were when a bucket's gradients were made.
@@ -252,6 +263,36 @@ class Client:
                 if not table.fresh:
                     table.fresh = True
                     table.table.apply()
+
+    # --- checkpoints ------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """What the parts keep from one iteration to the next, as plain data; tensors are no copies. None: nothing.
+
+        For the training thread, between an iteration's last gradient and the next one's first. What still waits to be
+        sent is encoded now: the checkpoints of shards that go with this one have it.
+        """
+        for place in self._rooms:
+            self.encode(place)
+        states = states_of(self._parts())
+        if all(state is None for state in states):
+            return None
+        return {"storages": self._storages.describe(), "states": states}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what :meth:`state_dict` gave.
+
+        Raises:
+            UsageError: it is of other parts.
+        """
+        own = self._storages.describe()
+        if state["storages"] != own:
+            raise UsageError(f"it is of a run with the parts {state['storages']}, not {own or 'of gossipx alone'}")
+        load_states(self._parts(), state["states"])
+
+    def _parts(self) -> list[Replaceable]:
+        tables = [part for one in self._tables for part in (one.table, one.table.gradient, one.table.worker)]
+        return [*tables, *(part for room in self._rooms.values() for part in (*room.senders, *room.takers))]
 
     # --- figures ----------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -146,6 +147,19 @@ class _Hosted:
     progress: int = -1  # ... of that worker
 
 
+def settings_of(optimizer: torch.optim.Optimizer) -> Settings:
+    """The numbers in an optimizer's parameter groups, as they are now (a schedule's learning rate)."""
+    return tuple(
+        {
+            name: float(value)
+            for name, value in group.items()
+            if (isinstance(value, int | float) and not isinstance(value, bool))
+            or (isinstance(value, Tensor) and value.numel() == 1)
+        }
+        for group in optimizer.param_groups
+    )
+
+
 class Desk:
     """One peer's tables, and what is done with them.
 
@@ -177,28 +191,13 @@ class Desk:
         self._epoch = 0  # of the layout that these are of
         self._coming: tuple[int, Prepared] | None = None  # those of another, being filled, and its epoch
         self._parameters = parameters
-        self._optimizer = optimizer
-        client.settings_now = self.settings
+        client.settings_now = functools.partial(settings_of, optimizer)
         self._places = threading.BoundedSemaphore(places)
         # Of records, which wait for nobody: did they share places with pushes, two servers that follow each other's
         # shards could wait for each other.
         self._places_of_records = threading.BoundedSemaphore(places)
         self._lock = threading.Lock()
         self._free: dict[int, list[Memory]] = {}
-
-    # --- of the worker ----------------------------------------------------------------------------
-
-    def settings(self) -> Settings:
-        """The numbers in the optimizer's parameter groups, as they are now (a schedule's learning rate)."""
-        return tuple(
-            {
-                name: float(value)
-                for name, value in group.items()
-                if (isinstance(value, int | float) and not isinstance(value, bool))
-                or (isinstance(value, Tensor) and value.numel() == 1)
-            }
-            for group in self._optimizer.param_groups
-        )
 
     # --- of the shards ----------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +27,18 @@ Encoded = bytes | bytearray | memoryview
 """What goes over the network, of one partition."""
 
 
-class TransmitBuffer:
+class Replaceable:
+    """What all parts have in common: a checkpoint holds what they keep beyond an iteration, a residual say."""
+
+    def state_dict(self) -> object:
+        """Tensors, numbers, text, and lists, tuples and dicts of them; None: nothing."""
+        return None
+
+    def load_state_dict(self, state: Any) -> None:
+        """Go on from what :meth:`state_dict` gave; not called with None."""
+
+
+class TransmitBuffer(Replaceable):
     """On a worker: the gradient of one partition until it is sent.
 
     Args:
@@ -45,7 +57,7 @@ class TransmitBuffer:
         return raw(self.data)
 
 
-class GradientStorage:
+class GradientStorage(Replaceable):
     """On a worker: takes a table's gradients from autograd and hands them to its transmit buffers.
 
     Args:
@@ -65,7 +77,7 @@ class GradientStorage:
             start = stop
 
 
-class ServerStorage:
+class ServerStorage(Replaceable):
     """On a server: the values of one partition, and how gradients and values are written on the wire.
 
     Args:
@@ -89,7 +101,7 @@ class ServerStorage:
         return bytes(raw(self.data))
 
 
-class ApplyBuffer:
+class ApplyBuffer(Replaceable):
     """On a worker: what a server has sent of one partition, until it is applied.
 
     Args:
@@ -104,7 +116,7 @@ class ApplyBuffer:
         self.data.copy_(whole(encoded, self.data))
 
 
-class WorkerStorage:
+class WorkerStorage(Replaceable):
     """On a worker: a table as the model computes with it.
 
     Args:
@@ -123,7 +135,7 @@ class WorkerStorage:
             self.parameter.copy_(torch.cat([buffer.data for buffer in buffers]).view(self.parameter.shape))
 
 
-class ClientTable:
+class ClientTable(Replaceable):
     """On a worker: one table, with its memory and its buffers.
 
     Args:
@@ -147,7 +159,7 @@ class ClientTable:
         self.worker.apply(self.takers)
 
 
-class ServerTable:
+class ServerTable(Replaceable):
     """On a server: one partition of a table.
 
     Args:
@@ -198,6 +210,18 @@ class Storages:
         """Those that are not gossipx's own, for people and to compare; empty if all are."""
         own = [(one.name, getattr(self, one.name)) for one in fields(self)]
         return ", ".join(f"{name} {kind.__qualname__}" for name, kind in own if kind.__module__ != __name__)
+
+
+def states_of(parts: Sequence[Replaceable]) -> list[object]:
+    """What each keeps, in order."""
+    return [part.state_dict() for part in parts]
+
+
+def load_states(parts: Sequence[Replaceable], states: Sequence[object]) -> None:
+    """Have each go on from what it kept; ValueError if these are other parts."""
+    for part, state in zip(parts, states, strict=True):
+        if state is not None:
+            part.load_state_dict(state)
 
 
 def raw(values: Tensor) -> memoryview:

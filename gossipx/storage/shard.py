@@ -20,7 +20,7 @@ from gossipx.messages import GradientRequest, Parts, RecordRequest
 from gossipx.server.buckets import Bucket
 from gossipx.server.placement import Partition
 from gossipx.storage.client import check_sizes
-from gossipx.storage.parts import Storages
+from gossipx.storage.parts import Replaceable, Storages, load_states, states_of
 
 ELEMENTWISE = (
     torch.optim.SGD,
@@ -297,6 +297,7 @@ class ShardStore:
             "optimizer": None if self.optimizer is None else self.optimizer.state_dict(),
             "buffers": [bucket.buffer if bucket.count else None for bucket in self.buckets],
             "counts": [bucket.count for bucket in self.buckets],
+            "parts": states_of(self._parts()),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -317,3 +318,8 @@ class ShardStore:
             bucket.values.copy_(values)
             bucket.buffer, bucket.count = buffer, count
             bucket.version += 1
+        load_states(self._parts(), state["parts"])
+
+    def _parts(self) -> list[Replaceable]:
+        tables = [table for bucket in self.buckets for table in bucket.tables]
+        return [part for table in tables for part in (table, table.storage)]

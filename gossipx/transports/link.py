@@ -91,8 +91,7 @@ class Link:
         self._memory = TheirMemory()
         self.checks: frames.Checks = frames.Unchecked if isinstance(stream, Certified) else frames.CHECKSUMS
         self._owner = owner
-        self._expect: Expect = no_payload
-        self._decoder = frames.Decoder(lambda message, request: self._expect(message, request), kinds.SMALL_METADATA)
+        self._decoder = frames.Decoder(no_payload, kinds.SMALL_METADATA)
         self._decoder.use(self.checks)
         self.opened: Open | None = None
 
@@ -256,7 +255,7 @@ class Link:
             PeerTimeoutError, PeerUnreachableError: as :meth:`Stream.receive_into`.
             ProtocolError: it is not allowed, or ``expect`` refused it.
         """
-        self._expect = expect
+        self._decoder.expect = expect
         frame = None
         unbounded = deadline == math.inf
         while frame is None:

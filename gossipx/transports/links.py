@@ -116,12 +116,16 @@ class Links:
             link.abort()
 
     def join(self, seconds: float) -> None:
-        """Wait for all threads but the caller's, no longer than ``seconds`` altogether."""
+        """Wait for all threads but the caller's, no longer than ``seconds`` altogether, and let go of all links."""
         until = time.monotonic() + seconds
         with self._lock:
             threads = self._threads - {threading.current_thread()}
         for thread in threads:
             thread.join(max(0.0, until - time.monotonic()))
+        with self._lock:  # they refer to us: they would stay, with the memory that they have mapped, until a gc run
+            self._links.clear()
+            for idle in self._idle:
+                idle.clear()
 
     def gone(self) -> PeerUnreachableError:
         """Why nothing can be sent any more."""

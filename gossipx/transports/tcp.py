@@ -125,14 +125,14 @@ def connect(address: Address, deadline: float) -> TcpStream:
         PeerTimeoutError: no answer by the deadline.
         LocalFaultError: this machine has no file descriptor left, or cannot look names up.
     """
-    failure: OSError | None = None
+    cause = "no address"  # no error itself: with its traceback it would keep all callers' frames until a gc run
     for family, kind, protocol, _, place in _resolve(address, deadline):
         try:
             connecting = socket.socket(family, kind, protocol)
         except OSError as error:
             if error.errno in _LACKING:
                 raise LocalFaultError(f"cannot connect to {address}: {reason(error)}") from error
-            failure = error
+            cause = reason(error)
             continue
         with contextlib.ExitStack() as undo:
             undo.callback(connecting.close)
@@ -140,12 +140,11 @@ def connect(address: Address, deadline: float) -> TcpStream:
                 _connect(connecting, place, address, deadline)
                 stream = TcpStream(connecting, address)
             except OSError as error:
-                failure = error
+                cause = reason(error)
                 continue
             undo.pop_all()
             return stream
-    cause = "no address" if failure is None else reason(failure)
-    raise PeerUnreachableError(f"cannot connect to {address}: {cause}") from failure
+    raise PeerUnreachableError(f"cannot connect to {address}: {cause}")
 
 
 def _connect(connecting: socket.socket, place: tuple[object, ...], address: Address, deadline: float) -> None:

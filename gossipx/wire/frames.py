@@ -170,7 +170,7 @@ class Decoder:
     """Frames from bytes. Put bytes into :meth:`next_buffer`, tell :meth:`received` how many.
 
     Args:
-        expect: asked before a payload is accepted.
+        expect: asked before a payload is accepted; may be changed between two frames.
 
     Attributes:
         in_payload: whether the next bytes are a payload's.
@@ -179,7 +179,7 @@ class Decoder:
 
     def __init__(self, expect: Expect, most: int = MAX_METADATA):
         self.most = most
-        self._expect = expect
+        self.expect = expect
         self._broken: ProtocolError | None = None
         self._frame: Frame
         self._sink: Sink
@@ -192,7 +192,7 @@ class Decoder:
         """Check frames from the next one on by ``checks``; between two frames only."""
         self._checks, self._check = checks, checks()
         self._header = bytearray(HEADER_BYTES + self._check.digest_size)
-        self._await(memoryview(self._header), self._header_whole)
+        self._await(memoryview(self._header), Decoder._header_whole)
 
     def part(self) -> Check:
         """Looks at what comes next, beside the connection, as at the next part of a frame; between two frames only."""
@@ -226,14 +226,15 @@ class Decoder:
             raise ValueError(f"{count} bytes cannot have been received")
         self._filled += count
         try:
-            if self._whole == self._header_whole:
+            if self._whole is Decoder._header_whole:
                 self._check_start()
-            return self._whole() if self._filled == len(self._view) else None
+            return self._whole(self) if self._filled == len(self._view) else None
         except ProtocolError as error:
             self._broken = error
             raise
 
-    def _await(self, view: memoryview, whole: Callable[[], Frame | None]) -> None:
+    def _await(self, view: memoryview, whole: Callable[[Decoder], Frame | None]) -> None:
+        # A function, as a method of ours would hold us, and with us what came in last, until a gc run.
         self._view, self._filled, self._whole = view, 0, whole
 
     def _check_start(self) -> None:
@@ -259,7 +260,7 @@ class Decoder:
                 f"{kind.message.__name__} announced {metadata} bytes of metadata and {payload} of"
                 f" payload: at most {min(kind.metadata, self.most)} and {kind.payload} are allowed"
             )
-        self._await(memoryview(bytearray(metadata)), self._metadata_whole)
+        self._await(memoryview(bytearray(metadata)), Decoder._metadata_whole)
 
     def _metadata_whole(self) -> Frame | None:
         _, _, number, request, _, payload = _HEADER.unpack_from(self._header)
@@ -270,7 +271,7 @@ class Decoder:
         if not hmac.compare_digest(check.digest(), self._header[HEADER_BYTES:]):
             raise ProtocolError("a frame whose header or metadata does not match its checksum")
         message = message_of(KINDS[number & ~_BESIDE], bytes(self._view))
-        sink = self._expect(message, request)
+        sink = self.expect(message, request)
         size = 0 if sink is None else sink.nbytes
         if payload != size:
             raise ProtocolError(
@@ -281,7 +282,7 @@ class Decoder:
         if sink is None or not size or beside:
             return self._trailer_whole()
         self._sink, self._start, self.in_payload = sink, 0, True
-        self._await(sink.room(0), self._piece_whole)
+        self._await(sink.room(0), Decoder._piece_whole)
         return None
 
     def _piece_whole(self) -> Frame | None:
@@ -290,12 +291,12 @@ class Decoder:
         self._sink.filled(self._start)
         self._start += len(self._view)
         if self._start < self._sink.nbytes:
-            self._await(self._sink.room(self._start), self._piece_whole)
+            self._await(self._sink.room(self._start), Decoder._piece_whole)
         else:
             self.in_payload = False
             if not self._check.digest_size:
                 return self._trailer_whole()
-            self._await(memoryview(bytearray(self._check.digest_size)), self._check_payload)
+            self._await(memoryview(bytearray(self._check.digest_size)), Decoder._check_payload)
         return None
 
     def _check_payload(self) -> Frame:
@@ -305,5 +306,5 @@ class Decoder:
         return self._trailer_whole()
 
     def _trailer_whole(self) -> Frame:
-        self._await(memoryview(self._header), self._header_whole)
+        self._await(memoryview(self._header), Decoder._header_whole)
         return self._frame

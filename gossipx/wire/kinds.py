@@ -363,7 +363,7 @@ KINDS = {
     34: Kind(NotReadyReply, {"reason": _text}),
     35: Kind(AcceptReply, {}),
     36: Kind(BusyReply, {}),
-    37: Kind(TablesReply, {"clock": _count, "parts": _parts}, MAX_METADATA, MAX_MODEL),
+    37: Kind(TablesReply, {"clock": _count, "parts": _parts, "sync": _text}, MAX_METADATA, MAX_MODEL),
     38: Kind(
         CopyReply,
         {"incarnation": _count, "copy": _count, "state": _state, "size": _integer(0, MAX_MODEL)},

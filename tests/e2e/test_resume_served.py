@@ -16,6 +16,7 @@ import pytest
 from gossipx.checkpoint import Store, unpack
 from runs import LONG, Folder, Process, Run, children, differences, folder, is_running, one_line
 
+EXAMPLES = Path(__file__).parents[1] / "examples"
 BRIEF = ("--eval-interval", "0", "--log-interval", "1", "--checkpoint-every", "20", "--peer-timeout", "10")
 
 
@@ -78,6 +79,56 @@ def test_a_run_goes_on_with_the_servers_of_then(tmp_path: Path) -> None:
         cut = [here.told(rank)["values"] for rank in range(3)]
         here.run(*BRIEF, "--servers", "0", "--placement", "sliced", script, tmp_path, name="whole")
         assert [here.told(rank)["values"] for rank in range(3)] == cut
+
+
+KEEPS_BACK = """
+import threading
+
+sys.path.insert(0, sys.argv[2])
+from top_percent import TopServerStorage, TopTransmitBuffer
+
+from gossipx.parts import Parts, Storages
+
+
+def kept(peer):
+    # Whether this peer, and the shard that it holds, have checkpoints to go on from.
+    folders = [FOLDER / "cut" / f"{what}-{peer.rank:02d}" / "checkpoints" for what in ("peer", "shard")]
+    return all(len(list(folder.glob("*/manifest.json"))) == 2 for folder in folders)
+
+
+torch.manual_seed(3)
+model = nn.Linear(4, 200)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+parts = Parts(storages=Storages(transmit=TopTransmitBuffer, server=TopServerStorage))
+with gossipx.join(model, optimizer, parts=parts) as peer:
+    began = peer.iteration
+    if sys.argv[3] == "cut" and not began:
+        train(peer, model, optimizer, 70)
+        waiting = threading.Event()
+        for _ in range(10_000):
+            if kept(peer):
+                break
+            waiting.wait(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+    train(peer, model, optimizer, 150)
+tell(peer, began=began)
+"""
+
+
+def test_what_a_transmit_buffer_has_not_sent_yet_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    """Code 4.2 sends a hundredth of each gradient: after 60 iterations most of them wait in the buffers."""
+    servers = ("--servers", "0,1")
+    with folder(tmp_path, 2) as here:
+        script = here.script(KEEPS_BACK)
+        whole = here.run(*BRIEF, *servers, script, here.path, EXAMPLES, "whole", name="whole")
+        here.start_run(*BRIEF, *servers, script, here.path, EXAMPLES, "cut", name="cut").end()
+        again = here.start("-m", "gossipx", "run", "--resume", here.path / "cut").end()
+        assert again.code == 0, again.shown
+        began = [here.told(rank)["began"] for rank in range(2)]
+        cut = Run(here.path / "cut", again)
+    assert began[0] == began[1] > 0
+    for rank in range(2):
+        assert max(differences(whole.model(rank), cut.model(rank)).values()) == 0, rank
 
 
 def test_a_damaged_shard_is_named_and_the_iteration_before_is_used(tmp_path: Path) -> None:  # [30]

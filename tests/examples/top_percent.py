@@ -15,6 +15,12 @@ class TopTransmitBuffer(TransmitBuffer):
         self.data[top] = 0
         return bytes(raw(values)) + bytes(raw(top.int()))
 
+    def state_dict(self):  # in checkpoints
+        return self.data
+
+    def load_state_dict(self, state):
+        self.data.copy_(state)
+
 
 class TopServerStorage(ServerStorage):
     def decode(self, encoded):

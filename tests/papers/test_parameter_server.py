@@ -166,22 +166,27 @@ def test_shards_may_have_models_of_their_own(sync: str) -> None:
 def test_settings_of_the_optimizer_follow_the_loop() -> None:
     """A schedule in the loop sets the learning rate that the servers' steps are made with."""
 
+    optimizers: dict[int, torch.optim.Optimizer] = {}
+
     def step(peer: Any) -> None:
         served.step(peer)
-        for group in peer.tables.desk._optimizer.param_groups:
+        for group in optimizers[peer.rank].param_groups:
             group["lr"] = 0.1 / (1 + peer.arena.step)
 
+    def worker(rank: int) -> Any:
+        def optimizer(parameters: Any) -> torch.optim.Optimizer:
+            optimizers[rank] = PLAIN(parameters)
+            return optimizers[rank]
+
+        peer = served.make(rank, 2, optimizer=optimizer)
+        peer._gradient_step = step
+        return peer
+
     made = served.world(2, optimizer=PLAIN)
-    made._makers = {rank: (lambda n, rank=rank: _with_step(rank, step)) for rank in range(2)}  # type: ignore[misc]
+    made._makers = {rank: (lambda n, rank=rank: worker(rank)) for rank in range(2)}  # type: ignore[misc]
     served.ended(made)
     module = served.Net()
     for iteration in range(served.ITERATIONS):
         served.gradients(module, [served.batch(rank, iteration) for rank in range(2)])
         torch.optim.SGD(module.parameters(), lr=0.1 / (1 + iteration)).step()
     torch.testing.assert_close(models(made), served.values(module).expand(2, -1), rtol=1e-9, atol=1e-9)
-
-
-def _with_step(rank: int, step: Any) -> Any:
-    peer = served.make(rank, 2, optimizer=PLAIN)
-    peer._gradient_step = step
-    return peer

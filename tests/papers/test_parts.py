@@ -322,6 +322,19 @@ def test_one_worker_that_seldom_pulls_computes_on_what_it_has() -> None:
     torch.testing.assert_close(models(made)[0], served.values(there), rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("workers", [1, 3])
+def test_after_a_switch_workers_pull_as_the_new_model_says(workers: int) -> None:
+    """They hear of it with the first tables that they are given after it: of iteration 5, or of 8 at the latest."""
+    parts, iterations = Parts(sync=Seldom()), 18
+    made = run(parts, workers, servers="0", bucket=0, sync_plan="6=asp", iterations=iterations)
+    assert isinstance(made.peers[0].role.exchange, ServerMode)
+    clock = made.peers[0].role.exchange.shards[0].clock
+    latest, soonest = 3 + iterations - 9, 2 + iterations - 6
+    assert clock.epoch == 1
+    assert workers * latest <= clock.counts.pulls <= workers * soonest
+    assert workers > 1 or clock.counts.pulls == soonest, "its own push of iteration 5 makes the sixth tick"
+
+
 # --- all together -----------------------------------------------------------------------------------------------
 
 

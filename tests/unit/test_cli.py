@@ -276,7 +276,7 @@ def test_compare_prints_a_table(tmp_path: Path) -> None:
     assert table["accuracy, mean"] == table["accuracy, worst peer"] == ["0.7500", "0.7500"]
     assert table["averaged model"] == ["0.8125", "0.8125"]
     assert table["wall time, s"] == ["12.3", "12.3"]
-    assert table["blocked"] == ["5.00%", "5.00%"]
+    assert table["time blocked"] == ["5.00%", "5.00%"]
     assert table["lost peers"] == ["1", "1"]
 
 

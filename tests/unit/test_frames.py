@@ -133,7 +133,7 @@ messages = st.one_of(
     st.builds(ElasticRequest, incarnation=counts, number=counts, step=counts, patience=seconds),
     st.builds(CentreRequest, patience=seconds),
     st.builds(SwitchRequest, shard=ranks, sync=lines, apply=lines, pulls=lines),
-    st.builds(TablesReply, clock=counts, parts=parts),
+    st.builds(TablesReply, clock=counts, parts=parts, sync=lines),
     st.builds(ServersRequest, number=counts, servers=ascending, patience=seconds),
     st.builds(PauseRequest, epoch=counts, servers=placed, patience=seconds),
     st.builds(

@@ -258,6 +258,10 @@ def test_what_a_run_does_not_have_is_none() -> None:
     assert never.retrievals == 0.0 and tau.retrievals == 30.0
 
 
+def test_a_peer_that_only_serves_others_does_not_count_as_one_that_is_never_blocked() -> None:
+    assert compare([summary({**REPORT, "blocked_seconds": None}, REPORT)])[0].blocked == 0.25
+
+
 def test_a_peer_that_trained_no_time_has_no_blocked_share() -> None:
     idle = {**REPORT, "train_seconds": 0.0, "blocked_seconds": 0.0}
     assert compare([summary(idle)])[0].blocked is None
@@ -302,18 +306,30 @@ def test_scalars_settings_and_the_page_are_in_one_directory(tmp_path: Path) -> N
     assert {one.name for one in experiment.hparam_infos} == {"sync.policy", "run.seed", "sync.blocking"}
 
 
-def test_the_page_lays_curves_over_each_other(tmp_path: Path) -> None:
-    TensorBoardRecorder(tmp_path, {}).close()
-    events = recorded(tmp_path)
+def page_of(events: EventAccumulator) -> dict[str, dict[str, list[str]]]:
+    """By part and by chart of the custom-scalars page, the tags that it shows."""
     assert events.SummaryMetadata("custom_scalars__config__").plugin_data.plugin_name == "custom_scalars"
     layout = Layout.FromString(events.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0])
-    charts = {chart.title: list(chart.multiline.tag) for chart in layout.category[0].chart}
+    return {part.title: {chart.title: list(chart.multiline.tag) for chart in part.chart} for part in layout.category}
+
+
+def test_the_page_lays_curves_over_each_other(tmp_path: Path) -> None:
+    TensorBoardRecorder(tmp_path, {}).close()
+    page = page_of(recorded(tmp_path))
+    charts = page["gossipx"]
     assert charts == {title: tags for title, (_, tags) in PAGE["gossipx"].items()}
-    assert [category.title for category in layout.category] == ["gossipx"]
+    assert list(page) == ["gossipx"], "a chart of what this run has not would stay empty"
     shown = {tag.rstrip("$") for tags in charts.values() for tag in tags}
     # Issue 2: accuracy, the paper's Figure 7, and its Figures 3 to 5.
     asked = ["test/accuracy", "sync/retrievals", "sync/delta", "sync/delta_difference", "sync/consensus_distance"]
     assert set(asked) <= shown
+
+
+def test_the_page_has_charts_of_a_hub_or_of_servers_where_the_run_has_them(tmp_path: Path) -> None:
+    TensorBoardRecorder(tmp_path, {}, ["gossipx", "gossipx: servers"]).close()
+    page = page_of(recorded(tmp_path))
+    assert list(page) == ["gossipx", "gossipx: servers"]
+    assert ["server/clock/"] in page["gossipx: servers"].values()
 
 
 def test_what_is_recorded_is_there_after_close_alone(tmp_path: Path) -> None:

@@ -1,0 +1,107 @@
+"""The settings that a run begins with: presets filled in, and those refused that do not go together."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from gossipx import mixing, policies
+from gossipx.build.graph import schedule
+from gossipx.config import ExchangeSettings, RunConfig, SyncSettings
+from gossipx.errors import UsageError
+from gossipx.tasks.presets import PRESETS
+
+
+def effective(config: RunConfig, size: int, has_script: bool) -> RunConfig:
+    """The configuration with the model's preset filled in where nothing was given.
+
+    Args:
+        size: peers in the run.
+        has_script: whether a user's script is trained; the built-in models' presets say nothing about its model then.
+
+    Raises:
+        UsageError: a value that would be refused when peers start, so that it is refused before any does.
+    """
+    if not has_script:
+        config = _with_preset(config)
+    steps = config.task.lr_steps or ()
+    if list(steps) != sorted(steps):
+        raise UsageError(f"--lr-steps do not ascend: {', '.join(map(str, steps))}")
+    policies.parse(config.sync.policy)
+    schedule(config, size)
+    check_exchange(config)
+    return config
+
+
+def _with_preset(config: RunConfig) -> RunConfig:
+    task = config.task
+    preset = PRESETS[task.model]
+    keys = ("batch_size", "base_lr", "gamma", "momentum", "weight_decay", "lr_steps")
+    filled = {key: getattr(preset, key) for key in keys if getattr(task, key) is None}
+    # A policy named without arguments gets the model's; one with arguments stands as it was given.
+    policy = preset.policies.get(config.sync.policy, config.sync.policy)
+    return dataclasses.replace(
+        config,
+        task=dataclasses.replace(task, **filled),
+        sync=dataclasses.replace(config.sync, policy=policy),
+    )
+
+
+def check_exchange(config: RunConfig) -> None:
+    """Refuse settings of what is exchanged, and how, that do not go together."""
+    sync = config.sync
+    averages = mixing.parse(sync.mixing) == mixing.Average()
+    if config.hub.hub is not None:
+        with_each_other = {"--mode": sync.mode != "pull", "--exchange": sync.exchange != "pulls"}
+        for option, given_too in with_each_other.items():
+            if given_too:
+                raise UsageError(f"{option} is of peers that exchange with each other, not with a hub: leave one out")
+    if sync.exchange == "waves":
+        if sync.mode != "pull":
+            raise UsageError(f"--mode {sync.mode} is of exchanges of two peers, and a wave is of all: leave one out")
+        if sync.topology != SyncSettings().topology:
+            raise UsageError(
+                f"--topology {sync.topology} says who may pull from whom, and in a wave any two peers meet:"
+                " leave it out, or --exchange pulls"
+            )
+        if sync.schedule is not None:
+            raise UsageError(
+                f"--schedule {sync.schedule} says whose turn it is, and a wave has rounds of its own:"
+                " leave it out, or --exchange pulls"
+            )
+        if sync.weights != "uniform":
+            raise UsageError(
+                f"--weights {sync.weights} weighs the models of two peers, and a wave averages all models alike:"
+                " leave it out, or --exchange pulls"
+            )
+        if not averages:
+            raise UsageError(
+                f"--mixing {sync.mixing} says how a pulled model enters, and a wave averages all models alike:"
+                " leave it out, or --exchange pulls"
+            )
+    if sync.weights != "uniform":
+        goes_with = {"push-sum": "push", "metropolis": "pull"}[sync.weights]
+        if sync.mode != goes_with:
+            raise UsageError(f"--weights {sync.weights} goes with --mode {goes_with}, not {sync.mode}: leave one out")
+    if (sync.mode == "pushpull" or sync.weights == "push-sum") and not averages:
+        given = "--mode pushpull" if sync.mode == "pushpull" else "--weights push-sum"
+        raise UsageError(f"{given} sets the share of a received model itself: leave --mixing out")
+    exchange = config.exchange
+    pulls = sync.exchange == "pulls" and sync.mode == "pull"
+    usual = ExchangeSettings()
+    given = "--exchange waves" if sync.exchange == "waves" else f"--mode {sync.mode}"
+    if exchange.max_served != usual.max_served and not pulls:
+        raise UsageError(f"--max-served counts pulls, and with {given} nobody pulls: leave one out")
+    if exchange.max_pushes != usual.max_pushes and sync.mode != "push":
+        raise UsageError(f"--max-pushes goes with --mode push, not {sync.mode}: leave one out")
+    if exchange.serve_share != usual.serve_share and not pulls:
+        raise UsageError(f"--serve-share is of answering pulls, and with {given} nobody pulls: leave one out")
+    if exchange.serve_share != usual.serve_share and sync.blocking:
+        raise UsageError(
+            "--serve-share keeps answers from taking time of training, and with --blocking training waits for pulls"
+            " anyway, so that all are answered: leave one out"
+        )
+    if exchange.max_rate is not None and exchange.transport == "shm":
+        raise UsageError(
+            f"--max-rate {exchange.max_rate} is of a network, and with --transport shm no model goes over one:"
+            " leave one out"
+        )

@@ -1,0 +1,55 @@
+"""A process that joins and closes again and again keeps nothing of the runs before."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from runs import folder
+
+SCRIPT = """
+import gc
+import threading
+import weakref
+
+RANK, SETTINGS = int(sys.argv[2]), json.loads(sys.argv[3])
+os.chdir(FOLDER)
+gc.disable()  # what only a gc run would release counts as kept
+descriptors, arenas = [], []
+for number in range(5):
+    model = nn.Linear(4, 50)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    joined = gossipx.join(
+        model, optimizer, peers="hosts.txt", rank=RANK, policy="tau:5", name=f"{number}-{RANK}", **SETTINGS
+    )
+    with joined as peer:
+        train(peer, model, optimizer, 20)
+    retrievals = peer._role.sync.retrievals
+    arenas.append(weakref.ref(peer._arena))
+    del joined, peer, model, optimizer
+    for thread in set(threading.enumerate()) - {threading.current_thread()}:
+        thread.join(10)  # close() tells them to end, and does not wait for all
+    descriptors.append(len(os.listdir("/proc/self/fd")))
+    assert retrievals > 0, "nothing was exchanged"
+(FOLDER / f"{RANK}.json").write_text(
+    json.dumps({"descriptors": descriptors, "arenas": sum(arena() is not None for arena in arenas)})
+)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts descriptors in /proc")
+@pytest.mark.parametrize("settings", ['{"blocking": true}', '{"hub": "0"}', '{"mode": "server", "servers": "0,1"}'])
+def test_nothing_stays_open_and_no_arena_stays(tmp_path: Path, settings: str) -> None:
+    with folder(tmp_path, 2) as here:
+        script = here.script(SCRIPT)
+        both = [here.start(script, here.path, str(rank), settings) for rank in range(2)]
+        for process in both:
+            ended = process.end()
+            assert ended.code == 0, ended.shown
+        for rank in range(2):
+            told = here.told(rank)
+            assert told["arenas"] == 0
+            # What is opened once, by whatever is used first, stays.
+            assert told["descriptors"][1:] == [told["descriptors"][0]] * 4

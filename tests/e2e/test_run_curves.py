@@ -1,0 +1,87 @@
+"""What a run by gossip, one around a hub and one by servers leave to be compared: their curves, and one table."""
+
+from __future__ import annotations
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from runs import Run, folder
+
+BRIEF = ("--policy", "tau:5", "--iterations", "60", "--eval-interval", "0", "--log-interval", "5")
+AROUND = ("hub/", "server/", "sync/elastic_distance", "time/tables_fraction")
+"""Tags that begin so are of runs around a hub or servers."""
+
+Curve = list[tuple[int, float]]
+
+
+def curves(run: Run, rank: int) -> dict[str, Curve]:
+    """By tag, those of AROUND that a peer has recorded."""
+    events = EventAccumulator(str(run.directory / f"peer-{rank:02d}"), size_guidance={"scalars": 0})
+    events.Reload()
+    tags = [tag for tag in events.Tags()["scalars"] if tag.startswith(AROUND)]
+    return {tag: [(one.step, one.value) for one in events.Scalars(tag)] for tag in tags}
+
+
+def grows(curve: Curve) -> bool:
+    """Whether neither its iterations nor its values ever fall."""
+    return curve == sorted(curve) and [value for _, value in curve] == sorted(value for _, value in curve)
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    """One run of each kind; two workers, and in two of them a third peer that only serves."""
+    path = tmp_path_factory.mktemp("three")
+    options = {
+        "gossip": (),
+        "hub": ("--hub", "0", "--hub-only"),
+        "server": ("--servers", "0", "--servers-only", "--sync", "bsp"),
+    }
+    with folder(path, 3) as here:
+        return {name: here.run(*BRIEF, *given, name=name) for name, given in options.items()}
+
+
+def test_gossip_has_no_curves_of_a_hub_or_of_servers(three: dict[str, Run]) -> None:
+    assert [curves(three["gossip"], rank) for rank in range(3)] == [{}, {}, {}]
+
+
+def test_curves_of_a_hub(three: dict[str, Run]) -> None:
+    run = three["hub"]
+    centre, *workers = (curves(run, rank) for rank in range(3))
+    assert list(centre) == ["hub/exchanges"] and grows(centre["hub/exchanges"])
+    assert centre["hub/exchanges"][-1][1] == run.summary["taken_in"][0]
+    for rank, worker in enumerate(workers, start=1):
+        assert list(worker) == ["sync/elastic_distance"]
+        distances = [value for _, value in worker["sync/elastic_distance"]]
+        # A point an exchange, and each above 0: both move towards each other, and do not meet (alpha < 1).
+        assert len(distances) == run.summary["retrievals"][rank] > 0 and min(distances) > 0
+
+
+def test_curves_of_a_shard_and_of_its_workers(three: dict[str, Run]) -> None:
+    run = three["server"]
+    shard, *workers = (curves(run, rank) for rank in range(3))
+    assert list(shard) == ["server/clock/shard-00", "server/delayed_pulls/shard-00", "server/gradients/shard-00"]
+    clock, delayed, gradients = shard.values()
+    assert all(map(grows, shard.values()))
+    assert all(value <= step for step, value in clock), "the clock is behind the fastest worker, or with it"
+    assert clock[-1] == (60, 60) and gradients[-1] == (60, 120), "two workers, 60 iterations"
+    assert delayed[-1][1] == run.summary["delayed_pulls"][0] > 0, "bsp: the first of two waits for the other"
+    for worker in workers:
+        assert list(worker) == ["time/tables_fraction"]
+        assert all(0 <= value < 1 for _, value in worker["time/tables_fraction"])
+        assert worker["time/tables_fraction"][-1][1] > 0
+
+
+def test_all_three_are_compared_in_one_table(three: dict[str, Run]) -> None:
+    path = three["gossip"].directory.parent
+    with folder(path, 1) as here:
+        shown = here.start("-m", "gossipx", "compare", *(run.directory for run in three.values())).end()
+    assert shown.code == 0, shown.shown
+    rows = [
+        [cell.strip() for cell in line.strip("│┃\n").replace("┃", "│").split("│")] for line in shown.output.splitlines()
+    ]
+    table = {row[0]: row[1:] for row in rows if len(row) == 4}
+    assert table[""] == ["gossip", "hub", "server"]
+    delayed = three["server"].summary["delayed_pulls"][0]
+    assert table["delayed pulls (DPRs)"] == ["0", "0", str(delayed)]
+    assert all(share.endswith("%") for share in table["time blocked"])
+    assert three["server"].summary["blocked_seconds"][0] is None, "it has no training that could be stopped"

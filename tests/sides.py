@@ -1,0 +1,147 @@
+"""One peer's tables on both sides of the wire, without roles and a network: what tests of gossipx.storage work with."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gossipx.messages import GradientRequest, TablesReply
+from gossipx.server import placement
+from gossipx.server.buckets import Bucket, buckets
+from gossipx.server.placement import Partition, Placement, Table
+from gossipx.storage.client import Client
+from gossipx.storage.desk import Desk
+from gossipx.storage.parts import ApplyBuffer, ServerStorage, Storages, TransmitBuffer, raw
+from gossipx.storage.shard import ShardStore
+
+FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+SHAPES = [(3, 4), (5,), (0,), (), (2, 2, 2)]
+OptimizerOf = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.5)
+
+
+@dataclass
+class Side:
+    """One peer that is worker and all shards, without roles and a network."""
+
+    parameters: list[nn.Parameter]
+    optimizer: torch.optim.Optimizer
+    placed: list[list[Partition]]
+    cut: list[list[Bucket]]
+    desk: Desk
+    stores: dict[int, ShardStore]
+    progress: int = 0
+    whole: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def client(self) -> Client:
+        return self.desk.client
+
+    def update(self, gradients: Sequence[Tensor | None]) -> None:
+        """One iteration's gradients; the buckets that are whole are noted, in order."""
+        self.whole = []
+        for table, gradient in reversed(list(enumerate(gradients))):
+            if gradient is not None:
+                self.whole += self.client.update(table, gradient)
+        self.whole += self.client.flush()
+
+    def request(self, place: tuple[int, int], **changed: Any) -> tuple[GradientRequest, bytearray]:
+        """A push as it travels."""
+        parts, source = self.client.encode(place)
+        made = GradientRequest(*place, 1, self.progress, parts, self.client.settings(place), 5.0)
+        return dataclasses.replace(made, **changed), bytearray(source.view)
+
+    def push(self, buffered: bool = False, scale: float = 1.0) -> None:
+        """All that is whole to the shards."""
+        for place in self.whole:
+            request, content = self.request(place)
+            gradient = self.desk.room_for(request)
+            assert gradient is not None
+            gradient.take(0, memoryview(content))
+            if buffered:
+                self.desk.buffer(gradient)
+            else:
+                self.desk.apply(gradient, scale)
+        self.progress += 1
+
+    def pull(self) -> None:
+        """All buckets into the model."""
+        places = [(shard, number) for shard, cut in enumerate(self.cut) for number in range(len(cut))]
+        self.client.expect(places)
+        for place in places:
+            given = self.desk.encode(*place)
+            sink = self.client.sink(place)
+            sink.fit(TablesReply(0, given.parts)).take(0, memoryview(bytearray(given.source.view)))
+            self.desk.release(place[0], given)
+            self.client.fetched(place, sink)
+        assert self.client.ready()
+        self.client.apply()
+
+
+def side(
+    parameters: Sequence[Tensor],
+    place: str | Placement = "uniform",
+    servers: int = 2,
+    optimizer: OptimizerOf = sgd,
+    storages: Storages | None = None,
+    least: int = 40,
+) -> Side:
+    made = [one if isinstance(one, nn.Parameter) else nn.Parameter(one) for one in parameters]
+    tables = [Table(str(number), one.numel()) for number, one in enumerate(made)]
+    placed = placement.checked(placement.parse(place), tables, servers)
+    cut = [buckets(held, lambda table: (made[table].dtype, made[table].element_size()), least) for held in placed]
+    storages = storages or Storages()
+    step = optimizer(made)
+    groups = {id(one): number for number, group in enumerate(step.param_groups) for one in group["params"]}
+    numbers = [groups.get(id(one), -1) for one in made]
+    stores = {shard: ShardStore(held, cut[shard], made, numbers, step, storages) for shard, held in enumerate(placed)}
+    client = Client(made, placed, cut, storages)
+    return Side(made, step, placed, cut, Desk(client, stores, made, step), stores)
+
+
+def values(dtype: torch.dtype = torch.float32, seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
+
+
+class Backwards(TransmitBuffer):
+    """Sends the values from the last to the first."""
+
+    def encode(self) -> bytes:
+        return bytes(raw(self.data.flip(0)))
+
+
+class FromBehind(ServerStorage):
+    def decode(self, encoded: memoryview) -> Tensor:
+        return super().decode(encoded).flip(0)
+
+    def encode(self) -> bytes:
+        return bytes(raw(self.data.flip(0)))
+
+
+class TakenFromBehind(ApplyBuffer):
+    def decode(self, encoded: memoryview) -> None:
+        super().decode(encoded)
+        self.data.copy_(self.data.flip(0))
+
+
+CODED = Storages(transmit=Backwards, server=FromBehind, apply=TakenFromBehind)
+
+
+class LaterPieceFirst(Placement):
+    """Halves each table and gives the second half to the first server."""
+
+    def decide(self, tables: Sequence[Table], servers: int) -> list[list[Partition]]:
+        halves = [(number, table.size // 2, table.size) for number, table in enumerate(tables)]
+        return [
+            [Partition(number, half, size) for number, half, size in halves],
+            [Partition(number, 0, half) for number, half, _ in halves],
+        ]

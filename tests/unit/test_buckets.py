@@ -1,0 +1,33 @@
+"""Buckets: which tables of a shard travel together."""
+
+from __future__ import annotations
+
+import itertools
+
+from hypothesis import given, strategies
+
+from gossipx.server.buckets import Bucket, buckets
+from gossipx.server.placement import Partition
+
+SIZES = strategies.lists(strategies.tuples(strategies.integers(0, 50), strategies.sampled_from("ab")), max_size=20)
+
+
+@given(SIZES, strategies.integers(0, 120))
+def test_buckets_hold_all_in_order_alike_and_no_more_than_they_should(sizes: list[tuple[int, str]], least: int) -> None:
+    partitions = [Partition(number, 0, size) for number, (size, _) in enumerate(sizes)]
+    made = buckets(partitions, lambda table: (sizes[table][1], 4), least)
+    ends = [0, *(one.stop for one in made)]
+    assert [one.first for one in made] == ends[:-1] and ends[-1] == len(sizes)
+    for one in made:
+        held = sizes[one.first : one.stop]
+        assert held and len({kind for _, kind in held}) == 1
+        assert len(held) == 1 or 4 * sum(size for size, _ in held) <= least
+    for one, other in itertools.pairwise(made):  # none could have taken the next one in
+        held, (size, kind) = sizes[one.first : one.stop], sizes[other.first]
+        assert held[0][1] != kind or 4 * (sum(of for of, _ in held) + size) > least
+
+
+def test_with_zero_each_table_of_some_elements_travels_alone() -> None:
+    partitions = [Partition(number, 0, 3) for number in range(4)]
+    assert buckets(partitions, lambda table: ("float32", 4), 0) == [Bucket(n, n + 1) for n in range(4)]
+    assert buckets([], lambda table: ("float32", 4), 0) == []
