@@ -253,6 +253,9 @@ class ServerSettings:
     server_replicas: int = setting(
         0, "Peers beside its server that follow each shard, one of which takes its place when it is gone: 0 or 1.", 0, 1
     )
+    journal: bool = setting(
+        True, "Beside checkpoints, write down each gradient before it is answered: a killed server can come back."
+    )
     server_lost: Literal["wait", "stop"] = setting(
         "wait", "While a server does not answer: wait for it to come back, or stop with exit code 4."
     )

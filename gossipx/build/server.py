@@ -159,7 +159,7 @@ def serve(
         rate=rate,
         every=(every.iterations, every.seconds),
         syncs=tuple(syncs),
-        journals=bool(every) and not given.server_replicas,
+        journals=bool(every) and given.journal and not given.server_replicas,
     )
     groups = {id(one): number for number, group in enumerate(optimizer.param_groups) for one in group["params"]}
     numbers = [groups.get(id(parameter), -1) for parameter in parameters]

@@ -164,6 +164,10 @@ class Store:
                 found.add(int(path.name))
         return found
 
+    def oldest(self) -> int | None:
+        """The iteration of the oldest that was written whole, whatever has become of it."""
+        return min((int(path.name) for path in self._newest_first() if (path / MANIFEST).exists()), default=None)
+
     def _newest_first(self) -> list[Path]:
         if not self.directory.is_dir():
             return []

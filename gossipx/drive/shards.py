@@ -85,7 +85,7 @@ class ShardKeeper:
         def write() -> None:
             try:
                 store.save(clock, parts)
-                journal.drop(store.directory.parent, before=min(store.whole(), default=clock))
+                journal.drop(store.directory.parent, before=store.oldest() or 0)
             except OSError as error:
                 log.warning("%s: an old journal cannot be removed (%s)", error.filename, error.strerror)
             except CheckpointError as error:

@@ -70,6 +70,7 @@ EVERY_KEY: dict[str, dict[str, Any]] = {
         "wait_free": False,
         "overlap": False,
         "server_replicas": 1,
+        "journal": False,
         "server_lost": "stop",
     },
     "exchange": {
@@ -153,6 +154,7 @@ bucket = 0
 wait_free = false
 overlap = false
 server_replicas = 1
+journal = false
 server_lost = "stop"
 
 [exchange]
