@@ -10,7 +10,6 @@ from typing import Literal
 from gossipx.actor import (
     ChangeServers,
     Effect,
-    Forget,
     Mix,
     Note,
     Prepared,
@@ -18,14 +17,10 @@ from gossipx.actor import (
     Resume,
     SetTimer,
     Stop,
-    Switched,
     SwitchSync,
 )
-from gossipx.errors import UsageError
 from gossipx.messages import (
-    AcceptReply,
     ArriveRequest,
-    BusyReply,
     CopyRequest,
     GradientRequest,
     MoveRequest,
@@ -47,13 +42,14 @@ from gossipx.peer.exchange import Exchange, Ground
 from gossipx.peer.pulls import Pulls
 from gossipx.server.clock import Clock
 from gossipx.server.conditions import SyncModel
+from gossipx.server.copies import Copies
 from gossipx.server.layout import Layout, Layouts
 from gossipx.server.leading import Leading
-from gossipx.server.models import parse
 from gossipx.server.moving import UNDER_WAY, Home, Moving
 from gossipx.server.records import Journal
-from gossipx.server.replica import FOLLOW, RECORDS, Replica, Standby
+from gossipx.server.replica import FOLLOW, RECORDS, Replica
 from gossipx.server.shard import Shard
+from gossipx.server.switching import Switching
 from gossipx.server.worker import AGAIN, Worker
 
 WATCH = "watch"
@@ -114,7 +110,6 @@ class ServerMode(Exchange, Home):
 
     Attributes:
         shards: that it holds.
-        replicas: shards that it follows, or of which it is not known yet who holds them.
         moving: its part in changes of servers.
         leading: those that it leads, or asks for.
     """
@@ -132,18 +127,17 @@ class ServerMode(Exchange, Home):
         self.moving = Moving(ground, self, settings.layouts, settings.layout)
         self.leading = Leading(ground, self.moving, settings.fixed)
         self.shards: dict[int, Shard] = {}
-        self.replicas: dict[int, Replica] = {}
+        self._copies = Copies(ground, self.shards)
         for index, clock in clocks.items():
             shard = self._shard(index, clock, settings.layout)
             others = [rank for rank in settings.holders[index] if rank != ground.rank]
             if others:
                 begins = settings.holders[index][0] == ground.rank
-                self.replicas[index] = Replica(shard, others[0], ground, begins)
+                self._copies.replicas[index] = Replica(shard, others[0], ground, begins)
             else:
                 self.shards[index] = shard
-        self._switching: dict[int, int] = {}  # by ticket, the number of the switch
-        self._problems: dict[int, str] = {}  # of switches that are under way
         self.worker = Worker(ground, settings.holders, settings.layout.buckets, settings.overlap, settings.syncs)
+        self._switching = Switching(ground, self.shards, self.worker.holder, settings.rate, self._hindered)
         self._before = (0, 0)  # figures of shards that lay here before the servers were changed
         self._agreeing = False
         self._watching = False
@@ -153,6 +147,11 @@ class ServerMode(Exchange, Home):
         shard = Shard(index, layout.buckets[index], clock, self._ground.requests, plan, self._settings.every)
         shard.records = Journal(index) if self._settings.journals else shard.records
         return shard
+
+    @property
+    def replicas(self) -> dict[int, Replica]:
+        """Shards that this peer follows, or of which it is not known yet who holds them."""
+        return self._copies.replicas
 
     @property
     def _servers(self) -> tuple[int, ...]:
@@ -196,8 +195,9 @@ class ServerMode(Exchange, Home):
 
     def begun(self, now: float) -> list[Effect]:
         filled = [effect for shard in self.shards.values() for effect in shard.begin(now)]
-        asked = [effect for replica in self.replicas.values() for effect in replica.ask(now)]
-        return self._watched([*filled, *asked, *(self.worker.begin(now) if self._trains else [])], now)
+        return self._watched(
+            [*filled, *self._copies.begin(now), *(self.worker.begin(now) if self._trains else [])], now
+        )
 
     def begin(self, now: float) -> list[Effect]:
         return []
@@ -212,19 +212,14 @@ class ServerMode(Exchange, Home):
         return self._gone_on(self.worker.gradients_ready(buckets, now), now)
 
     def replied(self, ticket: int, to: int, reply: Reply, now: float) -> list[Effect]:
-        if ticket in self._switching:
-            return self._switched(ticket, reply.reason if isinstance(reply, NotReadyReply) else "")
+        if self._switching.awaits(ticket):
+            return self._switching.replied(ticket, reply)
         if self.leading.wished(ticket):
             return self.leading.wish_answered(ticket, reply, now)
         if self.leading.awaits(ticket):
             return self._watched(self.leading.replied(ticket, reply, now), now)
-        for index, shard in self.shards.items():
-            if isinstance(shard.records, Standby) and shard.records.awaits(ticket):
-                return self._recorded(index, shard.records, ticket, reply, now)
-        for index, replica in self.replicas.items():
-            if replica.awaits(ticket):
-                made = replica.replied(ticket, reply, now)
-                return self._watched([*made, *self._may_begin(index, now)], now)
+        if (copied := self._copies.replied(ticket, reply, self._training(), now)) is not None:
+            return self._watched(copied, now)
         if not self.worker.awaits(ticket):  # it is of a change, or of a time before it held the shard, or no more did
             return self._watched(self.moving.replied(ticket, to, reply, now), now)
         heard: list[Effect] = []
@@ -233,18 +228,14 @@ class ServerMode(Exchange, Home):
         return [*heard, *self._answered_all(self._gone_on(self.worker.replied(ticket, reply, now), now), now)]
 
     def failed(self, ticket: int, now: float) -> list[Effect]:
-        if ticket in self._switching:
-            return self._switched(ticket, "a server does not answer")
+        if self._switching.awaits(ticket):
+            return self._switching.failed(ticket)
         if self.leading.wished(ticket):
             return self.leading.wish_failed(ticket)
         if self.leading.awaits(ticket):
             return self._watched(self.leading.failed(ticket, now), now)
-        for shard in self.shards.values():
-            if isinstance(shard.records, Standby) and shard.records.awaits(ticket):
-                return shard.records.failed(ticket, now)
-        for index, replica in self.replicas.items():
-            if replica.awaits(ticket):
-                return self._watched([*replica.failed(ticket, now), *self._may_begin(index, now)], now)
+        if (uncopied := self._copies.failed(ticket, self._training(), now)) is not None:
+            return self._watched(uncopied, now)
         if not self.worker.awaits(ticket):
             return self.moving.failed(ticket)
         return [*self._gone_on(self.worker.failed(ticket, now), now), *self._unagreed()]
@@ -296,14 +287,13 @@ class ServerMode(Exchange, Home):
             misplaced = self.moving.misplaced(event, request, now)
             if misplaced is not None:
                 return self._watched(misplaced, now)
-        effects = self._step_in(event.sender, request, now)
-        shard, replica = self.shards.get(request.shard), self.replicas.get(request.shard)
-        if isinstance(request, RecordRequest) and replica is not None:
-            return replica.recorded(event, now)
-        if isinstance(request, RecordRequest) and shard is not None:
-            return [self._answer(event.key, BusyReply(), now)]
+        if isinstance(request, RecordRequest):
+            return self._copies.recorded(event, now)
+        effects = self._copies.step_in(event.sender, request, self._training(), now)
+        shard = self.shards.get(request.shard)
         if shard is None:
-            told = "it holds no such shard: give all peers the same" if replica is None else "it holds a replica only"
+            follows = request.shard in self._copies.replicas
+            told = "it holds a replica only" if follows else "it holds no such shard: give all peers the same"
             return [self._answer(event.key, NotReadyReply(told), now)]
         return [*effects, *self._asked(event, shard, now)]
 
@@ -311,61 +301,15 @@ class ServerMode(Exchange, Home):
         """Somebody asks for something of a shard that is held here."""
         request = event.request
         if isinstance(request, CopyRequest):
-            return self._asked_for_copy(event, shard, now)
+            return self._watched(self._copies.asked_for(event, shard, now), now)
         if isinstance(request, SwitchRequest):
-            return self._asked_to_switch(event, shard, request, now)
+            return self._watched(self._switching.asked(event, shard, now), now)
         if event.sender not in self._training() and isinstance(request, TablesRequest):
             return shard.give(event, now)
         return self._watched(shard.requested(event, now), now)
 
     def offered(self, event: Received, now: float) -> list[Effect]:
         return self.requested(event, now)
-
-    # --- replicas -----------------------------------------------------------------------------------
-
-    def _step_in(self, sender: int, request: ServerRequest, now: float) -> list[Effect]:
-        """Hold the shard of a replica from now on, if its holder is gone and it is asked for."""
-        replica = self.replicas.get(request.shard)
-        if replica is None or isinstance(request, RecordRequest):
-            return []
-        if isinstance(request, CopyRequest):  # the holder's process has ended: it is another that asks
-            other = sender == replica.holder and request.incarnation != replica.incarnation
-            steps_in = other and replica.has_copy
-        else:  # its own worker's word is not enough, if there are others: it may be we who are cut off
-            others = [rank for rank in self._training() if rank != self._ground.rank]
-            steps_in = self._ground.members.is_gone(replica.holder) and (sender != self._ground.rank or not others)
-        return self._hold(request.shard, now, alone=True) if steps_in else []
-
-    def _may_begin(self, index: int, now: float) -> list[Effect]:
-        """The other peer does not hold a shard that is ours to begin with."""
-        replica = self.replicas.get(index)
-        return self._hold(index, now) if replica is not None and replica.begins else []
-
-    def _hold(self, index: int, now: float, alone: bool = False) -> list[Effect]:
-        """A shard that was followed is held here from now on."""
-        replica = self.replicas.pop(index)
-        shard = self.shards[index] = replica.shard
-        alone = alone or self._ground.members.is_gone(replica.holder)
-        shard.records = Standby(index, replica.holder, self._ground, alone)
-        told = f"shard {index} is held here from clock {shard.clock.clock} on: peer {replica.holder} is gone"
-        note = [] if replica.begins else [Note("", told)]
-        if not replica.has_copy:  # nobody has held it, as far as can be told
-            return [*note, *shard.begin(now)]
-        return [*replica.end(), *note, *shard.hold(now), *shard.look(self._training())]
-
-    def _recorded(self, index: int, standby: Standby, ticket: int, reply: Reply, now: float) -> list[Effect]:
-        """The replica has answered a record; it may have taken the shard over."""
-        if not isinstance(reply, BusyReply):
-            return self._watched(standby.replied(ticket, reply, now), now)
-        shard = self.shards.pop(index)
-        self.replicas[index] = Replica(shard, standby.rank, self._ground)
-        told = f"shard {index} is held by peer {standby.rank} now, which had found this one gone"
-        return [Forget(ticket), *standby.give_up(), *shard.let_go(), Note("", told), *self.replicas[index].ask(now)]
-
-    def _asked_for_copy(self, event: Received, shard: Shard, now: float) -> list[Effect]:
-        if not isinstance(shard.records, Standby) or event.sender != shard.records.rank or not shard.begun:
-            return [self._answer(event.key, NotReadyReply("it has no copy to give"), now)]
-        return self._watched(shard.records.copied(event, shard, now), now)
 
     # --- members ------------------------------------------------------------------------------------
 
@@ -393,10 +337,7 @@ class ServerMode(Exchange, Home):
         effects: list[Effect] = []
         if gone and self._settings.lost == "stop":
             effects += [Stop(f"the server, peer {rank}, is gone, and --server-lost is stop"), Resume()]
-        for shard in self.shards.values():
-            if isinstance(shard.records, Standby) and shard.records.rank == rank and shard.records.wanted:
-                told = f"shard {shard.index} has no replica now: peer {rank} is gone"
-                effects += [*shard.records.gone(), Note("", told)]
+        effects += self._copies.lost(rank)
         return [*effects, *self.worker.lost(rank, now), *self.look(now), *self._unagreed()]
 
     def left(self, rank: int, now: float) -> list[Effect]:
@@ -407,7 +348,7 @@ class ServerMode(Exchange, Home):
         if what == AGAIN:
             return self.worker.again(int(shard), now)
         if what in (RECORDS, FOLLOW):
-            return self._copies_due(what, int(shard), now)
+            return self._watched(self._copies.due(what, int(shard), self._training(), now), now)
         self._watching = False
         asked = self._ground.requests.asked(ArriveRequest)
         here = ArriveRequest(Stage.TRAIN if not self._ending else Stage.FINISH, self._ground.incarnation)
@@ -419,14 +360,6 @@ class ServerMode(Exchange, Home):
         put_off = [effect for shard in self.shards.values() for effect in shard.put_off(now)]
         return self._watched([*put_off, *signs, *self.moving.watch(now), *self.leading.watch(now)], now)
 
-    def _copies_due(self, what: str, index: int, now: float) -> list[Effect]:
-        shard, replica = self.shards.get(index), self.replicas.get(index)
-        if what == FOLLOW:  # once nobody trains there is nothing to come
-            return replica.ask(now) if replica is not None and self._training() else []
-        if shard is not None and isinstance(shard.records, Standby):
-            shard.records.again()
-        return self._watched([], now)
-
     def _held_up_by(self) -> set[int]:
         """Others that pulls wait for."""
         return {rank for shard in self.shards.values() for rank in shard.holding_up if rank != self._ground.rank}
@@ -434,9 +367,7 @@ class ServerMode(Exchange, Home):
     def _watched(self, effects: list[Effect], now: float) -> list[Effect]:
         """Where pulls wait for somebody, see now and then that it is still there; and what the clock is due for."""
         effects = effects + self._kept(now)
-        for shard in self.shards.values():
-            if isinstance(shard.records, Standby):
-                effects += shard.records.send(now)
+        effects += self._copies.send(now)
         waits = self.moving.busy or self.leading.busy or any(shard.waiting for shard in self.shards.values())
         if self._watching or not waits:
             return effects
@@ -446,48 +377,10 @@ class ServerMode(Exchange, Home):
     # --- other sync models --------------------------------------------------------------------------
 
     def switch(self, event: SwitchSync, now: float) -> list[Effect]:
-        """Somebody here asks for another sync model, of shards here or elsewhere."""
-        wanted = range(len(self._servers)) if event.shard is None else [event.shard]
-        if not all(shard < len(self._servers) for shard in wanted):
-            return [Switched(event.number, f"there are {len(self._servers)} shards, from 0")]
-        effects: list[Effect] = []
-        self._problems[event.number] = ""
-        for index in wanted:
-            if index in self.shards:
-                made, problem = self._switch(self.shards[index], event.sync, event.apply, event.pulls, now)
-                effects += made
-                self._problems[event.number] = self._problems[event.number] or problem
-                continue
-            request = SwitchRequest(index, event.sync, event.apply, event.pulls)
-            send = self._ground.requests.send(self.worker.holder(index), request, now, now + self._ground.timeout)
-            self._switching[send.ticket] = event.number
-            effects.append(send)
-        return [*effects, *self._is_switched(event.number)]
+        return self._watched(self._switching.switch(event, len(self._servers), now), now)
 
-    def _switch(self, shard: Shard, sync: str, apply: str, pulls: str, now: float) -> tuple[list[Effect], str]:
-        """What follows, or why it cannot be."""
-        if self.moving.busy:
-            return [], UNDER_WAY
-        try:
-            model = parse(sync)
-            if model.needs_rate and self._settings.rate is not None:
-                model = model.resolved(self._settings.rate)
-            return shard.switch(model, apply, pulls), ""
-        except UsageError as error:
-            return [], str(error)
-
-    def _asked_to_switch(self, event: Received, shard: Shard, request: SwitchRequest, now: float) -> list[Effect]:
-        made, problem = self._switch(shard, request.sync, request.apply, request.pulls, now)
-        reply = NotReadyReply(problem) if problem else AcceptReply()
-        return self._watched([*made, self._answer(event.key, reply, now)], now)
-
-    def _switched(self, ticket: int, problem: str) -> list[Effect]:
-        number = self._switching.pop(ticket)
-        self._problems[number] = self._problems[number] or problem
-        return [Forget(ticket), *self._is_switched(number)]
-
-    def _is_switched(self, number: int) -> list[Effect]:
-        return [] if number in self._switching.values() else [Switched(number, self._problems.pop(number))]
+    def _hindered(self) -> str:
+        return UNDER_WAY if self.moving.busy else ""
 
     # --- other servers ------------------------------------------------------------------------------
 
@@ -525,7 +418,8 @@ class ServerMode(Exchange, Home):
         closed = [effect for shard in self.shards.values() for effect in shard.close(reply, now)]
         done = self.taken_in, self.delayed_pulls
         here = [index for index, rank in enumerate(layout.servers) if rank == self._ground.rank]
-        self.shards = {index: self._shard(index, self._settings.clock_of(index), layout) for index in here}
+        self.shards.clear()
+        self.shards.update({index: self._shard(index, self._settings.clock_of(index), layout) for index in here})
         for shard in self.shards.values():
             shard.take_over(json.loads(state), now)
         self._before = (0, 0)

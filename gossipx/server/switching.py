@@ -1,0 +1,97 @@
+"""Going over to other sync models, asked for at any peer, of shards here or elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from gossipx.actor import Answer, Effect, Forget, Received, Switched, SwitchSync
+from gossipx.errors import UsageError
+from gossipx.messages import AcceptReply, NotReadyReply, Reply, SwitchRequest
+from gossipx.peer.exchange import Ground
+from gossipx.server.models import parse
+from gossipx.server.shard import Shard
+
+
+class Switching:
+    """One peer's part in switches of sync models. Each method says what is to be done.
+
+    Args:
+        ground: of its role.
+        shards: that it holds.
+        holder: gives the rank that a shard is asked of.
+        rate: the learning rate, for sync models that go by it; None: it is not known.
+        hindered: why none may be switched now, or nothing.
+    """
+
+    def __init__(
+        self,
+        ground: Ground,
+        shards: Mapping[int, Shard],
+        holder: Callable[[int], int],
+        rate: float | None,
+        hindered: Callable[[], str],
+    ):
+        self._ground = ground
+        self._shards = shards
+        self._holder, self._rate, self._hindered = holder, rate, hindered
+        self._open: dict[int, int] = {}  # by ticket, the number of the switch
+        self._problems: dict[int, str] = {}  # of switches that are under way
+
+    def switch(self, event: SwitchSync, count: int, now: float) -> list[Effect]:
+        """Somebody here asks for another sync model, of one or of all ``count`` shards."""
+        wanted = range(count) if event.shard is None else [event.shard]
+        if not all(shard < count for shard in wanted):
+            return [Switched(event.number, f"there are {count} shards, from 0")]
+        effects: list[Effect] = []
+        self._problems[event.number] = ""
+        for index in wanted:
+            if index in self._shards:
+                made, problem = self._switch(self._shards[index], event.sync, event.apply, event.pulls)
+                effects += made
+                self._problems[event.number] = self._problems[event.number] or problem
+                continue
+            request = SwitchRequest(index, event.sync, event.apply, event.pulls)
+            send = self._ground.requests.send(self._holder(index), request, now, now + self._ground.timeout)
+            self._open[send.ticket] = event.number
+            effects.append(send)
+        return [*effects, *self._done(event.number)]
+
+    def _switch(self, shard: Shard, sync: str, apply: str, pulls: str) -> tuple[list[Effect], str]:
+        """What follows, or why it cannot be."""
+        if hindered := self._hindered():
+            return [], hindered
+        try:
+            model = parse(sync)
+            if model.needs_rate and self._rate is not None:
+                model = model.resolved(self._rate)
+            return shard.switch(model, apply, pulls), ""
+        except UsageError as error:
+            return [], str(error)
+
+    def asked(self, event: Received, shard: Shard, now: float) -> list[Effect]:
+        """Another peer asks for one of a shard that is held here."""
+        request = event.request
+        assert isinstance(request, SwitchRequest)
+        made, problem = self._switch(shard, request.sync, request.apply, request.pulls)
+        reply = NotReadyReply(problem) if problem else AcceptReply()
+        return [*made, Answer(event.key, reply, now + self._ground.timeout)]
+
+    def awaits(self, ticket: int) -> bool:
+        """Whether ``ticket`` is that of an open request."""
+        return ticket in self._open
+
+    def replied(self, ticket: int, reply: Reply) -> list[Effect]:
+        """A server has answered."""
+        return self._answered(ticket, reply.reason if isinstance(reply, NotReadyReply) else "")
+
+    def failed(self, ticket: int) -> list[Effect]:
+        """A server has not answered."""
+        return self._answered(ticket, "a server does not answer")
+
+    def _answered(self, ticket: int, problem: str) -> list[Effect]:
+        number = self._open.pop(ticket)
+        self._problems[number] = self._problems[number] or problem
+        return [Forget(ticket), *self._done(number)]
+
+    def _done(self, number: int) -> list[Effect]:
+        return [] if number in self._open.values() else [Switched(number, self._problems.pop(number))]
