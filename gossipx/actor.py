@@ -12,10 +12,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
-from gossipx.messages import RecordRequest, Reply, Request
-
-Pieces = tuple[tuple[int, int, int], ...]
-"""Of tables: the number of one, the first element, and the one behind the last."""
+from gossipx.messages import Reply, Request
+from gossipx.table_effects import Pieces, TableEffect
 
 # --- events ---------------------------------------------------------------------------------------------------------
 
@@ -374,144 +372,6 @@ class Given:
 
 
 @dataclass(frozen=True)
-class ApplyGradient:
-    """One optimizer step with ``scale`` times the gradient that was kept under ``ticket``. Then forget the ticket."""
-
-    ticket: int
-    scale: float
-
-
-@dataclass(frozen=True)
-class BufferGradient:
-    """Add the gradient that was kept under ``ticket`` to its shard's gradient buffer. Then forget the ticket."""
-
-    ticket: int
-
-
-@dataclass(frozen=True)
-class ApplyBuffer:
-    """One optimizer step on a shard with the mean of what its gradient buffer holds, which is empty then."""
-
-    shard: int
-
-
-@dataclass(frozen=True)
-class Share:
-    """The gradient that was kept under ``ticket`` is known under ``other``, too: our request that brings it along."""
-
-    ticket: int
-    other: int
-
-
-@dataclass(frozen=True)
-class Record:
-    """Write what has happened to a shard into its journal, before anything that is asked for after it is done.
-
-    Attributes:
-        ticket: the gradient that goes with it was kept under this; None: none does.
-    """
-
-    record: RecordRequest
-    ticket: int | None
-
-
-@dataclass(frozen=True)
-class TakeCopy:
-    """The tables of a shard are those that came under ``ticket``. Then forget the ticket."""
-
-    ticket: int
-    shard: int
-
-
-@dataclass(frozen=True)
-class KeepShard:
-    """Take a checkpoint of a shard, as it is after all that was asked for before.
-
-    Attributes:
-        clock: of the shard.
-        state: its role's, plain data.
-    """
-
-    shard: int
-    clock: int
-    state: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class FillTables:
-    """The tables of a shard begin with the values of our own model."""
-
-    shard: int
-
-
-@dataclass(frozen=True)
-class Fetch:
-    """These buckets, each a shard and a number, are to be fetched before their tables are used again."""
-
-    buckets: tuple[tuple[int, int], ...]
-
-
-@dataclass(frozen=True)
-class Unchanged:
-    """These buckets are not fetched after all: their tables are used as they are."""
-
-    buckets: tuple[tuple[int, int], ...]
-
-
-@dataclass(frozen=True)
-class Fetched:
-    """What came under ``ticket`` is to be used from now on. Then forget the ticket."""
-
-    ticket: int
-
-
-@dataclass(frozen=True)
-class PrepareTables:
-    """Make the tables that lie here by a layout that is to be, and fill in what lies here already.
-
-    Attributes:
-        epoch: of that layout.
-        servers: by shard, the rank that is to hold it.
-    """
-
-    epoch: int
-    servers: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class TakeRanges:
-    """What came under ``ticket`` belongs to these pieces of the tables that are being prepared. Then forget it."""
-
-    ticket: int
-    pieces: Pieces
-
-
-@dataclass(frozen=True)
-class TellPrepared:
-    """Tell :class:`Prepared` once all of these tables is done that was asked for before."""
-
-    epoch: int
-
-
-@dataclass(frozen=True)
-class PlaceTables:
-    """Go over to a layout: to the shards that were prepared for it, and to its buckets of what this peer trains with.
-
-    Attributes:
-        epoch: of that layout.
-        servers: by shard, the rank that holds it.
-    """
-
-    epoch: int
-    servers: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class DropTables:
-    """The tables that were prepared are not needed."""
-
-
-@dataclass(frozen=True)
 class Switched:
     """What :class:`SwitchSync` or :class:`ChangeServers` has asked for is done, or not.
 
@@ -568,23 +428,8 @@ Effect = (
     | Adopt
     | Forget
     | Given
-    | ApplyGradient
-    | BufferGradient
-    | ApplyBuffer
-    | FillTables
-    | KeepShard
-    | Share
-    | Record
-    | TakeCopy
-    | Fetch
-    | Fetched
-    | PrepareTables
-    | TakeRanges
-    | TellPrepared
-    | PlaceTables
-    | DropTables
+    | TableEffect
     | Switched
-    | Unchanged
     | SetTimer
     | Wait
     | Resume

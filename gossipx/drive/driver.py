@@ -21,54 +21,36 @@ from gossipx.actor import (
     Adopt,
     Answer,
     Answered,
-    ApplyBuffer,
-    ApplyGradient,
-    BufferGradient,
     Cancel,
     Capture,
     ChangeServers,
-    DropTables,
     Effect,
     Event,
-    Fetch,
-    Fetched,
-    FillTables,
     Forget,
     Given,
     Keep,
-    KeepShard,
     Merge,
     Merged,
     Mix,
     Mixed,
     Note,
-    PlaceTables,
     Poisoned,
-    PrepareTables,
     Received,
-    Record,
     Restored,
     Resume,
     Send,
     SetTimer,
-    Share,
     Stop,
     Switched,
     SwitchSync,
-    TakeCopy,
     TakeIn,
-    TakeRanges,
-    TellPrepared,
     TimerFired,
-    Unchanged,
     Wait,
 )
 from gossipx.arena import ParameterArena
 from gossipx.comm import CommManager
 from gossipx.drive.held import Held, Retrieval
-from gossipx.drive.lane import Lane
-from gossipx.drive.moving import Moves
-from gossipx.drive.shards import ShardKeeper
+from gossipx.drive.tables import TableWork
 from gossipx.drive.timers import Timers
 from gossipx.drive.transfers import Transfers
 from gossipx.errors import (
@@ -81,7 +63,6 @@ from gossipx.errors import (
 from gossipx.memory import Source
 from gossipx.messages import (
     CarryingRequest,
-    CopyReply,
     ElasticRequest,
     ModelReply,
     NotReadyReply,
@@ -89,12 +70,11 @@ from gossipx.messages import (
     Reply,
     Request,
     Stage,
-    TablesReply,
     TakeRequest,
 )
 from gossipx.peer import PeerRole
 from gossipx.snapshots import Snapshot
-from gossipx.storage.desk import Desk
+from gossipx.table_effects import Fetched, TableEffect
 from gossipx.wire import Room
 
 log = logging.getLogger("gossipx")
@@ -116,8 +96,7 @@ class Driver:
     Attributes:
         transfers: requests on their way, and what others bring.
         held: captured models.
-        keeper: of shards' checkpoints; set by the caller where there are any.
-        tables: what is done to the tables of shards, in the order of the decisions.
+        tables: what is done to tables of a parameter server.
         on_retrieval: told of each model mixed while training, from the thread that mixed it.
         error: why training cannot go on, once it cannot.
         committing: held while another model enters the weights.
@@ -131,9 +110,7 @@ class Driver:
         self.committing = threading.Lock()
         self.held = Held(arena, role.sync.policy.uses_drift)
         self.transfers = Transfers(arena, role.rank, self.tell, self._note, self.fail, places)
-        self.keeper: ShardKeeper | None = None
-        self.tables = Lane(f"gossipx-tables-{role.rank}", self.transfers.spoilt)
-        self._moves = Moves(self.tables, self.transfers, self.tell, self._answer_with)
+        self.tables = TableWork(role.rank, self.transfers, self.tell, self._give)
         self._lock = threading.Lock()
         self._may_go_on = threading.Event()
         self._may_go_on.set()
@@ -234,9 +211,7 @@ class Driver:
             self._closed = True
         self._timers.close()
         self.transfers.close()
-        self.tables.close(wait=self.keeper is not None)
-        if self.keeper is not None:
-            self.keeper.close()
+        self.tables.close()
         self.on_retrieval = lambda retrieval: None  # who is told holds us
 
     # --- effects ------------------------------------------------------------------------------------
@@ -262,55 +237,13 @@ class Driver:
                 self.transfers.keep(key, ticket)
             case Cancel(ticket):
                 self.transfers.give_up(ticket)
-            case Fetch(buckets):
-                self._desk.client.expect(buckets)
-            case Unchanged(buckets):
-                self._desk.client.unchanged(buckets)
-            case ApplyGradient(ticket, scale):
-                gradient = self.transfers.gradient(ticket)
-                self.tables.put(lambda: self._desk.apply(gradient, scale))
-            case BufferGradient(ticket):
-                added = self.transfers.gradient(ticket)
-                self.tables.put(lambda: self._desk.buffer(added))
-            case ApplyBuffer(shard):
-                self.tables.put(lambda: self._desk.apply_buffer(shard))
-            case FillTables(shard):
-                self.tables.put(lambda: self._desk.fill(shard))
-            case Share(ticket, other):
-                self.transfers.share(ticket, other)
-            case Record(record, kept):
-                if (journals := self.keeper) is not None:
-                    recorded = None if kept is None else self.transfers.held_gradient(kept)
-                    self.tables.put(lambda: journals.record(record, recorded))
-            case TakeCopy(ticket, shard):
-                copy = self.transfers.copy(ticket)
-                self.tables.put(lambda: self._desk.take_copy(shard, copy))
-            case KeepShard(shard, clock, state):
-                if (keeper := self.keeper) is not None:
-                    self.tables.put(lambda: keeper.keep(shard, clock, state))
-            case Fetched(ticket) if self._desk.client.raw_pulls:
-                self.transfers.fetched(ticket)
             case Send():
                 self.transfers.expect(effect)
-            case PrepareTables() | TakeRanges() | TellPrepared() | PlaceTables() | DropTables():
-                self._moves.at_once(effect, self.keeper)
-            case Answer(pieces=pieces) if pieces is not None:
-                self._moves.give(effect, pieces)
-            case Answer(tables=(int(shard), int(bucket))):
-                answer = effect
-                self.tables.put(lambda: self._answer_tables(answer, shard, bucket))
-            case Answer(copies=int(shard)):
-                asked = effect
-                self.tables.put(lambda: self._answer_copy(asked, shard))
-            case Answer(in_order=True):
-                later = effect
-                self.tables.put(lambda: self._answer_now(later, None))
+            case Answer() if self.tables.answers(effect):
+                self.tables.answer(effect)
+            case _ if isinstance(effect, TableEffect):
+                self.tables.do(effect)
         return None
-
-    @property
-    def _desk(self) -> Desk:
-        assert self.transfers.desk is not None
-        return self.transfers.desk
 
     def _carry_out(self, effect: Effect, given: Snapshot | None) -> None:
         match effect:
@@ -336,7 +269,7 @@ class Driver:
                 self._forget(ticket)
             case Given(ticket):
                 self.held.given(ticket)
-            case Fetched(ticket):
+            case Fetched(ticket) if not self.tables.raw_pulls:
                 self.transfers.fetched(ticket)
             case Switched(number, problem):
                 self._switches.pop(number).set_result(problem)
@@ -344,13 +277,7 @@ class Driver:
                 self._timers.set(name, at)
             case Note(topic, text):
                 self._note(topic, text)
-            case Wait() | Resume() | Stop() | Capture() | Keep() | Fetch() | Unchanged():
-                pass  # done while deciding
-            case ApplyGradient() | BufferGradient() | ApplyBuffer() | FillTables() | KeepShard():
-                pass  # done while deciding
-            case Share() | Record() | TakeCopy():
-                pass  # done while deciding
-            case PrepareTables() | TakeRanges() | TellPrepared() | PlaceTables() | DropTables():
+            case _:
                 pass  # done while deciding
 
     def _base(self, send: Send) -> Snapshot | None:
@@ -366,42 +293,17 @@ class Driver:
     def _answer(self, answer: Answer, snapshot: Snapshot | None) -> None:
         assert self.comm is not None
         self.transfers.drop(answer.key)
-        in_order = answer.tables is not None or answer.copies is not None or answer.pieces is not None
-        if not (in_order or answer.in_order):
+        if not self.tables.answers(answer):
             self._answer_now(answer, snapshot)  # else when all that was decided before is done
 
     def _answer_now(self, answer: Answer, snapshot: Snapshot | None) -> None:
-        assert self.comm is not None
-        if isinstance(answer.reply, TablesReply):
-            self._answer_by(answer, answer.reply, Source(memoryview(b"")))
-            return
         if isinstance(answer.reply, ModelReply):
             self._answer_model(answer, answer.reply, snapshot or self.arena.snapshot(answer.whole_model))
-            return
+        else:
+            self._give(answer, answer.reply, None)
 
-        self._answer_with(answer, answer.reply, None)
-
-    def _answer_with(self, answer: Answer, reply: Reply, source: Source | None) -> None:
-        assert self.comm is not None
-
-        def done(whole: bool) -> None:
-            self.tell(Answered(answer.key, whole))
-
-        self.comm.answer(answer.key, reply, payload=source, deadline=answer.deadline, done=done)
-
-    def _answer_tables(self, answer: Answer, shard: int, bucket: int) -> None:
-        assert isinstance(answer.reply, TablesReply)
-        given = self._desk.encode(shard, bucket)
-        reply = dataclasses.replace(answer.reply, parts=given.parts)
-        self._answer_by(answer, reply, given.source, lambda: self._desk.release(shard, given))
-
-    def _answer_copy(self, answer: Answer, shard: int) -> None:
-        assert isinstance(answer.reply, CopyReply)
-        source = self._desk.copy(shard)
-        self._answer_by(answer, dataclasses.replace(answer.reply, size=source.view.nbytes), source)
-
-    def _answer_by(
-        self, answer: Answer, reply: TablesReply | CopyReply, source: Source, sent: Callable[[], None] = lambda: None
+    def _give(
+        self, answer: Answer, reply: Reply, source: Source | None, sent: Callable[[], None] = lambda: None
     ) -> None:
         assert self.comm is not None
 

@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gossipx.actor import ApplyBuffer, ApplyGradient, BufferGradient
 from gossipx.checkpoint import KEEP, Checkpoint, CheckpointError, Store, journal, pack, unpack
 from gossipx.checkpoint.journal import Journal
 from gossipx.drive.lane import Lane
@@ -22,6 +21,7 @@ from gossipx.errors import UsageError
 from gossipx.messages import RecordRequest
 from gossipx.server.shard import Shard
 from gossipx.storage.desk import Desk, Gradient
+from gossipx.table_effects import ApplyBuffer, ApplyGradient, BufferGradient
 from gossipx.wire.kinds import KINDS, NUMBERS, message_of, metadata_of
 
 log = logging.getLogger("gossipx")

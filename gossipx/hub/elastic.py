@@ -13,20 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from gossipx.actor import (
-    Adopt,
-    Answer,
-    Cancel,
-    Effect,
-    Forget,
-    Merged,
-    Mix,
-    Note,
-    Received,
-    Resume,
-    Stop,
-    Wait,
-)
+from gossipx.actor import Adopt, Answer, Cancel, Effect, Forget, Merged, Mix, Note, Received, Resume, Stop, Wait
 from gossipx.hub.centre import Centre
 from gossipx.messages import (
     BusyReply,

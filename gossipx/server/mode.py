@@ -7,18 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from gossipx.actor import (
-    ChangeServers,
-    Effect,
-    Mix,
-    Note,
-    Prepared,
-    Received,
-    Resume,
-    SetTimer,
-    Stop,
-    SwitchSync,
-)
+from gossipx.actor import ChangeServers, Effect, Mix, Note, Prepared, Received, Resume, SetTimer, Stop, SwitchSync
 from gossipx.messages import (
     ArriveRequest,
     CopyRequest,

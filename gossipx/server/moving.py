@@ -25,22 +25,7 @@ from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-from gossipx.actor import (
-    Answer,
-    DropTables,
-    Effect,
-    Forget,
-    Note,
-    PlaceTables,
-    Prepared,
-    PrepareTables,
-    Received,
-    Resume,
-    Stop,
-    TakeRanges,
-    TellPrepared,
-    Wait,
-)
+from gossipx.actor import Answer, Effect, Forget, Note, Prepared, Received, Resume, Stop, Wait
 from gossipx.errors import UsageError
 from gossipx.messages import (
     AcceptReply,
@@ -59,6 +44,7 @@ from gossipx.messages import (
 from gossipx.peer.exchange import Ground
 from gossipx.server.layout import Batch, Layout, Layouts
 from gossipx.server.worker import Worker
+from gossipx.table_effects import DropTables, PlaceTables, PrepareTables, TakeRanges, TellPrepared
 
 AT_A_TIME = 2
 """Batches that are asked for at a time: while one is on its way the next is being made."""

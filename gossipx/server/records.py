@@ -10,8 +10,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from gossipx.actor import Answer, Effect, Record
+from gossipx.actor import Answer, Effect
 from gossipx.messages import GradientRequest, Happening, RecordRequest
+from gossipx.table_effects import Record
 
 MOST = 500
 """Entries of one record."""

@@ -13,18 +13,7 @@ import json
 from collections import deque
 from collections.abc import Sequence
 
-from gossipx.actor import (
-    Answer,
-    ApplyGradient,
-    BufferGradient,
-    Effect,
-    Forget,
-    Keep,
-    Received,
-    SetTimer,
-    Share,
-    TakeCopy,
-)
+from gossipx.actor import Answer, Effect, Forget, Keep, Received, SetTimer
 from gossipx.messages import (
     AcceptReply,
     CopyReply,
@@ -37,6 +26,7 @@ from gossipx.peer.exchange import Ground
 from gossipx.peer.membership import REST_FIRST, REST_LONGEST
 from gossipx.server.records import Records
 from gossipx.server.shard import Shard
+from gossipx.table_effects import ApplyGradient, BufferGradient, Share, TakeCopy
 
 RECORDS, FOLLOW = "records", "follow"
 """Timers: records are sent again, the holder is asked again; each with a space and the shard's index."""

@@ -14,19 +14,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gossipx.actor import (
-    Answer,
-    ApplyBuffer,
-    ApplyGradient,
-    BufferGradient,
-    Effect,
-    FillTables,
-    Forget,
-    Keep,
-    KeepShard,
-    Note,
-    Received,
-)
+from gossipx.actor import Answer, Effect, Forget, Keep, Note, Received
 from gossipx.errors import UsageError
 from gossipx.messages import (
     AcceptReply,
@@ -45,6 +33,7 @@ from gossipx.server.conditions import SyncModel
 from gossipx.server.decisions import Decision, Fate
 from gossipx.server.models import describe, parse
 from gossipx.server.records import MOST, Journal, Records
+from gossipx.table_effects import ApplyBuffer, ApplyGradient, BufferGradient, FillTables, KeepShard
 
 FURTHEST = 100_000
 """Iterations that a worker may go ahead by at once, where another shard's clock has gone on without it; each may be a
@@ -217,7 +206,7 @@ class Shard:
                 case ("pull", int(worker), int(progress), int() | float() as drawn) if worker in self.clock.progress:
                     effects += self._carry_out(self.clock.pull(worker, progress, (worker, progress), float(drawn)))
                 case ("switch", str(sync), str(apply), str(pulls)):
-                    with contextlib.suppress(UsageError):
+                    with contextlib.suppress(UsageError):  # the holder could, unless its settings are others
                         effects += self._switched(parse(sync), apply, pulls)
         return [one for one in effects if not isinstance(one, Answer | Note)]
 

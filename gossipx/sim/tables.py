@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Hashable
 
-from gossipx import actor
+from gossipx import actor, table_effects
 from gossipx.messages import (
     CopyReply,
     CopyRequest,
@@ -89,34 +89,34 @@ class SimTables:
         match effect:
             case actor.Keep(key, ticket) if key in self._brought:
                 self._kept[ticket] = self._brought.pop(key)
-            case actor.Share(ticket, other):
+            case table_effects.Share(ticket, other):
                 self._kept[other] = self._kept[ticket].hold()
-            case actor.TakeCopy(ticket, shard):
+            case table_effects.TakeCopy(ticket, shard):
                 desk.take_copy(shard, self._copies.pop(ticket))
-            case actor.ApplyGradient(ticket, scale):
+            case table_effects.ApplyGradient(ticket, scale):
                 desk.apply(self._kept.pop(ticket), scale)
-            case actor.BufferGradient(ticket):
+            case table_effects.BufferGradient(ticket):
                 desk.buffer(self._kept.pop(ticket))
-            case actor.ApplyBuffer(shard):
+            case table_effects.ApplyBuffer(shard):
                 desk.apply_buffer(shard)
-            case actor.FillTables(shard):
+            case table_effects.FillTables(shard):
                 desk.fill(shard)
-            case actor.Fetch(buckets):
+            case table_effects.Fetch(buckets):
                 desk.client.expect(buckets)
-            case actor.Unchanged(buckets):
+            case table_effects.Unchanged(buckets):
                 desk.client.unchanged(buckets)
-            case actor.Fetched(ticket):
+            case table_effects.Fetched(ticket):
                 desk.client.fetched(*self._fetching.pop(ticket))
-            case actor.PrepareTables(epoch, servers):
+            case table_effects.PrepareTables(epoch, servers):
                 desk.prepare(epoch, servers)
-            case actor.TakeRanges(ticket, pieces):
+            case table_effects.TakeRanges(ticket, pieces):
                 desk.take(self._ranges.pop(ticket), pieces)
-            case actor.TellPrepared(epoch):
+            case table_effects.TellPrepared(epoch):
                 self._tell(actor.Prepared(epoch, desk.prepared()))
-            case actor.PlaceTables(epoch, servers):
+            case table_effects.PlaceTables(epoch, servers):
                 desk.go_over(epoch, servers)
                 desk.place(epoch)
-            case actor.DropTables():
+            case table_effects.DropTables():
                 desk.drop()
             case _:
                 return False

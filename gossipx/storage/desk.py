@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gossipx.actor import Pieces
 from gossipx.checkpoint import from_bytes, to_bytes
 from gossipx.errors import GossipxError, ProtocolError, UsageError
 from gossipx.memory import PIECE, Memory, Source
@@ -21,6 +20,7 @@ from gossipx.server.placement import Partition
 from gossipx.storage.client import Client, Settings
 from gossipx.storage.moving import Mover, Prepared, Ranges, pack
 from gossipx.storage.shard import Given, ShardStore
+from gossipx.table_effects import Pieces
 from gossipx.wire import Bytes, Sink
 
 

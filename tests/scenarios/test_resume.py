@@ -14,20 +14,7 @@ import torch
 from toy import TIMEOUT, bound, ended, make, sgd
 
 from gossipx import mixing, policies, topology
-from gossipx.actor import (
-    Effect,
-    Event,
-    Failed,
-    Fault,
-    JoinRun,
-    Mix,
-    Mixed,
-    Received,
-    Replied,
-    Restored,
-    Send,
-    StepDone,
-)
+from gossipx.actor import Effect, Event, Failed, Fault, JoinRun, Mix, Mixed, Received, Replied, Restored, Send, StepDone
 from gossipx.messages import (
     AcceptReply,
     ArriveRequest,

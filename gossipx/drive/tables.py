@@ -1,0 +1,176 @@
+"""What a driver does with the tables of a parameter server: by a thread of its own, in the order of the decisions."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from gossipx.actor import Answer, Event, Prepared
+from gossipx.drive.lane import Lane
+from gossipx.drive.shards import ShardKeeper
+from gossipx.drive.transfers import Transfers
+from gossipx.errors import GossipxError
+from gossipx.memory import Source
+from gossipx.messages import CopyReply, NotReadyReply, Reply, TablesReply
+from gossipx.storage.desk import Desk
+from gossipx.table_effects import (
+    ApplyBuffer,
+    ApplyGradient,
+    BufferGradient,
+    DropTables,
+    Fetch,
+    Fetched,
+    FillTables,
+    KeepShard,
+    Pieces,
+    PlaceTables,
+    PrepareTables,
+    Record,
+    Share,
+    TableEffect,
+    TakeCopy,
+    TakeRanges,
+    TellPrepared,
+    Unchanged,
+)
+
+Give = Callable[[Answer, Reply, Source | None, Callable[[], None]], None]
+"""Gives an answer with its payload, and says when that is not read any more."""
+
+
+def nothing() -> None:
+    """What is to be done once a payload of nobody else's is sent."""
+
+
+class TableWork:
+    """Carries out effects on tables.
+
+    Args:
+        rank: one's own, for the thread's name.
+        transfers: of the peer, with its tables.
+        tell: told of what has come of it.
+        give: gives an answer.
+
+    Attributes:
+        keeper: of shards' checkpoints; set by the caller where there are any.
+    """
+
+    def __init__(self, rank: int, transfers: Transfers, tell: Callable[[Event], None], give: Give):
+        self.keeper: ShardKeeper | None = None
+        self._lane = Lane(f"gossipx-tables-{rank}", transfers.spoilt)
+        self._transfers = transfers
+        self._tell = tell
+        self._give = give
+
+    @property
+    def _desk(self) -> Desk:
+        assert self._transfers.desk is not None
+        return self._transfers.desk
+
+    @property
+    def raw_pulls(self) -> bool:
+        """Whether tables come as they lie in memory: there is nothing to decode."""
+        return self._desk.client.raw_pulls
+
+    def close(self) -> None:
+        """Do nothing any more; what checkpoints were asked for are written."""
+        self._lane.close(wait=self.keeper is not None)
+        if self.keeper is not None:
+            self.keeper.close()
+
+    # --- effects ------------------------------------------------------------------------------------
+
+    def do(self, effect: TableEffect) -> None:
+        """Do it, or have it done after all that was decided before; for the thread that decides."""
+        desk, put = self._desk, self._lane.put
+        match effect:
+            case Fetch(buckets):
+                desk.client.expect(buckets)
+            case Unchanged(buckets):
+                desk.client.unchanged(buckets)
+            case Fetched(ticket):
+                if self.raw_pulls:  # else they are decoded, by the thread that was told of them
+                    self._transfers.fetched(ticket)
+            case ApplyGradient(ticket, scale):
+                gradient = self._transfers.gradient(ticket)
+                put(lambda: desk.apply(gradient, scale))
+            case BufferGradient(ticket):
+                added = self._transfers.gradient(ticket)
+                put(lambda: desk.buffer(added))
+            case ApplyBuffer(shard):
+                put(lambda: desk.apply_buffer(shard))
+            case FillTables(shard):
+                put(lambda: desk.fill(shard))
+            case Share(ticket, other):
+                self._transfers.share(ticket, other)
+            case TakeCopy(ticket, shard):
+                copy = self._transfers.copy(ticket)
+                put(lambda: desk.take_copy(shard, copy))
+            case Record() | KeepShard():
+                if self.keeper is not None:
+                    self._keep(self.keeper, effect)
+            case _:
+                self._move(effect)
+
+    def _keep(self, keeper: ShardKeeper, effect: Record | KeepShard) -> None:
+        match effect:
+            case Record(record, ticket):
+                gradient = None if ticket is None else self._transfers.held_gradient(ticket)
+                self._lane.put(lambda: keeper.record(record, gradient))
+            case KeepShard(shard, clock, state):
+                self._lane.put(lambda: keeper.keep(shard, clock, state))
+
+    def _move(self, effect: PrepareTables | TakeRanges | TellPrepared | PlaceTables | DropTables) -> None:
+        """Of a change of servers."""
+        desk, put = self._desk, self._lane.put
+        match effect:
+            case PrepareTables(epoch, servers):
+                put(lambda: desk.prepare(epoch, servers))
+            case TakeRanges(ticket, pieces):
+                ranges = self._transfers.ranges(ticket)
+                put(lambda: desk.take(ranges, pieces))
+            case TellPrepared(epoch):
+                put(lambda: self._tell(Prepared(epoch, desk.prepared())))
+            case PlaceTables(epoch, servers):
+                desk.go_over(epoch, servers)
+                put(lambda: self._place(epoch, servers))
+            case DropTables():
+                put(desk.drop)
+
+    def _place(self, epoch: int, servers: tuple[int, ...]) -> None:
+        self._desk.place(epoch)
+        if self.keeper is not None:
+            self.keeper.servers = servers
+
+    # --- answers ------------------------------------------------------------------------------------
+
+    def answers(self, answer: Answer) -> bool:
+        """Whether it has to do with tables: it is given by :meth:`answer` then."""
+        return answer.in_order or isinstance(answer.reply, TablesReply | CopyReply)
+
+    def answer(self, answer: Answer) -> None:
+        """Answer after all that was decided before; for the thread that decides."""
+        self._lane.put(lambda: self._answer(answer))
+
+    def _answer(self, answer: Answer) -> None:
+        reply = answer.reply
+        if answer.tables is not None and isinstance(reply, TablesReply):
+            shard, bucket = answer.tables
+            given = self._desk.encode(shard, bucket)
+            told = dataclasses.replace(reply, parts=given.parts)
+            self._give(answer, told, given.source, lambda: self._desk.release(shard, given))
+        elif answer.copies is not None and isinstance(reply, CopyReply):
+            source = self._desk.copy(answer.copies)
+            self._give(answer, dataclasses.replace(reply, size=source.view.nbytes), source, nothing)
+        elif answer.pieces is not None and isinstance(reply, TablesReply):
+            self._answer_pieces(answer, reply, answer.pieces)
+        else:
+            self._give(answer, reply, Source(memoryview(b"")) if isinstance(reply, TablesReply) else None, nothing)
+
+    def _answer_pieces(self, answer: Answer, reply: TablesReply, pieces: Pieces) -> None:
+        try:
+            source = self._desk.pack(pieces)
+        except GossipxError as error:
+            self._give(answer, NotReadyReply(str(error)), None, nothing)
+            return
+        self._give(answer, dataclasses.replace(reply, parts=((0, source.view.nbytes),)), source, nothing)
