@@ -38,8 +38,8 @@ Give = Callable[[Answer, Reply, Source | None, Callable[[], None]], None]
 """Gives an answer with its payload, and says when that is not read any more."""
 
 
-def nothing() -> None:
-    """What is to be done once a payload of nobody else's is sent."""
+def nothing(*told: object) -> None:
+    """What is to be done once a payload of nobody else's is sent, or when all is over."""
 
 
 class TableWork:
@@ -77,6 +77,7 @@ class TableWork:
         self._lane.close(wait=self.keeper is not None)
         if self.keeper is not None:
             self.keeper.close()
+        self._tell = self._give = nothing  # who was told holds us
 
     # --- effects ------------------------------------------------------------------------------------
 
