@@ -52,7 +52,8 @@ class Records:
             return []
         happened, self._happened = tuple(self._happened), []
         gradient = (-1, -1, (), ()) if push is None else (push.bucket, push.progress, push.parts, push.settings)
-        record = RecordRequest(self.shard, self.copy, self.number, happened, *gradient, patience=0.0)
+        # How long it is waited for is up to whoever sends it.
+        record = RecordRequest(self.shard, self.copy, self.number, happened, *gradient, patience=1.0)
         self.number += 1
         return self.taken(record, ticket)
 
@@ -71,7 +72,7 @@ class Journal(Records):
     wanted = True
 
     def taken(self, record: RecordRequest, ticket: int | None) -> list[Effect]:
-        return [Record(dataclasses.replace(record, patience=1.0), ticket)]
+        return [Record(record, ticket)]
 
     def safe(self, effects: Sequence[Effect]) -> list[Effect]:
         return [dataclasses.replace(one, in_order=True) if isinstance(one, Answer) else one for one in effects]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -25,13 +24,16 @@ for number in range(5):
         model, optimizer, peers="hosts.txt", rank=RANK, policy="tau:5", name=f"{number}-{RANK}", **SETTINGS
     )
     with joined as peer:
-        train(peer, model, optimizer, 20)
+        for until in range(20, 50_000, 20):  # on a machine that is short of time, an exchange may take many of these
+            train(peer, model, optimizer, until)
+            if peer._role.sync.retrievals > 0:
+                break
     retrievals = peer._role.sync.retrievals
     arenas.append(weakref.ref(peer._arena))
     del joined, peer, model, optimizer
     for thread in set(threading.enumerate()) - {threading.current_thread()}:
         thread.join(10)  # close() tells them to end, and does not wait for all
-    descriptors.append(len(os.listdir("/proc/self/fd")))
+    descriptors.append(len(os.listdir("/dev/fd")))
     assert retrievals > 0, "nothing was exchanged"
 (FOLDER / f"{RANK}.json").write_text(
     json.dumps({"descriptors": descriptors, "arenas": sum(arena() is not None for arena in arenas)})
@@ -39,7 +41,6 @@ for number in range(5):
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="counts descriptors in /proc")
 @pytest.mark.parametrize("settings", ['{"blocking": true}', '{"hub": "0"}', '{"mode": "server", "servers": "0,1"}'])
 def test_nothing_stays_open_and_no_arena_stays(tmp_path: Path, settings: str) -> None:
     with folder(tmp_path, 2) as here:
