@@ -159,7 +159,8 @@ class Shard:
         if (clock == self._kept and not first) or not (due or ((last or first) and (ticks or seconds))):
             return []
         self._kept, self._kept_at = clock, now
-        return [KeepShard(self.index, clock, self.state_dict())]
+        # What the checkpoint has must not be in a record after it.
+        return [*self.records.made(), KeepShard(self.index, clock, self.state_dict())]
 
     def state_dict(self) -> dict[str, Any]:
         """All that the next decision depends on, as plain data that JSON can hold; pulls that wait are asked again."""
