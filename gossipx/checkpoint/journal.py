@@ -59,12 +59,12 @@ def path_of(directory: Path, clock: int) -> Path:
     return directory / f"journal-{clock:08d}"
 
 
-def read(directory: Path, clock: int) -> Iterator[tuple[bytes, memoryview]]:
-    """All entries since the checkpoint of ``clock``, in order: of its own journal, and of those after it."""
+def read(directory: Path, clock: int) -> Iterator[tuple[int, bytes, memoryview]]:
+    """All entries since the checkpoint of ``clock``, in order, each with the clock of the journal that it is from."""
     for begun, path in _journals(directory):
         if begun >= clock:
             for words, content, _ in _entries(path):
-                yield words, content
+                yield begun, words, content
 
 
 def drop(directory: Path, before: int = 0, after: int | None = None) -> None:

@@ -19,7 +19,7 @@ from gossipx.checkpoint.journal import Journal
 from gossipx.drive.lane import Lane
 from gossipx.errors import UsageError
 from gossipx.messages import RecordRequest
-from gossipx.server.shard import Shard
+from gossipx.server.shard import RECORDS, Shard
 from gossipx.storage.desk import Desk, Gradient
 from gossipx.table_effects import ApplyBuffer, ApplyGradient, BufferGradient
 from gossipx.wire.kinds import KINDS, NUMBERS, message_of, metadata_of
@@ -128,11 +128,26 @@ class ShardKeeper:
             error.strerror,
         )
 
-    def records(self, shard: int, clock: int) -> Iterator[tuple[RecordRequest, Gradient]]:
-        """What has happened to a shard since the checkpoint of ``clock``, in order, each with its gradient."""
-        for words, content in journal.read(self._stores[shard].directory.parent, clock):
+    def records(self, shard: int, clock: int, first: int) -> Iterator[tuple[RecordRequest, Gradient]]:
+        """What has happened to a shard since a checkpoint, in order, each with its gradient.
+
+        Where a record is missing, as the disk was full until the next checkpoint and that is damaged, it ends, and what
+        was written down after that is removed.
+
+        Args:
+            clock: of the checkpoint.
+            first: the number of the first record after it.
+        """
+        directory, last = self._stores[shard].directory.parent, clock
+        for number, (begun, words, content) in enumerate(journal.read(directory, clock), first):
             record = message_of(KINDS[NUMBERS[RecordRequest]], words)
             assert isinstance(record, RecordRequest)
+            if record.number != number:
+                told = "shard %d: no journal has what happened between clocks %d and %d: all since is lost"
+                log.warning(told, shard, last, begun)
+                journal.drop(directory, after=last)
+                return
+            last = begun
             yield record, Gradient(record, content)
 
     def come_back(self, shard: Shard) -> None:
@@ -141,15 +156,18 @@ class ShardKeeper:
         Raises:
             UsageError: it is of other tables.
         """
-        newest = self._stores[shard.index].find()
-        if newest is not None and servers_of(self._stores[shard.index], newest) not in ((), tuple(self.servers)):
-            return  # the servers were changed before it was killed: what it had is of no use to those of now
-        state = self._restored(shard.index, None)
-        if state is None:
+        found = self._stores[shard.index].load()
+        if found is None:
             return
+        state = unpack(found.parts[CLOCK])
+        if state[SERVERS] != [*self.servers]:
+            return  # the servers were changed before it was killed: what it had is of no use to those of now
+        self._bring_back(shard.index, found)
         shard.load_state_dict(state)
         clock = shard.clock.clock
-        for record, gradient in self.records(shard.index, clock):
+        shard.records.number = state[RECORDS]
+        for record, gradient in self.records(shard.index, clock, state[RECORDS]):
+            shard.records.number = record.number + 1
             for effect in shard.follow(record, 0):
                 match effect:
                     case ApplyGradient(_, scale):
@@ -172,23 +190,22 @@ class ShardKeeper:
         Raises:
             UsageError: it is of other tables.
         """
-        state = self._restored(shard.index, at)
-        if state is not None:
-            shard.resume(state)
-            if self._keeps_journals:
-                self._begin_journal(shard.index, shard.clock.clock)
-
-    def _restored(self, shard: int, at: int | None) -> dict[str, Any] | None:
-        """A shard's tables are back; what :meth:`keep` was given as ``state``, or None."""
-        found: Checkpoint | None = self._stores[shard].load(at)
+        found = self._stores[shard.index].load(at)
         if found is None:
-            return None
+            return
+        state = unpack(found.parts[CLOCK])
+        self._bring_back(shard.index, found)
+        shard.resume(state)
+        shard.records.number = state[RECORDS]
+        if self._keeps_journals:
+            self._begin_journal(shard.index, shard.clock.clock)
+
+    def _bring_back(self, shard: int, found: Checkpoint) -> None:
+        """A shard's tables are as they were."""
         try:
             self._desk.load_state_dict(shard, unpack(found.parts[TABLES]))
         except (UsageError, ValueError, KeyError) as error:
             raise UsageError(f"the checkpoint is of other tables: {error}", found.path) from error
-        state: dict[str, Any] = unpack(found.parts[CLOCK])
-        return state
 
     def close(self) -> None:
         """Keep no more; what is being written is finished."""

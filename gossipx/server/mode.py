@@ -130,6 +130,7 @@ class ServerMode(Exchange, Home):
         self._before = (0, 0)  # figures of shards that lay here before the servers were changed
         self._agreeing = False
         self._watching = False
+        self._sought = False  # a server is gone, and the others were asked whether there are others by now
 
     def _shard(self, index: int, clock: Clock, layout: Layout) -> Shard:
         plan = self._settings.plans[index % len(self._settings.plans)] if self._settings.plans else ()
@@ -210,7 +211,7 @@ class ServerMode(Exchange, Home):
         if (copied := self._copies.replied(ticket, reply, self._training(), now)) is not None:
             return self._watched(copied, now)
         if not self.worker.awaits(ticket):  # it is of a change, or of a time before it held the shard, or no more did
-            return self._watched(self.moving.replied(ticket, to, reply, now), now)
+            return self._watched([*self.moving.replied(ticket, to, reply, now), *self._stopped()], now)
         heard: list[Effect] = []
         if isinstance(reply, PlacedReply):  # before the worker, which goes on by what stands
             heard = self.moving.heard(to, reply.epoch, reply.servers, reply.decided, now)
@@ -226,8 +227,24 @@ class ServerMode(Exchange, Home):
         if (uncopied := self._copies.failed(ticket, self._training(), now)) is not None:
             return self._watched(uncopied, now)
         if not self.worker.awaits(ticket):
-            return self.moving.failed(ticket)
-        return [*self._gone_on(self.worker.failed(ticket, now), now), *self._unagreed()]
+            return [*self.moving.failed(ticket), *self._stopped()]
+        return [*self._gone_on(self.worker.failed(ticket, now), now), *self._unagreed(), *self._bereft(now)]
+
+    def _bereft(self, now: float) -> list[Effect]:
+        """A server has not answered. If nobody is left that holds its shard, others may hold all by now."""
+        if not any(map(self._are_gone, self._holders)) or self.moving.asks:
+            return []
+        seeks = not self._settings.fixed and not (self._sought and self._settings.lost == "stop")
+        asked = self.moving.seek(now) if seeks else []
+        self._sought = True
+        return asked or self._stopped()
+
+    def _stopped(self) -> list[Effect]:
+        """A server is gone for good, as far as the others know, and that is to end training."""
+        gone = [holders[0] for holders in self._holders if self._are_gone(holders)]
+        if not gone or not self._sought or self.moving.asks or self._settings.lost != "stop":
+            return []
+        return [Stop(f"the server, peer {gone[0]}, is gone, and --server-lost is stop"), Resume()]
 
     def _gone_on(self, effects: list[Effect], now: float) -> list[Effect]:
         """The worker has gone on."""
@@ -323,10 +340,7 @@ class ServerMode(Exchange, Home):
 
     def lost(self, rank: int, now: float) -> list[Effect]:
         gone = any(rank in holders and self._are_gone(holders) for holders in self._holders)
-        effects: list[Effect] = []
-        if gone and self._settings.lost == "stop":
-            effects += [Stop(f"the server, peer {rank}, is gone, and --server-lost is stop"), Resume()]
-        effects += self._copies.lost(rank)
+        effects = [*(self._bereft(now) if gone else []), *self._copies.lost(rank)]
         return [*effects, *self.worker.lost(rank, now), *self.look(now), *self._unagreed()]
 
     def left(self, rank: int, now: float) -> list[Effect]:
@@ -411,6 +425,7 @@ class ServerMode(Exchange, Home):
         self.shards.update({index: self._shard(index, self._settings.clock_of(index), layout) for index in here})
         for shard in self.shards.values():
             shard.take_over(json.loads(state), now)
+        self._sought = False
         self._before = (0, 0)
         self._before = done[0] - self.taken_in, done[1] - self.delayed_pulls
         went = self._gone_on(self.worker.go_over(layout.servers, layout.buckets, epoch, now), now)

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import abc
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 from gossipx.actor import Answer, Effect, Forget, Note, Prepared, Received, Resume, Stop, Wait
@@ -440,6 +440,18 @@ class Moving:
         if change.alone is not None and now - change.alone >= self._ground.timeout:
             note = Note("servers", f"peer {change.leader}, which changed the servers, is lost: they stay as they were")
             return [note, *self.give_up(now)]
+        return self._ask_of(ranks, now)
+
+    @property
+    def asks(self) -> bool:
+        """Whether somebody is being asked what stands."""
+        return bool(self._ground.requests.asked(PlaceRequest))
+
+    def seek(self, now: float) -> list[Effect]:
+        """Whoever held a shard is gone: ask all others what stands, which may be a change that was before we came."""
+        return self._ask_of(self._ground.members.awaited(), now)
+
+    def _ask_of(self, ranks: Sequence[int], now: float) -> list[Effect]:
         asked = self._ground.requests.asked(PlaceRequest)
         question = PlaceRequest(self.epoch, self.layout.servers, self.decided)
         deadline = now + self._ground.timeout

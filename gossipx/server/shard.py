@@ -35,6 +35,8 @@ from gossipx.server.models import describe, parse
 from gossipx.server.records import MOST, Journal, Records
 from gossipx.table_effects import ApplyBuffer, ApplyGradient, BufferGradient, FillTables, KeepShard
 
+RECORDS = "records"
+"""In a checkpoint's state: the number of the first record after it."""
 FURTHEST = 100_000
 """Iterations that a worker may go ahead by at once, where another shard's clock has gone on without it; each may be a
 tick."""
@@ -160,7 +162,8 @@ class Shard:
             return []
         self._kept, self._kept_at = clock, now
         # What the checkpoint has must not be in a record after it.
-        return [*self.records.made(), KeepShard(self.index, clock, self.state_dict())]
+        made = self.records.made()
+        return [*made, KeepShard(self.index, clock, {**self.state_dict(), RECORDS: self.records.number})]
 
     def state_dict(self) -> dict[str, Any]:
         """All that the next decision depends on, as plain data that JSON can hold; pulls that wait are asked again."""

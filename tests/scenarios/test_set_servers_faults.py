@@ -191,6 +191,23 @@ def test_a_worker_that_joins_late_finds_the_servers_of_then() -> None:
     assert made.peers[2].role.stage is Stage.DONE and made.lines(2, "step ")
 
 
+@pytest.mark.parametrize("goes", ["leaves", "dies"])
+@pytest.mark.parametrize("lost", ["wait", "stop"])
+def test_a_worker_that_joins_late_finds_them_though_those_that_it_knows_are_gone(goes: str, lost: str) -> None:
+    options: dict[str, Any] = {"servers": "0", "iterations": 60, "server_lost": lost}
+    made = served.world(4, absent=[3], **options)
+    made.change_servers(1, 12.5, [1, 2])
+    if goes == "leaves":
+        made.leave(0, 20.5)
+    else:
+        made.crash(0, 20.5)
+    made.start(3, served.maker(3, 4, **options), at=40.0)
+    served.ended(made)
+    assert set(stand(made, [1, 2, 3])) == {1, 2}
+    assert made.peers[3].role.stage is Stage.DONE and made.lines(3, "step ")
+    alike(made, [1, 2, 3])
+
+
 # --- servers that leave ---------------------------------------------------------------------------------------
 
 

@@ -24,7 +24,7 @@ def write(directory: Path, clock: int, entries: list[tuple[bytes, bytes]], goes_
 
 
 def read(directory: Path, clock: int) -> list[tuple[bytes, bytes]]:
-    return [(words, bytes(content)) for words, content in journal.read(directory, clock)]
+    return [(words, bytes(content)) for _, words, content in journal.read(directory, clock)]
 
 
 def test_what_was_written_is_read_in_order(tmp_path: Path) -> None:

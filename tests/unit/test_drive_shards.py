@@ -1,0 +1,131 @@
+"""A shard that comes back from its checkpoints and journals, without roles and a network."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from sides import Side, side, values
+
+from gossipx.actor import Effect, Received
+from gossipx.checkpoint import Store
+from gossipx.drive.shards import ShardKeeper
+from gossipx.peer.requests import Requests
+from gossipx.server.clock import Clock
+from gossipx.server.models import parse
+from gossipx.server.records import Journal
+from gossipx.server.shard import Shard
+from gossipx.storage.desk import Gradient
+from gossipx.table_effects import ApplyGradient, FillTables, KeepShard, Record
+
+EVERY = 2
+
+
+class Server:
+    """One process that holds one shard, kept every two ticks, for one worker under asp."""
+
+    def __init__(self, directory: Path):
+        self.side: Side = side(values(), servers=1)
+        self.store = Store(directory / "checkpoints", keep=5)
+        self.keeper = ShardKeeper({0: self.store}, self.side.desk, (0,), journals=True)
+        clock = Clock(parse("asp"), workers=[0])
+        self.shard = Shard(0, len(self.side.cut[0]), clock, Requests(), every=(EVERY, 0.0))
+        self.shard.records = Journal(0)
+        self.keeper.come_back(self.shard)
+        self._do(self.shard.begin(0.0))
+
+    @property
+    def values(self) -> list[torch.Tensor]:
+        return [bucket.values.clone() for bucket in self.side.stores[0].buckets]
+
+    def push(self, iteration: int) -> None:
+        generator = torch.Generator().manual_seed(iteration)
+        self.side.progress = iteration
+        self.side.update([torch.randn(one.shape, generator=generator) for one in self.side.parameters])
+        for place in self.side.whole:
+            request, content = self.side.request(place)
+            gradient = self.side.desk.room_for(request)
+            assert gradient is not None
+            gradient.take(0, memoryview(content))
+            effects = self.shard.requested(Received(0, place, request), 0.0)
+            self._do([*effects, *self.shard.keep(0.0)], gradient)
+
+    def _do(self, effects: list[Effect], gradient: Gradient | None = None) -> None:
+        for effect in effects:
+            match effect:
+                case FillTables():
+                    self.side.desk.fill(0)
+                case Record(record, ticket):
+                    brought = gradient if ticket is not None else None
+                    self.keeper.record(record, brought and brought.hold())
+                case ApplyGradient(_, scale):
+                    assert gradient is not None
+                    self.side.desk.apply(gradient, scale)
+                case KeepShard(shard, clock, state):
+                    self.keeper.keep(shard, clock, state)
+                    written = threading.Event()
+                    self.keeper._lane.put(written.set)
+                    assert written.wait(10)
+
+
+def damage(store: Store) -> int:
+    """The newest checkpoint cannot be used any more; its clock."""
+    newest = store.find()
+    assert newest is not None
+    (tables,) = store.directory.glob(f"*{newest}/tables*.safetensors")
+    tables.write_bytes(tables.read_bytes()[:-1])
+    return newest
+
+
+@pytest.mark.parametrize("pushes", [0, 1, 2, 5])
+def test_it_comes_back_with_all_that_was_pushed(tmp_path: Path, pushes: int) -> None:
+    before = Server(tmp_path)
+    for iteration in range(pushes):
+        before.push(iteration)
+    after = Server(tmp_path)  # the one before was killed: nothing of it was closed
+    assert all(map(torch.equal, before.values, after.values))
+    assert after.shard.clock.clock == pushes
+    after.push(pushes)
+    before.push(pushes)
+    assert all(map(torch.equal, before.values, after.values))
+
+
+def test_it_comes_back_twice(tmp_path: Path) -> None:
+    before = Server(tmp_path)
+    for iteration in range(3):
+        before.push(iteration)
+    second = Server(tmp_path)
+    second.push(3)
+    third = Server(tmp_path)
+    assert all(map(torch.equal, second.values, third.values))
+
+
+def test_a_damaged_checkpoint_costs_nothing(tmp_path: Path) -> None:
+    before = Server(tmp_path)
+    for iteration in range(2 * EVERY + 1):
+        before.push(iteration)
+    assert damage(before.store) == 2 * EVERY
+    assert all(map(torch.equal, before.values, Server(tmp_path).values))
+
+
+def test_nothing_is_taken_from_beyond_what_was_not_written_down(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The disk was full between two checkpoints, and the second of them is damaged."""
+    before = Server(tmp_path)
+    for iteration in range(EVERY + 1):
+        before.push(iteration)
+    known = before.values
+    before.keeper._journals.pop(0).close()  # as if it could not be written
+    for iteration in range(EVERY + 1, 2 * EVERY + 1):
+        before.push(iteration)
+    damage(before.store)
+    caplog.set_level(logging.WARNING, "gossipx")
+    after = Server(tmp_path)
+    assert f"no journal has what happened between clocks {EVERY} and {2 * EVERY}" in caplog.text
+    assert all(map(torch.equal, known, after.values))
+    after.push(EVERY + 1)  # and it goes on from there
+    assert all(map(torch.equal, after.values, Server(tmp_path).values))
