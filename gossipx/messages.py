@@ -199,6 +199,17 @@ Happening = tuple[str | int | float, ...]
 
 
 @dataclass(frozen=True)
+class WaitingRequest:
+    """Asks which workers wait at a shard for their gradients to be applied; see :mod:`gossipx.server.deadlock`.
+
+    Attributes:
+        shard: which.
+    """
+
+    shard: int
+
+
+@dataclass(frozen=True)
 class RecordRequest:
     """Tells the replica of a shard what has happened to it, in order; where that ends with the gradient of a bucket,
     its bytes are the frame's payload.
@@ -366,6 +377,17 @@ class CopyReply:
 
 
 @dataclass(frozen=True)
+class WaitingReply:
+    """Who waits at a shard.
+
+    Attributes:
+        workers: ranks, each with the iteration of its gradient.
+    """
+
+    workers: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
 class RoundRequest:
     """Asks for the partner's model of one round of a wave; whoever gets one takes part in that wave from then on.
 
@@ -456,11 +478,11 @@ CarryingRequest = ElasticRequest | GradientRequest | RecordRequest
 """What brings a model, or a part of one."""
 ModelRequest = InitialRequest | PullRequest | TakeRequest | RoundRequest | ElasticRequest | CentreRequest
 """What is answered by a model."""
-ServerRequest = GradientRequest | TablesRequest | SwitchRequest | RecordRequest | CopyRequest
+ServerRequest = GradientRequest | TablesRequest | SwitchRequest | WaitingRequest | RecordRequest | CopyRequest
 """What is asked of a server."""
 MoveRequest = ServersRequest | PauseRequest | PrepareRequest | RangesRequest | PlaceRequest
 """What a change of servers is made of."""
 Request = ModelRequest | ExchangeRequest | ServerRequest | MoveRequest | ArriveRequest | LeaveRequest
 CarryingReply = ModelReply | TablesReply | CopyReply
 """What brings a model, or a part of one."""
-Reply = CarryingReply | PlacedReply | AcceptReply | BusyReply | HereReply | NotReadyReply
+Reply = CarryingReply | PlacedReply | WaitingReply | AcceptReply | BusyReply | HereReply | NotReadyReply

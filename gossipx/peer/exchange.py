@@ -365,6 +365,11 @@ class Exchange(abc.ABC):
         """Whether others need this peer until the end of their training, however long that takes."""
         return False
 
+    @property
+    def awaits_all(self) -> bool:
+        """Whether what the run ends with is there only once all have trained, however long that takes."""
+        return False
+
     def agree(self, now: float) -> list[Effect] | None:
         """All have come to the finish: take the model that the run ends with; None: that is the mean of all."""
         return None

@@ -72,6 +72,7 @@ from gossipx.messages import (
     SwitchRequest,
     TablesRequest,
     TakeRequest,
+    WaitingRequest,
 )
 from gossipx.mixing import Average, Mixing
 from gossipx.peer.exchange import Exchange, Ground
@@ -312,6 +313,7 @@ class PeerRole:
                 | GradientRequest()
                 | TablesRequest()
                 | SwitchRequest()
+                | WaitingRequest()
                 | RecordRequest()
                 | CopyRequest()
                 | ServersRequest()
@@ -451,8 +453,8 @@ class PeerRole:
         """They were waited for long enough."""
         if self.stage is Stage.JOINING:
             return self.joining.late(now) or self._gather(Stage.START, now)
-        if self.stage is Stage.FINISH and self.exchange and self.exchange.attends:
-            # Others need it as long as they train; one that does not answer will be lost, and waited for no longer.
+        if self.stage is Stage.FINISH and self.exchange and (self.exchange.attends or self.exchange.awaits_all):
+            # One that does not answer will be lost, and waited for no longer.
             return self.gathering.go_on(self.gathering.absent(), now)
         return [*self.gathering.late(), *self._gathered(now)]
 

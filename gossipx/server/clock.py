@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import random
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,6 +130,31 @@ class Clock:
         behind = [worker for worker, one in self._workers.items() if one.progress < self.clock]
         return sorted(behind, key=lambda worker: (self._workers[worker].progress, worker))
 
+    @property
+    def stuck(self) -> dict[int, int]:
+        """By worker whose pull waits as the gradient buffer, with its gradient, lacks more: the iteration of that."""
+        if self._apply is not Apply.THRESHOLD:
+            return {}
+        return {pull.worker: pull.progress for pull, _ in self._delayed if self._workers[pull.worker].waiting}
+
+    @property
+    def moment(self) -> tuple[int, ...]:
+        """Another one after every event that may have ended or begun a wait."""
+        counts = self.counts
+        return self.epoch, counts.gradients, counts.late, counts.pulls, len(self._workers), len(self._delayed)
+
+    def is_deadlocked(self, elsewhere: Mapping[int, int]) -> bool:
+        """Whether nobody is left who could fill the gradient buffer.
+
+        Args:
+            elsewhere: by worker that waits at another shard for its gradient to be applied, the iteration of that.
+        """
+        stuck = self.stuck
+        return bool(stuck) and all(
+            worker in stuck or (worker in elsewhere and elsewhere[worker] <= one.progress)
+            for worker, one in self._workers.items()
+        )
+
     def view(self) -> View:
         """What conditions see now."""
         progress = [one.progress for one in self._workers.values()]
@@ -193,6 +218,10 @@ class Clock:
             return [Release(key)]
         self._delayed.append((pull, key))
         return []
+
+    def apply_now(self) -> list[Decision]:
+        """Apply the gradient buffer as it is."""
+        return [self._empty_buffer(), *self._settle()] if self._holds_any else []
 
     # --- members and models -----------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gossipx.actor import Answer, Effect, Forget, Note, Received
-from gossipx.messages import BusyReply, CopyRequest, NotReadyReply, RecordRequest, Reply, ServerRequest
+from gossipx.messages import BusyReply, CopyRequest, NotReadyReply, RecordRequest, Reply, ServerRequest, WaitingRequest
 from gossipx.peer.exchange import Ground
 from gossipx.server.replica import FOLLOW, Replica, Standby
 from gossipx.server.shard import Shard
@@ -44,7 +44,7 @@ class Copies:
             training: ranks that train.
         """
         replica = self.replicas.get(request.shard)
-        if replica is None or isinstance(request, RecordRequest):
+        if replica is None or isinstance(request, RecordRequest | WaitingRequest):
             return []
         if isinstance(request, CopyRequest):  # the holder's process has ended: it is another that asks
             other = sender == replica.holder and request.incarnation != replica.incarnation

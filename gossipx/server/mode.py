@@ -26,12 +26,15 @@ from gossipx.messages import (
     Stage,
     SwitchRequest,
     TablesRequest,
+    WaitingReply,
+    WaitingRequest,
 )
 from gossipx.peer.exchange import Exchange, Ground
 from gossipx.peer.pulls import Pulls
 from gossipx.server.clock import Clock
 from gossipx.server.conditions import SyncModel
 from gossipx.server.copies import Copies
+from gossipx.server.deadlock import Deadlocks
 from gossipx.server.layout import Layout, Layouts
 from gossipx.server.leading import Leading
 from gossipx.server.moving import UNDER_WAY, Home, Moving
@@ -104,7 +107,7 @@ class ServerMode(Exchange, Home):
     """
 
     takes = (
-        *(GradientRequest, TablesRequest, SwitchRequest, RecordRequest, CopyRequest),
+        *(GradientRequest, TablesRequest, SwitchRequest, WaitingRequest, RecordRequest, CopyRequest),
         *(ServersRequest, PauseRequest, PrepareRequest, RangesRequest, PlaceRequest),
     )
     timers = (AGAIN, WATCH, RECORDS, FOLLOW)
@@ -127,6 +130,7 @@ class ServerMode(Exchange, Home):
                 self.shards[index] = shard
         self.worker = Worker(ground, settings.holders, settings.layout.buckets, settings.overlap, settings.syncs)
         self._switching = Switching(ground, self.shards, self.worker.holder, settings.rate, self._hindered)
+        self._deadlocks = Deadlocks(ground, self.shards, self.worker.holder)
         self._before = (0, 0)  # figures of shards that lay here before the servers were changed
         self._agreeing = False
         self._watching = False
@@ -170,6 +174,10 @@ class ServerMode(Exchange, Home):
         return bool(self.shards or self.replicas) or not self._trains
 
     @property
+    def awaits_all(self) -> bool:
+        return True
+
+    @property
     def taken_in(self) -> int:
         return self._before[0] + sum(shard.clock.counts.gradients for shard in self.shards.values())
 
@@ -204,6 +212,8 @@ class ServerMode(Exchange, Home):
     def replied(self, ticket: int, to: int, reply: Reply, now: float) -> list[Effect]:
         if self._switching.awaits(ticket):
             return self._switching.replied(ticket, reply)
+        if self._deadlocks.awaits(ticket):
+            return self._watched(self._deadlocks.replied(ticket, reply), now)
         if self.leading.wished(ticket):
             return self.leading.wish_answered(ticket, reply, now)
         if self.leading.awaits(ticket):
@@ -220,6 +230,8 @@ class ServerMode(Exchange, Home):
     def failed(self, ticket: int, now: float) -> list[Effect]:
         if self._switching.awaits(ticket):
             return self._switching.failed(ticket)
+        if self._deadlocks.awaits(ticket):
+            return self._deadlocks.failed(ticket)
         if self.leading.wished(ticket):
             return self.leading.wish_failed(ticket)
         if self.leading.awaits(ticket):
@@ -310,6 +322,8 @@ class ServerMode(Exchange, Home):
             return self._watched(self._copies.asked_for(event, shard, now), now)
         if isinstance(request, SwitchRequest):
             return self._watched(self._switching.asked(event, shard, now), now)
+        if isinstance(request, WaitingRequest):
+            return [self._answer(event.key, WaitingReply(tuple(shard.clock.stuck.items())), now)]
         if event.sender not in self._training() and isinstance(request, TablesRequest):
             return shard.give(event, now)
         return self._watched(shard.requested(event, now), now)
@@ -360,6 +374,7 @@ class ServerMode(Exchange, Home):
             for rank in self._held_up_by()
             if rank not in asked
         ]
+        self._deadlocks.again()
         put_off = [effect for shard in self.shards.values() for effect in shard.put_off(now)]
         return self._watched([*put_off, *signs, *self.moving.watch(now), *self.leading.watch(now)], now)
 
@@ -370,6 +385,7 @@ class ServerMode(Exchange, Home):
     def _watched(self, effects: list[Effect], now: float) -> list[Effect]:
         """Where pulls wait for somebody, see now and then that it is still there; and what the clock is due for."""
         effects = effects + self._kept(now)
+        effects += self._deadlocks.look(len(self._servers), now)
         effects += self._copies.send(now)
         waits = self.moving.busy or self.leading.busy or any(shard.waiting for shard in self.shards.values())
         if self._watching or not waits:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import deque
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -209,6 +209,8 @@ class Shard:
                     effects += self._take(worker, progress, bucket, ticket)
                 case ("pull", int(worker), int(progress), int() | float() as drawn) if worker in self.clock.progress:
                     effects += self._carry_out(self.clock.pull(worker, progress, (worker, progress), float(drawn)))
+                case ("apply",):
+                    effects += self._carry_out(self.clock.apply_now())
                 case ("switch", str(sync), str(apply), str(pulls)):
                     with contextlib.suppress(UsageError):  # the holder could, unless its settings are others
                         effects += self._switched(parse(sync), apply, pulls)
@@ -370,6 +372,18 @@ class Shard:
         """Members may have changed: those that are not in ``training`` any more are not waited for."""
         here = set(training)
         return [effect for rank in list(self.clock.progress) if rank not in here for effect in self.lost(rank)]
+
+    def waited_for(self, elsewhere: Mapping[int, int]) -> list[Effect]:
+        """These workers wait at other shards: if the gradient buffer waits for nobody else, it is applied as it is.
+
+        Args:
+            elsewhere: by worker the iteration whose gradient is to be applied there.
+        """
+        if not self.clock.is_deadlocked(elsewhere):
+            return []
+        self.records.happened("apply")
+        effects = self._carry_out(self.clock.apply_now())
+        return self.records.safe([*effects, *self.records.made()])
 
     # --- decisions --------------------------------------------------------------------------------
 

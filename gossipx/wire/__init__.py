@@ -43,6 +43,8 @@ from gossipx.messages import (
     TablesReply,
     TablesRequest,
     TakeRequest,
+    WaitingReply,
+    WaitingRequest,
 )
 
 
@@ -227,6 +229,7 @@ Message = (
     | GradientRequest
     | TablesRequest
     | SwitchRequest
+    | WaitingRequest
     | RecordRequest
     | CopyRequest
     | ServersRequest
@@ -235,6 +238,7 @@ Message = (
     | RangesRequest
     | PlaceRequest
     | PlacedReply
+    | WaitingReply
     | TablesReply
     | CopyReply
     | ArriveRequest
@@ -264,6 +268,7 @@ ANSWERS: dict[type, tuple[type, ...]] = {
     GradientRequest: (AcceptReply, PlacedReply, NotReadyReply),
     TablesRequest: (TablesReply, PlacedReply, BusyReply, NotReadyReply),
     SwitchRequest: (AcceptReply, NotReadyReply),
+    WaitingRequest: (WaitingReply, NotReadyReply),
     RecordRequest: (AcceptReply, BusyReply, NotReadyReply),
     CopyRequest: (CopyReply, AcceptReply, NotReadyReply),
     ServersRequest: (AcceptReply, BusyReply, NotReadyReply),

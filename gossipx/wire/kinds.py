@@ -46,6 +46,8 @@ from gossipx.messages import (
     TablesReply,
     TablesRequest,
     TakeRequest,
+    WaitingReply,
+    WaitingRequest,
 )
 from gossipx.wire import (
     MAX_DESCRIPTION,
@@ -252,6 +254,14 @@ def _servers(value: object) -> tuple[int, ...]:
     return ranks
 
 
+def _workers(value: object) -> tuple[tuple[int, int], ...]:
+    if type(value) is not list or len(value) > MAX_RANKS:
+        raise ValueError(f"is not a list of at most {MAX_RANKS} workers")
+    if not all(type(item) is list and len(item) == 2 for item in value):
+        raise ValueError("holds what is not a rank with its iteration")
+    return tuple((_rank(rank), _count(iteration)) for rank, iteration in value)
+
+
 def _state(value: object) -> str:
     if type(value) is not str or not value.isascii():
         raise ValueError("is not ASCII text")
@@ -376,6 +386,8 @@ KINDS = {
     43: Kind(RangesRequest, {"epoch": _count, "batch": _count, "sync": _text, "patience": _seconds}),
     44: Kind(PlaceRequest, {"epoch": _count, "servers": _servers, "decided": _count}, MAX_METADATA),
     45: Kind(PlacedReply, {"epoch": _count, "servers": _servers, "decided": _count}, MAX_METADATA),
+    46: Kind(WaitingRequest, {"shard": _shard}),
+    47: Kind(WaitingReply, {"workers": _workers}, MAX_METADATA),
     48: Kind(Carried, {"digest": _octets(32)}),
 }
 """By number, as a frame's header has it."""

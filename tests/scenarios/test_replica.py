@@ -88,6 +88,20 @@ def test_each_push_counts_once_whoever_holds_the_shard(sync: str, seed: int) -> 
 
 
 @pytest.mark.parametrize("seed", range(6))
+def test_shards_whose_buffers_wait_for_each_others_workers_have_the_same_replicas(seed: int) -> None:
+    rng = random.Random(seed)
+    slow = {rank: rng.uniform(0.5, 1.5) for rank in range(4)}
+    made = served.world(
+        4, seed, Network(delay=0.05, jitter=0.3), slow, servers="0,2", server_replicas=1, sync="hybrid:fixed=3"
+    )
+    served.ended(made, 100)
+    for index, (holder, follower) in enumerate(((0, 2), (2, 0))):
+        assert mode(made, follower).replicas[index].has_copy
+        for held, followed in zip(tables(made, holder, index), tables(made, follower, index), strict=True):
+            torch.testing.assert_close(followed, held, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("seed", range(6))
 def test_the_killed_one_comes_back_and_follows_then_the_other_is_killed(seed: int) -> None:
     """Peer 3 has the replica here, and trains, so it is not killed: its place is taken by the one that came back."""
     rng = random.Random(seed)

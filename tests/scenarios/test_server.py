@@ -96,6 +96,34 @@ def test_no_push_is_lost_and_no_pull_stranded_whatever_is_switched(seed: int) ->
         assert counts.gradients + counts.late == 4 * served.ITERATIONS, "each push is counted once"
 
 
+@pytest.mark.parametrize("servers", ["0,3", "1,2,3", "0,1,2,3"])
+@pytest.mark.parametrize("seed", range(12))
+def test_shards_whose_buffers_wait_for_each_others_workers_go_on(servers: str, seed: int) -> None:
+    """Hybrid Approach, Algorithm 1, at several shards: each has other gradients in its buffer when all workers wait."""
+    rng = random.Random(f"{servers} {seed}")
+    slow = {rank: rng.uniform(0.5, 1.5) for rank in range(4)}
+    sync = rng.choice(["hybrid:fixed=2", "hybrid:fixed=3", "hybrid:step=4"])
+    made = served.world(4, seed, Network(delay=0.05, jitter=0.3), slow, servers=servers, sync=sync)
+    served.ended(made, served.ITERATIONS * (2 * max(slow.values()) + 2))  # they go on at once, not after a timeout
+    done(made, range(4))
+    for index, rank in enumerate(map(int, servers.split(","))):
+        assert shard(made, rank, index).clock.counts.gradients == 4 * served.ITERATIONS
+
+
+@pytest.mark.parametrize("sync", SYNCS)
+@pytest.mark.parametrize("seed", range(4))
+def test_all_end_with_what_the_servers_hold_once_the_slowest_has_trained(sync: str, seed: int) -> None:
+    """However long the others wait for it, as long as it answers."""
+    slow = {0: 1.0, 1: 0.2, 2: 0.3, 3: 4.0}
+    assert served.ITERATIONS * 4.0 > served.ITERATIONS * 1.0 + toy.TIMEOUT
+    made = served.world(4, seed, Network(delay=0.05), slow, servers="0,1", sync=sync)
+    served.ended(made)
+    done(made, range(4))
+    for rank, index in ((0, 0), (1, 1)):
+        counts = shard(made, rank, index).clock.counts
+        assert counts.gradients + counts.late == 4 * served.ITERATIONS
+
+
 # --- workers come and go ------------------------------------------------------------------------------
 
 

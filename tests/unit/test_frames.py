@@ -27,6 +27,8 @@ from gossipx.messages import (
     ArriveRequest,
     BusyReply,
     CentreRequest,
+    CopyReply,
+    CopyRequest,
     ElasticRequest,
     GradientRequest,
     HereReply,
@@ -42,6 +44,7 @@ from gossipx.messages import (
     PullRequest,
     PushRequest,
     RangesRequest,
+    RecordRequest,
     RoundRequest,
     ServersRequest,
     SettleRequest,
@@ -50,6 +53,8 @@ from gossipx.messages import (
     TablesReply,
     TablesRequest,
     TakeRequest,
+    WaitingReply,
+    WaitingRequest,
 )
 from gossipx.wire import (
     ANSWERS,
@@ -103,6 +108,11 @@ figures = st.one_of(
     lines,
 )
 reports = st.dictionaries(lines, figures | st.lists(figures, max_size=5), max_size=8)
+happenings = st.lists(
+    lines | st.integers(-(2**63) + 1, 2**63 - 1) | st.floats(allow_nan=False, allow_infinity=False),
+    min_size=1,
+    max_size=4,
+).map(tuple)
 standing = {"stage": st.sampled_from(Stage), "report": reports, "wave": st.integers(0, MAX_WAVE)}
 messages = st.one_of(
     st.builds(
@@ -161,6 +171,28 @@ messages = st.one_of(
         parts=parts,
         settings=groups,
         patience=seconds,
+    ),
+    st.builds(WaitingRequest, shard=ranks),
+    st.builds(WaitingReply, workers=st.lists(st.tuples(ranks, counts), max_size=5).map(tuple)),
+    st.builds(
+        RecordRequest,
+        shard=ranks,
+        copy=counts,
+        number=counts,
+        happened=st.lists(happenings, max_size=5).map(tuple),
+        bucket=st.integers(-1, 2**63 - 1),
+        progress=st.integers(-1, 2**63 - 1),
+        parts=parts,
+        settings=groups,
+        patience=seconds,
+    ),
+    st.builds(CopyRequest, shard=ranks, incarnation=counts, copy=st.integers(-1, 2**63 - 1), patience=seconds),
+    st.builds(
+        CopyReply,
+        incarnation=counts,
+        copy=counts,
+        state=st.text('{}[]":,0123456789', max_size=50),
+        size=st.integers(0, 2**40),
     ),
     st.builds(TakeRequest, incarnation=counts, number=counts),
     st.builds(SettleRequest, incarnation=counts, number=counts, taken=st.booleans()),
