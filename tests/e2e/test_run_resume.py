@@ -362,7 +362,7 @@ def test_a_peer_without_a_checkpoint_takes_a_model_of_those_that_have_one(place:
     begun = [store(here, rank).find() for rank in (1, 2)]
     until = max(begun) + 20
     again = resumed(here, "--iterations", str(until), "--log-interval", "1")
-    assert again.summary["lost"] == [] and again.summary["retrievals"][0] <= 20 // 5
+    assert again.summary["lost"] == [] and again.summary["retrievals"][0] <= (until - min(begun)) // 5
     boards = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     board = boards.EventAccumulator(str(here.path / "x" / "peer-00"))
     board.Reload()
