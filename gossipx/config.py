@@ -245,8 +245,11 @@ class ServerSettings:
     placement: str = setting(
         "heuristic", "Which server holds which tensor: see gossipx placement MODEL.", check=_placement
     )
-    bucket: int = setting(
-        2**20, "Bytes that small tensors are put together to, to travel as one; 0: each alone.", 0, 2**30
+    bucket: int | None = setting(
+        None,
+        "Bytes that small tensors are put together to, to travel as one; 0: each alone. Default: 1 to 4 MiB.",
+        0,
+        2**30,
     )
     wait_free: bool = setting(True, "Gradients leave as backward makes them; else all at the optimizer's step.")
     overlap: bool = setting(True, "Pull from each shard by itself; else from all once all would answer.")

@@ -185,7 +185,7 @@ def _alike(config: RunConfig, ranks: Sequence[int], own: Parts) -> dict[str, str
         "--server-replicas": str(given.server_replicas),
         "--servers-only": str(given.servers_only).lower(),
         "--placement": given.placement if own.placement is None else type(own.placement).__qualname__,
-        "--bucket": str(given.bucket),
+        "--bucket": "default" if given.bucket is None else str(given.bucket),
         "parts": own.storages.describe() or "gossipx's own",
     }
 

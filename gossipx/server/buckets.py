@@ -12,8 +12,10 @@ from dataclasses import dataclass
 
 from gossipx.server.placement import Partition
 
-BUCKET = 2**20
-"""Bytes: at 1 Gbit/s 8 ms, some twenty times what a message costs."""
+SMALLEST, LARGEST = 2**20, 2**22
+"""Bytes of a bucket where nothing else is said: at 1 Gbit/s 8 to 34 ms, some ten times what a message costs."""
+AT_LEAST = 4
+"""Buckets of a shard, of which one travels while gradients of the next are computed, as far as these are so large."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,11 @@ class Bucket:
 
     first: int
     stop: int
+
+
+def usual(nbytes: int) -> int:
+    """Bytes from which on a bucket takes no further partition, in a shard of ``nbytes``, where nothing else is said."""
+    return max(SMALLEST, min(LARGEST, nbytes // AT_LEAST))
 
 
 def buckets(partitions: Sequence[Partition], kind: Callable[[int], tuple[object, int]], least: int) -> list[Bucket]:

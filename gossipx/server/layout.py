@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import final
 
-from gossipx.server.buckets import Bucket, buckets
+from gossipx.server.buckets import Bucket, buckets, usual
 from gossipx.server.placement import Partition, Placement, Table, checked, moves, seated
 
 
@@ -68,11 +68,15 @@ class Layouts:
         tables: in the model's order.
         placement: says what lies where.
         kind: of a table by its number: what all tables of a bucket have alike, and bytes an element.
-        least: bytes from which on a bucket, or a batch, takes no more.
+        least: bytes from which on a bucket, or a batch, takes no more; None: as usual.
     """
 
     def __init__(
-        self, tables: Sequence[Table], placement: Placement, kind: Callable[[int], tuple[object, int]], least: int
+        self,
+        tables: Sequence[Table],
+        placement: Placement,
+        kind: Callable[[int], tuple[object, int]],
+        least: int | None,
     ):
         self._tables, self._placement, self._kind, self._least = tables, placement, kind, least
 
@@ -83,7 +87,11 @@ class Layouts:
             UsageError: as :func:`~gossipx.server.placement.checked`.
         """
         placed = checked(self._placement, self._tables, len(servers))
-        return Layout(tuple(servers), placed, [buckets(held, self._kind, self._least) for held in placed])
+        return Layout(tuple(servers), placed, [self._cut(held) for held in placed])
+
+    def _cut(self, held: Sequence[Partition]) -> list[Bucket]:
+        nbytes = sum((one.stop - one.start) * self._kind(one.table)[1] for one in held)
+        return buckets(held, self._kind, usual(nbytes) if self._least is None else self._least)
 
     def batches(self, before: Layout, after: Layout) -> list[Batch]:
         """All that has to go from peer to peer, and nothing else."""
@@ -97,7 +105,7 @@ class Layouts:
         return [
             Batch(source, target, tuple(found[one.first : one.stop]))
             for (source, target), found in sorted(pieces.items())
-            for one in buckets(found, self._kind, self._least)
+            for one in self._cut(found)
         ]
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gossipx import kernels
 from gossipx.buffers import typed
 from gossipx.errors import ProtocolError, UsageError
 from gossipx.memory import Memory, Source, copy
@@ -217,7 +218,7 @@ class ShardStore:
         """Add a gradient to the gradient buffer."""
         bucket = self.buckets[number]
         if bucket.count:
-            bucket.wide().add_(gradient)
+            kernels.accumulate(bucket.wide(), gradient)
         else:
             bucket.wide().copy_(gradient)
         bucket.count += 1

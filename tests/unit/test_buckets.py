@@ -6,7 +6,7 @@ import itertools
 
 from hypothesis import given, strategies
 
-from gossipx.server.buckets import Bucket, buckets
+from gossipx.server.buckets import Bucket, buckets, usual
 from gossipx.server.placement import Partition
 
 SIZES = strategies.lists(strategies.tuples(strategies.integers(0, 50), strategies.sampled_from("ab")), max_size=20)
@@ -25,6 +25,14 @@ def test_buckets_hold_all_in_order_alike_and_no_more_than_they_should(sizes: lis
     for one, other in itertools.pairwise(made):  # none could have taken the next one in
         held, (size, kind) = sizes[one.first : one.stop], sizes[other.first]
         assert held[0][1] != kind or 4 * (sum(of for of, _ in held) + size) > least
+
+
+@given(strategies.integers(0, 2**34))
+def test_a_shard_is_cut_in_four_at_least_unless_buckets_would_be_too_small_or_too_large(nbytes: int) -> None:
+    least = usual(nbytes)
+    assert 2**20 <= least <= 2**22
+    assert 4 * least <= nbytes or least == 2**20
+    assert 4 * (least + 1) > nbytes or least == 2**22
 
 
 def test_with_zero_each_table_of_some_elements_travels_alone() -> None:

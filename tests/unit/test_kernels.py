@@ -225,6 +225,16 @@ def test_commit_moves_weights_and_boundary_alike(length: int, dtype: torch.dtype
 # --- vectors that do not go together ----------------------------------------------------------------------------------
 
 
+@settings(max_examples=60)
+@given(length=lengths | st.just(300_001), dtype=dtypes, seed=seeds)
+def test_accumulate_adds_as_torch_does_in_the_wider_dtype(length: int, dtype: torch.dtype, seed: int):
+    values = normal(length, dtype, seed)
+    total = exact(normal(length, dtype, seed + 1))
+    wanted = total + values
+    kernels.accumulate(total, values)
+    assert torch.equal(total, wanted)
+
+
 @pytest.mark.parametrize("other", [torch.zeros(1), torch.zeros(4), torch.zeros(5, dtype=torch.float64)])
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_vectors_that_do_not_match_are_refused(other: Tensor, place: int):
