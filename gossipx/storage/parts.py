@@ -129,10 +129,14 @@ class WorkerStorage(Replaceable):
     @torch.no_grad()
     def apply(self, buffers: Sequence[ApplyBuffer]) -> None:
         """Take in what has come, from the buffers of its partitions in order."""
-        if len(buffers) == 1:
-            self.parameter.copy_(buffers[0].data.view(self.parameter.shape))
-        else:
+        if not self.parameter.is_contiguous():
             self.parameter.copy_(torch.cat([buffer.data for buffer in buffers]).view(self.parameter.shape))
+            return
+        start, flat = 0, self.parameter.view(-1)
+        for buffer in buffers:
+            stop = start + len(buffer.data)
+            flat[start:stop].copy_(buffer.data)
+            start = stop
 
 
 class ClientTable(Replaceable):
