@@ -156,6 +156,10 @@ class GradientRequest:
     epoch: int = 0
 
 
+MEASURED = -1.0
+"""Of a request that a role has decided on: what is to be measured as it is sent."""
+
+
 @dataclass(frozen=True)
 class TablesRequest:
     """Asks for one bucket of a shard (FluentPS, sPull), or only when the shard would give it.
@@ -164,7 +168,7 @@ class TablesRequest:
         shard, bucket: of which tables; a bucket of −1 is none.
         incarnation: of the requester.
         progress: the iteration that it has pushed last; −1: it takes what there is now, and begins there.
-        significance: |g| / |w| of that push, where the sync model looks at it.
+        significance: |g| / |w| of that push, where the sync model looks at it; :data:`MEASURED` until it is sent.
         patience: seconds that it waits.
         epoch: of the layout that it goes by.
     """

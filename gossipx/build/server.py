@@ -171,9 +171,8 @@ def serve(
     clocks = {index: clock_of(index) for index in here}
     stores = {index: store_of(layout.placed[index], layout.cut[index]) for index in here}
     client = Client(parameters, layout.placed, layout.cut, own.storages)
-    asks = any(isinstance(one, models.DynamicPSSP) and one.alpha == "significance" for one in syncs)
     places = max(8, 2 * len(names))
-    desk = Desk(client, stores, parameters, optimizer, asks, places)
+    desk = Desk(client, stores, parameters, optimizer, places)
     desk.mover = Mover(rank, layouts, layout, store_of)
     return Served(settings, tables, clocks, desk, _alike(config, ranks, own), _told(config, own))
 

@@ -28,6 +28,7 @@ from gossipx.errors import (
 from gossipx.incoming import Incoming
 from gossipx.memory import Source
 from gossipx.messages import (
+    MEASURED,
     CarryingRequest,
     CopyRequest,
     ElasticRequest,
@@ -234,7 +235,7 @@ class Transfers:
                 else:
                     fetching = self._fetching.get(send.ticket)
                     sink = Nothing() if fetching is None else fetching.sink
-                    if desk.asks_significance and told.progress >= 0:
+                    if isinstance(told, TablesRequest) and told.significance == MEASURED:
                         told = dataclasses.replace(told, significance=desk.client.significance(told.shard))
                 cancel = self.comm.request(
                     send.to,

@@ -74,7 +74,8 @@ class Pull:
         worker: its rank.
         progress: i, the iteration whose gradient it has pushed last.
         draw: a number in [0, 1), drawn once when the pull came.
-        significance: |g| / |w| of the worker's last push (FluentPS, section III-E.2).
+        significance: |g| / |w| of the worker's last push (FluentPS, section III-E.2); 0 unless the sync model asks for
+            it (:attr:`SyncModel.asks_significance`).
         applied: whether nothing of what the worker has pushed waits in the gradient buffer.
     """
 
@@ -102,6 +103,14 @@ class SyncModel(abc.ABC):
     @property
     def drops_late(self) -> bool:
         """Whether a push of an iteration that the clock has passed is thrown away."""
+        return False
+
+    @property
+    def asks_significance(self) -> bool:
+        """Whether :meth:`may_pull` looks at ``pull.significance``, which takes workers a pass over their gradients.
+
+        After a switch they hear of it by the next tables that they are given.
+        """
         return False
 
     @property
@@ -162,15 +171,21 @@ class Conditions(SyncModel):
         pull: whether a pull may be answered now.
         push: whether the clock ticks now; it is asked while at least one has pushed iteration ``view.clock``.
         apply: how gradients are applied where that is not said.
+        significance: whether ``pull`` looks at the pull's ``significance``.
     """
 
     pull: Callable[[View, Pull], bool]
     push: Callable[[View], bool]
     apply: Apply = Apply.PUSH
+    significance: bool = False
 
     @property
     def default_apply(self) -> Apply:
         return self.apply
+
+    @property
+    def asks_significance(self) -> bool:
+        return self.significance
 
     def may_pull(self, state: State, view: View, pull: Pull) -> bool:
         return bool(self.pull(view, pull))

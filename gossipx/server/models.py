@@ -207,6 +207,10 @@ class DynamicPSSP(SyncModel):
         if self.alpha != "significance" and not 0 <= self.alpha < math.inf:
             raise ValueError("alpha is a finite number from 0, or significance")
 
+    @property
+    def asks_significance(self) -> bool:
+        return self.alpha == "significance"
+
     def probability(self, lead: int, significance: float) -> float:
         """P(s, k): how likely a pull of a worker that is ``lead`` iterations ahead of the clock has to wait."""
         if lead < self.staleness:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from gossipx.actor import Cancel, Effect, Forget, Send, SetTimer
-from gossipx.messages import AcceptReply, BusyReply, GradientRequest, Reply, TablesReply, TablesRequest
+from gossipx.messages import MEASURED, AcceptReply, BusyReply, GradientRequest, Reply, TablesReply, TablesRequest
 from gossipx.peer.exchange import Ground
 from gossipx.peer.membership import REST_FIRST
 from gossipx.server.conditions import SyncModel
@@ -244,7 +244,9 @@ class Worker:
         pushed = not way.ready and (self._overlap or not way.pushing)
         while way.asks and pushed and len(way.pulling) < AT_A_TIME:
             bucket = way.asks.popleft()
-            pull = TablesRequest(shard, bucket, incarnation, way.pulled, 0.0, patience, self._epoch)
+            asks = way.sync is not None and way.sync.asks_significance and way.pulled >= 0
+            significance = MEASURED if asks else 0.0
+            pull = TablesRequest(shard, bucket, incarnation, way.pulled, significance, patience, self._epoch)
             send = self._send(shard, pull, now)
             way.pulling[send.ticket] = bucket, way.pulled
             effects.append(send)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable
 
 from gossipx import actor, table_effects
 from gossipx.messages import (
+    MEASURED,
     CopyReply,
     CopyRequest,
     GradientRequest,
@@ -56,7 +57,7 @@ class SimTables:
         if isinstance(request, TablesRequest) and request.bucket >= 0:
             place = request.shard, request.bucket
             self._fetching[send.ticket] = place, self.desk.client.sink(place)
-            if self.desk.asks_significance and request.progress >= 0:
+            if request.significance == MEASURED:
                 significance = self.desk.client.significance(request.shard)
                 return dataclasses.replace(
                     send, request=dataclasses.replace(request, significance=significance)

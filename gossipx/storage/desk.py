@@ -168,7 +168,6 @@ class Desk:
         stores: by shard, those that lie here.
         parameters: the model's, by table.
         optimizer: the worker's, whose settings go with each push.
-        asks_significance: whether pulls tell how large the last gradient was.
         places: gradients of others that come in at a time; who brings more waits.
 
     Attributes:
@@ -181,11 +180,9 @@ class Desk:
         stores: Mapping[int, ShardStore],
         parameters: Sequence[Tensor],
         optimizer: torch.optim.Optimizer,
-        asks_significance: bool = False,
         places: int = 8,
     ):
         self.client = client
-        self.asks_significance = asks_significance
         self.mover: Mover | None = None
         self._hosted = {index: _Hosted(store) for index, store in stores.items()}
         self._epoch = 0  # of the layout that these are of

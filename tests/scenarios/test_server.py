@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -9,7 +10,9 @@ import served
 import torch
 import toy
 
+from gossipx.build.server import Parts
 from gossipx.messages import Stage
+from gossipx.server.conditions import Conditions, Pull, View
 from gossipx.server.mode import ServerMode
 from gossipx.server.shard import Shard
 from gossipx.sim import Network, World
@@ -122,6 +125,29 @@ def test_all_end_with_what_the_servers_hold_once_the_slowest_has_trained(sync: s
     for rank, index in ((0, 0), (1, 1)):
         counts = shard(made, rank, index).clock.counts
         assert counts.gradients + counts.late == 4 * served.ITERATIONS
+
+
+@pytest.mark.parametrize("begins", ["pssp:staleness=0,alpha=significance", "asp"])
+def test_the_significance_of_gradients_is_told_from_the_beginning_and_after_a_switch(begins: str) -> None:
+    """FluentPS, section III-E.2: alpha = |g| / |w|, of which a model that is gone over to must hear, too."""
+    slow = {1: 3.0}
+    plan = None if begins != "asp" else "1=pssp:staleness=0,alpha=significance"
+    made = served.world(2, slow=slow, servers="0", pulls="soft", sync=begins, sync_plan=plan, iterations=30)
+    served.ended(made)
+    assert shard(made).clock.counts.delayed > 0
+
+
+def test_own_conditions_see_significance_if_they_ask_for_it() -> None:
+    seen: dict[bool, list[float]] = {True: [], False: []}
+    for asks, told in seen.items():
+
+        def pull(view: View, pull: Pull, told: list[float] = told) -> bool:
+            told.append(pull.significance)
+            return True
+
+        own = Conditions(pull, lambda view: view.pushed == view.workers, significance=asks)
+        served.ended(served.world(2, servers="0", parts=Parts(sync=own)))
+    assert all(0 < value < math.inf for value in seen[True]) and set(seen[False]) == {0.0}
 
 
 # --- workers come and go ------------------------------------------------------------------------------
