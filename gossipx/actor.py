@@ -98,6 +98,17 @@ class ChangeServers:
 
 
 @dataclass(frozen=True)
+class GradientPoisoned:
+    """A bucket of a worker's gradient held NaN or Inf: it was left out.
+
+    Attributes:
+        sender: the worker's rank.
+    """
+
+    sender: int
+
+
+@dataclass(frozen=True)
 class Prepared:
     """What :class:`TellPrepared` has asked about.
 
@@ -233,6 +244,7 @@ Event = (
     | Answered
     | Mixed
     | Poisoned
+    | GradientPoisoned
     | Merged
     | TimerFired
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from gossipx.actor import Answer, Event, Prepared
+from gossipx.actor import Answer, Event, GradientPoisoned, Prepared
 from gossipx.drive.lane import Lane
 from gossipx.drive.shards import ShardKeeper
 from gossipx.drive.transfers import Transfers
@@ -94,10 +94,10 @@ class TableWork:
                     self._transfers.fetched(ticket)
             case ApplyGradient(ticket, scale):
                 gradient = self._transfers.gradient(ticket)
-                put(lambda: desk.apply(gradient, scale))
+                put(lambda: self._left_out(desk.apply(gradient, scale)))
             case BufferGradient(ticket):
                 added = self._transfers.gradient(ticket)
-                put(lambda: desk.buffer(added))
+                put(lambda: self._left_out(desk.buffer(added)))
             case ApplyBuffer(shard):
                 put(lambda: desk.apply_buffer(shard))
             case FillTables(shard):
@@ -112,6 +112,10 @@ class TableWork:
                     self._keep(self.keeper, effect)
             case _:
                 self._move(effect)
+
+    def _left_out(self, sender: int | None) -> None:
+        if sender is not None:
+            self._tell(GradientPoisoned(sender))
 
     def _keep(self, keeper: ShardKeeper, effect: Record | KeepShard) -> None:
         match effect:

@@ -385,6 +385,8 @@ class Transfers:
             if self.desk is None:
                 raise ProtocolError("it brought a gradient, and this peer is no server")
             room = self.desk.room_for(request)
+            if isinstance(room, Gradient) and isinstance(request, GradientRequest):
+                room.sender = sender
         elif self._places.acquire(timeout=request.patience):
             room = _Brought(self._arena, self._places.release)
         if room is None:

@@ -293,6 +293,10 @@ class Exchange(abc.ABC):
     def drop(self, now: float) -> list[Effect]:
         """The model is no more what it was, or we leave: nothing of what is under way is mixed."""
 
+    def unsound(self, now: float) -> list[Effect]:
+        """A step is done after which our own model holds NaN or Inf."""
+        return self.drop(now)
+
     # --- what a hub or a server adds ----------------------------------------------------------------
 
     @property

@@ -25,6 +25,7 @@ from gossipx.actor import (
     Fault,
     FiguresReady,
     Forget,
+    GradientPoisoned,
     GradientsReady,
     JoinRun,
     LeaveRun,
@@ -187,6 +188,9 @@ class PeerRole:
                 return self._mixed(event.ticket, now)
             case Poisoned():
                 return self._poisoned(event.ticket, now)
+            case GradientPoisoned(sender):
+                self.poisoned += 1
+                return [Note("poisoned", f"a gradient of peer {sender} holds NaN or Inf: it is left out")]
             case Merged():
                 return self._merged(event, now)
             case Answered():

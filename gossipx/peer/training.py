@@ -72,7 +72,7 @@ class Training:
             # Nothing is pulled into it; the policy's state stays fit for a loop that goes back to a sound model.
             text = f"own model holds NaN or Inf since iteration {event.step}: it is not given to others; a lower"
             told: list[Effect] = [Note("diverged", f"{text} learning rate may help")] if was else []
-            dropped = self._exchange.drop(now) if self._exchange else []
+            dropped = self._exchange.unsound(now) if self._exchange else []
             return [*told, *dropped, *self._waves.give_up(UNSOUND, now)]
         if self._exchange:
             entered = self._exchange.boundary(now)

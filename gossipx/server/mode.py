@@ -471,6 +471,9 @@ class ServerMode(Exchange, Home):
     def drop(self, now: float) -> list[Effect]:
         return []
 
+    def unsound(self, now: float) -> list[Effect]:
+        return self.boundary(now)  # the others count on its pushes, and its next tables may be sound again
+
     def agree(self, now: float) -> list[Effect] | None:
         """The end is what the servers hold: each takes it as its own model."""
         self._agreeing = True

@@ -457,7 +457,7 @@ class SimPeer:
         def told() -> None:
             if isinstance(send.request, GradientRequest | RecordRequest):
                 assert self.tables is not None
-                self.tables.brought(key, send.request, brought)
+                self.tables.brought(sender.rank, key, send.request, brought)
                 self.bytes_received += len(brought) if sender is not self else 0
             elif isinstance(send.request, CarryingRequest):
                 incoming = Incoming(self.arena, None)

@@ -70,10 +70,11 @@ class SimTables:
         sink: Tables | Copy | Ranges | Nothing = self._copies.get(ticket) or self._ranges.get(ticket) or asked
         sink.fit(reply).take(0, memoryview(payload))
 
-    def brought(self, key: Hashable, request: GradientRequest | RecordRequest, content: bytearray) -> None:
+    def brought(self, sender: int, key: Hashable, request: GradientRequest | RecordRequest, content: bytearray) -> None:
         """The request ``key`` has brought a gradient."""
         gradient = self.desk.room_for(request)
         if isinstance(gradient, Gradient):
+            gradient.sender = sender if isinstance(request, GradientRequest) else None
             gradient.take(0, memoryview(content))
             self._brought[key] = gradient
 
@@ -95,9 +96,9 @@ class SimTables:
             case table_effects.TakeCopy(ticket, shard):
                 desk.take_copy(shard, self._copies.pop(ticket))
             case table_effects.ApplyGradient(ticket, scale):
-                desk.apply(self._kept.pop(ticket), scale)
+                self._left_out(desk.apply(self._kept.pop(ticket), scale))
             case table_effects.BufferGradient(ticket):
-                desk.buffer(self._kept.pop(ticket))
+                self._left_out(desk.buffer(self._kept.pop(ticket)))
             case table_effects.ApplyBuffer(shard):
                 desk.apply_buffer(shard)
             case table_effects.FillTables(shard):
@@ -122,6 +123,10 @@ class SimTables:
             case _:
                 return False
         return True
+
+    def _left_out(self, sender: int | None) -> None:
+        if sender is not None:
+            self._tell(actor.GradientPoisoned(sender))
 
     def forget(self, ticket: int) -> None:
         """What is under ``ticket`` is no longer needed."""

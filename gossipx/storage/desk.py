@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gossipx import kernels
 from gossipx.checkpoint import from_bytes, to_bytes
 from gossipx.errors import GossipxError, ProtocolError, UsageError
 from gossipx.memory import PIECE, Memory, Source
@@ -30,7 +32,10 @@ class Gradient:
     Attributes:
         request: that brought it.
         view: its bytes.
+        sender: the rank that pushed it; None: it is of a record.
     """
+
+    sender: int | None = None
 
     def __init__(
         self,
@@ -238,18 +243,38 @@ class Desk:
         """A shard begins with the values of our own model."""
         self._hosted[shard].store.fill(self._parameters)
 
-    def apply(self, gradient: Gradient, scale: float) -> None:
-        """One optimizer step with it; errors as those of :meth:`ShardStore.decode`."""
-        with contextlib.closing(gradient):
-            hosted, request = self._told(gradient)
-            decoded = hosted.store.decode(request, gradient.view)
-            hosted.store.apply(request.bucket, decoded, scale, hosted.settings)
+    def apply(self, gradient: Gradient, scale: float) -> int | None:
+        """One optimizer step with it.
 
-    def buffer(self, gradient: Gradient) -> None:
-        """Add it to the gradient buffer; errors as those of :meth:`ShardStore.decode`."""
+        Returns:
+            The rank of the worker whose gradient is left out, as it holds NaN or Inf; None: it was taken in, or is of a
+            record.
+
+        Raises:
+            ProtocolError: as :meth:`ShardStore.decode`.
+        """
         with contextlib.closing(gradient):
             hosted, request = self._told(gradient)
-            hosted.store.add(request.bucket, hosted.store.decode(request, gradient.view))
+            decoded = self._sound(hosted, gradient)
+            if decoded is None:
+                return gradient.sender
+            hosted.store.apply(request.bucket, decoded, scale, hosted.settings)
+        return None
+
+    def buffer(self, gradient: Gradient) -> int | None:
+        """Add it to the gradient buffer; returns and raises as :meth:`apply`."""
+        with contextlib.closing(gradient):
+            hosted, request = self._told(gradient)
+            decoded = self._sound(hosted, gradient)
+            if decoded is None:
+                return gradient.sender
+            hosted.store.add(request.bucket, decoded)
+        return None
+
+    def _sound(self, hosted: _Hosted, gradient: Gradient) -> Tensor | None:
+        """What was pushed; None: it holds NaN or Inf, which would be in all models for good."""
+        decoded = hosted.store.decode(gradient.request, gradient.view)
+        return decoded if math.isfinite(kernels.squared_norm(decoded)) else None
 
     def apply_buffer(self, shard: int) -> None:
         """One optimizer step with the mean of the gradient buffer."""

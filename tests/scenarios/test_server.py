@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from typing import Any
 
 import pytest
 import served
@@ -148,6 +149,47 @@ def test_own_conditions_see_significance_if_they_ask_for_it() -> None:
         own = Conditions(pull, lambda view: view.pushed == view.workers, significance=asks)
         served.ended(served.world(2, servers="0", parts=Parts(sync=own)))
     assert all(0 < value < math.inf for value in seen[True]) and set(seen[False]) == {0.0}
+
+
+# --- NaN and Inf --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sync", SYNCS)
+def test_a_gradient_that_is_not_finite_is_left_out(sync: str, monkeypatch: pytest.MonkeyPatch) -> None:  # [22]
+    """It counts as a push, so that nobody waits, and the worker goes on by the next tables."""
+    whole = served.batch
+
+    def batch(rank: int, iteration: int) -> tuple[torch.Tensor, torch.Tensor]:
+        x, y = whole(rank, iteration)
+        return (x * math.nan, y) if (rank, iteration) == (1, 3) else (x, y)
+
+    monkeypatch.setattr(served, "batch", batch)
+    made = served.world(3, servers="0", sync=sync)
+    served.ended(made)
+    done(made, range(3))
+    assert made.peers[0].role.poisoned > 0 and made.lines(0, "a gradient of peer 1 holds NaN or Inf")
+    end = served.values(made.peers[0].module)
+    assert end.isfinite().all()
+    if sync == "bsp":
+        module = served.Net()
+        optimizer = served.sgd(module.parameters())
+        for iteration in range(served.ITERATIONS):
+            served.gradients(module, [whole(rank, iteration) for rank in range(3) if (rank, iteration) != (1, 3)])
+            for parameter in module.parameters():
+                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            optimizer.step()
+        torch.testing.assert_close(end, served.values(module), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("sync", ["bsp", "asp", "hybrid:fixed=2"])
+def test_training_that_diverges_comes_to_its_end(sync: str) -> None:
+    def steep(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=1e300)
+
+    made = served.world(3, servers="0", sync=sync, optimizer=steep)
+    served.ended(made, 100)
+    assert all(peer.arena.step == served.ITERATIONS for peer in made.peers.values())
+    assert all(made.lines(rank, "own model holds NaN or Inf") for rank in range(3))
 
 
 # --- workers come and go ------------------------------------------------------------------------------
