@@ -98,6 +98,19 @@ class ChangeServers:
 
 
 @dataclass(frozen=True)
+class CameBack:
+    """The tables of a shard are as they were when its holder's process was killed.
+
+    Attributes:
+        shard: which.
+        state: of its role then, as plain data; None: there is nothing to come back to.
+    """
+
+    shard: int
+    state: dict[str, Any] | None
+
+
+@dataclass(frozen=True)
 class GradientPoisoned:
     """A bucket of a worker's gradient held NaN or Inf: it was left out.
 
@@ -245,6 +258,7 @@ Event = (
     | Mixed
     | Poisoned
     | GradientPoisoned
+    | CameBack
     | Merged
     | TimerFired
 )

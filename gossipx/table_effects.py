@@ -76,6 +76,13 @@ class KeepShard:
 
 
 @dataclass(frozen=True)
+class ComeBack:
+    """Bring a shard's tables back as its checkpoints and journals have them; :class:`~gossipx.actor.CameBack` tells."""
+
+    shard: int
+
+
+@dataclass(frozen=True)
 class FillTables:
     """The tables of a shard begin with the values of our own model."""
 
@@ -159,6 +166,7 @@ TableEffect = (
     | Record
     | TakeCopy
     | KeepShard
+    | ComeBack
     | FillTables
     | Fetch
     | Unchanged

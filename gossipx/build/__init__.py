@@ -215,14 +215,12 @@ def _keep_shards(driver: Driver, served: Served, place: Place, keep: int) -> Non
     assert place.directory is not None
     stores = {index: store_of_shard(place.directory, index, keep) for index in range(len(place.names))}
     settings = served.settings
-    driver.tables.keeper = ShardKeeper(stores, served.desk, settings.servers, settings.journals)
     exchange = driver.role.exchange
     assert isinstance(exchange, ServerMode)
-    for shard in exchange.beginning():
-        if place.resumes:
-            driver.tables.keeper.resume(shard, place.resumes_at)
-        elif served.settings.journals:
-            driver.tables.keeper.come_back(shard)
+    keeper = ShardKeeper(stores, served.desk, exchange.fresh, settings.servers, settings.journals)
+    driver.tables.keeper = keeper
+    for shard in exchange.beginning() if place.resumes else ():
+        keeper.resume(shard, place.resumes_at)
 
 
 def _backward(

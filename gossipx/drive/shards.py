@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from gossipx.checkpoint.journal import Journal
 from gossipx.drive.lane import Lane
 from gossipx.errors import UsageError
 from gossipx.messages import RecordRequest
-from gossipx.server.shard import RECORDS, Shard
+from gossipx.server.shard import NEXT_RECORD, Shard
 from gossipx.storage.desk import Desk, Gradient
 from gossipx.table_effects import ApplyBuffer, ApplyGradient, BufferGradient
 from gossipx.wire.kinds import KINDS, NUMBERS, message_of, metadata_of
@@ -49,6 +49,7 @@ class ShardKeeper:
     Args:
         stores: by shard, of all that may come to lie here.
         desk: their tables.
+        fresh: gives a shard as it was at the beginning.
         servers: by shard, the rank that holds it.
         journals: whether there are journals.
 
@@ -56,12 +57,20 @@ class ShardKeeper:
         servers: follows them.
     """
 
-    def __init__(self, stores: Mapping[int, Store], desk: Desk, servers: Sequence[int], journals: bool = False):
+    def __init__(
+        self,
+        stores: Mapping[int, Store],
+        desk: Desk,
+        fresh: Callable[[int], Shard],
+        servers: Sequence[int],
+        journals: bool = False,
+    ):
         self.servers = servers
         self._stores = stores
         self._keeps_journals = journals
         self._journals: dict[int, Journal] = {}  # those that are being written
         self._desk = desk
+        self._fresh = fresh
         self._lane = Lane("gossipx-shards")
         self._lock = threading.Lock()
         self._writing: set[int] = set()
@@ -150,24 +159,28 @@ class ShardKeeper:
             last = begun
             yield record, Gradient(record, content)
 
-    def come_back(self, shard: Shard) -> None:
-        """Bring a shard back as it was when its holder's process was killed, if one has held it.
+    def come_back(self, index: int) -> dict[str, Any] | None:
+        """Bring a shard's tables back as they were when its holder's process was killed; for the thread that works on
+        them.
+
+        Returns:
+            The state of its role then, with the number of its next record; None: none has held it.
 
         Raises:
             UsageError: it is of other tables.
         """
-        found = self._stores[shard.index].load()
+        found = self._stores[index].load()
         if found is None:
-            return
-        state = unpack(found.parts[CLOCK])
+            return None
+        state: dict[str, Any] = unpack(found.parts[CLOCK])
         if state[SERVERS] != [*self.servers]:
-            return  # the servers were changed before it was killed: what it had is of no use to those of now
-        self._bring_back(shard.index, found)
+            return None  # the servers were changed before it was killed: what it had is of no use to those of now
+        self._bring_back(index, found)
+        shard, number = self._fresh(index), state[NEXT_RECORD]
         shard.load_state_dict(state)
         clock = shard.clock.clock
-        shard.records.number = state[RECORDS]
-        for record, gradient in self.records(shard.index, clock, state[RECORDS]):
-            shard.records.number = record.number + 1
+        for record, gradient in self.records(index, clock, number):
+            number = record.number + 1
             for effect in shard.follow(record, 0):
                 match effect:
                     case ApplyGradient(_, scale):
@@ -175,11 +188,12 @@ class ShardKeeper:
                     case BufferGradient():
                         self._desk.buffer(gradient)
                     case ApplyBuffer():
-                        self._desk.apply_buffer(shard.index)
-        last = max(journal.clocks(self._stores[shard.index].directory.parent), default=clock)
-        self._begin_journal(shard.index, max(last, clock), goes_on=True)
+                        self._desk.apply_buffer(index)
+        last = max(journal.clocks(self._stores[index].directory.parent), default=clock)
+        self._begin_journal(index, max(last, clock), goes_on=True)
         told = "shard %d comes back as it was when its server was killed, at clock %d"
-        log.warning(told, shard.index, shard.clock.clock)
+        log.warning(told, index, shard.clock.clock)
+        return {**shard.state_dict(), NEXT_RECORD: number}
 
     def resume(self, shard: Shard, at: int | None) -> None:
         """Bring a shard back as it was at a checkpoint, if there is one, to go on from there with all workers.
@@ -196,7 +210,7 @@ class ShardKeeper:
         state = unpack(found.parts[CLOCK])
         self._bring_back(shard.index, found)
         shard.resume(state)
-        shard.records.number = state[RECORDS]
+        shard.records.number = state[NEXT_RECORD]
         if self._keeps_journals:
             self._begin_journal(shard.index, shard.clock.clock)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from gossipx.actor import Answer, Event, GradientPoisoned, Prepared
+from gossipx.actor import Answer, CameBack, Event, GradientPoisoned, Prepared
 from gossipx.drive.lane import Lane
 from gossipx.drive.shards import ShardKeeper
 from gossipx.drive.transfers import Transfers
@@ -17,6 +17,7 @@ from gossipx.table_effects import (
     ApplyBuffer,
     ApplyGradient,
     BufferGradient,
+    ComeBack,
     DropTables,
     Fetch,
     Fetched,
@@ -107,7 +108,7 @@ class TableWork:
             case TakeCopy(ticket, shard):
                 copy = self._transfers.copy(ticket)
                 put(lambda: desk.take_copy(shard, copy))
-            case Record() | KeepShard():
+            case Record() | KeepShard() | ComeBack():
                 if self.keeper is not None:
                     self._keep(self.keeper, effect)
             case _:
@@ -117,13 +118,15 @@ class TableWork:
         if sender is not None:
             self._tell(GradientPoisoned(sender))
 
-    def _keep(self, keeper: ShardKeeper, effect: Record | KeepShard) -> None:
+    def _keep(self, keeper: ShardKeeper, effect: Record | KeepShard | ComeBack) -> None:
         match effect:
             case Record(record, ticket):
                 gradient = None if ticket is None else self._transfers.held_gradient(ticket)
                 self._lane.put(lambda: keeper.record(record, gradient))
             case KeepShard(shard, clock, state):
                 self._lane.put(lambda: keeper.keep(shard, clock, state))
+            case ComeBack(shard):
+                self._lane.put(lambda: self._tell(CameBack(shard, keeper.come_back(shard))))
 
     def _move(self, effect: PrepareTables | TakeRanges | TellPrepared | PlaceTables | DropTables) -> None:
         """Of a change of servers."""

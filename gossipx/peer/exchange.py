@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from gossipx.actor import (
     Answer,
     Answered,
+    CameBack,
     Capture,
     ChangeServers,
     Effect,
@@ -341,6 +342,10 @@ class Exchange(abc.ABC):
 
     def gradients_ready(self, buckets: Sequence[tuple[int, int]], now: float) -> list[Effect]:
         """Gradients of ours have been made."""
+        return []
+
+    def came_back(self, event: CameBack, now: float) -> list[Effect]:
+        """A shard's tables are back."""
         return []
 
     def switch(self, event: SwitchSync, now: float) -> list[Effect]:

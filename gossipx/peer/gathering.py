@@ -120,6 +120,7 @@ class Gathering:
     def replied(self, to: int, request: ArriveRequest, reply: HereReply) -> None:
         """Another answers how far it has come."""
         other = self._members.others[to]
+        other.first = reply.stage if other.first is None else other.first
         other.stage = reply.stage if other.stage is None else max(reply.stage, other.stage)
         other.report = reply.report or other.report
         other.knows = other.knows or request.stage is Stage.DONE

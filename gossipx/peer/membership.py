@@ -61,6 +61,7 @@ class Other:
     """One other peer, as far as it is known.
 
     Attributes:
+        first: the stage that it told of first.
         stage: the furthest stage that it told of in this incarnation.
         incarnation: of the peer that last told its stage.
         report: its final figures, once it has some.
@@ -75,6 +76,7 @@ class Other:
         given: how models get from us to it.
     """
 
+    first: Stage | None = None
     stage: Stage | None = None
     incarnation: int | None = None
     report: dict[str, Any] = field(default_factory=dict)
@@ -109,6 +111,7 @@ class Other:
 
     def came_to(self, stage: Stage, incarnation: int, report: dict[str, Any]) -> None:
         """It told that it has reached ``stage``. What an earlier incarnation told counts no longer."""
+        self.first = stage if self.first is None else self.first
         if self.incarnation not in (None, incarnation) or self.stage is None or stage > self.stage:
             self.stage, self.report = stage, report
         self.incarnation = incarnation
@@ -230,6 +233,11 @@ class Membership:
         silent = [rank for rank in free if self.others[rank].silent]
         heard = [rank for rank in free if not self.others[rank].silent]
         return silent + ([self._rng.choice(heard)] if heard else [])
+
+    @property
+    def had_begun(self) -> bool:
+        """Whether others were training already when we came."""
+        return any(other.first is not None and other.first >= Stage.TRAIN for other in self.others.values())
 
     def alive(self) -> int:
         """Peers that are not lost and have not left, oneself included."""

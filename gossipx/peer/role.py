@@ -18,6 +18,7 @@ from gossipx.actor import (
     Adopt,
     Answer,
     Answered,
+    CameBack,
     ChangeServers,
     Effect,
     Event,
@@ -188,6 +189,8 @@ class PeerRole:
                 return self._mixed(event.ticket, now)
             case Poisoned():
                 return self._poisoned(event.ticket, now)
+            case CameBack():
+                return self._exchanged(self.exchange.came_back(event, now), now) if self.exchange else []
             case GradientPoisoned(sender):
                 self.poisoned += 1
                 return [Note("poisoned", f"a gradient of peer {sender} holds NaN or Inf: it is left out")]

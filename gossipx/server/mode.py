@@ -7,7 +7,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from gossipx.actor import ChangeServers, Effect, Mix, Note, Prepared, Received, Resume, SetTimer, Stop, SwitchSync
+from gossipx.actor import (
+    CameBack,
+    ChangeServers,
+    Effect,
+    Mix,
+    Note,
+    Prepared,
+    Received,
+    Resume,
+    SetTimer,
+    Stop,
+    SwitchSync,
+)
 from gossipx.messages import (
     ArriveRequest,
     CopyRequest,
@@ -40,9 +52,10 @@ from gossipx.server.leading import Leading
 from gossipx.server.moving import UNDER_WAY, Home, Moving
 from gossipx.server.records import Journal
 from gossipx.server.replica import FOLLOW, RECORDS, Replica
-from gossipx.server.shard import Shard
+from gossipx.server.shard import NEXT_RECORD, Shard
 from gossipx.server.switching import Switching
 from gossipx.server.worker import AGAIN, Worker
+from gossipx.table_effects import ComeBack
 
 WATCH = "watch"
 """The timer of the next look at those that pulls wait for."""
@@ -192,10 +205,26 @@ class ServerMode(Exchange, Home):
     # --- the worker -------------------------------------------------------------------------------
 
     def begun(self, now: float) -> list[Effect]:
-        filled = [effect for shard in self.shards.values() for effect in shard.begin(now)]
+        filled = [effect for shard in self.shards.values() for effect in self._begin(shard, now)]
         return self._watched(
             [*filled, *self._copies.begin(now), *(self.worker.begin(now) if self._trains else [])], now
         )
+
+    def _begin(self, shard: Shard, now: float) -> list[Effect]:
+        """What journals lie there is of this run only if others were training as we came."""
+        comes_back = isinstance(shard.records, Journal) and not shard.restored and self._ground.members.had_begun
+        return [ComeBack(shard.index)] if comes_back else shard.begin(now)
+
+    def came_back(self, event: CameBack, now: float) -> list[Effect]:
+        shard = self.shards[event.shard]
+        if event.state is not None:
+            shard.load_state_dict(event.state)
+            shard.records.number = event.state[NEXT_RECORD]
+        return self._watched([*shard.begin(now), *shard.look(self._training())], now)
+
+    def fresh(self, index: int) -> Shard:
+        """A shard of this run as it was at the beginning, beside the one that is held."""
+        return self._shard(index, self._settings.clock_of(index), self._settings.layout)
 
     def begin(self, now: float) -> list[Effect]:
         return []

@@ -35,7 +35,7 @@ from gossipx.server.models import describe, parse
 from gossipx.server.records import MOST, Journal, Records
 from gossipx.table_effects import ApplyBuffer, ApplyGradient, BufferGradient, FillTables, KeepShard
 
-RECORDS = "records"
+NEXT_RECORD = "next_record"
 """In a checkpoint's state: the number of the first record after it."""
 FURTHEST = 100_000
 """Iterations that a worker may go ahead by at once, where another shard's clock has gone on without it; each may be a
@@ -125,6 +125,11 @@ class Shard:
         return [effect for event in early for effect in self.requested(event, now)]
 
     @property
+    def restored(self) -> bool:
+        """Whether it goes on from a state."""
+        return self._restored
+
+    @property
     def begun(self) -> bool:
         """Whether workers are answered."""
         return self._begun
@@ -163,7 +168,7 @@ class Shard:
         self._kept, self._kept_at = clock, now
         # What the checkpoint has must not be in a record after it.
         made = self.records.made()
-        return [*made, KeepShard(self.index, clock, {**self.state_dict(), RECORDS: self.records.number})]
+        return [*made, KeepShard(self.index, clock, {**self.state_dict(), NEXT_RECORD: self.records.number})]
 
     def state_dict(self) -> dict[str, Any]:
         """All that the next decision depends on, as plain data that JSON can hold; pulls that wait are asked again."""

@@ -101,6 +101,8 @@ class SimTables:
                 self._left_out(desk.buffer(self._kept.pop(ticket)))
             case table_effects.ApplyBuffer(shard):
                 desk.apply_buffer(shard)
+            case table_effects.ComeBack(shard):
+                self._tell(actor.CameBack(shard, None))  # there are no files in virtual time
             case table_effects.FillTables(shard):
                 desk.fill(shard)
             case table_effects.Fetch(buckets):

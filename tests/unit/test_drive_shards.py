@@ -30,12 +30,19 @@ class Server:
     def __init__(self, directory: Path):
         self.side: Side = side(values(), servers=1)
         self.store = Store(directory / "checkpoints", keep=5)
-        self.keeper = ShardKeeper({0: self.store}, self.side.desk, (0,), journals=True)
-        clock = Clock(parse("asp"), workers=[0])
-        self.shard = Shard(0, len(self.side.cut[0]), clock, Requests(), every=(EVERY, 0.0))
-        self.shard.records = Journal(0)
-        self.keeper.come_back(self.shard)
+        self.keeper = ShardKeeper({0: self.store}, self.side.desk, self._fresh, (0,), journals=True)
+        self.shard = self._fresh(0)
+        state = self.keeper.come_back(0)
+        if state is not None:
+            self.shard.load_state_dict(state)
+            self.shard.records.number = state["next_record"]
         self._do(self.shard.begin(0.0))
+
+    def _fresh(self, index: int) -> Shard:
+        clock = Clock(parse("asp"), workers=[0])
+        made = Shard(index, len(self.side.cut[0]), clock, Requests(), every=(EVERY, 0.0))
+        made.records = Journal(index)
+        return made
 
     @property
     def values(self) -> list[torch.Tensor]:
