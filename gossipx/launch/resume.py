@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,8 @@ from gossipx.drive.shards import servers_of, store_of_shard
 from gossipx.errors import UsageError
 from gossipx.launch.directory import CONFIG_FILE, HOSTS_FILE, SCRIPT_FILE, run_directory
 from gossipx.launch.hosts import read_hosts
+
+log = logging.getLogger("gossipx")
 
 CHANGEABLE = {
     *("peers", "logdir", "iterations", "threads", "device", "log_interval", "eval_interval", "save_model"),
@@ -99,8 +102,7 @@ def check(settings: RunConfig, names: Sequence[str], here: list[int], has_script
     path = Path(settings.run.logdir) / settings.run.name
     servers = build.servers(settings, names)
     if servers is not None:
-        at, then = _common(path, settings, servers, here)
-        found = [] if at is None else [at]
+        found, at, then = _served(path, settings, servers, here)
         if then != servers:
             settings = replace(settings, server=replace(settings.server, servers=",".join(map(str, then))))
     else:
@@ -119,27 +121,75 @@ def check(settings: RunConfig, names: Sequence[str], here: list[int], has_script
     return at, settings
 
 
-def _common(
-    path: Path, settings: RunConfig, servers: tuple[int, ...], here: list[int]
-) -> tuple[int | None, tuple[int, ...]]:
-    """The newest iteration of which every worker and every shard here has a whole checkpoint, and the servers of then.
+Kept = dict[int, set[int]]
+"""By shard, or by worker's rank: iterations of whole checkpoints."""
 
-    Servers and workers go on from one and the same: a shard that has not what its workers have pushed would wait for
-    it. A peer without any, on a new disk, joins as a late one does.
+
+def _served(
+    path: Path, settings: RunConfig, servers: tuple[int, ...], here: list[int]
+) -> tuple[list[int], int | None, tuple[int, ...]]:
+    """From where workers and shards here go on.
+
+    That is the newest iteration of which all have a whole checkpoint. Where there is none, as fast workers were far
+    ahead or checkpoints were taken by the clock on the wall, each goes on from its newest. A peer without any, on a new
+    disk, joins as a late one does.
+
+    Returns:
+        The iterations, the one that all have (None: there is none), and the servers of then.
     """
     workers = [rank for rank in here if not (settings.server.servers_only and rank in servers)]
-    trained = [found for rank in workers if (found := store_of(path, rank).whole())]
-    shards: dict[tuple[int, ...], dict[int, set[int]]] = {servers: {}}  # by servers, by shard: iterations
+    trained = {rank: found for rank in workers if (found := store_of(path, rank).whole())}
+    shards = _shards(path, servers)
+    best: tuple[int, int, tuple[int, ...]] | None = None  # the iteration, how many shards have it, the servers
+    for then, kept in shards.items():
+        held = [kept.get(index, set()) for index, rank in enumerate(then) if rank in here]
+        having = [one for one in (*trained.values(), *held) if one or then != servers]
+        at = max(set.intersection(*having), default=None) if having else None
+        if at is not None and (best is None or (at, len(kept)) > best[:2]):
+            best = at, len(kept), then
+    if best is not None:
+        at, _, then = best
+        _tell_new([index for index, rank in enumerate(then) if rank in here and index not in shards[then]])
+        return [at], at, then
+    return _uneven(trained, shards, servers, here)
+
+
+def _uneven(
+    trained: Kept, shards: dict[tuple[int, ...], Kept], servers: tuple[int, ...], here: list[int]
+) -> tuple[list[int], int | None, tuple[int, ...]]:
+    """As :func:`_served`, where there is no iteration that all have."""
+    newest: dict[int, tuple[int, tuple[int, ...]]] = {}  # by shard, with the servers of then
+    for then, kept in shards.items():
+        for index, found in kept.items():
+            newest[index] = max(newest.get(index, (0, then)), (max(found), then))
+    whole = {  # where each shard's newest is of these servers, the iteration of the one that is furthest behind
+        then: min(newest[index][0] for index in needed)
+        for then in shards
+        if (needed := [index for index, rank in enumerate(then) if rank in here])
+        and all(index in newest and newest[index][1] == then for index in needed)
+    }
+    if not trained or (newest and not whole):
+        return [], None, servers
+    then = max(whole, key=whole.__getitem__, default=servers)
+    held = {index: newest[index][0] for index, rank in enumerate(then) if rank in here and index in newest}
+    told = [f"worker {rank}: {max(found)}" for rank, found in sorted(trained.items())]
+    told += [f"shard {index}: {at}" for index, at in sorted(held.items())]
+    log.warning("no iteration has a checkpoint of all, so that each goes on from its newest (%s)", ", ".join(told))
+    _tell_new([index for index, rank in enumerate(then) if rank in here and index not in held])
+    return [max(found) for found in trained.values()], None, then
+
+
+def _tell_new(shards: Sequence[int]) -> None:
+    for index in shards:
+        log.warning("shard %d has no checkpoint: it begins with its holder's model, and the optimizer anew", index)
+
+
+def _shards(path: Path, servers: tuple[int, ...]) -> dict[tuple[int, ...], Kept]:
+    """What there is of shards, by the servers of then."""
+    shards: dict[tuple[int, ...], Kept] = {servers: {}}
     for index in range(len(read_hosts(path / HOSTS_FILE))):
         store = store_of_shard(path, index)
         for iteration in store.whole() - {0}:  # that of clock 0 is there for its journal alone: nothing was trained
             then = servers_of(store, iteration) or servers
             shards.setdefault(then, {}).setdefault(index, set()).add(iteration)
-    best: tuple[int, int, tuple[int, ...]] | None = None  # the iteration, how many shards have it, the servers
-    for then, kept in shards.items():
-        held = [kept.get(index, set()) for index, rank in enumerate(then) if rank in here]
-        having = [one for one in (*trained, *held) if one or then != servers]
-        at = max(set.intersection(*having), default=None) if having else None
-        if at is not None and (best is None or (at, len(kept)) > best[:2]):
-            best = at, len(kept), then
-    return (None, servers) if best is None else (best[0], best[2])
+    return shards

@@ -439,9 +439,10 @@ class ServerMode(Exchange, Home):
         self.worker.stop()
         self.moving.release()
         training = [rank for rank in self._training() if rank != self._ground.rank]
+        kept = [effect for shard in self.shards.values() for effect in shard.keep(now, leaves=True)]
         if not (self.shards and training) or self._agreeing or self._settings.fixed:
-            return []
-        return self._watched([*self.moving.look(now), *self.leading.leave(training, now)], now)
+            return kept
+        return self._watched([*kept, *self.moving.look(now), *self.leading.leave(training, now)], now)
 
     @property
     def stays(self) -> bool:

@@ -154,16 +154,18 @@ class Shard:
 
     # --- checkpoints ------------------------------------------------------------------------------
 
-    def keep(self, now: float, last: bool = False, first: bool = False) -> list[Effect]:
+    def keep(self, now: float, last: bool = False, first: bool = False, leaves: bool = False) -> list[Effect]:
         """Take a checkpoint if one is due.
 
         Args:
             last, first: of the end of training, of its beginning, if there are to be any.
+            leaves: its holder is about to leave: one in any case.
         """
         ticks, seconds = self._every
         clock = self.clock.clock
         due = (ticks and clock // ticks > self._kept // ticks) or (seconds and now - self._kept_at >= seconds)
-        if (clock == self._kept and not first) or not (due or ((last or first) and (ticks or seconds))):
+        due = due or leaves or ((last or first) and (ticks or seconds))
+        if (clock == self._kept and not first) or not due:
             return []
         self._kept, self._kept_at = clock, now
         # What the checkpoint has must not be in a record after it.

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from gossipx.checkpoint import Store, unpack
+from gossipx.drive.checkpoints import store_of
 from runs import LONG, Folder, Process, Run, children, differences, folder, is_running, one_line
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -145,6 +146,24 @@ def test_a_damaged_shard_is_named_and_the_iteration_before_is_used(tmp_path: Pat
         assert again.code == 0, again.shown
         cut = Run(here.path / "cut", again)
     assert max(differences(whole.model(0), cut.model(0)).values()) == 0
+
+
+@pytest.mark.parametrize("servers", [("0",), ("0,1",), ("0", "--servers-only", "--server-replicas", "1")])
+def test_sigterm_keeps_shards_without_checkpoint_every(tmp_path: Path, servers: tuple[str, ...]) -> None:
+    """Its tables and momenta go on, wherever each worker was by then."""
+    options = ("--eval-interval", "0", "--log-interval", "1", "--peer-timeout", "10", "--servers", *servers)
+    with folder(tmp_path, 3) as here:
+        process = here.start_run(*options, "--iterations", "100000", name="cut")
+        process.line(rf"{here.names[-1]} train [1-9]\d+/")
+        os.kill(process.pid, signal.SIGTERM)
+        process.end()
+        kept = {path.parent.name: Store(path).find() for path in (here.path / "cut").glob("shard-*/checkpoints")}
+        assert kept and all(clock is not None and clock > 0 for clock in kept.values()), kept
+        trained = [one for rank in (1, 2) if (one := store_of(here.path / "cut", rank).find()) is not None]
+        until = str(max(trained) + 50)
+        again = here.start("-m", "gossipx", "run", "--resume", here.path / "cut", "--iterations", until).end()
+        assert again.code == 0 and "no checkpoint" not in again.shown, again.shown
+        assert Run(here.path / "cut", again).summary["iterations"] == int(until)
 
 
 def test_an_asynchronous_run_goes_on(tmp_path: Path) -> None:

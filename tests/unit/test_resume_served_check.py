@@ -1,0 +1,85 @@
+"""From where ``gossipx run --resume`` has workers and shards go on, by what lies in the run's directory."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from gossipx import config
+from gossipx.checkpoint import pack
+from gossipx.drive.checkpoints import store_of
+from gossipx.drive.shards import CLOCK, SERVERS, store_of_shard
+from gossipx.errors import UsageError
+from gossipx.launch import resume
+
+NAMES = ["a", "b", "c"]
+Shards = Mapping[int, Sequence[tuple[int, tuple[int, ...]]]]
+
+
+def check(
+    path: Path,
+    workers: Mapping[int, Sequence[int]],
+    shards: Shards,
+    servers: str = "0,1",
+    here: Sequence[int] = (0, 1, 2),
+) -> tuple[int | None, str | None]:
+    """The iteration that all go on from, and the servers; of shards clocks are given with the servers of then."""
+    (path / "x").mkdir()
+    (path / "x" / "hosts.txt").write_text("".join(f"{name}\n" for name in NAMES))
+    for rank, iterations in workers.items():
+        for iteration in iterations:
+            store_of(path / "x", rank, keep=9).save(iteration, {"model": pack({}, "model")})
+    for index, clocks in shards.items():
+        for clock, then in clocks:
+            store_of_shard(path / "x", index, keep=9).save(clock, {CLOCK: pack({SERVERS: list(then)}, CLOCK)})
+    settings = config.resolve({"name": "x", "logdir": str(path), "servers": servers, "iterations": 1000})
+    at, settings = resume.check(settings, NAMES, [0, 1, 2], has_script=False)
+    return at, settings.server.servers
+
+
+def test_the_newest_iteration_that_all_have(tmp_path: Path) -> None:
+    then = (0, 1)
+    shards = {0: [(20, then), (40, then), (60, then)], 1: [(20, then), (40, then)]}
+    assert check(tmp_path, {0: [20, 40], 1: [40, 60], 2: [20, 40, 60]}, shards) == (40, "0,1")
+
+
+def test_that_of_clock_0_is_none(tmp_path: Path) -> None:
+    then = (0, 1)
+    with pytest.raises(UsageError, match="no peer has a whole checkpoint"):
+        check(tmp_path, {}, {0: [(0, then)], 1: [(0, then)]})
+
+
+def test_where_no_iteration_is_common_each_goes_on_from_its_newest(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With asp fast workers are far ahead; by the clock on the wall no two take theirs at one iteration."""
+    then = (0, 1)
+    caplog.set_level(logging.WARNING, "gossipx")
+    found = check(tmp_path, {0: [842, 955], 1: [845, 959], 2: [841]}, {0: [(836, then), (950, then)], 1: [(949, then)]})
+    assert found == (None, "0,1")
+    assert "(worker 0: 955, worker 1: 959, worker 2: 841, shard 0: 950, shard 1: 949)" in caplog.text
+
+
+def test_shards_of_other_servers_go_on_by_these(tmp_path: Path) -> None:
+    """As SIGTERM came, peer 2 was handed what lay with the others; one of these had taken a checkpoint before."""
+    shards: Shards = {0: [(90, (0, 1)), (97, (2,))], 1: [(95, (0, 1))]}
+    assert check(tmp_path, {0: [90], 1: [96], 2: [98]}, shards) == (None, "2")
+
+
+def test_shards_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
+    shards: Shards = {0: [(97, (2, 1))], 1: [(95, (0, 1))]}
+    with pytest.raises(UsageError, match="no peer has a whole checkpoint"):
+        check(tmp_path, {0: [90], 1: [96], 2: [98]}, shards)
+
+
+@pytest.mark.parametrize(("newest", "at"), [(90, 90), (91, None)])
+def test_a_shard_that_has_none_is_told(
+    tmp_path: Path, newest: int, at: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "gossipx")
+    assert check(tmp_path, {0: [90], 1: [90], 2: [newest]}, {}) == (at, "0,1")
+    for index in (0, 1):
+        assert f"shard {index} has no checkpoint: it begins with its holder's model" in caplog.text
