@@ -27,9 +27,14 @@ def setting(
     least: float | None = None,
     most: float | None = None,
     check: Callable[[str], object] | None = None,
+    peers: Literal[0, 1, 2] = 0,
 ) -> Any:
-    """A setting: its default, what it means, the least and the most that make sense, and what else is looked at."""
-    return field(default=default, metadata={"help": help, "least": least, "most": most, "check": check})
+    """A setting: its default, what it means, the least and the most that make sense, and what else is looked at.
+
+    ``peers``: it names one peer (1) or several (2), by name or number.
+    """
+    meta = {"help": help, "least": least, "most": most, "check": check, "peers": peers}
+    return field(default=default, metadata=meta)
 
 
 MOST_ITERATIONS = 10**12
@@ -203,7 +208,9 @@ class HubSettings:
     """Elastic averaging around a hub; the TOML table ``[hub]``."""
 
     hub: str | None = setting(
-        None, "The peer that holds the centre of elastic averaging, by name or number: others bring their models to it."
+        None,
+        "The peer that holds the centre of elastic averaging, by name or number: others bring their models to it.",
+        peers=1,
     )
     hub_only: bool = setting(False, "The hub serves the others, and does not train.")
     alpha: float | None = setting(
@@ -222,7 +229,9 @@ class ServerSettings:
     """A parameter server; the TOML table ``[server]``."""
 
     servers: str | None = setting(
-        None, "Peers that hold the parameter server's shards, by name or number: 0,1. All train by what these hold."
+        None,
+        "Peers that hold the parameter server's shards, by name or number: 0,1. All train by what these hold.",
+        peers=2,
     )
     servers_only: bool = setting(False, "Servers serve the others, and do not train.")
     sync: str = setting(
@@ -321,6 +330,7 @@ class Key:
         many: whether it is a list of values.
         check: refuses a value by a UsageError; None: limits say it all.
         numbers: it is text, and may be given as a number where that has a type, in TOML and in Python.
+        peers: it is text that names peers, 1: one, 2: several, which may be given as a list; 0: it names none.
     """
 
     table: str
@@ -334,6 +344,7 @@ class Key:
     most: float | None
     check: Callable[[str], object] | None
     numbers: bool = False
+    peers: int = 0
 
     @property
     def option(self) -> str:
@@ -353,8 +364,9 @@ def _keys() -> dict[str, Key]:
             plain = str if choices else float if many else kind
             meta = one.metadata
             limits = meta["least"], meta["most"], meta["check"]
-            numbers = plain is str and int in get_args(hints[one.name])
-            keys[one.name] = Key(table, one.name, plain, choices, many, one.default, meta["help"], *limits, numbers)
+            numbers = meta["peers"] > 0 or (plain is str and int in get_args(hints[one.name]))
+            shown = one.default, meta["help"]
+            keys[one.name] = Key(table, one.name, plain, choices, many, *shown, *limits, numbers, meta["peers"])
     return keys
 
 
@@ -431,6 +443,9 @@ def _checked(key: Key, value: Any, called: str, place: tuple[Path | None, int | 
         if not isinstance(parts, list | tuple):
             raise UsageError(f"{called} is not a list of numbers: {value!r}", *place)
         return tuple(_checked(dataclasses.replace(key, many=False), part, called, place) for part in parts)
+    if key.peers == 2 and isinstance(value, list | tuple):
+        alone = dataclasses.replace(key, peers=1)
+        return ",".join(_checked(alone, one, called, place) for one in value) or _checked(alone, "", called, place)
     if key.numbers and isinstance(value, int) and not isinstance(value, bool):
         value = str(value)
     try:
@@ -439,6 +454,9 @@ def _checked(key: Key, value: Any, called: str, place: tuple[Path | None, int | 
         made = _converted(key.kind, value)
     except (TypeError, ValueError, OverflowError):
         wanted = {int: "an integer", float: "a number", bool: "true or false"}.get(key.kind, "text")
+        wanted = (
+            ("text", "a peer's name or number", "peers' names or numbers")[key.peers] if key.kind is str else wanted
+        )
         raise UsageError(f"{called} is not {wanted}: {value!r}", *place) from None
     if key.choices and made not in key.choices:
         raise UsageError(f"{called} is '{made}': one of {', '.join(key.choices)}", *place)

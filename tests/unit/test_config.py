@@ -206,6 +206,46 @@ def test_what_is_no_interval_is_refused(given: Any) -> None:
         resolve({"checkpoint_every": given})
 
 
+PEERS_GIVEN = [
+    ("hub", 0, "0", "0"),
+    ("hub", "node-a", '"node-a"', "node-a"),
+    ("servers", 0, "0", "0"),
+    ("servers", [0, 1], "[0, 1]", "0,1"),
+    ("servers", ["node-a", 2], '["node-a", 2]', "node-a,2"),
+    ("servers", "0,1", '"0,1"', "0,1"),
+]
+
+
+@pytest.mark.parametrize(("name", "given", "spelt", "held"), PEERS_GIVEN)
+def test_peers_are_named_by_text_numbers_or_lists_alike(
+    tmp_path: Path, name: str, given: Any, spelt: str, held: str
+) -> None:
+    table = KEYS[name].table
+    assert getattr(getattr(resolve({name: given}), table), name) == held
+    config = resolve(load(written(tmp_path, f"[{table}]\n{name} = {spelt}\n")))
+    assert getattr(getattr(config, table), name) == held
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "told"),
+    [
+        ("hub", True, "--hub is not a peer's name or number: True"),
+        ("hub", 1.5, "--hub is not a peer's name or number: 1.5"),
+        ("hub", [0], r"--hub is not a peer's name or number: \[0\]"),
+        ("hub", "", "--hub is empty"),
+        ("servers", False, "--servers is not peers' names or numbers: False"),
+        ("servers", {"a": 1}, "--servers is not peers' names or numbers: {'a': 1}"),
+        ("servers", [0, 1.5], "--servers is not a peer's name or number: 1.5"),
+        ("servers", [0, [1]], r"--servers is not a peer's name or number: \[1\]"),
+        ("servers", [], "--servers is empty"),
+        ("servers", [0, ""], "--servers is empty"),
+    ],
+)
+def test_what_names_no_peers_is_refused(name: str, given: Any, told: str) -> None:
+    with pytest.raises(UsageError, match=f"^{told}$"):
+        resolve({name: given})
+
+
 # --- loading and writing ------------------------------------------------------------------------------
 
 
