@@ -2,7 +2,8 @@
 
 Each can be replaced alone by a class of a few lines (Modularized Parameter Server, section 4.1): the two sides of a
 table, its five storages, the placement manager's decision, and the consistency controller. ``gossipx.join(...,
-parts=Parts(...))`` and ``gossipx.initialize(parts=Parts(...))`` take them. Comm is none of them.
+parts=Parts(...))`` and ``gossipx.initialize(parts=Parts(...))`` take them. Comm is none of them. The hybrid sync model
+takes a growth function of one's own.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from gossipx.buffers import typed
 from gossipx.build.server import Parts
 from gossipx.errors import ProtocolError
 from gossipx.server.conditions import Apply, Conditions, Pull, State, SyncModel, View
+from gossipx.server.growth import Double, Fixed, Growth, Step
+from gossipx.server.models import Hybrid
 from gossipx.server.placement import Partition, Placement, Table
 from gossipx.storage.parts import (
     ApplyBuffer,
@@ -30,8 +33,12 @@ __all__ = [
     "ApplyBuffer",
     "ClientTable",
     "Conditions",
+    "Double",
     "Encoded",
+    "Fixed",
     "GradientStorage",
+    "Growth",
+    "Hybrid",
     "Partition",
     "Parts",
     "Placement",
@@ -40,6 +47,7 @@ __all__ = [
     "ServerStorage",
     "ServerTable",
     "State",
+    "Step",
     "Storages",
     "SyncModel",
     "Table",

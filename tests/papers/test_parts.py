@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import served
+import squares
 import torch
 from round_robin import RoundRobinPlacement
 from stale import SSPConsistency
@@ -24,6 +25,7 @@ from gossipx.parts import (
     ClientTable,
     Conditions,
     GradientStorage,
+    Hybrid,
     Partition,
     Parts,
     Placement,
@@ -33,6 +35,7 @@ from gossipx.parts import (
     SyncModel,
     Table,
     TransmitBuffer,
+    View,
     WorkerStorage,
     raw,
 )
@@ -348,7 +351,19 @@ def test_code_4_1_to_4_4_together() -> None:
     assert torch.isfinite(expected).all() and torch.equal(models(made), expected)
 
 
-@pytest.mark.parametrize("example", ["round_robin", "top_percent", "stale", "program"])
+def test_a_growth_function_of_ones_own() -> None:
+    """Hybrid Approach, section 9: "different monotonically increasing functions can also be used"."""
+    made = run(squares.parts)
+    assert torch.isfinite(models(made)).all()
+    for peer in made.peers.values():
+        assert isinstance(peer.role.exchange, ServerMode)
+        for shard in peer.role.exchange.shards.values():
+            assert shard.clock.model == squares.parts.sync and shard.clock.counts.gradients == 3 * served.ITERATIONS
+    assert isinstance(squares.parts.sync, Hybrid)
+    assert [squares.parts.sync.threshold(View(0, 0, 3, 0, 0, 0, n)) for n in (1, 4, 9, 36)] == [1, 2, 3, 3]
+
+
+@pytest.mark.parametrize("example", ["round_robin", "top_percent", "stale", "squares", "program"])
 def test_the_readme_shows_the_examples_as_they_are_tested(example: str) -> None:
     text = (HOUSE / "tests" / "examples" / f"{example}.py").read_text(encoding="utf-8")
     assert f"```python\n{text}```\n" in (HOUSE / "README.md").read_text(encoding="utf-8")
