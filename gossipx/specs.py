@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, get_type_hints
 
 from gossipx.errors import UsageError
@@ -82,6 +82,25 @@ def known_word(what: str, word: str, known: Mapping[str, Any]) -> None:
     """
     if word not in known:
         raise UsageError(f"unknown {what} '{word}'{suggest(word, known)}: one of {', '.join(sorted(known))}")
+
+
+def rank_of(given: str, option: str, names: Sequence[str]) -> int:
+    """The rank of a peer that has a part of its own in a run, and is given by its name or number.
+
+    Args:
+        given: one of ``names``, or a rank in digits.
+        option: what it was given to, for messages.
+        names: of all peers, by rank.
+
+    Raises:
+        UsageError: it is no peer.
+    """
+    if given in names:
+        return names.index(given)
+    if given.isdecimal() and int(given) < len(names):
+        return int(given)
+    meant = suggest(given, dict.fromkeys(names))
+    raise UsageError(f"{option} '{given}' is no peer: a number from 0 to {len(names) - 1}, or a name{meant}")
 
 
 def _keys(factory: Callable[..., Any]) -> dict[str, type]:

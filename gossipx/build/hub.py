@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gossipx.build.roles import rank_of
 from gossipx.config import HubSettings, RunConfig
 from gossipx.errors import UsageError
 from gossipx.hub import ElasticSettings
+from gossipx.specs import rank_of
 
 EASGD_BETA = 0.9
 """β of Zhang et al., whose α is β/p."""

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from gossipx.build.roles import rank_of
 from gossipx.checkpoint import Every
 from gossipx.config import RunConfig, ServerSettings
 from gossipx.errors import UsageError
@@ -20,6 +19,7 @@ from gossipx.server.clock import Clock
 from gossipx.server.layout import Layouts
 from gossipx.server.mode import ServerSettings as Settings
 from gossipx.server.placement import Partition, Placement, Table
+from gossipx.specs import rank_of
 from gossipx.storage.client import Client
 from gossipx.storage.desk import Desk
 from gossipx.storage.moving import Mover

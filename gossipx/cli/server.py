@@ -39,20 +39,20 @@ def set_sync(run: Path, sync: str, shard: int | None, apply: str, pulls: str, lo
 @click.argument("servers", metavar="SERVERS")
 @click.option("--logdir", type=click.Path(path_type=Path), default=Path("runs"), help="Where runs are named by name.")
 def set_servers(run: Path, servers: str, logdir: Path) -> None:
-    """Have the peers SERVERS, numbers with commas, hold the shards from now on: what has to move there moves.
+    """Have the peers SERVERS, numbers or names with commas, hold the shards from now on: what has to move there moves.
 
     \b
     gossipx server set-servers runs/mine 0,1,2
+    gossipx server set-servers mine node-a,node-b
     """
     from gossipx.errors import UsageError
     from gossipx.launch.control import command
 
-    ranks = [one.strip() for one in servers.split(",")]
-    for rank in ranks:
-        if not rank.isdecimal():
-            raise UsageError(f"SERVERS '{servers}' are numbers of peers with commas between them, as in 0,1,2")
-    command(_place(run, logdir), {"set-servers": [int(rank) for rank in ranks]}, patience=3600.0)
-    print(f"the servers are {','.join(ranks)} now")
+    given = [one.strip() for one in servers.split(",")]
+    if not all(given):
+        raise UsageError(f"SERVERS '{servers}' are numbers or names of peers with commas between them, as in 0,1,2")
+    command(_place(run, logdir), {"set-servers": ",".join(given)}, patience=3600.0)
+    print(f"the servers are {','.join(given)} now")
 
 
 def _place(run: Path, logdir: Path) -> Path:

@@ -117,6 +117,11 @@ class CommManager:
         return self._answering.address
 
     @property
+    def names(self) -> Sequence[str]:
+        """Of all peers, by rank."""
+        return self._member.names
+
+    @property
     def bytes_sent(self) -> int:
         """Of the whole wire: models, messages, handshakes."""
         return self._member.links.sent

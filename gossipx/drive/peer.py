@@ -25,6 +25,7 @@ from gossipx.drive.options import PeerOptions
 from gossipx.drive.reporting import Reporter
 from gossipx.errors import GossipxError, UsageError
 from gossipx.messages import Stage
+from gossipx.specs import rank_of
 
 log = logging.getLogger("gossipx")
 
@@ -168,19 +169,22 @@ class Peer:
         if problem:
             raise UsageError(problem)
 
-    def set_servers(self, servers: Sequence[int]) -> None:
+    def set_servers(self, servers: str | Sequence[int | str]) -> None:
         """Have other peers hold the parameter server's shards while the run goes on: what has to move there moves.
 
         From any thread of any peer. Of several that ask at once all but one are refused.
 
         Args:
-            servers: their ranks, in any order.
+            servers: their ranks or names, in any order; or text as ``--servers`` has it, ``0,1``.
 
         Raises:
             UsageError: one of them is no peer or not there, or what there is cannot be moved; everything stays as it is
                 then.
         """
-        problem = self._driver.change_servers(servers)
+        given = servers.split(",") if isinstance(servers, str) else servers
+        names = self._comm.names
+        ranks = [rank_of(one.strip(), "server", names) if isinstance(one, str) else one for one in given]
+        problem = self._driver.change_servers(ranks)
         if problem:
             raise UsageError(problem)
 
@@ -278,7 +282,11 @@ class Peer:
     def _command(self, told: Mapping[str, Any]) -> str:
         """A command to the run; why it cannot be carried out, or nothing."""
         if "set-servers" in told:
-            return self._driver.change_servers([int(rank) for rank in told["set-servers"]])
+            try:
+                self.set_servers(str(told["set-servers"]))
+            except UsageError as error:
+                return str(error)
+            return ""
         shard = told.get("shard")
         return self._driver.switch_sync(
             str(told["set-sync"]),

@@ -31,11 +31,12 @@ def command(run: Path, told: Mapping[str, Any], patience: float) -> None:
         UsageError: there is no such run, or it refuses.
         GossipxError: no peer of it is running here.
     """
-    if not (run / CONFIG_FILE).is_file():
+    if (run / CONFIG_FILE).is_file():
+        settings = config.resolve(config.load(run / CONFIG_FILE))
+        if settings.sync.mode != "server" and settings.server.servers is None:
+            raise UsageError("this run has no parameter server", run)
+    elif not any(run.glob("peer-*")):  # peers that call gossipx.join by themselves leave no settings
         raise UsageError("no run here: name one by its directory, or by its name and --logdir", run)
-    settings = config.resolve(config.load(run / CONFIG_FILE))
-    if settings.sync.mode != "server" and settings.server.servers is None:
-        raise UsageError("this run has no parameter server", run)
     directory = run / DIRECTORY
     directory.mkdir(exist_ok=True)
     file = directory / (secrets.token_hex(8) + COMMAND)
@@ -45,7 +46,7 @@ def command(run: Path, told: Mapping[str, Any], patience: float) -> None:
     while not answer.exists():
         waited = time.monotonic() - began
         if waited > TAKEN_WITHIN and _withdrawn(file):
-            raise GossipxError(f"{run}: no peer of this run is at work on this machine, or none takes commands")
+            raise GossipxError(f"{run}: no peer of this run is at work on this machine, or it has no parameter server")
         if waited > TAKEN_WITHIN + patience:
             raise GossipxError(f"{run}: a peer has taken the command and does not answer")
         time.sleep(LOOK_EVERY / 5)

@@ -93,6 +93,55 @@ def test_servers_are_set_from_the_command_line(tmp_path: Path) -> None:
     assert all(max(differences(run.model(0), run.model(rank)).values()) == 0 for rank in (1, 2))
 
 
+NAMES = ("first", "second", "last")
+JOINED = """
+model = nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+settings = {"mode": "server", "servers": [0], "logdir": FOLDER / "runs", "name": "hand"}
+with gossipx.join(model, optimizer, peers="hosts.txt", rank=int(sys.argv[2]), **settings) as peer:
+    train(peer, model, optimizer, 20)
+    print("trains", flush=True)
+    while not (FOLDER / "changed").exists():
+        train(peer, model, optimizer, peer.iteration + 1)
+    if peer.rank == 0:
+        try:
+            peer.set_servers(["nobody"])
+        except gossipx.errors.UsageError as error:
+            refused = str(error)
+        peer.set_servers(["last"])
+    train(peer, model, optimizer, 400)
+tell(peer, refused=refused if peer.rank == 0 else "", values=model.weight.flatten().tolist())
+"""
+
+
+def test_peers_that_were_started_by_hand_take_commands(tmp_path: Path) -> None:
+    """A run of gossipx.join alone leaves no settings, and is found by its peers' directories."""
+    with folder(tmp_path, 3) as here:
+        here.hosts.write_text("".join(f"{name} name={word}\n" for name, word in zip(here.names, NAMES, strict=True)))
+        script = here.script(JOINED)
+        started = [here.start(script, tmp_path, str(rank)) for rank in range(3)]
+        for process in started:
+            process.line("trains")
+        command, given = ("-m", "gossipx", "server"), ("--logdir", tmp_path / "runs", "hand")
+        ended = here.start(*command, "set-servers", *given, "first, second").end()
+        assert (ended.code, ended.output) == (0, "the servers are first,second now\n"), ended.shown
+        ended = here.start(*command, "set-sync", *given, "asp").end()
+        assert (ended.code, ended.output) == (0, "all shards go by asp now\n"), ended.shown
+        wrong = here.start(*command, "set-servers", *given, "frist").end()
+        assert "server 'frist' is no peer: a number from 0 to 2, or a name (did you mean 'first'?)" in one_line(
+            wrong, 2
+        )
+        (tmp_path / "changed").touch()
+        for process in started:
+            ended = process.end()
+            assert ended.code == 0, ended.shown
+        told = [here.told(rank) for rank in range(3)]
+        assert told[0]["refused"] == "server 'nobody' is no peer: a number from 0 to 2, or a name"
+        assert told[0]["values"] == told[1]["values"] == told[2]["values"]
+        none = here.start(*command, "set-sync", tmp_path, "asp").end()
+        assert "no run here: name one by its directory" in one_line(none, 2)
+
+
 def test_a_server_that_is_asked_to_leave_hands_its_shard_over(tmp_path: Path) -> None:
     with folder(tmp_path, 3) as here:
         process = here.start_run("--servers", "0", here.script(COMMANDED), tmp_path)
@@ -112,11 +161,12 @@ def test_wrong_servers_are_refused_in_a_line(tmp_path: Path) -> None:
         process = here.start_run("--servers", "0", "--iterations", "100000", "--eval-interval", "0")
         trains(here, process)
         for servers, told in (
-            ("0,2", "2 is no peer: ranks are 0 to 1"),
+            ("0,2", "server '2' is no peer: a number from 0 to 1, or a name"),
             ("1,1", "the servers 1,1 name a peer twice"),
             ("0", "the servers are 0 already"),
-            ("0,x", "SERVERS '0,x' are numbers of peers with commas between them, as in 0,1,2"),
-            ("", "SERVERS '' are numbers of peers with commas between them, as in 0,1,2"),
+            ("0,x", "server 'x' is no peer: a number from 0 to 1, or a name"),
+            ("0,", "SERVERS '0,' are numbers or names of peers with commas between them, as in 0,1,2"),
+            ("", "SERVERS '' are numbers or names of peers with commas between them, as in 0,1,2"),
         ):
             wrong = here.start("-m", "gossipx", "server", "set-servers", here.path / "x", servers).end()
             assert told in one_line(wrong, 2)

@@ -122,3 +122,15 @@ def test_mixings():
 def test_shares_that_make_no_sense_are_refused(spec: str):
     with pytest.raises(UsageError, match=r"share|half_life"):
         mixing.parse(spec)
+
+
+@pytest.mark.parametrize(("given", "rank"), [("node-b", 1), ("0", 0), ("2", 2), ("7", 3)])
+def test_peers_are_given_by_name_or_number(given: str, rank: int):
+    assert specs.rank_of(given, "--hub", ["node-a", "node-b", "node-c", "7"]) == rank
+
+
+@pytest.mark.parametrize("given", ["2", "-1", "1.0", "", "nodea"])
+def test_what_is_no_peer_is_refused(given: str):
+    meant = r" \(did you mean 'node-a'\?\)" if given == "nodea" else ""
+    with pytest.raises(UsageError, match=f"^--hub '{given}' is no peer: a number from 0 to 1, or a name{meant}$"):
+        specs.rank_of(given, "--hub", ["node-a", "node-b"])
