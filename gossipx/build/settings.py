@@ -46,15 +46,47 @@ def _with_preset(config: RunConfig) -> RunConfig:
     )
 
 
+def _check_around(config: RunConfig) -> None:
+    """Refuse what is of peers that exchange with each other, where there is a hub or there are servers.
+
+    What is the default is never refused: nobody can tell whether it was given.
+    """
+    sync, usual = config.sync, SyncSettings()
+    averages = mixing.parse(sync.mixing) == mixing.parse(usual.mixing)
+    how = {"--mode": sync.mode != usual.mode, "--exchange": sync.exchange != usual.exchange}
+    whom = {
+        "--topology": sync.topology != usual.topology,
+        "--schedule": sync.schedule != usual.schedule,
+        "--weights": sync.weights != usual.weights,
+        "--mixing": not averages,
+    }
+    if config.server.servers is not None or sync.mode == "server":
+        around = "--mode server" if config.server.servers is None else f"--servers {config.server.servers}"
+        alone = "by the servers alone, as --sync says"
+        # The model's preset may have put its own policy in; never says what is the case.
+        preset = PRESETS[config.task.model].policies.get(usual.policy)
+        by_policy = sync.policy not in (usual.policy, preset, "never")
+        given = {**how, **whom, "--mode": how["--mode"] and sync.mode != "server", "--policy": by_policy}
+    elif config.hub.hub is not None:
+        around, alone, given = f"--hub {config.hub.hub}", "by the hub alone", how
+        if config.hub.hub_lost != "gossip":  # else they pull from each other while it does not answer
+            around, given = f"{around} --hub-lost {config.hub.hub_lost}", {**how, **whom}
+    else:
+        return
+    for option, is_given in given.items():
+        if is_given:
+            value = getattr(sync, option.removeprefix("--"))
+            raise UsageError(
+                f"{option} {value} is of peers that exchange with each other, and with {around} they do so {alone}:"
+                " leave one out"
+            )
+
+
 def check_exchange(config: RunConfig) -> None:
     """Refuse settings of what is exchanged, and how, that do not go together."""
     sync = config.sync
     averages = mixing.parse(sync.mixing) == mixing.Average()
-    if config.hub.hub is not None:
-        with_each_other = {"--mode": sync.mode != "pull", "--exchange": sync.exchange != "pulls"}
-        for option, given_too in with_each_other.items():
-            if given_too:
-                raise UsageError(f"{option} is of peers that exchange with each other, not with a hub: leave one out")
+    _check_around(config)
     if sync.exchange == "waves":
         if sync.mode != "pull":
             raise UsageError(f"--mode {sync.mode} is of exchanges of two peers, and a wave is of all: leave one out")

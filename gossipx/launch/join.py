@@ -68,6 +68,8 @@ def join(
     if isinstance(policy, str):
         settings["policy"] = policy
     run = settings_of(config_file, settings)
+    if own is not None and not under_run and (run.server.servers is not None or run.sync.mode == "server"):
+        raise UsageError("policy= is of peers that exchange with each other, and servers go by sync=: leave it out")
     if under_run:
         rank = int(os.environ[ENV_RANK])
     place = _place(run, _hosts_file(peers), rank, told, under_run)

@@ -83,8 +83,8 @@ def test_a_hub_that_is_killed_blocks_nobody(tmp_path: Path, lost: str, code: int
         (("--alpha", "0.2"), "--alpha is of a hub: name it by --hub, or leave this out"),
         (("--hub", "0", "--alpha", "1.5"), "--alpha is 1.5: at most 1"),
         (("--hub", "0", "--beta", "4"), "--beta 4 moves the centre past a worker's model: at most 3, one a worker"),
-        (("--hub", "0", "--mode", "push"), "--mode is of peers that exchange with each other, not with a hub"),
-        (("--hub", "0", "--exchange", "waves"), "--exchange is of peers that exchange with each other, not with a hub"),
+        (("--hub", "0", "--mode", "push"), "--mode push is of peers that exchange with each other"),
+        (("--hub", "0", "--exchange", "waves"), "--exchange waves is of peers that exchange with each other"),
     ],
 )
 def test_settings_that_do_not_go_together(tmp_path: Path, options: tuple[str, ...], told: str) -> None:

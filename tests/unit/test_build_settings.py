@@ -1,0 +1,85 @@
+"""Which settings of a run go together: what has no effect is refused, what is only the default never."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import nn
+
+import gossipx
+from gossipx import build, config
+from gossipx.errors import UsageError
+from gossipx.tasks.presets import PRESETS
+
+SIZE = 4
+OF_PEERS = [
+    {"mode": "push"},
+    {"mode": "pushpull"},
+    {"exchange": "waves"},
+    {"topology": "ring"},
+    {"schedule": "random"},
+    {"weights": "metropolis"},
+    {"weights": "push-sum"},
+    {"mixing": "aged"},
+    {"mixing": "average:beta=0.3"},
+]
+"""What is of peers that exchange with each other."""
+
+
+def effective(has_script: bool = False, **given: Any) -> config.RunConfig:
+    return build.effective(config.resolve(given), SIZE, has_script)
+
+
+def refused(**given: Any) -> str:
+    with pytest.raises(UsageError) as caught:
+        effective(**given)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("given", [*OF_PEERS, {"policy": "tau:5"}, {"policy": "tau"}, {"policy": "adaptive:0.5"}])
+def test_servers_refuse_what_is_of_peers_among_themselves(given: dict[str, str]) -> None:
+    ((name, value),) = given.items()
+    told = refused(servers="0,1", **given)
+    shown = PRESETS["lenet"].policies.get(value, value) if name == "policy" else value
+    assert told.startswith(f"--{name} {shown} is of peers that exchange with each other")
+    assert "with --servers 0,1 they do so by the servers alone" in told and "\n" not in told
+    if name != "mode":
+        assert "with --mode server they" in refused(mode="server", **given)
+
+
+@pytest.mark.parametrize("has_script", [False, True])
+@pytest.mark.parametrize("model", sorted(PRESETS))
+def test_servers_refuse_no_default(model: str, has_script: bool) -> None:
+    """Also not that of the model's preset, nor what a run that goes on finds in its configuration."""
+    same = {"policy": "adaptive", "mode": "pull", "exchange": "pulls", "topology": "full", "weights": "uniform"}
+    for given in ({}, {**same, "mixing": "average:beta=0.5"}, {"mode": "server"}, {"policy": "never"}):
+        made = effective(has_script, servers="0", model=model, **given)
+        build.effective(made, SIZE, has_script)
+
+
+@pytest.mark.parametrize("given", OF_PEERS)
+@pytest.mark.parametrize("lost", ["gossip", "wait", "stop"])
+def test_a_hub_refuses_what_has_a_say_at_no_time(given: dict[str, str], lost: str) -> None:
+    """With --hub-lost gossip workers that have lost it pull from each other: from whom is told, and how it enters."""
+    ((name, value),) = given.items()
+    if lost == "gossip" and name not in ("mode", "exchange") and value != "push-sum":
+        effective(hub="0", hub_lost=lost, **given)
+        return
+    told = refused(hub="0", hub_lost=lost, **given)
+    assert "--hub 0" in told or value == "push-sum"
+    assert told.startswith(f"--{name} {value} ") and "leave one out" in told and "\n" not in told
+
+
+@pytest.mark.parametrize("lost", ["gossip", "wait", "stop"])
+def test_a_hub_goes_by_any_policy(lost: str) -> None:
+    for policy in ("adaptive", "tau:5", "never"):
+        effective(hub="0", hub_lost=lost, policy=policy)
+
+
+def test_join_refuses_a_policy_of_ones_own_with_servers() -> None:
+    model = nn.Linear(2, 1)
+    with pytest.raises(
+        UsageError, match=r"^policy= is of peers that exchange with each other, and servers go by sync="
+    ):
+        gossipx.join(model, None, peers="none", mode="server", policy=lambda seen: True)
