@@ -32,8 +32,12 @@ STRAGGLERS = {"the same": 0, "each in its turn": TURN}
 
 
 def kinds(groups: tuple[int, ...]) -> dict[str, str]:
-    """Sync models by the name of their row: ASP, SSP, then each PSSP and the SSP with its regret bound."""
-    made = {"ASP": "asp", f"SSP s={STALENESS}": f"ssp:staleness={STALENESS}"}
+    """Sync models by the name of their row: ASP, SSP, dynamic PSSP, each PSSP and the SSP with its regret bound."""
+    made = {
+        "ASP": "asp",
+        f"SSP s={STALENESS}": f"ssp:staleness={STALENESS}",
+        f"PSSP s={STALENESS} α=1": f"pssp:staleness={STALENESS},alpha=1",  # Theorem 2: bounded as c = 1/2
+    }
     for inverse in groups:
         other = equal_staleness(STALENESS, inverse)
         made[f"PSSP s={STALENESS} c=1/{inverse}"] = f"pssp:staleness={STALENESS},p={1 / inverse:g}"

@@ -1,4 +1,8 @@
-"""What wait-free backpropagation makes of an iteration where moving the model takes as long as computing it."""
+"""What wait-free backpropagation makes of an iteration where moving the model takes as long as computing it.
+
+Beside it what FluentPS's overlap of shards makes of it: Figure 5b, or 5a where no tables are asked for before every
+shard has all that was pushed.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +29,7 @@ ALONE = {"policy": "never", "finish": "none", "transport": "tcp"}
 KINDS: dict[str, tuple[list[int] | None, dict[str, Any]]] = {
     "no network (never)": (TRAINERS, ALONE),
     "wait-free": (None, SERVED),
+    "wait-free, shards not overlapped": (None, {**SERVED, "overlap": False}),
     "all at the end": (None, {**SERVED, "wait_free": False}),
 }
 """Processes that take part, and their settings."""
