@@ -6,6 +6,7 @@ With one worker under bsp the server's steps are those that the loop's own optim
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,11 +16,18 @@ import torch
 from torch import Tensor, nn
 
 import gossipx
+from gossipx.actor import Effect, Received
 from gossipx.drive.peer import Peer
 from gossipx.errors import UsageError
+from gossipx.messages import TablesRequest
+from gossipx.server.decisions import Part
+from gossipx.server.mode import ServerMode
+from gossipx.server.shard import Shard
 from runs import free_ports
 
 STEPS = 6
+LONG = 20.0  # seconds: ends a wait for what does not come
+EACH_ALONE = {"placement": "range", "bucket": 0}  # a bucket a table: both have the same numbers
 WAIT_FREE = [True, False]
 
 
@@ -161,6 +169,97 @@ def test_two_backward_passes_without_no_sync_are_refused(join: Join) -> None:
         with pytest.raises(UsageError, match=r"two gradients in one iteration: .*peer\.no_sync\(\)"):
             loss_of(model, batch(1)).backward()
         peer.close()
+
+
+# --- when gradients leave, and tables are waited for (Modularized Parameter Server, Figure 2.4) ---------
+
+
+def shard_of(peer: Peer) -> Shard:
+    exchange = peer._driver.role.exchange
+    assert isinstance(exchange, ServerMode)
+    return exchange.shards[0]
+
+
+class TakenIn:
+    """Counts what the server takes in of pushes, a table each."""
+
+    def __init__(self, shard: Shard, monkeypatch: pytest.MonkeyPatch):
+        self._count = threading.Semaphore(0)
+        self._push_part = shard.clock.push_part
+        monkeypatch.setattr(shard.clock, "push_part", self._taken)
+
+    def _taken(self, worker: int, progress: int) -> Part:
+        part = self._push_part(worker, progress)
+        self._count.release()
+        return part
+
+    def come(self, tables: int, within: float = LONG) -> bool:
+        """Whether so many more of them have come, or do in time."""
+        return all(self._count.acquire(timeout=within) for _ in range(tables))
+
+
+@pytest.mark.parametrize("wait_free", WAIT_FREE)
+def test_gradients_leave_while_backward_goes_on(join: Join, monkeypatch: pytest.MonkeyPatch, wait_free: bool) -> None:
+    """Section 2.3.2: the last layer's are with the server before the first layer's are made, and all before the step.
+
+    Without wait-free backpropagation none has left then.
+    """
+    model = net()
+    with join(model, optimizer := sgd(model), wait_free=wait_free, **EACH_ALONE) as peer:
+        taken = TakenIn(shard_of(peer), monkeypatch)
+        within = LONG if wait_free else 0.0
+        for step in range(2):
+            optimizer.zero_grad()
+            seen = []
+
+            def between(gradient: Tensor, seen: list[bool] = seen) -> None:
+                """The last layer's backward pass is over, and the first layer's has not begun."""
+                assert model[2].weight.grad is not None and model[0].weight.grad is None
+                seen.append(taken.come(2, within))
+
+            hidden = model[1](model[0](batch(step)))
+            hidden.register_hook(between)
+            (model[2](hidden) - 1).square().mean().backward()
+            seen.append(taken.come(2, within))
+            assert seen == [wait_free, wait_free]
+            optimizer.step()
+            assert wait_free or taken.come(4)
+
+
+def test_a_forward_waits_for_its_own_parameters_alone(join: Join, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Section 2.3.2: the first layer computes while the last one's tables are still to be fetched."""
+    model = net()
+    with join(model, optimizer := sgd(model), **EACH_ALONE) as peer:
+        shard, held, told = shard_of(peer), list[Received](), list[str]()
+        requested, gone_on, deciding = shard.requested, threading.Event(), threading.Lock()
+
+        def holds_back(event: Received, now: float) -> list[Effect]:
+            """The server answers none for the last layer's tables of the first iteration."""
+            pull = event.request
+            with deciding:
+                if isinstance(pull, TablesRequest) and pull.progress >= 0 and pull.bucket >= 2 and not gone_on.is_set():
+                    held.append(event)
+                    return []
+            return requested(event, now)
+
+        def goes_on(why: str) -> None:
+            told.append(why)
+            with deciding:
+                gone_on.set()
+            while held:
+                peer._driver.tell(held.pop())
+
+        monkeypatch.setattr(shard, "requested", holds_back)
+        plain(model, optimizer, 0)
+        late = threading.Timer(LONG, goes_on, ["it waits for all tables"])
+        late.start()
+        hook = model[0].register_forward_hook(lambda *_: goes_on("the first layer has computed"))
+        with torch.no_grad():
+            model(batch(1))
+        late.cancel()
+        hook.remove()
+        assert told == ["the first layer has computed"]
+    same(model, loop(alone := net(), sgd(alone), plain, 1))
 
 
 class Tied(nn.Module):
