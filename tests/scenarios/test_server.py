@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import random
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import pytest
@@ -11,8 +13,9 @@ import served
 import torch
 import toy
 
+from gossipx.actor import Answer, Effect, Event, Received
 from gossipx.build.server import Parts
-from gossipx.messages import Stage
+from gossipx.messages import Stage, TablesReply, TablesRequest
 from gossipx.server.conditions import Conditions, Pull, View
 from gossipx.server.mode import ServerMode
 from gossipx.server.shard import Shard
@@ -190,6 +193,69 @@ def test_training_that_diverges_comes_to_its_end(sync: str) -> None:
     served.ended(made, 100)
     assert all(peer.arena.step == served.ITERATIONS for peer in made.peers.values())
     assert all(made.lines(rank, "own model holds NaN or Inf") for rank in range(3))
+
+
+# --- in which order a worker pushes and pulls -----------------------------------------------------------
+
+
+class Orders:
+    """Listens at two shards, 0 and 1 with the peers 0 and 1, to the pulls of all workers while they train.
+
+    Attributes:
+        pulls: of tables, in order: worker, iteration, shard; whether each shard had said before that it would answer,
+            and whether each had the worker's whole push.
+    """
+
+    def __init__(self, made: World):
+        self._made = made
+        self._agreed: set[tuple[int, int, int]] = set()  # shards that would answer a worker after an iteration
+        self._asked: dict[tuple[int, Hashable], tuple[int, int, int]] = {}
+        self.pulls: list[tuple[int, int, int, bool, bool]] = []
+        for rank in range(2):
+            role = made.peers[rank].role
+            role.handle = functools.partial(self._handle, rank, role.handle)  # type: ignore[method-assign]
+
+    def _handle(
+        self, rank: int, handle: Callable[[Event, float], list[Effect]], event: Event, now: float
+    ) -> list[Effect]:
+        if isinstance(event, Received) and isinstance(event.request, TablesRequest) and event.request.progress >= 0:
+            self._pull(event.sender, event.key, event.request)
+        effects = handle(event, now)
+        for effect in effects:
+            if isinstance(effect, Answer) and isinstance(effect.reply, TablesReply):
+                self._agreed.update([self._asked[rank, effect.key]] if (rank, effect.key) in self._asked else [])
+        return effects
+
+    def _pull(self, worker: int, key: Hashable, pull: TablesRequest) -> None:
+        if pull.bucket < 0:
+            self._asked[pull.shard, key] = worker, pull.progress, pull.shard
+            return
+        agreed = all((worker, pull.progress, index) in self._agreed for index in range(2))
+        pushed = all(shard(self._made, index, index).clock.progress[worker] >= pull.progress for index in range(2))
+        self.pulls.append((worker, pull.progress, pull.shard, agreed, pushed))
+
+
+@pytest.mark.parametrize("sync", ["bsp", "asp", "ssp:staleness=1"])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_pushes_and_pulls_of_different_shards_overlap_or_not(sync: str, overlap: bool) -> None:
+    """FluentPS, Figure 5.
+
+    (a) No tables are pulled before all shards have all gradients of the iteration and would answer. (b) Each shard's
+    are pulled for themselves: also while gradients are still on their way to the other.
+    """
+    # Of the worker's two ways the one to itself is short.
+    made = served.world(3, network=Network(delay=0.2), slow={1: 1.3}, servers="0,1", sync=sync, overlap=overlap)
+    made.run(0.0)
+    orders = Orders(made)
+    served.ended(made)
+    done(made, range(3))
+    every = {(worker, iteration, index) for worker in range(3) for iteration in range(11) for index in range(2)}
+    assert every <= {(worker, iteration, index) for worker, iteration, index, _, _ in orders.pulls}
+    if overlap:
+        assert any(not pushed for *_, pushed in orders.pulls)
+        assert not any(agreed for *_, agreed, _ in orders.pulls), "nobody is asked for a word before"
+    else:
+        assert all(agreed and pushed for *_, agreed, pushed in orders.pulls)
 
 
 # --- workers come and go ------------------------------------------------------------------------------
