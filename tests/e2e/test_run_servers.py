@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from gossipx.checkpoint import unpack
+from gossipx.drive.shards import store_of_shard
 from runs import Run, children, differences, folder, one_line
 
 BRIEF = ("--iterations", "120", "--eval-interval", "0", "--log-interval", "1")
@@ -70,6 +72,55 @@ def test_the_sync_model_is_set_from_the_command_line(tmp_path: Path) -> None:
         assert not list((here.path / "x" / "control").glob("*.answer"))
         gone = here.start("-m", "gossipx", "server", "set-sync", here.path / "y", "asp").end()
         assert "no run here" in one_line(gone, 2)
+
+
+SWITCHES = """
+from gossipx.errors import UsageError
+
+torch.manual_seed(0)
+model = nn.Linear(4, 50)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+with gossipx.join(model, optimizer) as peer:
+    train(peer, model, optimizer, 10)
+    while not (FOLDER / "goes-on").exists():
+        signal.sigtimedwait([], 0.01)
+    if peer.rank == 1:
+        peer.set_sync("ssp:staleness=2", 0, apply="tick", pulls="lazy")
+        refused = []
+        for sync, apply in (("sspp", ""), ("asp", "threshold")):
+            try:
+                peer.set_sync(sync, apply=apply)
+            except UsageError as error:
+                refused.append(str(error))
+        tell(peer, refused=refused)
+    train(peer, model, optimizer, 40)
+"""
+
+
+def test_how_gradients_are_applied_and_pulls_answered_is_set_with_the_sync_model(tmp_path: Path) -> None:
+    """From the command line for all shards, then by ``peer.set_sync`` for the shard of another peer."""
+    with folder(tmp_path, 2) as here:
+        script = here.script(SWITCHES)
+        process = here.start_run("--servers", "0,1", "--checkpoint-every", "1000", script, tmp_path)
+        process.line(rf"{here.names[0]} train ")
+        set_sync = ("-m", "gossipx", "server", "set-sync", here.path / "x")
+        told = here.start(*set_sync, "asp", "--apply", "each", "--pulls", "soft").end()
+        assert told.code == 0, told.shown
+        wrong = here.start(*set_sync, "asp", "--apply", "threshold").end()
+        assert "'asp' has no threshold: apply is one of push, each, tick" in one_line(wrong, 2)
+        wrong = here.start(*set_sync, "asp", "--pulls", "hard").end()
+        assert "'hard'" in one_line(wrong, 2)
+        (tmp_path / "goes-on").touch()
+        ended = process.end()
+        assert ended.code == 0, ended.shown
+        refused = here.told(1)["refused"]
+    assert "did you mean 'ssp'" in refused[0] and "'asp' has no threshold" in refused[1]
+    kept = [store_of_shard(tmp_path / "x", index).load() for index in range(2)]
+    made = [unpack(one.parts["clock"])["clock"]["made"] for one in kept if one is not None]
+    assert made == [
+        {"model": "ssp:staleness=2", "apply": "tick", "pulls": "lazy"},
+        {"model": "asp", "apply": "each", "pulls": "soft"},
+    ]
 
 
 def test_a_worker_that_is_killed_is_not_waited_for(tmp_path: Path) -> None:
