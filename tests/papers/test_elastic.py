@@ -13,6 +13,7 @@ import torch
 import toy
 from torch import Tensor
 
+from gossipx import build, config
 from gossipx.hub import ElasticSettings
 from gossipx.sim import Network, World
 
@@ -59,6 +60,27 @@ def run(hub: ElasticSettings, size: int = 4, seed: int = 0, **options: object) -
     for entry in made.log:
         reference.follow(entry.rank, entry.what)
     return made, reference
+
+
+@pytest.mark.parametrize("only", [False, True])
+@pytest.mark.parametrize("size", [2, 4, 9])
+def test_what_alpha_and_beta_are_unless_they_are_given(size: int, only: bool) -> None:
+    """Eq. 1 and 2 with the α and β of Zhang et al., β = 0.9 = p·α; p counts those that train."""
+    p = size - only
+
+    def made(**given: float) -> ElasticSettings:
+        found = build.elastic(config.resolve({"hub": "1", "hub_only": only, **given}), [*map(str, range(size))])
+        assert found is not None and (found.rank, found.trains) == (1, not only)
+        return found
+
+    def moves(**given: float) -> tuple[float, float]:
+        """α, by which a worker moves, and β: where all p workers come at once, that is what the centre moves by."""
+        return made(**given).alpha, p * made(**given).share
+
+    assert moves() == pytest.approx((0.9 / p, 0.9))
+    assert moves(alpha=0.3) == pytest.approx((0.3, 0.3 * p)), "their sum stays as it was"
+    assert moves(beta=0.5) == pytest.approx((0.9 / p, 0.5))
+    assert moves(alpha=0.3, beta=0.5) == pytest.approx((0.3, 0.5))
 
 
 @pytest.mark.parametrize("seed", range(8))

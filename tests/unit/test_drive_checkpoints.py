@@ -5,6 +5,7 @@ Numbers in brackets are rows of the project's fault list.
 
 from __future__ import annotations
 
+import functools
 import random
 import threading
 import time
@@ -25,6 +26,7 @@ from gossipx.drive.checkpoints import Checkpoints
 from gossipx.drive.driver import Driver
 from gossipx.drive.state import TrainingState
 from gossipx.errors import UsageError
+from gossipx.hub import Elastic, ElasticSettings
 from gossipx.peer import PeerRole
 from gossipx.sync import SyncManager
 
@@ -64,12 +66,15 @@ class Bench:
         about: Mapping[str, Any] = ABOUT,
         net: Callable[[torch.dtype], nn.Module] = Net,
         sampled: int | None = None,
+        hub: ElasticSettings | None = None,
     ):
         self.module = net(dtype)
         self.optimizer = torch.optim.Adam((p for p in self.module.parameters() if p.requires_grad), lr=0.01)
         self.arena = ParameterArena(self.module, sampled=sampled)
         graph = topology.load("full", 2)
-        role = PeerRole(0, 2, SyncManager(policies.parse(policy), seed=1), graph, random.Random(1), 1)
+        exchange_of = None if hub is None else functools.partial(Elastic, settings=hub)
+        sync = SyncManager(policies.parse(policy), seed=1)
+        role = PeerRole(0, 2, sync, graph, random.Random(1), 1, exchange_of=exchange_of)
         self.driver = Driver(role, self.arena)
         self.store = None if directory is None else Store(directory)
         state = TrainingState(self.module, self.optimizer, self.driver, about)
@@ -99,6 +104,18 @@ class Bench:
         """Everything that training goes on from."""
         masters = [section.values.clone() for section in self.arena.sections]
         return [*masters, *(t.detach().clone() for t in [*self.module.parameters(), *self.module.buffers()])]
+
+    def centre(self) -> list[torch.Tensor]:
+        """What it holds as a hub; the first time the run begins."""
+        exchange = self.driver.role.exchange
+        assert isinstance(exchange, Elastic) and exchange.centre is not None
+        for effect in exchange.begun(0.0):
+            self.driver._at_once(effect)
+        held = self.driver.held.hold(exchange.centre.ticket)
+        assert held is not None
+        values = [vector.clone() for vector in held.buffer.vectors]
+        held.release()
+        return values
 
     def close(self) -> None:
         self.checkpoints.close()
@@ -169,6 +186,24 @@ def test_training_goes_on_bit_for_bit(
     assert all(map(torch.equal, again.all(), straight.all()))
     assert again.driver.state_dict() == straight.driver.state_dict()
     assert int(again.module.seen) == 35
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_hub_goes_on_with_the_centre_as_it_was(bench: Callable[..., Bench], dtype: torch.dtype) -> None:  # [38]
+    """Which is no worker's model, nor the hub's own: here that with which the run began, as no worker has come yet."""
+    torch.manual_seed(0)
+    hub = ElasticSettings(0, 0.3, 0.3)
+    straight = bench(dtype=dtype, hub=hub)
+    straight.begin()
+    centre = straight.centre()
+    straight.step(10)
+    again = bench(dtype=dtype, hub=hub, resumes=True)
+    again.begin()
+    assert all(map(torch.equal, again.all(), straight.all()))
+    assert all(map(torch.equal, again.centre(), centre))
+    own = again.arena.snapshot()
+    assert not torch.equal(own.buffer.vectors[0], centre[0]), "the hub has trained meanwhile"
+    own.release()
 
 
 def test_what_is_written_is_the_boundary_whatever_training_does_meanwhile(
