@@ -19,13 +19,15 @@ ITERATIONS = ("--iterations", "150")
 
 @pytest.mark.parametrize("only", [False, True])
 def test_all_end_with_the_centre(tmp_path: Path, only: bool) -> None:
+    """Whoever does not wait for the centre may have made many steps before it comes, and exchanges less often."""
     with folder(tmp_path, 3) as here:
-        hub = ("--hub", here.names[1], *(["--hub-only"] if only else []))
+        hub = ("--hub", here.names[1], *(["--hub-only", "--blocking"] if only else []))
         run = here.run(*BRIEF, *ITERATIONS, *hub)
     summary, workers = run.summary, [0, 2] if only else [0, 1, 2]
     assert all(max(differences(run.model(0), run.model(rank)).values()) == 0 for rank in (1, 2))
     assert len(set(summary["test_accuracy"])) == 1
-    assert all(4 <= summary["retrievals"][rank] <= 15 for rank in workers)
+    exchanges = [summary["retrievals"][rank] for rank in workers]
+    assert exchanges == [15, 15] if only else (sum(exchanges) >= 1 and max(exchanges) <= 15)
     assert summary["taken_in"] == [0, pytest.approx(sum(summary["retrievals"]), abs=3), 0]
     model = sum(tensor.nbytes for tensor in run.model(0).values())
     # What the hub exchanges with itself goes over no wire.
