@@ -155,13 +155,20 @@ class Store:
                 return int(path.name)
         return None
 
-    def whole(self) -> set[int]:
-        """The iterations of all that are whole, without a word."""
+    def whole(self, told: bool = False) -> set[int]:
+        """The iterations of all that are whole.
+
+        Args:
+            told: what is wrong with each other one is told in one log line; else nothing is said.
+        """
         found = set()
         for path in self._newest_first():
-            with contextlib.suppress(DamagedError):
+            try:
                 _verify(path)
                 found.add(int(path.name))
+            except DamagedError as damage:
+                if told:
+                    log.warning("%s; this checkpoint is not used", damage)
         return found
 
     def oldest(self) -> int | None:

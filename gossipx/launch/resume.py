@@ -138,7 +138,7 @@ def _served(
         The iterations, the one that all have (None: there is none), and the servers of then.
     """
     workers = [rank for rank in here if not (settings.server.servers_only and rank in servers)]
-    trained = {rank: found for rank in workers if (found := store_of(path, rank).whole())}
+    trained = {rank: found for rank in workers if (found := store_of(path, rank).whole(told=True))}
     shards = _shards(path, servers)
     best: tuple[int, int, tuple[int, ...]] | None = None  # the iteration, how many shards have it, the servers
     for then, kept in shards.items():
@@ -189,7 +189,8 @@ def _shards(path: Path, servers: tuple[int, ...]) -> dict[tuple[int, ...], Kept]
     shards: dict[tuple[int, ...], Kept] = {servers: {}}
     for index in range(len(read_hosts(path / HOSTS_FILE))):
         store = store_of_shard(path, index)
-        for iteration in store.whole() - {0}:  # that of clock 0 is there for its journal alone: nothing was trained
+        trained_at = store.whole(told=True) - {0}  # that of clock 0 is there for its journal alone
+        for iteration in trained_at:
             then = servers_of(store, iteration) or servers
             shards.setdefault(then, {}).setdefault(index, set()).add(iteration)
     return shards

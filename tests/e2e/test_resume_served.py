@@ -145,6 +145,8 @@ def test_a_damaged_shard_is_named_and_the_iteration_before_is_used(tmp_path: Pat
         again = here.start("-m", "gossipx", "run", "--resume", here.path / "cut").end()
         assert again.code == 0, again.shown
         cut = Run(here.path / "cut", again)
+    named = [line for line in again.errors.splitlines() if str(file) in line]
+    assert len(named) == 1 and "it was altered" in named[0], again.shown
     assert max(differences(whole.model(0), cut.model(0)).values()) == 0
 
 
