@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from runs import Folder, Process, Run, children, differences, folder
+from runs import Folder, Process, Run, children, differences, folder, one_line
 
 BRIEF = ("--eval-interval", "0", "--log-interval", "1", "--peer-timeout", "3", "--servers-only", "--iterations", "2000")
 
@@ -61,6 +61,16 @@ def test_it_comes_back_from_its_checkpoint_and_its_journal(tmp_path: Path) -> No
         came = again.end()
         assert came.code == 0 and "shard 0 comes back as it was when its server was killed" in came.errors, came.shown
         same(whole, Run(here.path / "x", ended), [1, 2])
+
+
+def test_workers_stop_without_it_if_they_are_to(tmp_path: Path) -> None:
+    """With nobody to take the only server's place all end soon after ``--peer-timeout``, and say why in one line."""
+    with folder(tmp_path, 3) as here:
+        process = here.start_run(*BRIEF, "--servers", "0", "--server-lost", "stop", "--iterations", "100000")
+        killed(process, here, 0)
+        ended = process.end()
+    assert one_line(ended, 4) == "the server, peer 0, is gone, and --server-lost is stop"
+    assert f"peer {here.names[0]} is lost: killed by SIGKILL" in ended.output
 
 
 def test_one_peer_alone_can_have_no_replica(tmp_path: Path) -> None:

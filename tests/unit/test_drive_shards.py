@@ -8,13 +8,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from managers import HERE
 from sides import Side, side, values
+from torch import nn
 
+from gossipx import build, config
 from gossipx.actor import Effect, Received
 from gossipx.checkpoint import Store
+from gossipx.drive.progress import Progress
 from gossipx.drive.shards import ShardKeeper
 from gossipx.peer.requests import Requests
 from gossipx.server.clock import Clock
+from gossipx.server.mode import ServerMode
 from gossipx.server.models import parse
 from gossipx.server.records import Journal
 from gossipx.server.shard import Shard
@@ -116,6 +121,27 @@ def test_a_damaged_checkpoint_costs_nothing(tmp_path: Path) -> None:
         before.push(iteration)
     assert damage(before.store) == 2 * EVERY
     assert all(map(torch.equal, before.values, Server(tmp_path).values))
+
+
+@pytest.mark.parametrize("keep", [1, 3])
+def test_as_many_are_kept_as_of_peers(tmp_path: Path, keep: int) -> None:
+    """``--keep-checkpoints``, in a peer that is put together as in a run."""
+    place = build.Place(0, ("a",), (HERE,), HERE, "the same list", tmp_path, Progress(None), False)
+    given = config.resolve({"servers": "0", "policy": "never", "keep_checkpoints": keep, "checkpoint_every": "1"})
+    module = nn.Linear(4, 3)
+    peer = build.peer(module, torch.optim.SGD(module.parameters(), lr=0.1), given, place)
+    try:
+        keeper, desk, exchange = peer._driver.tables.keeper, peer._driver.transfers.desk, peer._role.exchange
+        assert keeper is not None and desk is not None and isinstance(exchange, ServerMode)
+        desk.fill(0)
+        for clock in range(5):
+            keeper.keep(0, clock, exchange.shards[0].state_dict())
+            written = threading.Event()
+            keeper._lane.put(written.set)
+            assert written.wait(10)
+    finally:
+        peer.close()
+    assert Store(tmp_path / "shard-00" / "checkpoints").whole() == set(range(5 - keep, 5))
 
 
 def test_nothing_is_taken_from_beyond_what_was_not_written_down(
