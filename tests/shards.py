@@ -6,6 +6,7 @@ less r.
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -31,7 +32,8 @@ class Answer(NamedTuple):
     life: int
     iteration: int
     at_once: bool
-    applied: frozenset[Message]  # what the table held then
+    applied: frozenset[Message]  # what the tables held then
+    state: object  # of the sync model then
 
 
 @dataclass
@@ -54,6 +56,7 @@ class Run:
     Attributes:
         steps: what was applied, one entry an application: the factor and the messages.
         events: what the clock said, in order: "tick 3", "answer 0 2" (life, iteration).
+        crews: of each tick the number of workers then.
     """
 
     model: str | SyncModel
@@ -65,6 +68,7 @@ class Run:
     workers: dict[int, Worker] = field(default_factory=dict)
     steps: list[tuple[float, tuple[Message, ...]]] = field(default_factory=list)
     events: list[str] = field(default_factory=list)
+    crews: list[int] = field(default_factory=list)
     answers: list[Answer] = field(default_factory=list)
     buffer: list[Message] = field(default_factory=list)
     applied: list[Message] = field(default_factory=list)
@@ -159,6 +163,7 @@ class Run:
                     self.buffer = []
                 case Tick(clock):
                     self.events.append(f"tick {clock}")
+                    self.crews.append(len(self.workers))
                 case Release(key):
                     self._answer(key, at_once)
 
@@ -166,6 +171,7 @@ class Run:
         (worker,) = (one for one in self.workers.values() if (one.life, one.iteration) == key)
         assert worker.waiting, "a pull is answered once"
         self.events.append(f"answer {worker.life} {worker.iteration}")
-        self.answers.append(Answer(worker.life, worker.iteration, at_once, frozenset(self.applied)))
+        applied, state = frozenset(self.applied), copy.deepcopy(self.clock._state)
+        self.answers.append(Answer(worker.life, worker.iteration, at_once, applied, state))
         worker.waiting, worker.seen = False, list(self.weights)
         worker.iteration = max(worker.iteration + 1, self.clock.clock)  # who was late goes on at the clock

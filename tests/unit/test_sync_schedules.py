@@ -8,14 +8,15 @@ from __future__ import annotations
 import copy
 import json
 import random
+from collections import Counter
 
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from shards import Message, Run
+from shards import Answer, Message, Run
 
 from gossipx.server.clock import Clock
-from gossipx.server.models import parse
+from gossipx.server.models import DSPS, SSP, ConstantPSSP, DynamicPSSP, parse
 
 RANKS = 6
 Event = tuple[str, int]
@@ -256,27 +257,67 @@ def test_who_keeps_pushing_is_answered_in_the_end(played: list[Event], setup: tu
 # --- how old what is answered may be ------------------------------------------------------------------
 
 
+def staleness_of(model: str, answer: Answer) -> float:
+    """s, as it was when this was answered: dsps adapts it."""
+    made = parse(model)
+    if isinstance(made, DSPS):
+        assert isinstance(answer.state, dict) and made.low <= answer.state["staleness"] <= made.high
+        return int(answer.state["staleness"])
+    assert isinstance(made, SSP | ConstantPSSP | DynamicPSSP)
+    return made.staleness
+
+
 @pytest.mark.parametrize("way", ["push", "tick"])
 @pytest.mark.parametrize("pulls", ["lazy", "soft"])
-@pytest.mark.parametrize("staleness", [0, 1, 2, 3])
-@given(events("join", "lose"), st.integers(1, 4))
+@pytest.mark.parametrize(
+    "model",
+    [
+        *(f"ssp:{staleness}" for staleness in range(4)),
+        "pssp:staleness=1,p=1",
+        "pssp:staleness=2,alpha=2",  # P is ½ · 2 at least
+        "dsps:staleness=1,low=0,high=3,window=2",
+    ],
+)
+@given(events("join", "lose"), st.integers(1, 4), st.integers(1, 3))
 def test_no_answer_is_older_than_the_staleness_allows(
-    staleness: int, pulls: str, way: str, played: list[Event], workers: int
+    model: str, pulls: str, way: str, played: list[Event], workers: int, tables: int
 ):
     """progress < V_train + s: all living workers' pushes of iterations up to V_train − 1 ≥ progress − s are in it.
 
-    That is the bound of SSP [26]: in iteration c = progress + 1 all updates up to c − s − 1 are seen. A lazy pull that
-    was delayed waits for V_train > progress: all pushes up to its own iteration are in it, as with BSP.
+    That is the bound of SSP [26]: in iteration c = progress + 1 all updates up to c − s − 1 are seen, in every table. A
+    lazy pull that was delayed waits for V_train > progress: all pushes up to its own iteration are in it, as with BSP.
     """
-    run = Run(f"ssp:{staleness}", range(workers), way, pulls)
+    run = Run(model, range(workers), way, pulls, tables)
     for event in played:
         seen = len(run.answers)
         play(run, event)
         for answer in run.answers[seen:]:
-            allowed = 0 if pulls == "lazy" and not answer.at_once else staleness
+            allowed = 0 if pulls == "lazy" and not answer.at_once else staleness_of(model, answer)
             for worker in run.workers.values():
-                due = range(worker.start, answer.iteration - allowed + 1)
-                assert all(Message(worker.life, iteration, 0) in answer.applied for iteration in due)
+                due = range(worker.start, int(answer.iteration - allowed) + 1)
+                pushes = (Message(worker.life, iteration, table) for iteration in due for table in range(tables))
+                assert all(push in answer.applied for push in pushes)
+
+
+@pytest.mark.parametrize("way", ["push", "tick"])
+@pytest.mark.parametrize("pulls", ["lazy", "soft"])
+@pytest.mark.parametrize("late", ["drop", "add"])
+@given(events("join", "lose"), st.integers(1, 3), st.integers(1, 4), st.integers(1, 3))
+def test_no_answer_lacks_the_pushes_that_drop_waits_for(
+    late: str, pulls: str, way: str, played: list[Event], n: int, workers: int, tables: int
+):
+    """progress < V_train, and Count[i] == N_t for the tick from i on: of each iteration up to the worker's own the
+    pushes of N_t workers, or of all who were living then, are in what it is given, in every table.
+    """
+    run = Run(f"drop:{n},late={late}", range(workers), way, pulls, tables)
+    for event in played:
+        seen = len(run.answers)
+        play(run, event)
+        for answer in run.answers[seen:]:
+            held = Counter((push.iteration, push.table) for push in answer.applied)
+            for iteration in range(answer.iteration + 1):
+                least = min(n, run.crews[iteration])
+                assert all(held[iteration, table] >= least for table in range(tables))
 
 
 # --- a clock that is restored -------------------------------------------------------------------------
