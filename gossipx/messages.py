@@ -144,6 +144,7 @@ class GradientRequest:
         settings: of the optimizer's parameter groups, in order, the numbers that the sender has by now.
         patience: seconds that the sender waits.
         epoch: of the layout that the sender goes by.
+        keep: the clock at which all shards take a checkpoint next, as far as the sender has heard.
     """
 
     shard: int
@@ -154,6 +155,7 @@ class GradientRequest:
     settings: tuple[dict[str, float], ...]
     patience: float
     epoch: int = 0
+    keep: int = 0
 
 
 MEASURED = -1.0
@@ -356,11 +358,13 @@ class TablesReply:
         clock: of the shard, V_train: who is behind it goes on there.
         parts: what the payload holds.
         sync: the sync model that the shard goes by since a switch; empty: the one that the run began with.
+        keep: the clock at which it takes a checkpoint next, where that is due by the clock on the wall.
     """
 
     clock: int
     parts: Parts
     sync: str = ""
+    keep: int = 0
 
 
 @dataclass(frozen=True)

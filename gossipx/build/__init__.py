@@ -202,6 +202,7 @@ def peer(
         TrainingState(module, optimizer, driver, about),
         place.resumes,
         place.resumes_at,
+        _told_to_keep(driver),
     )
     goes_on_from = None if checkpoints.found is None else checkpoints.found.iteration
     recorder = _recorder(config, place, served is not None, goes_on_from)
@@ -221,6 +222,12 @@ def _keep_shards(driver: Driver, served: Served, place: Place, keep: int) -> Non
     driver.tables.keeper = keeper
     for shard in exchange.beginning() if place.resumes else ():
         keeper.resume(shard, place.resumes_at)
+
+
+def _told_to_keep(driver: Driver) -> Callable[[], int] | None:
+    """Of a worker that trains by servers: gives the iteration after which these have all take a checkpoint."""
+    exchange = driver.role.exchange
+    return (lambda: exchange.keep_at) if isinstance(exchange, ServerMode) and exchange.gives else None
 
 
 def _backward(

@@ -46,6 +46,7 @@ class Checkpoints:
         state: what they are taken of.
         resumes: the run goes on from checkpoints: the newest whole one is looked for here.
         at: the iteration of the one that is to be gone on from, whichever is the newest.
+        told: gives the iteration after which the next is due, where others say so and not the clock on the wall here.
 
     Attributes:
         skipped: those that were due while one was being written.
@@ -54,12 +55,22 @@ class Checkpoints:
         resumed: None: the run is a new one; else whether there is one.
     """
 
-    def __init__(self, store: Store | None, every: Every, state: TrainingState, resumes: bool, at: int | None = None):
+    def __init__(
+        self,
+        store: Store | None,
+        every: Every,
+        state: TrainingState,
+        resumes: bool,
+        at: int | None = None,
+        told: Callable[[], int] | None = None,
+    ):
         self.skipped = 0
         self.failed = 0
         self._store = store
         self._every = every
         self._state = state
+        self._told_by = told
+        self._told_last = 0
         self.found = store.load(at) if store is not None and resumes else None
         self.resumed = self.found is not None if resumes else None
         self._last = -1 if self.found is None else self.found.iteration  # the iteration of the newest
@@ -151,6 +162,11 @@ class Checkpoints:
             # Not where it is a multiple: a hub that only serves is looked at now and then, not at each iteration.
             before, self._looked = self._looked, self._state.iteration
             return self._looked // self._every.iterations > before // self._every.iterations
+        if self._told_by is not None:
+            told = self._told_by()
+            due = self._told_last < told <= self._state.iteration
+            self._told_last = told if due else self._told_last
+            return due
         return time.monotonic() >= self._due
 
     def _take(self, kept: Kept) -> None:

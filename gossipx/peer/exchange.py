@@ -379,6 +379,11 @@ class Exchange(abc.ABC):
         """Whether what the run ends with is there only once all have trained, however long that takes."""
         return False
 
+    @property
+    def keep_at(self) -> int:
+        """The iteration after which a checkpoint is to be taken, where others say so."""
+        return 0
+
     def agree(self, now: float) -> list[Effect] | None:
         """All have come to the finish: take the model that the run ends with; None: that is the mean of all."""
         return None

@@ -151,7 +151,8 @@ class ServerMode(Exchange, Home):
 
     def _shard(self, index: int, clock: Clock, layout: Layout) -> Shard:
         plan = self._settings.plans[index % len(self._settings.plans)] if self._settings.plans else ()
-        shard = Shard(index, layout.buckets[index], clock, self._ground.requests, plan, self._settings.every)
+        leads = not any(layout.buckets[:index])
+        shard = Shard(index, layout.buckets[index], clock, self._ground.requests, plan, self._settings.every, leads)
         shard.records = Journal(index) if self._settings.journals else shard.records
         return shard
 
@@ -189,6 +190,10 @@ class ServerMode(Exchange, Home):
     @property
     def awaits_all(self) -> bool:
         return True
+
+    @property
+    def keep_at(self) -> int:
+        return self.worker.keep_at
 
     @property
     def taken_in(self) -> int:

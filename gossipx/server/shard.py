@@ -37,6 +37,10 @@ from gossipx.table_effects import ApplyBuffer, ApplyGradient, BufferGradient, Fi
 
 NEXT_RECORD = "next_record"
 """In a checkpoint's state: the number of the first record after it."""
+NOTICE = 2
+"""Ticks from when a checkpoint is due by the clock on the wall to when it is taken. With bsp all hear of it by then: at
+clock c the answers of that tick are given; those of the next tell workers, before they compute iteration c + 1, and
+their pushes of that tell the other shards, before these tick to c + 2."""
 FURTHEST = 100_000
 """Iterations that a worker may go ahead by at once, where another shard's clock has gone on without it; each may be a
 tick."""
@@ -82,7 +86,8 @@ class Shard:
         clock: with the workers that the run begins with.
         requests: the role's, for tickets.
         plan: sync models that it goes over to, each with the clock from which on.
-        every: a checkpoint is due after so many ticks, or the first tick after so many seconds; 0, 0: never.
+        every: a checkpoint is due after so many ticks, or after so many seconds; 0, 0: never.
+        leads: it says when these seconds have passed, for all shards and workers.
 
     Attributes:
         records: of what happens to it, for whoever is to hold it next.
@@ -96,6 +101,7 @@ class Shard:
         requests: Requests,
         plan: Sequence[tuple[int, SyncModel]] = (),
         every: tuple[int, float] = (0, 0.0),
+        leads: bool = True,
     ):
         self.index = index
         self.clock = clock
@@ -103,6 +109,8 @@ class Shard:
         self._begins_by = clock.model
         self._plan = deque(plan)
         self._every = every
+        self._leads = leads
+        self._keep_at = 0  # the clock of the next checkpoint that is due by seconds, or of the last
         self._kept = 0  # the clock of the last checkpoint
         self._kept_at = 0.0
         self._restored = False
@@ -163,8 +171,11 @@ class Shard:
         """
         ticks, seconds = self._every
         clock = self.clock.clock
-        due = (ticks and clock // ticks > self._kept // ticks) or (seconds and now - self._kept_at >= seconds)
-        due = due or leaves or ((last or first) and (ticks or seconds))
+        if seconds and self._leads and self._keep_at <= self._kept and now - self._kept_at >= seconds:
+            self._keep_at = clock + NOTICE
+        by_ticks = ticks and clock // ticks > self._kept // ticks
+        at_an_end = (last or first) and (ticks or seconds)
+        due = leaves or self._kept < self._keep_at <= clock or by_ticks or at_an_end
         if (clock == self._kept and not first) or not due:
             return []
         self._kept, self._kept_at = clock, now
@@ -257,6 +268,8 @@ class Shard:
             return []
         if not self._begun or request.bucket >= self._buckets:
             return [Answer(event.key, NotReadyReply("it has no such tables yet"), now + request.patience)]
+        if isinstance(request, GradientRequest):
+            self._keep_at = max(self._keep_at, request.keep)
         effects: list[Effect] = []
         known = self._workers.get(event.sender)
         if known is None or known.incarnation != request.incarnation:
@@ -432,7 +445,7 @@ class Shard:
 
     def _give(self, waiting: _Waiting) -> Answer:
         sync = "" if self.clock.model is self._begins_by else describe(self.clock.model)
-        reply = TablesReply(self.clock.clock, (), sync)
+        reply = TablesReply(self.clock.clock, (), sync, self._keep_at)
         tables = None if waiting.bucket < 0 else (self.index, waiting.bucket)
         return Answer(waiting.key, reply, waiting.deadline, tables=tables)
 

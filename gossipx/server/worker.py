@@ -82,6 +82,9 @@ class Worker:
         buckets: by shard, how many it has.
         overlap: whether each shard is pulled from as soon as it has what was pushed.
         syncs: by shard, the sync model that the run begins with; none: it is pulled from after each iteration.
+
+    Attributes:
+        keep_at: the iteration after which a checkpoint is to be taken, where servers say so; 0: none yet.
     """
 
     def __init__(
@@ -92,6 +95,7 @@ class Worker:
         overlap: bool = True,
         syncs: Sequence[SyncModel] = (),
     ):
+        self.keep_at = 0
         self._ground = ground
         self._overlap = overlap
         self._ways = [_Way(*one) for one in zip(holders, buckets, strict=True)]
@@ -236,7 +240,9 @@ class Worker:
         incarnation = self._ground.incarnation
         while way.ready and len(way.pushing) < AT_A_TIME:
             bucket = way.ready.popleft()
-            push = GradientRequest(shard, bucket, incarnation, self._progress, (), (), patience, self._epoch)
+            push = GradientRequest(
+                shard, bucket, incarnation, self._progress, (), (), patience, self._epoch, self.keep_at
+            )
             send = self._send(shard, push, now)
             way.pushing[send.ticket] = bucket, self._progress
             effects.append(send)
@@ -296,6 +302,7 @@ class Worker:
                 return [Forget(ticket), *self._go_on(now)]
             return [Forget(ticket), self._not_ready(shard, asked, now)]
         self._next = max(self._next, way.pulled + 1, reply.clock)
+        self.keep_at = max(self.keep_at, reply.keep)
         if reply.sync != way.told:  # it was switched: what the new model says holds from here on
             way.told, way.sync = reply.sync, parse(reply.sync) if reply.sync else self._begins_by[shard]
         if bucket < 0:

@@ -334,6 +334,7 @@ KINDS = {
             "settings": _groups,
             "patience": _seconds,
             "epoch": _count,
+            "keep": _count,
         },
         MAX_METADATA,
         MAX_MODEL,
@@ -373,7 +374,7 @@ KINDS = {
     34: Kind(NotReadyReply, {"reason": _text}),
     35: Kind(AcceptReply, {}),
     36: Kind(BusyReply, {}),
-    37: Kind(TablesReply, {"clock": _count, "parts": _parts, "sync": _text}, MAX_METADATA, MAX_MODEL),
+    37: Kind(TablesReply, {"clock": _count, "parts": _parts, "sync": _text, "keep": _count}, MAX_METADATA, MAX_MODEL),
     38: Kind(
         CopyReply,
         {"incarnation": _count, "copy": _count, "state": _state, "size": _integer(0, MAX_MODEL)},

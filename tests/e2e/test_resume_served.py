@@ -150,6 +150,22 @@ def test_a_damaged_shard_is_named_and_the_iteration_before_is_used(tmp_path: Pat
     assert max(differences(whole.model(0), cut.model(0)).values()) == 0
 
 
+def test_bsp_goes_on_bit_for_bit_from_checkpoints_by_the_clock_on_the_wall(tmp_path: Path) -> None:
+    """One shard says when, two ticks ahead: all shards and workers take theirs at one iteration."""
+    options = ("--eval-interval", "0", "--log-interval", "1", "--peer-timeout", "10", "--servers", "0,1")
+    with folder(tmp_path, 3) as here:
+        process = here.start_run(*options, "--checkpoint-every", "0.3s", "--iterations", "100000", name="cut")
+        killed_after(here, process, 60, shards=2)
+        at = min(max(store_of(here.path / "cut", rank).whole()) for rank in range(3))
+        until = str(at + 60)
+        again = here.start("-m", "gossipx", "run", "--resume", here.path / "cut", "--iterations", until).end()
+        assert again.code == 0 and "no iteration has a checkpoint of all" not in again.shown, again.shown
+        whole = here.run(*options, "--iterations", until, name="whole")
+        cut = Run(here.path / "cut", again)
+    for rank in range(3):
+        assert max(differences(whole.model(rank), cut.model(rank)).values()) == 0, rank
+
+
 @pytest.mark.parametrize("servers", [("0",), ("0,1",), ("0", "--servers-only", "--server-replicas", "1")])
 def test_sigterm_keeps_shards_without_checkpoint_every(tmp_path: Path, servers: tuple[str, ...]) -> None:
     """Its tables and momenta go on, wherever each worker was by then."""

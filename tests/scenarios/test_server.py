@@ -20,6 +20,7 @@ from gossipx.server.conditions import Conditions, Pull, View
 from gossipx.server.mode import ServerMode
 from gossipx.server.shard import Shard
 from gossipx.sim import Network, World
+from gossipx.table_effects import KeepShard
 
 
 def shard(made: World, rank: int = 0, index: int = 0) -> Shard:
@@ -152,6 +153,41 @@ def test_own_conditions_see_significance_if_they_ask_for_it() -> None:
         own = Conditions(pull, lambda view: view.pushed == view.workers, significance=asks)
         served.ended(served.world(2, servers="0", parts=Parts(sync=own)))
     assert all(0 < value < math.inf for value in seen[True]) and set(seen[False]) == {0.0}
+
+
+# --- checkpoints --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("servers", ["0", "0,1", "2,0,1"])
+@pytest.mark.parametrize("seed", range(4))
+def test_by_the_clock_on_the_wall_all_take_their_checkpoints_at_one_iteration(
+    servers: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With bsp: what a shard holds after k ticks is what workers begin iteration k with, so that a run can go on."""
+    kept: dict[int, list[int]] = {}
+    told: dict[int, list[int]] = {}
+    keep, boundary = Shard.keep, ServerMode.boundary
+
+    def keeps(self: Shard, *given: Any, **named: Any) -> list[Effect]:
+        made = keep(self, *given, **named)
+        kept.setdefault(self.index, []).extend(one.clock for one in made if isinstance(one, KeepShard))
+        return made
+
+    def passes(self: ServerMode, now: float) -> list[Effect]:
+        told.setdefault(self._ground.rank, []).append(self.keep_at)
+        return boundary(self, now)
+
+    monkeypatch.setattr(Shard, "keep", keeps)
+    monkeypatch.setattr(ServerMode, "boundary", passes)
+    slow = {rank: random.Random(seed).uniform(0.5, 2.0) for rank in range(3)}
+    network = Network(delay=0.1, jitter=0.5)
+    options = {"servers": servers, "checkpoint_every": "4s", "iterations": 30}
+    served.ended(served.world(3, seed, network, slow, **options))
+    (clocks,) = {tuple(one) for one in kept.values()}
+    assert clocks[0] == 0 and clocks[-1] == 30 and len(clocks) > 5, "at the beginning, at the end, and between"
+    for of_worker in told.values():
+        due = [done for done, keep_at in enumerate(of_worker, 1) if keep_at == done < 30]
+        assert due == list(clocks[1:-1])
 
 
 # --- NaN and Inf --------------------------------------------------------------------------------------

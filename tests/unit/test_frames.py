@@ -143,7 +143,7 @@ messages = st.one_of(
     st.builds(ElasticRequest, incarnation=counts, number=counts, step=counts, patience=seconds),
     st.builds(CentreRequest, patience=seconds),
     st.builds(SwitchRequest, shard=ranks, sync=lines, apply=lines, pulls=lines),
-    st.builds(TablesReply, clock=counts, parts=parts, sync=lines),
+    st.builds(TablesReply, clock=counts, parts=parts, sync=lines, keep=counts),
     st.builds(ServersRequest, number=counts, servers=ascending, patience=seconds),
     st.builds(PauseRequest, epoch=counts, servers=placed, patience=seconds),
     st.builds(
@@ -171,6 +171,8 @@ messages = st.one_of(
         parts=parts,
         settings=groups,
         patience=seconds,
+        epoch=counts,
+        keep=counts,
     ),
     st.builds(WaitingRequest, shard=ranks),
     st.builds(WaitingReply, workers=st.lists(st.tuples(ranks, counts), max_size=5).map(tuple)),
