@@ -17,8 +17,8 @@ from gossipx.server import models, placement, plan
 from gossipx.server.buckets import Bucket
 from gossipx.server.clock import Clock
 from gossipx.server.layout import Layouts
-from gossipx.server.mode import ServerSettings as Settings
 from gossipx.server.placement import Partition, Placement, Table
+from gossipx.server.settings import ServerSettings as Settings
 from gossipx.specs import rank_of
 from gossipx.storage.client import Client
 from gossipx.storage.desk import Desk
