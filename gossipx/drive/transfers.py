@@ -104,7 +104,7 @@ class Transfers:
         places: models that others may bring at a time; who brings more waits.
 
     Attributes:
-        comm: set before the first request.
+        comm: set before the first request; None again once the peer is closed.
         desk: the peer's tables, in server mode.
     """
 
@@ -159,13 +159,13 @@ class Transfers:
             self._replied(send.ticket, result)
 
         def post() -> None:
-            assert self.comm is not None
-            if send.ticket in self._cancelled:
+            comm = self.comm
+            if comm is None or send.ticket in self._cancelled:  # none: the peer was closed meanwhile
                 done(CancelledError("its request was not sent yet"))
                 return
             try:
                 source = None if brought is None else brought.source
-                cancel = self.comm.request(
+                cancel = comm.request(
                     send.to, send.request, deadline=send.deadline, payload=payload, done=done, brought=source
                 )
             except Exception as error:  # the role still has to hear of its request
@@ -199,11 +199,11 @@ class Transfers:
             self._copies[send.ticket] = desk.room_for_copy(request.shard)
 
         def post() -> None:
-            assert self.comm is not None
+            comm = self.comm
             told: AboutTables = request
             sink: Fitting | None = None
             source = None
-            if send.ticket in self._cancelled:
+            if comm is None or send.ticket in self._cancelled:
                 self._replied(send.ticket, CancelledError("its request was not sent yet"))
                 return
             ended = False
@@ -237,7 +237,7 @@ class Transfers:
                     sink = Nothing() if fetching is None else fetching.sink
                     if isinstance(told, TablesRequest) and told.significance == MEASURED:
                         told = dataclasses.replace(told, significance=desk.client.significance(told.shard))
-                cancel = self.comm.request(
+                cancel = comm.request(
                     send.to,
                     told,
                     deadline=send.deadline,
@@ -278,6 +278,9 @@ class Transfers:
             self._broken(error)
 
     def _broken(self, error: Exception) -> None:
+        if isinstance(error, UsageError):  # it says what is wrong, and where
+            self._fail(error)
+            return
         made = UsageError(f"a part of the parameter server failed: {type(error).__name__}: {error}")
         made.__cause__ = error
         self._fail(made)

@@ -21,7 +21,7 @@ for number in range(5):
     model = nn.Linear(4, 50)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     joined = gossipx.join(
-        model, optimizer, peers="hosts.txt", rank=RANK, policy="tau:5", name=f"{number}-{RANK}", **SETTINGS
+        model, optimizer, peers="hosts.txt", rank=RANK, name=f"{number}-{RANK}", **SETTINGS
     )
     with joined as peer:
         for until in range(20, 50_000, 20):  # on a machine that is short of time, an exchange may take many of these
@@ -41,7 +41,14 @@ for number in range(5):
 """
 
 
-@pytest.mark.parametrize("settings", ['{"blocking": true}', '{"hub": "0"}', '{"mode": "server", "servers": "0,1"}'])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        '{"policy": "tau:5", "blocking": true}',
+        '{"policy": "tau:5", "hub": 0}',
+        '{"mode": "server", "servers": [0, 1], "checkpoint_every": "0.2s"}',
+    ],
+)
 def test_nothing_stays_open_and_no_arena_stays(tmp_path: Path, settings: str) -> None:
     with folder(tmp_path, 2) as here:
         script = here.script(SCRIPT)

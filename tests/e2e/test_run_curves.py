@@ -7,7 +7,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from runs import Run, folder
 
-BRIEF = ("--policy", "tau:5", "--iterations", "60", "--eval-interval", "0", "--log-interval", "5")
+EVERY_FIFTH = ("--policy", "tau:5")
+BRIEF = ("--iterations", "60", "--eval-interval", "0", "--log-interval", "5")
 AROUND = ("hub/", "server/", "sync/elastic_distance", "time/tables_fraction")
 """Tags that begin so are of runs around a hub or servers."""
 
@@ -32,8 +33,8 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     """One run of each kind; two workers, and in two of them a third peer that only serves."""
     path = tmp_path_factory.mktemp("three")
     options = {
-        "gossip": (),
-        "hub": ("--hub", "0", "--hub-only"),
+        "gossip": EVERY_FIFTH,
+        "hub": (*EVERY_FIFTH, "--hub", "0", "--hub-only"),
         "server": ("--servers", "0", "--servers-only", "--sync", "bsp"),
     }
     with folder(path, 3) as here:
