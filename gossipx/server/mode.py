@@ -175,7 +175,9 @@ class ServerMode(Exchange, Home):
         return [ComeBack(shard.index)] if comes_back else shard.begin(now)
 
     def came_back(self, event: CameBack, now: float) -> list[Effect]:
-        shard = self.shards[event.shard]
+        shard = self.shards.get(event.shard)
+        if shard is None or shard.begun:  # the servers were changed meanwhile: it is another one, or lies elsewhere
+            return []
         if event.state is not None:
             shard.load_state_dict(event.state)
             shard.records.number = event.state[NEXT_RECORD]

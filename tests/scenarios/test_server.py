@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
 import random
 from collections.abc import Callable, Hashable
@@ -13,7 +14,7 @@ import served
 import torch
 import toy
 
-from gossipx.actor import Answer, Effect, Event, Received
+from gossipx.actor import Answer, CameBack, Effect, Event, Received
 from gossipx.build.server import Parts
 from gossipx.messages import Stage, TablesReply, TablesRequest
 from gossipx.server.conditions import Conditions, Pull, View
@@ -188,6 +189,19 @@ def test_by_the_clock_on_the_wall_all_take_their_checkpoints_at_one_iteration(
     for of_worker in told.values():
         due = [done for done, keep_at in enumerate(of_worker, 1) if keep_at == done < 30]
         assert due == list(clocks[1:-1])
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_shard_that_has_gone_over_to_other_servers_comes_back_to_nothing(index: int) -> None:
+    """What was read from its checkpoint and journal is told only after the change: shard 1 lies elsewhere, 0 is new."""
+    made = served.world(3, servers="0,1", checkpoint_every="100")
+    made.change_servers(1, 4.5, [0, 2])
+    made.run(until=lambda: made.lines(0, "the servers are 0,2 now"))
+    exchange = made.peers[0].role.exchange
+    assert isinstance(exchange, ServerMode)
+    before = json.dumps({number: one.state_dict() for number, one in exchange.shards.items()})
+    assert exchange.came_back(CameBack(index, {"clock": "of another layout"}), made.now) == []
+    assert json.dumps({number: one.state_dict() for number, one in exchange.shards.items()}) == before
 
 
 # --- NaN and Inf --------------------------------------------------------------------------------------
