@@ -1,4 +1,8 @@
-"""How fast gradients and values go between workers and servers, beside plain sockets that move the same bytes."""
+"""How fast gradients and values go between workers and servers, beside plain sockets that move the same bytes.
+
+Over loopback, where there is as much network as there is processor; and over links, where it is the network that is
+short.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,7 @@ import torch
 from _crew import SERVERS, WORKERS, Crew, Done, Job, join
 from _far import loss_based
 from _report import figure
+from emulated import EmulatedNetwork, NetworkUnavailableError
 from torch import nn
 
 from gossipx.memory import Memory
@@ -26,10 +31,13 @@ CONNECTIONS = 2
 GOAL = 0.7
 WARM_UP = 3
 WAYS = {"tcp": "gossipx, TCP", "auto": "gossipx, shared memory"}
+RATE = "1gbit"
+"""Of each link."""
+HEADINGS = ("tensor", "way", "GB/s, both ways, all workers", "of sockets", "goal")
 
 
 def measure(crew: Crew, rounds: int, iterations: int, sizes: tuple[int, ...] = SIZES, model: int = MODEL) -> Any:
-    """Title, headings, rows and figures.
+    """Over loopback: title, headings, rows and figures.
 
     Args:
         crew: on loopback.
@@ -38,23 +46,46 @@ def measure(crew: Crew, rounds: int, iterations: int, sizes: tuple[int, ...] = S
         sizes: bytes of a tensor.
         model: bytes of all tensors together.
     """
+    return _measure(crew, "loopback", "loopback", WAYS, rounds, iterations, sizes, model)
+
+
+def measure_links(rounds: int, iterations: int, sizes: tuple[int, ...] = SIZES[1:], model: int = MODEL) -> Any:
+    """Over emulated links of ``RATE``, as :func:`measure` does over loopback; no rows where the system has none."""
+    try:
+        with EmulatedNetwork(SERVERS + WORKERS, RATE) as net, Crew(hosts=net.hosts) as crew:
+            tcp = {"tcp": WAYS["tcp"]}
+            return _measure(crew, RATE, net.describe(), tcp, rounds, iterations, sizes, model)
+    except NetworkUnavailableError as error:
+        return f"Push and pull over links of {RATE}: not measured, {error}", HEADINGS, [], []
+
+
+def _measure(
+    crew: Crew,
+    network: str,
+    described: str,
+    ways: dict[str, str],
+    rounds: int,
+    iterations: int,
+    sizes: tuple[int, ...],
+    model: int,
+) -> Any:
     rows, figures = [], []
     for size in sizes:
-        seconds: dict[str, list[float]] = {"sockets": [], **{way: [] for way in WAYS}}
+        seconds: dict[str, list[float]] = {"sockets": [], **{way: [] for way in ways}}
         for _ in range(rounds):
             job = {"size": size, "model": model, "iterations": iterations}
             seconds["sockets"] += _times(crew.run("_throughput:plain", **job))
-            for way in WAYS:
+            for way in ways:
                 settings = {"servers": "0,1", "servers_only": True, "wait_free": False, "transport": way}
                 seconds[way] += _times(crew.run("_throughput:served", **job, settings=settings))
-        more = _told(size, model, {way: statistics.median(values) for way, values in seconds.items()})
+        more = _told(network, size, model, {way: statistics.median(values) for way, values in seconds.items()})
         rows += more[0]
         figures += more[1]
     title = (
         f"Push and pull of {model / 2**20:g} MiB by each of {WORKERS} workers, {SERVERS} servers, bsp, medians of"
-        f" {rounds} x {iterations} iterations; in buckets of 1 MiB, or of a tensor that is larger"
+        f" {rounds} x {iterations} iterations\n{described}"
     )
-    return title, ("tensor", "way", "GB/s, both ways, all workers", "of sockets", "goal"), rows, figures
+    return title, HEADINGS, rows, figures
 
 
 def _times(done: list[Done]) -> list[float]:
@@ -62,17 +93,17 @@ def _times(done: list[Done]) -> list[float]:
     return [max(one) for one in zip(*(one["seconds"] for one in done if one["seconds"]), strict=True)]
 
 
-def _told(size: int, model: int, seconds: dict[str, float]) -> tuple[list[tuple[str, ...]], list[Any]]:
+def _told(network: str, size: int, model: int, seconds: dict[str, float]) -> tuple[list[tuple[str, ...]], list[Any]]:
     rows, figures = [], []
     moved = 2 * WORKERS * model / 1e9
     raw = moved / seconds["sockets"]
     called = f"{size // 1024} KiB" if size < 2**20 else f"{size // 2**20} MiB"
     rows.append((called, "sockets, sendall", f"{raw:.2f}", "", ""))
-    for way, name in WAYS.items():
-        rate = moved / seconds[way]
+    for way in [way for way in WAYS if way in seconds]:
+        name, rate = WAYS[way], moved / seconds[way]
         goal = GOAL if way == "tcp" and size >= 2**20 else None
         rows.append((called, name, f"{rate:.2f}", f"{rate / raw:.0%}", "" if goal is None else f"{goal:.0%}"))
-        what = f"{called} tensors: {name}"
+        what = f"{network}, {called} tensors: {name}"
         figures.append(figure(what, rate, "GB/s", reference=raw))
         if goal is not None:
             figures.append(figure(f"{what}, of sockets", rate / raw, "", goal=goal, met=rate / raw >= goal))

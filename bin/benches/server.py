@@ -2,8 +2,9 @@
 
 bin/bench server              all of it, short (about 9 minutes)
 bin/bench server --full       the README's tables (about 25 minutes)
-bin/bench server --only throughput|wait-free|staleness|hybrid
+bin/bench server --only throughput|links|wait-free|staleness|hybrid
     throughput    pushes and pulls of tensors of 64 KiB to 16 MiB, beside plain sockets
+    links         the same from 1 MiB on, over emulated links of 1 Gbit/s
     wait-free     an iteration over 1 Gbit/s links, where gradients leave as they are made, and all at the end
     staleness     delayed pulls (DPRs) of SSP and PSSP, soft barrier and lazy pulls (FluentPS, Figure 9 and Table IV)
     hybrid        hybrid less asp, and less bsp, in rounds of equal time (Hybrid Approach, section 6)
@@ -51,6 +52,11 @@ def _throughput_of(full: bool) -> Table:
     return table
 
 
+def _links_of(full: bool) -> Table:
+    table: Table = _throughput.measure_links(3 if full else 1, 5 if full else 3)
+    return table
+
+
 def _wait_free_of(full: bool) -> Table:
     table: Table = _wait_free.measure(3 if full else 1, 20 if full else 8)
     return table
@@ -71,6 +77,7 @@ def _hybrid_of(full: bool) -> Table:
 
 PARTS: dict[str, Callable[[bool], Table]] = {
     "throughput": _throughput_of,
+    "links": _links_of,
     "wait-free": _wait_free_of,
     "staleness": _staleness_of,
     "hybrid": _hybrid_of,
