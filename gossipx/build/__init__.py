@@ -172,7 +172,7 @@ def peer(
         settings=_alike(config, turns, hub, served),
         manifest=arena.manifest,
         on_request=driver.received,
-        room_for=driver.transfers.room_for,
+        room_for=driver.brought.room_for,
         peer_timeout=config.exchange.peer_timeout,
         max_rate=max_rate,
         transport=granted.transport,
