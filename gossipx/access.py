@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gossipx.config import ExchangeSettings
 from gossipx.errors import UsageError
+from gossipx.settings import ExchangeSettings
 from gossipx.transports import Transport, tcp
 from gossipx.transports.tls import Tls
 from gossipx.wire.auth import Secret

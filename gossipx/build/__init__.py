@@ -27,7 +27,6 @@ from gossipx.build.server import Parts, Served, serve, servers
 from gossipx.build.settings import check_exchange, effective
 from gossipx.checkpoint import Every
 from gossipx.comm import CommManager
-from gossipx.config import ExchangeSettings, RunConfig
 from gossipx.drive import models
 from gossipx.drive.backward import Backward
 from gossipx.drive.checkpoints import Checkpoints, store_of
@@ -46,6 +45,7 @@ from gossipx.peer.pulls import Pulls
 from gossipx.policies import Policy
 from gossipx.record import NullRecorder, Recorder
 from gossipx.server.mode import ServerMode
+from gossipx.settings import ExchangeSettings, RunConfig
 from gossipx.sync import SyncManager
 from gossipx.tasks import partition
 from gossipx.topology import schedules, weights
@@ -172,7 +172,7 @@ def peer(
         settings=_alike(config, turns, hub, served),
         manifest=arena.manifest,
         on_request=driver.received,
-        room_for=driver.transfers.room_for,
+        room_for=driver.brought.room_for,
         peer_timeout=config.exchange.peer_timeout,
         max_rate=max_rate,
         transport=granted.transport,

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from gossipx.config import ExchangeSettings
 from gossipx.errors import UsageError
+from gossipx.settings import ExchangeSettings
 
 
 def check_device(name: str, option: str, file: Path | None = None, line: int | None = None) -> None:

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from gossipx.checkpoint import Every
-from gossipx.config import RunConfig, ServerSettings
 from gossipx.errors import UsageError
 from gossipx.layout import plain_name
 from gossipx.server import models, placement, plan
@@ -19,6 +18,7 @@ from gossipx.server.clock import Clock
 from gossipx.server.layout import Layouts
 from gossipx.server.placement import Partition, Placement, Table
 from gossipx.server.settings import ServerSettings as Settings
+from gossipx.settings import RunConfig, ServerSettings
 from gossipx.specs import rank_of
 from gossipx.storage.client import Client
 from gossipx.storage.desk import Desk

@@ -6,8 +6,8 @@ import dataclasses
 
 from gossipx import mixing, policies
 from gossipx.build.graph import schedule
-from gossipx.config import ExchangeSettings, RunConfig, SyncSettings
 from gossipx.errors import UsageError
+from gossipx.settings import ExchangeSettings, RunConfig, SyncSettings
 from gossipx.tasks.presets import PRESETS
 
 

@@ -1,4 +1,4 @@
-"""The commands, made with click. Options of ``run`` come from the declarations in :mod:`gossipx.config`."""
+"""The commands, made with click. Options of ``run`` come from the declarations in :mod:`gossipx.settings`."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from rich.console import Console
 from rich.table import Table
 
 from gossipx import config
-from gossipx.config import KEYS, Key
 from gossipx.errors import GossipxError, UsageError
 from gossipx.launch.environment import ENV_DEBUG
 from gossipx.metrics import summary
 from gossipx.metrics.compare import Row, compare
+from gossipx.settings import KEYS, Key
 
 
 @contextlib.contextmanager

@@ -49,6 +49,7 @@ from gossipx.actor import (
 )
 from gossipx.arena import ParameterArena
 from gossipx.comm import CommManager
+from gossipx.drive.brought import Brought
 from gossipx.drive.held import Held, Retrieval
 from gossipx.drive.tables import TableWork
 from gossipx.drive.timers import Timers
@@ -94,7 +95,8 @@ class Driver:
         places: models that others may bring at a time.
 
     Attributes:
-        transfers: requests on their way, and what others bring.
+        transfers: requests on their way.
+        brought: what others bring with theirs.
         held: captured models.
         tables: what is done to tables of a parameter server.
         on_retrieval: told of each model mixed while training, from the thread that mixed it.
@@ -109,7 +111,8 @@ class Driver:
         self.error: GossipxError | None = None
         self.committing = threading.Lock()
         self.held = Held(arena, role.sync.policy.uses_drift)
-        self.transfers = Transfers(arena, role.rank, self.tell, self._note, self.fail, places)
+        self.transfers = Transfers(arena, role.rank, self.tell, self._note, self.fail)
+        self.brought = Brought(arena, self.transfers, places)
         self.tables = TableWork(role.rank, self.transfers, self.tell, self._give)
         self._lock = threading.Lock()
         self._may_go_on = threading.Event()
@@ -122,7 +125,7 @@ class Driver:
 
     @property
     def comm(self) -> CommManager | None:
-        """Made with ``on_request`` = :meth:`received` and ``room_for`` = that of :attr:`transfers`."""
+        """Made with ``on_request`` = :meth:`received` and ``room_for`` = that of :attr:`brought`."""
         return self.transfers.comm
 
     @comm.setter
@@ -146,7 +149,7 @@ class Driver:
         if isinstance(request, PullRequest):
             self.arena.pool.wait_for_buffers()
         if isinstance(request, CarryingRequest) and brought is not None:
-            self.transfers.brought(key, request, brought)
+            self.brought.take(key, request, brought)
         self.tell(Received(sender, key, request))
 
     def switch_sync(self, sync: str, shard: int | None, apply: str, pulls: str) -> str:
@@ -234,7 +237,7 @@ class Driver:
             case Answer(captured=int(ticket)):
                 return self.held.hold(ticket)
             case Keep(key, ticket):
-                self.transfers.keep(key, ticket)
+                self.brought.keep(key, ticket)
             case Cancel(ticket):
                 self.transfers.give_up(ticket)
             case Send():
@@ -292,7 +295,7 @@ class Driver:
 
     def _answer(self, answer: Answer, snapshot: Snapshot | None) -> None:
         assert self.comm is not None
-        self.transfers.drop(answer.key)
+        self.brought.drop(answer.key)
         if not self.tables.answers(answer):
             self._answer_now(answer, snapshot)  # else when all that was decided before is done
 

@@ -3,31 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import logging
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.data import Dataset, Subset
 
-from gossipx.actor import FiguresReady, JoinRun, LeaveRun, StepDone, TrainingEnded
+from gossipx.actor import StepDone
 from gossipx.comm import CommManager
-from gossipx.drive import models, process
+from gossipx.drive import process
 from gossipx.drive.backward import Backward, Bypass
 from gossipx.drive.checkpoints import Checkpoints
-from gossipx.drive.control import Control
 from gossipx.drive.driver import Driver
+from gossipx.drive.life import Life
 from gossipx.drive.options import PeerOptions
 from gossipx.drive.reporting import Reporter
-from gossipx.errors import GossipxError, UsageError
-from gossipx.messages import Stage
+from gossipx.errors import UsageError
 from gossipx.specs import rank_of
-
-log = logging.getLogger("gossipx")
 
 
 class Peer:
@@ -55,6 +50,7 @@ class Peer:
     ):
         self.rank = driver.role.rank
         self.size = driver.role.size
+        self._life = Life(module, driver, comm, reporter, checkpoints, options, backward)
         self._module = module
         self._driver = driver
         self._role = driver.role
@@ -63,17 +59,13 @@ class Peer:
         self._reporter = reporter
         self._checkpoints = checkpoints
         self._options = options
-        self._term = threading.Event()
-        self._steps = 0
-        self._open = True
-        self._hook = None
-        self._backward = None if backward is None else backward(self._look_while_waiting)
+        self._backward = self._life.backward
         self._bypass: Bypass | None = None
-        self._control: Control | None = None
         if optimizer is not None:
-            self._hook = optimizer.register_step_post_hook(self._optimizer_stepped)
+            self._life.unhook.append(optimizer.register_step_post_hook(self._optimizer_stepped).remove)
             if self._backward is not None:
                 self._bypass = Bypass(optimizer, self._backward.iteration_done)
+                self._life.unhook.append(self._bypass.close)
 
     # --- the training loop --------------------------------------------------------------------------
 
@@ -93,20 +85,20 @@ class Peer:
         Raises:
             GossipxError: training cannot go on (too few peers left, models that differ).
         """
-        if not self._open:
+        if not self._life.open:
             return
         began = time.perf_counter()
         process.going_on()
         if self._arena.step % self._options.distance_interval == 0:
             self._arena.check(self._module)
-        self._steps += 1
+        self._life.steps += 1
         delta = self._arena.step_done()
         drift = self._driver.held.drift(self._role.pulling) if self._role.sync.policy.uses_drift else None
         measured = time.perf_counter()
         try:
             self._driver.tell(StepDone(self._arena.step, delta, drift))
-            if self._driver.waiting or self._driver.error or self._term.is_set():
-                self._wait()
+            if self._driver.waiting or self._driver.error or self._life.asked_to_leave:
+                self._life.wait()
             went_on = time.perf_counter()
             self._reporter.step_done(delta)
             self._checkpoints.step_done(self._reporter.kept)
@@ -114,7 +106,7 @@ class Peer:
             self._arena.go_on()
         if self._backward is not None:
             self._backward.after_step()
-            self._count_waited(self._backward)
+            self._life.count_waited(self._backward)
         figures = self._reporter.figures
         figures.blocked += went_on - measured
         figures.overhead += measured - began + time.perf_counter() - went_on
@@ -134,15 +126,7 @@ class Peer:
         Args:
             tables: numbers of those that are read, in the order of the model's trained parameters; None: all.
         """
-        if self._backward is not None:
-            self._backward.wait(tables)
-            self._count_waited(self._backward)
-
-    def _count_waited(self, backward: Backward) -> None:
-        figures = self._reporter.figures
-        figures.blocked += backward.waited
-        figures.waited += backward.waited
-        backward.waited = 0.0
+        self._life.wait_for_tables(tables)
 
     def update(self, table: int, gradient: torch.Tensor) -> None:
         """In server mode, take the gradient of a table that autograd does not make; see :meth:`sync` for its number.
@@ -253,31 +237,7 @@ class Peer:
 
     def start(self) -> None:
         """Listen, take a model to begin with, and wait for the others; called by :func:`gossipx.join`."""
-        with contextlib.ExitStack() as undo:
-            undo.callback(self.close)
-            if kept := self._checkpoints.restore():
-                self._reporter.figures.go_on(kept)
-            process.join(self, self._options.under_run)
-            if threading.current_thread() is threading.main_thread() and self._options.under_run:
-                process.on_sigterm(self._asked_to_leave)
-            self._reporter.progress.watch_parent()
-            self._comm.start()
-            self._reporter.tell("joining")
-            self._driver.tell(JoinRun(self._checkpoints.resumed))
-            self._wait()
-            if self._driver.stranger is not None:  # nobody else has come: do not train alone by mistake
-                raise self._driver.stranger
-            undo.pop_all()
-        if self._role.sync.policy.uses_drift and not self._checkpoints.resumed:
-            self._driver.held.reference.set()
-        if self._backward is not None and self.trains:
-            self._backward.start()
-        self._checkpoints.start()
-        if self._backward is not None and self._options.directory is not None:
-            self._control = Control(self._options.directory, self._command)
-        self._reporter.training_begins()
-        self._reporter.tell("train")
-        self._arena.go_on()
+        self._life.start(self._command)
 
     def _command(self, told: Mapping[str, Any]) -> str:
         """A command to the run; why it cannot be carried out, or nothing."""
@@ -300,79 +260,15 @@ class Peer:
 
         A peer that others need, a hub or a server, stays until theirs is over, too.
         """
-        if not self._open:
-            return
-        if not self._steps and self.trains:
-            log.warning("no iteration was counted: give gossipx.join the optimizer, or call peer.step() in the loop")
-        reporter = self._reporter
-        reporter.training_ended()
-        agrees = self._takes_part()
-        self._arena.set_boundary(self._arena.step)  # with what the loop did since its last step (averaged weights, say)
-        reporter.tell("finish" if self.trains else "serve")
-        if agrees:
-            self._checkpoints.training_ended(reporter.kept)
-        before = reporter.accuracy() if self.trains else None
-        self._driver.tell(TrainingEnded(agrees))
-        self._wait()
-        self.sync()
-        if not self.trains:  # that was what it is here for
-            reporter.training_ended()
-        reporter.finished()
-        agreed = self._role.stage is Stage.AGREE  # this model has been averaged
-        after = reporter.accuracy() if agreed else before
-        if after is not None:
-            self.log("test/accuracy", after)
-        unsaved = self._save() or self._checkpoints.flush()
-        self._driver.tell(FiguresReady(reporter.report(before, after)))
-        self._wait()
-        reporter.tell_result(agreed)
-        self.close()
-        if unsaved is not None:
-            raise unsaved
-
-    def _takes_part(self) -> bool:
-        """Whether the arena still holds the model. If not, the training is done all the same, and worth keeping."""
-        try:
-            self._arena.check(self._module)
-        except UsageError as error:
-            log.warning("%s; this peer takes no part in the finish", error)
-            return False
-        return True
-
-    def _save(self) -> GossipxError | None:
-        """Write the model; an error to end with, if that cannot be done: the figures are worth telling first."""
-        if self._options.directory is None or not self._options.save_model:
-            return None
-        return models.save(self._module, models.file_of(self._options.directory, self.rank))
+        self._life.finish()
 
     def leave(self) -> None:
         """Take no further part, without a finish, and tell the others."""
-        if self._open:
-            self._arena.give_up()
-            self._tell_leaving()
-        self.close()
+        self._life.leave()
 
     def close(self) -> None:
         """Take no further part, without a finish. Weights stay as they are; any number of times."""
-        if not self._open:
-            return
-        self._open = False
-        if self._control is not None:
-            self._control.close()
-            self._control = None  # it holds us
-        self._arena.give_up()
-        process.leave(self)
-        for hook in (self._hook, self._bypass, self._backward):
-            if isinstance(hook, Bypass | Backward):
-                hook.close()
-            elif hook is not None:
-                hook.remove()
-        self._driver.close()
-        self._comm.close()
-        self._driver.comm = None  # it tells the driver of requests: both would stay until a gc run
-        self._reporter.close()
-        self._checkpoints.close()
-        self._arena.detach()
+        self._life.close()
 
     def __enter__(self) -> Peer:
         return self
@@ -388,47 +284,3 @@ class Peer:
             self.leave()
             if isinstance(error, SystemExit) and not error.code:
                 self._reporter.tell("left")
-
-    # --- leaving early ------------------------------------------------------------------------------
-
-    def _asked_to_leave(self, number: int, frame: FrameType | None) -> None:
-        self._term.set()
-
-    def _wait(self) -> None:
-        """Wait until the role says go on; or leave, if SIGTERM asks for it: keep the state, tell the others, and go."""
-        self._driver.wait(self._look)
-        if not self._term.is_set():
-            return
-        if self._steps:
-            self._checkpoints.leaving(self._reporter.kept)
-        self._tell_leaving()
-        with self._driver.committing:
-            unsaved = self._save() or self._checkpoints.flush()
-        self._reporter.tell("left")
-        self.close()
-        if unsaved is not None:
-            raise unsaved
-        raise SystemExit(0)
-
-    def _look_while_waiting(self) -> None:
-        """Now and then while tables are waited for: leave, or fail, if it has come to that."""
-        if self._driver.error is not None:
-            raise self._driver.error
-        self._arena.stand_still()
-        if self._look():
-            self._wait()
-
-    def _look(self) -> bool:
-        """Now and then while waiting: whether to leave."""
-        reporter = self._reporter
-        if reporter.progress.due:
-            reporter.tell(reporter.state)
-        if reporter.state == "serve":  # no step of its own would be one to take a checkpoint at, or record something
-            self._checkpoints.step_done(reporter.kept)
-            reporter.record_counted(self._options.log_interval)
-        return self._term.is_set()
-
-    def _tell_leaving(self) -> None:
-        if self._driver.error is None:
-            self._driver.tell(LeaveRun())
-            self._driver.wait()

@@ -1,13 +1,12 @@
-"""A peer's requests on their way, with the models that come by their answers; and the models that others bring."""
+"""A peer's requests on their way, and what comes by their answers."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import math
-import threading
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from gossipx.actor import Event, Failed, Fault, Replied, Send
@@ -48,7 +47,7 @@ from gossipx.snapshots import Snapshot
 from gossipx.storage.client import Nothing, Tables
 from gossipx.storage.desk import Copy, Desk, Gradient
 from gossipx.storage.moving import Ranges
-from gossipx.wire import Fitting, Room
+from gossipx.wire import Fitting
 
 
 @dataclass
@@ -73,27 +72,12 @@ class _Fetching:
     sink: Tables
 
 
-class _Brought(Incoming):
-    """A model that another brings, in one of the places there are."""
-
-    def __init__(self, arena: ParameterArena, leave: Callable[[], None]):
-        super().__init__(arena, None)
-        self._leave: Callable[[], None] | None = leave
-
-    def release(self) -> None:
-        """Give all memory back, and the place."""
-        super().release()
-        leave, self._leave = self._leave, None
-        if leave is not None:
-            leave()
-
-
 AboutTables = GradientRequest | TablesRequest | RecordRequest | CopyRequest | RangesRequest
 """What is about tables, or shards."""
 
 
 class Transfers:
-    """Sends requests, tells what came of them, and keeps the models that came until they are forgotten.
+    """Sends requests, tells what came of them, and keeps what came, or was brought, until it is forgotten.
 
     Args:
         arena: whose models they are.
@@ -101,7 +85,6 @@ class Transfers:
         tell: told Replied or Failed of each request, once.
         note: told of faults worth a line in the log, with their topic.
         fail: told of what ends training.
-        places: models that others may bring at a time; who brings more waits.
 
     Attributes:
         comm: set before the first request; None again once the peer is closed.
@@ -115,7 +98,6 @@ class Transfers:
         tell: Callable[[Event], None],
         note: Callable[[str, str], None],
         fail: Callable[[GossipxError], None],
-        places: int = 4,
     ):
         self.comm: CommManager | None = None
         self.desk: Desk | None = None
@@ -123,13 +105,11 @@ class Transfers:
         self._tell, self._note, self._fail = tell, note, fail
         self._transfers: dict[int, Transfer] = {}
         self._cancelled: set[int] = set()  # until they are forgotten
-        self._brought: dict[Hashable, Transfer | Gradient] = {}  # by the key of the request
-        self._gradients: dict[int, Gradient] = {}  # those that were kept
+        self._gradients: dict[int, Gradient] = {}  # those that others brought and that were kept
         self._fetching: dict[int, _Fetching] = {}
         self._copies: dict[int, Copy] = {}
         self._cancels: dict[int, Callable[[], None]] = {}  # of requests about tables
         self._ranges: dict[int, Ranges] = {}
-        self._places = threading.BoundedSemaphore(places)
         # Handing a request to the CommManager wakes its threads, which would take the processor from a training step.
         self._outbox = Lane(f"gossipx-outbox-{rank}")
 
@@ -357,6 +337,13 @@ class Transfers:
             case _:
                 self._tell(Replied(ticket, result))
 
+    def keep(self, ticket: int, brought: Transfer | Gradient) -> None:
+        """What another has brought is under ``ticket`` from now on."""
+        if isinstance(brought, Gradient):
+            self._gradients[ticket] = brought
+        else:
+            self._transfers[ticket] = brought
+
     def pop(self, ticket: int) -> Transfer:
         """The model under ``ticket``, the caller's from now on."""
         return self._transfers.pop(ticket)
@@ -373,51 +360,6 @@ class Transfers:
         gradient = self._gradients.pop(ticket, None)
         if gradient is not None:
             gradient.release()
-
-    # --- what others bring --------------------------------------------------------------------------
-
-    def room_for(self, sender: int, request: CarryingRequest) -> Room:
-        """Where a model or a gradient that another brings is taken in, once there is a place; for the CommManager.
-
-        Raises:
-            LocalFaultError: there was none for as long as its sender waits.
-            ProtocolError: it is a gradient of tables that are not here.
-        """
-        room: Room | None = None
-        if isinstance(request, GradientRequest | RecordRequest):
-            if self.desk is None:
-                raise ProtocolError("it brought a gradient, and this peer is no server")
-            room = self.desk.room_for(request)
-            if isinstance(room, Gradient) and isinstance(request, GradientRequest):
-                room.sender = sender
-        elif self._places.acquire(timeout=request.patience):
-            room = _Brought(self._arena, self._places.release)
-        if room is None:
-            raise LocalFaultError(f"no place for what peer {sender} brings: too many bring something at once")
-        return room
-
-    def brought(self, key: Hashable, request: CarryingRequest, room: Room) -> None:
-        """The request ``key`` has brought this."""
-        if isinstance(room, Gradient):
-            self._brought[key] = room
-        elif isinstance(room, Incoming) and isinstance(request, ElasticRequest):
-            self._brought[key] = Transfer(request, room, time.monotonic(), their_step=request.step)
-
-    def keep(self, key: Hashable, ticket: int) -> None:
-        """What ``key`` has brought is under ``ticket`` from now on."""
-        brought = self._brought.pop(key)
-        if isinstance(brought, Gradient):
-            self._gradients[ticket] = brought
-        else:
-            self._transfers[ticket] = brought
-
-    def drop(self, key: Hashable) -> None:
-        """What ``key`` has brought is not needed, if it is not kept."""
-        brought = self._brought.pop(key, None)
-        if isinstance(brought, Gradient):
-            brought.release()
-        elif brought is not None:
-            brought.incoming.release()
 
 
 def _nobody(*told: object) -> None:

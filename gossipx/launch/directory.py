@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gossipx import config
-from gossipx.config import RunConfig
 from gossipx.errors import UsageError
 from gossipx.metrics.summary import FILE as SUMMARY_FILE
+from gossipx.settings import RunConfig
 
 CONFIG_FILE = "config.toml"
 HOSTS_FILE = "hosts.txt"

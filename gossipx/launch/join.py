@@ -12,7 +12,6 @@ from torch import nn
 
 from gossipx import build, config, policies
 from gossipx.build.server import Parts
-from gossipx.config import RunConfig
 from gossipx.drive import process
 from gossipx.drive.peer import Peer
 from gossipx.drive.progress import Progress
@@ -20,6 +19,7 @@ from gossipx.errors import UsageError
 from gossipx.launch.environment import ENV_CONFIG, ENV_PEERS, ENV_RANK, ENV_RESUME, ENV_RESUME_AT, progress
 from gossipx.launch.hosts import PeerLine, bind_host, local_ranks, peers_digest, read_hosts
 from gossipx.policies import Observation, Policy
+from gossipx.settings import RunConfig
 from gossipx.transports import Address
 
 

@@ -18,7 +18,6 @@ from types import FrameType
 from typing import Any
 
 from gossipx import access, build
-from gossipx.config import RunConfig
 from gossipx.errors import UsageError
 from gossipx.launch import resume
 from gossipx.launch.children import Child, command_of, script_exists
@@ -36,6 +35,7 @@ from gossipx.launch.hosts import PeerLine, bind_host, local_ranks, read_hosts
 from gossipx.launch.progress import Display, Standing
 from gossipx.metrics.summary import FILE as SUMMARY_FILE
 from gossipx.metrics.summary import Summary, per_peer
+from gossipx.settings import RunConfig
 
 LOOK_EVERY = 0.1
 """Seconds between two looks at processes that may have ended."""

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from gossipx import build, config
-from gossipx.config import KEYS, RunConfig
 from gossipx.drive.checkpoints import store_of
 from gossipx.drive.shards import servers_of, store_of_shard
 from gossipx.errors import UsageError
 from gossipx.launch.directory import CONFIG_FILE, HOSTS_FILE, SCRIPT_FILE, run_directory
 from gossipx.launch.hosts import read_hosts
+from gossipx.settings import KEYS, RunConfig, RunSettings
 
 log = logging.getLogger("gossipx")
 
@@ -43,7 +43,7 @@ def settings_of(run: str, given: Mapping[str, Any], script: list[str]) -> tuple[
     Raises:
         UsageError: it is no run, or a setting was given that cannot change; names the option.
     """
-    path = run_directory(run, Path(given.get("logdir") or config.RunSettings().logdir))
+    path = run_directory(run, Path(given.get("logdir") or RunSettings().logdir))
     if not (path / CONFIG_FILE).is_file():
         raise UsageError(
             "no run to go on with is there: --resume takes the name of one in --logdir, or its directory", path

@@ -15,10 +15,10 @@ from torch import nn
 from torch.nn import functional
 
 from gossipx import config
-from gossipx.config import RunConfig
 from gossipx.drive.peer import Peer
 from gossipx.launch.environment import ENV_CONFIG, ENV_DEVICE, ENV_RANK, progress
 from gossipx.launch.join import join
+from gossipx.settings import RunConfig
 from gossipx.tasks.data import TASKS, Batches, Dataset, load
 from gossipx.tasks.models import build_model
 from gossipx.tasks.partition import parse

@@ -1,10 +1,10 @@
 """The peer's state machine.
 
 A peer's life: JOINING (it has no model yet) → START (waits for the others) → TRAIN → FINISH (waits for the others) →
-AGREE (averages in pairs, the last wave) → DONE (tells its figures) → LEFT. The role goes from stage to stage and passes
-on what happens to its parts, each of which decides one matter: who is waited for (gathering), where a first model comes
-from (joining), what follows at step boundaries (training), and how models go from peer to peer (pulls, an exchange of
-pushes or pairs, waves, serving).
+AGREE (averages in pairs, the last wave) → DONE (tells its figures) → LEFT. The role passes on what happens to its
+parts, each of which decides one matter: what comes after the stage that it is in (stages), who is waited for
+(gathering), where a first model comes from (joining), what follows at step boundaries (training), and how models go
+from peer to peer (pulls, an exchange of pushes or pairs, waves, serving).
 """
 
 from __future__ import annotations
@@ -88,6 +88,7 @@ from gossipx.peer.pushes import Pushes
 from gossipx.peer.requests import Requests
 from gossipx.peer.serving import Serving
 from gossipx.peer.settings import PeerSettings
+from gossipx.peer.stages import Stages
 from gossipx.peer.training import UNSOUND, Training
 from gossipx.peer.wave import TIMER, Wave
 from gossipx.peer.waves import Waves
@@ -95,7 +96,6 @@ from gossipx.sync import SyncManager
 from gossipx.topology import Topology
 from gossipx.topology.schedules import Random, Schedule
 
-TRAINED = "its training is over"
 MEASURED = PullRequest | TakeRequest | RoundRequest | ElasticRequest
 """Whose answers tell how long a model takes. An InitialRequest's does not: all that join ask one peer at once."""
 
@@ -128,9 +128,7 @@ class PeerRole:
     shares: Mapping[int, float] = field(default_factory=dict)
     exchange_of: Callable[[Ground, Pulls], Exchange] | None = None
 
-    stage: Stage = field(default=Stage.JOINING, init=False)
     poisoned: int = field(default=0, init=False)  # models that held NaN or Inf and were refused
-    report: dict[str, Any] = field(default_factory=dict, init=False)  # our final figures, once known
     _requests: Requests = field(default_factory=Requests, init=False)
     _leaving: bool = field(default=False, init=False)  # once what it holds for others is handed over
 
@@ -156,13 +154,15 @@ class PeerRole:
             self.exchange = Pairs(ground)
         in_waves = settings.exchange == "waves"
         self.training = Training(ground, self.gathering, self.pulls, self.exchange, self.waves, in_waves)
+        parts = self.members, self._requests, self.gathering, self.joining, self.training, self.waves, self.exchange
+        self.stages = Stages(self.incarnation, settings, *parts)
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Take one event in and say what is to be done about it, in order."""
         effects = self._handle(event, now)
         if self._leaving and not (self.exchange and self.exchange.stays):
             self._leaving = False
-            effects = [*effects, *self._leave(now)]
+            effects = [*effects, *self.stages.leave(now)]
         return effects
 
     def _handle(self, event: Event, now: float) -> list[Effect]:
@@ -171,14 +171,14 @@ class PeerRole:
                 return self.exchange.gradients_ready(buckets, now) if self.exchange else []
             case SwitchSync(number):
                 nothing: list[Effect] = [Switched(number, "this run has no parameter server")]
-                return self._exchanged(self.exchange.switch(event, now), now) if self.exchange else nothing
+                return self.stages.exchanged(self.exchange.switch(event, now), now) if self.exchange else nothing
             case ChangeServers(number):
                 none: list[Effect] = [Switched(number, "this run has no parameter server")]
-                return self._exchanged(self.exchange.change(event, now), now) if self.exchange else none
+                return self.stages.exchanged(self.exchange.change(event, now), now) if self.exchange else none
             case Prepared():
-                return self._exchanged(self.exchange.prepared(event, now), now) if self.exchange else []
+                return self.stages.exchanged(self.exchange.prepared(event, now), now) if self.exchange else []
             case StepDone():
-                return self._trained(self.training.step_done(event, now), now)
+                return self.stages.trained(self.training.step_done(event, now), now)
             case Received():
                 return self._received(event, now)
             case Replied():
@@ -190,7 +190,7 @@ class PeerRole:
             case Poisoned():
                 return self._poisoned(event.ticket, now)
             case CameBack():
-                return self._exchanged(self.exchange.came_back(event, now), now) if self.exchange else []
+                return self.stages.exchanged(self.exchange.came_back(event, now), now) if self.exchange else []
             case GradientPoisoned(sender):
                 self.poisoned += 1
                 return [Note("poisoned", f"a gradient of peer {sender} holds NaN or Inf: it is left out")]
@@ -204,12 +204,12 @@ class PeerRole:
                 self.joining.others_begin = resumed is False
                 # With --init own, too: one that is started again takes a model of those that train.
                 has_model = resumed or self.size == 1
-                return [Wait(), *self._gather(Stage.START if has_model else Stage.JOINING, now)]
+                return [Wait(), *self.stages.gather(Stage.START if has_model else Stage.JOINING, now)]
             case TrainingEnded(agrees):
-                return self._trained(self.training.ended(agrees, now), now)
+                return self.stages.trained(self.training.ended(agrees, now), now)
             case FiguresReady():
-                self.report = event.report
-                return [Wait(), *self._gather(Stage.DONE, now)]
+                self.stages.report = event.report
+                return [Wait(), *self.stages.gather(Stage.DONE, now)]
             case Restored():
                 if event.draws is not None:
                     self._load_draws(event.draws)
@@ -217,6 +217,16 @@ class PeerRole:
             case LeaveRun():
                 self._leaving = True
                 return [Wait(), *self.exchange.hand_over_all(now)] if self.exchange else []
+
+    @property
+    def stage(self) -> Stage:
+        """Where in its life it is."""
+        return self.stages.stage
+
+    @property
+    def report(self) -> dict[str, Any]:
+        """Our final figures, once known."""
+        return self.stages.report
 
     @property
     def pulling(self) -> int | None:
@@ -285,17 +295,17 @@ class PeerRole:
                 self.gathering.arrived(event, self.stage)
                 self.waves.heard_of(event.request.wave)
                 here = HereReply(self.stage, self.report, self.waves.latest)
-                return [self._answer(event.key, here, now), *self._look(now)]
+                return [self._answer(event.key, here, now), *self.stages.look(now)]
             case LeaveRequest():
                 self.members.others[event.sender].stage = Stage.LEFT
                 left: list[Effect] = [self._answer(event.key, HereReply(self.stage), now)]
                 left.append(Note("left", f"peer {event.sender} has left"))
                 if self.exchange and self.stage is not Stage.LEFT:
-                    left += self._exchanged(self.exchange.left(event.sender, now), now)
-                in_wave = self._went_on(self.waves.gone(event.sender, now), now)
-                return [*left, *in_wave, *self._enough(), *self._look(now)]
+                    left += self.stages.exchanged(self.exchange.left(event.sender, now), now)
+                in_wave = self.stages.waved(self.waves.gone(event.sender, now), now)
+                return [*left, *in_wave, *self._enough(), *self.stages.look(now)]
             case RoundRequest():
-                return self._round_requested(event, event.request, now)
+                return self.stages.round_requested(event, event.request, now)
             case InitialRequest() | PullRequest() if self.stage in (Stage.JOINING, Stage.LEFT):
                 return [self._answer(event.key, NotReadyReply("it has no model to give yet"), now)]
             case InitialRequest() | PullRequest() if not self.training.sound:
@@ -329,11 +339,11 @@ class PeerRole:
                 | RangesRequest()
                 | PlaceRequest()
             ):
-                return self._exchanged(self.exchange.requested(event, now), now)
+                return self.stages.exchanged(self.exchange.requested(event, now), now)
             case _ if self.stage is not Stage.TRAIN or not self.training.sound:
                 return [self._answer(event.key, NotReadyReply("it does not train now"), now)]
             case _:
-                return self._exchanged(self.exchange.offered(event, now), now)
+                return self.stages.exchanged(self.exchange.offered(event, now), now)
 
     def _answer(self, key: Hashable, reply: Reply, now: float, whole: bool = False) -> Answer:
         return Answer(key, reply, now + (self._model_timeout if whole else self.settings.peer_timeout), whole)
@@ -348,20 +358,21 @@ class PeerRole:
             case ArriveRequest(), HereReply():
                 self.gathering.replied(to, request, event.reply)
                 self.waves.heard_of(event.reply.wave)
-                return self._look(now)
+                return self.stages.look(now)
             case InitialRequest(), ModelReply(step) if self.joining.awaits(event.ticket):
                 self.training.step = step
                 return [Adopt(event.ticket, step)]
             case PullRequest(), _:
-                return self._pulled(self.pulls.replied(event.ticket, to, event.reply, self.training.step, now), now)
+                pulled = self.pulls.replied(event.ticket, to, event.reply, self.training.step, now)
+                return self.stages.pulled(pulled, now)
             case RoundRequest(), ModelReply(_, weight) if wave := self._meeting(event.ticket):
-                return self._went_on(wave.taken(weight, now), now)
+                return self.stages.waved(wave.taken(weight, now), now)
             case RoundRequest(), NotReadyReply():  # which says nothing about later waves
                 return self._came_to_nothing(event.ticket, to, request, now)
             case LeaveRequest(), _:
-                return self._gone_if_told()
+                return self.stages.gone_if_told()
             case _ if self.exchange and isinstance(request, self.exchange.takes):
-                return self._exchanged(self.exchange.replied(event.ticket, to, event.reply, now), now)
+                return self.stages.exchanged(self.exchange.replied(event.ticket, to, event.reply, now), now)
             case _, NotReadyReply() if not isinstance(request, ArriveRequest):
                 self.members.rest(to, now)
                 return self._came_to_nothing(event.ticket, to, request, now)
@@ -371,7 +382,7 @@ class PeerRole:
     def _failed(self, event: Failed, now: float) -> list[Effect]:
         to, request, _ = self._requests.close(event.ticket)
         if isinstance(request, LeaveRequest):
-            return self._gone_if_told()
+            return self.stages.gone_if_told()
         if event.fault is Fault.POISONED and to != self.rank:
             return [self._set_aside(to, now), *self._came_to_nothing(event.ticket, to, request, now)]
         if event.fault is Fault.CANCELLED or to == self.rank:
@@ -380,7 +391,7 @@ class PeerRole:
         other = self.members.others[to]
         if isinstance(request, ArriveRequest) and other.stage is Stage.DONE and event.fault is Fault.UNREACHABLE:
             other.knows = True  # it goes once it knows everybody's figures
-            return self._look(now)
+            return self.stages.look(now)
         if isinstance(request, MEASURED) and event.fault is Fault.TIMEOUT:
             self.members.was_late(to)
         if self.members.failed(to, event.fault, now):
@@ -395,15 +406,15 @@ class PeerRole:
         """Our request got no useful answer; what now?"""
         match request:
             case ArriveRequest():
-                return [*self.gathering.failed(to), *self._look(now)]
+                return [*self.gathering.failed(to), *self.stages.look(now)]
             case InitialRequest():
                 return self.joining.failed(ticket, to)
             case PullRequest():
-                return self._pulled(self.pulls.failed(ticket, self.training.step, now), now)
+                return self.stages.pulled(self.pulls.failed(ticket, self.training.step, now), now)
             case RoundRequest() if wave := self._meeting(ticket):
-                return self._went_on([Forget(ticket), *wave.partner_lost(now)], now)
+                return self.stages.waved([Forget(ticket), *wave.partner_lost(now)], now)
             case _ if self.exchange and isinstance(request, self.exchange.takes):
-                return self._exchanged(self.exchange.failed(ticket, now), now)
+                return self.stages.exchanged(self.exchange.failed(ticket, now), now)
             case _:
                 return [Forget(ticket)]
 
@@ -411,25 +422,25 @@ class PeerRole:
         self.gathering.answered(event)
         self.giving.answered(event, now)
         if served := self.serving.answered(event):
-            return [*served, *self._look(now)]
+            return [*served, *self.stages.look(now)]
         if (wave := self.waves.answering(event.key)) and self.stage is not Stage.LEFT:
-            return self._went_on(wave.answered(event, now), now)
+            return self.stages.waved(wave.answered(event, now), now)
         if self.exchange and self.stage is Stage.TRAIN:
-            return self._exchanged(self.exchange.answered(event, now), now)
-        return self._look(now)
+            return self.stages.exchanged(self.exchange.answered(event, now), now)
+        return self.stages.look(now)
 
     def _timer(self, name: str, now: float) -> list[Effect]:
         what, _, rank = name.partition(" ")
         if what == ANNOUNCE:
-            return self.gathering.again(int(rank), now) or self._look(now)
+            return self.gathering.again(int(rank), now) or self.stages.look(now)
         if what == GATHER:
-            return self._late(now) if self.gathering.on else []
+            return self.stages.late(now) if self.gathering.on else []
         if what == BUSY:
             return self.pulls.timer(self.training.step, now)
         if self.exchange and what in self.exchange.timers and self.stage is not Stage.LEFT:
-            return self._exchanged(self.exchange.timer(name, now), now)
+            return self.stages.exchanged(self.exchange.timer(name, now), now)
         if what == TIMER and self.stage is not Stage.LEFT:
-            return self._went_on(self.waves.timer(now), now)
+            return self.stages.waved(self.waves.timer(now), now)
         return []
 
     def _enough(self) -> list[Effect]:
@@ -438,66 +449,18 @@ class PeerRole:
             return []
         return [Stop(f"{alive} of {self.size} peers left, fewer than min_peers = {self.settings.min_peers}"), Resume()]
 
-    # --- waiting for the others: START, FINISH, DONE, and JOINING ---------------------------------
-
-    def _gather(self, stage: Stage, now: float) -> list[Effect]:
-        """Enter ``stage``, tell all others, and wait until they have come too, or peer_timeout has passed."""
-        self.stage = stage
-        arrival = ArriveRequest(stage, self.incarnation, self.report, self.waves.latest)
-        return [*self.gathering.begin(arrival, now), *self._look(now)]
-
-    def _look(self, now: float) -> list[Effect]:
-        """Something was heard of another, or of its loss: what follows for an exchange, and is a wait over?"""
-        looked = self.exchange.look(now) if self.exchange else []
-        if not self.gathering.on:
-            return self._exchanged(looked, now) if self.exchange and self.stage is Stage.TRAIN else looked
-        if self.stage is not Stage.JOINING:
-            return [*looked, *(self._gathered(now) if self.gathering.complete() else [])]
-        asked = self.joining.ask(now)
-        return [*looked, *(self._gather(Stage.START, now) if self.joining.may_begin() else asked)]
-
-    def _late(self, now: float) -> list[Effect]:
-        """They were waited for long enough."""
-        if self.stage is Stage.JOINING:
-            return self.joining.late(now) or self._gather(Stage.START, now)
-        if self.stage is Stage.FINISH and self.exchange and (self.exchange.attends or self.exchange.awaits_all):
-            # One that does not answer will be lost, and waited for no longer.
-            return self.gathering.go_on(self.gathering.absent(), now)
-        return [*self.gathering.late(), *self._gathered(now)]
-
-    def _gathered(self, now: float) -> list[Effect]:
-        self.gathering.end()
-        if self.stage is Stage.START:
-            self.stage = Stage.TRAIN
-            return self._trained(self.training.begin(now), now)
-        if self.stage is Stage.FINISH and self._agrees:
-            return self._agree(now)
-        return [Resume()]  # DONE, or it has only attended
-
     # --- training ---------------------------------------------------------------------------------
-
-    def _trained(self, effects: list[Effect], now: float) -> list[Effect]:
-        """Training has gone on; what comes after it is the finish."""
-        return [*effects, *self._finish(now)] if self.training.is_over() else effects
-
-    def _pulled(self, effects: list[Effect], now: float) -> list[Effect]:
-        """A pull has gone on; it may be in an exchange's place."""
-        return self._exchanged(effects, now) if self.exchange else effects
-
-    def _exchanged(self, effects: list[Effect], now: float) -> list[Effect]:
-        """An exchange has gone on."""
-        return self._trained(self.training.exchanged(effects), now)
 
     def _mixed(self, ticket: int, now: float) -> list[Effect]:
         if self.stage is Stage.LEFT:
             return []
         if self.joining.adopted(ticket):
-            return self._gather(Stage.START, now)
+            return self.stages.gather(Stage.START, now)
         if self.exchange and (adopted := self.exchange.adopted(ticket, now)) is not None:
             return adopted
         if self.stage is Stage.AGREE and self.waves.is_taken_in(ticket):
             return [Resume()]
-        return self._trained(self.training.mixed(ticket, now), now)
+        return self.stages.trained(self.training.mixed(ticket, now), now)
 
     def _poisoned(self, ticket: int, now: float) -> list[Effect]:
         if self.stage is Stage.LEFT:
@@ -506,9 +469,9 @@ class PeerRole:
         if (giver := self.joining.poisoned(ticket)) is not None:
             note = self._set_aside(giver, now)
             later = self.gathering.tell_later(giver, self.members.others[giver].aside_until)
-            return [note, later, *self._look(now)]
+            return [note, later, *self.stages.look(now)]
         note = self._set_aside(self.pulls.poisoned(), now)
-        return [note, *self._trained(self.training.go_on(now), now)]
+        return [note, *self.stages.trained(self.training.go_on(now), now)]
 
     def _set_aside(self, sender: int, now: float) -> Note:
         """A model of ``sender`` cannot be used: count it, and ask it for none for a while."""
@@ -518,47 +481,7 @@ class PeerRole:
             "poisoned", f"the model of peer {sender} holds NaN or Inf: not mixed, and it is set aside for a while"
         )
 
-    # --- the finish -------------------------------------------------------------------------------
-
-    def _finish(self, now: float) -> list[Effect]:
-        refused = self.waves.give_up(TRAINED, now)
-        attends = self.exchange is not None and self.exchange.attends
-        if not (self._agrees or attends):
-            return [*refused, Resume()]
-        return [*refused, *self._gather(Stage.FINISH, now)]
-
-    @property
-    def _agrees(self) -> bool:
-        """Whether it takes part in what the run ends with."""
-        return self.settings.finish != "none" and self.training.sound
-
-    def _agree(self, now: float, members: tuple[int, ...] | None = None) -> list[Effect]:
-        """Begin the last wave with ``members``; None: all that are here. Or take what the run's mode ends with."""
-        self.stage = Stage.AGREE
-        if self.exchange and members is None and (asked := self.exchange.agree(now)) is not None:
-            return asked
-        return self._went_on(self.waves.finish(members, self.training.step, self.weight, now), now)
-
     # --- waves ------------------------------------------------------------------------------------
-
-    def _round_requested(self, event: Received, request: RoundRequest, now: float) -> list[Effect]:
-        waves, last, refusal = self.waves, request.wave == LAST_WAVE, "it takes part in no wave"
-        match self.stage:
-            case Stage.START | Stage.TRAIN | Stage.FINISH if last:
-                waves.hold(event)
-                # One that no longer waits for others asks: all must mean the same members, so follow it.
-                if self.stage is Stage.FINISH and self.gathering.on and waves.may_join(event):
-                    self.gathering.end()
-                    return self._agree(now, request.members)
-                return []
-            case Stage.AGREE | Stage.DONE if last and waves.current is not None:
-                return self._went_on(waves.current.requested(event, now), now)
-            case Stage.START | Stage.TRAIN:
-                begun = self.stage is Stage.TRAIN
-                return self._trained(self.training.round_requested(event, begun, now), now)
-            case Stage.FINISH | Stage.AGREE | Stage.DONE:
-                refusal = TRAINED
-        return [waves.refuse(event, refusal, now)]
 
     def _meeting(self, ticket: int) -> Wave | None:
         """The wave, if ``ticket`` is our request of the round that it is in."""
@@ -574,34 +497,4 @@ class PeerRole:
         if not event.sound:
             self.poisoned += 1
             self.members.others[wave.partner].aside_until = now + self.settings.peer_timeout
-        return self._went_on(wave.was_merged(event.sound, now), now)
-
-    def _went_on(self, effects: list[Effect], now: float) -> list[Effect]:
-        """A wave has gone on; if it was the last, take its mean in at once."""
-        if self.stage is Stage.LEFT:
-            return effects
-        if self.stage is not Stage.AGREE:
-            return self._trained(self.training.waved(effects, now), now)
-        last = self.waves.current
-        if last is None or not self.waves.over:
-            return effects
-        return [*effects, *self.waves.take_in(), *([] if last.merged else [Resume()])]
-
-    # --- leaving ----------------------------------------------------------------------------------
-
-    def _leave(self, now: float) -> list[Effect]:
-        self.stage = Stage.LEFT
-        self.gathering.end()
-        # Models that still come are forgotten: whoever has been told that this peer leaves counts on its last word.
-        self.joining.leave()
-        dropped = self.training.leave(now)
-        deadline = now + self.settings.peer_timeout / 10
-        told: list[Effect] = [
-            self._requests.send(rank, LeaveRequest(), now, deadline) for rank in self.members.awaited()
-        ]
-        return [Wait(), *dropped, *told, *self.waves.leave(now), *self._gone_if_told()]
-
-    def _gone_if_told(self) -> list[Effect]:
-        """Resume once every peer that could be told has been told."""
-        telling = self._requests.asked(LeaveRequest)
-        return [] if telling or self.stage is not Stage.LEFT else [Resume()]
+        return self.stages.waved(wave.was_merged(event.sound, now), now)

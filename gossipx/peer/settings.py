@@ -1,4 +1,4 @@
-"""The settings of one peer's role; those of a run are :mod:`gossipx.config`."""
+"""The settings of one peer's role; those of a run are :mod:`gossipx.settings`."""
 
 from __future__ import annotations
 

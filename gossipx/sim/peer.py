@@ -6,7 +6,6 @@ import dataclasses
 import math
 from collections import deque
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,7 +15,6 @@ from gossipx import actor
 from gossipx.actor import Fault
 from gossipx.arena import ParameterArena
 from gossipx.buffers import typed
-from gossipx.drift import DriftReference
 from gossipx.hub import Elastic
 from gossipx.incoming import Incoming
 from gossipx.messages import (
@@ -42,41 +40,13 @@ from gossipx.messages import (
     TakeRequest,
 )
 from gossipx.peer import PeerRole
+from gossipx.sim.models import Exchange, Retrieval, SimModels
 from gossipx.sim.tables import SimTables
-from gossipx.snapshots import Captured, Snapshot
 from gossipx.storage.client import Client
 from gossipx.storage.desk import Desk
 
 if TYPE_CHECKING:
     from gossipx.sim.world import World
-
-
-@dataclass
-class _Exchange:
-    """A request of ours: open until it is answered or has failed, kept until it is forgotten."""
-
-    send: actor.Send
-    began: float
-    incoming: Incoming | None
-    open: bool = True
-    their_step: int = 0
-    arrived: float = 0.0
-
-
-@dataclass(frozen=True)
-class Retrieval:
-    """One model mixed, or merged in a wave, while training: at ``time``, after own iteration ``step``.
-
-    ``seconds`` from the request to the last byte; ``staleness`` own iterations minus the model's; ``distance``
-    ‖x_j − base‖₂ over the trained values.
-    """
-
-    time: float
-    step: int
-    sender: int
-    seconds: float
-    staleness: int
-    distance: float
 
 
 class SimPeer:
@@ -122,26 +92,29 @@ class SimPeer:
         self.poisoned = False
         self.reason: str | None = None
         self.before_finish: Tensor | None = None
-        self.retrievals: list[Retrieval] = []
         self.bytes_received = self.finish_bytes = 0
         self.blocked_seconds = 0.0
         self._gradient_step = gradient_step
         self._events: deque[actor.Event] = deque()
         self._handling = False
-        self._exchanges: dict[int, _Exchange] = {}
-        self._held: dict[int, Captured[Retrieval]] = {}
+        self._exchanges: dict[int, Exchange] = {}
+        self.models = SimModels(role, self.arena, self._note, self._events.append)
         self._requests = 0  # received so far: the keys of requests
         self._requesters: dict[Hashable, tuple[SimPeer, int]] = {}
-        self._brought: dict[Hashable, _Exchange] = {}  # by the key of the request
+        self._brought: dict[Hashable, Exchange] = {}  # by the key of the request
         self._timers: dict[str, float] = {}
         self._phase = "join"
         self._leaving = False
         self._waits_since: float | None = None
         self._stepping = False
-        self._reference = DriftReference(self.arena)
         self.tables = None if desk_of is None else SimTables(desk_of(module), self._events.append)
         self._lacks_since: float | None = None  # tables that are to be computed with
         self._computed = False  # an iteration's gradients are made, and to be pushed
+
+    @property
+    def retrievals(self) -> list[Retrieval]:
+        """Models that were mixed, or merged in a wave, while training."""
+        return self.models.retrievals
 
     def weights(self) -> Tensor:
         """All trained values, one float64 vector."""
@@ -151,7 +124,7 @@ class SimPeer:
     def centre(self) -> Tensor:
         """The centre that this peer, the hub, holds: one float64 vector of trained values."""
         assert isinstance(self.role.exchange, Elastic) and self.role.exchange.centre
-        held = self._held[self.role.exchange.centre.ticket].now
+        held = self.models.held[self.role.exchange.centre.ticket].now
         rows = zip(self.arena.sections, held.vectors, strict=True)
         return torch.cat([vector[: section.trainable].double() for section, vector in rows])
 
@@ -202,7 +175,7 @@ class SimPeer:
             case "join":
                 self._phase = "train"
                 if self.role.sync.policy.uses_drift:
-                    self._reference.set()
+                    self.models.reference.set()
                 self._go_on()
             case "train" if self._computed:
                 self._computed = False
@@ -235,8 +208,8 @@ class SimPeer:
 
     def _step_done(self) -> None:
         delta = self.arena.step_done()
-        self._world.note(self.rank, f"step {self.arena.step}")
-        self._tell(actor.StepDone(self.arena.step, delta, self._drift()))
+        self._note(f"step {self.arena.step}")
+        self._tell(actor.StepDone(self.arena.step, delta, self.models.drift()))
 
     def _push(self, client: Client) -> None:
         """Gradients leave as backward makes them: those of the last tables first."""
@@ -276,7 +249,7 @@ class SimPeer:
             for effect in self.role.handle(self._events.popleft(), self._world.now):
                 self._carry_out(effect)
             if self.role.stage is not stage:
-                self._world.note(self.rank, f"is {self.role.stage.name}")
+                self._note(f"is {self.role.stage.name}")
                 if stage < Stage.FINISH <= self.role.stage < Stage.LEFT:
                     self.before_finish = self.weights()
         self._handling = False
@@ -298,19 +271,24 @@ class SimPeer:
             case actor.Keep(key, ticket):
                 self._exchanges[ticket] = self._brought.pop(key)
             case actor.Capture(ticket, _):
-                self._held[ticket] = Captured(self.arena.snapshot())
+                self.models.capture(ticket)
             case actor.Merge():
-                self._merge(effect)
+                self.models.merge(self._exchanges[effect.ticket], effect, now)
+                self._forget(effect.ticket)
             case actor.TakeIn(ticket):
-                self._take_in(ticket)
+                self.models.take_in(ticket)
+                self._forget(ticket)
             case actor.Mix(ticket, share):
-                self._mix(ticket, share)
+                self.models.mix(ticket, self._exchanges[ticket], share, now)
+                self._forget(ticket)
             case actor.Adopt(ticket, step):
-                self._adopt(ticket, self.arena.step if step is None else step)
+                self.models.adopt(ticket, self._exchanges[ticket], self.arena.step if step is None else step)
+                self._forget(ticket)
             case actor.Forget(ticket):
                 self._forget(ticket)
             case actor.Given(ticket):
-                self._given(ticket)
+                self.models.given(ticket)
+                self._forget(ticket)
             case actor.SetTimer(name, at):
                 self._timers[name] = at
                 self._later(at, lambda: self._fire(name, at))
@@ -321,12 +299,15 @@ class SimPeer:
                     self.blocked_seconds += now - self._waits_since
                 self._waits_since = None
             case actor.Switched(_, problem):
-                self._world.note(self.rank, problem or "has had the sync model switched")
+                self._note(problem or "has had the sync model switched")
             case actor.Note(_, text):
-                self._world.note(self.rank, text)
+                self._note(text)
             case actor.Stop(reason):
-                self._world.note(self.rank, f"must stop: {reason}")
+                self._note(f"must stop: {reason}")
                 self.reason = self.reason or reason
+
+    def _note(self, what: str) -> None:
+        self._world.note(self.rank, what)
 
     def _fire(self, name: str, at: float) -> None:
         if self._timers.get(name) == at:
@@ -339,48 +320,35 @@ class SimPeer:
         incoming = None
         brought = bytearray()
         if isinstance(send.request, ModelRequest):
-            base = self._base(send)
+            base = self.models.base(send)
             if isinstance(send.request, ElasticRequest):
                 assert base is not None
                 brought += self._poison(bytearray(base.buffer.view))
             incoming = Incoming(self.arena, base, whole=isinstance(send.request, InitialRequest))
         if self.tables is not None and isinstance(send.request, ServerRequest | RangesRequest):
             send, brought = self.tables.outgoing(send)
-        exchange = _Exchange(send, self._world.now, incoming)
+        exchange = Exchange(send, self._world.now, incoming)
         self._exchanges[send.ticket] = exchange
         match send.request:
             case InitialRequest():
-                self._world.note(self.rank, f"asks {send.to} for a model to begin with")
+                self._note(f"asks {send.to} for a model to begin with")
             case PullRequest():
-                self._world.note(self.rank, f"pulls {send.to}")
+                self._note(f"pulls {send.to}")
             case PushRequest():
-                self._world.note(self.rank, f"pushes to {send.to}")
+                self._note(f"pushes to {send.to}")
             case PairRequest():
-                self._world.note(self.rank, f"asks {send.to} to pair")
+                self._note(f"asks {send.to} to pair")
             case TakeRequest():
-                self._world.note(self.rank, f"takes from {send.to}")
+                self._note(f"takes from {send.to}")
             case RoundRequest(wave, number):
                 which = "" if wave == LAST_WAVE else f" of wave {wave}"
-                self._world.note(self.rank, f"meets {send.to} in round {number}{which}")
+                self._note(f"meets {send.to} in round {number}{which}")
             case ElasticRequest():
-                self._world.note(self.rank, f"brings its model to {send.to}")
+                self._note(f"brings its model to {send.to}")
             case CentreRequest():
-                self._world.note(self.rank, f"asks {send.to} for the centre")
+                self._note(f"asks {send.to} for the centre")
         self._world.carry(self, send.to, len(brought), lambda: self._arrive(send, brought))
         self._later(send.deadline, lambda: self.fail(send.ticket, Fault.TIMEOUT))
-
-    def _base(self, send: actor.Send) -> Snapshot | None:
-        """What the model that is asked for is compared with, held; None: it is kept as it comes."""
-        match send.request:
-            case TakeRequest():
-                held = self._held.get(send.ticket)
-                return None if held is None else held.base.hold()
-            case PullRequest() | ElasticRequest():
-                if self.role.sync.policy.uses_drift:
-                    self._held[send.ticket] = Captured(self.arena.snapshot())
-                return self.arena.snapshot()
-            case _:
-                return None
 
     def _arrive(self, send: actor.Send, brought: bytearray) -> None:
         """Our request is at the other's address, with what it brings."""
@@ -401,7 +369,7 @@ class SimPeer:
             exchange = self._exchanges.get(ticket)
             if exchange is not None and exchange.open:
                 exchange.open = False
-                self._world.note(self.rank, f"has no answer of {exchange.send.to}: {fault.name}")
+                self._note(f"has no answer of {exchange.send.to}: {fault.name}")
                 self._tell(actor.Failed(ticket, fault))
                 self._close(exchange)
 
@@ -432,7 +400,7 @@ class SimPeer:
             if isinstance(reply, ModelReply) and isinstance(exchange.send.request, TakeRequest | ElasticRequest):
                 assert exchange.incoming is not None
                 if math.isnan(exchange.incoming.norm()):  # known before the other side counts on it
-                    self._world.note(self.rank, f"refuses the model of {exchange.send.to}")
+                    self._note(f"refuses the model of {exchange.send.to}")
                     self._tell(actor.Failed(ticket, Fault.POISONED))
                     return
             self._tell(actor.Replied(ticket, reply))
@@ -441,7 +409,7 @@ class SimPeer:
         self._later(self._world.now, told)
         return True
 
-    def _close(self, exchange: _Exchange) -> None:
+    def _close(self, exchange: Exchange) -> None:
         """It has its answer: unless it holds a model, nobody refers to it any more."""
         if exchange.incoming is None:
             self._exchanges.pop(exchange.send.ticket, None)
@@ -466,7 +434,7 @@ class SimPeer:
                 came = dataclasses.replace(send, to=sender.rank)
                 assert isinstance(send.request, ElasticRequest)
                 now, step = self._world.now, send.request.step
-                self._brought[key] = _Exchange(came, now, incoming, open=False, their_step=step, arrived=now)
+                self._brought[key] = Exchange(came, now, incoming, open=False, their_step=step, arrived=now)
             self._tell(actor.Received(sender.rank, key, send.request))
 
         self._later(self._world.now, told)
@@ -487,7 +455,7 @@ class SimPeer:
             if answer.captured is None:
                 snapshot = self.arena.snapshot(answer.whole_model)
             else:
-                snapshot = self._held[answer.captured].now.hold()
+                snapshot = self.models.held[answer.captured].now.hold()
             reply = dataclasses.replace(reply, step=snapshot.step)
             payload += self._poison(bytearray(snapshot.buffer.view))
             snapshot.release()
@@ -512,94 +480,12 @@ class SimPeer:
             typed(memoryview(model), dtype)[0] = math.nan
         return model
 
-    # --- models come in -----------------------------------------------------------------------------------
-
-    def _mix(self, ticket: int, share: float) -> None:
-        exchange = self._exchanges[ticket]
-        assert exchange.incoming is not None
-        distance = exchange.incoming.norm()
-        if math.isnan(distance):
-            self._world.note(self.rank, f"refuses the model of {exchange.send.to}")
-            self._events.append(actor.Poisoned(ticket))
-        else:
-            if not exchange.incoming.compares:
-                distance = self.arena.subtract(exchange.incoming.buffer)
-            self.arena.commit(exchange.incoming.buffer, share)
-            self._world.note(self.rank, f"mixes {exchange.send.to}")
-            if isinstance(exchange.send.request, PullRequest | TakeRequest | ElasticRequest):
-                self._retrieved(exchange, distance, share)
-            self._events.append(actor.Mixed(ticket))
-        self._forget(ticket)
-
-    def _retrieved(self, exchange: _Exchange, distance: float, share: float) -> None:
-        now, step = self._world.now, self.arena.step
-        staleness = step - exchange.their_step
-        seconds = exchange.arrived - exchange.began
-        self.retrievals.append(Retrieval(now, step, exchange.send.to, seconds, staleness, distance))
-        if self.role.sync.policy.uses_drift:
-            assert exchange.incoming is not None  # it holds the difference now, of which a share was added
-            own = exchange.send.ticket == self.role.pulling  # else another has pushed it
-            base = self._held[exchange.send.ticket].base.buffer if own else None
-            self._reference.move(exchange.incoming.buffer, share, base)
-
-    def _merge(self, merge: actor.Merge) -> None:
-        exchange, held = self._exchanges[merge.ticket], self._held[merge.into]
-        assert exchange.incoming is not None
-        distance = self.arena.merge(exchange.incoming.buffer, held.now.buffer, merge.own, merge.theirs)
-        sound = not math.isnan(distance)
-        in_wave = isinstance(exchange.send.request, RoundRequest)
-        taken = "mixes" if in_wave else "takes in"
-        self._world.note(self.rank, f"{taken if sound else 'refuses the model of'} {exchange.send.to}")
-        if sound:
-            seconds = exchange.arrived - exchange.began
-            staleness = self.arena.step - exchange.their_step
-            found = Retrieval(self._world.now, self.arena.step, exchange.send.to, seconds, staleness, distance)
-            if in_wave:
-                held.retrievals.append(found)
-            step = held.base.step if in_wave else max(held.now.step, exchange.their_step)
-            held.now.release()
-            held.now = self.arena.held(exchange.incoming.give_away(), step)
-        self._events.append(actor.Merged(merge.ticket, merge.into, sound))
-        self._forget(merge.ticket)
-
-    def _take_in(self, ticket: int) -> None:
-        held = self._held[ticket]
-        self.arena.take_in(held.now, held.base)
-        self._world.note(self.rank, "takes the mean in")
-        if self.role.stage is Stage.TRAIN:
-            self.retrievals += held.retrievals
-            if self.role.sync.policy.uses_drift:
-                self._reference.set(held.now.buffer)
-        self._events.append(actor.Mixed(ticket))
-        self._forget(ticket)
-
-    def _adopt(self, ticket: int, step: int) -> None:
-        exchange = self._exchanges[ticket]
-        assert exchange.incoming is not None
-        taken = self.arena.adopt(exchange.incoming.buffer, step)
-        self._world.note(self.rank, f"{'adopts' if taken else 'refuses'} the model of {exchange.send.to}")
-        self._events.append(actor.Mixed(ticket) if taken else actor.Poisoned(ticket))
-        self._forget(ticket)
-
-    def _given(self, ticket: int) -> None:
-        if self.role.sync.policy.uses_drift:
-            self._reference.set(self._held[ticket].base.buffer)
-        self._forget(ticket)
-
     def _forget(self, ticket: int) -> None:
         if self.tables is not None:
             self.tables.forget(ticket)
-        if held := self._held.pop(ticket, None):
-            held.release()
+        self.models.forget(ticket)
         exchange = self._exchanges.pop(ticket, None)
         if exchange is None:
             return
         if exchange.incoming is not None:
             exchange.incoming.release()
-
-    def _drift(self) -> float | None:
-        """‖x_t − x_r‖₂: from the request that is under way, which is forgotten if it fails, or the last retrieval."""
-        if not self.role.sync.policy.uses_drift:
-            return None
-        held = None if self.role.pulling is None else self._held.get(self.role.pulling)
-        return self._reference.distance() if held is None else self.arena.distance(held.base.buffer)

@@ -13,7 +13,7 @@ from gossipx.sim import Network, World
 
 def snapshots(made, rank: int) -> int:
     """Versions of its model that a peer keeps, the last boundary's among them."""
-    return 1 + len({id(held.base) for held in made.peers[rank]._held.values()})
+    return 1 + len({id(held.base) for held in made.peers[rank].models.held.values()})
 
 
 @pytest.mark.parametrize("max_served", [1, 3])

@@ -263,7 +263,7 @@ def test_own_steps_alone_are_drift_from_a_wave(slow: dict[int, float]):
         rank, retrievals = peer.rank, peer.role.sync.retrievals
         if retrievals > begun[rank]:
             begun[rank], way[rank] = retrievals, torch.zeros(SIZE).double()
-        drift = peer._drift()
+        drift = peer.models.drift()
         assert drift is not None and abs(drift - way[rank].norm()) < 1e-5
         was = peer.weights()
         sgd(peer.module)
@@ -348,7 +348,7 @@ def test_a_checkpoint_restored_in_a_wave_takes_no_part():
     kept = peer.weights()
     peer.arena.set_boundary(3)
     peer._tell(Restored(3, state))
-    assert peer.role.waves.current is None and not peer._held
+    assert peer.role.waves.current is None and not peer.models.held
     made.run(made.now + 0.5)
     assert torch.equal(peer.weights(), kept)
     ended(made, bound(2, 2 * ITERATIONS))

@@ -15,9 +15,9 @@ from certificates import Authority
 from gossipx import config
 from gossipx.access import SECRET_VARIABLE, absolute, grant, is_loopback, uncovered
 from gossipx.cli import main
-from gossipx.config import ExchangeSettings
 from gossipx.errors import UsageError
 from gossipx.launch import certs
+from gossipx.settings import ExchangeSettings
 from gossipx.transports import Address, tcp
 from gossipx.transports.tls import Tls
 

@@ -42,7 +42,7 @@ def make() -> Iterator[Make]:
         given = config.resolve({"policy": "never", "peer_timeout": 20.0, "transport": "tcp", **settings})
         peer = build.peer(nn.Linear(VALUES, 1, bias=False), None, given, place)
         undo.callback(peer.close)
-        peer._role.stage = Stage.TRAIN
+        peer._role.stages.stage = Stage.TRAIN
         return peer
 
     with ExitStack() as undo:

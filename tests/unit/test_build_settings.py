@@ -10,6 +10,7 @@ from torch import nn
 import gossipx
 from gossipx import build, config
 from gossipx.errors import UsageError
+from gossipx.settings import RunConfig
 from gossipx.tasks.presets import PRESETS
 
 SIZE = 4
@@ -27,7 +28,7 @@ OF_PEERS = [
 """What is of peers that exchange with each other."""
 
 
-def effective(has_script: bool = False, **given: Any) -> config.RunConfig:
+def effective(has_script: bool = False, **given: Any) -> RunConfig:
     return build.effective(config.resolve(given), SIZE, has_script)
 
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from gossipx.config import KEYS, RunConfig, dump, load, resolve
+from gossipx.config import dump, load, resolve
 from gossipx.errors import UsageError
+from gossipx.settings import KEYS, RunConfig
 
 EVERY_KEY: dict[str, dict[str, Any]] = {
     "run": {

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from gossipx.config import KEYS, Key
 from gossipx.server.models import SYNC_MODELS
 from gossipx.server.placement import BUILT_IN
+from gossipx.settings import KEYS, Key
 
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
 SECTIONS = {"hub": "## Around a hub\n", "server": "## Parameter server\n"}
