@@ -1,7 +1,7 @@
 """How fast gradients and values go between workers and servers, beside plain sockets that move the same bytes.
 
-Over loopback, where there is as much network as there is processor; and over links, where it is the network that is
-short.
+Over loopback, where there is as much network as there is processor; over links, where it is the network that is
+short; and with what has no push lost when a server is killed.
 """
 
 from __future__ import annotations
@@ -30,45 +30,41 @@ CONNECTIONS = 2
 """Between a worker and a server: as many requests of a kind as gossipx has open at a time."""
 GOAL = 0.7
 WARM_UP = 3
-WAYS = {"tcp": "gossipx, TCP", "auto": "gossipx, shared memory"}
+Ways = dict[str, dict[str, Any]]
+"""Settings of gossipx, by what the way is called."""
+TCP: Ways = {"gossipx, TCP": {"transport": "tcp"}}
+WAYS: Ways = {**TCP, "gossipx, shared memory": {"transport": "auto"}}
+SAFE: Ways = {
+    **TCP,
+    "with a replica": {"transport": "tcp", "server_replicas": 1},
+    "with a journal": {"transport": "tcp", "checkpoint_every": 10**6},
+}
+SAFE_SIZE = 2**22
 RATE = "1gbit"
 """Of each link."""
 HEADINGS = ("tensor", "way", "GB/s, both ways, all workers", "of sockets", "goal")
 
 
-def measure(crew: Crew, rounds: int, iterations: int, sizes: tuple[int, ...] = SIZES, model: int = MODEL) -> Any:
-    """Over loopback: title, headings, rows and figures.
+def measure(
+    crew: Crew,
+    rounds: int,
+    iterations: int,
+    sizes: tuple[int, ...] = SIZES,
+    model: int = MODEL,
+    ways: Ways = WAYS,
+    network: str = "loopback",
+) -> Any:
+    """Title, headings, rows and figures.
 
     Args:
-        crew: on loopback.
+        crew: on loopback, or on an emulated network.
         rounds: in each of which every way has its turn, for every size.
         iterations: that are measured, of each.
         sizes: bytes of a tensor.
         model: bytes of all tensors together.
+        ways: beside sockets.
+        network: what the figures call the network.
     """
-    return _measure(crew, "loopback", "loopback", WAYS, rounds, iterations, sizes, model)
-
-
-def measure_links(rounds: int, iterations: int, sizes: tuple[int, ...] = SIZES[1:], model: int = MODEL) -> Any:
-    """Over emulated links of ``RATE``, as :func:`measure` does over loopback; no rows where the system has none."""
-    try:
-        with EmulatedNetwork(SERVERS + WORKERS, RATE) as net, Crew(hosts=net.hosts) as crew:
-            tcp = {"tcp": WAYS["tcp"]}
-            return _measure(crew, RATE, net.describe(), tcp, rounds, iterations, sizes, model)
-    except NetworkUnavailableError as error:
-        return f"Push and pull over links of {RATE}: not measured, {error}", HEADINGS, [], []
-
-
-def _measure(
-    crew: Crew,
-    network: str,
-    described: str,
-    ways: dict[str, str],
-    rounds: int,
-    iterations: int,
-    sizes: tuple[int, ...],
-    model: int,
-) -> Any:
     rows, figures = [], []
     for size in sizes:
         seconds: dict[str, list[float]] = {"sockets": [], **{way: [] for way in ways}}
@@ -76,16 +72,31 @@ def _measure(
             job = {"size": size, "model": model, "iterations": iterations}
             seconds["sockets"] += _times(crew.run("_throughput:plain", **job))
             for way in ways:
-                settings = {"servers": "0,1", "servers_only": True, "wait_free": False, "transport": way}
+                settings = {"servers": "0,1", "servers_only": True, "wait_free": False, **ways[way]}
                 seconds[way] += _times(crew.run("_throughput:served", **job, settings=settings))
         more = _told(network, size, model, {way: statistics.median(values) for way, values in seconds.items()})
         rows += more[0]
         figures += more[1]
     title = (
         f"Push and pull of {model / 2**20:g} MiB by each of {WORKERS} workers, {SERVERS} servers, bsp, medians of"
-        f" {rounds} x {iterations} iterations\n{described}"
+        f" {rounds} x {iterations} iterations, {network}"
     )
     return title, HEADINGS, rows, figures
+
+
+def measure_links(rounds: int, iterations: int) -> Any:
+    """:func:`measure` over emulated links of ``RATE``; no rows where the system has none."""
+    try:
+        with EmulatedNetwork(SERVERS + WORKERS, RATE) as net, Crew(hosts=net.hosts) as crew:
+            title, *table = measure(crew, rounds, iterations, SIZES[1:], ways=TCP, network=RATE)
+            return f"{title}\n{net.describe()}", *table
+    except NetworkUnavailableError as error:
+        return f"Push and pull over links of {RATE}: not measured, {error}", HEADINGS, [], []
+
+
+def measure_safe(crew: Crew, rounds: int, iterations: int) -> Any:
+    """:func:`measure` with what keeps pushes when a server is killed, and without."""
+    return measure(crew, rounds, iterations, (SAFE_SIZE,), ways=SAFE)
 
 
 def _times(done: list[Done]) -> list[float]:
@@ -99,11 +110,11 @@ def _told(network: str, size: int, model: int, seconds: dict[str, float]) -> tup
     raw = moved / seconds["sockets"]
     called = f"{size // 1024} KiB" if size < 2**20 else f"{size // 2**20} MiB"
     rows.append((called, "sockets, sendall", f"{raw:.2f}", "", ""))
-    for way in [way for way in WAYS if way in seconds]:
-        name, rate = WAYS[way], moved / seconds[way]
-        goal = GOAL if way == "tcp" and size >= 2**20 else None
-        rows.append((called, name, f"{rate:.2f}", f"{rate / raw:.0%}", "" if goal is None else f"{goal:.0%}"))
-        what = f"{network}, {called} tensors: {name}"
+    for way in list(seconds)[1:]:
+        rate = moved / seconds[way]
+        goal = GOAL if way in TCP and size >= 2**20 else None
+        rows.append((called, way, f"{rate:.2f}", f"{rate / raw:.0%}", "" if goal is None else f"{goal:.0%}"))
+        what = f"{network}, {called} tensors: {way}"
         figures.append(figure(what, rate, "GB/s", reference=raw))
         if goal is not None:
             figures.append(figure(f"{what}, of sockets", rate / raw, "", goal=goal, met=rate / raw >= goal))

@@ -2,9 +2,10 @@
 
 bin/bench server              all of it, short (about 9 minutes)
 bin/bench server --full       the README's tables (about 25 minutes)
-bin/bench server --only throughput|links|wait-free|staleness|hybrid
+bin/bench server --only throughput|links|safe|wait-free|staleness|hybrid
     throughput    pushes and pulls of tensors of 64 KiB to 16 MiB, beside plain sockets
     links         the same from 1 MiB on, over emulated links of 1 Gbit/s
+    safe          the same of 4 MiB with a replica, and with a journal, that keep each push when a server is killed
     wait-free     an iteration over 1 Gbit/s links, where gradients leave as they are made, and all at the end
     staleness     delayed pulls (DPRs) of SSP and PSSP, soft barrier and lazy pulls (FluentPS, Figure 9 and Table IV)
     hybrid        hybrid less asp, and less bsp, in rounds of equal time (Hybrid Approach, section 6)
@@ -57,6 +58,12 @@ def _links_of(full: bool) -> Table:
     return table
 
 
+def _safe_of(full: bool) -> Table:
+    with Crew() as crew:
+        table: Table = _throughput.measure_safe(crew, 3 if full else 1, 10 if full else 5)
+    return table
+
+
 def _wait_free_of(full: bool) -> Table:
     table: Table = _wait_free.measure(3 if full else 1, 20 if full else 8)
     return table
@@ -78,6 +85,7 @@ def _hybrid_of(full: bool) -> Table:
 PARTS: dict[str, Callable[[bool], Table]] = {
     "throughput": _throughput_of,
     "links": _links_of,
+    "safe": _safe_of,
     "wait-free": _wait_free_of,
     "staleness": _staleness_of,
     "hybrid": _hybrid_of,
