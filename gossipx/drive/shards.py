@@ -16,7 +16,7 @@ from typing import Any
 
 from gossipx.checkpoint import KEEP, Checkpoint, CheckpointError, Store, journal, pack, unpack
 from gossipx.checkpoint.journal import Journal
-from gossipx.drive.lane import Lane
+from gossipx.drive.lane import LONGEST, Lane
 from gossipx.errors import UsageError
 from gossipx.messages import RecordRequest
 from gossipx.server.shard import NEXT_RECORD, Shard
@@ -220,6 +220,12 @@ class ShardKeeper:
             self._desk.load_state_dict(shard, unpack(found.parts[TABLES]))
         except (UsageError, ValueError, KeyError) as error:
             raise UsageError(f"the checkpoint is of other tables: {error}", found.path) from error
+
+    def settle(self) -> None:
+        """Wait until all checkpoints that were taken are written: whoever holds their shards next writes there, too."""
+        written = threading.Event()
+        self._lane.put(written.set)
+        written.wait(LONGEST)
 
     def close(self) -> None:
         """Keep no more; what is being written is finished."""

@@ -176,6 +176,8 @@ class TableWork:
             self._give(answer, reply, Source(memoryview(b"")) if isinstance(reply, TablesReply) else None, nothing)
 
     def _answer_pieces(self, answer: Answer, reply: TablesReply, pieces: Pieces) -> None:
+        if self.keeper is not None:
+            self.keeper.settle()
         try:
             source = self._desk.pack(pieces)
         except GossipxError as error:

@@ -151,25 +151,36 @@ def _served(
         at, _, then = best
         _tell_new([index for index, rank in enumerate(then) if rank in here and index not in shards[then]])
         return [at], at, then
-    return _uneven(trained, shards, servers, here)
+    return _uneven(path, trained, shards, servers, here)
 
 
 def _uneven(
-    trained: Kept, shards: dict[tuple[int, ...], Kept], servers: tuple[int, ...], here: list[int]
+    path: Path, trained: Kept, shards: dict[tuple[int, ...], Kept], servers: tuple[int, ...], here: list[int]
 ) -> tuple[list[int], int | None, tuple[int, ...]]:
-    """As :func:`_served`, where there is no iteration that all have."""
+    """As :func:`_served`, where there is no iteration that all have.
+
+    Raises:
+        UsageError: the newest checkpoints of shards are of servers that do not go together.
+    """
     newest: dict[int, tuple[int, tuple[int, ...]]] = {}  # by shard, with the servers of then
     for then, kept in shards.items():
         for index, found in kept.items():
             newest[index] = max(newest.get(index, (0, then)), (max(found), then))
-    whole = {  # where each shard's newest is of these servers, the iteration of the one that is furthest behind
-        then: min(newest[index][0] for index in needed)
+    whole = {  # where each shard's newest, if it has one, is of these servers: that of the one furthest behind
+        then: min(newest[index][0] for index in having)
         for then in shards
-        if (needed := [index for index, rank in enumerate(then) if rank in here])
-        and all(index in newest and newest[index][1] == then for index in needed)
+        if (having := [index for index, rank in enumerate(then) if rank in here and index in newest])
+        and all(newest[index][1] == then for index in having)
     }
-    if not trained or (newest and not whole):
+    if not trained:
         return [], None, servers
+    if newest and not whole:
+        apart = (f"shard {index} at {at}: {','.join(map(str, then))}" for index, (at, then) in sorted(newest.items()))
+        raise UsageError(
+            f"the newest checkpoints of its shards are of different servers ({'; '.join(apart)}), and do not go"
+            " together: remove its shard-* directories to go on from the workers' models alone",
+            path,
+        )
     then = max(whole, key=whole.__getitem__, default=servers)
     held = {index: newest[index][0] for index, rank in enumerate(then) if rank in here and index in newest}
     told = [f"worker {rank}: {max(found)}" for rank, found in sorted(trained.items())]

@@ -112,6 +112,7 @@ class Shard:
         self._leads = leads
         self._keep_at = 0  # the clock of the next checkpoint that is due by seconds, or of the last
         self._kept = 0  # the clock of the last checkpoint
+        self._handed = False  # that was of another layout: it would not do for this one
         self._kept_at = 0.0
         self._restored = False
         self._buckets = buckets
@@ -176,9 +177,9 @@ class Shard:
         by_ticks = ticks and clock // ticks > self._kept // ticks
         at_an_end = (last or first) and (ticks or seconds)
         due = leaves or self._kept < self._keep_at <= clock or by_ticks or at_an_end
-        if (clock == self._kept and not first) or not due:
+        if (clock == self._kept and not (first or self._handed)) or not due:
             return []
-        self._kept, self._kept_at = clock, now
+        self._kept, self._kept_at, self._handed = clock, now, False
         # What the checkpoint has must not be in a record after it.
         made = self.records.made()
         return [*made, KeepShard(self.index, clock, {**self.state_dict(), NEXT_RECORD: self.records.number})]
@@ -246,7 +247,7 @@ class Shard:
         workers = [[rank, incarnation, -1, []] for rank, incarnation, *_ in state["workers"]]
         self.load_state_dict({**state, "workers": workers})
         self._plan = deque(plan)
-        self._kept, self._kept_at, self._begun = state["kept"], now, True
+        self._kept, self._kept_at, self._handed, self._begun = state["kept"], now, True, True
 
     def close(self, reply: Reply, now: float) -> list[Effect]:
         """It lies here no more: pulls that wait are answered so."""

@@ -136,12 +136,27 @@ def test_as_many_are_kept_as_of_peers(tmp_path: Path, keep: int) -> None:
         desk.fill(0)
         for clock in range(5):
             keeper.keep(0, clock, exchange.shards[0].state_dict())
-            written = threading.Event()
-            keeper._lane.put(written.set)
-            assert written.wait(10)
+            keeper.settle()
+            assert max(Store(tmp_path / "shard-00" / "checkpoints").whole()) == clock
     finally:
         peer.close()
     assert Store(tmp_path / "shard-00" / "checkpoints").whole() == set(range(5 - keep, 5))
+
+
+def test_who_leaves_keeps_what_it_was_handed_at_that_clock(tmp_path: Path) -> None:
+    """SIGTERM has come to all: the one that held the shard had kept it, but by the layout of before."""
+
+    def kept(shard: Shard) -> list[int]:
+        return [one.clock for one in shard.keep(0.0, leaves=True) if isinstance(one, KeepShard)]
+
+    server = Server(tmp_path)
+    server.push(0)
+    assert kept(server.shard) == [1]
+    after = server._fresh(0)
+    after.take_over(server.shard.hand_over(), 0.0)
+    assert after.keep(0.0) == [], "none is due"
+    assert kept(after) == [1]
+    assert kept(after) == []
 
 
 def test_nothing_is_taken_from_beyond_what_was_not_written_down(

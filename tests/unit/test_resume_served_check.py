@@ -71,8 +71,17 @@ def test_shards_of_other_servers_go_on_by_these(tmp_path: Path) -> None:
 
 def test_shards_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
     shards: Shards = {0: [(97, (2, 1))], 1: [(95, (0, 1))]}
-    with pytest.raises(UsageError, match="no peer has a whole checkpoint"):
+    with pytest.raises(UsageError, match=r"different servers \(shard 0 at 97: 2,1; shard 1 at 95: 0,1\)"):
         check(tmp_path, {0: [90], 1: [96], 2: [98]}, shards)
+
+
+def test_a_shard_without_any_begins_anew_beside_one_that_is_uneven_with_the_workers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "gossipx")
+    assert check(tmp_path, {0: [51], 1: [51], 2: [51]}, {0: [(50, (0, 1))]}) == (None, "0,1")
+    assert "(worker 0: 51, worker 1: 51, worker 2: 51, shard 0: 50)" in caplog.text
+    assert "shard 1 has no checkpoint: it begins with its holder's model" in caplog.text
 
 
 @pytest.mark.parametrize(("newest", "at"), [(90, 90), (91, None)])
