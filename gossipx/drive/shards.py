@@ -221,11 +221,14 @@ class ShardKeeper:
         except (UsageError, ValueError, KeyError) as error:
             raise UsageError(f"the checkpoint is of other tables: {error}", found.path) from error
 
-    def settle(self) -> None:
-        """Wait until all checkpoints that were taken are written: whoever holds their shards next writes there, too."""
+    def settle(self) -> bool:
+        """Wait until all checkpoints that were taken are written; False: they take too long.
+
+        Whoever holds their shards next writes to the same places.
+        """
         written = threading.Event()
         self._lane.put(written.set)
-        written.wait(LONGEST)
+        return written.wait(LONGEST)
 
     def close(self) -> None:
         """Keep no more; what is being written is finished."""

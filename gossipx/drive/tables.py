@@ -176,8 +176,9 @@ class TableWork:
             self._give(answer, reply, Source(memoryview(b"")) if isinstance(reply, TablesReply) else None, nothing)
 
     def _answer_pieces(self, answer: Answer, reply: TablesReply, pieces: Pieces) -> None:
-        if self.keeper is not None:
-            self.keeper.settle()
+        if self.keeper is not None and not self.keeper.settle():
+            self._give(answer, NotReadyReply("its last checkpoint takes too long to be written"), None, nothing)
+            return
         try:
             source = self._desk.pack(pieces)
         except GossipxError as error:

@@ -3,7 +3,8 @@
 When the policy says so a worker brings its model x to the hub and is given the centre x̃ as it was before. At the next
 step boundary it moves by α (x̃ − x), with x as it was brought: the same difference by which the hub has moved, so that
 with β = p·α the sum of both stays as it was, whatever steps were made meanwhile. The optimizer's momentum is not
-touched by it: with a Nesterov momentum this is EAMSGD (Zhang et al., Eq. 5 and 6).
+touched by it: with a Nesterov momentum this is EAMSGD (Zhang et al., Eq. 5 and 6), but that the difference is that of
+the point where torch keeps the weights and takes the gradient, x + δv.
 
 The hub may train, too. It then is its own worker, by the same messages.
 """

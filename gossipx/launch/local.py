@@ -89,15 +89,24 @@ def launch(given: RunConfig, hosts: Path, script: list[str], resumes: bool = Fal
 
 
 def _named(settings: RunConfig) -> RunConfig:
-    """A name for a run that was given none: its policy's, with the first number that is free."""
+    """A name for a run that was given none: its policy's, or sync model's, with the first number that is free."""
     if settings.run.name is not None:
         return settings
-    stem = re.split(r"\W", settings.sync.policy)[0]
+    stem = re.split(r"\W", _goes_by(settings))[0]
     name, number = stem, 1
     while (Path(settings.run.logdir) / name).exists():
         number += 1
         name = f"{stem}-{number}"
     return replace(settings, run=replace(settings.run, name=name))
+
+
+def _goes_by(settings: RunConfig) -> str:
+    """The policy; or with servers the sync model."""
+    return settings.server.sync if _by_servers(settings) else settings.sync.policy
+
+
+def _by_servers(settings: RunConfig) -> bool:
+    return settings.server.servers is not None or settings.sync.mode == "server"
 
 
 class _Run:
@@ -121,8 +130,11 @@ class _Run:
         self._resumes_at = resumes_at
         length = 0 if script else settings.run.iterations  # a script has a length of its own
         self._standings = {rank: Standing(peers[rank].name, iterations=length) for rank in here}
-        hub = "" if settings.hub.hub is None else f", hub {settings.hub.hub}"
-        title = f"{settings.run.name}: policy {settings.sync.policy}, {len(peers)} peers{hub}"
+        around = "" if settings.hub.hub is None else f", hub {settings.hub.hub}"
+        if _by_servers(settings):
+            around = f", servers {settings.server.servers or 0}"
+        kind = "sync" if _by_servers(settings) else "policy"
+        title = f"{settings.run.name}: {kind} {_goes_by(settings)}, {len(peers)} peers{around}"
         self._display = Display(title, self._standings)
         self._children: dict[int, Child] = {}
         self._results: dict[int, dict[str, Any]] = {}
@@ -325,9 +337,7 @@ class _Run:
         done = [report["iterations"] for report in reports if report and "iterations" in report]
         return Summary(
             name=settings.run.name,
-            policy=next(
-                (report["policy"] for report in reports if report and "policy" in report), settings.sync.policy
-            ),
+            policy=next((report["policy"] for report in reports if report and "policy" in report), _goes_by(settings)),
             codec="none",
             seed=settings.run.seed,
             peers=len(self._peers),

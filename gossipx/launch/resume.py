@@ -140,13 +140,14 @@ def _served(
     workers = [rank for rank in here if not (settings.server.servers_only and rank in servers)]
     trained = {rank: found for rank in workers if (found := store_of(path, rank).whole(told=True))}
     shards = _shards(path, servers)
-    best: tuple[int, int, tuple[int, ...]] | None = None  # the iteration, how many shards have it, the servers
+    best: tuple[int, int, tuple[int, ...]] | None = None  # the iteration, less shards that have none, the servers
     for then, kept in shards.items():
         held = [kept.get(index, set()) for index, rank in enumerate(then) if rank in here]
         having = [one for one in (*trained.values(), *held) if one or then != servers]
         at = max(set.intersection(*having), default=None) if having else None
-        if at is not None and (best is None or (at, len(kept)) > best[:2]):
-            best = at, len(kept), then
+        lacking = held.count(set())
+        if at is not None and (best is None or (at, -lacking) > best[:2]):
+            best = at, -lacking, then
     if best is not None:
         at, _, then = best
         _tell_new([index for index, rank in enumerate(then) if rank in here and index not in shards[then]])

@@ -100,6 +100,7 @@ class ServerMode(Exchange, Home):
         self._deadlocks = Deadlocks(ground, self.shards, self.worker.holder)
         self._before = (0, 0)  # figures of shards that lay here before the servers were changed
         self._agreeing = False
+        self._leaves = False
         self._watching = False
         self._sought = False  # a server is gone, and the others were asked whether there are others by now
 
@@ -397,10 +398,11 @@ class ServerMode(Exchange, Home):
         return self._watched(self.leading.wish(event, now), now)
 
     def hand_over_all(self, now: float) -> list[Effect]:
+        self._leaves = True
         self.worker.stop()
         self.moving.release()
         training = [rank for rank in self._training() if rank != self._ground.rank]
-        kept = [effect for shard in self.shards.values() for effect in shard.keep(now, leaves=True)]
+        kept = self._kept(now, leaves=True)
         if not (self.shards and training) or self._agreeing or self._settings.fixed:
             return kept
         return self._watched([*kept, *self.moving.look(now), *self.leading.leave(training, now)], now)
@@ -435,12 +437,14 @@ class ServerMode(Exchange, Home):
         self._sought = False
         self._before = (0, 0)
         self._before = done[0] - self.taken_in, done[1] - self.delayed_pulls
+        # Another that leaves, too, may have handed over what it had kept by another layout.
+        kept = self._kept(now, leaves=True) if self._leaves else []
         went = self._gone_on(self.worker.go_over(layout.servers, layout.buckets, epoch, now), now)
-        return [*closed, *went, *self.look(now)]
+        return [*closed, *kept, *went, *self.look(now)]
 
-    def _kept(self, now: float, last: bool = False) -> list[Effect]:
+    def _kept(self, now: float, last: bool = False, leaves: bool = False) -> list[Effect]:
         """After all else: checkpoints that are due."""
-        return [effect for shard in self.shards.values() for effect in shard.keep(now, last)]
+        return [effect for shard in self.shards.values() for effect in shard.keep(now, last, leaves=leaves)]
 
     def beginning(self) -> list[Shard]:
         """Shards that are this peer's to begin with: they may be brought back before it joins."""

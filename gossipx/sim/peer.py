@@ -153,7 +153,7 @@ class SimPeer:
         elif self._leaving and self._phase != "leave":
             self._phase = "leave"
             self._tell(actor.LeaveRun())
-        elif self._waits_since is None and self._has_tables():
+        elif self._waits_since is None and (self._phase == "leave" or self._has_tables()):
             self._next_phase()
 
     def _has_tables(self) -> bool:

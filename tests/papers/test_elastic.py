@@ -122,7 +122,7 @@ def test_other_shares_move_the_centre_by_as_much() -> None:
 def test_momentum_is_of_the_gradient_alone() -> None:
     """EAMSGD (Zhang et al., Eq. 5 and 6): v ← δv − η g(x + δv), x ← x + v − α (x − x̃): v knows nothing of the hub.
 
-    torch keeps y = x + δv in place of x, so that both forms make the same steps.
+    torch keeps y = x + δv in place of x, with the same gradient steps; the difference to the centre is y's.
     """
     delta, rate = 0.9, 0.05
 

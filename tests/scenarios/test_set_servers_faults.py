@@ -10,11 +10,13 @@ import served
 import torch
 import toy
 
+from gossipx.actor import Effect
 from gossipx.build.server import Parts
 from gossipx.messages import Stage
 from gossipx.server.mode import ServerMode
 from gossipx.sim import Network, World
 from gossipx.storage.parts import Storages, TransmitBuffer
+from gossipx.table_effects import KeepShard
 
 SYNCS = ["bsp", "asp", "ssp:staleness=1", "drop:n=2", "pssp:staleness=1,p=0.5", "hybrid:step=4", "dsps:staleness=1"]
 
@@ -243,6 +245,34 @@ def test_all_leave_at_once() -> None:
     made.run(5.5 + 6 * toy.TIMEOUT)
     assert made.over
     assert all(made.lines(rank, "has left") for rank in range(4))
+
+
+@pytest.mark.parametrize("servers", ["0,1", "0,1,2", "1,2,3"])
+@pytest.mark.parametrize("apart", [0.0, 0.02, 0.3, 1.0])
+@pytest.mark.parametrize("last", [0, 3])
+def test_all_that_leave_keep_shards_that_go_together(
+    monkeypatch: pytest.MonkeyPatch, servers: str, apart: float, last: int
+) -> None:
+    """Whoever holds a shard at the end has kept it by the layout of then, over what another had kept before."""
+    disk: dict[int, tuple[int, tuple[int, ...]]] = {}
+    kept = ServerMode._kept
+
+    def keep(self: ServerMode, now: float, last: bool = False, leaves: bool = False) -> list[Effect]:
+        made = kept(self, now, last, leaves)
+        for one in made:
+            if isinstance(one, KeepShard) and one.clock >= disk.get(one.shard, (0, ()))[0]:
+                disk[one.shard] = one.clock, self.moving.layout.servers
+        return made
+
+    monkeypatch.setattr(ServerMode, "_kept", keep)
+    made = served.world(4, servers=servers, iterations=40)
+    for number, rank in enumerate(sorted(range(4), key=lambda rank: (rank == last, rank))):
+        made.leave(rank, 5.5 + apart * number)
+    made.run(5.5 + 4 * apart + 6 * toy.TIMEOUT)
+    assert made.over
+    assert any(
+        all(index in disk and disk[index][1] == layout for index in range(len(layout))) for _, layout in disk.values()
+    ), disk
 
 
 def test_a_pure_server_that_leaves_hands_its_shard_over() -> None:

@@ -136,7 +136,7 @@ def test_as_many_are_kept_as_of_peers(tmp_path: Path, keep: int) -> None:
         desk.fill(0)
         for clock in range(5):
             keeper.keep(0, clock, exchange.shards[0].state_dict())
-            keeper.settle()
+            assert keeper.settle()
             assert max(Store(tmp_path / "shard-00" / "checkpoints").whole()) == clock
     finally:
         peer.close()

@@ -604,6 +604,15 @@ def test_a_run_without_a_name_gets_its_policys(run: Run, mine: Path) -> None:
     }
 
 
+def test_with_servers_it_gets_that_of_its_sync_model(run: Run, mine: Path) -> None:
+    assert run("finish()", name=None, servers="0", sync="ssp:staleness=2") == 0
+    assert run("finish()", name=None, mode="server") == 0
+    assert {file.name: read(file).policy for file in mine.parent.iterdir()} == {
+        "ssp": "ssp:staleness=2",
+        "bsp": "bsp",
+    }
+
+
 # --- signals ------------------------------------------------------------------------------------------
 
 

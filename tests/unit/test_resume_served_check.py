@@ -69,6 +69,11 @@ def test_shards_of_other_servers_go_on_by_these(tmp_path: Path) -> None:
     assert check(tmp_path, {0: [90], 1: [96], 2: [98]}, shards) == (None, "2")
 
 
+def test_servers_of_which_all_shards_are_there_come_first(tmp_path: Path) -> None:
+    shards: Shards = {0: [(50, (1,))], 1: [(50, (0, 1))]}
+    assert check(tmp_path, {0: [50], 1: [50], 2: [50]}, shards) == (50, "1")
+
+
 def test_shards_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
     shards: Shards = {0: [(97, (2, 1))], 1: [(95, (0, 1))]}
     with pytest.raises(UsageError, match=r"different servers \(shard 0 at 97: 2,1; shard 1 at 95: 0,1\)"):
