@@ -1,6 +1,6 @@
 """Checkpoints of the shards that lie with a peer: each is kept as its clock ticks, whatever its holder computes then.
 Beside them lie journals of what has happened since, for a peer whose process is killed and started again. Both are of
-one layout: when servers are changed, each shard of the new one is kept at once, and what was written before is of no use.
+one layout: when servers are changed, each shard of the new one is kept at once, and comes back by nothing older.
 
 With bsp that makes one cut through the whole run: what a shard holds after k ticks is what workers begin iteration k
 with. Workers keep theirs after k iterations, and a run goes on from a k that all have.
