@@ -103,10 +103,12 @@ class CameBack:
 
     Attributes:
         shard: which.
+        epoch: of the layout that it is a shard of.
         state: of its role then, as plain data; None: there is nothing to come back to.
     """
 
     shard: int
+    epoch: int
     state: dict[str, Any] | None
 
 

@@ -222,7 +222,7 @@ class RecordRequest:
 
     Attributes:
         shard: which.
-        copy: that the replica is to have begun with, as its sender numbers them.
+        copy: that the replica is to have begun with, as its sender numbers them; in a journal the layout's epoch.
         number: of the record; they count from that copy.
         happened: in order.
         bucket: of the gradient; −1: there is none.

@@ -77,9 +77,14 @@ class KeepShard:
 
 @dataclass(frozen=True)
 class ComeBack:
-    """Bring a shard's tables back as its checkpoints and journals have them; :class:`~gossipx.actor.CameBack` tells."""
+    """Bring a shard's tables back as its checkpoints and journals have them; :class:`~gossipx.actor.CameBack` tells.
+
+    Attributes:
+        epoch: of the layout that it is a shard of, by which this peer goes.
+    """
 
     shard: int
+    epoch: int
 
 
 @dataclass(frozen=True)
@@ -141,6 +146,8 @@ class TellPrepared:
 @dataclass(frozen=True)
 class PlaceTables:
     """Go over to a layout: to the shards that were prepared for it, and to its buckets of what this peer trains with.
+
+    If none were prepared, what is to lie here has yet to come back (:class:`ComeBack`).
 
     Attributes:
         epoch: of that layout.

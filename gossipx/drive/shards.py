@@ -1,5 +1,6 @@
 """Checkpoints of the shards that lie with a peer: each is kept as its clock ticks, whatever its holder computes then.
-Beside them lie journals of what has happened since, for a peer whose process is killed and started again.
+Beside them lie journals of what has happened since, for a peer whose process is killed and started again. Both are of
+one layout: when servers are changed, each shard of the new one is kept at once, and comes back by nothing older.
 
 With bsp that makes one cut through the whole run: what a shard holds after k ticks is what workers begin iteration k
 with. Workers keep theirs after k iterations, and a run goes on from a k that all have.
@@ -28,8 +29,8 @@ log = logging.getLogger("gossipx")
 
 CLOCK, TABLES = "clock", "tables"
 """Names of a shard's parts."""
-SERVERS = "servers"
-"""In the clock's state: by shard, the rank that held it then."""
+SERVERS, EPOCH = "servers", "epoch"
+"""In the clock's state: by shard, the rank that held it then; and the epoch of that layout."""
 
 
 def store_of_shard(directory: Path, shard: int, keep: int = KEEP) -> Store:
@@ -49,47 +50,59 @@ class ShardKeeper:
     Args:
         stores: by shard, of all that may come to lie here.
         desk: their tables.
-        fresh: gives a shard as it was at the beginning.
-        servers: by shard, the rank that holds it.
+        fresh: gives a shard as it was at the beginning, by the servers of a layout.
+        servers: by shard, the rank that holds it as the run begins.
         journals: whether there are journals.
-
-    Attributes:
-        servers: follows them.
     """
 
     def __init__(
         self,
         stores: Mapping[int, Store],
         desk: Desk,
-        fresh: Callable[[int], Shard],
+        fresh: Callable[[int, Sequence[int]], Shard],
         servers: Sequence[int],
         journals: bool = False,
     ):
-        self.servers = servers
+        self._servers = servers
+        self._epoch = 0
         self._stores = stores
         self._keeps_journals = journals
         self._journals: dict[int, Journal] = {}  # those that are being written
+        self._kept: set[int] = set()  # shards whose journals, of this layout, have begun
         self._desk = desk
         self._fresh = fresh
         self._lane = Lane("gossipx-shards")
         self._lock = threading.Lock()
         self._writing: set[int] = set()
 
+    def place(self, epoch: int, servers: Sequence[int]) -> None:
+        """Go over to a layout; for the thread that works on the tables.
+
+        Files stay: another process of this machine may be writing there by now.
+        """
+        self._epoch, self._servers = epoch, servers
+        self._close_journals()
+        self._kept.clear()
+
     def keep(self, shard: int, clock: int, state: dict[str, Any]) -> None:
         """Take a checkpoint; for the thread that works on the tables, after all that was decided before.
 
-        One that comes while the shard's last is still being written is left out.
+        One that comes while the shard's last is still being written is left out. The first that has a journal is waited
+        for: until it is on the disk there is nothing to come back to.
         """
+        first = self._keeps_journals and shard not in self._kept
+        if first:
+            self.settle()
         with self._lock:
             if shard in self._writing:
                 log.warning("shard %d: a checkpoint is left out, as the one before is still being written", shard)
                 return
             self._writing.add(shard)
-        state = {**state, SERVERS: list(self.servers)}
+        state = {**state, SERVERS: list(self._servers), EPOCH: self._epoch}
         parts = {CLOCK: pack(state, CLOCK), TABLES: pack(self._desk.state_dict(shard), TABLES)}
         store = self._stores[shard]
         if self._keeps_journals:
-            self._begin_journal(shard, clock)
+            self._begin_journal(shard, clock, after=-1 if first else clock)
 
         def write() -> None:
             try:
@@ -104,14 +117,21 @@ class ShardKeeper:
                     self._writing.discard(shard)
 
         self._lane.put(write)
+        if first:
+            self.settle()
 
-    def _begin_journal(self, shard: int, clock: int, goes_on: bool = False) -> None:
-        """What happens from now on, the checkpoint of ``clock`` does not have."""
+    def _begin_journal(self, shard: int, clock: int, after: int, goes_on: bool = False) -> None:
+        """What happens from now on, the checkpoint of ``clock`` does not have.
+
+        Args:
+            after: journals of later checkpoints go: of a training that was gone back from; −1: all, of another layout.
+        """
         if before := self._journals.pop(shard, None):
             before.close()
+        self._kept.add(shard)
         directory = self._stores[shard].directory.parent
         try:
-            journal.drop(directory, after=clock)  # of a training that was gone back from
+            journal.drop(directory, after=after)
             self._journals[shard] = Journal(journal.path_of(directory, clock), goes_on)
         except OSError as error:
             self._no_journal(error)
@@ -140,8 +160,8 @@ class ShardKeeper:
     def records(self, shard: int, clock: int, first: int) -> Iterator[tuple[RecordRequest, Gradient]]:
         """What has happened to a shard since a checkpoint, in order, each with its gradient.
 
-        Where a record is missing, as the disk was full until the next checkpoint and that is damaged, it ends, and what
-        was written down after that is removed.
+        Where a record is missing, as the disk was full until the next checkpoint and that is damaged, or is of another
+        layout, it ends, and what was written down after that is removed.
 
         Args:
             clock: of the checkpoint.
@@ -151,7 +171,7 @@ class ShardKeeper:
         for number, (begun, words, content) in enumerate(journal.read(directory, clock), first):
             record = message_of(KINDS[NUMBERS[RecordRequest]], words)
             assert isinstance(record, RecordRequest)
-            if record.number != number:
+            if (record.copy, record.number) != (self._epoch, number):
                 told = "shard %d: no journal has what happened between clocks %d and %d: all since is lost"
                 log.warning(told, shard, last, begun)
                 journal.drop(directory, after=last)
@@ -164,7 +184,7 @@ class ShardKeeper:
         them.
 
         Returns:
-            The state of its role then, with the number of its next record; None: none has held it.
+            The state of its role then, with the number of its next record; None: nothing here is of this layout.
 
         Raises:
             UsageError: it is of other tables.
@@ -173,10 +193,10 @@ class ShardKeeper:
         if found is None:
             return None
         state: dict[str, Any] = unpack(found.parts[CLOCK])
-        if state[SERVERS] != [*self.servers]:
-            return None  # the servers were changed before it was killed: what it had is of no use to those of now
+        if not self._is_of_this_layout(state):
+            return None  # the servers were changed since: what it had is of no use to those of now
         self._bring_back(index, found)
-        shard, number = self._fresh(index), state[NEXT_RECORD]
+        shard, number = self._fresh(index, self._servers), state[NEXT_RECORD]
         shard.load_state_dict(state)
         clock = shard.clock.clock
         for record, gradient in self.records(index, clock, number):
@@ -190,10 +210,14 @@ class ShardKeeper:
                     case ApplyBuffer():
                         self._desk.apply_buffer(index)
         last = max(journal.clocks(self._stores[index].directory.parent), default=clock)
-        self._begin_journal(index, max(last, clock), goes_on=True)
+        last = max(last, clock)
+        self._begin_journal(index, last, after=last, goes_on=True)
         told = "shard %d comes back as it was when its server was killed, at clock %d"
         log.warning(told, index, shard.clock.clock)
         return {**shard.state_dict(), NEXT_RECORD: number}
+
+    def _is_of_this_layout(self, state: dict[str, Any]) -> bool:
+        return [*state[SERVERS]] == [*self._servers] and state.get(EPOCH) == self._epoch
 
     def resume(self, shard: Shard, at: int | None) -> None:
         """Bring a shard back as it was at a checkpoint, if there is one, to go on from there with all workers.
@@ -211,8 +235,11 @@ class ShardKeeper:
         self._bring_back(shard.index, found)
         shard.resume(state)
         shard.records.number = state[NEXT_RECORD]
-        if self._keeps_journals:
-            self._begin_journal(shard.index, shard.clock.clock)
+        clock = shard.clock.clock
+        if self._keeps_journals and self._is_of_this_layout(state):
+            self._begin_journal(shard.index, clock, after=clock)
+        elif self._keeps_journals:  # epochs count anew in a run that goes on
+            self.keep(shard.index, clock, {**shard.state_dict(), NEXT_RECORD: shard.records.number})
 
     def _bring_back(self, shard: int, found: Checkpoint) -> None:
         """A shard's tables are as they were."""
@@ -233,5 +260,9 @@ class ShardKeeper:
     def close(self) -> None:
         """Keep no more; what is being written is finished."""
         self._lane.close(wait=True)
+        self._close_journals()
+
+    def _close_journals(self) -> None:
         for writing in self._journals.values():
             writing.close()
+        self._journals.clear()

@@ -125,15 +125,15 @@ class TableWork:
                 self._lane.put(lambda: keeper.record(record, gradient))
             case KeepShard(shard, clock, state):
                 self._lane.put(lambda: keeper.keep(shard, clock, state))
-            case ComeBack(shard):
-                self._lane.put(lambda: self._tell(CameBack(shard, keeper.come_back(shard))))
+            case ComeBack(shard, epoch):
+                self._lane.put(lambda: self._tell(CameBack(shard, epoch, keeper.come_back(shard))))
 
     def _move(self, effect: PrepareTables | TakeRanges | TellPrepared | PlaceTables | DropTables) -> None:
         """Of a change of servers."""
         desk, put = self._desk, self._lane.put
         match effect:
             case PrepareTables(epoch, servers):
-                put(lambda: desk.prepare(epoch, servers))
+                put(lambda: self._prepare(epoch, servers))
             case TakeRanges(ticket, pieces):
                 ranges = self._transfers.ranges(ticket)
                 put(lambda: desk.take(ranges, pieces))
@@ -145,10 +145,15 @@ class TableWork:
             case DropTables():
                 put(desk.drop)
 
-    def _place(self, epoch: int, servers: tuple[int, ...]) -> None:
-        self._desk.place(epoch)
+    def _prepare(self, epoch: int, servers: tuple[int, ...]) -> None:
         if self.keeper is not None:
-            self.keeper.servers = servers
+            self.keeper.settle()
+        self._desk.prepare(epoch, servers)
+
+    def _place(self, epoch: int, servers: tuple[int, ...]) -> None:
+        self._desk.place(epoch, servers)
+        if self.keeper is not None:
+            self.keeper.place(epoch, servers)
 
     # --- answers ------------------------------------------------------------------------------------
 

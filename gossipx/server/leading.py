@@ -25,7 +25,7 @@ from gossipx.messages import (
 )
 from gossipx.peer.exchange import Ground
 from gossipx.server.layout import Layout, order
-from gossipx.server.moving import UNDER_WAY, Moving
+from gossipx.server.moving import NOT_READY, UNDER_WAY, Moving
 
 TABLES = 4
 """Times as long as a model may take, that all tables may take to come to where they are to be: Adam keeps two numbers
@@ -206,6 +206,8 @@ class Leading:
             return UNDER_WAY
         if self._moving.layout.servers[0] != self._ground.rank:
             return "the servers have just been changed: ask again"
+        if not self._moving.ready:
+            return f"peer {self._ground.rank}: {NOT_READY}"
         if set(servers) == set(self._moving.layout.servers):
             return f"the servers are {_told(servers)} already"
         for rank in {*servers, *self._moving.layout.servers} - {self._ground.rank}:

@@ -103,12 +103,13 @@ class ServerMode(Exchange, Home):
         self._leaves = False
         self._watching = False
         self._sought = False  # a server is gone, and the others were asked whether there are others by now
+        self._unsure = False  # others were training as we came, and may know that our shards lie elsewhere by now
 
     def _shard(self, index: int, clock: Clock, layout: Layout) -> Shard:
         plan = self._settings.plans[index % len(self._settings.plans)] if self._settings.plans else ()
         leads = not any(layout.buckets[:index])
         shard = Shard(index, layout.buckets[index], clock, self._ground.requests, plan, self._settings.every, leads)
-        shard.records = Journal(index) if self._settings.journals else shard.records
+        shard.records = Journal(index, self.moving.epoch) if self._settings.journals else shard.records
         return shard
 
     @property
@@ -165,28 +166,54 @@ class ServerMode(Exchange, Home):
     # --- the worker -------------------------------------------------------------------------------
 
     def begun(self, now: float) -> list[Effect]:
-        filled = [effect for shard in self.shards.values() for effect in self._begin(shard, now)]
-        return self._watched(
-            [*filled, *self._copies.begin(now), *(self.worker.begin(now) if self._trains else [])], now
-        )
+        again = self._ground.members.had_begun and not any(shard.restored for shard in self.shards.values())
+        self._unsure = bool(self.shards) and again and not self._settings.fixed
+        begun = self.moving.seek(now) if self._unsure else self._begin(now)
+        return self._watched([*begun, *self._copies.begin(now), *(self.worker.begin(now) if self._trains else [])], now)
 
-    def _begin(self, shard: Shard, now: float) -> list[Effect]:
-        """What journals lie there is of this run only if others were training as we came."""
-        comes_back = isinstance(shard.records, Journal) and not shard.restored and self._ground.members.had_begun
-        return [ComeBack(shard.index)] if comes_back else shard.begin(now)
+    def _begin(self, now: float) -> list[Effect]:
+        """The shards that are ours as the run begins are served."""
+        return [
+            effect
+            for shard in self.shards.values()
+            for effect in ([self._come_back(shard)] if self.comes_back and not shard.restored else shard.begin(now))
+        ]
+
+    def _come_back(self, shard: Shard) -> ComeBack:
+        return ComeBack(shard.index, self.moving.epoch)
+
+    def _made_sure(self, now: float) -> list[Effect]:
+        """Once all others have told what stands, and it is what stood at the beginning, our shards begin."""
+        if not self._unsure or not self.moving.sure:
+            return []
+        self._unsure = False
+        return self._begin(now)
+
+    @property
+    def comes_back(self) -> bool:
+        # What journals lie there is of this run only if others were training as we came.
+        return self._settings.journals and self._ground.members.had_begun
+
+    @property
+    def ready(self) -> bool:
+        return all(shard.begun for shard in self.shards.values())
 
     def came_back(self, event: CameBack, now: float) -> list[Effect]:
         shard = self.shards.get(event.shard)
-        if shard is None or shard.begun:  # the servers were changed meanwhile: it is another one, or lies elsewhere
-            return []
+        if shard is None or shard.begun or event.epoch != self.moving.epoch:
+            return []  # the servers were changed meanwhile: it is another one, or lies elsewhere
+        if event.state is None and event.epoch:
+            reason = "the servers were changed, and no checkpoint here has the tables that this peer is to hold"
+            return [Stop(reason), Resume()]
         if event.state is not None:
             shard.load_state_dict(event.state)
+            shard.records = Journal(shard.index, event.epoch)
             shard.records.number = event.state[NEXT_RECORD]
         return self._watched([*shard.begin(now), *shard.look(self._training())], now)
 
-    def fresh(self, index: int) -> Shard:
-        """A shard of this run as it was at the beginning, beside the one that is held."""
-        return self._shard(index, self._settings.clock_of(index), self._settings.layout)
+    def fresh(self, index: int, servers: Sequence[int]) -> Shard:
+        """A shard of a layout as it was at the beginning, beside the one that is held."""
+        return self._shard(index, self._settings.clock_of(index), self._settings.layouts.make(servers))
 
     def begin(self, now: float) -> list[Effect]:
         return []
@@ -212,7 +239,8 @@ class ServerMode(Exchange, Home):
         if (copied := self._copies.replied(ticket, reply, self._training(), now)) is not None:
             return self._watched(copied, now)
         if not self.worker.awaits(ticket):  # it is of a change, or of a time before it held the shard, or no more did
-            return self._watched([*self.moving.replied(ticket, to, reply, now), *self._stopped()], now)
+            told = [*self.moving.replied(ticket, to, reply, now), *self._made_sure(now)]
+            return self._watched([*told, *self._stopped()], now)
         heard: list[Effect] = []
         if isinstance(reply, PlacedReply):  # before the worker, which goes on by what stands
             heard = self.moving.heard(to, reply.epoch, reply.servers, reply.decided, now)
@@ -315,7 +343,7 @@ class ServerMode(Exchange, Home):
             return self._watched(self._switching.asked(event, shard, now), now)
         if isinstance(request, WaitingRequest):
             return [self._answer(event.key, WaitingReply(tuple(shard.clock.stuck.items())), now)]
-        if event.sender not in self._training() and isinstance(request, TablesRequest):
+        if shard.begun and event.sender not in self._training() and isinstance(request, TablesRequest):
             return shard.give(event, now)
         return self._watched(shard.requested(event, now), now)
 
@@ -341,7 +369,7 @@ class ServerMode(Exchange, Home):
     def look(self, now: float) -> list[Effect]:
         training = self._training()
         looked = [effect for shard in self.shards.values() for effect in shard.look(training)]
-        return self._watched([*looked, *self.leading.look(now)], now)
+        return self._watched([*looked, *self._made_sure(now), *self.leading.look(now)], now)
 
     def lost(self, rank: int, now: float) -> list[Effect]:
         gone = any(rank in holders and self._are_gone(holders) for holders in self._holders)
@@ -367,7 +395,8 @@ class ServerMode(Exchange, Home):
         ]
         self._deadlocks.again()
         put_off = [effect for shard in self.shards.values() for effect in shard.put_off(now)]
-        return self._watched([*put_off, *signs, *self.moving.watch(now), *self.leading.watch(now)], now)
+        again = self.moving.seek(now) if self._unsure else []
+        return self._watched([*put_off, *signs, *again, *self.moving.watch(now), *self.leading.watch(now)], now)
 
     def _held_up_by(self) -> set[int]:
         """Others that pulls wait for."""
@@ -378,7 +407,8 @@ class ServerMode(Exchange, Home):
         effects = effects + self._kept(now)
         effects += self._deadlocks.look(len(self._servers), now)
         effects += self._copies.send(now)
-        waits = self.moving.busy or self.leading.busy or any(shard.waiting for shard in self.shards.values())
+        changes = self.moving.busy or self.leading.busy or self._unsure
+        waits = changes or any(shard.waiting for shard in self.shards.values())
         if self._watching or not waits:
             return effects
         self._watching = True
@@ -403,7 +433,7 @@ class ServerMode(Exchange, Home):
         self.moving.release()
         training = [rank for rank in self._training() if rank != self._ground.rank]
         kept = self._kept(now, leaves=True)
-        if not (self.shards and training) or self._agreeing or self._settings.fixed:
+        if not (self.shards and training and self.ready) or self._agreeing or self._settings.fixed:
             return kept
         return self._watched([*kept, *self.moving.look(now), *self.leading.leave(training, now)], now)
 
@@ -432,15 +462,18 @@ class ServerMode(Exchange, Home):
         here = [index for index, rank in enumerate(layout.servers) if rank == self._ground.rank]
         self.shards.clear()
         self.shards.update({index: self._shard(index, self._settings.clock_of(index), layout) for index in here})
-        for shard in self.shards.values():
-            shard.take_over(json.loads(state), now)
-        self._sought = False
+        begun = [
+            effect
+            for shard in self.shards.values()
+            for effect in (shard.take_over(json.loads(state), now) if state else [self._come_back(shard)])
+        ]
+        self._sought = self._unsure = False
         self._before = (0, 0)
         self._before = done[0] - self.taken_in, done[1] - self.delayed_pulls
         # Another that leaves, too, may have handed over what it had kept by another layout.
         kept = self._kept(now, leaves=True) if self._leaves else []
         went = self._gone_on(self.worker.go_over(layout.servers, layout.buckets, epoch, now), now)
-        return [*closed, *kept, *went, *self.look(now)]
+        return [*begun, *closed, *kept, *went, *self.look(now)]
 
     def _kept(self, now: float, last: bool = False, leaves: bool = False) -> list[Effect]:
         """After all else: checkpoints that are due."""

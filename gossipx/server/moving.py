@@ -49,6 +49,7 @@ from gossipx.table_effects import DropTables, PlaceTables, PrepareTables, TakeRa
 AT_A_TIME = 2
 """Batches that are asked for at a time: while one is on its way the next is being made."""
 UNDER_WAY = "another change of the servers is under way"
+NOT_READY = "its tables are not here yet"
 
 
 class Home(abc.ABC):
@@ -63,6 +64,16 @@ class Home(abc.ABC):
 
     @property
     @abc.abstractmethod
+    def ready(self) -> bool:
+        """Whether all that lies here is served: it could be handed over."""
+
+    @property
+    @abc.abstractmethod
+    def comes_back(self) -> bool:
+        """Whether what this peer is to hold may be on its disk: it was killed, and others were training as it came."""
+
+    @property
+    @abc.abstractmethod
     def made(self) -> set[str]:
         """By what the shards that lie here go."""
 
@@ -72,7 +83,11 @@ class Home(abc.ABC):
 
     @abc.abstractmethod
     def go_over(self, layout: Layout, epoch: int, state: str, reply: Reply, now: float) -> list[Effect]:
-        """Take on the shards that lie here by ``layout``, with the clock's ``state``; whoever waits gets ``reply``."""
+        """Take on the shards that lie here by ``layout``; whoever waits gets ``reply``.
+
+        Args:
+            state: of the clock; empty: they are to come back from a disk.
+        """
 
     @abc.abstractmethod
     def requested(self, event: Received, now: float) -> list[Effect]:
@@ -141,6 +156,7 @@ class Moving:
         self._later: tuple[int, Layout] | None = None  # what stands; a worker goes over between two iterations
         self._held: list[tuple[Received, _Asked]] = []
         self._blocked = False  # the training thread waits to begin an iteration's pushes
+        self._heard: set[int] = set()  # ranks that have told what stands
 
     @property
     def busy(self) -> bool:
@@ -151,6 +167,11 @@ class Moving:
     def frozen(self) -> bool:
         """Whether what lies here is being handed over."""
         return self._change is not None and self._change.frozen
+
+    @property
+    def ready(self) -> bool:
+        """Whether what lies here could be handed over."""
+        return self._home.ready
 
     @property
     def placed(self) -> PlacedReply:
@@ -243,6 +264,8 @@ class Moving:
             return "that change is over"
         if self._later is not None or self._home.agreeing:
             return "it trains no more" if self._home.agreeing else "it has not gone over to the last change yet"
+        if not self.ready:
+            return NOT_READY
         try:
             self.begin(request.epoch, self.layouts.make(request.servers), leader)
         except UsageError as error:
@@ -340,6 +363,7 @@ class Moving:
 
     def heard(self, sender: int, epoch: int, servers: tuple[int, ...], decided: int, now: float) -> list[Effect]:
         """Another goes by this layout."""
+        self._heard.add(sender)
         known, self.decided = self._change, max(self.decided, decided)
         if epoch > self.epoch and (self._later is None or epoch > self._later[0]):
             return self._stands(epoch, now) if self._is_ready_for(epoch) else self._follow(epoch, servers, now)
@@ -369,9 +393,9 @@ class Moving:
         return [*self._go_over(epoch, change.layout, change.state, now), *self._go_on(now)]
 
     def _follow(self, epoch: int, servers: tuple[int, ...], now: float) -> list[Effect]:
-        """The others have gone over without us, as they thought us lost."""
+        """The others have gone over without us, as they thought us lost, or before we came again."""
         given_up = self.give_up(now) if self._change else []
-        if self._ground.rank in servers:
+        if self._ground.rank in servers and not self._home.comes_back:
             reason = "the servers were changed, and this peer has not got the tables that it is to hold"
             return [*given_up, Stop(reason), Resume()]
         self._later = epoch, self.layouts.make(servers)
@@ -448,8 +472,14 @@ class Moving:
         return bool(self._ground.requests.asked(PlaceRequest))
 
     def seek(self, now: float) -> list[Effect]:
-        """Whoever held a shard is gone: ask all others what stands, which may be a change that was before we came."""
+        """Ask all others what stands, which may be a change that was before we came."""
         return self._ask_of(self._ground.members.awaited(), now)
+
+    @property
+    def sure(self) -> bool:
+        """Whether all others that are there have told what stands."""
+        members = self._ground.members
+        return all(rank in self._heard or members.is_gone(rank) for rank in members.awaited())
 
     def _ask_of(self, ranks: Sequence[int], now: float) -> list[Effect]:
         asked = self._ground.requests.asked(PlaceRequest)

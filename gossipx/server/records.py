@@ -67,9 +67,17 @@ class Records:
 
 
 class Journal(Records):
-    """Has records written down before anything is answered."""
+    """Has records written down before anything is answered.
+
+    Args:
+        epoch: of the layout that it is a shard of: records are of use to no other.
+    """
 
     wanted = True
+
+    def __init__(self, shard: int, epoch: int = 0):
+        super().__init__(shard)
+        self.copy = epoch
 
     def taken(self, record: RecordRequest, ticket: int | None) -> list[Effect]:
         return [Record(record, ticket)]

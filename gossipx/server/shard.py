@@ -241,13 +241,17 @@ class Shard:
         """What the shards of another layout go on with, as plain data, once no push is on its way."""
         return {**self.state_dict(), "plan": len(self._plan), "kept": self._kept}
 
-    def take_over(self, state: dict[str, Any], now: float) -> None:
-        """Go on with what :meth:`hand_over` gave: workers push and pull on as they did."""
+    def take_over(self, state: dict[str, Any], now: float) -> list[Effect]:
+        """Go on with what :meth:`hand_over` gave: workers push and pull on as they did.
+
+        Its journal begins with a checkpoint: there is none of this layout yet.
+        """
         plan = list(self._plan)[len(self._plan) - state["plan"] :]
         workers = [[rank, incarnation, -1, []] for rank, incarnation, *_ in state["workers"]]
         self.load_state_dict({**state, "workers": workers})
         self._plan = deque(plan)
         self._kept, self._kept_at, self._handed, self._begun = state["kept"], now, True, True
+        return self.keep(now, first=True) if isinstance(self.records, Journal) else []
 
     def close(self, reply: Reply, now: float) -> list[Effect]:
         """It lies here no more: pulls that wait are answered so."""

@@ -101,8 +101,8 @@ class SimTables:
                 self._left_out(desk.buffer(self._kept.pop(ticket)))
             case table_effects.ApplyBuffer(shard):
                 desk.apply_buffer(shard)
-            case table_effects.ComeBack(shard):
-                self._tell(actor.CameBack(shard, None))  # there are no files in virtual time
+            case table_effects.ComeBack(shard, epoch):
+                self._tell(actor.CameBack(shard, epoch, None))  # there are no files in virtual time
             case table_effects.FillTables(shard):
                 desk.fill(shard)
             case table_effects.Fetch(buckets):
@@ -119,7 +119,7 @@ class SimTables:
                 self._tell(actor.Prepared(epoch, desk.prepared()))
             case table_effects.PlaceTables(epoch, servers):
                 desk.go_over(epoch, servers)
-                desk.place(epoch)
+                desk.place(epoch, servers)
             case table_effects.DropTables():
                 desk.drop()
             case _:

@@ -364,9 +364,13 @@ class Desk:
         assert self.mover is not None
         self.mover.go_over(self.client, servers, epoch)
 
-    def place(self, epoch: int) -> None:
-        """Go over to the tables that were prepared for a layout, after all that was to be done with those of before."""
-        coming = Prepared({}) if self._coming is None else self._coming[1]
+    def place(self, epoch: int, servers: Sequence[int]) -> None:
+        """Go over to the tables that were prepared for a layout, after all that was to be done with those of before.
+
+        Where none were prepared, what is to lie here is still to be brought back.
+        """
+        assert self.mover is not None
+        coming = self.mover.prepare(servers)[0] if self._coming is None else self._coming[1]
         settings, progress = coming.settings, coming.progress
         self._hosted = {index: _Hosted(store, settings, progress) for index, store in coming.stores.items()}
         self._epoch, self._coming = epoch, None

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
-from runs import Folder, Process, Run, children, differences, folder, one_line
+from runs import LONG, Folder, Process, Run, children, differences, folder, one_line
 
 BRIEF = ("--eval-interval", "0", "--log-interval", "1", "--peer-timeout", "3", "--servers-only", "--iterations", "2000")
 
@@ -61,6 +63,86 @@ def test_it_comes_back_from_its_checkpoint_and_its_journal(tmp_path: Path) -> No
         came = again.end()
         assert came.code == 0 and "shard 0 comes back as it was when its server was killed" in came.errors, came.shown
         same(whole, Run(here.path / "x", ended), [1, 2])
+
+
+CHANGES = """
+import time
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 33), nn.Tanh(), nn.Linear(33, 1))
+optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+
+
+def until(what):
+    while not (FOLDER / what).exists():
+        time.sleep(0.01)
+
+
+with gossipx.join(model, optimizer) as peer:
+    if peer.iteration:
+        (FOLDER / "again").touch()
+    train(peer, model, optimizer, 20)
+    if peer.rank < 2:  # the other serves on: what a worker computes as it is killed would be another matter
+        for goes_on in ("changed", "killed"):
+            (FOLDER / f"{peer.rank}-until-{goes_on}").touch()
+            if peer.rank == 0:
+                until(goes_on)
+            train(peer, model, optimizer, peer.iteration + 60)
+values = [float(one) for parameter in model.parameters() for one in parameter.detach().reshape(-1)]
+tell(peer, values=values)
+"""
+SCRIPT_AGAIN = (
+    AGAIN.partition("runpy.run_module")[0]
+    + """
+sys.argv[:] = sys.argv[3:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+)
+
+
+def appears(path: Path) -> None:
+    """Wait for a file that a peer makes."""
+    never, by = threading.Event(), time.monotonic() + LONG
+    while not path.exists():
+        assert time.monotonic() < by, path
+        never.wait(0.01)
+
+
+@pytest.mark.parametrize(
+    ("servers", "then", "held"),
+    [("0", "0,2", "shard 0"), ("0,2", "2", "shard 0"), ("2,0", "2,0,1", "shard 0"), ("2", "0", "")],
+    ids=["a-new-one", "one-that-stays", "the-first-of-three", "one-that-is-none-any-more"],
+)
+def test_it_comes_back_after_the_servers_were_changed(tmp_path: Path, servers: str, then: str, held: str) -> None:
+    """By the layout that stands, though its settings name the servers of the beginning.
+
+    What was pushed since the change is in the journal alone, that of an iteration which not all have pushed, too.
+    """
+    options = ("--servers", servers, "--checkpoint-every", "1000", "--placement", "sliced", "--peer-timeout", "5")
+    with folder(tmp_path, 3) as here:
+        script = here.script(CHANGES)
+        gates = [tmp_path / "changed", tmp_path / "killed"]
+        for gate in gates:
+            gate.touch()
+        here.run(*options, script, tmp_path, name="whole")
+        whole = [here.told(rank)["values"] for rank in range(3)]
+        for gate in (*gates, tmp_path / "1-until-killed"):
+            gate.unlink()
+        process = here.start_run(*options, script, tmp_path)
+        process.line(rf"{here.names[0]} train .* pulls [1-9]\d*")
+        changed = here.start("-m", "gossipx", "server", "set-servers", here.path / "x", then).end()
+        assert changed.code == 0, changed.shown
+        gates[0].touch()
+        appears(tmp_path / "1-until-killed")
+        os.kill(children(process.pid)[2], signal.SIGKILL)
+        again = here.start("-c", SCRIPT_AGAIN, here.path / "x", "2", script, tmp_path)
+        appears(tmp_path / "again")
+        gates[1].touch()
+        ended, came = process.end(), again.end()
+        assert (ended.code, came.code) == (0, 0), ended.shown + came.shown
+        told = f"{held} comes back as it was when its server was killed"
+        assert (told in came.errors) == bool(held), came.shown
+        assert [here.told(rank)["values"] for rank in range(3)] == whole
 
 
 def test_workers_stop_without_it_if_they_are_to(tmp_path: Path) -> None:

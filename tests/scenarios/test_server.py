@@ -200,7 +200,7 @@ def test_a_shard_that_has_gone_over_to_other_servers_comes_back_to_nothing(index
     exchange = made.peers[0].role.exchange
     assert isinstance(exchange, ServerMode)
     before = json.dumps({number: one.state_dict() for number, one in exchange.shards.items()})
-    assert exchange.came_back(CameBack(index, {"clock": "of another layout"}), made.now) == []
+    assert exchange.came_back(CameBack(index, 0, {"clock": "of another layout"}), made.now) == []
     assert json.dumps({number: one.state_dict() for number, one in exchange.shards.items()}) == before
 
 

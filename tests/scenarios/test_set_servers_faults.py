@@ -210,6 +210,51 @@ def test_a_worker_that_joins_late_finds_them_though_those_that_it_knows_are_gone
     alike(made, [1, 2, 3])
 
 
+# --- servers that are killed and started again ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("every", ["0", "100"])
+@pytest.mark.parametrize("seed", range(4))
+def test_who_is_no_server_any_more_comes_back_as_a_worker(every: str, seed: int) -> None:
+    """It was the only one at the beginning, which is what its settings say."""
+    network = Network(delay=0.02, jitter=0.1)
+    made = served.world(3, seed, network, servers="0", iterations=60, checkpoint_every=every)
+    made.change_servers(1, 5.5, [1, 2])
+    made.crash(0, 12.0 + seed / 4)
+    made.restart(0, 20.0)
+    served.ended(made)
+    assert set(stand(made, [0, 1, 2])) == {1, 2}
+    done(made, [0, 1, 2], 60)
+    alike(made, [0, 1, 2])
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_server_that_has_no_checkpoint_of_what_it_is_to_hold_says_so(victim: int) -> None:
+    """There are no files in virtual time. It serves nothing, and takes no part in another change."""
+    made = served.world(3, servers="0", iterations=60, checkpoint_every="100")
+    made.change_servers(1, 5.5, [0, 2])
+    made.crash(victim, 12.2)
+    made.restart(victim, 14.0)
+    made.run(14.0 + 4 * toy.TIMEOUT)
+    reason = "the servers were changed, and no checkpoint here has the tables that this peer is to hold"
+    assert made.lines(victim, "must stop") == [f"must stop: {reason}"]
+    assert not [one for one in mode(made, victim).shards.values() if one.begun]
+    assert not mode(made, victim).ready
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_who_comes_again_asks_all_that_are_there(answers: bool) -> None:
+    """Nothing has been changed: its shard begins when all others have said so, or are known to be gone."""
+    made = served.world(3, servers="0", iterations=40)
+    made.crash(0, 5.2)
+    if not answers:
+        made.pause(2, 6.0, 6.0 + 3 * toy.TIMEOUT)
+    made.restart(0, 6.5)
+    served.ended(made)
+    assert set(mode(made, 0).shards) == {0} and mode(made, 0).ready
+    assert made.peers[1].role.stage is Stage.DONE
+
+
 # --- servers that leave ---------------------------------------------------------------------------------------
 
 

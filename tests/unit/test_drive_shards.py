@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,14 +15,14 @@ from torch import nn
 
 from gossipx import build, config
 from gossipx.actor import Effect, Received
-from gossipx.checkpoint import Store
+from gossipx.checkpoint import CheckpointError, Store
 from gossipx.drive.progress import Progress
 from gossipx.drive.shards import ShardKeeper
 from gossipx.peer.requests import Requests
 from gossipx.server.clock import Clock
 from gossipx.server.mode import ServerMode
 from gossipx.server.models import parse
-from gossipx.server.records import Journal
+from gossipx.server.records import Journal, Records
 from gossipx.server.shard import Shard
 from gossipx.storage.desk import Gradient
 from gossipx.table_effects import ApplyGradient, FillTables, KeepShard, Record
@@ -30,24 +31,50 @@ EVERY = 2
 
 
 class Server:
-    """One process that holds one shard, kept every two ticks, for one worker under asp."""
+    """One process that holds one shard, kept every two ticks, for one worker under asp.
 
-    def __init__(self, directory: Path):
+    Args:
+        epoch: of the layout that stands as it is started again.
+
+    Attributes:
+        back: whether it has come back.
+    """
+
+    def __init__(self, directory: Path, epoch: int = 0):
         self.side: Side = side(values(), servers=1)
         self.store = Store(directory / "checkpoints", keep=5)
-        self.keeper = ShardKeeper({0: self.store}, self.side.desk, self._fresh, (0,), journals=True)
-        self.shard = self._fresh(0)
+        self.keeper = ShardKeeper({0: self.store}, self.side.desk, self.fresh, (0,), journals=True)
+        self._epoch = 0
+        if epoch:
+            self._place(epoch)
+        self.shard = self.fresh(0, (epoch,))
         state = self.keeper.come_back(0)
+        self.back = state is not None
         if state is not None:
             self.shard.load_state_dict(state)
             self.shard.records.number = state["next_record"]
-        self._do(self.shard.begin(0.0))
+        if self.back or not epoch:
+            self._do(self.shard.begin(0.0))
 
-    def _fresh(self, index: int) -> Shard:
+    def fresh(self, index: int, servers: Sequence[int]) -> Shard:
+        assert list(servers) == [self._epoch]
         clock = Clock(parse("asp"), workers=[0])
         made = Shard(index, len(self.side.cut[0]), clock, Requests(), every=(EVERY, 0.0))
-        made.records = Journal(index)
+        made.records = Journal(index, self._epoch)
         return made
+
+    def _place(self, epoch: int) -> None:
+        self._epoch = epoch
+        self.keeper.place(epoch, (epoch,))
+
+    def change(self, epoch: int, before: Server | None = None) -> None:
+        """Servers are changed: this one has the shard now, as ``before`` had it; None: as itself had it."""
+        before = before or self
+        state = before.shard.hand_over()
+        self.side.desk.load_state_dict(0, before.side.desk.state_dict(0))
+        self._place(epoch)
+        self.shard = self.fresh(0, (epoch,))
+        self._do(self.shard.take_over(state, 0.0))
 
     @property
     def values(self) -> list[torch.Tensor]:
@@ -152,8 +179,9 @@ def test_who_leaves_keeps_what_it_was_handed_at_that_clock(tmp_path: Path) -> No
     server = Server(tmp_path)
     server.push(0)
     assert kept(server.shard) == [1]
-    after = server._fresh(0)
-    after.take_over(server.shard.hand_over(), 0.0)
+    after = server.fresh(0, (0,))
+    after.records = Records(0)
+    assert after.take_over(server.shard.hand_over(), 0.0) == [], "there are no journals"
     assert after.keep(0.0) == [], "none is due"
     assert kept(after) == [1]
     assert kept(after) == []
@@ -177,3 +205,105 @@ def test_nothing_is_taken_from_beyond_what_was_not_written_down(
     assert all(map(torch.equal, known, after.values))
     after.push(EVERY + 1)  # and it goes on from there
     assert all(map(torch.equal, after.values, Server(tmp_path).values))
+
+
+# --- after the servers were changed -------------------------------------------------------------------
+
+
+def pushed(server: Server, iterations: range) -> Server:
+    for iteration in iterations:
+        server.push(iteration)
+    return server
+
+
+def alike(one: Server, other: Server) -> bool:
+    return all(map(torch.equal, one.values, other.values))
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+@pytest.mark.parametrize("before", [0, 1, 2, 3])
+@pytest.mark.parametrize("since", [0, 1, 4])
+def test_it_comes_back_by_the_layout_of_then(tmp_path: Path, elsewhere: bool, before: int, since: int) -> None:
+    """The shard stays where it is, or goes to another process of this machine, which writes where the first did."""
+    first = pushed(Server(tmp_path), range(before))
+    holder = Server(tmp_path / "new") if elsewhere else first
+    holder.store.directory = first.store.directory
+    holder.change(1, first)
+    pushed(holder, range(before, before + since))
+    after = Server(tmp_path, epoch=1)
+    assert after.back and alike(holder, after)
+    assert after.shard.clock.clock == before + since
+    assert alike(pushed(holder, range(9, 12)), pushed(after, range(9, 12)))
+    assert alike(after, Server(tmp_path, epoch=1)), "and it comes back again"
+
+
+@pytest.mark.parametrize("epoch", [0, 2])
+def test_what_is_of_another_layout_is_of_no_use(tmp_path: Path, epoch: int) -> None:
+    """It was killed, and the servers were changed since, be it to the same ones; or it was not told of the change."""
+    server = pushed(Server(tmp_path), range(3))
+    server.change(1)
+    pushed(server, range(3, 4))
+    assert not Server(tmp_path, epoch).back
+
+
+def test_no_record_is_replayed_onto_another_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The new layout's first checkpoint cannot be written, its journal can."""
+    server = pushed(Server(tmp_path), range(EVERY))
+    known = server.values
+
+    def full(self: Store, iteration: int, parts: object) -> None:
+        raise CheckpointError("no room")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Store, "save", full)
+        server.change(1)
+        server.push(EVERY)
+    assert not Server(tmp_path, epoch=1).back
+    assert all(map(torch.equal, known, Server(tmp_path).values))
+
+
+def test_the_first_of_a_layout_is_on_the_disk_before_anything_else_is_done(tmp_path: Path) -> None:
+    """However long the one before it takes."""
+    server = pushed(Server(tmp_path), range(EVERY))
+    slow = threading.Event()
+    server.keeper._lane.put(lambda: assert_waited(slow))
+    timer = threading.Timer(0.2, slow.set)
+    timer.start()
+    server.keeper.place(1, (1,))
+    server.keeper.keep(0, EVERY, {**server.shard.state_dict(), "next_record": 0})
+    assert slow.is_set() and EVERY in server.store.whole()
+    timer.join()
+
+
+def assert_waited(event: threading.Event) -> None:
+    assert event.wait(10)
+
+
+def test_a_damaged_checkpoint_of_a_later_layout(tmp_path: Path) -> None:
+    """That of the change is there, and a journal from it on; without that there is nothing to come back to."""
+    server = pushed(Server(tmp_path), range(EVERY - 1))
+    server.change(1)
+    pushed(server, range(EVERY - 1, 2 * EVERY - 1))
+    assert damage(server.store) == EVERY
+    after = Server(tmp_path, epoch=1)
+    assert after.back and alike(server, after)
+    (tables,) = server.store.directory.glob(f"*{EVERY - 1}/tables*.safetensors")
+    tables.unlink()
+    assert not Server(tmp_path, epoch=1).back
+
+
+def test_a_run_that_goes_on_counts_epochs_anew(tmp_path: Path) -> None:
+    """By --resume, with the servers of then, which config.toml names: who is killed comes back at epoch 0."""
+    server = pushed(Server(tmp_path), range(3))
+    server.keeper.place(1, (0,))
+    server.keeper.keep(0, 3, {**server.shard.state_dict(), "next_record": 0})
+    resumed = Server(tmp_path / "new")
+    resumed.store.directory = server.store.directory
+    resumed.keeper.place(0, (0,))
+    resumed.shard = resumed.fresh(0, (0,))
+    resumed.keeper.resume(resumed.shard, 3)
+    resumed._do(resumed.shard.begin(0.0))
+    assert alike(server, resumed)
+    pushed(resumed, range(3, 6))
+    after = Server(tmp_path)
+    assert after.back and alike(resumed, after)
