@@ -6,10 +6,10 @@ with the models of one in which nothing happens, to the last bit.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import select
 import signal
-import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -66,27 +66,21 @@ def test_it_comes_back_from_its_checkpoint_and_its_journal(tmp_path: Path) -> No
 
 
 CHANGES = """
-import time
-
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(4, 33), nn.Tanh(), nn.Linear(33, 1))
 optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
 
 
-def until(what):
-    while not (FOLDER / what).exists():
-        time.sleep(0.01)
-
-
 with gossipx.join(model, optimizer) as peer:
     if peer.iteration:
-        (FOLDER / "again").touch()
+        (FOLDER / "again").write_text("\\n")
     train(peer, model, optimizer, 20)
     if peer.rank < 2:  # the other serves on: what a worker computes as it is killed would be another matter
         for goes_on in ("changed", "killed"):
-            (FOLDER / f"{peer.rank}-until-{goes_on}").touch()
             if peer.rank == 0:
-                until(goes_on)
+                (FOLDER / goes_on).open().readline()
+            elif goes_on == "killed":
+                (FOLDER / "waits").write_text("\\n")
             train(peer, model, optimizer, peer.iteration + 60)
 values = [float(one) for parameter in model.parameters() for one in parameter.detach().reshape(-1)]
 tell(peer, values=values)
@@ -100,12 +94,23 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 )
 
 
-def appears(path: Path) -> None:
-    """Wait for a file that a peer makes."""
-    never, by = threading.Event(), time.monotonic() + LONG
-    while not path.exists():
-        assert time.monotonic() < by, path
-        never.wait(0.01)
+class Gate:
+    """A pipe at which a peer waits for a line, or by which it tells that it is there."""
+
+    def __init__(self, path: Path):
+        os.mkfifo(path)
+        self._path = path
+        self._pipe = os.open(path, os.O_RDWR)  # with both ends here neither side waits for the other to open it
+
+    def open(self) -> None:
+        os.write(self._pipe, b"\n")
+
+    def reached(self) -> None:
+        assert select.select([self._pipe], [], [], LONG)[0], self._path
+        os.read(self._pipe, 1)
+
+    def close(self) -> None:
+        os.close(self._pipe)
 
 
 @pytest.mark.parametrize(
@@ -119,26 +124,27 @@ def test_it_comes_back_after_the_servers_were_changed(tmp_path: Path, servers: s
     What was pushed since the change is in the journal alone, that of an iteration which not all have pushed, too.
     """
     options = ("--servers", servers, "--checkpoint-every", "1000", "--placement", "sliced", "--peer-timeout", "5")
-    with folder(tmp_path, 3) as here:
+    with contextlib.ExitStack() as closing, folder(tmp_path, 3) as here:
         script = here.script(CHANGES)
-        gates = [tmp_path / "changed", tmp_path / "killed"]
-        for gate in gates:
-            gate.touch()
+        places = [tmp_path / name for name in ("changed", "killed", "waits", "again")]
+        for place in places:
+            place.touch()  # a plain file keeps nobody
         here.run(*options, script, tmp_path, name="whole")
         whole = [here.told(rank)["values"] for rank in range(3)]
-        for gate in (*gates, tmp_path / "1-until-killed"):
-            gate.unlink()
+        for place in places:
+            place.unlink()
+        changed, killed, waits, again = (closing.enter_context(contextlib.closing(Gate(place))) for place in places)
         process = here.start_run(*options, script, tmp_path)
         process.line(rf"{here.names[0]} train .* pulls [1-9]\d*")
-        changed = here.start("-m", "gossipx", "server", "set-servers", here.path / "x", then).end()
-        assert changed.code == 0, changed.shown
-        gates[0].touch()
-        appears(tmp_path / "1-until-killed")
+        set_ = here.start("-m", "gossipx", "server", "set-servers", here.path / "x", then).end()
+        assert set_.code == 0, set_.shown
+        changed.open()
+        waits.reached()
         os.kill(children(process.pid)[2], signal.SIGKILL)
-        again = here.start("-c", SCRIPT_AGAIN, here.path / "x", "2", script, tmp_path)
-        appears(tmp_path / "again")
-        gates[1].touch()
-        ended, came = process.end(), again.end()
+        started = here.start("-c", SCRIPT_AGAIN, here.path / "x", "2", script, tmp_path)
+        again.reached()
+        killed.open()
+        ended, came = process.end(), started.end()
         assert (ended.code, came.code) == (0, 0), ended.shown + came.shown
         told = f"{held} comes back as it was when its server was killed"
         assert (told in came.errors) == bool(held), came.shown
