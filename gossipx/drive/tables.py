@@ -133,22 +133,22 @@ class TableWork:
         desk, put = self._desk, self._lane.put
         match effect:
             case PrepareTables(epoch, servers):
-                put(lambda: self._prepare(epoch, servers))
+                put(lambda: desk.prepare(epoch, servers))
             case TakeRanges(ticket, pieces):
                 ranges = self._transfers.ranges(ticket)
                 put(lambda: desk.take(ranges, pieces))
             case TellPrepared(epoch):
-                put(lambda: self._tell(Prepared(epoch, desk.prepared())))
+                put(lambda: self._tell(Prepared(epoch, self._unwritten() or desk.prepared())))
             case PlaceTables(epoch, servers):
                 desk.go_over(epoch, servers)
                 put(lambda: self._place(epoch, servers))
             case DropTables():
                 put(desk.drop)
 
-    def _prepare(self, epoch: int, servers: tuple[int, ...]) -> None:
-        if self.keeper is not None:
-            self.keeper.settle()
-        self._desk.prepare(epoch, servers)
+    def _unwritten(self) -> str:
+        """Why shards cannot be handed over yet, as their next holders write to the same places; or nothing."""
+        settled = self.keeper is None or self.keeper.settle()
+        return "" if settled else "its last checkpoint takes too long to be written"
 
     def _place(self, epoch: int, servers: tuple[int, ...]) -> None:
         self._desk.place(epoch, servers)
@@ -181,8 +181,8 @@ class TableWork:
             self._give(answer, reply, Source(memoryview(b"")) if isinstance(reply, TablesReply) else None, nothing)
 
     def _answer_pieces(self, answer: Answer, reply: TablesReply, pieces: Pieces) -> None:
-        if self.keeper is not None and not self.keeper.settle():
-            self._give(answer, NotReadyReply("its last checkpoint takes too long to be written"), None, nothing)
+        if unwritten := self._unwritten():
+            self._give(answer, NotReadyReply(unwritten), None, nothing)
             return
         try:
             source = self._desk.pack(pieces)
