@@ -8,6 +8,8 @@ of one that has, whatever its rank.
 
 from __future__ import annotations
 
+from collections import Counter
+
 from gossipx.actor import Effect, Forget, Resume, Stop
 from gossipx.messages import ArriveRequest, InitialRequest, Stage
 from gossipx.peer.gathering import Gathering
@@ -47,6 +49,7 @@ class Joining:
         self.others_begin = False
         self._ticket: int | None = None  # of our request for the model
         self._giver = -1  # ... and who was asked for it
+        self._failures: Counter[int] = Counter()  # by rank, its answers without a model that we could take
 
     def ask(self, now: float) -> list[Effect]:
         """Ask whoever has a model for it, unless one is asked already."""
@@ -60,7 +63,9 @@ class Joining:
         ]
         if not givers:
             return []
-        request = self._requests.send(min(givers), InitialRequest(), now, now + self._model_timeout)
+        # All that join ask the same peer, unless that one does not give: its loop may be busy for long.
+        giver = min(givers, key=lambda rank: (self._failures[rank], rank))
+        request = self._requests.send(giver, InitialRequest(), now, now + self._model_timeout)
         self._ticket, self._giver = request.ticket, request.to
         return [request]
 
@@ -105,11 +110,13 @@ class Joining:
         """A model holds NaN or Inf, and is not taken; if it was this one, returns whose it is."""
         return self._giver if self._close(ticket) else None
 
-    def failed(self, ticket: int, to: int) -> list[Effect]:
-        """An InitialRequest was not answered, or by no model."""
+    def failed(self, ticket: int, to: int, now: float) -> list[Effect]:
+        """An InitialRequest was not answered, or by no model: another is asked, if there is one."""
         if not self._close(ticket):
             return [Forget(ticket)]
-        return [Forget(ticket), self._gathering.tell_later(to, self._members.others[to].rests_until)]
+        self._failures[to] += 1
+        later = self._gathering.tell_later(to, self._members.others[to].rests_until)
+        return [Forget(ticket), later, *self.ask(now)]
 
     def _close(self, ticket: int) -> bool:
         """Whether ``ticket`` is that of the model; it is under way no more."""

@@ -408,7 +408,7 @@ class PeerRole:
             case ArriveRequest():
                 return [*self.gathering.failed(to), *self.stages.look(now)]
             case InitialRequest():
-                return self.joining.failed(ticket, to)
+                return self.joining.failed(ticket, to, now)
             case PullRequest():
                 return self.stages.pulled(self.pulls.failed(ticket, self.training.step, now), now)
             case RoundRequest() if wave := self._meeting(ticket):

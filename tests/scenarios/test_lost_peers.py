@@ -177,6 +177,18 @@ def test_first_model_is_asked_for_again():
     assert spread(models(made)) < 1e-6
 
 
+def test_first_model_is_asked_of_another():
+    """One that has not given it is asked again after all others: its loop may be busy for long."""
+    made = world(4, network=slow(), absent=[3])
+    made.start(3, maker(3, 4), at=15.0)
+    until(made, 3, "asks 0")
+    made.network.cut([0], [3], made.now + 0.9, made.now + 1.1)  # nothing but the model falls into that
+    ended(made, bound(4, waits=1))
+    assert made.fired["cut"] == 1
+    asked = [line.split()[1] for line in made.lines(3, "asks")]
+    assert asked == ["0", "1"] and made.lines(3, "adopts the model of 1")
+
+
 def test_all_others_gone_trains_alone():
     """[11]"""
     made = world(4, policy="tau:7")
