@@ -91,9 +91,9 @@ from top_percent import TopServerStorage, TopTransmitBuffer
 from gossipx.parts import Parts, Storages
 
 
-def kept(peer):
-    # Whether this peer, and the shard that it holds, have checkpoints to go on from.
-    folders = [FOLDER / "cut" / f"{what}-{peer.rank:02d}" / "checkpoints" for what in ("peer", "shard")]
+def kept():
+    # Whether all peers and all shards have checkpoints to go on from.
+    folders = [FOLDER / "cut" / f"{what}-{rank:02d}" / "checkpoints" for what in ("peer", "shard") for rank in (0, 1)]
     return all(len(list(folder.glob("*/manifest.json"))) == 2 for folder in folders)
 
 
@@ -105,9 +105,11 @@ with gossipx.join(model, optimizer, parts=parts) as peer:
     began = peer.iteration
     if sys.argv[3] == "cut" and not began:
         train(peer, model, optimizer, 70)
+        (FOLDER / f"at-70-{peer.rank}").touch()
         waiting = threading.Event()
         for _ in range(10_000):
-            if kept(peer):
+            # The other may wait for what the shard here has to answer until it is there, too.
+            if kept() and (FOLDER / "at-70-0").exists() and (FOLDER / "at-70-1").exists():
                 break
             waiting.wait(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -221,7 +223,7 @@ def test_a_hub_goes_on_with_its_centre(tmp_path: Path, only: bool) -> None:  # [
         again = here.start("-m", "gossipx", "run", "--resume", here.path / "cut").end()
         assert again.code == 0, again.shown
         cut = Run(here.path / "cut", again)
-    assert kept["exchanges"] >= 8 and kept["step"] >= 35
+    assert kept["step"] >= 35 and kept["exchanges"] >= 7, "one worker's; the other may have begun much later"
     assert cut.summary["taken_in"][0] > kept["exchanges"] + 20, "it counts on"
     assert max(differences(cut.model(0), cut.model(1)).values()) == 0
     assert cut.summary["test_accuracy"][1] > 0.7
