@@ -31,6 +31,7 @@ CLOCK, TABLES = "clock", "tables"
 """Names of a shard's parts."""
 SERVERS, EPOCH = "servers", "epoch"
 """In the clock's state: by shard, the rank that held it then; and the epoch of that layout."""
+LOSES = "were this peer killed, pushes would be lost"
 
 
 def store_of_shard(directory: Path, shard: int, keep: int = KEEP) -> Store:
@@ -117,8 +118,8 @@ class ShardKeeper:
                     self._writing.discard(shard)
 
         self._lane.put(write)
-        if first:
-            self.settle()
+        if first and not self.settle():
+            log.warning("shard %d: its first checkpoint takes too long to be written: %s", shard, LOSES)
 
     def _begin_journal(self, shard: int, clock: int, after: int, goes_on: bool = False) -> None:
         """What happens from now on, the checkpoint of ``clock`` does not have.
@@ -152,9 +153,10 @@ class ShardKeeper:
 
     def _no_journal(self, error: OSError) -> None:
         log.warning(
-            "%s: no journal can be written until the next checkpoint (%s): were this peer killed, pushes would be lost",
+            "%s: no journal can be written until the next checkpoint (%s): %s",
             error.filename or "journal",
             error.strerror,
+            LOSES,
         )
 
     def records(self, shard: int, clock: int, first: int) -> Iterator[tuple[RecordRequest, Gradient]]:

@@ -16,6 +16,7 @@ from torch import nn
 from gossipx import build, config
 from gossipx.actor import Effect, Received
 from gossipx.checkpoint import CheckpointError, Store
+from gossipx.drive import shards
 from gossipx.drive.progress import Progress
 from gossipx.drive.shards import ShardKeeper
 from gossipx.peer.requests import Requests
@@ -108,6 +109,19 @@ class Server:
                     written = threading.Event()
                     self.keeper._lane.put(written.set)
                     assert written.wait(10)
+
+
+def test_a_first_checkpoint_that_takes_too_long_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = Server(tmp_path)
+    monkeypatch.setattr(shards, "LONGEST", 0.01)
+    written = threading.Event()
+    server.keeper._lane.put(lambda: written.wait(10))
+    server.keeper.place(1, (1,))
+    server.keeper.keep(0, 1, server.shard.state_dict())
+    written.set()
+    assert "shard 0: its first checkpoint takes too long to be written: were this peer killed" in caplog.text
 
 
 def damage(store: Store) -> int:
