@@ -218,7 +218,7 @@ def _keep_shards(driver: Driver, served: Served, place: Place, keep: int) -> Non
     settings = served.settings
     exchange = driver.role.exchange
     assert isinstance(exchange, ServerMode)
-    keeper = ShardKeeper(stores, served.desk, exchange.fresh, settings.servers, settings.journals)
+    keeper = ShardKeeper(stores, served.desk, exchange.holding.fresh, settings.servers, settings.journals)
     driver.tables.keeper = keeper
     for shard in exchange.beginning() if place.resumes else ():
         keeper.resume(shard, place.resumes_at)

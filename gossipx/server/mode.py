@@ -1,8 +1,7 @@
-"""Server mode of one peer: the shards that it holds, and its own dealings with all shards as a worker."""
+"""Server mode of one peer: what happens reaches the part that it concerns, of those of a server and of a worker."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 
 from gossipx.actor import (
@@ -44,16 +43,15 @@ from gossipx.peer.pulls import Pulls
 from gossipx.server.clock import Clock
 from gossipx.server.copies import Copies
 from gossipx.server.deadlock import Deadlocks
+from gossipx.server.holding import Holding
 from gossipx.server.layout import Layout
 from gossipx.server.leading import Leading
 from gossipx.server.moving import UNDER_WAY, Home, Moving
-from gossipx.server.records import Journal
 from gossipx.server.replica import FOLLOW, RECORDS, Replica
 from gossipx.server.settings import ServerSettings
-from gossipx.server.shard import NEXT_RECORD, Shard
+from gossipx.server.shard import Shard
 from gossipx.server.switching import Switching
 from gossipx.server.worker import AGAIN, Worker
-from gossipx.table_effects import ComeBack
 
 WATCH = "watch"
 """The timer of the next look at those that pulls wait for."""
@@ -68,7 +66,8 @@ class ServerMode(Exchange, Home):
         clocks: of the shards that this peer holds or has replicas of, by shard.
 
     Attributes:
-        shards: that it holds.
+        holding: the shards that lie here.
+        shards: these, by index.
         moving: its part in changes of servers.
         leading: those that it leads, or asks for.
     """
@@ -82,13 +81,14 @@ class ServerMode(Exchange, Home):
     def __init__(self, ground: Ground, pulls: Pulls, settings: ServerSettings, clocks: dict[int, Clock]):
         super().__init__(ground)
         self._settings = settings
+        self.holding = Holding(ground, settings)
+        self.shards = self.holding.shards
         self._trains = settings.trains or ground.rank not in settings.servers
         self.moving = Moving(ground, self, settings.layouts, settings.layout)
         self.leading = Leading(ground, self.moving, settings.fixed)
-        self.shards: dict[int, Shard] = {}
         self._copies = Copies(ground, self.shards)
         for index, clock in clocks.items():
-            shard = self._shard(index, clock, settings.layout)
+            shard = self.holding.make(index, clock, settings.layout)
             others = [rank for rank in settings.holders[index] if rank != ground.rank]
             if others:
                 begins = settings.holders[index][0] == ground.rank
@@ -98,19 +98,9 @@ class ServerMode(Exchange, Home):
         self.worker = Worker(ground, settings.holders, settings.layout.buckets, settings.overlap, settings.syncs)
         self._switching = Switching(ground, self.shards, self.worker.holder, settings.rate, self._hindered)
         self._deadlocks = Deadlocks(ground, self.shards, self.worker.holder)
-        self._before = (0, 0)  # figures of shards that lay here before the servers were changed
         self._agreeing = False
-        self._leaves = False
         self._watching = False
         self._sought = False  # a server is gone, and the others were asked whether there are others by now
-        self._unsure = False  # others were training as we came, and may know that our shards lie elsewhere by now
-
-    def _shard(self, index: int, clock: Clock, layout: Layout) -> Shard:
-        plan = self._settings.plans[index % len(self._settings.plans)] if self._settings.plans else ()
-        leads = not any(layout.buckets[:index])
-        shard = Shard(index, layout.buckets[index], clock, self._ground.requests, plan, self._settings.every, leads)
-        shard.records = Journal(index, self.moving.epoch) if self._settings.journals else shard.records
-        return shard
 
     @property
     def replicas(self) -> dict[int, Replica]:
@@ -153,11 +143,11 @@ class ServerMode(Exchange, Home):
 
     @property
     def taken_in(self) -> int:
-        return self._before[0] + sum(shard.clock.counts.gradients for shard in self.shards.values())
+        return self.holding.taken_in
 
     @property
     def delayed_pulls(self) -> int:
-        return self._before[1] + sum(shard.clock.counts.delayed for shard in self.shards.values())
+        return self.holding.delayed_pulls
 
     @property
     def counted(self) -> dict[str, tuple[int, float]]:
@@ -166,54 +156,17 @@ class ServerMode(Exchange, Home):
     # --- the worker -------------------------------------------------------------------------------
 
     def begun(self, now: float) -> list[Effect]:
-        again = self._ground.members.had_begun and not any(shard.restored for shard in self.shards.values())
-        self._unsure = bool(self.shards) and again and not self._settings.fixed
-        begun = self.moving.seek(now) if self._unsure else self._begin(now)
+        begun = self.holding.begun(now)
+        if self.holding.unsure:
+            begun = self.moving.seek(now)
         return self._watched([*begun, *self._copies.begin(now), *(self.worker.begin(now) if self._trains else [])], now)
-
-    def _begin(self, now: float) -> list[Effect]:
-        """The shards that are ours as the run begins are served."""
-        return [
-            effect
-            for shard in self.shards.values()
-            for effect in ([self._come_back(shard)] if self.comes_back and not shard.restored else shard.begin(now))
-        ]
-
-    def _come_back(self, shard: Shard) -> ComeBack:
-        return ComeBack(shard.index, self.moving.epoch)
 
     def _made_sure(self, now: float) -> list[Effect]:
         """Once all others have told what stands, and it is what stood at the beginning, our shards begin."""
-        if not self._unsure or not self.moving.sure:
-            return []
-        self._unsure = False
-        return self._begin(now)
-
-    @property
-    def comes_back(self) -> bool:
-        # What journals lie there is of this run only if others were training as we came.
-        return self._settings.journals and self._ground.members.had_begun
-
-    @property
-    def ready(self) -> bool:
-        return all(shard.begun for shard in self.shards.values())
+        return self.holding.begin(now) if self.holding.unsure and self.moving.sure else []
 
     def came_back(self, event: CameBack, now: float) -> list[Effect]:
-        shard = self.shards.get(event.shard)
-        if shard is None or shard.begun or event.epoch != self.moving.epoch:
-            return []  # the servers were changed meanwhile: it is another one, or lies elsewhere
-        if event.state is None and event.epoch:
-            reason = "the servers were changed, and no checkpoint here has the tables that this peer is to hold"
-            return [Stop(reason), Resume()]
-        if event.state is not None:
-            shard.load_state_dict(event.state)
-            shard.records = Journal(shard.index, event.epoch)
-            shard.records.number = event.state[NEXT_RECORD]
-        return self._watched([*shard.begin(now), *shard.look(self._training())], now)
-
-    def fresh(self, index: int, servers: Sequence[int]) -> Shard:
-        """A shard of a layout as it was at the beginning, beside the one that is held."""
-        return self._shard(index, self._settings.clock_of(index), self._settings.layouts.make(servers))
+        return self._watched(self.holding.came_back(event, self._training(), now), now)
 
     def begin(self, now: float) -> list[Effect]:
         return []
@@ -395,7 +348,7 @@ class ServerMode(Exchange, Home):
         ]
         self._deadlocks.again()
         put_off = [effect for shard in self.shards.values() for effect in shard.put_off(now)]
-        again = self.moving.seek(now) if self._unsure else []
+        again = self.moving.seek(now) if self.holding.unsure else []
         return self._watched([*put_off, *signs, *again, *self.moving.watch(now), *self.leading.watch(now)], now)
 
     def _held_up_by(self) -> set[int]:
@@ -404,10 +357,10 @@ class ServerMode(Exchange, Home):
 
     def _watched(self, effects: list[Effect], now: float) -> list[Effect]:
         """Where pulls wait for somebody, see now and then that it is still there; and what the clock is due for."""
-        effects = effects + self._kept(now)
+        effects = effects + self.holding.keep(now)  # after all else
         effects += self._deadlocks.look(len(self._servers), now)
         effects += self._copies.send(now)
-        changes = self.moving.busy or self.leading.busy or self._unsure
+        changes = self.moving.busy or self.leading.busy or self.holding.unsure
         waits = changes or any(shard.waiting for shard in self.shards.values())
         if self._watching or not waits:
             return effects
@@ -428,12 +381,11 @@ class ServerMode(Exchange, Home):
         return self._watched(self.leading.wish(event, now), now)
 
     def hand_over_all(self, now: float) -> list[Effect]:
-        self._leaves = True
         self.worker.stop()
         self.moving.release()
         training = [rank for rank in self._training() if rank != self._ground.rank]
-        kept = self._kept(now, leaves=True)
-        if not (self.shards and training and self.ready) or self._agreeing or self._settings.fixed:
+        kept = self.holding.keep(now, leaves=True)
+        if not (self.shards and training and self.holding.ready) or self._agreeing or self._settings.fixed:
             return kept
         return self._watched([*kept, *self.moving.look(now), *self.leading.leave(training, now)], now)
 
@@ -448,36 +400,11 @@ class ServerMode(Exchange, Home):
     def agreeing(self) -> bool:
         return self._agreeing
 
-    @property
-    def made(self) -> set[str]:
-        return {" ".join(shard.clock.made.values()) for shard in self.shards.values()}
-
-    def hand_over(self) -> tuple[str, str]:
-        first = self.shards[0]
-        return json.dumps(first.hand_over()), " ".join(first.clock.made.values())
-
     def go_over(self, layout: Layout, epoch: int, state: str, reply: Reply, now: float) -> list[Effect]:
-        closed = [effect for shard in self.shards.values() for effect in shard.close(reply, now)]
-        done = self.taken_in, self.delayed_pulls
-        here = [index for index, rank in enumerate(layout.servers) if rank == self._ground.rank]
-        self.shards.clear()
-        self.shards.update({index: self._shard(index, self._settings.clock_of(index), layout) for index in here})
-        begun = [
-            effect
-            for shard in self.shards.values()
-            for effect in (shard.take_over(json.loads(state), now) if state else [self._come_back(shard)])
-        ]
-        self._sought = self._unsure = False
-        self._before = (0, 0)
-        self._before = done[0] - self.taken_in, done[1] - self.delayed_pulls
-        # Another that leaves, too, may have handed over what it had kept by another layout.
-        kept = self._kept(now, leaves=True) if self._leaves else []
+        self._sought = False
+        held = self.holding.go_over(layout, epoch, state, reply, now)
         went = self._gone_on(self.worker.go_over(layout.servers, layout.buckets, epoch, now), now)
-        return [*begun, *closed, *kept, *went, *self.look(now)]
-
-    def _kept(self, now: float, last: bool = False, leaves: bool = False) -> list[Effect]:
-        """After all else: checkpoints that are due."""
-        return [effect for shard in self.shards.values() for effect in shard.keep(now, last, leaves=leaves)]
+        return [*held, *went, *self.look(now)]
 
     def beginning(self) -> list[Shard]:
         """Shards that are this peer's to begin with: they may be brought back before it joins."""
@@ -505,4 +432,4 @@ class ServerMode(Exchange, Home):
     def agree(self, now: float) -> list[Effect] | None:
         """The end is what the servers hold: each takes it as its own model."""
         self._agreeing = True
-        return [*self._kept(now, last=True), *self._answered_all(self.worker.begin(now), now)]
+        return [*self.holding.keep(now, last=True), *self._answered_all(self.worker.begin(now), now)]

@@ -42,6 +42,7 @@ from gossipx.messages import (
     TablesRequest,
 )
 from gossipx.peer.exchange import Ground
+from gossipx.server.holding import Holding
 from gossipx.server.layout import Batch, Layout, Layouts
 from gossipx.server.worker import Worker
 from gossipx.table_effects import DropTables, PlaceTables, PrepareTables, TakeRanges, TellPrepared
@@ -56,38 +57,16 @@ class Home(abc.ABC):
     """What a change has to know of its peer, and to do there."""
 
     worker: Worker
+    holding: Holding
 
     @property
     @abc.abstractmethod
     def agreeing(self) -> bool:
         """Whether training is over, and the last tables are being fetched."""
 
-    @property
-    @abc.abstractmethod
-    def ready(self) -> bool:
-        """Whether all that lies here is served: it could be handed over."""
-
-    @property
-    @abc.abstractmethod
-    def comes_back(self) -> bool:
-        """Whether what this peer is to hold may be on its disk: it was killed, and others were training as it came."""
-
-    @property
-    @abc.abstractmethod
-    def made(self) -> set[str]:
-        """By what the shards that lie here go."""
-
-    @abc.abstractmethod
-    def hand_over(self) -> tuple[str, str]:
-        """What shards of another layout go on with: the state of shard 0's clock, and by what it goes."""
-
     @abc.abstractmethod
     def go_over(self, layout: Layout, epoch: int, state: str, reply: Reply, now: float) -> list[Effect]:
-        """Take on the shards that lie here by ``layout``; whoever waits gets ``reply``.
-
-        Args:
-            state: of the clock; empty: they are to come back from a disk.
-        """
+        """Go over to ``layout``, worker and shards; see :meth:`~gossipx.server.holding.Holding.go_over`."""
 
     @abc.abstractmethod
     def requested(self, event: Received, now: float) -> list[Effect]:
@@ -171,7 +150,7 @@ class Moving:
     @property
     def ready(self) -> bool:
         """Whether what lies here could be handed over."""
-        return self._home.ready
+        return self._home.holding.ready
 
     @property
     def placed(self) -> PlacedReply:
@@ -315,7 +294,7 @@ class Moving:
 
     def _differs(self, sync: str) -> str:
         """Why shards that lie here cannot become parts of others that go by ``sync``; empty: they can."""
-        other = sorted(self._home.made - {sync})
+        other = sorted(self._home.holding.made - {sync})
         if not other:
             return ""
         return (
@@ -379,7 +358,7 @@ class Moving:
 
     def handed_over(self) -> tuple[str, str]:
         """What the shards that are to be go on with."""
-        return self._home.hand_over()
+        return self._home.holding.hand_over()
 
     def stands(self, now: float) -> list[Effect]:
         """The change that we lead is carried out."""
@@ -395,7 +374,7 @@ class Moving:
     def _follow(self, epoch: int, servers: tuple[int, ...], now: float) -> list[Effect]:
         """The others have gone over without us, as they thought us lost, or before we came again."""
         given_up = self.give_up(now) if self._change else []
-        if self._ground.rank in servers and not self._home.comes_back:
+        if self._ground.rank in servers and not self._home.holding.comes_back:
             reason = "the servers were changed, and this peer has not got the tables that it is to hold"
             return [*given_up, Stop(reason), Resume()]
         self._later = epoch, self.layouts.make(servers)

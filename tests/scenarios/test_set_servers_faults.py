@@ -13,6 +13,7 @@ import toy
 from gossipx.actor import Effect
 from gossipx.build.server import Parts
 from gossipx.messages import Stage
+from gossipx.server.holding import Holding
 from gossipx.server.mode import ServerMode
 from gossipx.sim import Network, World
 from gossipx.storage.parts import Storages, TransmitBuffer
@@ -239,7 +240,7 @@ def test_a_server_that_has_no_checkpoint_of_what_it_is_to_hold_says_so(victim: i
     reason = "the servers were changed, and no checkpoint here has the tables that this peer is to hold"
     assert made.lines(victim, "must stop") == [f"must stop: {reason}"]
     assert not [one for one in mode(made, victim).shards.values() if one.begun]
-    assert not mode(made, victim).ready
+    assert not mode(made, victim).holding.ready
 
 
 @pytest.mark.parametrize("answers", [True, False])
@@ -251,7 +252,7 @@ def test_who_comes_again_asks_all_that_are_there(answers: bool) -> None:
         made.pause(2, 6.0, 6.0 + 3 * toy.TIMEOUT)
     made.restart(0, 6.5)
     served.ended(made)
-    assert set(mode(made, 0).shards) == {0} and mode(made, 0).ready
+    assert set(mode(made, 0).shards) == {0} and mode(made, 0).holding.ready
     assert made.peers[1].role.stage is Stage.DONE
 
 
@@ -300,16 +301,17 @@ def test_all_that_leave_keep_shards_that_go_together(
 ) -> None:
     """Whoever holds a shard at the end has kept it by the layout of then, over what another had kept before."""
     disk: dict[int, tuple[int, tuple[int, ...]]] = {}
-    kept = ServerMode._kept
+    kept = Holding.keep
 
-    def keep(self: ServerMode, now: float, last: bool = False, leaves: bool = False) -> list[Effect]:
-        made = kept(self, now, last, leaves)
-        for one in made:
+    def keep(self: Holding, now: float, last: bool = False, leaves: bool = False) -> list[Effect]:
+        effects = kept(self, now, last, leaves)
+        for one in effects:
             if isinstance(one, KeepShard) and one.clock >= disk.get(one.shard, (0, ()))[0]:
-                disk[one.shard] = one.clock, self.moving.layout.servers
-        return made
+                (holder,) = [rank for rank in made.peers if mode(made, rank).holding is self]
+                disk[one.shard] = one.clock, mode(made, holder).moving.layout.servers
+        return effects
 
-    monkeypatch.setattr(ServerMode, "_kept", keep)
+    monkeypatch.setattr(Holding, "keep", keep)
     made = served.world(4, servers=servers, iterations=40)
     for number, rank in enumerate(sorted(range(4), key=lambda rank: (rank == last, rank))):
         made.leave(rank, 5.5 + apart * number)
