@@ -123,6 +123,12 @@ class Host:
         self.react = react
 
 
+def ended(*hosts: Host) -> None:
+    """End all of them: what a thread has sent it counts a moment after the other side may have it."""
+    for host in hosts:
+        host.comm.close()
+
+
 class Run:
     """Peers of one run; addresses become known as they start."""
 

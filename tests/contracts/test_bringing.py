@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from giver import model
-from managers import LONG, SHORT, Host, Model, Taken, runs, settings_of, soon
+from managers import LONG, SHORT, Host, Model, Taken, ended, runs, settings_of, soon
 
 from gossipx.errors import CancelledError, PeerTimeoutError, PeerUnreachableError
 from gossipx.memory import PIECE
@@ -55,6 +55,7 @@ def test_a_model_goes_each_way_in_one_round_trip(start: Callable[[int], list[Hos
         assert room == gives
         assert b.answered.get(timeout=LONG) is True
     assert [taken.released for taken in b.rooms] == [1, 1, 1]
+    ended(a, b)
     assert a.comm.bytes_sent == b.comm.bytes_received >= 3 * size
     assert b.comm.bytes_sent == a.comm.bytes_received >= 3 * size
 

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 from giver import model
-from managers import LONG, SHORT, WAYS, Host, shares_memory, soon
+from managers import LONG, SHORT, WAYS, Host, ended, shares_memory, soon
 
 from gossipx.errors import CancelledError, GossipxError, PeerTimeoutError, PeerUnreachableError
 from gossipx.memory import PIECE, Memory, Source
@@ -100,6 +100,7 @@ def test_models_arrive_as_they_were_and_are_counted(start: Callable[[int], list[
         assert pulled(a, 1, size) == given
         assert b.answered.get(timeout=LONG) is True
         assert a.comm.bytes_received >= (round + 1) * size
+    ended(a, b)
     assert a.comm.bytes_received == b.comm.bytes_sent < 3 * size + 10_000
     assert a.comm.bytes_sent == b.comm.bytes_received < 10_000
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 from framed import joined
-from managers import LONG, MANIFEST, SHORT, Host, Model, Run, runs, settings_of, shares_memory, soon
+from managers import LONG, MANIFEST, SHORT, Host, Model, Run, ended, runs, settings_of, shares_memory, soon
 
 from gossipx.errors import (
     CancelledError,
@@ -143,6 +143,7 @@ def test_a_model_is_pulled(two: tuple[Host, Host], size: int) -> None:
         room[:] = bytes(size)
     overhead = a.comm.bytes_received - 2 * size
     assert 0 < overhead < 1000
+    ended(a, b)
     assert b.comm.bytes_sent == a.comm.bytes_received
     assert a.comm.bytes_sent == b.comm.bytes_received
 
