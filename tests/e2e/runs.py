@@ -23,7 +23,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-LONG = 120.0  # seconds: ends a test that hangs; a run takes a few, on a machine with nothing else to do
+LONG = 240.0  # seconds: ends a test that hangs; a run takes a few, on a machine with nothing else to do
 
 PRELUDE = """
 import json
