@@ -1,9 +1,9 @@
 """Joining: where a peer's first model comes from.
 
-It takes the model of whoever has one, the lowest rank first. If nobody has, rank 0 begins with its own, and the others take that; where rank 0
-does not come, the lowest rank that is here takes its part once peer_timeout has passed. With ``init="own"`` all begin
-with their own, unless others train already. In a run that goes on from checkpoints a peer that has none takes the model
-of one that has, whatever its rank.
+It takes the model of whoever has one, the lowest rank first. If nobody has, rank 0 begins with its own, and the others
+take that; where rank 0 does not come, the lowest rank that is here takes its part once peer_timeout has passed. With
+``init="own"`` all begin with their own, unless others train already. In a run that goes on from checkpoints a peer that
+has none takes the model of one that has, whatever its rank.
 """
 
 from __future__ import annotations
