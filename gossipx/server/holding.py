@@ -55,8 +55,10 @@ class Holding:
 
     @property
     def comes_back(self) -> bool:
-        """Whether what this peer is to hold may be on its disk: it was killed, and others were training as it came."""
-        # What journals lie there is of this run only if others were training as we came.
+        """Whether what this peer is to hold may be on its disk: it was killed, and others were training as it came.
+
+        If none were, journals that lie there are of a run before.
+        """
         return self._settings.journals and self._ground.members.had_begun
 
     @property
