@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -205,6 +206,12 @@ def test_nothing_to_go_on_from(tmp_path: Path) -> None:
         assert "no peer has a whole checkpoint to go on from" in one_line(again, 2)
 
 
+def hub_of(store: Store) -> dict[str, Any]:
+    """The hub's state in the newest checkpoint; empty: there is none."""
+    found = store.load()
+    return {} if found is None else unpack(found.parts["hub"])
+
+
 @pytest.mark.parametrize("only", [False, True])
 def test_a_hub_goes_on_with_its_centre(tmp_path: Path, only: bool) -> None:  # [38]
     with folder(tmp_path, 3) as here:
@@ -212,18 +219,15 @@ def test_a_hub_goes_on_with_its_centre(tmp_path: Path, only: bool) -> None:  # [
         process = here.start_run(*BRIEF, *options, name="cut")
         store = Store(here.path / "cut" / "peer-00" / "checkpoints")
         by, ended = time.monotonic() + LONG, threading.Event()
-        while not any(iteration >= 40 for iteration in store.whole()):
+        while hub_of(store).get("exchanges", 0) < 8:
             assert time.monotonic() < by and is_running(process.pid), process.end().shown
             ended.wait(0.01)
         process.kill()
         process.end()
-        checkpoint = store.load()
-        assert checkpoint is not None
-        kept = unpack(checkpoint.parts["hub"])
+        kept = hub_of(store)
         again = here.start("-m", "gossipx", "run", "--resume", here.path / "cut").end()
         assert again.code == 0, again.shown
         cut = Run(here.path / "cut", again)
-    assert kept["step"] >= 35 and kept["exchanges"] >= 7, "one worker's; the other may have begun much later"
     assert cut.summary["taken_in"][0] > kept["exchanges"] + 20, "it counts on"
     assert max(differences(cut.model(0), cut.model(1)).values()) == 0
     assert cut.summary["test_accuracy"][1] > 0.7
