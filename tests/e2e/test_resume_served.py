@@ -219,7 +219,7 @@ def test_a_hub_goes_on_with_its_centre(tmp_path: Path, only: bool) -> None:  # [
         process = here.start_run(*BRIEF, *options, name="cut")
         store = Store(here.path / "cut" / "peer-00" / "checkpoints")
         by, ended = time.monotonic() + LONG, threading.Event()
-        while hub_of(store).get("exchanges", 0) < 8:
+        while not (kept := hub_of(store)) or kept["exchanges"] < 8 or kept["step"] < 35:
             assert time.monotonic() < by and is_running(process.pid), process.end().shown
             ended.wait(0.01)
         process.kill()
@@ -228,6 +228,7 @@ def test_a_hub_goes_on_with_its_centre(tmp_path: Path, only: bool) -> None:  # [
         again = here.start("-m", "gossipx", "run", "--resume", here.path / "cut").end()
         assert again.code == 0, again.shown
         cut = Run(here.path / "cut", again)
+    assert kept["exchanges"] >= 8 and kept["step"] >= 35
     assert cut.summary["taken_in"][0] > kept["exchanges"] + 20, "it counts on"
     assert max(differences(cut.model(0), cut.model(1)).values()) == 0
     assert cut.summary["test_accuracy"][1] > 0.7
