@@ -157,9 +157,9 @@ class ServerMode(Exchange, Home):
 
     def begun(self, now: float) -> list[Effect]:
         begun = self.holding.begun(now)
-        if self.holding.unsure:
-            begun = self.moving.seek(now)
-        return self._watched([*begun, *self._copies.begin(now), *(self.worker.begin(now) if self._trains else [])], now)
+        begun += self.moving.seek(now) if self.holding.unsure else []
+        begun += self._copies.begin(now)
+        return self._watched([*begun, *(self.worker.begin(now) if self._trains else [])], now)
 
     def _made_sure(self, now: float) -> list[Effect]:
         """Once all others have told what stands, and it is what stood at the beginning, our shards begin."""
