@@ -1,0 +1,460 @@
+"""What a codec is: an immutable value that makes frames of tensors, with explicit, plain state.
+
+``init(tensor) -> state``, ``encode(tensor, state) -> (frame, state)``, ``decode(frame) -> tensor``, and
+``decode_into(frame, out)``, which overwrites or adds. A frame tells itself what it holds, so that decoding needs no
+state. Encoded are float32 values; others are converted, and decoded to what they were.
+
+A tensor that is not finite, or whose scale would not be, has no encoding: it decodes to NaN throughout, and the error
+that was kept for it stays as it was. So whoever takes it in sees what it would have seen without a codec.
+"""
+
+from __future__ import annotations
+
+import abc
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, ClassVar, final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gossipx.codecs.frames import (
+    LIMIT,
+    Array,
+    Buffer,
+    Held,
+    Opened,
+    Tensors,
+    head,
+    numbers,
+    open_frame,
+    seal,
+    squeeze,
+    width,
+)
+from gossipx.errors import ProtocolError, UsageError
+
+
+@dataclass
+class State:
+    """What a codec keeps from one frame of a link to the next. One that was given to ``encode`` is dead afterwards.
+
+    Attributes:
+        tensors: that are encoded.
+        seed: of what is drawn; with the number of the frame it makes draws that can be repeated.
+        frames: that were encoded.
+        kept: vectors as long as that of the tensors, or as their codec says, by name: all that a checkpoint needs
+            beside the number of frames.
+    """
+
+    tensors: Tensors
+    seed: int = 0
+    frames: int = 0
+    kept: dict[str, Tensor] = field(default_factory=dict)
+    plan: Plan | None = field(default=None, repr=False, compare=False)
+
+    def draws(self, device: torch.device, number: int = 0) -> torch.Generator:
+        """A generator for one tensor of the frame that is encoded now."""
+        seeds = np.random.SeedSequence((self.seed, self.frames, number)).generate_state(1, np.uint64)
+        return torch.Generator(device).manual_seed(int(seeds[0] >> np.uint64(1)))
+
+
+@dataclass
+class Plan:
+    """What is the same for all frames of a state, found out once.
+
+    Attributes:
+        held: what they hold.
+        head: how they begin.
+        most: bytes of the longest.
+        wide: bytes of a number in their table.
+        starts, counts, shapes: of the tensors that are encoded.
+    """
+
+    held: Held
+    head: bytes
+    most: int
+    wide: int
+    starts: Array
+    counts: Array
+    shapes: list[tuple[int, ...]]
+
+
+KINDS: dict[int, type[Codec]] = {}
+"""By their numbers in frames."""
+
+
+@dataclass(frozen=True)
+class Codec(abc.ABC):
+    """Encodes tensors.
+
+    Attributes:
+        small: tensors of fewer elements, and those of normalisation layers, stay as they are; 0: all are encoded.
+        squeezed: ``zlib`` or ``zstd``: what has a go at the frame's body at last; in a spec, ``+zlib`` or ``+zstd``.
+        number: of the kind in frames; 128 to 255 are for kinds of one's own.
+        feedback: whether error feedback goes around it where nothing else is said.
+    """
+
+    small: int = field(default=0, kw_only=True)
+    squeezed: str = field(default="", kw_only=True)
+    number: ClassVar[int]
+    feedback: ClassVar[bool] = True
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        number = cls.__dict__.get("number")
+        if number is None:
+            return
+        known = KINDS.setdefault(number, cls)
+        if (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise ValueError(f"codec number {number} is {known.__qualname__}'s already")
+        KINDS[number] = cls  # dataclasses with slots, and reloaded modules, make a class twice
+
+    def __post_init__(self) -> None:
+        if self.small < 0:
+            raise ValueError("small counts elements and is not negative")
+
+    def init(self, tensor: Tensor | Tensors, seed: int = 0) -> State:
+        """The state before the first frame.
+
+        Args:
+            tensor: one like those that will be encoded, or what several in one vector are.
+            seed: of what is drawn.
+        """
+        tensors = tensor if isinstance(tensor, Tensors) else Tensors.of(tensor)
+        device = torch.device("cpu") if isinstance(tensor, Tensors) else tensor.device
+        self._planned(state := State(tensors, seed))
+        self._begin(state, device)
+        return state
+
+    def most(self, state: State) -> int:
+        """Bytes of the longest frame, for ``out``."""
+        return self._planned(state).most
+
+    def encode(
+        self, tensor: Tensor, state: State, out: Array | None = None, left: Tensor | None = None
+    ) -> tuple[memoryview, State]:
+        """A frame of a tensor's values as they are now.
+
+        Args:
+            tensor: of the shape and dtype that the state is for; or a vector that holds all of its tensors.
+            out: where the frame is made if it is not squeezed: uint8, at least :meth:`most`; None: in new memory.
+            left: an error that is added to the tensor first; afterwards what the frame leaves out. A float32 vector as
+                long as that of the tensors, on their device.
+
+        Raises:
+            UsageError: the tensor is not what the state is for.
+        """
+        plan = self._planned(state)
+        vector = _vector(tensor, state.tensors)
+        frame = np.empty(plan.most, np.uint8) if out is None else out
+        begin = len(plan.head)
+        frame[:begin] = np.frombuffer(plan.head, np.uint8)
+        sizes = np.zeros(len(plan.counts), np.int64)
+        end = table = begin + len(sizes) * plan.wide
+        if len(sizes):
+            end = self._encode(vector.float(), left, state, plan, frame, end, sizes)
+            frame[begin:table].view(np.uint8)[:] = sizes.astype(f"<u{plan.wide}").view(np.uint8)
+        for number in plan.held.as_they_are:
+            end = _put_plain(vector, left, state.tensors, number, frame, end)
+        frame = frame[:end]
+        if self.squeezed:
+            frame = squeeze(self.squeezed, frame, begin)
+        seal(frame)
+        state.frames += 1
+        return frame.data, state
+
+    def decode(self, frame: Buffer, limit: int = LIMIT) -> Tensor:
+        """As :func:`decode`, which reads frames of all codecs."""
+        return decode(frame, limit)
+
+    def decode_into(self, frame: Buffer, out: Tensor, *, add: bool = False, tensors: Tensors | None = None) -> None:
+        """As :func:`decode_into`, which reads frames of all codecs."""
+        decode_into(frame, out, add=add, tensors=tensors)
+
+    def _begin(self, state: State, device: torch.device) -> None:  # noqa: B027 (most keep nothing)
+        """Put what is kept into a new state."""
+
+    def _planned(self, state: State) -> Plan:
+        if state.plan is None:
+            tensors = state.tensors
+            held = Held(tensors, self._plain(tensors))
+            shapes = [tensors.shapes[number] for number in held.encoded]
+            longest = [self._most(count, shape) for count, shape in zip(held.counts.tolist(), shapes, strict=True)]
+            most = max(longest, default=0)
+            begin = head(self.number, tensors, held.plain, most, self.squeezed)
+            total = len(begin) + len(longest) * width(most) + sum(longest) + held.of_plain
+            starts = np.array(tensors.starts, np.int64)[held.encoded]
+            state.plan = Plan(held, bytes(begin), total, width(most), starts, held.counts, shapes)
+        return state.plan
+
+    def _plain(self, tensors: Tensors) -> tuple[bool, ...]:
+        """Which tensors stay as they are."""
+        if not tensors.dtype.is_floating_point:
+            raise UsageError(f"this codec encodes floating-point tensors, not {tensors.dtype}: 'none' takes any")
+        return tensors.are_plain(self.small)
+
+    @abc.abstractmethod
+    def _most(self, count: int, shape: tuple[int, ...]) -> int:
+        """Bytes that a tensor takes at most, and room that its encoder wants."""
+
+    @abc.abstractmethod
+    def _encode(
+        self, x: Tensor, left: Tensor | None, state: State, plan: Plan, frame: Array, end: int, sizes: Array
+    ) -> int:
+        """Encode the plan's tensors into ``frame[end:]``; returns the new end.
+
+        Args:
+            sizes: are to be set to the bytes that each takes; 0: it is empty, or not finite.
+        """
+
+    @classmethod
+    @abc.abstractmethod
+    def _read(cls, opened: Opened) -> Any:
+        """Check the encoded tensors of a frame; what :meth:`_write` wants of them.
+
+        Raises:
+            ProtocolError: one is malformed.
+        """
+
+    @classmethod
+    @abc.abstractmethod
+    def _write(cls, opened: Opened, read: Any, out: Tensor, starts: Array, add: bool) -> None:
+        """Decode the encoded tensors, in order from ``starts`` on, into a float32 vector. Sizes of 0 are not its."""
+
+
+class PerTensor(Codec):
+    """Encodes one tensor after the other, on any device."""
+
+    @abc.abstractmethod
+    def _bytes(self, values: Tensor, shape: tuple[int, ...], state: State, number: int) -> Sequence[Tensor | bytes]:
+        """What stands for a tensor in the frame, in order.
+
+        Args:
+            values: all finite, at least one, flat.
+            number: of the tensor among those that are encoded.
+
+        Returns:
+            Nothing of a tensor that has no finite encoding.
+        """
+
+    @classmethod
+    @abc.abstractmethod
+    def _values(cls, data: Array, shape: tuple[int, ...], count: int, device: torch.device) -> Tensor:
+        """The values, flat, float32.
+
+        Raises:
+            ProtocolError: it is malformed.
+        """
+
+    def _encode(
+        self, x: Tensor, left: Tensor | None, state: State, plan: Plan, frame: Array, end: int, sizes: Array
+    ) -> int:
+        for number, (start, count) in enumerate(zip(plan.starts.tolist(), plan.counts.tolist(), strict=True)):
+            values = x[start : start + count]
+            if left is not None:
+                values = values + left[start : start + count]
+            if not count or not bool(torch.isfinite(values).all()):
+                continue
+            begin = end
+            for some in self._bytes(values, plan.shapes[number], state, number):
+                data = np.frombuffer(some, np.uint8) if isinstance(some, bytes) else as_bytes(some)
+                frame[end : end + len(data)] = data
+                end += len(data)
+            sizes[number] = end - begin
+            if left is not None and end > begin:
+                decoded = self._values(frame[begin:end], plan.shapes[number], count, x.device)
+                torch.sub(values, decoded, out=left[start : start + count])
+        return end
+
+    @classmethod
+    def _read(cls, opened: Opened) -> list[Tensor | None]:
+        return [
+            cls._values(opened.body[begin:end], opened.held.tensors.shapes[number], count, torch.device("cpu"))
+            if end > begin
+            else None
+            for (begin, end), number, count in zip(
+                pairwise(opened.offsets.tolist()), opened.held.encoded, opened.held.counts.tolist(), strict=True
+            )
+        ]
+
+    @classmethod
+    def _write(cls, opened: Opened, read: list[Tensor | None], out: Tensor, starts: Array, add: bool) -> None:
+        for values, start in zip(read, starts.tolist(), strict=True):
+            if values is not None:
+                to = out[start : start + len(values)]
+                to.add_(values) if add else to.copy_(values)
+
+
+@final
+@dataclass(frozen=True)
+class NoCodec(PerTensor):
+    """``none``: all values as they are, of any dtype."""
+
+    number: ClassVar[int] = 0
+    feedback: ClassVar[bool] = False
+
+    def _plain(self, tensors: Tensors) -> tuple[bool, ...]:
+        return (True,) * len(tensors.shapes)
+
+    def _most(self, count: int, shape: tuple[int, ...]) -> int:
+        raise NotImplementedError("nothing is encoded")
+
+    def _bytes(self, values: Tensor, shape: tuple[int, ...], state: State, number: int) -> Sequence[Tensor | bytes]:
+        raise NotImplementedError("nothing is encoded")
+
+    @classmethod
+    def _values(cls, data: Array, shape: tuple[int, ...], count: int, device: torch.device) -> Tensor:
+        raise ProtocolError("a frame without a codec has an encoded tensor")
+
+
+def decode(frame: Buffer, limit: int = LIMIT) -> Tensor:
+    """The tensor that a frame of any codec holds; where it holds several, the vector of all.
+
+    Args:
+        limit: bytes that it may have.
+
+    Raises:
+        ProtocolError: the frame is malformed, damaged, or would need more than ``limit``.
+    """
+    opened = open_frame(frame, limit)
+    tensors = opened.held.tensors
+    read = _kind(opened)._read(opened)
+    try:
+        out = torch.empty(tensors.shapes[0] if tensors.single else (tensors.length,), dtype=tensors.dtype)
+    except RuntimeError as error:  # no elements, and yet a dimension that torch has no number for
+        raise ProtocolError(f"a codec's frame has a shape that torch refuses: {error}") from error
+    _decode(opened, read, out.view(-1), np.array(tensors.starts, np.int64), False)
+    return out
+
+
+def decode_into(frame: Buffer, out: Tensor, *, add: bool = False, tensors: Tensors | None = None) -> None:
+    """Decode a frame of any codec where its values belong. Nothing is changed if it is malformed.
+
+    Args:
+        out: of the shape of the tensor in the frame; or a vector.
+        add: to what is there.
+        tensors: of the vector: what the frame must hold, and where; None: side by side from its front, filling it.
+
+    Raises:
+        ProtocolError: the frame is malformed, damaged, or holds something else.
+    """
+    want = tensors or (Tensors.of(out) if out.dim() != 1 else None)
+    opened = open_frame(frame, max(out.numel(), 1) * 16)
+    held = opened.held.tensors
+    if want is None:
+        fits = held.length == len(out)
+    else:
+        fits = want.counts == held.counts and (not held.single or not want.single or held.shapes == want.shapes)
+    if not fits or (tensors and out.dim() != 1):
+        raise ProtocolError(f"a codec's frame holds {_told(held)}, {_told(want or Tensors.of(out))} is expected")
+    flat = out.view(-1) if out.is_contiguous() else out.reshape(-1)
+    _decode(opened, _kind(opened)._read(opened), flat, np.array((want or held).starts, np.int64), add)
+    if not out.is_contiguous():
+        out.copy_(flat.view(out.shape))
+
+
+def encoded_bytes(frame: Buffer) -> tuple[int, int]:
+    """Of a frame: values that are encoded, and bytes that these take (3LC, Table 2); the rest is told in shapes."""
+    opened = open_frame(frame, 2**62)
+    return int(opened.held.counts.sum()), int(opened.offsets[-1] - opened.offsets[0])
+
+
+def as_bytes(values: Tensor) -> Array:
+    """The memory of a tensor, in host memory."""
+    flat: Array = values.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy()
+    return flat
+
+
+def compiled() -> Any:
+    """:mod:`gossipx.codecs.loops`; imported where it is needed, as numba takes a second and 100 MB."""
+    from gossipx.codecs import loops
+
+    return loops
+
+
+def scale_of(data: Array, place: int = 0) -> float:
+    """A scale in a frame.
+
+    Raises:
+        ProtocolError: there is none, or it is not finite.
+    """
+    scale: float
+    (scale,) = numbers("<f", data, place)
+    if not math.isfinite(scale):
+        raise ProtocolError(f"a tensor of a codec's frame has the scale {scale}")
+    return scale
+
+
+def floats(data: Array, device: torch.device) -> Tensor:
+    """Float32 values in a frame.
+
+    Raises:
+        ProtocolError: one is not finite.
+    """
+    values = data.copy().view("<f4").astype(np.float32, copy=False)
+    if not np.isfinite(values).all():
+        raise ProtocolError("a tensor of a codec's frame has a value that is not finite")
+    return torch.from_numpy(values).to(device)
+
+
+def _vector(tensor: Tensor, tensors: Tensors) -> Tensor:
+    whole = tensors.single and tuple(tensor.shape) == tensors.shapes[0]
+    if tensor.dtype != tensors.dtype or not (whole or (tensor.dim() == 1 and len(tensor) >= tensors.length)):
+        raise UsageError(f"{tensor.dtype} {tuple(tensor.shape)} was to be encoded, the state is for {_told(tensors)}")
+    return tensor.detach().reshape(-1)
+
+
+def _told(tensors: Tensors) -> str:
+    dtype = str(tensors.dtype).removeprefix("torch.")
+    if tensors.single:
+        return f"{dtype} {tensors.shapes[0]}"
+    return f"{len(tensors.shapes)} tensors of {sum(tensors.counts)} {dtype}"
+
+
+def _put_plain(vector: Tensor, left: Tensor | None, tensors: Tensors, number: int, frame: Array, end: int) -> int:
+    place = slice(tensors.starts[number], tensors.starts[number] + tensors.counts[number])
+    values = vector[place]
+    if left is not None and left[place].any():  # kept by a codec that encoded it
+        values = (values + left[place]).to(values.dtype)
+        left[place] = 0
+    data = as_bytes(values)
+    frame[end : end + len(data)] = data
+    return end + len(data)
+
+
+def _kind(opened: Opened) -> type[Codec]:
+    kind = KINDS.get(opened.codec)
+    if kind is None:
+        raise ProtocolError(f"a frame is of codec {opened.codec}, which this peer does not know")
+    return kind
+
+
+def _decode(opened: Opened, read: Any, out: Tensor, starts: Array, add: bool) -> None:
+    """Into a flat vector of any dtype that numbers can be converted to."""
+    held = opened.held
+    vector = out if out.dtype == torch.float32 else torch.zeros(len(out), dtype=torch.float32, device=out.device)
+    if len(held.encoded):
+        kind = _kind(opened)
+        kind._write(opened, read, vector, starts[held.encoded], add and vector is out)
+        for number in np.flatnonzero(np.diff(opened.offsets) == 0).tolist():
+            start, count = int(starts[held.encoded[number]]), int(held.counts[number])
+            vector[start : start + count] = float("nan")
+        if vector is not out:
+            for start, count in zip(starts[held.encoded].tolist(), held.counts.tolist(), strict=True):
+                _put(vector[start : start + count], out[start : start + count], add)
+    place = int(opened.offsets[-1])
+    for number in held.as_they_are:
+        start, count = int(starts[number]), held.tensors.counts[number]
+        data = opened.body[place : place + count * held.tensors.dtype.itemsize]
+        place += len(data)
+        if count:
+            values = torch.from_numpy(data.copy()).view(held.tensors.dtype)
+            _put(values, out[start : start + count], add)
+
+
+def _put(values: Tensor, to: Tensor, add: bool) -> None:
+    to.add_(values.to(to.device)) if add else to.copy_(values)

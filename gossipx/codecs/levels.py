@@ -1,0 +1,280 @@
+"""Codecs that keep fewer digits of every value."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import ClassVar, final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gossipx.codecs import packing
+from gossipx.codecs.base import Codec, PerTensor, Plan, State, as_bytes, compiled, floats, scale_of
+from gossipx.codecs.frames import Array, Opened, numbers
+from gossipx.errors import ProtocolError
+
+
+class _Halves(PerTensor):
+    """16 bits a value. Finite values stay so: the largest that there is stands for larger ones."""
+
+    dtype: ClassVar[torch.dtype]
+
+    def _most(self, count: int, shape: tuple[int, ...]) -> int:
+        return 2 * count
+
+    def _bytes(self, values: Tensor, shape: tuple[int, ...], state: State, number: int) -> Sequence[Tensor | bytes]:
+        largest = torch.finfo(self.dtype).max
+        return (values.clamp(-largest, largest).to(self.dtype),)
+
+    @classmethod
+    def _values(cls, data: Array, shape: tuple[int, ...], count: int, device: torch.device) -> Tensor:
+        _check_size(data, 2 * count, count)
+        return torch.from_numpy(data.copy()).to(device).view(cls.dtype).float()
+
+
+@final
+@dataclass(frozen=True)
+class Float16(_Halves):
+    """``fp16``: IEEE half precision, 11 digits, up to 65504."""
+
+    number: ClassVar[int] = 1
+    dtype: ClassVar[torch.dtype] = torch.float16
+
+
+@final
+@dataclass(frozen=True)
+class BFloat16(_Halves):
+    """``bf16``: the upper half of a float32, 8 digits, its whole range."""
+
+    number: ClassVar[int] = 2
+    dtype: ClassVar[torch.dtype] = torch.bfloat16
+
+
+@final
+@dataclass(frozen=True)
+class Int8(Codec):
+    """``int8``: 255 levels from −max |x| to max |x| (3LC, section 4.2).
+
+    In a frame, a tensor is the block that a scale is for (0: all of it), the scales, and a byte a value.
+
+    Attributes:
+        block: values that share a scale; 0: a tensor has one.
+    """
+
+    block: int = 0
+    number: ClassVar[int] = 5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.block < 2**32:
+            raise ValueError("block counts values, from 1 on; 0: all of a tensor")
+
+    def _begin(self, state: State, device: torch.device) -> None:
+        if device.type == "cpu":
+            compiled()
+
+    def _most(self, count: int, shape: tuple[int, ...]) -> int:
+        return 4 + 4 * blocks_of(count, self.block) + count
+
+    def _encode(
+        self, x: Tensor, left: Tensor | None, state: State, plan: Plan, frame: Array, end: int, sizes: Array
+    ) -> int:
+        if x.is_cpu:
+            error = None if left is None else left.numpy()
+            return int(compiled().levels(x.numpy(), error, plan.starts, plan.counts, self.block, frame, end, sizes))
+        for number, (start, count) in enumerate(zip(plan.starts.tolist(), plan.counts.tolist(), strict=True)):
+            data = self.on_device(x[start : start + count], None if left is None else left[start : start + count])
+            frame[end : end + len(data)] = data
+            sizes[number] = len(data)
+            end += len(data)
+        return end
+
+    def on_device(self, x: Tensor, left: Tensor | None) -> Array:
+        """One tensor by torch, on any device; nothing of one that is not finite."""
+        values = x if left is None else x + left
+        if not len(values) or not bool(torch.isfinite(values).all()):
+            return np.empty(0, np.uint8)
+        blocks = in_blocks(values, self.block)
+        scales = blocks.abs().amax(1) / 127
+        inverse = 1 / scales
+        inverse[torch.isinf(inverse)] = 0
+        rounded = (blocks * inverse[:, None]).round()
+        if left is not None:
+            left.copy_((blocks - scales[:, None] * rounded).view(-1)[: len(x)])
+        data = as_bytes(rounded.view(-1)[: len(x)].to(torch.int8))
+        return np.concatenate((np.frombuffer(struct.pack("<I", self.block), np.uint8), as_bytes(scales), data))
+
+    @classmethod
+    def _read(cls, opened: Opened) -> list[int]:
+        """The blocks of all tensors."""
+        blocks = []
+        for (begin, end), count in zip(pairwise(opened.offsets.tolist()), opened.held.counts.tolist(), strict=True):
+            block = 0
+            if begin < end:
+                block = _block(opened.body[begin:end])
+                scales = 4 * blocks_of(count, block)
+                _check_size(opened.body[begin:end], 4 + scales + count, count)
+                floats(opened.body[begin + 4 : begin + 4 + scales], torch.device("cpu"))
+            blocks.append(block)
+        return blocks
+
+    @classmethod
+    def _write(cls, opened: Opened, read: list[int], out: Tensor, starts: Array, add: bool) -> None:
+        for number, ((begin, end), block) in enumerate(zip(pairwise(opened.offsets.tolist()), read, strict=True)):
+            if begin == end:
+                continue
+            start, count = int(starts[number]), int(opened.held.counts[number])
+            if out.is_cpu:
+                compiled().levels_into(opened.body, begin + 4, block, out.numpy(), start, count, add)
+                continue
+            scales = floats(opened.body[begin + 4 : end - count], out.device)
+            rounded = torch.from_numpy(opened.body[end - count : end].copy()).view(torch.int8).to(out.device)
+            values = (in_blocks(rounded, block) * scales[:, None]).view(-1)[:count]
+            to = out[start : start + count]
+            to.add_(values) if add else to.copy_(values)
+
+
+@final
+@dataclass(frozen=True)
+class UInt8MinMax(PerTensor):
+    """``uint8-minmax``: 256 levels from the smallest value to the largest.
+
+    In a frame, a tensor is these two, and a byte a value.
+    """
+
+    number: ClassVar[int] = 6
+
+    def _most(self, count: int, shape: tuple[int, ...]) -> int:
+        return 8 + count
+
+    def _bytes(self, values: Tensor, shape: tuple[int, ...], state: State, number: int) -> Sequence[Tensor | bytes]:
+        low, high = values.aminmax()
+        step = (high.double() - low.double()) / 255  # in float32 the largest range there is overflows
+        levels = torch.zeros_like(values, dtype=torch.uint8)
+        if float(step):
+            levels = ((values.double() - low.double()) / step).round().to(torch.uint8)
+        return torch.stack((low, high)), levels
+
+    @classmethod
+    def _values(cls, data: Array, shape: tuple[int, ...], count: int, device: torch.device) -> Tensor:
+        low, high = scale_of(data), scale_of(data, 4)
+        _check_size(data, 8 + count, count)
+        if low > high:
+            raise ProtocolError(f"a tensor of a codec's frame goes from {low} to {high}")
+        levels = torch.from_numpy(data[8:].copy()).to(device)
+        return (low + levels.double() * ((high - low) / 255)).float().clamp(low, high)
+
+
+@final
+@dataclass(frozen=True)
+class QSGD(PerTensor):
+    """``qsgd``: |x| / ‖x‖₂ rounded up or down to one of so many levels, by chance: unbiased (QSGD, Eq. 1).
+
+    In a frame, a tensor is the levels and the block, the norms, and for each value its sign and its level, packed.
+
+    Attributes:
+        levels: s, above zero.
+        block: values that share a norm; 0: a tensor has one, and of a large one nearly all values become zero.
+    """
+
+    levels: int = 7
+    block: int = 512
+    number: ClassVar[int] = 7
+    feedback: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 1 <= self.levels < 2**16:
+            raise ValueError("levels are from 1 to 65535")
+        if not 0 <= self.block < 2**32:
+            raise ValueError("block counts values, from 1 on; 0: all of a tensor")
+
+    def _most(self, count: int, shape: tuple[int, ...]) -> int:
+        return 6 + 4 * blocks_of(count, self.block) + packing.bits_bytes(count, 1 + self.levels.bit_length())
+
+    def _bytes(self, values: Tensor, shape: tuple[int, ...], state: State, number: int) -> Sequence[Tensor | bytes]:
+        blocks = in_blocks(values, self.block)
+        norms = torch.linalg.vector_norm(blocks, dim=1, dtype=torch.float64).float()
+        if not bool(torch.isfinite(norms).all()):
+            return ()
+        part = (blocks.abs() / norms.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).view(-1)[: len(values)]
+        drawn = torch.rand(len(values), generator=state.draws(values.device, number), device=values.device)
+        level = (part * self.levels + drawn).floor().clamp(max=self.levels).to(torch.int64)
+        packed = packing.pack_bits(level * 2 + (values < 0), 1 + self.levels.bit_length())
+        return struct.pack("<HI", self.levels, self.block), norms, packed
+
+    @classmethod
+    def _values(cls, data: Array, shape: tuple[int, ...], count: int, device: torch.device) -> Tensor:
+        levels, block = numbers("<HI", data)
+        end = 6 + 4 * blocks_of(count, block)
+        _check_size(data, end + packing.bits_bytes(count, 1 + levels.bit_length()), count)
+        norms = floats(data[6:end], device)
+        packed = packing.unpack_bits(torch.from_numpy(data[end:].copy()).to(device), count, 1 + levels.bit_length())
+        if not levels or int((packed >> 1).max()) > levels or not bool((norms >= 0).all()):
+            raise ProtocolError("a tensor of a codec's frame has a level or a norm that cannot be")
+        signed = (packed >> 1) * (1 - 2 * (packed & 1))
+        values: Tensor = in_blocks(signed, block) * (norms / levels)[:, None]
+        return values.view(-1)[:count]
+
+
+@final
+@dataclass(frozen=True)
+class Natural(PerTensor):
+    """``natural``: sign and exponent; rounded up or down to a power of two by chance, unbiased (Natural compression).
+
+    In a frame, a tensor is its signs, a bit each, and its exponents, a byte each. What would round beyond 2^127 does
+    not.
+    """
+
+    number: ClassVar[int] = 8
+    feedback: ClassVar[bool] = False
+
+    def _most(self, count: int, shape: tuple[int, ...]) -> int:
+        return packing.bits_bytes(count, 1) + count
+
+    def _bytes(self, values: Tensor, shape: tuple[int, ...], state: State, number: int) -> Sequence[Tensor | bytes]:
+        generator = state.draws(values.device, number)
+        drawn = torch.randint(2**23, (len(values),), generator=generator, device=values.device)
+        # The digits are the part of the way to the next power: adding a uniform number carries with that chance.
+        carried = (values.contiguous().view(torch.int32).to(torch.int64) & 0x7FFFFFFF) + drawn
+        exponents = (carried >> 23).clamp(max=254).to(torch.uint8)
+        return packing.pack_bits((values < 0).to(torch.int64), 1), exponents
+
+    @classmethod
+    def _values(cls, data: Array, shape: tuple[int, ...], count: int, device: torch.device) -> Tensor:
+        signs = packing.bits_bytes(count, 1)
+        _check_size(data, signs + count, count)
+        exponents = torch.from_numpy(data[signs:].copy()).to(device)
+        if bool((exponents == 255).any()):
+            raise ProtocolError("a tensor of a codec's frame has an exponent that no number has")
+        negative = packing.unpack_bits(torch.from_numpy(data[:signs].copy()).to(device), count, 1)
+        magnitude = (exponents.to(torch.int32) << 23).view(torch.float32)
+        return torch.where(negative.bool(), -magnitude, magnitude)
+
+
+def blocks_of(count: int, block: int) -> int:
+    """How many blocks a tensor has; ``block`` 0: one."""
+    return -(-count // block) if block else 1
+
+
+def in_blocks(values: Tensor, block: int) -> Tensor:
+    """Flat values as rows of a block, the last padded by zeros."""
+    size = min(block, len(values)) or len(values)
+    padded = values.new_zeros(-(-len(values) // size) * size)
+    padded[: len(values)] = values
+    return padded.view(-1, size)
+
+
+def _block(data: Array) -> int:
+    block: int
+    (block,) = numbers("<I", data)
+    return block
+
+
+def _check_size(data: Array, size: int, count: int) -> None:
+    if len(data) != size:
+        raise ProtocolError(f"{count} values of a codec's frame take {size} bytes, not {len(data)}")

@@ -1,0 +1,87 @@
+"""A codec of matrices by two thin ones."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+import torch
+from torch import Tensor
+
+from gossipx.codecs.base import PerTensor, State, floats
+from gossipx.codecs.frames import Array, numbers
+from gossipx.errors import ProtocolError
+
+
+@final
+@dataclass(frozen=True)
+class PowerSGD(PerTensor):
+    """``powersgd``: one step of power iteration from the last frame's Q on: M ≈ P Qᵀ (PowerSGD, Algorithm 1).
+
+    A tensor is the matrix of its first dimension against all others. In a frame it is its rank (2 bytes), its
+    rows (8), P, and Q; a rank of 0: its values as they are, since they take no more, as those of vectors.
+
+    Attributes:
+        rank: columns of P and Q.
+    """
+
+    rank: int = 2
+    number: ClassVar[int] = 16
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 1 <= self.rank < 2**16:
+            raise ValueError("rank is from 1 to 65535")
+
+    def _most(self, count: int, shape: tuple[int, ...]) -> int:
+        return 10 + 4 * count
+
+    def _begin(self, state: State, device: torch.device) -> None:
+        """Each matrix's Q, drawn as in section 3."""
+        if state.plan is None:
+            return
+        for number, shape in enumerate(state.plan.shapes):
+            rank = self._rank_for(shape)
+            if rank:
+                drawn = torch.randn(_matrix(shape)[1], rank, generator=state.draws(device, number), device=device)
+                state.kept[f"q{number}"] = drawn
+
+    def _rank_for(self, shape: tuple[int, ...]) -> int:
+        rows, columns = _matrix(shape)
+        return self.rank if self.rank * (rows + columns) < rows * columns else 0
+
+    def _bytes(self, values: Tensor, shape: tuple[int, ...], state: State, number: int) -> Sequence[Tensor | bytes]:
+        rank = self._rank_for(shape)
+        if not rank:
+            return struct.pack("<HQ", 0, 0), values
+        matrix = values.view(_matrix(shape))
+        p = torch.linalg.qr(matrix @ state.kept[f"q{number}"]).Q
+        q = matrix.T @ p
+        if not bool(p.isfinite().all() & q.isfinite().all()):
+            return ()
+        # Of a matrix of zeros Q is zero, from which no iteration would come back.
+        state.kept[f"q{number}"] = q if bool(q.any()) else state.kept[f"q{number}"]
+        return struct.pack("<HQ", rank, len(p)), p, q
+
+    @classmethod
+    def _values(cls, data: Array, shape: tuple[int, ...], count: int, device: torch.device) -> Tensor:
+        rank, rows = numbers("<HQ", data)
+        columns = count // rows if rows else 0
+        if len(data) != 10 + 4 * (rank * (rows + columns) if rank else count) or (rank and rows * columns != count):
+            raise ProtocolError(f"{count} values of a codec's frame are no matrix of {rows} rows and rank {rank}")
+        values = floats(data[10:], device)
+        if not rank:
+            return values
+        p, q = values[: rank * rows].view(rows, rank), values[rank * rows :].view(columns, rank)
+        return (p @ q.T).reshape(-1)
+
+
+def _matrix(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Rows and columns of the matrix that a tensor is; a vector has one row."""
+    rows = shape[0] if len(shape) > 1 else 1
+    count = 1
+    for size in shape:
+        count *= size
+    return rows, count // rows if rows else 0

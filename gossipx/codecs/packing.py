@@ -1,0 +1,126 @@
+"""Packing small numbers into bytes, by torch, on any device."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gossipx.errors import ProtocolError
+
+PLANE = 1024
+BLOCK = 5 * PLANE
+"""Trits of a block, in five planes: a byte holds one of each (3LC, section 3.2)."""
+ZEROS = 121
+"""The byte of five zero trits."""
+LONGEST = 14
+"""Bytes of the longest run that one byte stands for, 255 (3LC, section 3.3)."""
+
+
+def bits_bytes(count: int, width: int) -> int:
+    """Bytes that ``count`` numbers of ``width`` bits take."""
+    return -(-count // 8) * width
+
+
+def pack_bits(numbers: Tensor, width: int) -> Tensor:
+    """Numbers below 2^width, bit by bit: all their lowest bits, eight a byte, then the next.
+
+    Args:
+        numbers: flat, integers.
+    """
+    eights = -(-len(numbers) // 8)
+    padded = torch.zeros(eights * 8, dtype=torch.int64, device=numbers.device)
+    padded[: len(numbers)] = numbers
+    weights = torch.tensor([1 << place for place in range(8)], device=numbers.device)
+    planes = [((padded >> bit & 1).view(eights, 8) * weights).sum(1) for bit in range(width)]
+    return torch.cat(planes).to(torch.uint8)
+
+
+def unpack_bits(packed: Tensor, count: int, width: int) -> Tensor:
+    """What :func:`pack_bits` packed, int64.
+
+    Raises:
+        ProtocolError: there are not just as many bytes as that takes.
+    """
+    if len(packed) != bits_bytes(count, width):
+        raise ProtocolError(f"{count} numbers of {width} bits do not take {len(packed)} bytes")
+    eights = -(-count // 8)
+    numbers = torch.zeros(eights * 8, dtype=torch.int64, device=packed.device)
+    places = torch.arange(8, device=packed.device)
+    for bit in range(width):
+        plane = packed[bit * eights : (bit + 1) * eights].to(torch.int64)
+        numbers |= (plane[:, None] >> places & 1).view(-1) << bit
+    return numbers[:count]
+
+
+def trit_bytes(count: int) -> int:
+    """Bytes that ``count`` trits take, five a byte."""
+    return -(-count // 5)
+
+
+def pack_trits(trits: Tensor) -> Tensor:
+    """−1, 0 and 1 as bytes of five, block by block, plane by plane (3LC, section 3.2, steps 1 to 5).
+
+    Args:
+        trits: flat, of any dtype that has a sign.
+    """
+    whole = len(trits) // BLOCK * BLOCK
+    packed = [_pack_planes(trits[:whole].view(-1, 5, PLANE)).view(-1)]
+    if whole < len(trits):
+        plane = trit_bytes(len(trits) - whole)
+        padded = torch.zeros(plane * 5, dtype=trits.dtype, device=trits.device)
+        padded[: len(trits) - whole] = trits[whole:]
+        packed.append(_pack_planes(padded.view(1, 5, plane)).view(-1))
+    return torch.cat(packed)
+
+
+def unpack_trits(packed: Tensor, count: int) -> Tensor:
+    """What :func:`pack_trits` packed, int8.
+
+    Raises:
+        ProtocolError: there are not just as many bytes as that takes, or one is no five trits.
+    """
+    if len(packed) != trit_bytes(count) or bool((packed > 242).any()):
+        raise ProtocolError(f"{len(packed)} bytes are not {count} trits")
+    whole = count // BLOCK * BLOCK
+    trits = _unpack_planes(packed[: whole // 5].view(-1, PLANE)).view(-1)
+    if whole == count:
+        return trits
+    last = _unpack_planes(packed[whole // 5 :].view(1, -1)).view(-1)
+    if bool(last[count - whole :].any()):
+        raise ProtocolError("the padding of trits is not zero")
+    return torch.cat((trits, last[: count - whole]))
+
+
+def shorten_runs(packed: Tensor) -> Tensor:
+    """Zero-run encoding: 2 to 14 bytes of zeros become one byte, 243 and up (3LC, section 3.3)."""
+    places = torch.arange(len(packed), device=packed.device)
+    zero = packed == ZEROS
+    before = torch.cummax(torch.where(zero, -1, places), 0).values if len(packed) else places
+    length = torch.where(zero, (places - before - 1) % LONGEST + 1, 0)
+    ends = torch.ones_like(zero)
+    ends[:-1] = ~zero[1:]
+    kept = ~zero | ends | (length == LONGEST)
+    codes = torch.where(length > 1, length + 241, packed)
+    return codes[kept].to(torch.uint8)
+
+
+def lengthen_runs(codes: Tensor, size: int) -> Tensor:
+    """What :func:`shorten_runs` shortened, or any other cut of the same runs.
+
+    Raises:
+        ProtocolError: it is not ``size`` bytes.
+    """
+    stretch = torch.where(codes < 243, 1, codes.to(torch.int64) - 241)
+    if int(stretch.sum()) != size:
+        raise ProtocolError(f"{len(codes)} bytes do not stand for {size} bytes of trits")
+    return torch.repeat_interleave(torch.where(codes < 243, codes, ZEROS).to(torch.uint8), stretch)
+
+
+def _pack_planes(trits: Tensor) -> Tensor:
+    weights = torch.tensor([81, 27, 9, 3, 1], dtype=torch.int16, device=trits.device)
+    return ((trits.to(torch.int16) * weights[:, None]).sum(1) + ZEROS).to(torch.uint8)
+
+
+def _unpack_planes(packed: Tensor) -> Tensor:
+    weights = torch.tensor([81, 27, 9, 3, 1], dtype=torch.int16, device=packed.device)
+    return (packed[:, None].to(torch.int16) // weights[:, None] % 3 - 1).to(torch.int8)

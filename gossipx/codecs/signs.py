@@ -1,0 +1,92 @@
+"""Codecs of one bit a value."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+import torch
+from torch import Tensor
+
+from gossipx.codecs import packing
+from gossipx.codecs.base import PerTensor, State, scale_of
+from gossipx.codecs.frames import Array
+
+
+class _Signs(PerTensor):
+    """In a frame, a tensor is what its two bits stand for, and the bits: 1 for values from zero on."""
+
+    def _most(self, count: int, shape: tuple[int, ...]) -> int:
+        return 8 + packing.bits_bytes(count, 1)
+
+    def _bytes(self, values: Tensor, shape: tuple[int, ...], state: State, number: int) -> Sequence[Tensor | bytes]:
+        upper = values >= 0
+        pair = torch.tensor(self._pair(values, upper), dtype=torch.float32)
+        if not bool(pair.isfinite().all()):
+            return ()
+        return pair, packing.pack_bits(upper.to(torch.int64), 1)
+
+    def _pair(self, values: Tensor, upper: Tensor) -> tuple[float, float]:
+        """What stands for values below zero, and for the others."""
+        raise NotImplementedError
+
+    @classmethod
+    def _values(cls, data: Array, shape: tuple[int, ...], count: int, device: torch.device) -> Tensor:
+        below, above = scale_of(data), scale_of(data, 4)
+        upper = packing.unpack_bits(torch.from_numpy(data[8:].copy()).to(device), count, 1).bool()
+        return torch.where(upper, above, below).float()
+
+
+@final
+@dataclass(frozen=True)
+class OneBit(_Signs):
+    """``onebit``: values below zero become their mean, the others theirs: least squared error (1-bit SGD)."""
+
+    number: ClassVar[int] = 9
+
+    def _pair(self, values: Tensor, upper: Tensor) -> tuple[float, float]:
+        many = int(upper.sum())
+        above = float(values[upper].sum(dtype=torch.float64))
+        below = float(values[~upper].sum(dtype=torch.float64))
+        return below / max(1, len(values) - many), above / max(1, many)
+
+
+@final
+@dataclass(frozen=True)
+class SignSGD(_Signs):
+    """``signsgd``: the sign, of one magnitude (signSGD, Algorithm 1); without error feedback.
+
+    Attributes:
+        magnitude: of all values, which the paper has 1 and scales by the learning rate; 0: the mean of the tensor's, so
+            that it can stand for more than gradients.
+    """
+
+    magnitude: float = 0.0
+    number: ClassVar[int] = 10
+    feedback: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not (self.magnitude >= 0 and math.isfinite(self.magnitude)):
+            raise ValueError("magnitude is a finite number from 0")
+
+    def _pair(self, values: Tensor, upper: Tensor) -> tuple[float, float]:
+        magnitude = self.magnitude or _mean(values)
+        return -magnitude, magnitude
+
+
+@final
+@dataclass(frozen=True)
+class EFSignSGD(_Signs):
+    """``efsignsgd``: the sign, scaled by ‖x‖₁ / n, with error feedback (EF-signSGD, Algorithm 1)."""
+
+    number: ClassVar[int] = 11
+
+    def _pair(self, values: Tensor, upper: Tensor) -> tuple[float, float]:
+        return -_mean(values), _mean(values)
+
+
+def _mean(values: Tensor) -> float:
+    return float(values.abs().sum(dtype=torch.float64)) / len(values)

@@ -1,0 +1,249 @@
+"""Codecs that send few values, as they are, and where they stand."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gossipx.codecs import packing
+from gossipx.codecs.base import PerTensor, State, floats
+from gossipx.codecs.frames import Array, numbers
+from gossipx.errors import ProtocolError
+
+_SAMPLE = 1024
+"""Values that are sampled at least: the threshold for the highest hundredth then errs by a third of it."""
+
+
+class _Sparse(PerTensor):
+    """In a frame, a tensor is how many values are sent (8 bytes), then where they stand, a bit for each value or, where
+    that is smaller, packed numbers; then the values.
+    """
+
+    def _most(self, count: int, shape: tuple[int, ...]) -> int:
+        return 8 + packing.bits_bytes(count, 1) + 4 * count
+
+    @staticmethod
+    def _sent(values: Tensor, places: Tensor) -> Sequence[Tensor | bytes]:
+        """What stands for the values at ``places``, ascending."""
+        many, count = len(places), len(values)
+        if _as_numbers(many, count):
+            where = packing.pack_bits(places, _bits(count))
+        else:
+            marks = torch.zeros(count, dtype=torch.int64, device=values.device)
+            marks[places] = 1
+            where = packing.pack_bits(marks, 1)
+        return struct.pack("<Q", many), where, values[places]
+
+    @classmethod
+    def _values(cls, data: Array, shape: tuple[int, ...], count: int, device: torch.device) -> Tensor:
+        (many,) = numbers("<Q", data)
+        if many > count:
+            raise ProtocolError(f"a tensor of {count} values of a codec's frame has {many}")
+        wide = _bits(count)
+        end = 8 + (packing.bits_bytes(many, wide) if _as_numbers(many, count) else packing.bits_bytes(count, 1))
+        if len(data) != end + 4 * many:
+            raise ProtocolError(f"{many} of {count} values of a codec's frame do not take {len(data)} bytes")
+        where = torch.from_numpy(data[8:end].copy()).to(device)
+        if _as_numbers(many, count):
+            places = packing.unpack_bits(where, many, wide)
+            if many and (int(places[-1]) >= count or bool((places[1:] <= places[:-1]).any())):
+                raise ProtocolError("a codec's frame has values that do not stand behind each other in their tensor")
+        else:
+            places = packing.unpack_bits(where, count, 1).nonzero().view(-1)
+            if len(places) != many:
+                raise ProtocolError(f"a tensor of a codec's frame marks {len(places)} values and has {many}")
+        sent = floats(data[end:], device)
+        return torch.zeros(count, dtype=torch.float32, device=device).index_copy_(0, places, sent)
+
+
+@final
+@dataclass(frozen=True)
+class TopK(_Sparse):
+    """``topk``: the values of the largest magnitude (3LC, section 4.2, "sparsification").
+
+    Attributes:
+        ratio: of the values that are sent; at least one is.
+        sample: part of the values that the threshold is found from, by chance, as sorting all takes long; then somewhat
+            more or fewer are sent. 0: all, and just as many as the ratio says are sent.
+    """
+
+    ratio: float = 0.01
+    sample: float = 0.0
+    number: ClassVar[int] = 12
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_ratio(self.ratio)
+        if not 0 <= self.sample <= 1:
+            raise ValueError("sample is a part of the values, from 0 to 1")
+
+    def _bytes(self, values: Tensor, shape: tuple[int, ...], state: State, number: int) -> Sequence[Tensor | bytes]:
+        many = _of(self.ratio, len(values))
+        if not self.sample:
+            return self._sent(values, values.abs().topk(many, sorted=False).indices.sort().values)
+        threshold = sampled_threshold(values, self.ratio, self.sample, state.draws(values.device, number))
+        return self._sent(values, (values.abs() >= threshold).nonzero().view(-1))
+
+
+@final
+@dataclass(frozen=True)
+class Threshold(_Sparse):
+    """``threshold``: the values beyond one magnitude.
+
+    Attributes:
+        value: that a sent value's magnitude exceeds, in the units of what is encoded.
+    """
+
+    value: float
+    number: ClassVar[int] = 13
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not (self.value >= 0 and math.isfinite(self.value)):
+            raise ValueError("value is a magnitude, a finite number from 0")
+
+    def _bytes(self, values: Tensor, shape: tuple[int, ...], state: State, number: int) -> Sequence[Tensor | bytes]:
+        return self._sent(values, (values.abs() > self.value).nonzero().view(-1))
+
+
+@final
+@dataclass(frozen=True)
+class RandomK(PerTensor):
+    """``randomk``: values that are drawn; where they stand, whoever decodes draws again.
+
+    In a frame, a tensor is the seed, the ratio that was drawn at (as a part of 2^32), and the values.
+
+    Attributes:
+        ratio: chance of each value to be sent.
+    """
+
+    ratio: float = 0.01
+    number: ClassVar[int] = 14
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_ratio(self.ratio)
+
+    def _most(self, count: int, shape: tuple[int, ...]) -> int:
+        return 12 + 4 * count
+
+    def _bytes(self, values: Tensor, shape: tuple[int, ...], state: State, number: int) -> Sequence[Tensor | bytes]:
+        seed = state.draws(torch.device("cpu"), number).initial_seed()
+        below = min(2**32 - 1, round(self.ratio * 2**32))
+        places = _drawn(seed, below, len(values)).to(values.device)
+        return struct.pack("<QI", seed, below), values[places]
+
+    @classmethod
+    def _values(cls, data: Array, shape: tuple[int, ...], count: int, device: torch.device) -> Tensor:
+        seed, below = numbers("<QI", data)
+        places = _drawn(seed, below, count).to(device)
+        if len(data) != 12 + 4 * len(places):
+            raise ProtocolError(f"{len(places)} values of a codec's frame do not take {len(data)} bytes")
+        sent = floats(data[12:], device)
+        return torch.zeros(count, dtype=torch.float32, device=device).index_copy_(0, places, sent)
+
+
+@final
+@dataclass(frozen=True)
+class DGC(_Sparse):
+    """``dgc``: the largest of what gradients have gathered, with their momentum (Deep Gradient Compression, Alg. 4).
+
+    Momentum is corrected and masked here, and what is not sent is kept here: the optimizer at the server is to have no
+    momentum of its own, and no error feedback goes around this codec. It is for gradients alone.
+
+    Attributes:
+        ratio: of the values that are sent.
+        momentum: m, of the gradients; 0: none.
+        clip: a tensor's norm before it is gathered, at most; 0: no limit. Give it the limit for a batch of all workers,
+            divided by the square root of their number (section 3.3).
+        warmup: frames in which the ratio falls to its value, from ¼ on by ¼ four times (section 3.3).
+        sample: as that of ``topk``.
+    """
+
+    ratio: float = 0.001
+    momentum: float = 0.9
+    clip: float = 0.0
+    warmup: int = 0
+    sample: float = 0.01
+    number: ClassVar[int] = 15
+    feedback: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_ratio(self.ratio)
+        if not 0 <= self.momentum < 1:
+            raise ValueError("momentum is at least 0 and below 1")
+        if not (self.clip >= 0 and math.isfinite(self.clip)) or self.warmup < 0:
+            raise ValueError("clip is a norm, a finite number from 0, and warmup counts frames from 0")
+        if not 0 <= self.sample <= 1:
+            raise ValueError("sample is a part of the values, from 0 to 1")
+
+    def _begin(self, state: State, device: torch.device) -> None:
+        for name in ("velocity", "gathered"):
+            state.kept[name] = torch.zeros(state.tensors.length, dtype=torch.float32, device=device)
+
+    def _bytes(self, values: Tensor, shape: tuple[int, ...], state: State, number: int) -> Sequence[Tensor | bytes]:
+        start = int(state.plan.starts[number]) if state.plan else 0
+        velocity, gathered = (state.kept[name][start : start + len(values)] for name in ("velocity", "gathered"))
+        if self.clip:
+            values = values * min(1.0, self.clip / max(float(torch.linalg.vector_norm(values)), 1e-30))
+        velocity.mul_(self.momentum).add_(values)
+        gathered.add_(velocity)
+        ratio = self.ratio
+        if state.frames < self.warmup:
+            ratio = max(ratio, 0.25 ** (1 + 4 * state.frames // self.warmup))
+        draws = state.draws(values.device, number)
+        threshold = sampled_threshold(gathered, ratio, self.sample, draws)
+        places = (gathered.abs() >= threshold).nonzero().view(-1)
+        sent = self._sent(gathered, places)
+        velocity[places] = 0
+        gathered[places] = 0
+        return sent
+
+
+def sampled_threshold(values: Tensor, ratio: float, sample: float, draws: torch.Generator) -> float:
+    """A magnitude that about ``ratio`` of the values reach, from a sample of them; the least above zero at least.
+
+    Args:
+        sample: part of the values that are looked at; 0: all.
+    """
+    many = min(len(values), max(_SAMPLE, round(sample * len(values)))) if sample else len(values)
+    some = values.abs()
+    if many < len(values):
+        some = some[torch.randint(len(values), (many,), generator=draws, device=values.device)]
+    threshold = float(some.topk(_of(ratio, many), sorted=False).values.min())
+    return max(threshold, 2.0**-149)
+
+
+def _of(ratio: float, count: int) -> int:
+    return max(1, min(count, round(ratio * count)))
+
+
+def _bits(count: int) -> int:
+    return max(1, (count - 1).bit_length())
+
+
+def _as_numbers(many: int, count: int) -> bool:
+    """Whether it takes fewer bytes to tell where ``many`` values stand by their numbers than by a bit a value."""
+    return packing.bits_bytes(many, _bits(count)) < packing.bits_bytes(count, 1)
+
+
+def _drawn(seed: int, below: int, count: int) -> Tensor:
+    """The places drawn with a chance of ``below`` / 2^32 each, the same on all machines (SplitMix64)."""
+    with np.errstate(over="ignore"):
+        mixed = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed)
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+            mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
+    return torch.from_numpy(np.flatnonzero(((mixed ^ (mixed >> np.uint64(31))) >> np.uint64(32)) < below))
+
+
+def _check_ratio(ratio: float) -> None:
+    if not 0 < ratio <= 1:
+        raise ValueError("ratio is a part of the values, above 0 and at most 1")

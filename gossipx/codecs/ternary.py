@@ -1,0 +1,220 @@
+"""Codecs of three values: 3LC, and stochastic 3-value quantization (3LC, sections 3 and 4.2)."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any, ClassVar, final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gossipx.codecs import packing
+from gossipx.codecs.base import Codec, PerTensor, Plan, State, as_bytes, compiled, scale_of
+from gossipx.codecs.frames import Array, Opened, numbers
+from gossipx.errors import ProtocolError, UsageError
+
+MAX_PASSES = 255
+_SCALE = 4
+"""Bytes of a scale, and of how many codes all passes but the last have."""
+
+
+def compress(x: Tensor | Array, sparsity: float) -> tuple[float, bytes]:
+    """3-value quantization with sparsity multiplication, base-3⁵ and zero-run encoding (3LC, section 3).
+
+    Args:
+        x: any shape; worked on as float32.
+        sparsity: s, 1 ≤ s < 2.
+
+    Returns:
+        The scale m = max |x| · s, and the bytes.
+
+    Raises:
+        UsageError: s is out of its range, or x or m is not finite.
+    """
+    _check_sparsity(sparsity, UsageError)
+    values = torch.as_tensor(x, dtype=torch.float32).detach().reshape(-1).cpu().contiguous().numpy()
+    loops = compiled()
+    with np.errstate(over="ignore"):
+        scale = np.float32(loops.peak(values, None, 0, len(values))) * np.float32(sparsity)
+    if not np.isfinite(scale):
+        raise UsageError("a tensor with NaN or Inf, or whose scale overflows, cannot be quantized")
+    codes = np.empty(packing.trit_bytes(len(values)) + 1, np.uint8)
+    end = loops.ternary(values, None, 0, len(values), scale, codes, 0)
+    return float(scale), codes[:end].tobytes()
+
+
+def decompress(scale: float, data: bytes, n: int) -> Tensor:
+    """The ``n`` values, float32, that :func:`compress` made, or any encoder that cuts runs of zeros otherwise.
+
+    Raises:
+        ProtocolError: the bytes are not those of ``n`` trits.
+    """
+    codes = np.frombuffer(data, np.uint8)
+    # A byte stands for 70 trits at most: more would be allocated for nothing.
+    if n < 0 or n > 70 * len(codes) or not compiled().ternary_fits(codes, 0, len(codes), n):
+        raise ProtocolError(f"{len(codes)} bytes are not {n} trits")
+    out = np.zeros(n, np.float32)
+    compiled().ternary_into(codes, 0, len(codes), np.float32(scale), out, 0, n, False)
+    return torch.from_numpy(out)
+
+
+@final
+@dataclass(frozen=True)
+class ThreeLC(Codec):
+    """``3lc``: round(x / m) with m = max |x| · s, five trits a byte, runs of zeros shortened (3LC, section 3).
+
+    In a frame, a tensor is the number of passes, the sizes of all passes' codes but the last's, their scales, and
+    their codes.
+
+    Attributes:
+        sparsity: s, from 1 to below 2: the larger, the fewer values are not zero.
+        residual: what a pass leaves out is encoded by another, until its norm is at most this part of the tensor's; 1:
+            one pass.
+    """
+
+    sparsity: float = 1.0
+    residual: float = 1.0
+    number: ClassVar[int] = 3
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_sparsity(self.sparsity, ValueError)
+        if not 0 < self.residual <= 1:
+            raise ValueError("residual is a part of a norm, above 0 and at most 1")
+
+    def _most(self, count: int, shape: tuple[int, ...]) -> int:
+        one = packing.trit_bytes(count) + 2 * _SCALE
+        return 2 + one * (1 if self.residual == 1 else self._passes(count))
+
+    def _passes(self, count: int) -> int:
+        """That are made at most: as many bytes as the values themselves would take."""
+        return max(2, min(MAX_PASSES, 4 * count // (packing.trit_bytes(count) + 2 * _SCALE)))
+
+    def _begin(self, state: State, device: torch.device) -> None:
+        if device.type == "cpu":
+            compiled()  # compiles, which a first encode should not have to wait for
+
+    def _encode(
+        self, x: Tensor, left: Tensor | None, state: State, plan: Plan, frame: Array, end: int, sizes: Array
+    ) -> int:
+        if x.is_cpu and self.residual == 1:
+            error = None if left is None else left.numpy()
+            sparsity = np.float32(self.sparsity)
+            end = compiled().three_lc(x.numpy(), error, plan.starts, plan.counts, sparsity, frame, end, sizes)
+            return int(end)
+        for number, (start, count) in enumerate(zip(plan.starts.tolist(), plan.counts.tolist(), strict=True)):
+            place = slice(start, start + count)
+            data = self._passes_of(x[place], None if left is None else left[place])
+            frame[end : end + len(data)] = data
+            sizes[number] = len(data)
+            end += len(data)
+        return end
+
+    def _passes_of(self, x: Tensor, left: Tensor | None) -> Array:
+        """One tensor in as many passes as its residual needs; nothing of one that is not finite."""
+        values = x + left if left is not None else x.clone()
+        peak = values.abs().max() if len(values) else values.new_zeros(())
+        if not len(values) or not math.isfinite(float(peak * self.sparsity)):
+            return np.empty(0, np.uint8)
+        enough = self.residual * _norm(values)
+        scales: list[float] = []
+        codes: list[Array] = []
+        while len(scales) < (1 if self.residual == 1 else self._passes(len(values))):
+            scale, some = self._pass(values)
+            scales.append(scale)
+            codes.append(some)
+            if scale == 0 or _norm(values) <= enough:
+                break
+        if left is not None:
+            left.copy_(values)
+        sizes = [len(some) for some in codes[:-1]]
+        begin = struct.pack(f"<B{len(sizes)}I{len(scales)}f", len(scales), *sizes, *scales)
+        return np.concatenate((np.frombuffer(begin, np.uint8), *codes))
+
+    def _pass(self, values: Tensor) -> tuple[float, Array]:
+        """Its scale and codes; ``values`` are what is left afterwards."""
+        if values.is_cpu:
+            loops, vector = compiled(), values.numpy()
+            scale = np.float32(loops.peak(vector, None, 0, len(vector))) * np.float32(self.sparsity)
+            codes = np.empty(packing.trit_bytes(len(vector)) + 1, np.uint8)
+            return float(scale), codes[: loops.ternary(None, vector, 0, len(vector), scale, codes, 0)]
+        return pass_on_device(values, self.sparsity)
+
+    @classmethod
+    def _read(cls, opened: Opened) -> Any:
+        bad = compiled().three_lc_fits(opened.body, opened.offsets, opened.held.counts)
+        if bad >= 0:
+            raise ProtocolError(f"tensor {opened.held.encoded[bad]} of a codec's frame is no 3LC of its size")
+        return None
+
+    @classmethod
+    def _write(cls, opened: Opened, read: Any, out: Tensor, starts: Array, add: bool) -> None:
+        if out.is_cpu:
+            compiled().three_lc_into(opened.body, opened.offsets, opened.held.counts, out.numpy(), starts, add)
+            return
+        for number, (begin, end) in enumerate(pairwise(opened.offsets.tolist())):
+            if begin < end:
+                count, start = int(opened.held.counts[number]), int(starts[number])
+                _write_on_device(opened.body[begin:end], out[start : start + count], add)
+
+
+def pass_on_device(values: Tensor, sparsity: float) -> tuple[float, Array]:
+    """One pass of 3LC by torch, on any device: its scale and codes; ``values`` are what is left afterwards."""
+    scale = values.abs().max() * sparsity
+    trits = (values + values > scale).to(torch.int8) - (values + values < -scale).to(torch.int8)
+    values.sub_(scale * trits)
+    return float(scale), as_bytes(packing.shorten_runs(packing.pack_trits(trits)))
+
+
+def _write_on_device(data: Array, out: Tensor, add: bool) -> None:
+    """One tensor that was read already."""
+    passes = int(data[0])
+    sizes = numbers(f"<{passes - 1}I", data, 1)
+    scales = numbers(f"<{passes}f", data, 1 + _SCALE * (passes - 1))
+    ends = [*accumulate(sizes, initial=1 + _SCALE * (2 * passes - 1)), len(data)]
+    for number, (first, last) in enumerate(pairwise(ends)):
+        codes = torch.from_numpy(data[first:last].copy()).to(out.device)
+        packed = packing.lengthen_runs(codes, packing.trit_bytes(len(out)))
+        values = packing.unpack_trits(packed, len(out)) * torch.tensor(scales[number], device=out.device)
+        out.add_(values) if add or number else out.copy_(values)
+
+
+@final
+@dataclass(frozen=True)
+class Stochastic3(PerTensor):
+    """``stochastic3``: ±max |x| with probability |x| / max |x|, else 0, and base-3⁵ (3LC, section 4.2; TernGrad).
+
+    Unbiased, and without error feedback, with which it does not converge (3LC, section 3.1). In a frame, a tensor is
+    its scale and its packed trits.
+    """
+
+    number: ClassVar[int] = 4
+    feedback: ClassVar[bool] = False
+
+    def _most(self, count: int, shape: tuple[int, ...]) -> int:
+        return _SCALE + packing.trit_bytes(count)
+
+    def _bytes(self, values: Tensor, shape: tuple[int, ...], state: State, number: int) -> Sequence[Tensor | bytes]:
+        scale = values.abs().max()
+        drawn = torch.rand(len(values), generator=state.draws(values.device, number), device=values.device)
+        trits = torch.sign(values) * (drawn * scale < values.abs())
+        return scale.view(1), packing.pack_trits(trits)
+
+    @classmethod
+    def _values(cls, data: Array, shape: tuple[int, ...], count: int, device: torch.device) -> Tensor:
+        scale = scale_of(data, 0)
+        return packing.unpack_trits(torch.from_numpy(data[_SCALE:].copy()), count).to(device) * scale
+
+
+def _norm(values: Tensor) -> float:
+    return float(torch.linalg.vector_norm(values, dtype=torch.float64))
+
+
+def _check_sparsity(sparsity: float, error: type[Exception]) -> None:
+    if not 1 <= sparsity < 2:
+        raise error(f"sparsity is at least 1 and below 2, not {sparsity}")

@@ -1,0 +1,219 @@
+"""What every codec keeps to, whatever it makes of values."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from encoded import SPECS, normal
+from torch import Tensor
+
+from gossipx import codecs
+from gossipx.codecs import ErrorFeedback, Tensors, decode, decode_into
+from gossipx.errors import ProtocolError, UsageError
+
+EXACT = {"none", "none+zlib"}
+every = pytest.mark.parametrize("spec", SPECS)
+
+
+def round_trip(spec: str, tensor: Tensor) -> Tensor:
+    codec = codecs.parse(spec)
+    frame, _ = codec.encode(tensor, codec.init(tensor))
+    return decode(frame)
+
+
+@every
+@pytest.mark.parametrize("shape", [(), (1,), (7,), (3, 0, 2), (16, 3, 3, 3), (5121,), (2, 10_000)])
+def test_shape_and_dtype_come_back(spec: str, shape: tuple[int, ...]) -> None:
+    tensor = normal(*shape)
+    back = round_trip(spec, tensor)
+    assert back.shape == tensor.shape
+    assert back.dtype == tensor.dtype
+    assert bool(back.isfinite().all())
+
+
+@every
+def test_frames_are_of_the_state_and_the_input_alone(spec: str) -> None:
+    tensor = normal(40, 30)
+
+    def frames() -> list[bytes]:
+        codec = codecs.parse(spec)
+        state, made = codec.init(tensor, seed=3), []
+        for _ in range(3):
+            frame, state = codec.encode(tensor, state)
+            made.append(bytes(frame))
+        return made
+
+    assert frames() == frames()
+
+
+@every
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_other_dtypes_are_decoded_to_what_they_were(spec: str, dtype: torch.dtype) -> None:
+    tensor = normal(64, 9).to(dtype)
+    back = round_trip(spec, tensor)
+    assert back.dtype == dtype
+    assert torch.allclose(back.float(), round_trip(spec, tensor.float()), rtol=0.01)
+
+
+@every
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64])
+def test_what_has_no_order_or_no_digits_is_refused_by_all_that_lose_some(spec: str, dtype: torch.dtype) -> None:
+    tensor = torch.ones(4, dtype=dtype)
+    if spec in EXACT:
+        assert torch.equal(round_trip(spec, tensor), tensor)
+    else:
+        with pytest.raises(UsageError, match="floating-point tensors"):
+            codecs.parse(spec).init(tensor)
+
+
+@every
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_comes_back_as_nan_and_leaves_the_error_as_it_was(spec: str, value: float) -> None:
+    codec = codecs.parse(spec)
+    tensors = Tensors.of(normal(50), normal(60))
+    feedback = ErrorFeedback(codec)
+    state = feedback.init(tensors)
+    _, state = feedback.encode(normal(110), state)
+    before = state.kept["error"].clone()
+    bad = normal(110, seed=1)
+    bad[17] = value
+    frame, state = feedback.encode(bad, state)
+    back = decode(frame)
+    if spec in EXACT:
+        assert torch.equal(back.nan_to_num(7.0), bad.nan_to_num(7.0))
+    else:
+        assert bool(back[:50].isnan().all())
+        assert torch.equal(state.kept["error"][:50], before[:50])
+    assert bool(back[50:].isfinite().all())  # the other tensor is what it would have been
+
+
+@every
+def test_zeros_come_back_as_zeros(spec: str) -> None:
+    tensor = torch.zeros(300)
+    back = round_trip(spec, tensor)
+    if spec == "signsgd:magnitude=1":
+        assert bool((back.abs() == 1).all())
+    else:
+        assert torch.equal(back, tensor)
+
+
+@every
+@pytest.mark.parametrize("factor", [1e-44, 1e-38, 1e30, 1e37])
+def test_the_ends_of_the_range_of_numbers(spec: str, factor: float) -> None:
+    """Defined for all: values as they would be for others of this size, zero where these are too small, or NaN."""
+    tensor = normal(40, 30) * factor
+    back = round_trip(spec, tensor)
+    assert bool(back.isfinite().all()) or bool(back.isnan().all())
+
+
+@every
+def test_not_contiguous_is_as_a_copy_that_is(spec: str) -> None:
+    tensor = normal(30, 40).T[::2]
+    assert not tensor.is_contiguous()
+    assert torch.equal(round_trip(spec, tensor), round_trip(spec, tensor.contiguous()))
+
+
+@every
+def test_decoding_into_adds_or_overwrites(spec: str) -> None:
+    tensor = normal(30, 40)
+    codec = codecs.parse(spec)
+    frame, _ = codec.encode(tensor, codec.init(tensor))
+    values = decode(frame)
+    out = torch.full_like(tensor, 2.0)
+    decode_into(frame, out, add=True)
+    assert torch.allclose(out, values + 2)
+    decode_into(frame, out)
+    assert torch.equal(out, values)
+    spread = torch.zeros(40, 30).T
+    decode_into(frame, spread)
+    assert torch.equal(spread, values)
+    wide = torch.full((30, 40), 2.0, dtype=torch.float64)
+    decode_into(frame, wide, add=True)
+    assert torch.allclose(wide, values.double() + 2)
+
+
+@every
+def test_tensors_of_a_vector_are_encoded_as_each_alone(spec: str) -> None:
+    """Each has its scale; what lies between them is neither read nor written. Draws differ, so these are left out."""
+    one, two = normal(16, 27), normal(33) * 100
+    tensors = Tensors(((16, 27), (33,), (0,)), torch.float32, (16, 512, 600))
+    vector = torch.full((640,), 1e9)
+    vector[16:448], vector[512:545] = one.view(-1), two
+    codec = codecs.parse(spec)
+    frame, _ = codec.encode(vector, codec.init(tensors))
+    out = torch.full((640,), -1.0)
+    decode_into(frame, out, tensors=tensors)
+    assert bool((out[:16] == -1).all() & (out[448:512] == -1).all() & (out[545:] == -1).all())
+    if codecs.describe(codec).partition(":")[0] not in ("stochastic3", "qsgd", "natural", "randomk", "powersgd"):
+        assert torch.equal(out[16:448], round_trip(spec, one).view(-1))
+        assert torch.equal(out[512:545], round_trip(spec, two))
+
+
+@every
+def test_error_feedback_loses_nothing(spec: str) -> None:
+    """What went in is what has come out and what is still kept (3LC, section 3.1, steps 1, a, b)."""
+    feedback = ErrorFeedback(codecs.parse(spec))
+    if spec.startswith("dgc"):
+        pytest.skip("keeps what it leaves out itself, with momentum")
+    state = feedback.init(normal(20, 30))
+    total, out = torch.zeros(20, 30), torch.zeros(20, 30)
+    for seed in range(6):
+        tensor = normal(20, 30, seed=seed)
+        frame, state = feedback.encode(tensor, state)
+        decode_into(frame, out, add=True)
+        total += tensor
+    assert torch.allclose(out + state.kept["error"].view(20, 30), total, atol=1e-4)
+
+
+@every
+def test_no_frame_is_longer_than_told(spec: str) -> None:
+    codec = codecs.parse(spec)
+    for tensor in (normal(1), normal(3000), normal(3000).sign(), torch.full((3000,), 5.0)):
+        state = codec.init(tensor)
+        room = torch.zeros(codec.most(state), dtype=torch.uint8).numpy()
+        for _ in range(3):
+            frame, state = codec.encode(tensor, state, room)
+            if not codec.squeezed:
+                assert len(frame) <= len(room)
+                assert frame.obj is not None
+
+
+@every
+def test_what_a_state_keeps_is_all_that_a_checkpoint_needs(spec: str) -> None:
+    feedback = ErrorFeedback(codecs.parse(spec))
+    state = feedback.init(normal(40, 30), seed=5)
+    for seed in range(3):
+        _, state = feedback.encode(normal(40, 30, seed=seed), state)
+    kept, frames = {name: vector.clone() for name, vector in state.kept.items()}, state.frames
+    expected, _ = feedback.encode(normal(40, 30, seed=9), state)
+
+    resumed = feedback.init(normal(40, 30), seed=5)
+    resumed.kept, resumed.frames = kept, frames
+    frame, _ = feedback.encode(normal(40, 30, seed=9), resumed)
+    assert bytes(frame) == bytes(expected)
+
+
+@every
+def test_a_frame_of_another_shape_is_refused_and_nothing_changed(spec: str) -> None:
+    tensor = normal(30, 40)
+    codec = codecs.parse(spec)
+    state = codec.init(tensor)
+    frame, state = codec.encode(tensor, state)
+    out = torch.ones(30, 41)
+    with pytest.raises(ProtocolError, match="is expected"):
+        decode_into(frame, out)
+    assert bool((out == 1).all())
+    with pytest.raises(ProtocolError, match="at most 100 are expected"):
+        decode(frame, limit=100)
+    with pytest.raises(UsageError, match="the state is for float32"):
+        codec.encode(normal(30, 41), state)
+    with pytest.raises(UsageError, match="the state is for float32"):
+        codec.encode(tensor.double(), state)
+
+
+@every
+def test_spec_reads_as_it_was_given(spec: str) -> None:
+    codec = codecs.parse(spec)
+    assert codecs.parse(codecs.describe(codec)) == codec

@@ -1,0 +1,185 @@
+"""Frames of codecs: what is in them, and that none can do harm."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+from encoded import SPECS, normal
+
+from gossipx import codecs
+from gossipx.codecs import Tensors, decode, decode_into, frames
+from gossipx.errors import ProtocolError
+
+LIMIT = 2**20
+
+
+def a_frame(spec: str, *counts: int, seed: int = 0) -> bytes:
+    codec = codecs.parse(spec)
+    tensors = [normal(count, seed=seed + place) for place, count in enumerate(counts)]
+    state = codec.init(Tensors.of(*tensors), seed)
+    frame, _ = codec.encode(torch.cat(tensors) if len(tensors) > 1 else tensors[0], state)
+    return bytes(frame)
+
+
+def sealed(frame: bytes | bytearray) -> bytes:
+    """With the checksum that belongs to it, so that what is behind it is looked at."""
+    body = bytearray(frame)
+    if len(body) >= frames.HEAD:
+        digest = xxhash.xxh3_64(bytes(body[:6]) + bytes(body[10:])).intdigest()
+        struct.pack_into("<I", body, 6, digest & 0xFFFFFFFF)
+    return bytes(body)
+
+
+def survives(frame: bytes) -> bool:
+    """Whether it decodes; if it does, within the limit, and into a buffer too."""
+    try:
+        values = decode(frame, LIMIT)
+    except ProtocolError:
+        return False
+    assert values.nbytes <= LIMIT
+    return True
+
+
+def mutated(frame: bytes, draws: np.random.Generator) -> bytes:
+    body = bytearray(frame)
+    for _ in range(int(draws.integers(1, 4))):
+        kind, place = draws.integers(5), int(draws.integers(len(body))) if body else 0
+        if kind == 0:
+            del body[place:]
+        elif kind == 1:
+            body += draws.bytes(int(draws.integers(1, 30)))
+        elif kind == 2 and body:
+            body[place] ^= 1 << int(draws.integers(8))
+        elif kind == 3:
+            body[place : place + 4] = draws.bytes(4)
+        else:
+            del body[place : place + int(draws.integers(1, 9))]
+    return sealed(body)
+
+
+def fuzz(many: int, seed: int) -> int:
+    """How many of so many mutated frames of all codecs still decode."""
+    draws = np.random.default_rng(seed)
+    whole = [a_frame(spec, *counts) for spec in SPECS for counts in ((1,), (9,), (70,), (200,), (30, 40), (12, 0, 5))]
+    return sum(survives(mutated(whole[int(draws.integers(len(whole)))], draws)) for _ in range(many))
+
+
+def test_frames_survive_being_damaged_on_purpose() -> None:
+    decoded = fuzz(20_000, seed=0)
+    assert 0 < decoded < 10_000  # some mutations are other frames, and most are none
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("seed", range(1, 9))
+def test_a_million_damaged_and_random_frames(seed: int) -> None:
+    """An eighth of them each: 100,000 mutated, and 25,000 of random bytes, a half of which pretend to be frames."""
+    assert fuzz(100_000, seed) > 0
+    draws = np.random.default_rng(seed)
+    for number in range(25_000):
+        noise = draws.bytes(int(draws.integers(0, 300)))
+        if number % 2:
+            start = struct.pack("<2sBBBBII", b"gx", 1, int(draws.integers(20)), 0, int(draws.integers(32)), 0, 2)
+            noise = sealed(start + noise)
+        survives(noise)
+
+
+def test_every_bit_is_covered_by_the_checksum() -> None:
+    frame = a_frame("3lc", 40)
+    for bit in range(len(frame) * 8):
+        damaged = bytearray(frame)
+        damaged[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(ProtocolError):
+            decode(damaged)
+    for size in range(len(frame)):
+        with pytest.raises(ProtocolError):
+            decode(frame[:size])
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        (0, 0x50, "what should be a codec's frame is none"),
+        (2, 2, "has version 2, this peer reads version 1"),
+        (3, 250, "is of codec 250, which this peer does not know"),
+        (4, 99, "a dtype or flags that this version does not know"),
+        (5, 0x80, "a dtype or flags that this version does not know"),
+        (10, 255, "ends before its shapes"),
+    ],
+)
+def test_what_a_header_has_wrong_is_told(place: int, value: int, message: str) -> None:
+    frame = bytearray(a_frame("3lc", 40))
+    frame[place] = value
+    with pytest.raises(ProtocolError, match=message):
+        decode(sealed(frame))
+
+
+def test_a_pickle_is_no_frame() -> None:
+    with pytest.raises(ProtocolError, match="is none"):
+        decode(b"\x80\x04\x95" + bytes(100))
+
+
+@pytest.mark.parametrize("by", ["zlib", "zstd"])
+def test_a_bomb_is_not_unpacked(by: str) -> None:
+    """Fault 24: what a small body would become is capped before it becomes that."""
+    bomb = bytes(2**28)
+    whole = bytearray(a_frame(f"3lc+{by}", 40))
+    (size,) = struct.unpack_from("<I", whole, 10)
+    shapes = whole[14 : 14 + size]
+    packed = zlib.compress(bomb) if by == "zlib" else frames.zstandard().ZstdCompressor().compress(bomb)
+    with pytest.raises(ProtocolError, match=r"another size than it tells|squeezed from"):
+        decode(sealed(whole[:14] + shapes + packed))
+    honest = shapes[:-1] + b"\x80\x80\x80\x80\x01"
+    struct.pack_into("<I", whole, 10, len(honest))
+    with pytest.raises(ProtocolError, match="its tensors take less than"):
+        decode(sealed(whole[:14] + honest + packed))
+
+
+def test_a_tensor_of_2_to_the_63_is_refused_before_anything_is_allocated() -> None:
+    start = struct.pack("<2sBBBBII", b"gx", 1, 3, 0, 1, 0, 10)
+    frame = sealed(start + b"\x01" + b"\xff" * 8 + b"\x7f" + bytes(20))
+    with pytest.raises(ProtocolError, match="at most 1073741824 are expected"):
+        decode(frame)
+
+
+def test_frames_say_what_they_are() -> None:
+    """The figures of a frame's header, and what the rest of it takes."""
+    frame = a_frame("3lc:sparsity=1", 36_864)
+    assert frame[:6] == bytes((*b"gx", 1, 3, 0, 1))
+    values, size = codecs.encoded_bytes(frame)
+    assert values == 36_864
+    assert len(frame) - size == 14 + 1 + 3 + 2  # header, dimensions, 36,864 as a varint, a table of one number
+
+
+def test_small_tensors_and_normalisation_are_left_as_they_are() -> None:
+    tensors = Tensors(((3,), (400,), (40,)), torch.float32, (0, 3, 403), plain=(False, False, True))
+    vector = normal(443)
+    for spec, exact in (("3lc:small=10", [True, False, True]), ("3lc", [False, False, False])):
+        codec = codecs.parse(spec)
+        frame, _ = codec.encode(vector, codec.init(tensors))
+        back = decode(frame)
+        same = [torch.equal(back[a:b], vector[a:b]) for a, b in ((0, 3), (3, 403), (403, 443))]
+        assert same == exact
+        out = torch.zeros(443)
+        decode_into(frame, out, tensors=tensors)
+        assert torch.equal(out, back)
+
+
+def test_a_tensor_larger_than_what_is_left_for_it() -> None:
+    with pytest.raises(ProtocolError, match="is expected"):
+        decode_into(a_frame("3lc", 40), torch.zeros(41))
+    tensors = Tensors.of(normal(20), normal(20))
+    with pytest.raises(ProtocolError, match="is expected"):
+        decode_into(a_frame("3lc", 40), torch.zeros(40), tensors=tensors)
+
+
+def test_tensors_of_a_vector_lie_behind_each_other() -> None:
+    with pytest.raises(ValueError, match="behind each other"):
+        Tensors(((4,), (4,)), torch.float32, (0, 3))
+    with pytest.raises(ValueError, match="one length"):
+        Tensors(((4,), (4,)), torch.float32, (0,))
