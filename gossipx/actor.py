@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gossipx.messages import Reply, Request
-from gossipx.table_effects import Pieces, TableEffect
+from gossipx.table_effects import Asked, Pieces, TableEffect
 
 # --- events ---------------------------------------------------------------------------------------------------------
 
@@ -301,7 +301,7 @@ class Answer:
         whole_model: a model is given with its frozen parameters and all buffers.
         captured: give the model held under this ticket (:class:`Capture`) rather than that of the last step boundary.
         begins: when to hand it over, if that is later than now.
-        tables: give this bucket of this shard, as it is after all that was asked for before.
+        tables: give this bucket, as it is after all that was asked for before.
         copies: give a copy of this shard's tables, as they are after all that was asked for before.
         in_order: not before all that was asked for before is done to the tables.
         pieces: give all that belongs to these pieces of tables, as it is then.
@@ -313,7 +313,7 @@ class Answer:
     whole_model: bool = False
     captured: int | None = None
     begins: float = 0.0
-    tables: tuple[int, int] | None = None
+    tables: Asked | None = None
     copies: int | None = None
     in_order: bool = False
     pieces: Pieces | None = None

@@ -175,6 +175,18 @@ def named(slots: Iterable[Slot], sections: Iterable[Section], vectors: Iterable[
     return views
 
 
+NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+
+
+def norms(module: nn.Module) -> set[str]:
+    """Names of the parameters of normalisation layers, which are few and small."""
+    found = set()
+    for place, one in module.named_modules():
+        if isinstance(one, NORMS):
+            found |= {plain_name(f"{place}.{name}".lstrip(".")) for name, _ in one.named_parameters(recurse=False)}
+    return found
+
+
 def others(module: nn.Module) -> dict[str, Tensor]:
     """By name, the buffers of a module that are not laid out, as nobody exchanges them: counters, say."""
     buffers = ((plain_name(name), buffer) for name, buffer in module.named_buffers())

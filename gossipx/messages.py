@@ -173,6 +173,7 @@ class TablesRequest:
         significance: |g| / |w| of that push, where the sync model looks at it; :data:`MEASURED` until it is sent.
         patience: seconds that it waits.
         epoch: of the layout that it goes by.
+        base: checksum of what the requester has of the bucket, where pulls have a codec; 0: it has nothing.
     """
 
     shard: int
@@ -182,6 +183,7 @@ class TablesRequest:
     significance: float
     patience: float
     epoch: int = 0
+    base: int = 0
 
 
 @dataclass(frozen=True)
@@ -359,12 +361,14 @@ class TablesReply:
         parts: what the payload holds.
         sync: the sync model that the shard goes by since a switch; empty: the one that the run began with.
         keep: the clock at which it takes a checkpoint next, where that is due by the clock on the wall.
+        base: checksum of the values that the payload changes; 0: it has the values as they are.
     """
 
     clock: int
     parts: Parts
     sync: str = ""
     keep: int = 0
+    base: int = 0
 
 
 @dataclass(frozen=True)

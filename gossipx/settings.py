@@ -84,6 +84,12 @@ def _placement(spec: str) -> None:
     placement.parse(spec)
 
 
+def _codec(spec: str) -> None:
+    from gossipx import codecs
+
+    codecs.parse(spec)
+
+
 def _rate(text: str) -> None:
     from gossipx.transports import pace
 
@@ -252,6 +258,11 @@ class ServerSettings:
         "Bytes that small tensors are put together to, to travel as one; 0: each alone. Default: 1 to 4 MiB.",
         0,
         2**30,
+    )
+    push_codec: str = setting("none", "How gradients are encoded: none, 3lc:1.75, ...; see Codecs.", check=_codec)
+    pull_codec: str = setting("none", "How changes of tables are encoded on their way to workers.", check=_codec)
+    rescale_error: bool = setting(
+        False, "Scale what --push-codec has left out by old over new learning rate, when that changes."
     )
     wait_free: bool = setting(True, "Gradients leave as backward makes them; else all at the optimizer's step.")
     overlap: bool = setting(True, "Pull from each shard by itself; else from all once all would answer.")

@@ -12,6 +12,22 @@ Pieces = tuple[tuple[int, int, int], ...]
 
 
 @dataclass(frozen=True)
+class Asked:
+    """A bucket that a worker has asked for.
+
+    Attributes:
+        shard, bucket: which.
+        worker: its rank.
+        base: checksum of what it has of it, where pulls have a codec; 0: nothing.
+    """
+
+    shard: int
+    bucket: int
+    worker: int = 0
+    base: int = 0
+
+
+@dataclass(frozen=True)
 class ApplyGradient:
     """One optimizer step with ``scale`` times the gradient that was kept under ``ticket``. Then forget the ticket."""
 

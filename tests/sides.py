@@ -15,9 +15,11 @@ from gossipx.server import placement
 from gossipx.server.buckets import Bucket, buckets
 from gossipx.server.placement import Partition, Placement, Table
 from gossipx.storage.client import Client
+from gossipx.storage.coding import Coding
 from gossipx.storage.desk import Desk
 from gossipx.storage.parts import ApplyBuffer, ServerStorage, Storages, TransmitBuffer, raw
 from gossipx.storage.shard import ShardStore
+from gossipx.table_effects import Asked
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 SHAPES = [(3, 4), (5,), (0,), (), (2, 2, 2)]
@@ -77,9 +79,9 @@ class Side:
         places = [(shard, number) for shard, cut in enumerate(self.cut) for number in range(len(cut))]
         self.client.expect(places)
         for place in places:
-            given = self.desk.encode(*place)
+            given = self.desk.encode(Asked(*place, base=self.client.base(place)))
             sink = self.client.sink(place)
-            sink.fit(TablesReply(0, given.parts)).take(0, memoryview(bytearray(given.source.view)))
+            sink.fit(TablesReply(0, given.parts, base=given.base)).take(0, memoryview(bytearray(given.source.view)))
             self.desk.release(place[0], given)
             self.client.fetched(place, sink)
         assert self.client.ready()
@@ -93,6 +95,7 @@ def side(
     optimizer: OptimizerOf = sgd,
     storages: Storages | None = None,
     least: int = 40,
+    coding: Coding | None = None,
 ) -> Side:
     made = [one if isinstance(one, nn.Parameter) else nn.Parameter(one) for one in parameters]
     tables = [Table(str(number), one.numel()) for number, one in enumerate(made)]
@@ -102,8 +105,10 @@ def side(
     step = optimizer(made)
     groups = {id(one): number for number, group in enumerate(step.param_groups) for one in group["params"]}
     numbers = [groups.get(id(one), -1) for one in made]
-    stores = {shard: ShardStore(held, cut[shard], made, numbers, step, storages) for shard, held in enumerate(placed)}
-    client = Client(made, placed, cut, storages)
+    stores = {
+        shard: ShardStore(held, cut[shard], made, numbers, step, storages, coding) for shard, held in enumerate(placed)
+    }
+    client = Client(made, placed, cut, storages, coding)
     return Side(made, step, placed, cut, Desk(client, stores, made, step), stores)
 
 

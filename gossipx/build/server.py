@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import random
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
+from gossipx import codecs
 from gossipx.checkpoint import Every
 from gossipx.errors import UsageError
-from gossipx.layout import plain_name
+from gossipx.layout import norms, plain_name
 from gossipx.server import models, placement, plan
 from gossipx.server.buckets import Bucket
 from gossipx.server.clock import Clock
@@ -21,10 +24,16 @@ from gossipx.server.settings import ServerSettings as Settings
 from gossipx.settings import RunConfig, ServerSettings
 from gossipx.specs import rank_of
 from gossipx.storage.client import Client
+from gossipx.storage.coding import Coding
 from gossipx.storage.desk import Desk
 from gossipx.storage.moving import Mover
 from gossipx.storage.parts import Storages
 from gossipx.storage.shard import ShardStore
+
+log = logging.getLogger("gossipx")
+
+NOTICED = 1.0
+"""Seconds above which a codec that is compiled is worth a line."""
 
 
 @dataclass(frozen=True)
@@ -163,18 +172,76 @@ def serve(
     )
     groups = {id(one): number for number, group in enumerate(optimizer.param_groups) for one in group["params"]}
     numbers = [groups.get(id(parameter), -1) for parameter in parameters]
+    coding = _coding(config, own.storages, module, tables, numbers, rank)
 
     def store_of(partitions: Sequence[Partition], cut: Sequence[Bucket]) -> ShardStore:
-        return ShardStore(partitions, cut, parameters, numbers, optimizer, own.storages)
+        return ShardStore(partitions, cut, parameters, numbers, optimizer, own.storages, coding)
 
     here = [index for index, able in enumerate(holders) if rank in able]
     clocks = {index: clock_of(index) for index in here}
     stores = {index: store_of(layout.placed[index], layout.cut[index]) for index in here}
-    client = Client(parameters, layout.placed, layout.cut, own.storages)
+    client = Client(parameters, layout.placed, layout.cut, own.storages, coding)
     places = max(8, 2 * len(names))
     desk = Desk(client, stores, parameters, optimizer, places)
     desk.mover = Mover(rank, layouts, layout, store_of)
     return Served(settings, tables, clocks, desk, _alike(config, ranks, own), _told(config, own))
+
+
+def codec_of(config: RunConfig) -> str:
+    """What the codecs of a run are called in its summary."""
+    push, pull = (codecs.describe(codecs.parse(one)) for one in (config.server.push_codec, config.server.pull_codec))
+    return push if push == pull else f"push {push}, pull {pull}"
+
+
+def _coding(
+    config: RunConfig,
+    storages: Storages,
+    module: nn.Module,
+    tables: Sequence[tuple[str, nn.Parameter]],
+    groups: Sequence[int],
+    rank: int,
+) -> Coding:
+    """The codecs of gradients and tables.
+
+    Raises:
+        UsageError: one that does not go with parts of one's own, or with tables.
+    """
+    given = config.server
+    push, pull = codecs.parse(given.push_codec), codecs.parse(given.pull_codec)
+    for option, codec, is_raw in (
+        ("--push-codec", push, storages.raw_pushes),
+        ("--pull-codec", pull, storages.raw_pulls),
+    ):
+        if not isinstance(codec, codecs.NoCodec) and not is_raw:
+            raise UsageError(f"{option} and parts of one's own that encode, too: leave one out: {storages.describe()}")
+    if pull.gradients_only:
+        raise UsageError(f"--pull-codec {given.pull_codec} is for gradients alone: give it as --push-codec")
+    if given.rescale_error and not push.feedback:
+        raise UsageError("--rescale-error is of a --push-codec with error feedback: give one, or leave it out")
+    for codec in (push, pull):
+        _warm_up(codec)
+    kept = norms(module)
+    return Coding(
+        push=None if push == codecs.NoCodec() else push,
+        pull=None if pull == codecs.NoCodec() else pull,
+        shapes=tuple(tuple(parameter.shape) for _, parameter in tables),
+        norms=frozenset(number for number, (name, _) in enumerate(tables) if name in kept),
+        groups=groups,
+        rescale=given.rescale_error,
+        seed=random.Random(f"codec {config.run.seed} {rank}").getrandbits(63),
+    )
+
+
+def _warm_up(codec: codecs.Codec) -> None:
+    """Have a codec's loops compiled now, and not while training waits."""
+    began = time.monotonic()
+    for encoder in (codec, codecs.ErrorFeedback(codec)):
+        values = torch.zeros(1)
+        frame, _ = encoder.encode(values, encoder.init(values))
+        codecs.decode_into(frame, values, add=True)
+    took = time.monotonic() - began
+    if took > NOTICED:
+        log.info("%s was compiled in %.1f s; later runs on this machine have it", codecs.describe(codec), took)
 
 
 def _alike(config: RunConfig, ranks: Sequence[int], own: Parts) -> dict[str, str]:
@@ -189,6 +256,8 @@ def _alike(config: RunConfig, ranks: Sequence[int], own: Parts) -> dict[str, str
         "--pulls": given.pulls,
         "--placement": given.placement if own.placement is None else type(own.placement).__qualname__,
         "--bucket": "default" if given.bucket is None else str(given.bucket),
+        "--push-codec": codecs.describe(codecs.parse(given.push_codec)),
+        "--pull-codec": codecs.describe(codecs.parse(given.pull_codec)),
         "parts": own.storages.describe() or "gossipx's own",
     }
 

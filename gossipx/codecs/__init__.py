@@ -29,6 +29,7 @@ __all__ = [
     "ENTRY_POINT_GROUP",
     "Codec",
     "ErrorFeedback",
+    "NoCodec",
     "PerTensor",
     "Plan",
     "State",
@@ -37,6 +38,7 @@ __all__ = [
     "decode_into",
     "describe",
     "encoded_bytes",
+    "encoder",
     "names",
     "parse",
 ]
@@ -96,6 +98,11 @@ def parse(spec: str | Codec) -> Codec:
     if squeezed == "zstd":
         zstandard()
     return dataclasses.replace(made, squeezed=squeezed)
+
+
+def encoder(codec: Codec) -> Codec | ErrorFeedback:
+    """What a link encodes changes with: the codec, in error feedback if it wants that."""
+    return ErrorFeedback(codec) if codec.feedback else codec
 
 
 def names() -> dict[str, Callable[..., Any]]:

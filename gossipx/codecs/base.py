@@ -93,15 +93,18 @@ class Codec(abc.ABC):
 
     Attributes:
         small: tensors of fewer elements, and those of normalisation layers, stay as they are; 0: all are encoded.
+        feedback: whether links that send changes put error feedback around it; kinds that lose nothing on average do
+            without by default.
         squeezed: ``zlib`` or ``zstd``: what has a go at the frame's body at last; in a spec, ``+zlib`` or ``+zstd``.
         number: of the kind in frames; 128 to 255 are for kinds of one's own.
-        feedback: whether error feedback goes around it where nothing else is said.
+        gradients_only: whether it is of no use for changes of a model.
     """
 
     small: int = field(default=0, kw_only=True)
+    feedback: bool = field(default=True, kw_only=True)
     squeezed: str = field(default="", kw_only=True)
     number: ClassVar[int]
-    feedback: ClassVar[bool] = True
+    gradients_only: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -294,8 +297,8 @@ class PerTensor(Codec):
 class NoCodec(PerTensor):
     """``none``: all values as they are, of any dtype."""
 
+    feedback: bool = field(default=False, kw_only=True)
     number: ClassVar[int] = 0
-    feedback: ClassVar[bool] = False
 
     def _plain(self, tensors: Tensors) -> tuple[bool, ...]:
         return (True,) * len(tensors.shapes)

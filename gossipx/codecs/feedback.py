@@ -58,12 +58,7 @@ class ErrorFeedback:
         decode_into(frame, out, add=add, tensors=tensors)
 
 
-def give_back(frame: Buffer, state: State) -> None:
-    """Put what a frame took with it back into the error: it is known that it will not arrive."""
-    decode_into(frame, state.kept[ERROR], add=True, tensors=state.tensors)
-
-
-def rescale(state: State, ratio: float) -> None:
+def rescale(error: Tensor, ratio: float) -> None:
     """Scale the error of gradients, when the learning rate that they will be multiplied by has changed by 1 / ratio.
 
     Raises:
@@ -71,15 +66,7 @@ def rescale(state: State, ratio: float) -> None:
     """
     if not (ratio > 0 and math.isfinite(ratio)):
         raise ValueError(f"a ratio of learning rates is a positive number, not {ratio}")
-    state.kept[ERROR].mul_(ratio)
-
-
-def taken_over(state: State, before: State) -> None:
-    """Go on with the error of a state of another codec for the same tensors, when one is switched to.
-
-    The old state is dead afterwards.
-    """
-    state.kept[ERROR] = before.kept.pop(ERROR)
+    error.mul_(ratio)
 
 
 @final

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import ClassVar, final
 
@@ -183,8 +183,8 @@ class QSGD(PerTensor):
 
     levels: int = 7
     block: int = 512
+    feedback: bool = field(default=False, kw_only=True)
     number: ClassVar[int] = 7
-    feedback: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -230,8 +230,8 @@ class Natural(PerTensor):
     not.
     """
 
+    feedback: bool = field(default=False, kw_only=True)
     number: ClassVar[int] = 8
-    feedback: ClassVar[bool] = False
 
     def _most(self, count: int, shape: tuple[int, ...]) -> int:
         return packing.bits_bytes(count, 1) + count

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, final
 
 import torch
@@ -64,8 +64,8 @@ class SignSGD(_Signs):
     """
 
     magnitude: float = 0.0
+    feedback: bool = field(default=False, kw_only=True)
     number: ClassVar[int] = 10
-    feedback: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

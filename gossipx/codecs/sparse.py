@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, final
 
 import numpy as np
@@ -172,12 +172,15 @@ class DGC(_Sparse):
     clip: float = 0.0
     warmup: int = 0
     sample: float = 0.01
+    feedback: bool = field(default=False, kw_only=True)
     number: ClassVar[int] = 15
-    feedback: ClassVar[bool] = False
+    gradients_only: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_ratio(self.ratio)
+        if self.feedback:
+            raise ValueError("dgc keeps what it leaves out itself: feedback=true would keep it twice")
         if not 0 <= self.momentum < 1:
             raise ValueError("momentum is at least 0 and below 1")
         if not (self.clip >= 0 and math.isfinite(self.clip)) or self.warmup < 0:

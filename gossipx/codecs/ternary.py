@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any, ClassVar, final
 
@@ -193,8 +193,8 @@ class Stochastic3(PerTensor):
     its scale and its packed trits.
     """
 
+    feedback: bool = field(default=False, kw_only=True)
     number: ClassVar[int] = 4
-    feedback: ClassVar[bool] = False
 
     def _most(self, count: int, shape: tuple[int, ...]) -> int:
         return _SCALE + packing.trit_bytes(count)

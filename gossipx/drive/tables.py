@@ -168,9 +168,9 @@ class TableWork:
     def _answer(self, answer: Answer) -> None:
         reply = answer.reply
         if answer.tables is not None and isinstance(reply, TablesReply):
-            shard, bucket = answer.tables
-            given = self._desk.encode(shard, bucket)
-            told = dataclasses.replace(reply, parts=given.parts)
+            shard = answer.tables.shard
+            given = self._desk.encode(answer.tables)
+            told = dataclasses.replace(reply, parts=given.parts, base=given.base)
             self._give(answer, told, given.source, lambda: self._desk.release(shard, given))
         elif answer.copies is not None and isinstance(reply, CopyReply):
             source = self._desk.copy(answer.copies)

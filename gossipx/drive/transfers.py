@@ -27,7 +27,6 @@ from gossipx.errors import (
 from gossipx.incoming import Incoming
 from gossipx.memory import Source
 from gossipx.messages import (
-    MEASURED,
     CarryingRequest,
     CopyRequest,
     ElasticRequest,
@@ -44,7 +43,7 @@ from gossipx.messages import (
     TakeRequest,
 )
 from gossipx.snapshots import Snapshot
-from gossipx.storage.client import Nothing, Tables
+from gossipx.storage.client import Changed, Nothing, Tables
 from gossipx.storage.desk import Copy, Desk, Gradient
 from gossipx.storage.moving import Ranges
 from gossipx.wire import Fitting
@@ -69,7 +68,7 @@ class _Fetching:
     """Tables on their way to us."""
 
     place: tuple[int, int]
-    sink: Tables
+    sink: Tables | Changed
 
 
 AboutTables = GradientRequest | TablesRequest | RecordRequest | CopyRequest | RangesRequest
@@ -215,8 +214,7 @@ class Transfers:
                 else:
                     fetching = self._fetching.get(send.ticket)
                     sink = Nothing() if fetching is None else fetching.sink
-                    if isinstance(told, TablesRequest) and told.significance == MEASURED:
-                        told = dataclasses.replace(told, significance=desk.client.significance(told.shard))
+                    told = desk.client.told(told)
                 cancel = comm.request(
                     send.to,
                     told,

@@ -18,6 +18,7 @@ from types import FrameType
 from typing import Any
 
 from gossipx import access, build
+from gossipx.build.server import codec_of
 from gossipx.errors import UsageError
 from gossipx.launch import resume
 from gossipx.launch.children import Child, command_of, script_exists
@@ -338,7 +339,7 @@ class _Run:
         return Summary(
             name=settings.run.name,
             policy=next((report["policy"] for report in reports if report and "policy" in report), _goes_by(settings)),
-            codec="none",
+            codec=codec_of(settings),
             seed=settings.run.seed,
             peers=len(self._peers),
             task=settings.task.task if built_in else None,

@@ -33,7 +33,7 @@ from gossipx.server.conditions import SyncModel
 from gossipx.server.decisions import Decision, Fate
 from gossipx.server.models import describe, parse
 from gossipx.server.records import MOST, Journal, Records
-from gossipx.table_effects import ApplyBuffer, ApplyGradient, BufferGradient, FillTables, KeepShard
+from gossipx.table_effects import ApplyBuffer, ApplyGradient, Asked, BufferGradient, FillTables, KeepShard
 
 NEXT_RECORD = "next_record"
 """In a checkpoint's state: the number of the first record after it."""
@@ -51,7 +51,7 @@ class _Waiting:
     """A pull of one bucket that is not answered yet."""
 
     key: Hashable
-    bucket: int
+    asked: Asked
     deadline: float
     until: float = math.inf  # then it is to be asked for again
 
@@ -336,7 +336,7 @@ class Shard:
 
     def _pulled(self, event: Received, request: TablesRequest, now: float) -> list[Effect]:
         worker = self._workers[event.sender]
-        waiting = _Waiting(event.key, request.bucket, now + request.patience, now + request.patience / 2)
+        waiting = _Waiting(event.key, _asked(event), now + request.patience, now + request.patience / 2)
         if request.progress <= worker.released:
             return [self._give(waiting)]
         worker.significance = request.significance
@@ -358,7 +358,7 @@ class Shard:
         """Answer a pull by what there is, to a peer that trains no more."""
         request = event.request
         assert isinstance(request, TablesRequest)
-        return [self._give(_Waiting(event.key, request.bucket, now + request.patience))]
+        return [self._give(_Waiting(event.key, _asked(event), now + request.patience))]
 
     def put_off(self, now: float) -> list[Effect]:
         """Pulls that have waited for long are to be asked for again: their senders see that we are still here."""
@@ -451,8 +451,14 @@ class Shard:
     def _give(self, waiting: _Waiting) -> Answer:
         sync = "" if self.clock.model is self._begins_by else describe(self.clock.model)
         reply = TablesReply(self.clock.clock, (), sync, self._keep_at)
-        tables = None if waiting.bucket < 0 else (self.index, waiting.bucket)
+        tables = None if waiting.asked.bucket < 0 else waiting.asked
         return Answer(waiting.key, reply, waiting.deadline, tables=tables)
+
+
+def _asked(event: Received) -> Asked:
+    request = event.request
+    assert isinstance(request, TablesRequest)
+    return Asked(request.shard, request.bucket, event.sender, request.base)
 
 
 def _patience(event: Received, now: float) -> float:

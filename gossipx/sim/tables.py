@@ -7,7 +7,6 @@ from collections.abc import Callable, Hashable
 
 from gossipx import actor, table_effects
 from gossipx.messages import (
-    MEASURED,
     CopyReply,
     CopyRequest,
     GradientRequest,
@@ -16,7 +15,7 @@ from gossipx.messages import (
     TablesReply,
     TablesRequest,
 )
-from gossipx.storage.client import Nothing, Tables, Where
+from gossipx.storage.client import Changed, Nothing, Tables, Where
 from gossipx.storage.desk import Copy, Desk, Gradient
 from gossipx.storage.moving import Ranges
 
@@ -34,7 +33,7 @@ class SimTables:
         self._tell = tell
         self._brought: dict[Hashable, Gradient] = {}  # by the key of the request
         self._kept: dict[int, Gradient] = {}
-        self._fetching: dict[int, tuple[Where, Tables]] = {}
+        self._fetching: dict[int, tuple[Where, Tables | Changed]] = {}
         self._copies: dict[int, Copy] = {}
         self._ranges: dict[int, Ranges] = {}
 
@@ -57,17 +56,13 @@ class SimTables:
         if isinstance(request, TablesRequest) and request.bucket >= 0:
             place = request.shard, request.bucket
             self._fetching[send.ticket] = place, self.desk.client.sink(place)
-            if request.significance == MEASURED:
-                significance = self.desk.client.significance(request.shard)
-                return dataclasses.replace(
-                    send, request=dataclasses.replace(request, significance=significance)
-                ), bytearray()
+            return dataclasses.replace(send, request=self.desk.client.told(request)), bytearray()
         return send, bytearray()
 
     def arrived(self, ticket: int, reply: TablesReply | CopyReply, payload: bytearray) -> None:
         """An answer is here."""
         asked = self._fetching.get(ticket, (None, Nothing()))[1]
-        sink: Tables | Copy | Ranges | Nothing = self._copies.get(ticket) or self._ranges.get(ticket) or asked
+        sink: Tables | Changed | Copy | Ranges | Nothing = self._copies.get(ticket) or self._ranges.get(ticket) or asked
         sink.fit(reply).take(0, memoryview(payload))
 
     def brought(self, sender: int, key: Hashable, request: GradientRequest | RecordRequest, content: bytearray) -> None:
@@ -149,7 +144,7 @@ class SimTables:
             return dataclasses.replace(reply, parts=((0, len(packed.view)),)), bytearray(packed.view)
         if answer.tables is None:
             return reply, bytearray()
-        given = self.desk.encode(*answer.tables)
+        given = self.desk.encode(answer.tables)
         content = bytearray(given.source.view)
-        self.desk.release(answer.tables[0], given)
-        return dataclasses.replace(reply, parts=given.parts), content
+        self.desk.release(answer.tables.shard, given)
+        return dataclasses.replace(reply, parts=given.parts, base=given.base), content

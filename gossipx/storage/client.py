@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import threading
 from collections.abc import Callable, Sequence
@@ -12,11 +13,13 @@ import torch
 from torch import Tensor
 
 from gossipx.buffers import typed
+from gossipx.codecs import Tensors, decode_into
 from gossipx.errors import ProtocolError, UsageError
-from gossipx.memory import Memory, Source
-from gossipx.messages import CarryingReply, Parts, TablesReply
+from gossipx.memory import Memory, Source, copy
+from gossipx.messages import MEASURED, CarryingReply, Parts, TablesReply, TablesRequest
 from gossipx.server.buckets import Bucket
 from gossipx.server.placement import Partition
+from gossipx.storage.coding import FULL, Coding, Pushing, Spread, checksum
 from gossipx.storage.parts import (
     ApplyBuffer,
     ClientTable,
@@ -44,6 +47,10 @@ class _Room:
     senders: list[TransmitBuffer]
     takers: list[ApplyBuffer]
     missing: set[int]  # tables whose gradient of this iteration is not there yet
+    pushing: Pushing | None = None  # where pushes have a codec
+    tensors: Tensors | None = None  # where pulls have one
+    most: int = 0  # ... bytes of a change at most
+    base: int = FULL  # ... checksum of what is in ``apply``
     encoded: tuple[Parts, Source] | None = None  # the gradients that were whole last, once they were asked for
     settings: Settings = ()  # that go with them
 
@@ -69,6 +76,7 @@ class Client:
         shards: for each shard its partitions.
         buckets: for each shard its buckets.
         storages: the classes that tables are made with.
+        coding: the codecs of pushes and pulls.
 
     Attributes:
         settings_now: gives the settings that go with gradients made now; the desk's to set.
@@ -81,9 +89,11 @@ class Client:
         shards: Sequence[Sequence[Partition]],
         buckets: Sequence[Sequence[Bucket]],
         storages: Storages,
+        coding: Coding | None = None,
     ):
         self.settings_now: Callable[[], Settings] = tuple
         self._storages = storages
+        self._coding = coding or Coding()
         self._tables = [_Table(storages.client_table(parameter, storages)) for parameter in parameters]
         self.epoch = 0
         self._rooms: dict[Where, _Room] = {}
@@ -117,21 +127,38 @@ class Client:
             takers.append(taker)
             self._tables[partition.table].pieces.append((partition.start, sender, taker))
             self._tables[partition.table].places.append(place)
-        return _Room(list(partitions), transmit, apply, senders, takers, {one.table for one in partitions})
+        made = _Room(list(partitions), transmit, apply, senders, takers, {one.table for one in partitions})
+        if self._coding.push is not None:
+            made.pushing = Pushing(self._coding, partitions, rooms[0], self._seed(place))
+        if self._coding.pull is not None:
+            made.tensors = self._coding.tensors(partitions, dtype)
+            made.most = self._coding.most(self._coding.pull, made.tensors)
+        return made
+
+    def _seed(self, place: Where) -> int:
+        """Of what is drawn for a bucket."""
+        return (self._coding.seed << 64) + (place[0] << 32) + place[1]
 
     def place(self, shards: Sequence[Sequence[Partition]], buckets: Sequence[Sequence[Bucket]], epoch: int) -> None:
         """Go over to another layout, while no gradient is taken or sent. What is not sent as it lies in memory is lost.
 
         Tables that were to be fetched are still to be fetched, in the buckets that they lie in now; others that lie in
-        these are not used anew.
+        these are not used anew. What was kept of pushes goes to the buckets that its values lie in.
         """
         with self._placing, self._arrived:
             self._wanted = {one.table for place in self._waiting for one in self._rooms[place].partitions}
             before = [(_joined(one.table.senders), _joined(one.table.takers)) for one in self._tables]
+            spread = Spread()
+            for room in self._rooms.values():
+                if room.pushing is not None:
+                    spread.take(room.pushing)
             self._rooms = {}
             for table in self._tables:
                 table.pieces, table.places = [], []
             self._lay_out_all(shards, buckets)
+            for room in self._rooms.values():
+                if room.pushing is not None:
+                    spread.give(room.pushing)
             for table, both in zip(self._tables, before, strict=True):
                 _spread(both[0], table.table.senders)
                 _spread(both[1], table.table.takers)
@@ -189,7 +216,10 @@ class Client:
         room = self._rooms[place]
         with self._encoding:
             if room.encoded is None:
-                if self._storages.raw_pushes:
+                if room.pushing is not None:
+                    frame = room.pushing.encode(room.settings)
+                    sizes, source = [len(frame)], Source(frame)
+                elif self._storages.raw_pushes:
                     sizes = [sender.data.numel() * sender.data.element_size() for sender in room.senders]
                     source = Source(room.transmit.view, room.transmit.descriptor)
                 else:
@@ -222,13 +252,29 @@ class Client:
     @property
     def raw_pulls(self) -> bool:
         """Whether values come as they lie in memory: nothing is to be done when they have come."""
-        return self._storages.raw_pulls
+        return self._storages.raw_pulls and self._coding.pull is None
 
-    def sink(self, place: Where) -> Tables:
+    def sink(self, place: Where) -> Tables | Changed:
         """Takes in what a server sends of a bucket."""
-        return Tables(self._rooms[place], self._storages.raw_pulls)
+        room = self._rooms[place]
+        return Tables(room, self._storages.raw_pulls) if room.tensors is None else Changed(room, room.tensors)
 
-    def fetched(self, place: Where, sink: Tables) -> None:
+    def told(self, request: TablesRequest) -> TablesRequest:
+        """A request as it leaves: with what is to be measured, and what is here of the bucket.
+
+        Who takes what there is now, to begin by or to end with, is given values as they are.
+        """
+        if request.significance == MEASURED:
+            request = dataclasses.replace(request, significance=self.significance(request.shard))
+        if request.bucket < 0 or request.progress < 0:
+            return request
+        return dataclasses.replace(request, base=self.base((request.shard, request.bucket)))
+
+    def base(self, place: Where) -> int:
+        """Where pulls have a codec: the checksum of what is here of a bucket; FULL: nothing that a server has given."""
+        return self._rooms[place].base
+
+    def fetched(self, place: Where, sink: Tables | Changed) -> None:
         """A bucket has come whole: its tables take it in when they are used next."""
         sink.decode()
         with self._arrived:
@@ -275,9 +321,10 @@ class Client:
         for place in self._rooms:
             self.encode(place)
         states = states_of(self._parts())
-        if all(state is None for state in states):
+        pushing = [room.pushing.state_dict() for room in self._rooms.values() if room.pushing is not None]
+        if not pushing and all(state is None for state in states):
             return None
-        return {"storages": self._storages.describe(), "states": states}
+        return {"storages": self._storages.describe(), "states": states, "pushing": pushing}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what :meth:`state_dict` gave.
@@ -289,6 +336,10 @@ class Client:
         if state["storages"] != own:
             raise UsageError(f"it is of a run with the parts {state['storages']}, not {own or 'of gossipx alone'}")
         load_states(self._parts(), state["states"])
+        if state["pushing"]:  # else the run has had no codec until now
+            for room, kept in zip(self._rooms.values(), state["pushing"], strict=True):
+                if room.pushing is not None:
+                    room.pushing.load_state_dict(kept)
 
     def _parts(self) -> list[Replaceable]:
         tables = [part for one in self._tables for part in (one.table, one.table.gradient, one.table.worker)]
@@ -356,6 +407,51 @@ class Tables:
             if not self._raw:
                 taker.decode(self._content[start : start + size])
             start += size
+
+
+class Changed:
+    """Takes in one bucket where pulls have a codec: its values, or their change; a :class:`gossipx.wire.Fitting`.
+
+    Args:
+        room: of the bucket.
+        tensors: in it.
+    """
+
+    nbytes = 0
+
+    def __init__(self, room: _Room, tensors: Tensors):
+        self._room = room
+        self._tensors = tensors
+        self._values = typed(room.apply.view, tensors.dtype)
+        self._base = FULL
+        self._content = memoryview(bytearray())
+
+    def fit(self, reply: CarryingReply) -> Sink:
+        """What takes in what ``reply`` brings.
+
+        Raises:
+            ProtocolError: it is not this bucket's, or changes other values than those that are here.
+        """
+        if not isinstance(reply, TablesReply) or [number for number, _ in reply.parts] != [0]:
+            raise ProtocolError("it answered by tables that were not asked for")
+        size, nbytes = reply.parts[0][1], self._room.apply.view.nbytes
+        if size > self._room.most if reply.base else size != nbytes:
+            raise ProtocolError(f"{size} bytes for a bucket that has {nbytes}")
+        if reply.base not in (FULL, self._room.base):
+            raise ProtocolError("it answered by a change of other values than those that are here")
+        self._base = reply.base
+        self._content = memoryview(bytearray(size))
+        return Bytes(self._content)
+
+    def decode(self) -> None:
+        """It is whole: make values of it, unless what it changes was changed meanwhile, by the same that came twice."""
+        if self._base not in (FULL, self._room.base):
+            return
+        if self._base:
+            decode_into(self._content, self._values, add=True, tensors=self._tensors)
+        else:
+            copy(self._content, self._room.apply.view)
+        self._room.base = checksum(self._values)
 
 
 class Nothing:

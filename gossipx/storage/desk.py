@@ -22,7 +22,7 @@ from gossipx.server.placement import Partition
 from gossipx.storage.client import Client, Settings
 from gossipx.storage.moving import Mover, Prepared, Ranges, pack
 from gossipx.storage.shard import Given, ShardStore
-from gossipx.table_effects import Pieces
+from gossipx.table_effects import Asked, Pieces
 from gossipx.wire import Bytes, Sink
 
 
@@ -217,20 +217,24 @@ class Desk:
             return Unwanted(request)
         if request.shard not in stores:
             raise ProtocolError(f"a push for shard {request.shard}, which is not here")
-        size = stores[request.shard].size(request) if request.bucket >= 0 else 0
+        store = stores[request.shard]
+        size = store.size(request) if request.bucket >= 0 else 0
+        room = store.room(request) if size else 0
         places = self._places if isinstance(request, GradientRequest) else self._places_of_records
         if not places.acquire(timeout=request.patience):
             return None
         with self._lock:
-            free = self._free.setdefault(size, [])
-            memory = free.pop() if free else Memory(size)
+            free = self._free.setdefault(room, [])
+            memory = free.pop() if free else Memory(room)
 
         def leave() -> None:
             with self._lock:
-                self._free[size].append(memory)
+                self._free[room].append(memory)
             places.release()
 
-        return Gradient(request, memory.view, memory.descriptor, leave)
+        # Another process that maps the file would see all of it.
+        descriptor = memory.descriptor if room == size else None
+        return Gradient(request, memory.view[:size], descriptor, leave)
 
     def _stores(self, epoch: int) -> Mapping[int, ShardStore] | None:
         """The shards that lie here by a layout; None: neither it is in force here, nor prepared."""
@@ -281,9 +285,9 @@ class Desk:
         hosted = self._hosted[shard]
         hosted.store.apply_buffer(hosted.settings)
 
-    def encode(self, shard: int, bucket: int) -> Given:
-        """A bucket as workers are given it; to be given back by :meth:`release`."""
-        return self._hosted[shard].store.encode(bucket)
+    def encode(self, asked: Asked) -> Given:
+        """A bucket as the worker who has asked for it is given it; to be given back by :meth:`release`."""
+        return self._hosted[asked.shard].store.encode(asked.bucket, asked.worker, asked.base)
 
     def release(self, shard: int, given: Given) -> None:
         """It is sent, or of no interest any more; from any thread."""

@@ -15,12 +15,14 @@ from torch import Tensor
 
 from gossipx import kernels
 from gossipx.buffers import typed
+from gossipx.codecs import decode_into
 from gossipx.errors import ProtocolError, UsageError
 from gossipx.memory import Memory, Source, copy
 from gossipx.messages import GradientRequest, Parts, RecordRequest
 from gossipx.server.buckets import Bucket
 from gossipx.server.placement import Partition
 from gossipx.storage.client import check_sizes
+from gossipx.storage.coding import FULL, Coding, Pulling
 from gossipx.storage.parts import Replaceable, Storages, load_states, states_of
 
 ELEMENTWISE = (
@@ -46,11 +48,12 @@ class Given:
         version: of the bucket.
         parts, source: as it is sent.
         memory: that it lies in, used again after its last holder's release; None: it lies elsewhere.
+        base: checksum of the values that it changes; FULL: it has the values as they are.
         holders: those who send it, and the bucket as long as it is the last version.
     """
 
-    def __init__(self, version: int, parts: Parts, source: Source, memory: Memory | None):
-        self.version, self.parts, self.source, self.memory = version, parts, source, memory
+    def __init__(self, version: int, parts: Parts, source: Source, memory: Memory | None, base: int = FULL):
+        self.version, self.parts, self.source, self.memory, self.base = version, parts, source, memory, base
         self.holders = 1
 
 
@@ -61,7 +64,7 @@ class BucketTables:
     leaves out would be lost one by one.
     """
 
-    def __init__(self, partitions: Sequence[Partition], dtype: torch.dtype, storages: Storages):
+    def __init__(self, partitions: Sequence[Partition], dtype: torch.dtype, storages: Storages, coding: Coding):
         sizes = [partition.stop - partition.start for partition in partitions]
         self.partitions = partitions
         self.memory = Memory(sum(sizes) * dtype.itemsize)
@@ -79,6 +82,9 @@ class BucketTables:
         self.count = 0  # how many
         self.version = 0
         self.given: Given | None = None  # of the last version that was asked for
+        self.tensors = coding.tensors(partitions, dtype)
+        self.most = 0 if coding.push is None else coding.most(coding.push, self.tensors)  # bytes of a push
+        self.pulling = None if coding.pull is None else Pulling(coding, self.tensors, coding.seed)
 
     def wide(self) -> Tensor:
         """The gradient buffer, made when it is first needed; where nothing waits what is in it means nothing.
@@ -107,6 +113,7 @@ class ShardStore:
         groups: for each table its parameter group in the worker's optimizer; -1: it is not trained.
         optimizer: the worker's, of which the shard has one of its own, over its tables.
         storages: the classes that tables are made with.
+        coding: the codecs of pushes and pulls.
 
     Attributes:
         buckets: their tables.
@@ -124,12 +131,14 @@ class ShardStore:
         groups: Sequence[int],
         optimizer: torch.optim.Optimizer,
         storages: Storages,
+        coding: Coding | None = None,
     ):
         self._storages = storages
+        self._coding = coding or Coding()
         self._lock = threading.Lock()
         self._free: dict[int, list[Memory]] = {}
         self.buckets = [
-            BucketTables(part, parameters[part[0].table].dtype, storages)
+            BucketTables(part, parameters[part[0].table].dtype, storages, self._coding)
             for part in (partitions[bucket.first : bucket.stop] for bucket in buckets)
         ]
         self.fill(parameters)
@@ -187,6 +196,10 @@ class ShardStore:
         if request.bucket >= len(self.buckets):
             raise ProtocolError(f"bucket {request.bucket} of a shard of {len(self.buckets)}")
         bucket = self.buckets[request.bucket]
+        if self._coding.push is not None:
+            if [number for number, _ in request.parts] != [0] or request.parts[0][1] > bucket.most:
+                raise ProtocolError("a push that is no frame of its bucket")
+            return request.parts[0][1]
         if [number for number, _ in request.parts] != [*range(len(bucket.sizes))]:
             raise ProtocolError("a push of tables that are not in its bucket")
         check_sizes(request.parts, bucket.sizes, self._storages.raw_pushes)
@@ -199,6 +212,10 @@ class ShardStore:
             ProtocolError: a part that is none of its partition's.
         """
         bucket = self.buckets[request.bucket]
+        if self._coding.push is not None:
+            decoded = torch.zeros_like(bucket.values)
+            decode_into(content, decoded, tensors=bucket.tensors)
+            return decoded
         if self._storages.raw_pushes:
             return typed(content, bucket.told.dtype).to(bucket.values.dtype)
         gradient, start = torch.empty_like(bucket.values), 0
@@ -255,9 +272,24 @@ class ShardStore:
         """Of all values, as workers have them."""
         return sum(bucket.memory.view.nbytes for bucket in self.buckets)
 
-    def encode(self, number: int) -> Given:
-        """A bucket as workers are given it, by now; not changed until :meth:`release`, and made once a version."""
+    def room(self, request: GradientRequest | RecordRequest) -> int:
+        """Bytes to take a push in, which is of a :meth:`size`: as many for all of a bucket's, to be used again."""
+        bucket = self.buckets[request.bucket]
+        return bucket.most or self.size(request)
+
+    def encode(self, number: int, worker: int = 0, base: int = FULL) -> Given:
+        """A bucket as workers are given it, by now; not changed until :meth:`release`, and made once a version.
+
+        Args:
+            worker, base: where pulls have a codec, whom it is for, and the checksum of what that has.
+        """
         bucket = self.buckets[number]
+        if bucket.pulling is not None:
+            bucket.round()
+            change = bucket.pulling.frame(worker, base, bucket.version, bucket.told)
+            if change is not None:
+                size = change.source.view.nbytes
+                return Given(bucket.version, ((0, size),), change.source, None, base)
         given = bucket.given
         if given is None or given.version != bucket.version:
             if given is not None:
@@ -279,7 +311,8 @@ class ShardStore:
             memory = free.pop() if free else Memory(size)
         copy(bucket.memory.view, memory.view)
         source = Source(memory.view, memory.descriptor)
-        return Given(bucket.version, tuple(enumerate(bucket.sizes)), source, memory)
+        parts = tuple(enumerate(bucket.sizes)) if bucket.pulling is None else ((0, size),)
+        return Given(bucket.version, parts, source, memory)
 
     def release(self, given: Given) -> None:
         """It is sent, or of no interest any more; from any thread."""

@@ -74,7 +74,7 @@ MAX_RANKS = 65_536
 MAX_TEXT = 1_000  # characters
 MAX_SECONDS = 7 * 86_400
 MAX_FIGURES = 1_000  # names in a report
-MAX_SETTINGS = 16
+MAX_SETTINGS = 32
 MAX_PARTS = 65_536  # partitions of a shard
 MAX_HAPPENED = 1_000  # entries of one record
 MAX_GROUPS, MAX_GROUP = 1_000, 32  # parameter groups of an optimizer, and numbers in one
@@ -349,6 +349,7 @@ KINDS = {
             "significance": _number,
             "patience": _seconds,
             "epoch": _count,
+            "base": _count,
         },
     ),
     29: Kind(SwitchRequest, {"shard": _shard, "sync": _text, "apply": _text, "pulls": _text}),
@@ -374,7 +375,12 @@ KINDS = {
     34: Kind(NotReadyReply, {"reason": _text}),
     35: Kind(AcceptReply, {}),
     36: Kind(BusyReply, {}),
-    37: Kind(TablesReply, {"clock": _count, "parts": _parts, "sync": _text, "keep": _count}, MAX_METADATA, MAX_MODEL),
+    37: Kind(
+        TablesReply,
+        {"clock": _count, "parts": _parts, "sync": _text, "keep": _count, "base": _count},
+        MAX_METADATA,
+        MAX_MODEL,
+    ),
     38: Kind(
         CopyReply,
         {"incarnation": _count, "copy": _count, "state": _state, "size": _integer(0, MAX_MODEL)},

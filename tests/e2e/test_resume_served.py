@@ -37,10 +37,13 @@ def killed_after(here: Folder, process: Process, iteration: int, shards: int = 1
     process.end()
 
 
-@pytest.mark.parametrize("only", [False, True])
-def test_bsp_goes_on_bit_for_bit(tmp_path: Path, only: bool) -> None:  # [29] [39]
-    """Workers and shards go on from one iteration, and from there on every sum is the same."""
-    servers = ("--servers", "0,1", "--nesterov", *(["--servers-only"] if only else []))
+@pytest.mark.parametrize("options", [(), ("--servers-only",), ("--push-codec", "3lc:1.75")], ids=str)
+def test_bsp_goes_on_bit_for_bit(tmp_path: Path, options: tuple[str, ...]) -> None:  # [29] [39]
+    """Workers and shards go on from one iteration, and from there on every sum is the same.
+
+    So is the error that a worker keeps of what a codec has left out.
+    """
+    servers = ("--servers", "0,1", "--nesterov", *options)
     with folder(tmp_path, 3) as here:
         whole = here.run(*BRIEF, *servers, "--iterations", "150", name="whole")
         process = here.start_run(*BRIEF, *servers, "--iterations", "150", name="cut")

@@ -18,10 +18,35 @@ from runs import Run, children, differences, folder, one_line
 BRIEF = ("--iterations", "120", "--eval-interval", "0", "--log-interval", "1")
 
 
+def test_codecs_both_ways_move_a_fortieth_of_the_bytes(tmp_path: Path) -> None:
+    """Journals and checkpoints have frames as they came; a squeezed one is no larger."""
+    steps = ("--servers", "0", "--iterations", "200", "--eval-interval", "0", "--log-interval", "1")
+    runs = {}
+    with folder(tmp_path, 3) as here:
+        for name, codec in (("none", "none"), ("3lc", "3lc:1.0"), ("zlib", "3lc:1.0+zlib")):
+            options = (*steps, "--push-codec", codec, "--pull-codec", codec, "--checkpoint-every", "50")
+            runs[name] = here.run(*options, name=name)
+    summaries = {name: run.summary for name, run in runs.items()}
+    assert summaries["none"]["codec"] == "none"
+    assert summaries["zlib"]["codec"] == "3lc+zlib"
+    received = {name: summary["bytes_received"][1] for name, summary in summaries.items()}
+    assert received["3lc"] < received["none"] / 40
+    assert received["zlib"] <= received["3lc"] * 1.01
+    assert max(differences(runs["3lc"].model(0), runs["3lc"].model(1)).values()) == 0
+    assert summaries["3lc"]["test_accuracy"][1] > summaries["none"]["test_accuracy"][1] - 0.1
+
+
+def test_a_wrong_codec_is_told(tmp_path: Path) -> None:
+    with folder(tmp_path, 2) as here:
+        ended = here.start_run("--servers", "0", "--push-codec", "3lc:3").end()
+    assert "codec '3lc:3': sparsity is at least 1 and below 2, not 3.0" in one_line(ended, 2)
+
+
 @pytest.mark.parametrize(
     "options",
     [
         ("--servers", "0"),
+        ("--servers", "0,1", "--push-codec", "int8:block=256", "--pull-codec", "bf16", "--sync", "asp"),
         ("--servers", "0,2", "--sync", "ssp:staleness=2", "--pulls", "soft", "--placement", "sliced"),
         ("--servers", "1", "--servers-only", "--sync", "hybrid:step=1/lr", "--no-wait-free"),
         ("--servers", "0,1", "--sync", "bsp|asp", "--bucket", "0", "--no-overlap", "--transport", "tcp"),

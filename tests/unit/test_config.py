@@ -68,6 +68,9 @@ EVERY_KEY: dict[str, dict[str, Any]] = {
         "apply": "each",
         "placement": "sliced",
         "bucket": 0,
+        "push_codec": "3lc:sparsity=1.75",
+        "pull_codec": "topk+zlib",
+        "rescale_error": True,
         "wait_free": False,
         "overlap": False,
         "server_replicas": 1,
@@ -152,6 +155,9 @@ pulls = "soft"
 apply = "each"
 placement = "sliced"
 bucket = 0
+push_codec = "3lc:sparsity=1.75"
+pull_codec = "topk+zlib"
+rescale_error = true
 wait_free = false
 overlap = false
 server_replicas = 1

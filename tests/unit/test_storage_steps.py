@@ -11,6 +11,7 @@ from sides import OptimizerOf, side, values
 from torch import nn
 
 from gossipx.errors import UsageError
+from gossipx.table_effects import Asked
 
 # --- optimizers -------------------------------------------------------------------------------------------
 
@@ -120,7 +121,7 @@ def test_a_share_of_a_gradient() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_16_bits_are_kept_in_float32_and_sent_in_16(dtype: torch.dtype) -> None:
     here = side([torch.ones(4, dtype=dtype)], servers=1, optimizer=lambda p: torch.optim.SGD(p, lr=2.0**-16))
-    assert here.desk.encode(0, 0).parts == ((0, 8),)
+    assert here.desk.encode(Asked(0, 0)).parts == ((0, 8),)
     for _ in range(2**10):
         here.update([torch.ones(4, dtype=dtype)])
         here.push()

@@ -1,0 +1,109 @@
+"""Runs with servers and codecs, in virtual time: every codec both ways, and what faults make of what is kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import served
+import torch
+from encoded import SPECS
+from torch import Tensor
+
+from gossipx import codecs
+from gossipx.errors import UsageError
+from gossipx.sim import Network, World
+
+
+def loss(made: World) -> float:
+    """Over all batches of a run, of the first peer's model."""
+    module = next(iter(made.peers.values())).module
+    pairs = [served.batch(rank, iteration) for rank in range(3) for iteration in range(served.ITERATIONS)]
+    with torch.no_grad():
+        return float(torch.stack([(module(x) - y).square().mean() for x, y in pairs]).mean())
+
+
+def models(made: World) -> Tensor:
+    return torch.stack([served.values(peer.module) for peer in made.peers.values()])
+
+
+def held(made: World) -> Tensor:
+    """What the servers hold, one after the other."""
+    desks = [made.peers[shard].tables.desk for shard in range(2)]
+    return torch.cat(
+        [values for shard, desk in enumerate(desks) for values in desk.state_dict(shard)["store"]["values"]]
+    )
+
+
+def run(**options: Any) -> World:
+    return served.ended(served.world(3, servers="0,1", **options), limit=3000.0)
+
+
+def pulled(spec: str) -> str:
+    return "none" if codecs.parse(spec).gradients_only else spec
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_every_codec_both_ways_under_bsp(spec: str) -> None:
+    """All workers have the same model, bit for bit, whatever their codec makes of it."""
+    made = run(push_codec=spec, pull_codec=pulled(spec))
+    assert served.clocks(made) == {0: served.ITERATIONS, 1: served.ITERATIONS}
+    assert torch.equal(models(made), models(made)[0].expand(3, -1))
+    if spec in ("none", "fp16", "bf16", "int8", "3lc:sparsity=1,residual=0.3", "uint8-minmax", "natural", "qsgd"):
+        assert loss(made) < 1.1 * loss(run())
+
+
+@pytest.mark.parametrize("sync", ["asp", "ssp:staleness=2", "drop:n=1", "pssp:staleness=1,p=0.5", "hybrid:step=5"])
+def test_codecs_go_with_all_sync_models(sync: str) -> None:
+    """Where workers have values of their own, each is given the change of these."""
+    made = run(sync=sync, push_codec="int8", pull_codec="int8", slow={2: 2.5})
+    assert loss(made) == pytest.approx(loss(run(sync=sync, slow={2: 2.5})), rel=0.05)
+    ternary = run(sync=sync, push_codec="3lc:1.0", pull_codec="3lc:1.0", slow={2: 2.5})
+    assert bool(models(ternary).isfinite().all())
+
+
+@pytest.mark.parametrize("codec", ["3lc:1.0", "topk:ratio=0.2", "onebit"])
+def test_a_network_that_loses_messages_changes_nothing(codec: str) -> None:
+    """What was sent and not heard of is sent again as it was, and taken in once.
+
+    Of what servers hold: a peer whose last answer is lost ends with the last change that it was given.
+    """
+    lossy = Network(delay=0.01, loss=0.03)  # of more, a peer is taken for gone at times
+    options = {"push_codec": codec, "pull_codec": codec}
+    made = run(network=lossy, **options)
+    assert made.fired["lost"] > 0
+    assert torch.equal(held(made), held(run(**options)))
+
+
+def test_normalisation_and_small_tensors_may_stay_as_they_are() -> None:
+    """With ``small`` above all tensors nothing is encoded, and nothing lost."""
+    made = run(push_codec="3lc:small=1000", pull_codec="3lc:small=1000")
+    torch.testing.assert_close(models(made), served.joined(range(3)).expand(3, -1), rtol=1e-6, atol=1e-6)
+
+
+def test_a_servers_replica_takes_over_and_workers_are_given_whole_values() -> None:
+    options = {"push_codec": "3lc:1.0", "pull_codec": "3lc:1.0", "server_replicas": 1}
+    made = served.world(3, servers="0", servers_only=True, **options)
+    made.crash(0, 4.3)
+    served.ended(made)
+    left = models(made)[1:]
+    assert torch.equal(left[0], left[1])
+    assert bool(left.isfinite().all())
+    assert served.clocks(made)[0] == served.ITERATIONS
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"pull_codec": "dgc"}, "--pull-codec dgc is for gradients alone: give it as --push-codec"),
+        ({"rescale_error": True}, "--rescale-error is of a --push-codec with error feedback"),
+        ({"push_codec": "qsgd", "rescale_error": True}, "--rescale-error is of a --push-codec with error feedback"),
+        ({"push_codec": "3lb"}, r"unknown codec '3lb' \(did you mean '3lc'\?\)"),
+        ({"push_codec": "3lc:2.5"}, "sparsity is at least 1 and below 2, not 2.5"),
+        ({"push_codec": "3lc+lz4"}, r"one of \+zlib, \+zstd may follow, once"),
+        ({"push_codec": "dgc:feedback=true"}, "would keep it twice"),
+    ],
+)
+def test_what_cannot_be_is_told(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        served.make(0, 2, **options)

@@ -1,0 +1,304 @@
+"""Codecs between workers and servers: what is kept on both sides, and what becomes of it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from encoded import SPECS
+from sides import Side, side
+from torch import Tensor
+
+from gossipx import codecs
+from gossipx.errors import ProtocolError, UsageError
+from gossipx.messages import TablesReply
+from gossipx.server.buckets import Bucket
+from gossipx.server.placement import Partition
+from gossipx.storage.coding import FULL, Coding, checksum
+from gossipx.table_effects import Asked
+
+SHAPES = ((20, 30), (7,), (0,), (40, 10))
+
+
+def normal(seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator) for shape in SHAPES]
+
+
+def coded(push: str = "none", pull: str = "none", rescale: bool = False, least: int = 2000, servers: int = 1) -> Side:
+    coding = Coding(
+        push=None if push == "none" else codecs.parse(push),
+        pull=None if pull == "none" else codecs.parse(pull),
+        shapes=SHAPES,
+        groups=(0,) * len(SHAPES),
+        rescale=rescale,
+    )
+    return side(normal(0), servers=servers, least=least, coding=coding)
+
+
+def table(here: Side, number: int = 0) -> Tensor:
+    """A table as its server has it, where that is one and in one piece."""
+    for store in here.stores.values():
+        for bucket in store.buckets:
+            for partition, place in zip(bucket.partitions, bucket.ranges, strict=True):
+                if partition.table == number and partition.stop - partition.start == SHAPES[number][0] * 30:
+                    return bucket.values[place].view(SHAPES[number])
+    raise AssertionError("it is cut")
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_gradient_that_is_pushed_moves_the_table_by_what_its_frame_says(spec: str) -> None:
+    here, plain = coded(push=spec), coded()
+    before = table(here).clone()
+    for seed in range(3):
+        gradient = normal(seed)
+        here.update(gradient)
+        plain.update(gradient)
+        here.push()
+        plain.push()
+    if codecs.parse(spec).feedback:
+        room = next(iter(here.client._rooms.values()))
+        assert room.pushing is not None
+        left = room.pushing.state.kept["error"][:600].view(20, 30)
+        # What the server is behind is what the worker still keeps; the step is 0.5 times the gradient.
+        assert torch.allclose(table(here) - table(plain), 0.5 * left, atol=1e-5)
+    assert bool(table(here).isfinite().all())
+    assert spec.startswith(("localsteps", "threshold")) or not torch.equal(table(here), before)
+
+
+def test_what_has_to_be_sent_again_is_the_same_frame() -> None:
+    here = coded(push="3lc")
+    here.update(normal(1))
+    (first, *_) = here.whole
+    once, again = (bytes(here.client.encode(first)[1].view) for _ in range(2))
+    assert once == again
+    here.update(normal(1))
+    assert bytes(here.client.encode(first)[1].view) != once  # the error is in it
+
+
+def test_not_finite_gradients_are_left_out_and_the_error_stays() -> None:
+    here = coded(push="3lc")
+    here.update(normal(1))
+    here.push()
+    (room, *_) = here.client._rooms.values()
+    assert room.pushing is not None
+    before, was = room.pushing.state.kept["error"].clone(), table(here).clone()
+    bad = normal(2)
+    bad[0][3, 3] = float("nan")
+    here.update(bad)
+    request, content = here.request((0, 0))
+    gradient = here.desk.room_for(request)
+    assert gradient is not None
+    gradient.take(0, memoryview(content))
+    gradient.sender = 5
+    assert here.desk.apply(gradient, 1.0) == 5
+    assert torch.equal(table(here), was)
+    assert torch.equal(room.pushing.state.kept["error"][:600], before[:600])
+
+
+def test_a_push_that_is_no_frame_of_its_bucket_is_refused() -> None:
+    here = coded(push="3lc")
+    here.update(normal(1))
+    request, content = here.request(here.whole[0])
+    with pytest.raises(ProtocolError, match="no frame of its bucket"):
+        here.desk.room_for(dataclasses.replace(request, parts=((0, 10**6),)))
+    with pytest.raises(ProtocolError, match="no frame of its bucket"):
+        here.desk.room_for(dataclasses.replace(request, parts=((0, 5), (1, 5))))
+    other = coded(push="3lc", least=0)
+    other.update(normal(1))
+    _, wrong = other.request(other.whole[-1])
+    for bad in (bytes(len(content)), bytes(wrong)):
+        told = dataclasses.replace(request, parts=((0, len(bad)),))
+        gradient = here.desk.room_for(told)
+        assert gradient is not None
+        gradient.take(0, memoryview(bytearray(bad)))
+        was = table(here).clone()
+        with pytest.raises(ProtocolError, match="codec's frame"):
+            here.desk.apply(gradient, 1.0)
+        assert torch.equal(table(here), was)
+
+
+def test_what_a_worker_keeps_goes_on_from_its_checkpoint() -> None:
+    here, again = coded(push="3lc:1.75"), coded(push="3lc:1.75")
+    for seed in range(3):
+        here.update(normal(seed))
+        here.push()
+    state = here.client.state_dict()
+    assert state is not None
+    again.client.load_state_dict(state)
+    for one in (here, again):
+        one.update(normal(9))
+    place = here.whole[0]
+    assert bytes(here.client.encode(place)[1].view) == bytes(again.client.encode(place)[1].view)
+
+
+def test_a_run_that_goes_on_with_another_codec_keeps_the_error() -> None:
+    here, other, without = coded(push="3lc:1.75"), coded(push="topk:ratio=0.1"), coded()
+    here.update(normal(1))
+    here.push()
+    state = here.client.state_dict()
+    assert state is not None
+    other.client.load_state_dict(state)
+    rooms = [next(iter(one.client._rooms.values())) for one in (here, other)]
+    kept = [room.pushing.state.kept["error"] for room in rooms if room.pushing is not None]
+    assert torch.equal(*kept)
+    assert bool(kept[0].any())
+    without.client.load_state_dict(state)  # an error without a codec is dropped
+    with pytest.raises(UsageError, match="of another bucket"):
+        coded(push="3lc", least=10**6, servers=1).client.load_state_dict(
+            {**state, "pushing": [{**state["pushing"][0], "kept": {"error": torch.zeros(3)}}]}
+        )
+
+
+def test_errors_go_where_their_values_go() -> None:
+    """Another layout: cut otherwise, and at other servers."""
+    here = coded(push="3lc", servers=2, least=0)
+    here.update(normal(1))
+    here.push()
+    before = errors(here)
+    assert sum(float(vector.abs().sum()) for vector in before.values()) > 0
+    shards = [[Partition(3, 0, 150), Partition(0, 0, 600)], [Partition(1, 0, 7), Partition(2, 0, 0)]]
+    shards[1].append(Partition(3, 150, 400))
+    here.client.place(shards, [[Bucket(0, 2)], [Bucket(0, 1), Bucket(1, 3)]], epoch=1)
+    after = errors(here)
+    assert all(torch.equal(before[number], after[number]) for number in before)
+
+
+def errors(here: Side) -> dict[int, Tensor]:
+    made = {number: torch.zeros(int(torch.tensor(shape).prod())) for number, shape in enumerate(SHAPES)}
+    for room in here.client._rooms.values():
+        assert room.pushing is not None
+        for partition, vector in room.pushing.kept()["error"]:
+            made[partition.table][partition.start : partition.stop] = vector
+    return made
+
+
+def test_an_error_follows_the_learning_rate_if_that_is_wanted() -> None:
+    """What was left out at one rate is to move the model as far at another."""
+    for rescale, factor in ((True, 4.0), (False, 1.0)):
+        here = coded(push="localsteps:k=2", rescale=rescale)
+        here.update(normal(1))
+        here.push()
+        here.optimizer.param_groups[0]["lr"] /= 4
+        here.update(normal(2))
+        was = table(here).clone()
+        here.push()
+        moved = was - table(here)
+        assert torch.allclose(moved, 0.125 * (factor * normal(1)[0] + normal(2)[0]), atol=1e-5)
+
+
+# --- pulls ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_changes_bring_a_worker_near_and_it_and_its_server_agree_where_it_is(spec: str) -> None:
+    if codecs.parse(spec).gradients_only or spec == "none":
+        pytest.skip("for gradients alone, or no codec")
+    here = coded(pull=spec)
+    here.pull()
+    start = table(here).clone()
+    assert torch.equal(here.parameters[0], start)  # the first time it is given values as they are
+    for seed in range(8):
+        here.update(normal(seed))
+        here.push()
+        here.pull()
+    for place, room in here.client._rooms.items():
+        if room.apply.view.nbytes:
+            assert room.base == here.client.base(place) == checksum(torch.cat([one.data for one in room.takers]))
+            pulling = here.stores[place[0]].buckets[place[1]].pulling
+            assert pulling is not None
+            assert room.base in pulling._bases  # held there, bit for bit
+    behind = float((here.parameters[0].detach() - table(here)).norm()) / float((start - table(here)).norm())
+    if codecs.parse(spec).feedback:
+        assert behind < (1.2 if spec.startswith(("threshold", "randomk", "3lc:sparsity=1.75")) else 1.0)
+
+
+def test_workers_with_the_same_values_are_given_the_same_frame() -> None:
+    """Section 3 of the 3LC paper: compressed once, and kept for all."""
+    here = coded(pull="3lc")
+    encode = here.stores[0].encode
+    full = [encode(0, worker) for worker in range(4)]
+    assert all(given.base == FULL for given in full)
+    base = checksum(here.stores[0].buckets[0].told)
+    here.update(normal(1))
+    here.push()
+    given = [encode(0, worker, base) for worker in range(4)]
+    assert {id(one.source.view.obj) for one in given} == {id(given[0].source.view.obj)}
+    assert all(one.base == base for one in given)
+    pulling = here.stores[0].buckets[0].pulling
+    assert pulling is not None
+    assert len(pulling._bases) == 2  # what all have, and what all were sent
+
+
+def test_each_worker_may_have_values_of_its_own() -> None:
+    here = coded(pull="3lc")
+    encode, pulling = here.stores[0].encode, here.stores[0].buckets[0].pulling
+    assert pulling is not None
+    bases = {}
+    for worker in range(3):
+        encode(0, worker)
+        bases[worker] = checksum(here.stores[0].buckets[0].told)
+        here.update(normal(worker))
+        here.push()
+    assert len(set(bases.values())) == 3
+    given = [encode(0, worker, base) for worker, base in bases.items()]
+    assert [one.base for one in given] == list(bases.values())
+    assert len({bytes(one.source.view) for one in given}) == 3
+    assert len(pulling._bases) == 6  # two a worker, however many come
+    for _ in range(5):
+        encode(0, 0, bases[0])
+    assert len(pulling._bases) == 6
+
+
+def test_values_that_a_server_does_not_know_are_given_as_they_are() -> None:
+    here = coded(pull="3lc")
+    here.pull()
+    given = here.desk.encode(Asked(0, 0, 0, base=12345))
+    assert given.base == FULL
+    assert given.source.view.nbytes == here.client._rooms[0, 0].apply.view.nbytes
+
+
+def test_a_change_of_other_values_is_refused_and_so_is_one_that_is_too_long() -> None:
+    here = coded(pull="3lc")
+    here.pull()
+    sink = here.client.sink((0, 0))
+    nbytes = here.client._rooms[0, 0].apply.view.nbytes
+    with pytest.raises(ProtocolError, match="change of other values"):
+        sink.fit(TablesReply(0, ((0, 20),), base=here.client.base((0, 0)) + 1))
+    with pytest.raises(ProtocolError, match=f"bytes for a bucket that has {nbytes}"):
+        sink.fit(TablesReply(0, ((0, 2**30),), base=here.client.base((0, 0))))
+    with pytest.raises(ProtocolError, match=f"20 bytes for a bucket that has {nbytes}"):
+        sink.fit(TablesReply(0, ((0, 20),)))
+
+
+def test_what_came_in_part_or_twice_changes_nothing() -> None:
+    here = coded(pull="3lc")
+    here.pull()
+    room, base = here.client._rooms[0, 0], here.client.base((0, 0))
+    here.update(normal(1))
+    here.push()
+    before = bytes(room.apply.view)
+    full, change = here.desk.encode(Asked(0, 0)), here.desk.encode(Asked(0, 0, base=base))
+    for given in (full, change):
+        here.client.sink((0, 0)).fit(TablesReply(0, given.parts, base=given.base)).take(0, given.source.view[:10])
+    assert (bytes(room.apply.view), here.client.base((0, 0))) == (before, base)  # the connection has dropped
+
+    sinks = [here.client.sink((0, 0)) for _ in range(2)]  # asked for again, before the first answer came
+    for sink in sinks:
+        sink.fit(TablesReply(0, change.parts, base=change.base)).take(0, change.source.view)
+        here.client.fetched((0, 0), sink)
+    assert here.client.base((0, 0)) in here.stores[0].buckets[0].pulling._bases
+
+
+def test_pulls_lose_nothing_for_good() -> None:
+    """What a frame leaves out is in the next: with no further step a worker comes to the table's values."""
+    here = coded(pull="3lc:1.0")
+    here.pull()
+    here.update(normal(1))
+    here.push()
+    off = []
+    for _ in range(30):
+        here.pull()
+        off.append(float((here.parameters[0] - table(here)).norm()))
+    assert off[-1] < 1e-3 * off[0]
