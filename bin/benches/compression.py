@@ -27,10 +27,11 @@ from torch.nn import functional
 
 from gossipx import codecs
 from gossipx.codecs import Tensors, encoded_bytes
+from gossipx.codecs.changes import Changes, checksum
 from gossipx.launch.train import accuracy
 from gossipx.layout import norms
 from gossipx.server.placement import Partition
-from gossipx.storage.coding import Coding, Pulling, Pushing, checksum
+from gossipx.storage.coding import Coding, Pushing
 from gossipx.tasks.data import Batches, Dataset, load
 from gossipx.tasks.models import build_model
 from gossipx.tasks.partition import parse as split_by
@@ -137,7 +138,6 @@ class Cluster:
         kept = norms(self.module)
         coding = Coding(
             push=codecs.parse(push),
-            pull=codecs.parse(pull),
             shapes=[tuple(parameter.shape) for parameter in self.parameters],
             norms=frozenset(number for number, (name, _) in enumerate(named) if name in kept),
         )
@@ -148,7 +148,7 @@ class Cluster:
             Pushing(coding, self.partitions, gradient, 1000 * seed + rank)
             for rank, gradient in enumerate(self.gradients)
         ]
-        self.pulling = Pulling(coding, self.tensors, seed)
+        self.pulling = Changes(codecs.parse(pull), self.tensors, seed)
         self.table = nn.Parameter(torch.cat([parameter.detach().view(-1) for parameter in self.parameters]))
         self.shown = self.table.detach().clone()  # what all workers have
         self.optimizer = torch.optim.SGD([self.table], lr=1.0, momentum=MOMENTUM, weight_decay=DECAY)

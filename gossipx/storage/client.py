@@ -14,12 +14,13 @@ from torch import Tensor
 
 from gossipx.buffers import typed
 from gossipx.codecs import Tensors, decode_into
+from gossipx.codecs.changes import FULL, checksum
 from gossipx.errors import ProtocolError, UsageError
 from gossipx.memory import Memory, Source, copy
 from gossipx.messages import MEASURED, CarryingReply, Parts, TablesReply, TablesRequest
 from gossipx.server.buckets import Bucket
 from gossipx.server.placement import Partition
-from gossipx.storage.coding import FULL, Coding, Pushing, Spread, checksum
+from gossipx.storage.coding import Coding, Pushing, Spread
 from gossipx.storage.parts import (
     ApplyBuffer,
     ClientTable,

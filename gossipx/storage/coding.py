@@ -4,13 +4,10 @@
 an iteration: what has to be sent again, as it did not arrive, is the same frame. A push that a server takes in late
 or leaves out, as ``drop`` does, is gone as it would be without a codec; the error stays what it is.
 
-*Pulls.* A worker is sent the change of a bucket since the values that it has (3LC, section 3, "model deltas"), which
-the server keeps until the worker tells, by their checksum, that it has others: its *base*. All workers with the same
-base are given the same frame (section 3, "shared compression"): under bsp one is made a clock, and a server keeps two
-copies of its tables; where each worker has values of its own it keeps up to two a worker. What a frame leaves out is in
-the next change: that is the error of this direction. A codec without error feedback is given the change of the values
-as they were and are: what it leaves out is gone, on average nothing. Who has no base that the server knows, as at
-first, or after another server has taken over, is given the values as they are.
+*Pulls.* A worker is sent the change of a bucket since the values that it has (:mod:`gossipx.codecs.changes`; 3LC,
+section 3, "model deltas"). Under bsp all have the same: one frame is made a clock, and a server keeps two copies of its
+tables; where each worker has values of its own it keeps up to two a worker. Who has no base that the server knows, as
+at first, or after another server has taken over, is given the values as they are.
 """
 
 from __future__ import annotations
@@ -21,16 +18,11 @@ from typing import Any
 
 import numpy as np
 import torch
-import xxhash
 from torch import Tensor
 
-from gossipx.codecs import Codec, State, Tensors, decode_into, encoder, feedback
+from gossipx.codecs import Codec, State, Tensors, encoder, feedback
 from gossipx.errors import UsageError
-from gossipx.memory import Source
 from gossipx.server.placement import Partition
-
-FULL = 0
-"""The base of values as they are."""
 
 
 @dataclass(frozen=True)
@@ -147,104 +139,6 @@ class Pushing:
                 own[name].copy_(vector)
         self.state.frames = state["frames"]
         self._rates = dict(state["rates"])
-
-
-@dataclass
-class Frame:
-    """A change of a bucket, shared by all who have the same base.
-
-    Attributes:
-        version: of the bucket that it was made of.
-        source: as it is sent.
-        check: of the values that it leads to.
-    """
-
-    version: int
-    source: Source
-    check: int
-
-
-@dataclass
-class Base:
-    """Values that workers have.
-
-    Attributes:
-        values: flat.
-        meant: what the next change is from: the same, or without error feedback what they were to be.
-        change: the last that was made from here.
-    """
-
-    values: Tensor
-    meant: Tensor
-    change: Frame | None = None
-
-
-class Pulling:
-    """A server's side of one bucket's values.
-
-    Args:
-        coding: with a codec of pulls.
-        tensors: of the bucket.
-        seed: of what is drawn.
-    """
-
-    def __init__(self, coding: Coding, tensors: Tensors, seed: int):
-        assert coding.pull is not None
-        self._codec = coding.pull
-        self._state = self._codec.init(tensors, seed)
-        self._room = np.empty(self._codec.most(self._state), np.uint8)
-        self._bases: dict[int, Base] = {}  # by their checksums
-        self._held: dict[int, set[int]] = {}  # by worker: what it has, and what it was sent
-
-    def frame(self, worker: int, base: int, version: int, values: Tensor) -> Frame | None:
-        """What leads a worker to a bucket's values, as near as the codec comes.
-
-        Args:
-            base: checksum of what it has.
-            version: of the values.
-
-        Returns:
-            None: the base is not known here; the worker is to be given the values as they are.
-        """
-        known = self._bases.get(base)
-        if known is None:
-            check = checksum(values)
-            if check not in self._bases:
-                self._add(check, values.clone(), values)
-            self._hold(worker, {check})
-            return None
-        change = known.change
-        if change is None or change.version != version:
-            frame, self._state = self._codec.encode(values - known.meant, self._state, self._room)
-            kept = memoryview(bytes(frame))  # of room for the longest frame, which most are far from
-            moved = self._moved(known, kept)
-            change = known.change = Frame(version, Source(kept), checksum(moved))
-            if change.check not in self._bases:  # it is what it is from where nothing was sent
-                self._add(change.check, moved, values)
-        elif change.check not in self._bases:  # nobody has had it meanwhile
-            self._add(change.check, self._moved(known, change.source.view), values)
-        self._hold(worker, {base, change.check})
-        return change
-
-    def _moved(self, base: Base, frame: memoryview) -> Tensor:
-        moved = base.values.clone()
-        decode_into(frame, moved, add=True, tensors=self._state.tensors)
-        return moved
-
-    def _add(self, check: int, values: Tensor, meant: Tensor) -> None:
-        self._bases[check] = Base(values, values if self._codec.feedback else meant.clone())
-
-    def _hold(self, worker: int, checks: set[int]) -> None:
-        """Keep what this worker may have next, and drop what nobody has."""
-        self._held[worker] = checks
-        wanted = set().union(*self._held.values())
-        self._bases = {check: base for check, base in self._bases.items() if check in wanted}
-
-
-def checksum(values: Tensor) -> int:
-    """Of the bytes of a flat tensor, as messages have it; never :data:`FULL`."""
-    digest = xxhash.xxh3_64_intdigest(values.view(torch.uint8).numpy().data) if values.numel() else 0
-    return digest >> 1 or 1
 
 
 def _size(shape: tuple[int, ...]) -> int:

@@ -16,13 +16,14 @@ from torch import Tensor
 from gossipx import kernels
 from gossipx.buffers import typed
 from gossipx.codecs import decode_into
+from gossipx.codecs.changes import FULL, Changes
 from gossipx.errors import ProtocolError, UsageError
 from gossipx.memory import Memory, Source, copy
 from gossipx.messages import GradientRequest, Parts, RecordRequest
 from gossipx.server.buckets import Bucket
 from gossipx.server.placement import Partition
 from gossipx.storage.client import check_sizes
-from gossipx.storage.coding import FULL, Coding, Pulling
+from gossipx.storage.coding import Coding
 from gossipx.storage.parts import Replaceable, Storages, load_states, states_of
 
 ELEMENTWISE = (
@@ -84,7 +85,7 @@ class BucketTables:
         self.given: Given | None = None  # of the last version that was asked for
         self.tensors = coding.tensors(partitions, dtype)
         self.most = 0 if coding.push is None else coding.most(coding.push, self.tensors)  # bytes of a push
-        self.pulling = None if coding.pull is None else Pulling(coding, self.tensors, coding.seed)
+        self.changes = None if coding.pull is None else Changes(coding.pull, self.tensors, coding.seed)
 
     def wide(self) -> Tensor:
         """The gradient buffer, made when it is first needed; where nothing waits what is in it means nothing.
@@ -284,9 +285,9 @@ class ShardStore:
             worker, base: where pulls have a codec, whom it is for, and the checksum of what that has.
         """
         bucket = self.buckets[number]
-        if bucket.pulling is not None:
+        if bucket.changes is not None:
             bucket.round()
-            change = bucket.pulling.frame(worker, base, bucket.version, bucket.told)
+            change = bucket.changes.frame(worker, base, bucket.version, bucket.told)
             if change is not None:
                 size = change.source.view.nbytes
                 return Given(bucket.version, ((0, size),), change.source, None, base)
@@ -311,7 +312,7 @@ class ShardStore:
             memory = free.pop() if free else Memory(size)
         copy(bucket.memory.view, memory.view)
         source = Source(memory.view, memory.descriptor)
-        parts = tuple(enumerate(bucket.sizes)) if bucket.pulling is None else ((0, size),)
+        parts = tuple(enumerate(bucket.sizes)) if bucket.changes is None else ((0, size),)
         return Given(bucket.version, parts, source, memory)
 
     def release(self, given: Given) -> None:

@@ -11,11 +11,12 @@ from sides import Side, side
 from torch import Tensor
 
 from gossipx import codecs
+from gossipx.codecs.changes import FULL, Changes, checksum
 from gossipx.errors import ProtocolError, UsageError
 from gossipx.messages import TablesReply
 from gossipx.server.buckets import Bucket
 from gossipx.server.placement import Partition
-from gossipx.storage.coding import FULL, Coding, checksum
+from gossipx.storage.coding import Coding
 from gossipx.table_effects import Asked
 
 SHAPES = ((20, 30), (7,), (0,), (40, 10))
@@ -188,6 +189,12 @@ def test_an_error_follows_the_learning_rate_if_that_is_wanted() -> None:
         assert torch.allclose(moved, 0.125 * (factor * normal(1)[0] + normal(2)[0]), atol=1e-5)
 
 
+def changes(here: Side, place: tuple[int, int] = (0, 0)) -> Changes:
+    found = here.stores[place[0]].buckets[place[1]].changes
+    assert found is not None
+    return found
+
+
 # --- pulls ------------------------------------------------------------------------------------------------------
 
 
@@ -206,9 +213,7 @@ def test_changes_bring_a_worker_near_and_it_and_its_server_agree_where_it_is(spe
     for place, room in here.client._rooms.items():
         if room.apply.view.nbytes:
             assert room.base == here.client.base(place) == checksum(torch.cat([one.data for one in room.takers]))
-            pulling = here.stores[place[0]].buckets[place[1]].pulling
-            assert pulling is not None
-            assert room.base in pulling._bases  # held there, bit for bit
+            assert room.base in changes(here, place)._bases  # held there, bit for bit
     behind = float((here.parameters[0].detach() - table(here)).norm()) / float((start - table(here)).norm())
     if codecs.parse(spec).feedback:
         assert behind < (1.2 if spec.startswith(("threshold", "randomk", "3lc:sparsity=1.75")) else 1.0)
@@ -226,15 +231,12 @@ def test_workers_with_the_same_values_are_given_the_same_frame() -> None:
     given = [encode(0, worker, base) for worker in range(4)]
     assert {id(one.source.view.obj) for one in given} == {id(given[0].source.view.obj)}
     assert all(one.base == base for one in given)
-    pulling = here.stores[0].buckets[0].pulling
-    assert pulling is not None
-    assert len(pulling._bases) == 2  # what all have, and what all were sent
+    assert len(changes(here)._bases) == 2  # what all have, and what all were sent
 
 
 def test_each_worker_may_have_values_of_its_own() -> None:
     here = coded(pull="3lc")
-    encode, pulling = here.stores[0].encode, here.stores[0].buckets[0].pulling
-    assert pulling is not None
+    encode = here.stores[0].encode
     bases = {}
     for worker in range(3):
         encode(0, worker)
@@ -245,10 +247,10 @@ def test_each_worker_may_have_values_of_its_own() -> None:
     given = [encode(0, worker, base) for worker, base in bases.items()]
     assert [one.base for one in given] == list(bases.values())
     assert len({bytes(one.source.view) for one in given}) == 3
-    assert len(pulling._bases) == 6  # two a worker, however many come
+    assert len(changes(here)._bases) == 6  # two a worker, however many come
     for _ in range(5):
         encode(0, 0, bases[0])
-    assert len(pulling._bases) == 6
+    assert len(changes(here)._bases) == 6
 
 
 def test_values_that_a_server_does_not_know_are_given_as_they_are() -> None:
@@ -288,7 +290,7 @@ def test_what_came_in_part_or_twice_changes_nothing() -> None:
     for sink in sinks:
         sink.fit(TablesReply(0, change.parts, base=change.base)).take(0, change.source.view)
         here.client.fetched((0, 0), sink)
-    assert here.client.base((0, 0)) in here.stores[0].buckets[0].pulling._bases
+    assert here.client.base((0, 0)) in changes(here)._bases
 
 
 def test_pulls_lose_nothing_for_good() -> None:

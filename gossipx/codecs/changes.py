@@ -1,0 +1,124 @@
+"""Changes of a vector since what another has of it, by a codec.
+
+Who gives keeps what each of those that take has: its *base*, named by a checksum, so that both are sure to mean the
+same. All who have the same base are given the same frame (3LC, section 3, "shared compression"). What a frame leaves
+out is in the next change: that is its error feedback. A codec without error feedback is given the change of the values
+as they were and are: what it leaves out is gone, on average nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor
+
+from gossipx.codecs.base import Codec, decode_into
+from gossipx.codecs.frames import Tensors
+from gossipx.memory import Source
+
+FULL = 0
+"""The base of values as they are."""
+
+
+@dataclass
+class Frame:
+    """A change, shared by all who have the same base.
+
+    Attributes:
+        version: of the values that it was made of.
+        source: as it is sent.
+        check: of the values that it leads to.
+    """
+
+    version: int
+    source: Source
+    check: int
+
+
+@dataclass
+class Base:
+    """Values that others have.
+
+    Attributes:
+        values: flat.
+        meant: what the next change is from: the same, or without error feedback what they were to be.
+        change: the last that was made from here.
+    """
+
+    values: Tensor
+    meant: Tensor
+    change: Frame | None = None
+
+
+class Changes:
+    """The giver's side of one vector; for one thread at a time.
+
+    Two bases are kept for each who takes, at most: what it has, and what it was sent.
+
+    Args:
+        codec: of the changes.
+        tensors: in the vector.
+        seed: of what is drawn.
+    """
+
+    def __init__(self, codec: Codec, tensors: Tensors, seed: int):
+        self._codec = codec
+        self._state = self._codec.init(tensors, seed)
+        self._room = np.empty(self._codec.most(self._state), np.uint8)
+        self._bases: dict[int, Base] = {}  # by their checksums
+        self._held: dict[int, set[int]] = {}  # by who takes
+
+    def frame(self, taker: int, base: int, version: int, values: Tensor) -> Frame | None:
+        """What leads another to these values, as near as the codec comes.
+
+        Args:
+            taker: its rank.
+            base: checksum of what it has.
+            version: of the values.
+            values: flat, in host memory.
+
+        Returns:
+            None: the base is not known here; it is to be given the values as they are.
+        """
+        known = self._bases.get(base)
+        if known is None:
+            check = checksum(values)
+            if check not in self._bases:
+                self._add(check, values.clone(), values)
+            self._hold(taker, {check})
+            return None
+        change = known.change
+        if change is None or change.version != version:
+            frame, self._state = self._codec.encode(values - known.meant, self._state, self._room)
+            kept = memoryview(bytes(frame))  # of room for the longest frame, which most are far from
+            moved = self._moved(known, kept)
+            change = known.change = Frame(version, Source(kept), checksum(moved))
+            if change.check not in self._bases:  # it is what it is from where nothing was sent
+                self._add(change.check, moved, values)
+        elif change.check not in self._bases:  # nobody has had it meanwhile
+            self._add(change.check, self._moved(known, change.source.view), values)
+        self._hold(taker, {base, change.check})
+        return change
+
+    def _moved(self, base: Base, frame: memoryview) -> Tensor:
+        moved = base.values.clone()
+        decode_into(frame, moved, add=True, tensors=self._state.tensors)
+        return moved
+
+    def _add(self, check: int, values: Tensor, meant: Tensor) -> None:
+        self._bases[check] = Base(values, values if self._codec.feedback else meant.clone())
+
+    def _hold(self, taker: int, checks: set[int]) -> None:
+        """Keep what this one may have next, and drop what nobody has."""
+        self._held[taker] = checks
+        wanted = set().union(*self._held.values())
+        self._bases = {check: base for check, base in self._bases.items() if check in wanted}
+
+
+def checksum(values: Tensor) -> int:
+    """Of the bytes of a flat tensor, as messages have it; never :data:`FULL`."""
+    digest = xxhash.xxh3_64_intdigest(values.view(torch.uint8).numpy().data) if values.numel() else 0
+    return digest >> 1 or 1
