@@ -26,7 +26,7 @@ Array: TypeAlias = npt.NDArray[Any]
 _DENSE = 0.4
 """Codes a packed byte above which all values are written, plane by plane, not those alone that are not zero."""
 _LINE = 16  # values of a cache line
-_LANES = 64
+_BYTES = 64  # of a processor's widest register
 _ROUNDING = np.float32(1.5 * 2**23)
 """Added and taken away again, it rounds what is small against it to integers, half to even."""
 _MAGNITUDE = np.int32(0x7FFFFFFF)
@@ -74,46 +74,39 @@ def peak(x: Array | None, left: Array | None, start: int, count: int) -> Any:
 
     Compared as integers, which order magnitudes as floats do and NaN above all.
     """
-    most = np.zeros(_LANES, np.int32)
-    stop = start + count
-    whole = start + count // _LANES * _LANES
-    for at in range(start, whole, _LANES):
-        for lane in range(_LANES):
-            bits = np.float32(_value(x, left, at + lane)).view(np.int32) & _MAGNITUDE
-            most[lane] = bits if bits > most[lane] else most[lane]
-    highest = most.max()
-    for at in range(whole, stop):
-        highest = max(highest, np.float32(_value(x, left, at)).view(np.int32) & _MAGNITUDE)
+    highest = np.int32(0)
+    for at in range(start, start + count):
+        bits = magnitude_of(_value(x, left, at))
+        highest = bits if bits > highest else highest
     return np.int32(highest).view(np.float32)
 
 
 @_loop
-def _plane(x: Array | None, left: Array | None, scale: Any, half: Any, trits: Array) -> None:
-    """Take up a plane's trits, round(x / scale): 1 above half of the scale, −1 below minus that."""
+def magnitude_of(value: Any) -> Any:
+    """The bits of a magnitude: integers of 32 bits, which numba would widen, and half as many fit a register."""
+    return np.int32(np.float32(value).view(np.int32) & _MAGNITUDE)
+
+
+@_loop
+def _quantize(x: Array | None, left: Array | None, scale: Any, half: Any, trits: Array) -> None:
+    """A slice's trits, round(x / scale): 1 above half of the scale, −1 below minus that."""
     for at in range(len(trits)):
         value = _value(x, left, at)
         trit = np.copysign(_ONE if abs(value) > half else _NONE, value)
         if left is not None:
             left[at] = value - scale * trit
-        trits[at] = trits[at] * np.float32(3) + trit
+        trits[at] = np.int8(trit)
 
 
 @_loop
-def _pack(
-    x: Array | None, left: Array | None, start: int, stop: int, scale: Any, half: Any, trits: Array, packed: Array
-) -> int:
-    """A block's trits, five a byte; returns the bytes. The last block is padded with zero trits."""
-    plane = min(PLANE, (stop - start + 4) // 5)
-    trits[:plane] = 0
-    for number in range(5):
-        begin = min(start + number * plane, stop)
-        end = min(begin + plane, stop)
-        _plane(_slice(x, begin, end), _slice(left, begin, end), scale, half, trits[: end - begin])
-        for at in range(end - begin, plane):
-            trits[at] *= np.float32(3)
-    for at in range(plane):
-        packed[at] = np.uint8(np.int32(trits[at]) + np.int32(ZEROS))
-    return plane
+def _pack(trits: Array, plane: int, packed: Array) -> None:
+    """Five trits a byte, one of each plane: in whole registers, beyond the plane's end if need be."""
+    for first in range(0, plane, _BYTES):
+        for at in range(first, first + _BYTES):
+            five = np.int64(trits[np.uintp(at)])
+            for number in range(1, 5):
+                five = five * 3 + trits[np.uintp(at + number * plane)]
+            packed[np.uintp(at)] = np.uint8(five + ZEROS)
 
 
 @_loop
@@ -126,18 +119,18 @@ def _append(packed: Array, size: int, places: Array, out: Array, end: int, zeros
     listed = 0
     words = packed[: size // 8 * 8].view(np.uint64)
     for word in range(len(words)):
-        if words[word] != none:
+        if words[np.uintp(word)] != none:
             for at in range(word * 8, word * 8 + 8):
-                places[listed] = at
-                listed += int(packed[at] != ZEROS)
+                places[np.uintp(listed)] = at
+                listed += int(packed[np.uintp(at)] != ZEROS)
     for at in range(len(words) * 8, size):
-        places[listed] = at
-        listed += int(packed[at] != ZEROS)
+        places[np.uintp(listed)] = at
+        listed += int(packed[np.uintp(at)] != ZEROS)
     done = -zeros
     for number in range(listed):
-        place = places[number]
+        place = places[np.uintp(number)]
         end = _run(place - done, out, end)
-        out[end] = packed[place]
+        out[np.uintp(end)] = packed[np.uintp(place)]
         end += 1
         done = place + 1
     return end, size - done
@@ -146,10 +139,10 @@ def _append(packed: Array, size: int, places: Array, out: Array, end: int, zeros
 @_loop
 def _run(zeros: int, out: Array, end: int) -> int:
     while zeros > LONGEST:
-        out[end] = 255
+        out[np.uintp(end)] = 255
         end += 1
         zeros -= LONGEST
-    out[end] = _RUN_CODES[zeros]  # overwritten by what follows if there are none
+    out[np.uintp(end)] = _RUN_CODES[np.uintp(zeros)]  # overwritten by what follows if there are none
     return end + int(zeros > 0)
 
 
@@ -160,16 +153,34 @@ def ternary(x: Array | None, left: Array | None, start: int, count: int, scale: 
     Args:
         out: room for a byte in five values from ``end`` on, and one more.
     """
+    return _ternary(x, left, start, count, scale, out, end, _room())
+
+
+@_loop
+def _room() -> tuple[Array, Array, Array]:
+    """For a block's trits, its bytes, and where those stand that are not zero; small tensors have no time to ask for it
+    each.
+    """
+    return np.empty(BLOCK + _BYTES, np.int8), np.empty(PLANE, np.uint8), np.empty(PLANE + 8, np.int64)
+
+
+@_loop
+def _ternary(
+    x: Array | None, left: Array | None, start: int, count: int, scale: Any, out: Array, end: int, room: Any
+) -> int:
     half = scale * _HALF
     if half + half != scale:  # the smallest numbers of all have no half: x > m/2 means above the one below
         half = np.int32(np.float32(scale).view(np.int32) >> 1).view(np.float32)
-    trits = np.empty(PLANE, np.float32)
-    packed = np.empty(PLANE, np.uint8)
-    places = np.empty(PLANE + 8, np.int64)
+    trits, packed, places = room
     zeros = 0
     for begin in range(start, start + count, BLOCK):
-        size = _pack(x, left, begin, min(begin + BLOCK, start + count), scale, half, trits, packed)
-        end, zeros = _append(packed, size, places, out, end, zeros)
+        stop = min(begin + BLOCK, start + count)
+        size = stop - begin
+        plane = (size + 4) // 5
+        _quantize(_slice(x, begin, stop), _slice(left, begin, stop), scale, half, trits[:size])
+        trits[size : 5 * plane] = 0
+        _pack(trits, plane, packed)
+        end, zeros = _append(packed, plane, places, out, end, zeros)
     return _run(zeros, out, end)
 
 
@@ -178,7 +189,8 @@ def ternary_fits(codes: Array, begin: int, stop: int, count: int) -> bool:
     """Whether ``codes[begin:stop]`` are just the bytes of ``count`` trits, with zero trits as the padding."""
     stretched = 0
     for at in range(begin, stop):
-        stretched += _STRETCH[codes[at]]
+        code = np.int64(codes[np.uintp(at)])
+        stretched += 1 if code < 243 else int(code) - 241
     last = count - 1 - (count - 1) % BLOCK if count else 0  # where the last block begins
     plane = (count - last + 4) // 5
     if stretched != last // 5 + plane:
@@ -214,11 +226,11 @@ def _sparse_into(codes: Array, begin: int, stop: int, scale: Any, out: Array, st
         plane = (size + 4) // 5
         if add:
             for line in range(first, first + size, _LINE):
-                seen += out[line]
+                seen += out[np.uintp(line)]
         else:
             out[first : first + size] = _NONE
         while place < plane and at < stop:
-            code = codes[at]
+            code = codes[np.uintp(at)]
             if code < 243 and code != ZEROS:
                 for number in range(_FILLED[code]):
                     out[np.uintp(first + place + _PLACES[code, number] * plane)] += scale * _SIGNS[code, number]
@@ -238,7 +250,7 @@ def _dense_into(codes: Array, begin: int, stop: int, scale: Any, out: Array, sta
         plane = (size + 4) // 5
         packed[:] = np.float32(ZEROS)
         while place < plane and at < stop:
-            code = codes[at]
+            code = codes[np.uintp(at)]
             packed[np.uintp(place)] = _SHOWN[code]
             place += _STRETCH[code]
             at += 1
@@ -271,6 +283,7 @@ def three_lc(
     x: Array, left: Array | None, starts: Array, counts: Array, sparsity: Any, out: Array, end: int, sizes: Array
 ) -> int:
     """3LC of all tensors of a vector, each one pass, as :class:`gossipx.codecs.ternary.ThreeLC` lays them out."""
+    room = _room()
     for number in range(len(starts)):
         scale = peak(x, left, starts[number], counts[number]) * sparsity
         if not counts[number] or not np.isfinite(scale):
@@ -280,7 +293,7 @@ def three_lc(
         bits = np.float32(scale).view(np.int32)
         for byte in range(4):
             out[end + 1 + byte] = (bits >> 8 * byte) & 255
-        end = ternary(x, left, starts[number], counts[number], scale, out, end + 5)
+        end = _ternary(x, left, starts[number], counts[number], scale, out, end + 5, room)
         sizes[number] = end - begin
     return end
 
@@ -385,16 +398,41 @@ def _levels(x: Array | None, left: Array | None, scale: Any, out: Array) -> None
 
 
 @_loop
-def levels_into(body: Array, begin: int, block: int, out: Array, start: int, count: int, add: bool) -> None:
-    """Decode one tensor that :func:`levels` made."""
-    one = block if block else max(1, count)
-    blocks = (count + one - 1) // one
-    for each in range(blocks):
-        first = start + each * one
-        length = min(one, start + count - first)
-        scale = np.int32(_word(body, begin + 4 * each)).view(np.float32)
-        place = begin + 4 * blocks + each * one
-        _from_levels(body[place : place + length], scale, out[first : first + length], add)
+def levels_fit(body: Array, offsets: Array, counts: Array) -> int:
+    """The number of the first tensor that :func:`levels` does not make of its count; −1: all fit, or take no bytes."""
+    for number in range(len(counts)):
+        begin, size = offsets[number], offsets[number + 1] - offsets[number]
+        if not size:
+            continue
+        if size < 4:
+            return number
+        block = np.int64(np.uint32(_word(body, begin)))
+        one = block if block else max(1, counts[number])
+        blocks = (counts[number] + one - 1) // one
+        if size != 4 + 4 * blocks + counts[number]:
+            return number
+        for each in range(blocks):
+            if not np.isfinite(np.int32(_word(body, begin + 4 + 4 * each)).view(np.float32)):
+                return number
+    return -1
+
+
+@_loop
+def levels_into(body: Array, offsets: Array, counts: Array, out: Array, starts: Array, add: bool) -> None:
+    """Decode all tensors of which :func:`levels_fit`, one behind ``starts`` each."""
+    for number in range(len(counts)):
+        begin, start, count = offsets[number], starts[number], counts[number]
+        if begin == offsets[number + 1]:
+            continue
+        block = np.int64(np.uint32(_word(body, begin)))
+        one = block if block else max(1, count)
+        blocks = (count + one - 1) // one
+        for each in range(blocks):
+            first = start + each * one
+            length = min(one, start + count - first)
+            scale = np.int32(_word(body, begin + 4 + 4 * each)).view(np.float32)
+            place = begin + 4 + 4 * blocks + each * one
+            _from_levels(body[place : place + length], scale, out[first : first + length], add)
 
 
 @_loop
