@@ -41,14 +41,14 @@ _SIGNS = np.take_along_axis(_TRITS, _PLACES, axis=1)
 _SHOWN = np.array([code if code < 243 else ZEROS for code in range(256)], np.float32)
 _STRETCH = np.array([1 if code < 243 else code - 241 for code in range(256)], np.int64)
 
-_loop = numba.njit(cache=True, nogil=True, error_model="numpy")
+loop = numba.njit(cache=True, nogil=True, error_model="numpy")
 
 
-def _value(x: Array | None, left: Array | None, at: int) -> Any:
+def value_of(x: Array | None, left: Array | None, at: int) -> Any:
     """What is to be encoded; numba chooses by what is None."""
 
 
-@overload(_value, strict=False)
+@overload(value_of, strict=False)
 def _(x: Any, left: Any, at: Any) -> Any:
     if isinstance(x, types.NoneType):
         return lambda x, left, at: left[np.uintp(at)]
@@ -57,18 +57,18 @@ def _(x: Any, left: Any, at: Any) -> Any:
     return lambda x, left, at: x[np.uintp(at)] + left[np.uintp(at)]
 
 
-def _slice(vector: Array | None, begin: int, end: int) -> Any:
+def part_of(vector: Array | None, begin: int, end: int) -> Any:
     """Of a vector that may be None."""
 
 
-@overload(_slice, strict=False)
+@overload(part_of, strict=False)
 def _(vector: Any, begin: Any, end: Any) -> Any:
     if isinstance(vector, types.NoneType):
         return lambda vector, begin, end: None
     return lambda vector, begin, end: vector[begin:end]
 
 
-@_loop
+@loop
 def peak(x: Array | None, left: Array | None, start: int, count: int) -> Any:
     """max |x + left| over a part; Inf or NaN if any of them is not finite.
 
@@ -76,29 +76,29 @@ def peak(x: Array | None, left: Array | None, start: int, count: int) -> Any:
     """
     highest = np.int32(0)
     for at in range(start, start + count):
-        bits = magnitude_of(_value(x, left, at))
+        bits = magnitude_of(value_of(x, left, at))
         highest = bits if bits > highest else highest
     return np.int32(highest).view(np.float32)
 
 
-@_loop
+@loop
 def magnitude_of(value: Any) -> Any:
     """The bits of a magnitude: integers of 32 bits, which numba would widen, and half as many fit a register."""
     return np.int32(np.float32(value).view(np.int32) & _MAGNITUDE)
 
 
-@_loop
+@loop
 def _quantize(x: Array | None, left: Array | None, scale: Any, half: Any, trits: Array) -> None:
     """A slice's trits, round(x / scale): 1 above half of the scale, −1 below minus that."""
     for at in range(len(trits)):
-        value = _value(x, left, at)
+        value = value_of(x, left, at)
         trit = np.copysign(_ONE if abs(value) > half else _NONE, value)
         if left is not None:
             left[at] = value - scale * trit
         trits[at] = np.int8(trit)
 
 
-@_loop
+@loop
 def _pack(trits: Array, plane: int, packed: Array) -> None:
     """Five trits a byte, one of each plane: in whole registers, beyond the plane's end if need be."""
     for first in range(0, plane, _BYTES):
@@ -109,7 +109,7 @@ def _pack(trits: Array, plane: int, packed: Array) -> None:
             packed[np.uintp(at)] = np.uint8(five + ZEROS)
 
 
-@_loop
+@loop
 def _append(packed: Array, size: int, places: Array, out: Array, end: int, zeros: int) -> tuple[int, int]:
     """Zero-run encode ``size`` bytes; returns the new end of ``out`` and the zero bytes that wait for the next ones.
 
@@ -136,7 +136,7 @@ def _append(packed: Array, size: int, places: Array, out: Array, end: int, zeros
     return end, size - done
 
 
-@_loop
+@loop
 def _run(zeros: int, out: Array, end: int) -> int:
     while zeros > LONGEST:
         out[np.uintp(end)] = 255
@@ -146,7 +146,7 @@ def _run(zeros: int, out: Array, end: int) -> int:
     return end + int(zeros > 0)
 
 
-@_loop
+@loop
 def ternary(x: Array | None, left: Array | None, start: int, count: int, scale: Any, out: Array, end: int) -> int:
     """3-value quantization by ``scale``, base-3⁵ and zero-run encoding of a part (3LC, section 3); the new end.
 
@@ -156,7 +156,7 @@ def ternary(x: Array | None, left: Array | None, start: int, count: int, scale: 
     return _ternary(x, left, start, count, scale, out, end, _room())
 
 
-@_loop
+@loop
 def _room() -> tuple[Array, Array, Array]:
     """For a block's trits, its bytes, and where those stand that are not zero; small tensors have no time to ask for it
     each.
@@ -164,7 +164,7 @@ def _room() -> tuple[Array, Array, Array]:
     return np.empty(BLOCK + _BYTES, np.int8), np.empty(PLANE, np.uint8), np.empty(PLANE + 8, np.int64)
 
 
-@_loop
+@loop
 def _ternary(
     x: Array | None, left: Array | None, start: int, count: int, scale: Any, out: Array, end: int, room: Any
 ) -> int:
@@ -177,14 +177,14 @@ def _ternary(
         stop = min(begin + BLOCK, start + count)
         size = stop - begin
         plane = (size + 4) // 5
-        _quantize(_slice(x, begin, stop), _slice(left, begin, stop), scale, half, trits[:size])
+        _quantize(part_of(x, begin, stop), part_of(left, begin, stop), scale, half, trits[:size])
         trits[size : 5 * plane] = 0
         _pack(trits, plane, packed)
         end, zeros = _append(packed, plane, places, out, end, zeros)
     return _run(zeros, out, end)
 
 
-@_loop
+@loop
 def ternary_fits(codes: Array, begin: int, stop: int, count: int) -> bool:
     """Whether ``codes[begin:stop]`` are just the bytes of ``count`` trits, with zero trits as the padding."""
     stretched = 0
@@ -205,7 +205,7 @@ def ternary_fits(codes: Array, begin: int, stop: int, count: int) -> bool:
     return True
 
 
-@_loop
+@loop
 def ternary_into(codes: Array, begin: int, stop: int, scale: Any, out: Array, start: int, count: int, add: bool) -> Any:
     """Decode a part of which :func:`ternary_fits`: ``out = scale * trits``, or ``out += scale * trits``."""
     if (stop - begin) * 5 > count * _DENSE:
@@ -213,7 +213,7 @@ def ternary_into(codes: Array, begin: int, stop: int, scale: Any, out: Array, st
     return _sparse_into(codes, begin, stop, scale, out, start, count, add)
 
 
-@_loop
+@loop
 def _sparse_into(codes: Array, begin: int, stop: int, scale: Any, out: Array, start: int, count: int, add: bool) -> Any:
     """Only what is not zero is worked on.
 
@@ -240,7 +240,7 @@ def _sparse_into(codes: Array, begin: int, stop: int, scale: Any, out: Array, st
     return seen
 
 
-@_loop
+@loop
 def _dense_into(codes: Array, begin: int, stop: int, scale: Any, out: Array, start: int, count: int, add: bool) -> Any:
     """Code by code into a block's bytes, as numbers, and plane by plane out of these."""
     packed = np.empty(PLANE + LONGEST, np.float32)
@@ -263,7 +263,7 @@ def _dense_into(codes: Array, begin: int, stop: int, scale: Any, out: Array, sta
     return _NONE
 
 
-@_loop
+@loop
 def _unpack(packed: Array, scale: Any, out: Array, add: bool) -> None:
     """Take the lowest trit off each byte; a third of numbers up to 242 is exact enough to be cut off."""
     if add:
@@ -278,7 +278,7 @@ def _unpack(packed: Array, scale: Any, out: Array, add: bool) -> None:
             packed[at] = rest
 
 
-@_loop
+@loop
 def three_lc(
     x: Array, left: Array | None, starts: Array, counts: Array, sparsity: Any, out: Array, end: int, sizes: Array
 ) -> int:
@@ -298,7 +298,7 @@ def three_lc(
     return end
 
 
-@_loop
+@loop
 def three_lc_fits(body: Array, offsets: Array, counts: Array) -> int:
     """The number of the first tensor that is no 3LC of its count; −1: all are, or take no bytes."""
     for number in range(len(counts)):
@@ -312,8 +312,8 @@ def three_lc_fits(body: Array, offsets: Array, counts: Array) -> int:
         if not passes or at > stop:
             return number
         for each in range(passes):
-            until = stop if each == passes - 1 else at + np.int64(np.uint32(_word(body, sizes + 4 * each)))
-            if until > stop or not np.isfinite(np.int32(_word(body, scales + 4 * each)).view(np.float32)):
+            until = stop if each == passes - 1 else at + np.int64(np.uint32(word_at(body, sizes + 4 * each)))
+            if until > stop or not np.isfinite(np.int32(word_at(body, scales + 4 * each)).view(np.float32)):
                 return number
             if not ternary_fits(body, at, until, counts[number]):
                 return number
@@ -321,7 +321,7 @@ def three_lc_fits(body: Array, offsets: Array, counts: Array) -> int:
     return -1
 
 
-@_loop
+@loop
 def three_lc_into(body: Array, offsets: Array, counts: Array, out: Array, starts: Array, add: bool) -> None:
     """Decode all tensors of which :func:`three_lc_fits`, one behind ``starts`` each."""
     for number in range(len(counts)):
@@ -333,21 +333,21 @@ def three_lc_into(body: Array, offsets: Array, counts: Array, out: Array, starts
         scales = sizes + 4 * (passes - 1)
         at = scales + 4 * passes
         for each in range(passes):
-            until = stop if each == passes - 1 else at + np.int64(np.uint32(_word(body, sizes + 4 * each)))
-            scale = np.int32(_word(body, scales + 4 * each)).view(np.float32)
+            until = stop if each == passes - 1 else at + np.int64(np.uint32(word_at(body, sizes + 4 * each)))
+            scale = np.int32(word_at(body, scales + 4 * each)).view(np.float32)
             ternary_into(body, at, until, scale, out, starts[number], counts[number], add or each > 0)
             at = until
 
 
-@_loop
-def _word(body: Array, at: int) -> Any:
+@loop
+def word_at(body: Array, at: int) -> Any:
     bits = np.uint32(0)
     for byte in range(4):
         bits |= np.uint32(body[at + byte]) << np.uint32(8 * byte)
     return bits
 
 
-@_loop
+@loop
 def levels(
     x: Array, left: Array | None, starts: Array, counts: Array, block: int, out: Array, end: int, sizes: Array
 ) -> int:
@@ -376,28 +376,28 @@ def levels(
         for each in range(blocks):
             first = start + each * one
             length = min(one, start + count - first)
-            scale = np.int32(_word(out, begin + 4 * each)).view(np.float32)
+            scale = np.int32(word_at(out, begin + 4 * each)).view(np.float32)
             place = begin + 4 * blocks + each * one
             slots = out[place : place + length]
-            _levels(_slice(x, first, first + length), _slice(left, first, first + length), scale, slots)
+            _levels(part_of(x, first, first + length), part_of(left, first, first + length), scale, slots)
         sizes[number] = end - begin + 4
     return end
 
 
-@_loop
+@loop
 def _levels(x: Array | None, left: Array | None, scale: Any, out: Array) -> None:
     inverse = _ONE / scale
     if not np.isfinite(inverse):  # all below 2^-121: no float is that scale's inverse
         scale = inverse = _NONE
     for at in range(len(out)):
-        value = _value(x, left, at)
+        value = value_of(x, left, at)
         level = (value * inverse + _ROUNDING) - _ROUNDING
         if left is not None:
             left[at] = value - scale * level
         out[at] = np.uint8(np.int32(level))
 
 
-@_loop
+@loop
 def levels_fit(body: Array, offsets: Array, counts: Array) -> int:
     """The number of the first tensor that :func:`levels` does not make of its count; −1: all fit, or take no bytes."""
     for number in range(len(counts)):
@@ -406,36 +406,36 @@ def levels_fit(body: Array, offsets: Array, counts: Array) -> int:
             continue
         if size < 4:
             return number
-        block = np.int64(np.uint32(_word(body, begin)))
+        block = np.int64(np.uint32(word_at(body, begin)))
         one = block if block else max(1, counts[number])
         blocks = (counts[number] + one - 1) // one
         if size != 4 + 4 * blocks + counts[number]:
             return number
         for each in range(blocks):
-            if not np.isfinite(np.int32(_word(body, begin + 4 + 4 * each)).view(np.float32)):
+            if not np.isfinite(np.int32(word_at(body, begin + 4 + 4 * each)).view(np.float32)):
                 return number
     return -1
 
 
-@_loop
+@loop
 def levels_into(body: Array, offsets: Array, counts: Array, out: Array, starts: Array, add: bool) -> None:
     """Decode all tensors of which :func:`levels_fit`, one behind ``starts`` each."""
     for number in range(len(counts)):
         begin, start, count = offsets[number], starts[number], counts[number]
         if begin == offsets[number + 1]:
             continue
-        block = np.int64(np.uint32(_word(body, begin)))
+        block = np.int64(np.uint32(word_at(body, begin)))
         one = block if block else max(1, count)
         blocks = (count + one - 1) // one
         for each in range(blocks):
             first = start + each * one
             length = min(one, start + count - first)
-            scale = np.int32(_word(body, begin + 4 + 4 * each)).view(np.float32)
+            scale = np.int32(word_at(body, begin + 4 + 4 * each)).view(np.float32)
             place = begin + 4 + 4 * blocks + each * one
             _from_levels(body[place : place + length], scale, out[first : first + length], add)
 
 
-@_loop
+@loop
 def _from_levels(levels: Array, scale: Any, out: Array, add: bool) -> None:
     if add:
         for at in range(len(out)):
