@@ -109,31 +109,23 @@ class Int8(Codec):
         return np.concatenate((np.frombuffer(struct.pack("<I", self.block), np.uint8), as_bytes(scales), data))
 
     @classmethod
-    def _read(cls, opened: Opened) -> list[int]:
-        """The blocks of all tensors."""
-        blocks = []
-        for (begin, end), count in zip(pairwise(opened.offsets.tolist()), opened.held.counts.tolist(), strict=True):
-            block = 0
-            if begin < end:
-                block = _block(opened.body[begin:end])
-                scales = 4 * blocks_of(count, block)
-                _check_size(opened.body[begin:end], 4 + scales + count, count)
-                floats(opened.body[begin + 4 : begin + 4 + scales], torch.device("cpu"))
-            blocks.append(block)
-        return blocks
+    def _read(cls, opened: Opened) -> None:
+        bad = compiled().levels_fit(opened.body, opened.offsets, opened.held.counts)
+        if bad >= 0:
+            raise ProtocolError(f"tensor {opened.held.encoded[bad]} of a codec's frame is no int8 of its size")
 
     @classmethod
-    def _write(cls, opened: Opened, read: list[int], out: Tensor, starts: Array, add: bool) -> None:
-        for number, ((begin, end), block) in enumerate(zip(pairwise(opened.offsets.tolist()), read, strict=True)):
+    def _write(cls, opened: Opened, read: None, out: Tensor, starts: Array, add: bool) -> None:
+        if out.is_cpu:
+            compiled().levels_into(opened.body, opened.offsets, opened.held.counts, out.numpy(), starts, add)
+            return
+        for number, (begin, end) in enumerate(pairwise(opened.offsets.tolist())):
             if begin == end:
                 continue
             start, count = int(starts[number]), int(opened.held.counts[number])
-            if out.is_cpu:
-                compiled().levels_into(opened.body, begin + 4, block, out.numpy(), start, count, add)
-                continue
             scales = floats(opened.body[begin + 4 : end - count], out.device)
             rounded = torch.from_numpy(opened.body[end - count : end].copy()).view(torch.int8).to(out.device)
-            values = (in_blocks(rounded, block) * scales[:, None]).view(-1)[:count]
+            values = (in_blocks(rounded, _block(opened.body[begin:end])) * scales[:, None]).view(-1)[:count]
             to = out[start : start + count]
             to.add_(values) if add else to.copy_(values)
 

@@ -26,7 +26,7 @@ Array: TypeAlias = npt.NDArray[Any]
 _DENSE = 0.4
 """Codes a packed byte above which all values are written, plane by plane, not those alone that are not zero."""
 _LINE = 16  # values of a cache line
-_LANES = 64
+_BYTES = 64  # of a processor's widest register
 _ROUNDING = np.float32(1.5 * 2**23)
 """Added and taken away again, it rounds what is small against it to integers, half to even."""
 _MAGNITUDE = np.int32(0x7FFFFFFF)
@@ -41,14 +41,14 @@ _SIGNS = np.take_along_axis(_TRITS, _PLACES, axis=1)
 _SHOWN = np.array([code if code < 243 else ZEROS for code in range(256)], np.float32)
 _STRETCH = np.array([1 if code < 243 else code - 241 for code in range(256)], np.int64)
 
-_loop = numba.njit(cache=True, nogil=True, error_model="numpy")
+loop = numba.njit(cache=True, nogil=True, error_model="numpy")
 
 
-def _value(x: Array | None, left: Array | None, at: int) -> Any:
+def value_of(x: Array | None, left: Array | None, at: int) -> Any:
     """What is to be encoded; numba chooses by what is None."""
 
 
-@overload(_value, strict=False)
+@overload(value_of, strict=False)
 def _(x: Any, left: Any, at: Any) -> Any:
     if isinstance(x, types.NoneType):
         return lambda x, left, at: left[np.uintp(at)]
@@ -57,66 +57,59 @@ def _(x: Any, left: Any, at: Any) -> Any:
     return lambda x, left, at: x[np.uintp(at)] + left[np.uintp(at)]
 
 
-def _slice(vector: Array | None, begin: int, end: int) -> Any:
+def part_of(vector: Array | None, begin: int, end: int) -> Any:
     """Of a vector that may be None."""
 
 
-@overload(_slice, strict=False)
+@overload(part_of, strict=False)
 def _(vector: Any, begin: Any, end: Any) -> Any:
     if isinstance(vector, types.NoneType):
         return lambda vector, begin, end: None
     return lambda vector, begin, end: vector[begin:end]
 
 
-@_loop
+@loop
 def peak(x: Array | None, left: Array | None, start: int, count: int) -> Any:
     """max |x + left| over a part; Inf or NaN if any of them is not finite.
 
     Compared as integers, which order magnitudes as floats do and NaN above all.
     """
-    most = np.zeros(_LANES, np.int32)
-    stop = start + count
-    whole = start + count // _LANES * _LANES
-    for at in range(start, whole, _LANES):
-        for lane in range(_LANES):
-            bits = np.float32(_value(x, left, at + lane)).view(np.int32) & _MAGNITUDE
-            most[lane] = bits if bits > most[lane] else most[lane]
-    highest = most.max()
-    for at in range(whole, stop):
-        highest = max(highest, np.float32(_value(x, left, at)).view(np.int32) & _MAGNITUDE)
+    highest = np.int32(0)
+    for at in range(start, start + count):
+        bits = magnitude_of(value_of(x, left, at))
+        highest = bits if bits > highest else highest
     return np.int32(highest).view(np.float32)
 
 
-@_loop
-def _plane(x: Array | None, left: Array | None, scale: Any, half: Any, trits: Array) -> None:
-    """Take up a plane's trits, round(x / scale): 1 above half of the scale, −1 below minus that."""
+@loop
+def magnitude_of(value: Any) -> Any:
+    """The bits of a magnitude: integers of 32 bits, which numba would widen, and half as many fit a register."""
+    return np.int32(np.float32(value).view(np.int32) & _MAGNITUDE)
+
+
+@loop
+def _quantize(x: Array | None, left: Array | None, scale: Any, half: Any, trits: Array) -> None:
+    """A slice's trits, round(x / scale): 1 above half of the scale, −1 below minus that."""
     for at in range(len(trits)):
-        value = _value(x, left, at)
+        value = value_of(x, left, at)
         trit = np.copysign(_ONE if abs(value) > half else _NONE, value)
         if left is not None:
             left[at] = value - scale * trit
-        trits[at] = trits[at] * np.float32(3) + trit
+        trits[at] = np.int8(trit)
 
 
-@_loop
-def _pack(
-    x: Array | None, left: Array | None, start: int, stop: int, scale: Any, half: Any, trits: Array, packed: Array
-) -> int:
-    """A block's trits, five a byte; returns the bytes. The last block is padded with zero trits."""
-    plane = min(PLANE, (stop - start + 4) // 5)
-    trits[:plane] = 0
-    for number in range(5):
-        begin = min(start + number * plane, stop)
-        end = min(begin + plane, stop)
-        _plane(_slice(x, begin, end), _slice(left, begin, end), scale, half, trits[: end - begin])
-        for at in range(end - begin, plane):
-            trits[at] *= np.float32(3)
-    for at in range(plane):
-        packed[at] = np.uint8(np.int32(trits[at]) + np.int32(ZEROS))
-    return plane
+@loop
+def _pack(trits: Array, plane: int, packed: Array) -> None:
+    """Five trits a byte, one of each plane: in whole registers, beyond the plane's end if need be."""
+    for first in range(0, plane, _BYTES):
+        for at in range(first, first + _BYTES):
+            five = np.int64(trits[np.uintp(at)])
+            for number in range(1, 5):
+                five = five * 3 + trits[np.uintp(at + number * plane)]
+            packed[np.uintp(at)] = np.uint8(five + ZEROS)
 
 
-@_loop
+@loop
 def _append(packed: Array, size: int, places: Array, out: Array, end: int, zeros: int) -> tuple[int, int]:
     """Zero-run encode ``size`` bytes; returns the new end of ``out`` and the zero bytes that wait for the next ones.
 
@@ -126,59 +119,78 @@ def _append(packed: Array, size: int, places: Array, out: Array, end: int, zeros
     listed = 0
     words = packed[: size // 8 * 8].view(np.uint64)
     for word in range(len(words)):
-        if words[word] != none:
+        if words[np.uintp(word)] != none:
             for at in range(word * 8, word * 8 + 8):
-                places[listed] = at
-                listed += int(packed[at] != ZEROS)
+                places[np.uintp(listed)] = at
+                listed += int(packed[np.uintp(at)] != ZEROS)
     for at in range(len(words) * 8, size):
-        places[listed] = at
-        listed += int(packed[at] != ZEROS)
+        places[np.uintp(listed)] = at
+        listed += int(packed[np.uintp(at)] != ZEROS)
     done = -zeros
     for number in range(listed):
-        place = places[number]
+        place = places[np.uintp(number)]
         end = _run(place - done, out, end)
-        out[end] = packed[place]
+        out[np.uintp(end)] = packed[np.uintp(place)]
         end += 1
         done = place + 1
     return end, size - done
 
 
-@_loop
+@loop
 def _run(zeros: int, out: Array, end: int) -> int:
     while zeros > LONGEST:
-        out[end] = 255
+        out[np.uintp(end)] = 255
         end += 1
         zeros -= LONGEST
-    out[end] = _RUN_CODES[zeros]  # overwritten by what follows if there are none
+    out[np.uintp(end)] = _RUN_CODES[np.uintp(zeros)]  # overwritten by what follows if there are none
     return end + int(zeros > 0)
 
 
-@_loop
+@loop
 def ternary(x: Array | None, left: Array | None, start: int, count: int, scale: Any, out: Array, end: int) -> int:
     """3-value quantization by ``scale``, base-3⁵ and zero-run encoding of a part (3LC, section 3); the new end.
 
     Args:
         out: room for a byte in five values from ``end`` on, and one more.
     """
+    return _ternary(x, left, start, count, scale, out, end, _room())
+
+
+@loop
+def _room() -> tuple[Array, Array, Array]:
+    """For a block's trits, its bytes, and where those stand that are not zero; small tensors have no time to ask for it
+    each.
+    """
+    return np.empty(BLOCK + _BYTES, np.int8), np.empty(PLANE, np.uint8), np.empty(PLANE + 8, np.int64)
+
+
+@loop
+def _ternary(
+    x: Array | None, left: Array | None, start: int, count: int, scale: Any, out: Array, end: int, room: Any
+) -> int:
     half = scale * _HALF
     if half + half != scale:  # the smallest numbers of all have no half: x > m/2 means above the one below
         half = np.int32(np.float32(scale).view(np.int32) >> 1).view(np.float32)
-    trits = np.empty(PLANE, np.float32)
-    packed = np.empty(PLANE, np.uint8)
-    places = np.empty(PLANE + 8, np.int64)
+    trits, packed, places = room
     zeros = 0
     for begin in range(start, start + count, BLOCK):
-        size = _pack(x, left, begin, min(begin + BLOCK, start + count), scale, half, trits, packed)
-        end, zeros = _append(packed, size, places, out, end, zeros)
+        stop = min(begin + BLOCK, start + count)
+        size = stop - begin
+        plane = (size + 4) // 5
+        _quantize(part_of(x, begin, stop), part_of(left, begin, stop), scale, half, trits[:size])
+        trits[size : 5 * plane] = 0
+        _pack(trits, plane, packed)
+        end, zeros = _append(packed, plane, places, out, end, zeros)
     return _run(zeros, out, end)
 
 
-@_loop
+@loop
 def ternary_fits(codes: Array, begin: int, stop: int, count: int) -> bool:
     """Whether ``codes[begin:stop]`` are just the bytes of ``count`` trits, with zero trits as the padding."""
     stretched = 0
     for at in range(begin, stop):
-        stretched += _STRETCH[codes[at]]
+        code = np.int64(codes[np.uintp(at)])
+        stretched += 1 if code < 243 else int(code) - 241
     last = count - 1 - (count - 1) % BLOCK if count else 0  # where the last block begins
     plane = (count - last + 4) // 5
     if stretched != last // 5 + plane:
@@ -193,7 +205,7 @@ def ternary_fits(codes: Array, begin: int, stop: int, count: int) -> bool:
     return True
 
 
-@_loop
+@loop
 def ternary_into(codes: Array, begin: int, stop: int, scale: Any, out: Array, start: int, count: int, add: bool) -> Any:
     """Decode a part of which :func:`ternary_fits`: ``out = scale * trits``, or ``out += scale * trits``."""
     if (stop - begin) * 5 > count * _DENSE:
@@ -201,7 +213,7 @@ def ternary_into(codes: Array, begin: int, stop: int, scale: Any, out: Array, st
     return _sparse_into(codes, begin, stop, scale, out, start, count, add)
 
 
-@_loop
+@loop
 def _sparse_into(codes: Array, begin: int, stop: int, scale: Any, out: Array, start: int, count: int, add: bool) -> Any:
     """Only what is not zero is worked on.
 
@@ -214,11 +226,11 @@ def _sparse_into(codes: Array, begin: int, stop: int, scale: Any, out: Array, st
         plane = (size + 4) // 5
         if add:
             for line in range(first, first + size, _LINE):
-                seen += out[line]
+                seen += out[np.uintp(line)]
         else:
             out[first : first + size] = _NONE
         while place < plane and at < stop:
-            code = codes[at]
+            code = codes[np.uintp(at)]
             if code < 243 and code != ZEROS:
                 for number in range(_FILLED[code]):
                     out[np.uintp(first + place + _PLACES[code, number] * plane)] += scale * _SIGNS[code, number]
@@ -228,7 +240,7 @@ def _sparse_into(codes: Array, begin: int, stop: int, scale: Any, out: Array, st
     return seen
 
 
-@_loop
+@loop
 def _dense_into(codes: Array, begin: int, stop: int, scale: Any, out: Array, start: int, count: int, add: bool) -> Any:
     """Code by code into a block's bytes, as numbers, and plane by plane out of these."""
     packed = np.empty(PLANE + LONGEST, np.float32)
@@ -238,7 +250,7 @@ def _dense_into(codes: Array, begin: int, stop: int, scale: Any, out: Array, sta
         plane = (size + 4) // 5
         packed[:] = np.float32(ZEROS)
         while place < plane and at < stop:
-            code = codes[at]
+            code = codes[np.uintp(at)]
             packed[np.uintp(place)] = _SHOWN[code]
             place += _STRETCH[code]
             at += 1
@@ -251,7 +263,7 @@ def _dense_into(codes: Array, begin: int, stop: int, scale: Any, out: Array, sta
     return _NONE
 
 
-@_loop
+@loop
 def _unpack(packed: Array, scale: Any, out: Array, add: bool) -> None:
     """Take the lowest trit off each byte; a third of numbers up to 242 is exact enough to be cut off."""
     if add:
@@ -266,11 +278,12 @@ def _unpack(packed: Array, scale: Any, out: Array, add: bool) -> None:
             packed[at] = rest
 
 
-@_loop
+@loop
 def three_lc(
     x: Array, left: Array | None, starts: Array, counts: Array, sparsity: Any, out: Array, end: int, sizes: Array
 ) -> int:
     """3LC of all tensors of a vector, each one pass, as :class:`gossipx.codecs.ternary.ThreeLC` lays them out."""
+    room = _room()
     for number in range(len(starts)):
         scale = peak(x, left, starts[number], counts[number]) * sparsity
         if not counts[number] or not np.isfinite(scale):
@@ -280,12 +293,12 @@ def three_lc(
         bits = np.float32(scale).view(np.int32)
         for byte in range(4):
             out[end + 1 + byte] = (bits >> 8 * byte) & 255
-        end = ternary(x, left, starts[number], counts[number], scale, out, end + 5)
+        end = _ternary(x, left, starts[number], counts[number], scale, out, end + 5, room)
         sizes[number] = end - begin
     return end
 
 
-@_loop
+@loop
 def three_lc_fits(body: Array, offsets: Array, counts: Array) -> int:
     """The number of the first tensor that is no 3LC of its count; −1: all are, or take no bytes."""
     for number in range(len(counts)):
@@ -299,8 +312,8 @@ def three_lc_fits(body: Array, offsets: Array, counts: Array) -> int:
         if not passes or at > stop:
             return number
         for each in range(passes):
-            until = stop if each == passes - 1 else at + np.int64(np.uint32(_word(body, sizes + 4 * each)))
-            if until > stop or not np.isfinite(np.int32(_word(body, scales + 4 * each)).view(np.float32)):
+            until = stop if each == passes - 1 else at + np.int64(np.uint32(word_at(body, sizes + 4 * each)))
+            if until > stop or not np.isfinite(np.int32(word_at(body, scales + 4 * each)).view(np.float32)):
                 return number
             if not ternary_fits(body, at, until, counts[number]):
                 return number
@@ -308,7 +321,7 @@ def three_lc_fits(body: Array, offsets: Array, counts: Array) -> int:
     return -1
 
 
-@_loop
+@loop
 def three_lc_into(body: Array, offsets: Array, counts: Array, out: Array, starts: Array, add: bool) -> None:
     """Decode all tensors of which :func:`three_lc_fits`, one behind ``starts`` each."""
     for number in range(len(counts)):
@@ -320,21 +333,21 @@ def three_lc_into(body: Array, offsets: Array, counts: Array, out: Array, starts
         scales = sizes + 4 * (passes - 1)
         at = scales + 4 * passes
         for each in range(passes):
-            until = stop if each == passes - 1 else at + np.int64(np.uint32(_word(body, sizes + 4 * each)))
-            scale = np.int32(_word(body, scales + 4 * each)).view(np.float32)
+            until = stop if each == passes - 1 else at + np.int64(np.uint32(word_at(body, sizes + 4 * each)))
+            scale = np.int32(word_at(body, scales + 4 * each)).view(np.float32)
             ternary_into(body, at, until, scale, out, starts[number], counts[number], add or each > 0)
             at = until
 
 
-@_loop
-def _word(body: Array, at: int) -> Any:
+@loop
+def word_at(body: Array, at: int) -> Any:
     bits = np.uint32(0)
     for byte in range(4):
         bits |= np.uint32(body[at + byte]) << np.uint32(8 * byte)
     return bits
 
 
-@_loop
+@loop
 def levels(
     x: Array, left: Array | None, starts: Array, counts: Array, block: int, out: Array, end: int, sizes: Array
 ) -> int:
@@ -363,41 +376,66 @@ def levels(
         for each in range(blocks):
             first = start + each * one
             length = min(one, start + count - first)
-            scale = np.int32(_word(out, begin + 4 * each)).view(np.float32)
+            scale = np.int32(word_at(out, begin + 4 * each)).view(np.float32)
             place = begin + 4 * blocks + each * one
             slots = out[place : place + length]
-            _levels(_slice(x, first, first + length), _slice(left, first, first + length), scale, slots)
+            _levels(part_of(x, first, first + length), part_of(left, first, first + length), scale, slots)
         sizes[number] = end - begin + 4
     return end
 
 
-@_loop
+@loop
 def _levels(x: Array | None, left: Array | None, scale: Any, out: Array) -> None:
     inverse = _ONE / scale
     if not np.isfinite(inverse):  # all below 2^-121: no float is that scale's inverse
         scale = inverse = _NONE
     for at in range(len(out)):
-        value = _value(x, left, at)
+        value = value_of(x, left, at)
         level = (value * inverse + _ROUNDING) - _ROUNDING
         if left is not None:
             left[at] = value - scale * level
         out[at] = np.uint8(np.int32(level))
 
 
-@_loop
-def levels_into(body: Array, begin: int, block: int, out: Array, start: int, count: int, add: bool) -> None:
-    """Decode one tensor that :func:`levels` made."""
-    one = block if block else max(1, count)
-    blocks = (count + one - 1) // one
-    for each in range(blocks):
-        first = start + each * one
-        length = min(one, start + count - first)
-        scale = np.int32(_word(body, begin + 4 * each)).view(np.float32)
-        place = begin + 4 * blocks + each * one
-        _from_levels(body[place : place + length], scale, out[first : first + length], add)
+@loop
+def levels_fit(body: Array, offsets: Array, counts: Array) -> int:
+    """The number of the first tensor that :func:`levels` does not make of its count; −1: all fit, or take no bytes."""
+    for number in range(len(counts)):
+        begin, size = offsets[number], offsets[number + 1] - offsets[number]
+        if not size:
+            continue
+        if size < 4:
+            return number
+        block = np.int64(np.uint32(word_at(body, begin)))
+        one = block if block else max(1, counts[number])
+        blocks = (counts[number] + one - 1) // one
+        if size != 4 + 4 * blocks + counts[number]:
+            return number
+        for each in range(blocks):
+            if not np.isfinite(np.int32(word_at(body, begin + 4 + 4 * each)).view(np.float32)):
+                return number
+    return -1
 
 
-@_loop
+@loop
+def levels_into(body: Array, offsets: Array, counts: Array, out: Array, starts: Array, add: bool) -> None:
+    """Decode all tensors of which :func:`levels_fit`, one behind ``starts`` each."""
+    for number in range(len(counts)):
+        begin, start, count = offsets[number], starts[number], counts[number]
+        if begin == offsets[number + 1]:
+            continue
+        block = np.int64(np.uint32(word_at(body, begin)))
+        one = block if block else max(1, count)
+        blocks = (count + one - 1) // one
+        for each in range(blocks):
+            first = start + each * one
+            length = min(one, start + count - first)
+            scale = np.int32(word_at(body, begin + 4 + 4 * each)).view(np.float32)
+            place = begin + 4 + 4 * blocks + each * one
+            _from_levels(body[place : place + length], scale, out[first : first + length], add)
+
+
+@loop
 def _from_levels(levels: Array, scale: Any, out: Array, add: bool) -> None:
     if add:
         for at in range(len(out)):

@@ -6,15 +6,16 @@ import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, final
+from itertools import pairwise
+from typing import Any, ClassVar, final
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from gossipx.codecs import packing
-from gossipx.codecs.base import PerTensor, State, floats
-from gossipx.codecs.frames import Array, numbers
+from gossipx.codecs.base import PerTensor, Plan, State, floats
+from gossipx.codecs.frames import Array, Opened, numbers
 from gossipx.errors import ProtocolError
 
 _SAMPLE = 1024
@@ -43,24 +44,35 @@ class _Sparse(PerTensor):
 
     @classmethod
     def _values(cls, data: Array, shape: tuple[int, ...], count: int, device: torch.device) -> Tensor:
+        """Of one that fits: looked at by :meth:`_read`, or made here."""
         (many,) = numbers("<Q", data)
-        if many > count:
-            raise ProtocolError(f"a tensor of {count} values of a codec's frame has {many}")
-        wide = _bits(count)
-        end = 8 + (packing.bits_bytes(many, wide) if _as_numbers(many, count) else packing.bits_bytes(count, 1))
-        if len(data) != end + 4 * many:
-            raise ProtocolError(f"{many} of {count} values of a codec's frame do not take {len(data)} bytes")
+        end = len(data) - 4 * many
         where = torch.from_numpy(data[8:end].copy()).to(device)
         if _as_numbers(many, count):
-            places = packing.unpack_bits(where, many, wide)
-            if many and (int(places[-1]) >= count or bool((places[1:] <= places[:-1]).any())):
-                raise ProtocolError("a codec's frame has values that do not stand behind each other in their tensor")
+            places = packing.unpack_bits(where, many, _bits(count))
         else:
             places = packing.unpack_bits(where, count, 1).nonzero().view(-1)
-            if len(places) != many:
-                raise ProtocolError(f"a tensor of a codec's frame marks {len(places)} values and has {many}")
         sent = floats(data[end:], device)
         return torch.zeros(count, dtype=torch.float32, device=device).index_copy_(0, places, sent)
+
+    @classmethod
+    def _read(cls, opened: Opened) -> list[Tensor | None]:
+        bad = compiled_sparse().sparse_fits(opened.body, opened.offsets, opened.held.counts)
+        if bad >= 0:
+            raise ProtocolError(f"tensor {opened.held.encoded[bad]} of a codec's frame is no few values of its size")
+        return []
+
+    @classmethod
+    def _write(cls, opened: Opened, read: list[Tensor | None], out: Tensor, starts: Array, add: bool) -> None:
+        if out.is_cpu:
+            compiled_sparse().sparse_into(opened.body, opened.offsets, opened.held.counts, out.numpy(), starts, add)
+            return
+        for number, (begin, end) in enumerate(pairwise(opened.offsets.tolist())):
+            if begin < end:
+                count, start = int(opened.held.counts[number]), int(starts[number])
+                values = cls._values(opened.body[begin:end], (count,), count, out.device)
+                to = out[start : start + count]
+                to.add_(values) if add else to.copy_(values)
 
 
 @final
@@ -83,6 +95,24 @@ class TopK(_Sparse):
         _check_ratio(self.ratio)
         if not 0 <= self.sample <= 1:
             raise ValueError("sample is a part of the values, from 0 to 1")
+
+    def _begin(self, state: State, device: torch.device) -> None:
+        if device.type == "cpu":
+            compiled_sparse()
+
+    def _encode(
+        self, x: Tensor, left: Tensor | None, state: State, plan: Plan, frame: Array, end: int, sizes: Array
+    ) -> int:
+        if not x.is_cpu:
+            return super()._encode(x, left, state, plan, frame, end, sizes)
+        counts, looked = plan.counts, plan.counts
+        if self.sample:
+            looked = np.minimum(counts, np.maximum(_SAMPLE, np.rint(self.sample * counts))).astype(np.int64)
+        many = np.clip(np.rint(self.ratio * looked), 1, np.maximum(looked, 1)).astype(np.int64)
+        error = None if left is None else left.numpy()
+        key = np.uint64(state.draws(x.device).initial_seed())
+        loops = compiled_sparse()
+        return int(loops.largest(x.numpy(), error, plan.starts, counts, many, looked, key, frame, end, sizes))
 
     def _bytes(self, values: Tensor, shape: tuple[int, ...], state: State, number: int) -> Sequence[Tensor | bytes]:
         many = _of(self.ratio, len(values))
@@ -108,6 +138,20 @@ class Threshold(_Sparse):
         super().__post_init__()
         if not (self.value >= 0 and math.isfinite(self.value)):
             raise ValueError("value is a magnitude, a finite number from 0")
+
+    def _begin(self, state: State, device: torch.device) -> None:
+        if device.type == "cpu":
+            compiled_sparse()
+
+    def _encode(
+        self, x: Tensor, left: Tensor | None, state: State, plan: Plan, frame: Array, end: int, sizes: Array
+    ) -> int:
+        if not x.is_cpu:
+            return super()._encode(x, left, state, plan, frame, end, sizes)
+        with np.errstate(over="ignore"):
+            least = np.nextafter(np.float32(self.value), np.float32(math.inf)).view(np.int32)
+        error = None if left is None else left.numpy()
+        return int(compiled_sparse().reaching(x.numpy(), error, plan.starts, plan.counts, least, frame, end, sizes))
 
     def _bytes(self, values: Tensor, shape: tuple[int, ...], state: State, number: int) -> Sequence[Tensor | bytes]:
         return self._sent(values, (values.abs() > self.value).nonzero().view(-1))
@@ -209,6 +253,13 @@ class DGC(_Sparse):
         velocity[places] = 0
         gathered[places] = 0
         return sent
+
+
+def compiled_sparse() -> Any:
+    """:mod:`gossipx.codecs.loops_sparse`; imported where it is needed."""
+    from gossipx.codecs import loops_sparse
+
+    return loops_sparse
 
 
 def sampled_threshold(values: Tensor, ratio: float, sample: float, draws: torch.Generator) -> float:

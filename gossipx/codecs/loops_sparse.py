@@ -1,0 +1,368 @@
+"""The loops of codecs that send few values, compiled as those of :mod:`gossipx.codecs.loops`, and with its arguments.
+
+numba keeps what it compiled until the file of a loop changes: whoever changes a loop that is imported here touches this
+file, too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from gossipx.codecs.loops import Array, loop, magnitude_of, part_of, peak, value_of, word_at
+
+CHUNK = 1024
+"""Values that are marked at once, a multiple of 8."""
+_COUNTED = 2**20  # values that are counted by 32 bits
+_INFINITY = np.int32(0x7F800000)
+_GATHER = np.uint64(0x0102040810204080)
+"""Times eight bytes of 0 or 1, it has the lowest bits of these in its highest byte, in their order."""
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+"""2^64 / φ: the multiples of 1 / φ, cut to their fractions, fill every part of 0 to 1 alike."""
+_ONES = np.array([byte.bit_count() for byte in range(256)], np.int64)
+
+
+@loop
+def largest(
+    x: Array,
+    left: Array | None,
+    starts: Array,
+    counts: Array,
+    many: Array,
+    looked: Array,
+    key: Any,
+    out: Array,
+    end: int,
+    sizes: Array,
+) -> int:
+    """The largest values of each tensor, as :class:`gossipx.codecs.sparse.TopK` lays them out; the new end.
+
+    Args:
+        many: of the values that are looked at, the threshold lets through, for each tensor.
+        looked: values that the threshold is found from; where these are all, just ``many`` are sent.
+        key: of the draws, 64 bits.
+    """
+    room = _room(counts)
+    some = np.empty(looked.max(), np.float32)
+    for number in range(len(starts)):
+        start, count = starts[number], counts[number]
+        highest = magnitude_of(peak(x, left, start, count))
+        if not count or highest >= _INFINITY:
+            continue
+        if looked[number] < count:
+            few = some[: looked[number]]
+            _sample(x, left, start, count, np.uint64(key) + np.uint64(number), few)
+            least, spare = _threshold(few, None, 0, len(few), many[number], highest)
+            least, spare = max(least, np.int32(1)), count
+        else:
+            least, spare = _threshold(x, left, start, count, many[number], highest)
+        begin = end
+        end = _send(x, left, start, count, least, spare, room, out, end)
+        sizes[number] = end - begin
+    return end
+
+
+@loop
+def reaching(
+    x: Array, left: Array | None, starts: Array, counts: Array, least: Any, out: Array, end: int, sizes: Array
+) -> int:
+    """The values of each tensor whose magnitude, as an integer, is at least ``least``; the new end."""
+    room = _room(counts)
+    for number in range(len(starts)):
+        start, count = starts[number], counts[number]
+        if count and magnitude_of(peak(x, left, start, count)) < _INFINITY:
+            begin = end
+            end = _send(x, left, start, count, least, count, room, out, end)
+            sizes[number] = end - begin
+    return end
+
+
+@loop
+def _sample(x: Array, left: Array | None, start: int, count: int, key: Any, some: Array) -> None:
+    """A value from each of so many equal parts: which of it, a sequence without period says, that begins by chance."""
+    first = (key ^ (key >> np.uint64(31))) * _GOLDEN
+    first = (first ^ (first >> np.uint64(29))) * _GOLDEN
+    step = count / len(some)
+    for at in range(len(some)):
+        drawn = first + np.uint64(at) * _GOLDEN
+        part = np.float64(np.int64(drawn >> np.uint64(11))) * 2.0**-53
+        place = int(np.int64((at + part) * step))
+        some[at] = value_of(x, left, start + min(count - 1, place))
+
+
+@loop
+def _threshold(x: Array, left: Array | None, start: int, count: int, many: int, highest: Any) -> tuple[Any, int]:
+    """The magnitude that ``many`` of the values reach, as an integer, and how many of those that just reach it may go.
+
+    By halving what is between zero and the ``highest``: counting is fast.
+    """
+    low, high, above = np.int32(0), np.int32(highest + 1), 0
+    while high - low > 1:
+        middle = np.int32((np.int64(low) + np.int64(high)) >> 1)
+        reached = 0
+        for first in range(start, start + count, _COUNTED):
+            last = min(first + _COUNTED, start + count)
+            reached += int(_reached(part_of(x, first, last), part_of(left, first, last), middle))
+        if reached == many:
+            return middle, count
+        if reached > many:
+            low = middle
+        else:
+            high, above = middle, reached
+    return low, many - above
+
+
+@loop
+def _reached(x: Array, left: Array | None, least: Any) -> Any:
+    reached = np.int32(0)
+    for at in range(len(x)):
+        reached += np.int32(magnitude_of(value_of(x, left, at)) >= least)
+    return reached
+
+
+@loop
+def _room(counts: Array) -> tuple[Array, Array]:
+    """For a chunk's marks; and for where values stand, as many as may be told by numbers, and a chunk's."""
+    most = 0
+    for count in counts:
+        most = max(most, _told(count))
+    return np.zeros(CHUNK + 8, np.uint8), np.empty(most + CHUNK + 8, np.int64)
+
+
+@loop
+def _told(count: int) -> int:
+    """More values of ``count`` than this are never told by numbers."""
+    return (count + 7) // wide_of(count)
+
+
+@loop
+def wide_of(count: int) -> int:
+    """Bits of a number below ``count``, at least one."""
+    wide = 1
+    while count > 1 << wide:
+        wide += 1
+    return wide
+
+
+@loop
+def _as_numbers(many: int, count: int) -> bool:
+    return (many + 7) // 8 * wide_of(count) < (count + 7) // 8
+
+
+@loop
+def _send(
+    x: Array, left: Array | None, start: int, count: int, least: Any, spare: int, room: Any, out: Array, end: int
+) -> int:
+    """One tensor's values from ``least`` on, of those that just reach it ``spare``; the new end.
+
+    Values are written as if a bit each told where they stand, and moved if numbers are shorter.
+    """
+    marks, places = room
+    where, many = end + 8, 0
+    values = where + (count + 7) // 8
+    for first in range(0, count, CHUNK):
+        size = min(CHUNK, count - first)
+        begin = start + first
+        now, kept = part_of(x, begin, begin + size), part_of(left, begin, begin + size)
+        _mark(now, kept, least, marks[:size])
+        marks[size : size + 7] = 0
+        if spare < count:
+            spare = _unmark(now, kept, least, spare, marks[:size])
+        told = many if many <= len(places) - CHUNK - 8 else 0
+        listed = _list(marks, (size + 7) // 8, first, places[told:], out, where + first // 8)
+        _take(x, left, start, places[told : told + listed], out, values + 4 * many)
+        many += listed
+    for byte in range(8):
+        out[end + byte] = (many >> 8 * byte) & 255
+    if _as_numbers(many, count):
+        wide = wide_of(count)
+        _put_numbers(places, many, wide, out, where)
+        moved = where + (many + 7) // 8 * wide
+        for at in range(4 * many):
+            out[np.uintp(moved + at)] = out[np.uintp(values + at)]
+        values = moved
+    return values + 4 * many
+
+
+@loop
+def _mark(x: Array, left: Array | None, least: Any, marks: Array) -> None:
+    """Which values go; ``left`` is all of them for now."""
+    for at in range(len(marks)):
+        value = value_of(x, left, at)
+        if left is not None:
+            left[at] = value
+        marks[at] = np.uint8(magnitude_of(value) >= least)
+
+
+@loop
+def _unmark(x: Array, left: Array | None, least: Any, spare: int, marks: Array) -> int:
+    """Of marked values that just reach ``least``, only the first ``spare`` go; how many may still."""
+    for at in range(len(marks)):
+        if marks[at] and magnitude_of(value_of(x, None, at) if left is None else value_of(None, left, at)) == least:
+            marks[at] = np.uint8(spare > 0)
+            spare -= int(spare > 0)
+    return spare
+
+
+@loop
+def _list(marks: Array, eights: int, first: int, places: Array, out: Array, where: int) -> int:
+    """Where marks stand, ``first`` on, as numbers and as bits; how many they are."""
+    words = marks[: eights * 8].view(np.uint64)
+    listed = 0
+    for word in range(eights):
+        eight = words[np.uintp(word)]
+        out[np.uintp(where + word)] = np.uint8((eight * _GATHER) >> np.uint64(56))
+        if eight:
+            for at in range(word * 8, word * 8 + 8):
+                places[np.uintp(listed)] = first + at
+                listed += int(np.int64(marks[np.uintp(at)]))
+    return listed
+
+
+@loop
+def _take(x: Array, left: Array | None, start: int, places: Array, out: Array, to: int) -> None:
+    """Write the values at ``places``; nothing is left of them."""
+    for number in range(len(places)):
+        at = start + places[np.uintp(number)]
+        value = value_of(x, None, at) if left is None else value_of(None, left, at)
+        if left is not None:
+            left[np.uintp(at)] = np.float32(0)
+        bits = np.float32(value).view(np.int32)
+        for byte in range(4):
+            out[np.uintp(to + 4 * number + byte)] = np.uint8((bits >> 8 * byte) & 255)
+
+
+@loop
+def _put_numbers(places: Array, many: int, wide: int, out: Array, where: int) -> None:
+    """As :func:`gossipx.codecs.packing.pack_bits` does it."""
+    eights = (many + 7) // 8
+    places[many : eights * 8] = 0
+    for bit in range(wide):
+        for eight in range(eights):
+            byte = np.int64(0)
+            for each in range(8):
+                byte |= ((places[np.uintp(eight * 8 + each)] >> bit) & 1) << each
+            out[np.uintp(where + bit * eights + eight)] = np.uint8(byte)
+
+
+@loop
+def _get_numbers(body: Array, where: int, many: int, wide: int, places: Array) -> None:
+    eights = (many + 7) // 8
+    places[: eights * 8] = 0
+    for bit in range(wide):
+        for eight in range(eights):
+            byte = np.int64(body[np.uintp(where + bit * eights + eight)])
+            for each in range(8):
+                places[np.uintp(eight * 8 + each)] |= ((byte >> each) & 1) << bit
+
+
+@loop
+def sparse_fits(body: Array, offsets: Array, counts: Array) -> int:
+    """The number of the first tensor that is no sparse one of its count; −1: all are, or take no bytes."""
+    places = np.empty(_most_told(offsets, counts), np.int64)
+    for number in range(len(counts)):
+        begin, stop, count = offsets[number], offsets[number + 1], counts[number]
+        if begin == stop:
+            continue
+        many = _many(body, begin, stop)
+        if not 0 <= many <= count:
+            return number
+        numbered = _as_numbers(many, count)
+        values = begin + 8 + ((many + 7) // 8 * wide_of(count) if numbered else (count + 7) // 8)
+        if stop != values + 4 * many:
+            return number
+        if numbered:
+            _get_numbers(body, begin + 8, many, wide_of(count), places)
+        if not (_ascend(places[:many], count) if numbered else _has(body[begin + 8 : values], count, many)):
+            return number
+        for at in range(values, stop, 4):
+            if np.int32(word_at(body, at)) & _INFINITY == _INFINITY:
+                return number
+    return -1
+
+
+@loop
+def _most_told(offsets: Array, counts: Array) -> int:
+    """Places that a tensor's numbers tell at most, and padding: bounded by the bytes that there are."""
+    most = 0
+    for number in range(len(counts)):
+        most = max(most, min(_told(counts[number]), (offsets[number + 1] - offsets[number]) // 4))
+    return most + 16
+
+
+@loop
+def _many(body: Array, begin: int, stop: int) -> int:
+    """How many values a tensor says it has; −1: it ends before that, or says what cannot be."""
+    if stop - begin < 8:
+        return -1
+    many = np.uint64(word_at(body, begin + 4)) << np.uint64(32) | np.uint64(word_at(body, begin))
+    return int(np.int64(many))
+
+
+@loop
+def _ascend(places: Array, count: int) -> bool:
+    before = -1
+    for place in places:
+        if not before < place < count:
+            return False
+        before = place
+    return True
+
+
+@loop
+def _has(bits: Array, count: int, many: int) -> bool:
+    """Whether ``many`` of the bits are set, and none behind the last value's."""
+    ones = 0
+    for byte in bits:
+        ones += _ONES[byte]
+    return ones == many and (count % 8 == 0 or bits[-1] >> (count % 8) == 0)
+
+
+@loop
+def sparse_into(body: Array, offsets: Array, counts: Array, out: Array, starts: Array, add: bool) -> None:
+    """Decode all tensors of which :func:`sparse_fits`, one behind ``starts`` each; adds to what came alone."""
+    places = np.empty(_most_told(offsets, counts) + CHUNK, np.int64)
+    for number in range(len(counts)):
+        begin, stop, count = offsets[number], offsets[number + 1], counts[number]
+        if begin == stop:
+            continue
+        to = out[starts[number] : starts[number] + count]
+        if not add:
+            to[:] = np.float32(0)
+        many = _many(body, begin, stop)
+        values = stop - 4 * many
+        if _as_numbers(many, count):
+            _get_numbers(body, begin + 8, many, wide_of(count), places)
+            _put(body, values, places[:many], to)
+            continue
+        _put_marked(body, begin + 8, values, places, to)
+
+
+@loop
+def _put_marked(body: Array, where: int, values: int, places: Array, out: Array) -> None:
+    """Add values, in order, to places that a bit each tells, from ``where`` on up to the values."""
+    end = values
+    for first in range(where, end, CHUNK // 8):
+        listed = _set_bits(body[first : min(first + CHUNK // 8, end)], (first - where) * 8, places)
+        _put(body, values, places[:listed], out)
+        values += 4 * listed
+
+
+@loop
+def _set_bits(bits: Array, first: int, places: Array) -> int:
+    listed = 0
+    for at in range(len(bits)):
+        byte = np.int64(bits[np.uintp(at)])
+        if byte:
+            for each in range(8):
+                places[np.uintp(listed)] = first + at * 8 + each
+                listed += int((byte >> each) & 1)
+    return listed
+
+
+@loop
+def _put(body: Array, values: int, places: Array, out: Array) -> None:
+    for number in range(len(places)):
+        value = np.int32(word_at(body, values + 4 * number)).view(np.float32)
+        out[np.uintp(places[np.uintp(number)])] += value
