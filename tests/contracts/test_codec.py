@@ -213,6 +213,26 @@ def test_a_frame_of_another_shape_is_refused_and_nothing_changed(spec: str) -> N
         codec.encode(tensor.double(), state)
 
 
+@pytest.mark.cuda
+@every
+def test_tensors_on_a_device_are_encoded_and_decoded_there(spec: str) -> None:
+    """As in host memory, but for what is drawn, and what sums in another order may round otherwise."""
+    tensor = normal(60, 100)
+    feedback = ErrorFeedback(codecs.parse(spec))
+    there, here = tensor.cuda(), tensor.clone()
+    state, beside = feedback.init(there), feedback.init(here)
+    for _ in range(3):
+        frame, state = feedback.encode(there, state)
+        other, beside = feedback.encode(here, beside)
+        out = torch.ones_like(there)
+        decode_into(frame, out, add=True)
+        assert torch.allclose(out.cpu(), decode(frame) + 1, atol=1e-6)
+        assert state.kept["error"].is_cuda
+        drawn = ("stochastic3", "qsgd", "natural", "powersgd", "dgc", "topk:ratio=0.05,sample")
+        if not spec.startswith(drawn):
+            assert torch.allclose(decode(frame), decode(other), atol=1e-5)
+
+
 @every
 def test_spec_reads_as_it_was_given(spec: str) -> None:
     codec = codecs.parse(spec)
