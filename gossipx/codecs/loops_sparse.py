@@ -12,12 +12,16 @@ import numpy as np
 
 from gossipx.codecs.loops import Array, loop, magnitude_of, part_of, peak, value_of, word_at
 
-CHUNK = 1024
-"""Values that are marked at once, a multiple of 8."""
+CHUNK = 4096
+"""Values that are marked at once, a multiple of 8: with the error kept for them, they stay in the nearest cache."""
 _COUNTED = 2**20  # values that are counted by 32 bits
+_STRIDE = 2**20  # an eighth, of a float's magnitude
 _INFINITY = np.int32(0x7F800000)
 _GATHER = np.uint64(0x0102040810204080)
 """Times eight bytes of 0 or 1, it has the lowest bits of these in its highest byte, in their order."""
+_LOWEST = np.uint64(0x0101010101010101)
+_DIAGONAL = np.uint64(0x8040201008040201)
+_ALL_BUT_HIGHEST = np.uint64(0x7F7F7F7F7F7F7F7F)
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 """2^64 / φ: the multiples of 1 / φ, cut to their fractions, fill every part of 0 to 1 alike."""
 _ONES = np.array([byte.bit_count() for byte in range(256)], np.int64)
@@ -95,11 +99,13 @@ def _sample(x: Array, left: Array | None, start: int, count: int, key: Any, some
 def _threshold(x: Array, left: Array | None, start: int, count: int, many: int, highest: Any) -> tuple[Any, int]:
     """The magnitude that ``many`` of the values reach, as an integer, and how many of those that just reach it may go.
 
-    By halving what is between zero and the ``highest``: counting is fast.
+    By counting: from the ``highest`` down in strides that double, then halving what is between.
     """
-    low, high, above = np.int32(0), np.int32(highest + 1), 0
+    low, high, above, stride = np.int32(0), np.int32(highest + 1), 0, _STRIDE
     while high - low > 1:
-        middle = np.int32((np.int64(low) + np.int64(high)) >> 1)
+        half = np.int32((np.int64(low) + np.int64(high)) >> 1)
+        middle = half if low else np.int32(max(np.int64(half), np.int64(high) - stride))
+        stride *= 2
         reached = 0
         for first in range(start, start + count, _COUNTED):
             last = min(first + _COUNTED, start + count)
@@ -122,12 +128,14 @@ def _reached(x: Array, left: Array | None, least: Any) -> Any:
 
 
 @loop
-def _room(counts: Array) -> tuple[Array, Array]:
-    """For a chunk's marks; and for where values stand, as many as may be told by numbers, and a chunk's."""
+def _room(counts: Array) -> tuple[Array, Array, Array]:
+    """For a chunk's marks and where eights of them have any; and for where values stand, as many as may be told by
+    numbers, and a chunk's.
+    """
     most = 0
     for count in counts:
         most = max(most, _told(count))
-    return np.zeros(CHUNK + 8, np.uint8), np.empty(most + CHUNK + 8, np.int64)
+    return np.zeros(CHUNK + 8, np.uint8), np.empty(CHUNK // 8 + 1, np.int32), np.empty(most + CHUNK + 8, np.int64)
 
 
 @loop
@@ -158,7 +166,7 @@ def _send(
 
     Values are written as if a bit each told where they stand, and moved if numbers are shorter.
     """
-    marks, places = room
+    marks, filled, places = room
     where, many = end + 8, 0
     values = where + (count + 7) // 8
     for first in range(0, count, CHUNK):
@@ -170,7 +178,8 @@ def _send(
         if spare < count:
             spare = _unmark(now, kept, least, spare, marks[:size])
         told = many if many <= len(places) - CHUNK - 8 else 0
-        listed = _list(marks, (size + 7) // 8, first, places[told:], out, where + first // 8)
+        eights = marks[: (size + 7) // 8 * 8].view(np.uint64)
+        listed = _list(marks, eights, filled, first, places[told:], out, where + first // 8)
         _take(x, left, start, places[told : told + listed], out, values + 4 * many)
         many += listed
     for byte in range(8):
@@ -206,17 +215,23 @@ def _unmark(x: Array, left: Array | None, least: Any, spare: int, marks: Array) 
 
 
 @loop
-def _list(marks: Array, eights: int, first: int, places: Array, out: Array, where: int) -> int:
-    """Where marks stand, ``first`` on, as numbers and as bits; how many they are."""
-    words = marks[: eights * 8].view(np.uint64)
+def _list(marks: Array, eights: Array, filled: Array, first: int, places: Array, out: Array, where: int) -> int:
+    """Where marks stand, ``first`` on, as numbers and as bits; how many they are.
+
+    First it is listed which ``eights`` of them have any: a branch there would often be foretold wrongly.
+    """
+    for eight in range(len(eights)):
+        out[np.uintp(where + eight)] = np.uint8((eights[np.uintp(eight)] * _GATHER) >> np.uint64(56))
+    some = 0
+    for eight in range(len(eights)):
+        filled[np.uintp(some)] = eight
+        some += int(eights[np.uintp(eight)] != 0)
     listed = 0
-    for word in range(eights):
-        eight = words[np.uintp(word)]
-        out[np.uintp(where + word)] = np.uint8((eight * _GATHER) >> np.uint64(56))
-        if eight:
-            for at in range(word * 8, word * 8 + 8):
-                places[np.uintp(listed)] = first + at
-                listed += int(np.int64(marks[np.uintp(at)]))
+    for number in range(some):
+        begin = 8 * int(np.int64(filled[np.uintp(number)]))
+        for at in range(begin, begin + 8):
+            places[np.uintp(listed)] = first + at
+            listed += int(np.int64(marks[np.uintp(at)]))
     return listed
 
 
@@ -235,26 +250,33 @@ def _take(x: Array, left: Array | None, start: int, places: Array, out: Array, t
 
 @loop
 def _put_numbers(places: Array, many: int, wide: int, out: Array, where: int) -> None:
-    """As :func:`gossipx.codecs.packing.pack_bits` does it."""
+    """As :func:`gossipx.codecs.packing.pack_bits` does it: of eight numbers a byte each in one word, and bit by bit."""
     eights = (many + 7) // 8
     places[many : eights * 8] = 0
-    for bit in range(wide):
-        for eight in range(eights):
-            byte = np.int64(0)
+    for eight in range(eights):
+        for low in range(0, wide, 8):
+            word = np.uint64(0)
             for each in range(8):
-                byte |= ((places[np.uintp(eight * 8 + each)] >> bit) & 1) << each
-            out[np.uintp(where + bit * eights + eight)] = np.uint8(byte)
+                byte = np.uint64(places[np.uintp(eight * 8 + each)] >> low) & np.uint64(255)
+                word |= byte << np.uint64(8 * each)
+            for bit in range(low, min(low + 8, wide)):
+                bits = (word >> np.uint64(bit - low)) & _LOWEST
+                out[np.uintp(where + bit * eights + eight)] = np.uint8((bits * _GATHER) >> np.uint64(56))
 
 
 @loop
 def _get_numbers(body: Array, where: int, many: int, wide: int, places: Array) -> None:
     eights = (many + 7) // 8
     places[: eights * 8] = 0
-    for bit in range(wide):
-        for eight in range(eights):
-            byte = np.int64(body[np.uintp(where + bit * eights + eight)])
+    for eight in range(eights):
+        for low in range(0, wide, 8):
+            word = np.uint64(0)
+            for bit in range(low, min(low + 8, wide)):
+                spread = np.uint64(body[np.uintp(where + bit * eights + eight)]) * _LOWEST & _DIAGONAL
+                word |= (((spread + _ALL_BUT_HIGHEST) >> np.uint64(7)) & _LOWEST) << np.uint64(bit - low)
             for each in range(8):
-                places[np.uintp(eight * 8 + each)] |= ((byte >> each) & 1) << bit
+                byte = np.int64((word >> np.uint64(8 * each)) & np.uint64(255))
+                places[np.uintp(eight * 8 + each)] |= byte << low
 
 
 @loop

@@ -22,6 +22,10 @@ _SAMPLE = 1024
 """Values that are sampled at least: the threshold for the highest hundredth then errs by a third of it."""
 
 
+_WORTH = 5
+"""Counting all values takes less time than drawing some, where there are not more than so many times as many."""
+
+
 class _Sparse(PerTensor):
     """In a frame, a tensor is how many values are sent (8 bytes), then where they stand, a bit for each value or, where
     that is smaller, packed numbers; then the values.
@@ -107,7 +111,8 @@ class TopK(_Sparse):
             return super()._encode(x, left, state, plan, frame, end, sizes)
         counts, looked = plan.counts, plan.counts
         if self.sample:
-            looked = np.minimum(counts, np.maximum(_SAMPLE, np.rint(self.sample * counts))).astype(np.int64)
+            drawn = np.maximum(_SAMPLE, np.rint(self.sample * counts)).astype(np.int64)
+            looked = np.where(counts > _WORTH * drawn, drawn, counts)
         many = np.clip(np.rint(self.ratio * looked), 1, np.maximum(looked, 1)).astype(np.int64)
         error = None if left is None else left.numpy()
         key = np.uint64(state.draws(x.device).initial_seed())
