@@ -12,7 +12,6 @@ import abc
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from importlib.metadata import entry_points
 from typing import Any, ClassVar, final
 
 from gossipx import specs
@@ -215,15 +214,7 @@ def parse(spec: str | Policy | Callable[[Observation], bool]) -> Policy:
         return spec
     if callable(spec):
         return FunctionPolicy(spec)
-    table = names()
-    name = spec.partition(":")[0].strip()
-    if table.get(name) is _unused:  # only the one that is asked for is imported
-        (point,) = entry_points(group=ENTRY_POINT_GROUP, name=name)
-        try:
-            table[name] = point.load()
-        except (ImportError, AttributeError) as error:
-            raise UsageError(f"policy '{name}' is installed and cannot be loaded: {error}") from error
-    made = specs.build(spec, table, "policy")
+    made = specs.build_installed(spec, BUILT_IN, ENTRY_POINT_GROUP, "policy")
     if isinstance(made, Policy):
         return made
     if callable(made):
@@ -233,7 +224,7 @@ def parse(spec: str | Policy | Callable[[Observation], bool]) -> Policy:
 
 def names() -> dict[str, Callable[..., Any]]:
     """What a spec may begin with; installed ones are not imported yet."""
-    return {point.name: _unused for point in entry_points(group=ENTRY_POINT_GROUP)} | BUILT_IN
+    return specs.names(BUILT_IN, ENTRY_POINT_GROUP)
 
 
 def describe(policy: Policy) -> str:
@@ -242,10 +233,6 @@ def describe(policy: Policy) -> str:
         return f"function {getattr(policy.function, '__qualname__', type(policy.function).__name__)}"
     names: dict[object, str] = {kind: name for name, kind in BUILT_IN.items()}
     return specs.text(policy, names.get(type(policy), type(policy).__name__))
-
-
-def _unused(**_: Any) -> None:
-    """Stands for an installed policy that was not asked for."""
 
 
 def _at_least_zero(name: str, value: float) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from importlib.metadata import entry_points
 from typing import Any
 
 from gossipx import specs
@@ -79,15 +78,7 @@ def parse(spec: str | Codec) -> Codec:
     if isinstance(spec, Codec):
         return spec
     plain, plus, squeezed = spec.partition("+")
-    table = names()
-    name = plain.partition(":")[0].strip()
-    if table.get(name) is _unused:  # only the one that is asked for is imported
-        (point,) = entry_points(group=ENTRY_POINT_GROUP, name=name)
-        try:
-            table[name] = point.load()
-        except (ImportError, AttributeError) as error:
-            raise UsageError(f"codec '{name}' is installed and cannot be loaded: {error}") from error
-    made = specs.build(plain, table, "codec")
+    made = specs.build_installed(plain, BUILT_IN, ENTRY_POINT_GROUP, "codec")
     if not isinstance(made, Codec):
         raise UsageError(f"codec '{spec}': its entry point makes a {type(made).__name__}, not a codec")
     if not plus:
@@ -107,7 +98,7 @@ def encoder(codec: Codec) -> Codec | ErrorFeedback:
 
 def names() -> dict[str, Callable[..., Any]]:
     """What a spec may begin with; installed ones are not imported yet."""
-    return {point.name: _unused for point in entry_points(group=ENTRY_POINT_GROUP)} | BUILT_IN
+    return specs.names(BUILT_IN, ENTRY_POINT_GROUP)
 
 
 def describe(codec: Codec) -> str:
@@ -115,7 +106,3 @@ def describe(codec: Codec) -> str:
     known: dict[object, str] = {kind: name for name, kind in BUILT_IN.items()}
     plain = specs.text(dataclasses.replace(codec, squeezed=""), known.get(type(codec), type(codec).__name__))
     return f"{plain}+{codec.squeezed}" if codec.squeezed else plain
-
-
-def _unused(**_: Any) -> None:
-    """Stands for an installed policy that was not asked for."""

@@ -305,14 +305,14 @@ def three_lc_fits(body: Array, offsets: Array, counts: Array) -> int:
         begin, stop = offsets[number], offsets[number + 1]
         if begin == stop:
             continue
-        passes = np.int64(body[begin])
+        passes = int(body[begin])
         sizes = begin + 1
         scales = sizes + 4 * (passes - 1)
         at = scales + 4 * passes
         if not passes or at > stop:
             return number
         for each in range(passes):
-            until = stop if each == passes - 1 else at + np.int64(np.uint32(word_at(body, sizes + 4 * each)))
+            until = _until(body, sizes, each, passes, at, stop)
             if until > stop or not np.isfinite(np.int32(word_at(body, scales + 4 * each)).view(np.float32)):
                 return number
             if not ternary_fits(body, at, until, counts[number]):
@@ -322,18 +322,24 @@ def three_lc_fits(body: Array, offsets: Array, counts: Array) -> int:
 
 
 @loop
+def _until(body: Array, sizes: int, each: int, passes: int, at: int, stop: int) -> int:
+    """Where the codes of a pass end that begin at ``at``; the last pass's have no size of their own."""
+    return stop if each == passes - 1 else at + int(np.uint32(word_at(body, sizes + 4 * each)))
+
+
+@loop
 def three_lc_into(body: Array, offsets: Array, counts: Array, out: Array, starts: Array, add: bool) -> None:
     """Decode all tensors of which :func:`three_lc_fits`, one behind ``starts`` each."""
     for number in range(len(counts)):
         begin, stop = offsets[number], offsets[number + 1]
         if begin == stop:
             continue
-        passes = np.int64(body[begin])
+        passes = int(body[begin])
         sizes = begin + 1
         scales = sizes + 4 * (passes - 1)
         at = scales + 4 * passes
         for each in range(passes):
-            until = stop if each == passes - 1 else at + np.int64(np.uint32(word_at(body, sizes + 4 * each)))
+            until = _until(body, sizes, each, passes, at, stop)
             scale = np.int32(word_at(body, scales + 4 * each)).view(np.float32)
             ternary_into(body, at, until, scale, out, starts[number], counts[number], add or each > 0)
             at = until

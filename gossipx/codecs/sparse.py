@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import math
 import struct
 from collections.abc import Sequence
@@ -79,9 +80,28 @@ class _Sparse(PerTensor):
                 to.add_(values) if add else to.copy_(values)
 
 
+class _Selected(_Sparse):
+    """Its values are chosen by their magnitude, in host memory by compiled loops."""
+
+    def _begin(self, state: State, device: torch.device) -> None:
+        if device.type == "cpu":
+            compiled_sparse()
+
+    def _encode(
+        self, x: Tensor, left: Tensor | None, state: State, plan: Plan, frame: Array, end: int, sizes: Array
+    ) -> int:
+        if not x.is_cpu:
+            return super()._encode(x, left, state, plan, frame, end, sizes)
+        return self._compiled(x.numpy(), None if left is None else left.numpy(), state, plan, frame, end, sizes)
+
+    @abc.abstractmethod
+    def _compiled(self, x: Array, left: Array | None, state: State, plan: Plan, *to: Any) -> int:
+        """As :meth:`_encode`; ``to`` are its last three arguments."""
+
+
 @final
 @dataclass(frozen=True)
-class TopK(_Sparse):
+class TopK(_Selected):
     """``topk``: the values of the largest magnitude (3LC, section 4.2, "sparsification").
 
     Attributes:
@@ -100,24 +120,14 @@ class TopK(_Sparse):
         if not 0 <= self.sample <= 1:
             raise ValueError("sample is a part of the values, from 0 to 1")
 
-    def _begin(self, state: State, device: torch.device) -> None:
-        if device.type == "cpu":
-            compiled_sparse()
-
-    def _encode(
-        self, x: Tensor, left: Tensor | None, state: State, plan: Plan, frame: Array, end: int, sizes: Array
-    ) -> int:
-        if not x.is_cpu:
-            return super()._encode(x, left, state, plan, frame, end, sizes)
+    def _compiled(self, x: Array, left: Array | None, state: State, plan: Plan, *to: Any) -> int:
         counts, looked = plan.counts, plan.counts
         if self.sample:
             drawn = np.maximum(_SAMPLE, np.rint(self.sample * counts)).astype(np.int64)
             looked = np.where(counts > _WORTH * drawn, drawn, counts)
         many = np.clip(np.rint(self.ratio * looked), 1, np.maximum(looked, 1)).astype(np.int64)
-        error = None if left is None else left.numpy()
-        key = np.uint64(state.draws(x.device).initial_seed())
-        loops = compiled_sparse()
-        return int(loops.largest(x.numpy(), error, plan.starts, counts, many, looked, key, frame, end, sizes))
+        key = np.uint64(state.draws(torch.device("cpu")).initial_seed())
+        return int(compiled_sparse().largest(x, left, plan.starts, counts, many, looked, key, *to))
 
     def _bytes(self, values: Tensor, shape: tuple[int, ...], state: State, number: int) -> Sequence[Tensor | bytes]:
         many = _of(self.ratio, len(values))
@@ -129,7 +139,7 @@ class TopK(_Sparse):
 
 @final
 @dataclass(frozen=True)
-class Threshold(_Sparse):
+class Threshold(_Selected):
     """``threshold``: the values beyond one magnitude.
 
     Attributes:
@@ -144,19 +154,10 @@ class Threshold(_Sparse):
         if not (self.value >= 0 and math.isfinite(self.value)):
             raise ValueError("value is a magnitude, a finite number from 0")
 
-    def _begin(self, state: State, device: torch.device) -> None:
-        if device.type == "cpu":
-            compiled_sparse()
-
-    def _encode(
-        self, x: Tensor, left: Tensor | None, state: State, plan: Plan, frame: Array, end: int, sizes: Array
-    ) -> int:
-        if not x.is_cpu:
-            return super()._encode(x, left, state, plan, frame, end, sizes)
+    def _compiled(self, x: Array, left: Array | None, state: State, plan: Plan, *to: Any) -> int:
         with np.errstate(over="ignore"):
             least = np.nextafter(np.float32(self.value), np.float32(math.inf)).view(np.int32)
-        error = None if left is None else left.numpy()
-        return int(compiled_sparse().reaching(x.numpy(), error, plan.starts, plan.counts, least, frame, end, sizes))
+        return int(compiled_sparse().reaching(x, left, plan.starts, plan.counts, least, *to))
 
     def _bytes(self, values: Tensor, shape: tuple[int, ...], state: State, number: int) -> Sequence[Tensor | bytes]:
         return self._sent(values, (values.abs() > self.value).nonzero().view(-1))
