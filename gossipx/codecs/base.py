@@ -23,6 +23,7 @@ from torch import Tensor
 
 from gossipx.codecs.frames import (
     LIMIT,
+    SQUEEZERS,
     Array,
     Buffer,
     Held,
@@ -119,6 +120,8 @@ class Codec(abc.ABC):
     def __post_init__(self) -> None:
         if self.small < 0:
             raise ValueError("small counts elements and is not negative")
+        if self.squeezed not in SQUEEZERS:
+            raise ValueError(f"squeezed is one of {', '.join(SQUEEZERS[1:])}, or nothing")
 
     def init(self, tensor: Tensor | Tensors, seed: int = 0) -> State:
         """The state before the first frame.
