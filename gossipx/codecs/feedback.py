@@ -13,8 +13,9 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from gossipx.codecs.base import Codec, PerTensor, State, decode, decode_into, floats
+from gossipx.codecs.base import Codec, State, decode, decode_into
 from gossipx.codecs.frames import LIMIT, Array, Buffer, Tensors
+from gossipx.codecs.per_tensor import PerTensor, floats
 from gossipx.errors import ProtocolError
 
 ERROR = "error"

@@ -10,8 +10,9 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from gossipx.codecs.base import PerTensor, State, floats
+from gossipx.codecs.base import State
 from gossipx.codecs.frames import Array, numbers
+from gossipx.codecs.per_tensor import PerTensor, floats
 from gossipx.errors import ProtocolError
 
 

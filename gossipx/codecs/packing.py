@@ -1,7 +1,10 @@
-"""Packing small numbers into bytes, by torch, on any device."""
+"""Small numbers packed into bytes, by torch, on any device."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -14,6 +17,12 @@ ZEROS = 121
 """The byte of five zero trits."""
 LONGEST = 14
 """Bytes of the longest run that one byte stands for, 255 (3LC, section 3.3)."""
+
+
+def as_bytes(values: Tensor) -> npt.NDArray[Any]:
+    """The memory of a tensor, in host memory."""
+    flat: npt.NDArray[Any] = values.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy()
+    return flat
 
 
 def bits_bytes(count: int, width: int) -> int:

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from gossipx.codecs import packing
-from gossipx.codecs.base import PerTensor, Plan, State, floats
+from gossipx.codecs.base import Plan, State
 from gossipx.codecs.frames import Array, Opened, numbers
+from gossipx.codecs.per_tensor import PerTensor, floats
 from gossipx.errors import ProtocolError
 
 _SAMPLE = 1024

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from gossipx.codecs import packing
-from gossipx.codecs.base import Codec, PerTensor, Plan, State, as_bytes, compiled, scale_of
+from gossipx.codecs.base import Codec, Plan, State
 from gossipx.codecs.frames import Array, Opened, numbers
+from gossipx.codecs.packing import as_bytes
+from gossipx.codecs.per_tensor import PerTensor, compiled, scale_of
 from gossipx.errors import ProtocolError, UsageError
 
 MAX_PASSES = 255

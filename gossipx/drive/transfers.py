@@ -43,9 +43,9 @@ from gossipx.messages import (
     TakeRequest,
 )
 from gossipx.snapshots import Snapshot
-from gossipx.storage.client import Changed, Nothing, Tables
 from gossipx.storage.desk import Copy, Desk, Gradient
 from gossipx.storage.moving import Ranges
+from gossipx.storage.rooms import Changed, Nothing, Tables
 from gossipx.wire import Fitting
 
 

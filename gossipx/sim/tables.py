@@ -15,9 +15,10 @@ from gossipx.messages import (
     TablesReply,
     TablesRequest,
 )
-from gossipx.storage.client import Changed, Nothing, Tables, Where
+from gossipx.storage.client import Where
 from gossipx.storage.desk import Copy, Desk, Gradient
 from gossipx.storage.moving import Ranges
+from gossipx.storage.rooms import Changed, Nothing, Tables
 
 
 class SimTables:

@@ -13,11 +13,9 @@ import torch
 from torch import Tensor
 
 from gossipx.buffers import typed
-from gossipx.codecs import Tensors, decode_into
-from gossipx.codecs.changes import FULL, checksum
-from gossipx.errors import ProtocolError, UsageError
-from gossipx.memory import Memory, Source, copy
-from gossipx.messages import MEASURED, CarryingReply, Parts, TablesReply, TablesRequest
+from gossipx.errors import UsageError
+from gossipx.memory import Memory, Source
+from gossipx.messages import MEASURED, Parts, TablesRequest
 from gossipx.server.buckets import Bucket
 from gossipx.server.placement import Partition
 from gossipx.storage.coding import Coding, Pushing, Spread
@@ -30,30 +28,10 @@ from gossipx.storage.parts import (
     load_states,
     states_of,
 )
-from gossipx.wire import Bytes, Sink
+from gossipx.storage.rooms import Changed, Room, Settings, Tables
 
 Where = tuple[int, int]
 """A shard and a bucket of it."""
-Settings = tuple[dict[str, float], ...]
-"""The numbers in an optimizer's parameter groups."""
-
-
-@dataclass
-class _Room:
-    """The memory of one bucket: of what is sent, and of what is fetched."""
-
-    partitions: list[Partition]
-    transmit: Memory
-    apply: Memory
-    senders: list[TransmitBuffer]
-    takers: list[ApplyBuffer]
-    missing: set[int]  # tables whose gradient of this iteration is not there yet
-    pushing: Pushing | None = None  # where pushes have a codec
-    tensors: Tensors | None = None  # where pulls have one
-    most: int = 0  # ... bytes of a change at most
-    base: int = FULL  # ... checksum of what is in ``apply``
-    encoded: tuple[Parts, Source] | None = None  # the gradients that were whole last, once they were asked for
-    settings: Settings = ()  # that go with them
 
 
 @dataclass
@@ -97,7 +75,7 @@ class Client:
         self._coding = coding or Coding()
         self._tables = [_Table(storages.client_table(parameter, storages)) for parameter in parameters]
         self.epoch = 0
-        self._rooms: dict[Where, _Room] = {}
+        self._rooms: dict[Where, Room] = {}
         self._encoding = threading.Lock()
         self._arrived = threading.Condition()
         self._placing = threading.Lock()
@@ -114,7 +92,7 @@ class Client:
             one.table.senders[:] = [sender for _, sender, _ in pieces]
             one.table.takers[:] = [taker for _, _, taker in pieces]
 
-    def _lay_out(self, place: Where, partitions: Sequence[Partition]) -> _Room:
+    def _lay_out(self, place: Where, partitions: Sequence[Partition]) -> Room:
         dtype = self._tables[partitions[0].table].table.parameter.dtype
         sizes = [partition.stop - partition.start for partition in partitions]
         transmit, apply = (Memory(sum(sizes) * dtype.itemsize) for _ in range(2))
@@ -128,7 +106,7 @@ class Client:
             takers.append(taker)
             self._tables[partition.table].pieces.append((partition.start, sender, taker))
             self._tables[partition.table].places.append(place)
-        made = _Room(list(partitions), transmit, apply, senders, takers, {one.table for one in partitions})
+        made = Room(list(partitions), transmit, apply, senders, takers, {one.table for one in partitions})
         if self._coding.push is not None:
             made.pushing = Pushing(self._coding, partitions, rooms[0], self._seed(place))
         if self._coding.pull is not None:
@@ -368,114 +346,3 @@ def _spread(values: Tensor, buffers: Sequence[TransmitBuffer] | Sequence[ApplyBu
         stop = start + len(buffer.data)
         buffer.data.copy_(values[start:stop])
         start = stop
-
-
-class Tables:
-    """Takes in one bucket; a :class:`gossipx.wire.Fitting`.
-
-    Args:
-        room: of the bucket.
-        is_raw: whether it comes as it lies in memory.
-    """
-
-    nbytes = 0
-
-    def __init__(self, room: _Room, is_raw: bool):
-        self._room = room
-        self._raw = is_raw
-        self._parts: Parts = ()
-        self._content = memoryview(bytearray())
-
-    def fit(self, reply: CarryingReply) -> Sink:
-        """What takes in what ``reply`` brings.
-
-        Raises:
-            ProtocolError: it is not this bucket's.
-        """
-        taken = self._room
-        if not isinstance(reply, TablesReply) or [number for number, _ in reply.parts] != [*range(len(taken.takers))]:
-            raise ProtocolError("it answered by tables that were not asked for")
-        self._parts = reply.parts
-        sizes = [taker.data.numel() * taker.data.element_size() for taker in taken.takers]
-        check_sizes(reply.parts, sizes, self._raw)
-        self._content = taken.apply.view if self._raw else memoryview(bytearray(sum(size for _, size in reply.parts)))
-        return Bytes(self._content)
-
-    def decode(self) -> None:
-        """It is whole: make values of it."""
-        start = 0
-        for taker, (_, size) in zip(self._room.takers, self._parts, strict=True):
-            if not self._raw:
-                taker.decode(self._content[start : start + size])
-            start += size
-
-
-class Changed:
-    """Takes in one bucket where pulls have a codec: its values, or their change; a :class:`gossipx.wire.Fitting`.
-
-    Args:
-        room: of the bucket.
-        tensors: in it.
-    """
-
-    nbytes = 0
-
-    def __init__(self, room: _Room, tensors: Tensors):
-        self._room = room
-        self._tensors = tensors
-        self._values = typed(room.apply.view, tensors.dtype)
-        self._base = FULL
-        self._content = memoryview(bytearray())
-
-    def fit(self, reply: CarryingReply) -> Sink:
-        """What takes in what ``reply`` brings.
-
-        Raises:
-            ProtocolError: it is not this bucket's, or changes other values than those that are here.
-        """
-        if not isinstance(reply, TablesReply) or [number for number, _ in reply.parts] != [0]:
-            raise ProtocolError("it answered by tables that were not asked for")
-        size, nbytes = reply.parts[0][1], self._room.apply.view.nbytes
-        if size > self._room.most if reply.base else size != nbytes:
-            raise ProtocolError(f"{size} bytes for a bucket that has {nbytes}")
-        if reply.base not in (FULL, self._room.base):
-            raise ProtocolError("it answered by a change of other values than those that are here")
-        self._base = reply.base
-        self._content = memoryview(bytearray(size))
-        return Bytes(self._content)
-
-    def decode(self) -> None:
-        """It is whole: make values of it, unless what it changes was changed meanwhile, by the same that came twice."""
-        if self._base not in (FULL, self._room.base):
-            return
-        if self._base:
-            decode_into(self._content, self._values, add=True, tensors=self._tensors)
-        else:
-            copy(self._content, self._room.apply.view)
-        self._room.base = checksum(self._values)
-
-
-class Nothing:
-    """Takes in an answer without tables; a :class:`gossipx.wire.Fitting`."""
-
-    nbytes = 0
-
-    def fit(self, reply: CarryingReply) -> Sink:
-        """Room for nothing."""
-        return Bytes(memoryview(bytearray()))
-
-
-LARGEST = 4
-"""Times as many bytes as a partition has that one of its may be encoded to: what an encoder of a user's can need at
-worst (an index and a value for each), and what another peer can make this one allocate."""
-
-
-def check_sizes(parts: Parts, sizes: Sequence[int], is_raw: bool) -> None:
-    """Refuse what is no bucket of partitions of so many bytes.
-
-    Raises:
-        ProtocolError: naming the first that does not fit.
-    """
-    for (number, size), own in zip(parts, sizes, strict=True):
-        if size != own if is_raw else size > LARGEST * own + 64:
-            raise ProtocolError(f"{size} bytes for partition {number}, which has {own}")

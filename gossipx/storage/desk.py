@@ -19,8 +19,9 @@ from gossipx.errors import GossipxError, ProtocolError, UsageError
 from gossipx.memory import PIECE, Memory, Source
 from gossipx.messages import CarryingReply, CopyReply, GradientRequest, RecordRequest
 from gossipx.server.placement import Partition
-from gossipx.storage.client import Client, Settings
+from gossipx.storage.client import Client
 from gossipx.storage.moving import Mover, Prepared, Ranges, pack
+from gossipx.storage.rooms import Settings
 from gossipx.storage.shard import Given, ShardStore
 from gossipx.table_effects import Asked, Pieces
 from gossipx.wire import Bytes, Sink

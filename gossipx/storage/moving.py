@@ -21,8 +21,9 @@ from gossipx.messages import CarryingReply, TablesReply
 from gossipx.server.buckets import Bucket
 from gossipx.server.layout import Layout, Layouts, common
 from gossipx.server.placement import Partition
-from gossipx.storage.client import Client, Settings
+from gossipx.storage.client import Client
 from gossipx.storage.parts import raw
+from gossipx.storage.rooms import Settings
 from gossipx.storage.shard import BucketTables, ShardStore
 from gossipx.wire import Bytes, Sink
 

@@ -22,9 +22,9 @@ from gossipx.memory import Memory, Source, copy
 from gossipx.messages import GradientRequest, Parts, RecordRequest
 from gossipx.server.buckets import Bucket
 from gossipx.server.placement import Partition
-from gossipx.storage.client import check_sizes
 from gossipx.storage.coding import Coding
 from gossipx.storage.parts import Replaceable, Storages, load_states, states_of
+from gossipx.storage.rooms import check_sizes
 
 ELEMENTWISE = (
     torch.optim.SGD,

@@ -12,8 +12,8 @@ from sides import CODED, FLOATS, LaterPieceFirst, OptimizerOf, side, values
 from gossipx.errors import ProtocolError
 from gossipx.messages import GradientRequest, ModelReply, TablesReply
 from gossipx.server.placement import Placement
-from gossipx.storage.client import LARGEST
 from gossipx.storage.parts import Storages, TransmitBuffer, raw
+from gossipx.storage.rooms import LARGEST
 
 # --- there and back -------------------------------------------------------------------------------------
 

@@ -1,0 +1,136 @@
+"""Codecs that encode one tensor after the other, and what they read of frames."""
+
+from __future__ import annotations
+
+import abc
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, ClassVar, final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gossipx.codecs.base import Codec, Plan, State
+from gossipx.codecs.frames import Array, Opened, Tensors, numbers
+from gossipx.codecs.packing import as_bytes
+from gossipx.errors import ProtocolError
+
+
+class PerTensor(Codec):
+    """Encodes one tensor after the other, on any device."""
+
+    @abc.abstractmethod
+    def _bytes(self, values: Tensor, shape: tuple[int, ...], state: State, number: int) -> Sequence[Tensor | bytes]:
+        """What stands for a tensor in the frame, in order.
+
+        Args:
+            values: all finite, at least one, flat.
+            number: of the tensor among those that are encoded.
+
+        Returns:
+            Nothing of a tensor that has no finite encoding.
+        """
+
+    @classmethod
+    @abc.abstractmethod
+    def _values(cls, data: Array, shape: tuple[int, ...], count: int, device: torch.device) -> Tensor:
+        """The values, flat, float32.
+
+        Raises:
+            ProtocolError: it is malformed.
+        """
+
+    def _encode(
+        self, x: Tensor, left: Tensor | None, state: State, plan: Plan, frame: Array, end: int, sizes: Array
+    ) -> int:
+        for number, (start, count) in enumerate(zip(plan.starts.tolist(), plan.counts.tolist(), strict=True)):
+            values = x[start : start + count]
+            if left is not None:
+                values = values + left[start : start + count]
+            if not count or not bool(torch.isfinite(values).all()):
+                continue
+            begin = end
+            for some in self._bytes(values, plan.shapes[number], state, number):
+                data = np.frombuffer(some, np.uint8) if isinstance(some, bytes) else as_bytes(some)
+                frame[end : end + len(data)] = data
+                end += len(data)
+            sizes[number] = end - begin
+            if left is not None and end > begin:
+                decoded = self._values(frame[begin:end], plan.shapes[number], count, x.device)
+                torch.sub(values, decoded, out=left[start : start + count])
+        return end
+
+    @classmethod
+    def _read(cls, opened: Opened) -> list[Tensor | None]:
+        return [
+            cls._values(opened.body[begin:end], opened.held.tensors.shapes[number], count, torch.device("cpu"))
+            if end > begin
+            else None
+            for (begin, end), number, count in zip(
+                pairwise(opened.offsets.tolist()), opened.held.encoded, opened.held.counts.tolist(), strict=True
+            )
+        ]
+
+    @classmethod
+    def _write(cls, opened: Opened, read: list[Tensor | None], out: Tensor, starts: Array, add: bool) -> None:
+        for values, start in zip(read, starts.tolist(), strict=True):
+            if values is not None:
+                to = out[start : start + len(values)]
+                to.add_(values) if add else to.copy_(values)
+
+
+@final
+@dataclass(frozen=True)
+class NoCodec(PerTensor):
+    """``none``: all values as they are, of any dtype."""
+
+    feedback: bool = field(default=False, kw_only=True)
+    number: ClassVar[int] = 0
+
+    def _plain(self, tensors: Tensors) -> tuple[bool, ...]:
+        return (True,) * len(tensors.shapes)
+
+    def _most(self, count: int, shape: tuple[int, ...]) -> int:
+        raise NotImplementedError("nothing is encoded")
+
+    def _bytes(self, values: Tensor, shape: tuple[int, ...], state: State, number: int) -> Sequence[Tensor | bytes]:
+        raise NotImplementedError("nothing is encoded")
+
+    @classmethod
+    def _values(cls, data: Array, shape: tuple[int, ...], count: int, device: torch.device) -> Tensor:
+        raise ProtocolError("a frame without a codec has an encoded tensor")
+
+
+def compiled() -> Any:
+    """:mod:`gossipx.codecs.loops`; imported where it is needed, as numba takes a second and 100 MB."""
+    from gossipx.codecs import loops
+
+    return loops
+
+
+def scale_of(data: Array, place: int = 0) -> float:
+    """A scale in a frame.
+
+    Raises:
+        ProtocolError: there is none, or it is not finite.
+    """
+    scale: float
+    (scale,) = numbers("<f", data, place)
+    if not math.isfinite(scale):
+        raise ProtocolError(f"a tensor of a codec's frame has the scale {scale}")
+    return scale
+
+
+def floats(data: Array, device: torch.device) -> Tensor:
+    """Float32 values in a frame.
+
+    Raises:
+        ProtocolError: one is not finite.
+    """
+    values = data.copy().view("<f4").astype(np.float32, copy=False)
+    if not np.isfinite(values).all():
+        raise ProtocolError("a tensor of a codec's frame has a value that is not finite")
+    return torch.from_numpy(values).to(device)
