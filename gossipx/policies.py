@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, final
 
-from gossipx import specs
+from gossipx import installed, specs
 from gossipx.errors import UsageError
 
 State = Any
@@ -214,7 +214,7 @@ def parse(spec: str | Policy | Callable[[Observation], bool]) -> Policy:
         return spec
     if callable(spec):
         return FunctionPolicy(spec)
-    made = specs.build_installed(spec, BUILT_IN, ENTRY_POINT_GROUP, "policy")
+    made = installed.build(spec, BUILT_IN, ENTRY_POINT_GROUP, "policy")
     if isinstance(made, Policy):
         return made
     if callable(made):
@@ -224,7 +224,7 @@ def parse(spec: str | Policy | Callable[[Observation], bool]) -> Policy:
 
 def names() -> dict[str, Callable[..., Any]]:
     """What a spec may begin with; installed ones are not imported yet."""
-    return specs.names(BUILT_IN, ENTRY_POINT_GROUP)
+    return installed.names(BUILT_IN, ENTRY_POINT_GROUP)
 
 
 def describe(policy: Policy) -> str:

@@ -10,7 +10,6 @@ import dataclasses
 import difflib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import entry_points
 from typing import Any, TypeVar, get_type_hints
 
 from gossipx.errors import UsageError
@@ -56,36 +55,6 @@ def build(spec: str, table: Mapping[str, Callable[..., T]], what: str) -> T:
         return factory(**given)
     except ValueError as error:
         raise UsageError(f"{what} '{spec}': {error}; {_usage(name, keys)}") from error
-
-
-def names(built_in: Mapping[str, Callable[..., T]], group: str) -> dict[str, Callable[..., Any]]:
-    """What a spec may begin with: built-in names, and those that installed packages add; these are not imported yet.
-
-    Args:
-        group: of their entry points.
-    """
-    return {point.name: _unused for point in entry_points(group=group)} | dict(built_in)
-
-
-def build_installed(spec: str, built_in: Mapping[str, Callable[..., T]], group: str, what: str) -> Any:
-    """As :func:`build`, of :func:`names`: of what packages have installed the one that is asked for is imported.
-
-    Raises:
-        UsageError: as :func:`build`, or what is installed under that name cannot be loaded.
-    """
-    table = names(built_in, group)
-    name = spec.partition(":")[0].strip()
-    if table.get(name) is _unused:
-        (point,) = entry_points(group=group, name=name)
-        try:
-            table[name] = point.load()
-        except (ImportError, AttributeError) as error:
-            raise UsageError(f"{what} '{name}' is installed and cannot be loaded: {error}") from error
-    return build(spec, table, what)
-
-
-def _unused(**_: Any) -> None:
-    """Stands for what is installed and was not asked for."""
 
 
 def text(value: Any, name: str) -> str:

@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from gossipx import specs
+from gossipx import installed, specs
 from gossipx.codecs.base import Codec, Plan, State, decode, decode_into, encoded_bytes
 from gossipx.codecs.feedback import ErrorFeedback, LocalSteps
 from gossipx.codecs.frames import SQUEEZERS, Tensors, zstandard
@@ -79,7 +79,7 @@ def parse(spec: str | Codec) -> Codec:
     if isinstance(spec, Codec):
         return spec
     plain, plus, squeezed = spec.partition("+")
-    made = specs.build_installed(plain, BUILT_IN, ENTRY_POINT_GROUP, "codec")
+    made = installed.build(plain, BUILT_IN, ENTRY_POINT_GROUP, "codec")
     if not isinstance(made, Codec):
         raise UsageError(f"codec '{spec}': its entry point makes a {type(made).__name__}, not a codec")
     if not plus:
@@ -99,7 +99,7 @@ def encoder(codec: Codec) -> Codec | ErrorFeedback:
 
 def names() -> dict[str, Callable[..., Any]]:
     """What a spec may begin with; installed ones are not imported yet."""
-    return specs.names(BUILT_IN, ENTRY_POINT_GROUP)
+    return installed.names(BUILT_IN, ENTRY_POINT_GROUP)
 
 
 def describe(codec: Codec) -> str:
