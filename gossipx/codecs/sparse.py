@@ -107,8 +107,9 @@ class TopK(_Selected):
 
     Attributes:
         ratio: of the values that are sent; at least one is.
-        sample: part of the values that the threshold is found from, by chance, as sorting all takes long; then somewhat
-            more or fewer are sent. 0: all, and just as many as the ratio says are sent.
+        sample: part of the values that the threshold is found from, by chance, as counting all takes long; then
+            somewhat more or fewer are sent. At least 1024 are looked at, and small tensors whole. 0: all, and just as
+            many as the ratio says are sent.
     """
 
     ratio: float = 0.01

@@ -1,0 +1,201 @@
+"""How fast codecs encode and decode, beside a memcpy of what is encoded that is timed right before."""
+
+from __future__ import annotations
+
+import statistics
+import time
+import tracemalloc
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from _gradients import Recorded, tiled
+from _torch_codecs import Reference
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from gossipx import codecs
+from gossipx.codecs import Codec, ErrorFeedback, Tensors, decode_into
+
+FED, ENCODE, DECODE, ADD = "encode, error feedback", "encode", "decode", "decode, adding"
+WORKS = (FED, ENCODE, DECODE, ADD)
+LATE = 4
+"""Steps that are timed in turn; those before put into the error what would be in it in a run."""
+THEIR_ROUNDS = 3
+GIGA = 1e9
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is encoded: the tensors of a model, again and again, so that no cache holds them.
+
+    Attributes:
+        recorded: of one model.
+        tensors: of all tiles.
+        times: how many tiles there are.
+        x, out, copy: vectors of all tiles: what is encoded, decoded to, and copied to.
+    """
+
+    recorded: Recorded
+    tensors: Tensors
+    times: int
+    x: Tensor
+    out: Tensor
+    copy: Tensor
+
+    @classmethod
+    def of(cls, recorded: Recorded, values: int) -> Case:
+        """About so many values."""
+        tensors, times = tiled(recorded.tensors, values)
+        return cls(recorded, tensors, times, *(torch.zeros(tensors.length) for _ in range(3)))
+
+    def turn(self, number: int) -> None:
+        """Take up one of the late steps, in turn."""
+        self.x.view(self.times, -1)[:] = self.recorded.steps[number % LATE - LATE]
+
+    def memcpy(self) -> float:
+        """Seconds."""
+        return _timed(lambda: np.copyto(self.copy.numpy(), self.x.numpy()))
+
+
+class Ours:
+    """A codec of gossipx."""
+
+    def __init__(self, spec: str, case: Case):
+        self._case, self._codec = case, codecs.parse(spec)
+        one = self._codec.init(case.recorded.tensors)
+        left = torch.zeros(case.recorded.tensors.length)
+        for step in case.recorded.steps[:-LATE]:
+            _, one = self._codec.encode(step, one, left=left)
+        self.left = left.repeat(case.times)
+        self._fed, self._alone = self._codec.init(case.tensors), self._codec.init(case.tensors)
+        self._rooms = [np.zeros(self._codec.most(self._fed), np.uint8) for _ in range(2)]
+        self.frame: Any = b""
+
+    def works(self) -> dict[str, Callable[[], None]]:
+        """What is timed; frames of the first are decoded, if there are any."""
+        fed = {FED: self._encode_fed} if self._codec.feedback else {}
+        return {ENCODE: self.encode, **fed, DECODE: self._decode, ADD: self._add}
+
+    def encode(self) -> None:
+        self.frame, _ = self._codec.encode(self._case.x, self._alone, self._rooms[0])
+
+    def _encode_fed(self) -> None:
+        self.frame, _ = self._codec.encode(self._case.x, self._fed, self._rooms[1], left=self.left)
+
+    def _decode(self) -> None:
+        decode_into(self.frame, self._case.out, tensors=self._case.tensors)
+
+    def _add(self) -> None:
+        decode_into(self.frame, self._case.out, add=True, tensors=self._case.tensors)
+
+
+class Theirs:
+    """The same by operations of torch, with an error to begin with.
+
+    Tensor by tensor is the same work; each tile as one tensor is less, as its tensors share a scale and one call.
+    """
+
+    def __init__(self, reference: Reference, case: Case, left: Tensor, whole: bool):
+        counts = [case.recorded.tensors.length] * case.times if whole else list(case.tensors.counts)
+        self._reference = reference
+        self._x, self._left, self._out = case.x.split(counts), left.split(counts), case.out.split(counts)
+        self._codes: list[Any] = []
+
+    def works(self) -> dict[str, Callable[[], None]]:
+        return {ENCODE: self._encode, FED: self._encode_fed, DECODE: self._decode, ADD: self._add}
+
+    def _encode(self) -> None:
+        self._codes = [self._reference.encode(x, None) for x in self._x]
+
+    def _encode_fed(self) -> None:
+        self._codes = [self._reference.encode(x, left) for x, left in zip(self._x, self._left, strict=True)]
+
+    def _decode(self) -> None:
+        for code, out in zip(self._codes, self._out, strict=True):
+            self._reference.decode(code, out, False)
+
+    def _add(self) -> None:
+        for code, out in zip(self._codes, self._out, strict=True):
+            self._reference.decode(code, out, True)
+
+
+Rates = dict[str, list[float]]
+"""By what was done: its speed as a part of the memcpy's right before it, a round each."""
+
+
+def measured(case: Case, sides: dict[str, Ours | Theirs], rounds: int) -> tuple[dict[str, Rates], float]:
+    """Of each side; and GB/s of the memcpy, the median. A round before, which is not counted, warms up.
+
+    Theirs are not in all rounds, as they take most of the time.
+    """
+    rates: dict[str, Rates] = {name: {work: [] for work in side.works()} for name, side in sides.items()}
+    copies = []
+    for number in range(rounds + 1):
+        case.turn(number)
+        for name, side in sides.items():
+            if isinstance(side, Theirs) and number > THEIR_ROUNDS:
+                continue
+            for work, run in side.works().items():
+                copy = case.memcpy()
+                took = _timed(run)
+                if number:
+                    rates[name][work].append(copy / took)
+                    copies.append(copy)
+    return rates, 4 * case.tensors.length / GIGA / statistics.median(copies)
+
+
+class Allocated(TorchDispatchMode):
+    """Adds up the bytes of what operations of torch give back, but for views of what they were given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = operation(*args, **(kwargs or {}))
+        given = {one.untyped_storage().data_ptr() for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)}
+        for one in tree_leaves(result):
+            if isinstance(one, Tensor) and one.untyped_storage().data_ptr() not in given:
+                self.bytes += one.untyped_storage().nbytes()
+        return result
+
+
+def allocated(case: Case, side: Ours) -> int:
+    """Bytes that one more encoding with room given allocates: at one time by Python and NumPy, and all by torch."""
+    tracemalloc.start()
+    side.encode()
+    tracemalloc.reset_peak()
+    before, _ = tracemalloc.get_traced_memory()
+    side.encode()
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    with Allocated() as by_torch:
+        side.encode()
+    return most - before + by_torch.bytes
+
+
+def bits(recorded: Recorded, codec: Codec) -> tuple[float, float]:
+    """Bits a value of the encoded tensors' bytes, and how many times smaller whole frames are than the float32 values.
+
+    With error feedback; the first quarter of the steps fills it, and is not counted.
+    """
+    feedback = ErrorFeedback(codec)
+    state = feedback.init(recorded.tensors)
+    payload = values = frames = steps = 0
+    for number, step in enumerate(recorded.steps):
+        frame, state = feedback.encode(step, state)
+        if number >= len(recorded.steps) // 4:
+            encoded, size = codecs.encoded_bytes(frame)
+            values, payload = values + encoded, payload + size
+            frames, steps = frames + len(frame), steps + 1
+    return 8 * payload / values, steps * recorded.tensors.nbytes / frames
+
+
+def _timed(work: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin

@@ -1,0 +1,54 @@
+"""What bin/bench codecs compares with: it must do the same work."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from encoded import normal
+from torch import Tensor
+
+from gossipx import codecs
+from gossipx.codecs import packing
+
+
+@pytest.fixture(scope="module")
+def theirs() -> ModuleType:
+    """The module; benchmarks are no package."""
+    file = Path(__file__).parents[2] / "bin" / "benches" / "_torch_codecs.py"
+    spec = importlib.util.spec_from_file_location("_torch_codecs", file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("count", [5, 17, 5120, 30_003])
+@pytest.mark.parametrize("fed", [False, True])
+@pytest.mark.parametrize("name", ["ThreeLC", "Int8", "TopK"])
+def test_what_goes_in_is_what_comes_out_and_what_is_left(theirs: ModuleType, name: str, fed: bool, count: int) -> None:
+    codec = theirs.ThreeLC(1.0) if name == "ThreeLC" else getattr(theirs, name)()
+    x, left = normal(count) ** 3, normal(count, seed=1) * 0.1
+    wanted = x + left if fed else x
+    code = codec.encode(x, left if fed else None)
+    out = torch.full((count,), 7.0)
+    codec.decode(code, out, False)
+    if fed:
+        assert torch.allclose(out + left, wanted, atol=1e-4)
+    if name != "TopK":
+        ours = codecs.parse({"ThreeLC": "3lc:sparsity=1", "Int8": "int8"}[name])
+        assert torch.allclose(codecs.decode(ours.encode(wanted, ours.init(wanted))[0]), out, atol=1e-5)
+    more = out.clone()
+    codec.decode(code, more, True)
+    assert torch.allclose(more, 2 * out)
+
+
+@pytest.mark.parametrize("part", [0.0, 0.01, 0.3, 1.0])
+def test_their_zero_runs_are_ours(theirs: ModuleType, part: float) -> None:
+    draws = torch.Generator().manual_seed(0)
+    others: Tensor = torch.randint(0, packing.ZEROS, (9000,), generator=draws)
+    packed = torch.where(torch.rand(9000, generator=draws) < part, others, packing.ZEROS).to(torch.uint8)
+    assert torch.equal(theirs._shortened(packed), packing.shorten_runs(packed))
