@@ -25,7 +25,7 @@ def names(built_in: Mapping[str, Callable[..., T]], group: str) -> dict[str, Cal
 
 
 def build(spec: str, built_in: Mapping[str, Callable[..., T]], group: str, what: str) -> Any:
-    """As :func:`gossipx.specs.build`, of :func:`names`: of what packages have installed the one that is asked for is imported.
+    """As :func:`gossipx.specs.build`, of :func:`names`: what is asked for is imported, if a package has it.
 
     Raises:
         UsageError: as that, or what is installed under that name cannot be loaded.

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from gossipx import installed, policies, specs
+from gossipx import installed as packages
+from gossipx import policies, specs
 from gossipx.errors import GossipxError, UsageError
 from gossipx.policies import Adaptive, Drift, FunctionPolicy, Never, Observation, Policy, Random, Tau, Travel
 from gossipx.sync import SyncManager
@@ -149,7 +150,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         assert group == "gossipx.policies"
         return [point for point in points if name in (None, point.name)]
 
-    monkeypatch.setattr(installed, "entry_points", entry_points)
+    monkeypatch.setattr(packages, "entry_points", entry_points)
     return loaded
 
 
@@ -181,5 +182,5 @@ def test_real_entry_points_are_looked_up(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, module.__name__, module)
     point = importlib.metadata.EntryPoint("every", f"{module.__name__}:Every", policies.ENTRY_POINT_GROUP)
     found = importlib.metadata.EntryPoints([point])
-    monkeypatch.setattr(installed, "entry_points", lambda **select: found.select(**select))
+    monkeypatch.setattr(packages, "entry_points", lambda **select: found.select(**select))
     assert policies.parse("every:2") == Every(2)
