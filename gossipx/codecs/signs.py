@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -29,9 +30,9 @@ class _Signs(PerTensor):
             return ()
         return pair, packing.pack_bits(upper.to(torch.int64), 1)
 
+    @abc.abstractmethod
     def _pair(self, values: Tensor, upper: Tensor) -> tuple[float, float]:
         """What stands for values below zero, and for the others."""
-        raise NotImplementedError
 
     @classmethod
     def _values(cls, data: Array, shape: tuple[int, ...], count: int, device: torch.device) -> Tensor:
