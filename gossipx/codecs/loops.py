@@ -299,16 +299,21 @@ def three_lc(
 
 
 @loop
+def _passes(body: Array, begin: int) -> tuple[int, int, int, int]:
+    """Of a tensor: how many passes, and where their sizes, their scales and their codes begin."""
+    passes = int(body[begin])
+    scales = begin + 1 + 4 * (passes - 1)
+    return passes, begin + 1, scales, scales + 4 * passes
+
+
+@loop
 def three_lc_fits(body: Array, offsets: Array, counts: Array) -> int:
     """The number of the first tensor that is no 3LC of its count; −1: all are, or take no bytes."""
     for number in range(len(counts)):
         begin, stop = offsets[number], offsets[number + 1]
         if begin == stop:
             continue
-        passes = int(body[begin])
-        sizes = begin + 1
-        scales = sizes + 4 * (passes - 1)
-        at = scales + 4 * passes
+        passes, sizes, scales, at = _passes(body, begin)
         if not passes or at > stop:
             return number
         for each in range(passes):
@@ -334,10 +339,7 @@ def three_lc_into(body: Array, offsets: Array, counts: Array, out: Array, starts
         begin, stop = offsets[number], offsets[number + 1]
         if begin == stop:
             continue
-        passes = int(body[begin])
-        sizes = begin + 1
-        scales = sizes + 4 * (passes - 1)
-        at = scales + 4 * passes
+        passes, sizes, scales, at = _passes(body, begin)
         for each in range(passes):
             until = _until(body, sizes, each, passes, at, stop)
             scale = np.int32(word_at(body, scales + 4 * each)).view(np.float32)
