@@ -305,6 +305,7 @@ class Answer:
         copies: give a copy of this shard's tables, as they are after all that was asked for before.
         in_order: not before all that was asked for before is done to the tables.
         pieces: give all that belongs to these pieces of tables, as it is then.
+        taker: of a model that may be given by a codec, who asks for it, and the checksums of what that has.
     """
 
     key: Hashable
@@ -317,6 +318,7 @@ class Answer:
     copies: int | None = None
     in_order: bool = False
     pieces: Pieces | None = None
+    taker: tuple[int, tuple[int, ...]] | None = None
 
 
 @dataclass(frozen=True)

@@ -34,10 +34,12 @@ class PullRequest:
     Attributes:
         step: iterations that the requester has done.
         patience: seconds that it waits for the whole model.
+        bases: where models have a codec, for each section the checksum of what the requester has of it; 0: nothing.
     """
 
     step: int
     patience: float
+    bases: tuple[int, ...] = ()
 
 
 LAST_WAVE = 2**63 - 1
@@ -77,10 +79,12 @@ class TakeRequest:
 
     Attributes:
         incarnation, number: of the offer that began the exchange, whoever asks.
+        bases: as in :class:`PullRequest`.
     """
 
     incarnation: int
     number: int
+    bases: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -445,10 +449,15 @@ class ModelReply:
         step: iterations that this model has seen.
         weight: above 0: how many peers' models are averaged in it in a wave, the push-sum weight that is given away
             with it in a push, else 1.
+        bases: where models have a codec, for each section the checksum of the values that its part of the payload
+            changes; 0: it has values.
+        sizes: ... and how many bytes of the payload are its, without those of buffers.
     """
 
     step: int
     weight: float = 1.0
+    bases: tuple[int, ...] = ()
+    sizes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -187,6 +187,17 @@ class SyncSettings:
     mixing: str = setting(
         "average", "How a model enters: average:beta=0.5 or aged:beta=0.5,half_life=100.", check=_mixing
     )
+    codec: str = setting(
+        "none",
+        "How models are encoded that peers exchange: none, 3lc:sparsity=1,residual=0.3, ...; see Codecs.",
+        check=_codec,
+    )
+    references: int = setting(
+        8,
+        "Models a peer keeps of those it exchanges with, each way, so that --codec encodes differences; 0: models.",
+        0,
+        65_536,
+    )
     blocking: bool = setting(
         False, "Wait for each exchange (Algorithm 2 as printed) or wave instead of training on meanwhile."
     )

@@ -16,16 +16,17 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from gossipx import mixing, policies
+from gossipx import codecs, mixing, policies
 from gossipx.access import grant
 from gossipx.actor import GradientsReady
 from gossipx.arena import ParameterArena
 from gossipx.build.devices import check_device, check_transport
 from gossipx.build.graph import schedule
 from gossipx.build.hub import elastic
-from gossipx.build.server import Parts, Served, serve, servers
+from gossipx.build.server import Parts, Served, serve, servers, warm_up
 from gossipx.build.settings import check_exchange, effective
 from gossipx.checkpoint import Every
+from gossipx.coded import ModelCodec
 from gossipx.comm import CommManager
 from gossipx.drive import models
 from gossipx.drive.backward import Backward
@@ -38,6 +39,7 @@ from gossipx.drive.reporting import Reporter
 from gossipx.drive.shards import ShardKeeper, store_of_shard
 from gossipx.drive.state import TrainingState
 from gossipx.hub import Elastic, ElasticSettings
+from gossipx.layout import norms
 from gossipx.metrics import TensorBoardRecorder
 from gossipx.peer import PeerRole, PeerSettings
 from gossipx.peer.exchange import Exchange, Ground
@@ -163,6 +165,9 @@ def peer(
     )
     driver = Driver(role, arena, config.exchange.max_served)
     driver.transfers.desk = None if served is None else served.desk
+    driver.transfers.codec = _model_codec(config, arena, module, place.rank)
+    if sync.init == "first":
+        driver.begin_codec()
     comm = driver.comm = CommManager(
         rank=place.rank,
         names=place.names,
@@ -209,6 +214,16 @@ def peer(
     backward = None if served is None else _backward(module, driver, served, config.server.wait_free)
     reporter = Reporter(module, driver, comm, recorder, place.progress, options, evaluate)
     return Peer(module, optimizer, driver, comm, reporter, checkpoints, options, backward)
+
+
+def _model_codec(config: RunConfig, arena: ParameterArena, module: nn.Module, rank: int) -> ModelCodec | None:
+    """What models are encoded by; None: they travel as they are."""
+    codec = codecs.parse(config.sync.codec)
+    if codec == codecs.NoCodec():
+        return None
+    warm_up(codec)
+    seed = random.Random(f"codec {config.run.seed} {rank}").getrandbits(63)
+    return ModelCodec(codec, arena, config.sync.references, norms(module), seed)
 
 
 def _keep_shards(driver: Driver, served: Served, place: Place, keep: int) -> None:
@@ -260,6 +275,8 @@ def _alike(config: RunConfig, turns: Schedule, hub: ElasticSettings | None, serv
     return {
         **around,
         "--mode": sync.mode,
+        "--codec": codecs.describe(codecs.parse(sync.codec)),
+        "--references": str(sync.references),
         "--exchange": sync.exchange,
         "--weights": sync.weights,
         "--schedule": schedules.told(sync.schedule, turns),

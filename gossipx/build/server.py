@@ -189,6 +189,8 @@ def serve(
 
 def codec_of(config: RunConfig) -> str:
     """What the codecs of a run are called in its summary."""
+    if config.sync.codec != "none":
+        return codecs.describe(codecs.parse(config.sync.codec))
     push, pull = (codecs.describe(codecs.parse(one)) for one in (config.server.push_codec, config.server.pull_codec))
     return push if push == pull else f"push {push}, pull {pull}"
 
@@ -219,7 +221,7 @@ def _coding(
     if given.rescale_error and not push.feedback:
         raise UsageError("--rescale-error is of a --push-codec with error feedback: give one, or leave it out")
     for codec in (push, pull):
-        _warm_up(codec)
+        warm_up(codec)
     kept = norms(module)
     return Coding(
         push=None if push == codecs.NoCodec() else push,
@@ -232,7 +234,7 @@ def _coding(
     )
 
 
-def _warm_up(codec: codecs.Codec) -> None:
+def warm_up(codec: codecs.Codec) -> None:
     """Have a codec's loops compiled now, and not while training waits."""
     began = time.monotonic()
     for encoder in (codec, codecs.ErrorFeedback(codec)):

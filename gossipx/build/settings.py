@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from gossipx import mixing, policies
+from gossipx import codecs, mixing, policies
 from gossipx.build.graph import schedule
 from gossipx.errors import UsageError
 from gossipx.settings import ExchangeSettings, RunConfig, SyncSettings
@@ -82,6 +82,32 @@ def _check_around(config: RunConfig) -> None:
             )
 
 
+def _check_codec(config: RunConfig) -> None:
+    """Refuse a codec of models that does not go with how they are exchanged."""
+    sync, usual = config.sync, SyncSettings()
+    codec = codecs.parse(sync.codec)
+    if codec == codecs.NoCodec():
+        if sync.references != usual.references:
+            raise UsageError(f"--references {sync.references} is of --codec: give one, or leave it out")
+        return
+    told = f"--codec {sync.codec}"
+    if config.server.servers is not None or sync.mode == "server":
+        raise UsageError(f"{told} is of models, and servers have --push-codec and --pull-codec: leave it out")
+    if config.hub.hub is not None:
+        raise UsageError(f"{told} is of models that peers exchange with each other, not with a hub: leave one out")
+    if sync.exchange == "waves":
+        raise UsageError(f"{told} is of models that are exchanged with one peer, and a wave has none: leave one out")
+    if sync.weights == "push-sum":
+        raise UsageError(f"{told} loses a part of what push-sum's weights are to keep: leave one out")
+    if codec.gradients_only:
+        raise UsageError(f"{told} is for gradients alone, as servers are pushed: leave it out")
+    if not sync.references and not codec.alone:
+        raise UsageError(
+            f"{told} leaves too much of a model out to be used without references: give --references, or one of"
+            " fp16, bf16, int8, uint8-minmax, qsgd, natural"
+        )
+
+
 def check_exchange(config: RunConfig) -> None:
     """Refuse settings of what is exchanged, and how, that do not go together."""
     sync = config.sync
@@ -117,6 +143,7 @@ def check_exchange(config: RunConfig) -> None:
     if (sync.mode == "pushpull" or sync.weights == "push-sum") and not averages:
         given = "--mode pushpull" if sync.mode == "pushpull" else "--weights push-sum"
         raise UsageError(f"{given} sets the share of a received model itself: leave --mixing out")
+    _check_codec(config)
     exchange = config.exchange
     pulls = sync.exchange == "pulls" and sync.mode == "pull"
     usual = ExchangeSettings()

@@ -96,6 +96,7 @@ class Codec(abc.ABC):
         squeezed: ``zlib`` or ``zstd``: what has a go at the frame's body at last; in a spec, ``+zlib`` or ``+zstd``.
         number: of the kind in frames; 128 to 255 are for kinds of one's own.
         gradients_only: whether it is of no use for changes of a model.
+        alone: whether it keeps enough of every value to be of use for a model itself.
     """
 
     small: int = field(default=0, kw_only=True)
@@ -103,6 +104,7 @@ class Codec(abc.ABC):
     squeezed: str = field(default="", kw_only=True)
     number: ClassVar[int]
     gradients_only: ClassVar[bool] = False
+    alone: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -62,14 +62,23 @@ class Changes:
         codec: of the changes.
         tensors: in the vector.
         seed: of what is drawn.
+        most: bases that are kept, but for one more of who takes now; of more, those are dropped that were asked for
+            longest ago. 0: no limit.
     """
 
-    def __init__(self, codec: Codec, tensors: Tensors, seed: int):
+    def __init__(self, codec: Codec, tensors: Tensors, seed: int, most: int = 0):
         self._codec = codec
+        self._most = most
+        self._common: int = FULL  # what whoever has taken nothing yet has
         self._state = self._codec.init(tensors, seed)
         self._room = np.empty(self._codec.most(self._state), np.uint8)
         self._bases: dict[int, Base] = {}  # by their checksums
         self._held: dict[int, set[int]] = {}  # by who takes
+
+    def common(self, values: Tensor) -> None:
+        """Whoever has taken nothing yet has these values."""
+        self._common = checksum(values)
+        self._add(self._common, values.clone(), values)
 
     def frame(self, taker: int, base: int, version: int, values: Tensor) -> Frame | None:
         """What leads another to these values, as near as the codec comes.
@@ -113,9 +122,16 @@ class Changes:
 
     def _hold(self, taker: int, checks: set[int]) -> None:
         """Keep what this one may have next, and drop what nobody has."""
+        self._held.pop(taker, None)
         self._held[taker] = checks
-        wanted = set().union(*self._held.values())
+        wanted = self._wanted()
+        while self._most and len(wanted) > self._most + 1 and len(self._held) > 1:
+            del self._held[next(iter(self._held))]
+            wanted = self._wanted()
         self._bases = {check: base for check, base in self._bases.items() if check in wanted}
+
+    def _wanted(self) -> set[int]:
+        return {self._common}.union(*self._held.values())
 
 
 def checksum(values: Tensor) -> int:

@@ -44,6 +44,7 @@ class Float16(_Halves):
     """``fp16``: IEEE half precision, 11 digits, up to 65504."""
 
     number: ClassVar[int] = 1
+    alone: ClassVar[bool] = True
     dtype: ClassVar[torch.dtype] = torch.float16
 
 
@@ -53,6 +54,7 @@ class BFloat16(_Halves):
     """``bf16``: the upper half of a float32, 8 digits, its whole range."""
 
     number: ClassVar[int] = 2
+    alone: ClassVar[bool] = True
     dtype: ClassVar[torch.dtype] = torch.bfloat16
 
 
@@ -69,6 +71,7 @@ class Int8(Codec):
 
     block: int = 0
     number: ClassVar[int] = 5
+    alone: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -141,6 +144,7 @@ class UInt8MinMax(PerTensor):
     """
 
     number: ClassVar[int] = 6
+    alone: ClassVar[bool] = True
 
     def _most(self, count: int, shape: tuple[int, ...]) -> int:
         return 8 + count
@@ -179,6 +183,7 @@ class QSGD(PerTensor):
     block: int = 512
     feedback: bool = field(default=False, kw_only=True)
     number: ClassVar[int] = 7
+    alone: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -226,6 +231,7 @@ class Natural(PerTensor):
 
     feedback: bool = field(default=False, kw_only=True)
     number: ClassVar[int] = 8
+    alone: ClassVar[bool] = True
 
     def _most(self, count: int, shape: tuple[int, ...]) -> int:
         return packing.bits_bytes(count, 1) + count

@@ -89,6 +89,7 @@ class NoCodec(PerTensor):
 
     feedback: bool = field(default=False, kw_only=True)
     number: ClassVar[int] = 0
+    alone: ClassVar[bool] = True
 
     def _plain(self, tensors: Tensors) -> tuple[bool, ...]:
         return (True,) * len(tensors.shapes)

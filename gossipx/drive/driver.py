@@ -267,6 +267,8 @@ class Driver:
                 with self.committing:
                     taken = self.arena.adopt(transfer.incoming.buffer, self.arena.step if step is None else step)
                 transfer.incoming.release()
+                if taken and self.transfers.codec is not None and not self.arena.step:
+                    self.begin_codec()
                 self.tell(Mixed(ticket) if taken else Poisoned(ticket))
             case Forget(ticket):
                 self._forget(ticket)
@@ -292,6 +294,13 @@ class Driver:
                 return self.held.base(send.ticket)
             case _:
                 return None
+
+    def begin_codec(self) -> None:
+        """All peers begin with the model as it is now."""
+        if self.transfers.codec is not None:
+            snapshot = self.arena.snapshot()
+            self.transfers.codec.begin(snapshot.buffer.vectors)
+            snapshot.release()
 
     def _answer(self, answer: Answer, snapshot: Snapshot | None) -> None:
         assert self.comm is not None
@@ -326,7 +335,7 @@ class Driver:
 
         def give() -> None:
             try:
-                told, payload = dataclasses.replace(reply, step=snapshot.step), snapshot.source
+                told, payload = self._coded(answer, dataclasses.replace(reply, step=snapshot.step), snapshot)
             except LocalFaultError as error:
                 refusal = NotReadyReply(str(error))
                 comm.answer(answer.key, refusal, payload=None, deadline=answer.deadline, done=lambda whole: done(False))
@@ -337,6 +346,13 @@ class Driver:
             give()
         else:  # at the next step boundary, and not in the training thread
             snapshot.when_settled(lambda: self.transfers.post(give))
+
+    def _coded(self, answer: Answer, reply: ModelReply, snapshot: Snapshot) -> tuple[ModelReply, Source]:
+        """A model as it is given, and the reply that goes with it."""
+        codec = self.transfers.codec
+        if codec is None or answer.taker is None:
+            return reply, snapshot.source
+        return codec.give(*answer.taker, snapshot.buffer.vectors, reply)
 
     def _mix(self, ticket: int, share: float) -> None:
         own = ticket == self.role.pulling  # else another has pushed it, and drift goes on from where it began

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from gossipx.actor import Event, Failed, Fault, Replied, Send
 from gossipx.arena import ParameterArena
+from gossipx.coded import ModelCodec, Taking
 from gossipx.comm import CommManager
 from gossipx.drive.lane import Lane
 from gossipx.errors import (
@@ -46,7 +47,7 @@ from gossipx.snapshots import Snapshot
 from gossipx.storage.desk import Copy, Desk, Gradient
 from gossipx.storage.moving import Ranges
 from gossipx.storage.rooms import Changed, Nothing, Tables
-from gossipx.wire import Fitting
+from gossipx.wire import Fitting, Sink
 
 
 @dataclass
@@ -61,6 +62,7 @@ class Transfer:
     their_step: int = 0
     weight: float = 1.0  # the number of models that are averaged in it
     cancel: Callable[[], None] | None = None  # once it was asked for; for the outbox alone
+    taking: Taking | None = None  # where models have a codec
 
 
 @dataclass
@@ -88,6 +90,7 @@ class Transfers:
     Attributes:
         comm: set before the first request; None again once the peer is closed.
         desk: the peer's tables, in server mode.
+        codec: of models; None: they travel as they are.
     """
 
     def __init__(
@@ -100,6 +103,7 @@ class Transfers:
     ):
         self.comm: CommManager | None = None
         self.desk: Desk | None = None
+        self.codec: ModelCodec | None = None
         self._arena = arena
         self._tell, self._note, self._fail = tell, note, fail
         self._transfers: dict[int, Transfer] = {}
@@ -130,7 +134,10 @@ class Transfers:
                 assert base is not None
                 brought = base.hold()
             payload = Incoming(self._arena, base, whole=isinstance(send.request, InitialRequest))
-            self._transfers[send.ticket] = Transfer(send.request, payload, time.monotonic())
+            taking = None
+            if self.codec is not None and isinstance(send.request, PullRequest | TakeRequest):
+                taking = self.codec.taking(send.to, payload)
+            self._transfers[send.ticket] = Transfer(send.request, payload, time.monotonic(), taking=taking)
 
         def done(result: Reply | GossipxError) -> None:
             if brought is not None:
@@ -144,9 +151,8 @@ class Transfers:
                 return
             try:
                 source = None if brought is None else brought.source
-                cancel = comm.request(
-                    send.to, send.request, deadline=send.deadline, payload=payload, done=done, brought=source
-                )
+                request, sink = self._coded(send, payload)
+                cancel = comm.request(send.to, request, deadline=send.deadline, payload=sink, done=done, brought=source)
             except Exception as error:  # the role still has to hear of its request
                 done(LocalFaultError(f"a request could not be sent: {error}"))
                 return
@@ -158,6 +164,14 @@ class Transfers:
             self.post(post)
         else:  # before that, nothing can be made of what comes
             base.when_settled(lambda: self.post(post))
+
+    def _coded(self, send: Send, payload: Incoming | None) -> tuple[Request, Sink | Fitting | None]:
+        """A request as it leaves, and what takes its answer in."""
+        transfer = self._transfers.get(send.ticket)
+        if self.codec is None or transfer is None or transfer.taking is None:
+            return send.request, payload
+        assert isinstance(send.request, PullRequest | TakeRequest)
+        return dataclasses.replace(send.request, bases=self.codec.bases(send.to)), transfer.taking
 
     def expect(self, send: Send) -> None:
         """A request is about to be sent: have room for the tables that it asks for, where they lie by now."""
@@ -310,6 +324,13 @@ class Transfers:
             transfer.seconds = time.monotonic() - transfer.began
             transfer.their_step = result.step
             transfer.weight = result.weight
+            if transfer.taking is not None:
+                try:
+                    transfer.taking.decode()
+                except ProtocolError as error:
+                    self._note("protocol", f"a model cannot be decoded: {error}")
+                    self._tell(Failed(ticket, Fault.PROTOCOL))
+                    return
             if isinstance(transfer.request, PullRequest | TakeRequest | ElasticRequest):
                 transfer.distance = transfer.incoming.norm()
             if math.isnan(transfer.distance) and isinstance(transfer.request, TakeRequest | ElasticRequest):

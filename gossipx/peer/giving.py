@@ -10,7 +10,7 @@ import math
 from collections.abc import Hashable
 
 from gossipx.actor import Answer, Answered, Received
-from gossipx.messages import ModelReply
+from gossipx.messages import ModelReply, PullRequest, TakeRequest
 from gossipx.peer.membership import Membership
 
 
@@ -43,7 +43,9 @@ class Giving:
         patience = self._members.patience(event.sender, given=True)
         since = max(begins, now)
         self._under_way[event.key] = event.sender, since, patience
-        return Answer(event.key, reply, min(since + patience, now + at_most), captured=captured, begins=begins)
+        bases = event.request.bases if isinstance(event.request, PullRequest | TakeRequest) else ()
+        by, taker = min(since + patience, now + at_most), (event.sender, bases)
+        return Answer(event.key, reply, by, captured=captured, begins=begins, taker=taker)
 
     def answered(self, event: Answered, now: float) -> None:
         """An answer was handed over, or not."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from gossipx import actor
 from gossipx.arena import ParameterArena
+from gossipx.coded import Taking
 from gossipx.drift import DriftReference
 from gossipx.incoming import Incoming
 from gossipx.messages import ElasticRequest, PullRequest, RoundRequest, Stage, TakeRequest
@@ -25,6 +26,7 @@ class Exchange:
     open: bool = True
     their_step: int = 0
     arrived: float = 0.0
+    taking: Taking | None = None
 
 
 @dataclass(frozen=True)

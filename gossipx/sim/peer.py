@@ -15,6 +15,7 @@ from gossipx import actor
 from gossipx.actor import Fault
 from gossipx.arena import ParameterArena
 from gossipx.buffers import typed
+from gossipx.coded import ModelCodec
 from gossipx.hub import Elastic
 from gossipx.incoming import Incoming
 from gossipx.messages import (
@@ -79,6 +80,7 @@ class SimPeer:
         compute_seconds: float = 1.0,
         mix_buffers: bool = True,
         desk_of: Callable[[nn.Module], Desk] | None = None,
+        codec_of: Callable[[ParameterArena], ModelCodec] | None = None,
     ):
         self.role = role
         self.resumed: bool | None = None
@@ -107,6 +109,7 @@ class SimPeer:
         self._leaving = False
         self._waits_since: float | None = None
         self._stepping = False
+        self.codec = None if codec_of is None else codec_of(self.arena)
         self.tables = None if desk_of is None else SimTables(desk_of(module), self._events.append)
         self._lacks_since: float | None = None  # tables that are to be computed with
         self._computed = False  # an iteration's gradients are made, and to be pushed
@@ -283,6 +286,8 @@ class SimPeer:
                 self._forget(ticket)
             case actor.Adopt(ticket, step):
                 self.models.adopt(ticket, self._exchanges[ticket], self.arena.step if step is None else step)
+                if not self.arena.step:
+                    self.begin_codec()
                 self._forget(ticket)
             case actor.Forget(ticket):
                 self._forget(ticket)
@@ -306,6 +311,13 @@ class SimPeer:
                 self._note(f"must stop: {reason}")
                 self.reason = self.reason or reason
 
+    def begin_codec(self) -> None:
+        """All peers begin with the model as it is now."""
+        if self.codec is not None:
+            snapshot = self.arena.snapshot()
+            self.codec.begin(snapshot.buffer.vectors)
+            snapshot.release()
+
     def _note(self, what: str) -> None:
         self._world.note(self.rank, what)
 
@@ -317,7 +329,7 @@ class SimPeer:
     # --- requests of its own ----------------------------------------------------------------------------
 
     def _send(self, send: actor.Send) -> None:
-        incoming = None
+        incoming = taking = None
         brought = bytearray()
         if isinstance(send.request, ModelRequest):
             base = self.models.base(send)
@@ -325,9 +337,13 @@ class SimPeer:
                 assert base is not None
                 brought += self._poison(bytearray(base.buffer.view))
             incoming = Incoming(self.arena, base, whole=isinstance(send.request, InitialRequest))
+            if self.codec is not None and isinstance(send.request, PullRequest | TakeRequest):
+                taking = self.codec.taking(send.to, incoming)
+                told = dataclasses.replace(send.request, bases=self.codec.bases(send.to))
+                send = dataclasses.replace(send, request=told)
         if self.tables is not None and isinstance(send.request, ServerRequest | RangesRequest):
             send, brought = self.tables.outgoing(send)
-        exchange = Exchange(send, self._world.now, incoming)
+        exchange = Exchange(send, self._world.now, incoming, taking=taking)
         self._exchanges[send.ticket] = exchange
         match send.request:
             case InitialRequest():
@@ -389,7 +405,11 @@ class SimPeer:
             assert exchange.incoming is not None
             exchange.their_step = reply.step
             exchange.arrived = self._world.now
-            exchange.incoming.take(0, memoryview(payload))
+            if exchange.taking is None:
+                exchange.incoming.take(0, memoryview(payload))
+            else:
+                exchange.taking.fit(reply).take(0, memoryview(payload))
+                exchange.taking.decode()
             request = exchange.send.request
             if isinstance(request, RoundRequest) and request.wave == LAST_WAVE:
                 self.finish_bytes += len(payload)
@@ -457,7 +477,11 @@ class SimPeer:
             else:
                 snapshot = self.models.held[answer.captured].now.hold()
             reply = dataclasses.replace(reply, step=snapshot.step)
-            payload += self._poison(bytearray(snapshot.buffer.view))
+            if self.codec is not None and answer.taker is not None:
+                reply, source = self.codec.give(*answer.taker, snapshot.buffer.vectors, reply)
+                payload += source.view
+            else:
+                payload += self._poison(bytearray(snapshot.buffer.view))
             snapshot.release()
         told = False
 

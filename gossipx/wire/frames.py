@@ -42,7 +42,7 @@ from gossipx.wire import Expect, Message, Sink
 from gossipx.wire.kinds import KINDS, MAX_METADATA, NUMBERS, message_of, metadata_of
 
 MAGIC = b"GSPX"
-VERSION = 3
+VERSION = 4
 # Of the kind: the payload lies beside the connection.
 _BESIDE = 0x8000
 

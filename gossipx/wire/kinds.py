@@ -76,6 +76,7 @@ MAX_SECONDS = 7 * 86_400
 MAX_FIGURES = 1_000  # names in a report
 MAX_SETTINGS = 32
 MAX_PARTS = 65_536  # partitions of a shard
+MAX_SECTIONS = 16  # of a model: one a dtype
 MAX_HAPPENED = 1_000  # entries of one record
 MAX_GROUPS, MAX_GROUP = 1_000, 32  # parameter groups of an optimizer, and numbers in one
 # Bytes of metadata. The largest honest ones: 65,536 ranks of five digits are 384 KiB; the reports
@@ -217,6 +218,12 @@ def _parts(value: object) -> tuple[tuple[int, int], ...]:
     return tuple(_pair(item) for item in value)
 
 
+def _sections(value: object) -> tuple[int, ...]:
+    if type(value) is not list or len(value) > MAX_SECTIONS:
+        raise ValueError(f"is not a list of at most {MAX_SECTIONS} numbers")
+    return tuple(_count(item) for item in value)
+
+
 def _groups(value: object) -> tuple[dict[str, float], ...]:
     if type(value) is not list or len(value) > MAX_GROUPS:
         raise ValueError(f"is not a list of at most {MAX_GROUPS} groups")
@@ -313,13 +320,13 @@ KINDS = {
     14: Kind(CarrierReply, {}),
     15: Kind(NoCarrierReply, {"reason": _text}),
     16: Kind(InitialRequest, {}),
-    17: Kind(PullRequest, {"step": _count, "patience": _seconds}),
+    17: Kind(PullRequest, {"step": _count, "patience": _seconds, "bases": _sections}),
     18: Kind(RoundRequest, {"wave": _wave, "round": _count, "members": _members}, MAX_METADATA),
     19: Kind(ArriveRequest, {**_STANDING, "incarnation": _count}, MAX_METADATA),
     20: Kind(LeaveRequest, {}),
     21: Kind(PushRequest, _EXCHANGE),
     22: Kind(PairRequest, _EXCHANGE),
-    23: Kind(TakeRequest, _EXCHANGE),
+    23: Kind(TakeRequest, {**_EXCHANGE, "bases": _sections}),
     24: Kind(SettleRequest, {**_EXCHANGE, "taken": _flag}),
     25: Kind(ElasticRequest, {**_EXCHANGE, "step": _count, "patience": _seconds}, payload=MAX_MODEL),
     26: Kind(CentreRequest, {"patience": _seconds}),
@@ -370,7 +377,11 @@ KINDS = {
         MAX_MODEL,
     ),
     31: Kind(CopyRequest, {"shard": _shard, "incarnation": _count, "copy": _bucket, "patience": _seconds}),
-    32: Kind(ModelReply, {"step": _count, "weight": _weight}, payload=MAX_MODEL),
+    32: Kind(
+        ModelReply,
+        {"step": _count, "weight": _weight, "bases": _sections, "sizes": _sections},
+        payload=MAX_MODEL,
+    ),
     33: Kind(HereReply, _STANDING, MAX_METADATA),
     34: Kind(NotReadyReply, {"reason": _text}),
     35: Kind(AcceptReply, {}),

@@ -36,6 +36,27 @@ def test_four_peers_exchange_and_agree(tmp_path: Path, mode: str, blocking: bool
     assert all(max(differences(run.model(0), run.model(rank)).values()) <= 1e-5 for rank in (1, 2, 3))
 
 
+@pytest.mark.parametrize(
+    ("mode", "codec", "fewer"),
+    [
+        ("pull", ("--codec", "3lc:residual=0.3"), 3),
+        ("push", ("--codec", "int8", "--references", "0"), 3),
+        ("pushpull", ("--codec", "int8+zlib", "--references", "1"), 2),
+    ],
+)
+def test_codecs_of_models_cut_the_bytes(tmp_path: Path, mode: str, codec: tuple[str, ...], fewer: int) -> None:
+    with folder(tmp_path, 3) as here:
+        plain = here.run(*BRIEF, "--mode", mode, name="plain").summary
+        run = here.run(*BRIEF, "--mode", mode, *codec, name="coded")
+    summary = run.summary
+    assert summary["codec"] == codec[1]
+    each = [sum(one["bytes_received"]) / sum(one["retrievals"]) for one in (plain, summary)]
+    assert each[1] < each[0] / fewer
+    assert (sum(summary["failed"]), sum(summary["poisoned"]), summary["lost"]) == (0, 0, [])
+    assert summary["consensus_accuracy"] > plain["consensus_accuracy"] - 0.05
+    assert all(max(differences(run.model(0), run.model(rank)).values()) <= 1e-5 for rank in (1, 2))
+
+
 STILL = (
     PRELUDE
     + """

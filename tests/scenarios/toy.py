@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gossipx import mixing, policies, topology
+from gossipx import codecs, mixing, policies, topology
+from gossipx.coded import ModelCodec
 from gossipx.hub import Elastic, ElasticSettings
 from gossipx.peer import PeerRole, PeerSettings
 from gossipx.sim import Network, SimPeer, World
@@ -76,6 +77,8 @@ def make(
     draws: int = 1000,
     gradient_step: Callable[[SimPeer], None] = lambda peer: sgd(peer.module),
     hub: ElasticSettings | None = None,
+    codec: str = "none",
+    references: int = 8,
     **settings: Any,
 ) -> SimPeer:
     """One peer, not started; ``draws`` seeds its own generator."""
@@ -96,7 +99,13 @@ def make(
     )
     if hub is not None and hub.rank == rank and not hub.trains:
         iterations = 0
-    return SimPeer(role, module or Point(rank), gradient_step, iterations, compute)
+    codec_of = None
+    if codec != "none":
+        codec_of = lambda arena: ModelCodec(codecs.parse(codec), arena, references, seed=rank)  # noqa: E731
+    made = SimPeer(role, module or Point(rank), gradient_step, iterations, compute, codec_of=codec_of)
+    if settings.get("init", "first") == "first":
+        made.begin_codec()
+    return made
 
 
 def maker(rank: int, size: int, **options: Any) -> Callable[[int], SimPeer]:

@@ -84,3 +84,24 @@ def test_join_refuses_a_policy_of_ones_own_with_servers() -> None:
         UsageError, match=r"^policy= is of peers that exchange with each other, and servers go by sync="
     ):
         gossipx.join(model, None, peers="none", mode="server", policy=lambda seen: True)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"codec": "3lc", "servers": "0"}, "--codec 3lc is of models, and servers have --push-codec and --pull-codec"),
+        ({"codec": "3lc", "hub": "0"}, "--codec 3lc is of models that peers exchange with each other, not with a hub"),
+        ({"codec": "3lc", "exchange": "waves"}, "--codec 3lc is of models that are exchanged with one peer"),
+        ({"codec": "3lc", "mode": "push", "weights": "push-sum"}, "--codec 3lc loses a part of what push-sum's"),
+        ({"codec": "dgc"}, "--codec dgc is for gradients alone"),
+        ({"codec": "topk", "references": 0}, "--codec topk leaves too much of a model out to be used without"),
+        ({"references": 3}, "--references 3 is of --codec: give one, or leave it out"),
+    ],
+)
+def test_codecs_of_models_that_do_not_go_with_a_run(given: dict[str, Any], told: str) -> None:
+    assert refused(**given).startswith(told)
+
+
+@pytest.mark.parametrize("codec", ["fp16", "bf16", "int8", "uint8-minmax", "qsgd", "natural", "int8+zlib"])
+def test_codecs_that_need_no_references(codec: str) -> None:
+    effective(codec=codec, references=0)

@@ -50,6 +50,8 @@ EVERY_KEY: dict[str, dict[str, Any]] = {
         "schedule": "one-peer",
         "weights": "metropolis",
         "mixing": "average:beta=0.25",
+        "codec": "int8",
+        "references": 3,
         "blocking": True,
         "finish": "none",
         "init": "own",
@@ -131,6 +133,8 @@ topology = "ring"
 schedule = "one-peer"
 weights = "metropolis"
 mixing = "average:beta=0.25"
+codec = "int8"
+references = 3
 blocking = true
 finish = "none"
 init = "own"

@@ -253,13 +253,14 @@ def forged(
 def test_the_bytes_of_one_frame() -> None:
     expected = bytes.fromhex(
         "47535058"  # GSPX
-        "0003"  # version
+        "0004"  # version
         "0020"  # kind: ModelReply
         "0000000000000005"  # request
-        "00000016"  # bytes of metadata
+        "0000002c"  # bytes of metadata
         "0000000000000008"  # bytes of payload
-        "6e651ee00603dc47"  # checksum of all this and the metadata
-        "7b2273746570223a31322c22776569676874223a317d"  # {"step":12,"weight":1}
+        "04d080fffa56602c"  # checksum of all this and the metadata
+        "7b2273746570223a31322c22776569676874223a312c"  # {"step":12,"weight":1,
+        "226261736573223a5b5d2c2273697a6573223a5b5d7d"  # "bases":[],"sizes":[]}
         "0000803f00000040"  # 1.0, 2.0
         "4de8d78f7134f4b7"  # checksum of the payload
     )

@@ -40,7 +40,7 @@ def test_who_asks_is_answered_by_the_model_as_it_is_for_as_long_as_the_requester
     serving = serving_at_most(2)
     capture, answer = asks(serving, 3, step=5)
     assert isinstance(capture, Capture)
-    assert answer == Answer("of 3", ModelReply(5), 107.0, captured=capture.ticket)
+    assert answer == Answer("of 3", ModelReply(5), 107.0, captured=capture.ticket, taker=(3, ()))
     assert serving.answered(Answered("of 3", whole=True)) == [Forget(capture.ticket)]
     assert serving.answered(Answered("of 3", whole=True)) == []
 
@@ -59,7 +59,7 @@ def test_more_at_once_are_told_busy_and_so_is_who_is_served_already():
 def test_one_version_is_given_until_the_first_has_it_and_then_no_older_one():
     serving = serving_at_most(4)
     capture = asks(serving, 1, step=10)[0]
-    assert asks(serving, 2, step=14)[0] == Answer("of 2", ModelReply(14), 107.0, captured=capture.ticket)
+    assert asks(serving, 2, step=14)[0] == Answer("of 2", ModelReply(14), 107.0, captured=capture.ticket, taker=(2, ()))
     serving.answered(Answered("of 1", whole=True))
     assert not is_served(asks(serving, 3, step=15)), "10 is still given to 2, and a third in memory is one too many"
     assert serving.answered(Answered("of 2", whole=True)) == [Forget(capture.ticket)]

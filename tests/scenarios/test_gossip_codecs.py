@@ -1,0 +1,201 @@
+"""Gossip by codecs, in virtual time: what is pulled is a difference to what both ends have, whatever faults do."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import toy
+from encoded import SPECS, normal
+from torch import nn
+
+from gossipx import codecs
+from gossipx.arena import ParameterArena
+from gossipx.codecs.changes import FULL
+from gossipx.coded import ModelCodec
+from gossipx.errors import ProtocolError
+from gossipx.incoming import Incoming
+from gossipx.messages import ModelReply
+from gossipx.sim import Network, World
+
+GOSSIP = [spec for spec in SPECS if not codecs.parse(spec).gradients_only]
+NEAR = "3lc:sparsity=1,residual=0.1"
+
+
+def run(**options: Any) -> World:
+    return toy.ended(toy.world(3, **options), 1000.0)
+
+
+@pytest.mark.parametrize("mode", ["pull", "push", "pushpull"])
+@pytest.mark.parametrize("spec", GOSSIP)
+def test_every_codec_in_every_mode(spec: str, mode: str) -> None:
+    made = run(codec=spec, mode=mode)
+    assert bool(toy.models(made).isfinite().all())
+    assert sum(peer.models.retrievals != [] for peer in made.peers.values()) >= 2
+
+
+@pytest.mark.parametrize("mode", ["pull", "push", "pushpull"])
+@pytest.mark.parametrize("spec", [NEAR, "int8", "bf16"])
+def test_models_come_to_where_they_would_without(spec: str, mode: str) -> None:
+    made, plain = run(codec=spec, mode=mode), run(mode=mode)
+    far = float((toy.before(plain) - toy.before(plain).mean(0)).norm())
+    assert float((toy.before(made) - toy.before(plain)).norm()) < 0.1 * far
+
+
+@pytest.mark.parametrize("spec", [spec for spec in GOSSIP if codecs.parse(spec).alone])
+def test_models_by_themselves(spec: str) -> None:
+    """Without references; nobody holds any model of another."""
+    made, plain = run(codec=spec, references=0), run()
+    assert float((toy.before(made) - toy.before(plain)).abs().max()) < 0.5
+    assert all(not peer.codec._taken for peer in made.peers.values() if peer.codec is not None)
+
+
+@pytest.mark.parametrize("network", [Network(delay=0.01, loss=0.05), Network(delay=0.2, jitter=0.5, repeat=0.2)])
+def test_messages_that_are_lost_late_or_twice(network: Network) -> None:
+    """Both ends still mean the same, or else the model comes as it is: what is mixed is sound."""
+    made = run(codec=NEAR, network=network, policy="tau:2")
+    assert made.fired["lost"] + made.fired["repeated"] > 0
+    plain = run(policy="tau:2")
+    far = float((toy.before(plain) - toy.before(plain).mean(0)).norm())
+    assert float((toy.before(made).mean(0) - toy.before(plain).mean(0)).norm()) < 0.5 * far
+
+
+def test_a_peer_that_comes_late_or_again_is_given_models_as_they_are_first() -> None:
+    made = toy.world(3, codec=NEAR, policy="tau:2", absent=[2])
+    made.start(2, toy.maker(2, 3, codec=NEAR, policy="tau:2"), at=5.5)
+    made.crash(1, 8.2)
+    made.restart(1, 9.1)
+    toy.ended(made, 1000.0)
+    assert made.fired["crash"] and made.fired["restart"]
+    assert bool(toy.models(made).isfinite().all())
+    assert all(peer.models.retrievals for peer in made.peers.values())
+
+
+# --- the two ends by themselves -------------------------------------------------------------------------------------
+
+
+class Two:
+    """A giver and a taker, ranks 0 and 1, of one model."""
+
+    def __init__(self, spec: str = "3lc", references: int = 8, begun: bool = True):
+        torch.manual_seed(0)
+        self.modules = [nn.Sequential(nn.Linear(30, 40), nn.BatchNorm1d(40), nn.Linear(40, 3)) for _ in range(2)]
+        self.modules[1].load_state_dict(self.modules[0].state_dict())
+        self.arenas = [ParameterArena(module) for module in self.modules]
+        self.codecs = [ModelCodec(codecs.parse(spec), arena, references) for arena in self.arenas]
+        for codec, arena in zip(self.codecs, self.arenas, strict=True):
+            if begun:
+                codec.begin(arena.snapshot().buffer.vectors)
+
+    def train(self, seed: int) -> None:
+        """The giver goes on."""
+        for number, parameter in enumerate(self.modules[0].parameters()):
+            parameter.data += 0.1 * normal(*parameter.shape, seed=100 * seed + number)
+        self.arenas[0].step_done()
+
+    def give(self, taker: int = 1, bases: tuple[int, ...] | None = None) -> tuple[ModelReply, bytearray]:
+        bases = self.codecs[1].bases(0) if bases is None else bases
+        model = self.arenas[0].snapshot().buffer.vectors
+        reply, source = self.codecs[0].give(taker, bases, model, ModelReply(self.arenas[0].step))
+        return reply, bytearray(source.view)
+
+    def take(self, reply: ModelReply, content: bytearray, giver: int = 0) -> Incoming:
+        incoming = Incoming(self.arenas[1], None)
+        taking = self.codecs[1].taking(giver, incoming)
+        taking.fit(reply).take(0, memoryview(content))
+        taking.decode()
+        return incoming
+
+    def off(self, incoming: Incoming) -> float:
+        """How far what was taken is from the giver's model, as a part of how far that has come."""
+        (here,), (there,), (begun,) = (
+            incoming.buffer.vectors,
+            self.arenas[0].snapshot().buffer.vectors,
+            self.arenas[1].snapshot().buffer.vectors,
+        )
+        return float((here - there).norm()) / float((begun - there).norm())
+
+
+def test_the_common_first_model_is_a_reference_already() -> None:
+    two = Two(NEAR)
+    two.train(1)
+    reply, content = two.give()
+    assert FULL not in reply.bases
+    assert len(content) < two.arenas[0].nbytes() / 2
+    assert two.off(two.take(reply, content)) < 0.15
+
+
+def test_what_is_left_out_is_in_the_next_difference() -> None:
+    two = Two("3lc")
+    two.train(1)
+    off = []
+    for _ in range(30):
+        off.append(two.off(two.take(*two.give())))
+    assert off[-1] < 1e-3 < off[0]
+
+
+def test_buffers_and_what_lies_between_tensors_come_as_they_are() -> None:
+    two = Two("3lc")
+    two.modules[0][1].running_mean += 3.0
+    two.arenas[0].set_boundary(1)
+    incoming = two.take(*two.give())
+    cut = two.arenas[0].sections[0].trainable
+    assert torch.equal(incoming.buffer.vectors[0][cut:], two.arenas[0].snapshot().buffer.vectors[0][cut:])
+
+
+def test_without_a_common_first_model_it_is_given_as_it_is_once() -> None:
+    two = Two("3lc", begun=False)
+    reply, content = two.give()
+    assert set(reply.bases) == {FULL}
+    assert len(content) == sum(reply.sizes) + sum(two.codecs[0].buffers())
+    assert torch.equal(two.take(reply, content).buffer.vectors[0], two.arenas[0].snapshot().buffer.vectors[0])
+    assert FULL not in two.give()[0].bases
+
+
+def test_ends_that_disagree_are_given_the_model_as_it_is() -> None:
+    two = Two("3lc")
+    two.train(1)
+    two.take(*two.give())
+    two.codecs[1]._taken[0][0][5] += 1e-3  # a bit has flipped
+    reply, content = two.give()
+    assert set(reply.bases) == {FULL}
+    assert two.off(two.take(reply, content)) == 0
+
+
+def test_no_more_references_are_kept_than_are_wanted() -> None:
+    two = Two("3lc", references=2)
+    held = {}
+    for taker in range(1, 6):
+        two.train(taker)
+        held[taker] = two.give(taker)[0].bases
+    changes = two.codecs[0]._changes[0]
+    assert len(changes._bases) <= 2 + 1 + 1  # those, what is given now, and what all began with
+    assert two.give(1, (12345,))[0].bases == (FULL,)  # evicted
+    for giver in range(6):
+        two.train(giver)
+        two.take(*two.give(1, two.codecs[1].bases(giver)), giver=giver)
+    assert list(two.codecs[1]._taken) == [4, 5]
+
+
+def test_an_answer_that_does_not_fit_is_refused_and_changes_nothing() -> None:
+    two = Two("3lc")
+    two.train(1)
+    reply, content = two.give()
+    before = two.codecs[1].bases(0)
+    for wrong in (
+        dataclasses.replace(reply, sizes=()),
+        dataclasses.replace(reply, sizes=(2**40,)),
+        dataclasses.replace(reply, bases=(FULL,)),
+        dataclasses.replace(reply, bases=()),
+    ):
+        with pytest.raises(ProtocolError, match="does not fit"):
+            two.take(wrong, content)
+    with pytest.raises(ProtocolError, match="a change of another model"):
+        two.take(dataclasses.replace(reply, bases=(77,)), content)
+    damaged = bytearray(content)
+    damaged[20] ^= 1
+    with pytest.raises(ProtocolError, match="codec's frame"):
+        two.take(reply, damaged)
+    assert two.codecs[1].bases(0) == before
