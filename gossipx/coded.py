@@ -5,6 +5,9 @@ hold: what this taker took last from this giver, at first the model that all beg
 checksums; a giver that has no such reference gives the model as it is. Each end keeps so many references: those of who
 exchanged last. Without references each model is encoded by itself.
 
+What lags behind its model pulls others back when it is mixed. CHOCO-SGD mixes it with what lags as far, so that who
+takes keeps for each giver what the codec would make of its own model: its *public* copy.
+
 Of each section the trained values are encoded, tensor by tensor; buffers, such as BatchNorm's statistics, are given as
 they are.
 """
@@ -13,6 +16,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Sequence
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -29,6 +33,8 @@ from gossipx.memory import Source
 from gossipx.messages import CarryingReply, ModelReply
 from gossipx.wire import Bytes, Sink
 
+T = TypeVar("T")
+
 
 class ModelCodec:
     """One peer's models, both ways.
@@ -39,10 +45,18 @@ class ModelCodec:
         references: kept of who takes, and of who gives; 0: none.
         norms: names of the parameters of normalisation layers.
         seed: of what is drawn.
+        public: what comes is compared with the public copy of one's own model: x̂_j − x̂_i comes in as if it were
+            x_j − x_i (CHOCO-SGD, Algorithm 2).
     """
 
     def __init__(
-        self, codec: Codec, arena: ParameterArena, references: int, norms: Collection[str] = (), seed: int = 0
+        self,
+        codec: Codec,
+        arena: ParameterArena,
+        references: int,
+        norms: Collection[str] = (),
+        seed: int = 0,
+        public: bool = False,
     ):
         self._codec = codec
         self._arena = arena
@@ -56,6 +70,10 @@ class ModelCodec:
         self._most = [codec.most(state) + 1024 for state in self._states]
         self._begun: list[Tensor] | None = None  # what all began with
         self._taken: dict[int, list[Tensor]] = {}  # references, by who gave; the one that was last of use last
+        self._public = [
+            Changes(codec, tensors, seed + number, most=references) for number, tensors in enumerate(self._tensors)
+        ] * public
+        self._own: dict[int, list[int]] = {}  # checksums of public copies, by for whom
 
     def begin(self, model: Sequence[Tensor]) -> None:
         """This is the model that all peers begin with.
@@ -68,8 +86,9 @@ class ModelCodec:
         with self._lock:
             rows = zip(model, self._tensors, strict=True)
             self._begun = [vector[: tensors.length].clone() for vector, tensors in rows]
-            for changes, vector in zip(self._changes, self._begun, strict=True):
-                changes.common(vector)
+            for sections in filter(None, (self._changes, self._public)):
+                for changes, vector in zip(sections, self._begun, strict=True):
+                    changes.common(vector)
 
     # --- giving -----------------------------------------------------------------------------------
 
@@ -130,40 +149,77 @@ class ModelCodec:
         """Bytes of each section's buffers."""
         return [(one.mixed - one.trainable) * one.values.itemsize for one in self._arena.sections]
 
-    def taken(self, giver: int, reply: ModelReply, content: memoryview) -> list[memoryview]:
+    def taken(self, giver: int, reply: ModelReply, content: memoryview, incoming: Incoming) -> list[memoryview]:
         """A model of ``giver`` as it lies in memory, section by section, of what has come.
+
+        Args:
+            incoming: that it is for.
 
         Raises:
             ProtocolError: it is malformed, or changes what is not here.
         """
-        views: list[memoryview] = []
-        kept: list[Tensor] = []
-        start = 0
+        parts, buffers = self._cut(reply, content)
         with self._lock:
-            held = self._held(giver)
-            rows = zip(self._tensors, self._arena.sections, reply.bases, reply.sizes, self.buffers(), strict=True)
-            for number, (tensors, section, base, size, buffers) in enumerate(rows):
-                values = torch.zeros(section.trainable, dtype=tensors.dtype)
-                part = content[start : start + size]
-                start += size
-                if base:
-                    if held is None or checksum(held[number]) != base:
-                        raise ProtocolError("it answered by a change of another model than the one that is here")
-                    values[: tensors.length] = held[number]
-                    decode_into(part, values, add=True, tensors=tensors)
-                elif self._references:
-                    values[: tensors.length] = typed(memoryview(bytearray(part)), tensors.dtype)
-                else:
-                    decode_into(part, values, tensors=tensors)
-                kept.append(values[: tensors.length])
-                views += [_bytes(values), content[start : start + buffers]]
-                start += buffers
+            held: Sequence[Tensor | None] = self._held(giver) or [None] * len(parts)
+            made = [self._decoded(*row) for row in zip(self._tensors, parts, reply.bases, held, strict=True)]
             if self._references:
-                self._taken.pop(giver, None)
-                self._taken[giver] = kept
-                while len(self._taken) > self._references:
-                    del self._taken[next(iter(self._taken))]
+                self._keep(self._taken, giver, made)
+            if self._public:
+                made = self._from_public(giver, reply.bases, made, incoming)
+        views = []
+        for section, vector, others in zip(self._arena.sections, made, buffers, strict=True):
+            values = torch.zeros(section.trainable, dtype=vector.dtype)
+            values[: len(vector)] = vector
+            views += [_bytes(values), others]
         return views
+
+    def _cut(self, reply: ModelReply, content: memoryview) -> tuple[list[memoryview], list[memoryview]]:
+        """What has come of the sections' trained values, and of their buffers."""
+        parts, others = [], []
+        start = 0
+        for size, buffers in zip(reply.sizes, self.buffers(), strict=True):
+            parts.append(content[start : start + size])
+            others.append(content[start + size : start + size + buffers])
+            start += size + buffers
+        return parts, others
+
+    def _decoded(self, tensors: Tensors, part: memoryview, base: int, held: Tensor | None) -> Tensor:
+        """A section's trained values."""
+        if base:
+            if held is None or checksum(held) != base:
+                raise ProtocolError("it answered by a change of another model than the one that is here")
+            values = held.clone()
+            decode_into(part, values, add=True, tensors=tensors)
+        elif self._references:
+            values = typed(memoryview(bytearray(part)), tensors.dtype)
+        else:
+            values = torch.zeros(tensors.length, dtype=tensors.dtype)
+            decode_into(part, values, tensors=tensors)
+        return values
+
+    def _from_public(self, giver: int, bases: Sequence[int], made: list[Tensor], incoming: Incoming) -> list[Tensor]:
+        """x_i + (x̂_j − x̂_i) of each section, x_i being what the model that comes is compared with."""
+        held = self._own.get(giver) or [changes.begun for changes in self._public]
+        own, moved = [], []
+        for number, (changes, theirs) in enumerate(zip(self._public, made, strict=True)):
+            vector = incoming.compared_with(number)
+            assert vector is not None  # those who pull compare
+            values = vector[: len(theirs)]
+            # A model that came as it is does not lag: then one's own does not, either.
+            base = held[number] if bases[number] else FULL
+            version = checksum(values)
+            change = changes.frame(giver, base, version, values)
+            own.append(version if change is None else change.check)
+            moved.append(values + (theirs - changes.values(own[number])))
+        self._keep(self._own, giver, own)
+        return moved
+
+    def _keep(self, kept: dict[int, list[T]], giver: int, what: list[T]) -> None:
+        """As the last of as many as references are kept."""
+        kept.pop(giver, None)
+        kept[giver] = what
+        while len(kept) > self._references:
+            del kept[next(iter(kept))]
 
 
 class Taking:
@@ -195,7 +251,7 @@ class Taking:
     def decode(self) -> None:
         """It is whole: hand the model on. ProtocolError if it is malformed."""
         start = 0
-        for view in self._codec.taken(self._giver, self._reply, self._content):
+        for view in self._codec.taken(self._giver, self._reply, self._content, self._incoming):
             self._incoming.take(start, view)
             start += len(view)
         self._content = memoryview(b"")

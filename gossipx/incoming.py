@@ -12,6 +12,8 @@ import itertools
 import math
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from gossipx import kernels
 from gossipx.arena import ParameterArena
 from gossipx.buffers import HostBuffer, typed
@@ -65,6 +67,10 @@ class Incoming:
                 self._pool.has_both(self._base)
             self._buffer = self._pool.buffer(self._whole)
         return self._buffer
+
+    def compared_with(self, number: int) -> Tensor | None:
+        """What the trained values of a section are compared with, before the first has come; None: with nothing."""
+        return None if self._base is None else self._base.buffer.vectors[number]
 
     def room(self, start: int) -> memoryview:
         """Where the bytes from ``start`` on belong; see :class:`gossipx.wire.Sink`."""

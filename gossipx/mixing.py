@@ -10,14 +10,20 @@ from __future__ import annotations
 import abc
 import math
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
 from gossipx import specs
 
 
 @dataclass(frozen=True)
 class Mixing(abc.ABC):
-    """Decides what share of a received model is taken."""
+    """Decides what share of a received model is taken.
+
+    Attributes:
+        public: of its difference to what a codec has others have of one's own model, in place of that itself.
+    """
+
+    public: ClassVar[bool] = False
 
     @abc.abstractmethod
     def share(self, own_step: int, their_step: int) -> float:
@@ -65,11 +71,34 @@ class Aged(Mixing):
         return self.beta * math.exp2(-max(0, own_step - their_step) / self.half_life)
 
 
-MIXINGS: dict[str, type[Mixing]] = {"average": Average, "aged": Aged}
+@final
+@dataclass(frozen=True)
+class Choco(Mixing):
+    """x_i ← x_i + γ · (x̂_j − x̂_i) with what codecs make of both models (CHOCO-SGD, Algorithm 2).
+
+    x̂_j lags behind x_j where a codec leaves much out, and x̂_i as far behind x_i, so that their difference does not pull
+    back. How large γ may be depends on how much the codec keeps.
+
+    Attributes:
+        gamma: the share.
+    """
+
+    gamma: float = 0.2
+    public: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not 0 < self.gamma <= 1:
+            raise ValueError("gamma is a share, above 0 and up to 1")
+
+    def share(self, own_step: int, their_step: int) -> float:
+        return self.gamma
+
+
+MIXINGS: dict[str, type[Mixing]] = {"average": Average, "aged": Aged, "choco": Choco}
 
 
 def parse(spec: str) -> Mixing:
-    """The mixing that ``spec`` means: ``average:beta=0.5`` or ``aged:beta=0.5,half_life=100``."""
+    """The mixing that ``spec`` means: ``average:beta=0.5``, ``aged:beta=0.5,half_life=100`` or ``choco:gamma=0.2``."""
     return specs.build(spec, MIXINGS, "mixing")
 
 

@@ -185,7 +185,9 @@ class SyncSettings:
         " weights, half of which a push gives away.",
     )
     mixing: str = setting(
-        "average", "How a model enters: average:beta=0.5 or aged:beta=0.5,half_life=100.", check=_mixing
+        "average",
+        "How a model enters: average:beta=0.5, aged:beta=0.5,half_life=100, or of --codec choco:gamma=0.2.",
+        check=_mixing,
     )
     codec: str = setting(
         "none",

@@ -223,7 +223,8 @@ def _model_codec(config: RunConfig, arena: ParameterArena, module: nn.Module, ra
         return None
     warm_up(codec)
     seed = random.Random(f"codec {config.run.seed} {rank}").getrandbits(63)
-    return ModelCodec(codec, arena, config.sync.references, norms(module), seed)
+    public = mixing.parse(config.sync.mixing).public
+    return ModelCodec(codec, arena, config.sync.references, norms(module), seed, public)
 
 
 def _keep_shards(driver: Driver, served: Served, place: Place, keep: int) -> None:

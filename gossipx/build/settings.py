@@ -86,6 +86,12 @@ def _check_codec(config: RunConfig) -> None:
     """Refuse a codec of models that does not go with how they are exchanged."""
     sync, usual = config.sync, SyncSettings()
     codec = codecs.parse(sync.codec)
+    if mixing.parse(sync.mixing).public:
+        told = f"--mixing {sync.mixing} mixes what a codec makes of"
+        if codec == codecs.NoCodec() or not sync.references:
+            raise UsageError(f"{told} differences: give --codec, such as 3lc, and --references, or leave --mixing out")
+        if sync.mode != "pull":
+            raise UsageError(f"{told} models that are pulled: leave it out, or --mode {sync.mode}")
     if codec == codecs.NoCodec():
         if sync.references != usual.references:
             raise UsageError(f"--references {sync.references} is of --codec: give one, or leave it out")

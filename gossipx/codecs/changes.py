@@ -64,12 +64,15 @@ class Changes:
         seed: of what is drawn.
         most: bases that are kept, but for one more of who takes now; of more, those are dropped that were asked for
             longest ago. 0: no limit.
+
+    Attributes:
+        begun: checksum of what whoever has taken nothing yet has.
     """
 
     def __init__(self, codec: Codec, tensors: Tensors, seed: int, most: int = 0):
         self._codec = codec
         self._most = most
-        self._common: int = FULL  # what whoever has taken nothing yet has
+        self.begun: int = FULL
         self._state = self._codec.init(tensors, seed)
         self._room = np.empty(self._codec.most(self._state), np.uint8)
         self._bases: dict[int, Base] = {}  # by their checksums
@@ -77,8 +80,8 @@ class Changes:
 
     def common(self, values: Tensor) -> None:
         """Whoever has taken nothing yet has these values."""
-        self._common = checksum(values)
-        self._add(self._common, values.clone(), values)
+        self.begun = checksum(values)
+        self._add(self.begun, values.clone(), values)
 
     def frame(self, taker: int, base: int, version: int, values: Tensor) -> Frame | None:
         """What leads another to these values, as near as the codec comes.
@@ -112,6 +115,10 @@ class Changes:
         self._hold(taker, {base, change.check})
         return change
 
+    def values(self, check: int) -> Tensor:
+        """The values that a frame led to, for as long as it is the last that its taker was given."""
+        return self._bases[check].values
+
     def _moved(self, base: Base, frame: memoryview) -> Tensor:
         moved = base.values.clone()
         decode_into(frame, moved, add=True, tensors=self._state.tensors)
@@ -131,7 +138,7 @@ class Changes:
         self._bases = {check: base for check, base in self._bases.items() if check in wanted}
 
     def _wanted(self) -> set[int]:
-        return {self._common}.union(*self._held.values())
+        return {self.begun}.union(*self._held.values())
 
 
 def checksum(values: Tensor) -> int:

@@ -101,7 +101,8 @@ def make(
         iterations = 0
     codec_of = None
     if codec != "none":
-        codec_of = lambda arena: ModelCodec(codecs.parse(codec), arena, references, seed=rank)  # noqa: E731
+        public = mixing.parse(mix).public
+        codec_of = lambda arena: ModelCodec(codecs.parse(codec), arena, references, seed=rank, public=public)  # noqa: E731
     made = SimPeer(role, module or Point(rank), gradient_step, iterations, compute, codec_of=codec_of)
     if settings.get("init", "first") == "first":
         made.begin_codec()

@@ -96,6 +96,9 @@ def test_join_refuses_a_policy_of_ones_own_with_servers() -> None:
         ({"codec": "dgc"}, "--codec dgc is for gradients alone"),
         ({"codec": "topk", "references": 0}, "--codec topk leaves too much of a model out to be used without"),
         ({"references": 3}, "--references 3 is of --codec: give one, or leave it out"),
+        ({"mixing": "choco"}, "--mixing choco mixes what a codec makes of differences: give --codec, such as 3lc"),
+        ({"mixing": "choco", "codec": "int8", "references": 0}, "--mixing choco mixes what a codec makes of differ"),
+        ({"mixing": "choco", "codec": "3lc", "mode": "push"}, "--mixing choco mixes what a codec makes of models that"),
     ],
 )
 def test_codecs_of_models_that_do_not_go_with_a_run(given: dict[str, Any], told: str) -> None:
