@@ -1,4 +1,4 @@
-"""Koloskova, Stich, Jaggi, Decentralized Stochastic Optimization and Gossip Algorithms with Compressed Communication."""
+"""Koloskova, Stich, Jaggi, Decentralized Stochastic Optimization with Compressed Communication (2019): CHOCO."""
 
 from __future__ import annotations
 
