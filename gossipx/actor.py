@@ -306,6 +306,7 @@ class Answer:
         in_order: not before all that was asked for before is done to the tables.
         pieces: give all that belongs to these pieces of tables, as it is then.
         taker: of a model that may be given by a codec, who asks for it, and the checksums of what that has.
+        differs: of a centre, the ticket of the model that it is given for: by a codec, their difference.
     """
 
     key: Hashable
@@ -319,6 +320,7 @@ class Answer:
     in_order: bool = False
     pieces: Pieces | None = None
     taker: tuple[int, tuple[int, ...]] | None = None
+    differs: int | None = None
 
 
 @dataclass(frozen=True)

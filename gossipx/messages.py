@@ -111,12 +111,15 @@ class ElasticRequest:
         incarnation, number: of the sender's exchanges with the hub, from 1; they name this one for good.
         step: iterations that the model has seen.
         patience: seconds that the sender waits for both ways.
+        bases, sizes: where models have a codec, as in :class:`ModelReply`.
     """
 
     incarnation: int
     number: int
     step: int
     patience: float
+    bases: tuple[int, ...] = ()
+    sizes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

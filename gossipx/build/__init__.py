@@ -26,7 +26,7 @@ from gossipx.build.hub import elastic
 from gossipx.build.server import Parts, Served, serve, servers, warm_up
 from gossipx.build.settings import check_exchange, effective
 from gossipx.checkpoint import Every
-from gossipx.coded import ModelCodec
+from gossipx.coded import Coded, ElasticCodec, ModelCodec
 from gossipx.comm import CommManager
 from gossipx.drive import models
 from gossipx.drive.backward import Backward
@@ -165,7 +165,7 @@ def peer(
     )
     driver = Driver(role, arena, config.exchange.max_served)
     driver.transfers.desk = None if served is None else served.desk
-    driver.transfers.codec = _model_codec(config, arena, module, place.rank)
+    driver.transfers.codec = _model_codec(config, arena, module, place.rank, hub)
     if sync.init == "first":
         driver.begin_codec()
     comm = driver.comm = CommManager(
@@ -216,15 +216,21 @@ def peer(
     return Peer(module, optimizer, driver, comm, reporter, checkpoints, options, backward)
 
 
-def _model_codec(config: RunConfig, arena: ParameterArena, module: nn.Module, rank: int) -> ModelCodec | None:
+def _model_codec(
+    config: RunConfig, arena: ParameterArena, module: nn.Module, rank: int, hub: ElasticSettings | None
+) -> Coded | None:
     """What models are encoded by; None: they travel as they are."""
-    codec = codecs.parse(config.sync.codec)
+    sync = config.sync
+    codec = codecs.parse(sync.codec)
     if codec == codecs.NoCodec():
         return None
     warm_up(codec)
     seed = random.Random(f"codec {config.run.seed} {rank}").getrandbits(63)
-    public = mixing.parse(config.sync.mixing).public
-    return ModelCodec(codec, arena, config.sync.references, norms(module), seed, public)
+    plain = norms(module)
+    models = ModelCodec(codec, arena, sync.references, plain, seed, mixing.parse(sync.mixing).public)
+    if hub is None:
+        return Coded(models)
+    return Coded(models, ElasticCodec(codec, arena, hub.rank == rank, bool(sync.references), plain, seed))
 
 
 def _keep_shards(driver: Driver, served: Served, place: Place, keep: int) -> None:

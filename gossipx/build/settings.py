@@ -99,8 +99,6 @@ def _check_codec(config: RunConfig) -> None:
     told = f"--codec {sync.codec}"
     if config.server.servers is not None or sync.mode == "server":
         raise UsageError(f"{told} is of models, and servers have --push-codec and --pull-codec: leave it out")
-    if config.hub.hub is not None:
-        raise UsageError(f"{told} is of models that peers exchange with each other, not with a hub: leave one out")
     if sync.exchange == "waves":
         raise UsageError(f"{told} is of models that are exchanged with one peer, and a wave has none: leave one out")
     if sync.weights == "push-sum":

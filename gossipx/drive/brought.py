@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Hashable
 
 from gossipx.arena import ParameterArena
+from gossipx.coded import Bringing
 from gossipx.drive.transfers import Transfer, Transfers
 from gossipx.errors import LocalFaultError, ProtocolError
 from gossipx.incoming import Incoming
@@ -61,17 +62,34 @@ class Brought:
             if isinstance(room, Gradient) and isinstance(request, GradientRequest):
                 room.sender = sender
         elif self._places.acquire(timeout=request.patience):
-            room = _Placed(self._arena, self._places.release)
+            placed = _Placed(self._arena, self._places.release)
+            codec = self._transfers.codec
+            try:
+                room = None if codec is None else codec.room(sender, request, placed)
+            except ProtocolError:
+                placed.release()
+                raise
+            room = room or placed
         if room is None:
             raise LocalFaultError(f"no place for what peer {sender} brings: too many bring something at once")
         return room
 
     def take(self, key: Hashable, request: CarryingRequest, room: Room) -> None:
-        """The request ``key`` has brought this."""
+        """The request ``key`` has brought this.
+
+        Raises:
+            ProtocolError: it is malformed, or changes what is not here.
+        """
         if isinstance(room, Gradient):
             self._brought[key] = room
-        elif isinstance(room, Incoming) and isinstance(request, ElasticRequest):
-            self._brought[key] = Transfer(request, room, time.monotonic(), their_step=request.step)
+        elif isinstance(request, ElasticRequest):
+            bringing = room if isinstance(room, Bringing) else None
+            if bringing is not None:
+                bringing.decode()
+            incoming = room.incoming if isinstance(room, Bringing) else room
+            assert isinstance(incoming, Incoming)
+            began = time.monotonic()
+            self._brought[key] = Transfer(request, incoming, began, their_step=request.step, bringing=bringing)
 
     def keep(self, key: Hashable, ticket: int) -> None:
         """What ``key`` has brought is under ``ticket`` from now on."""

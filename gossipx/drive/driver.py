@@ -59,10 +59,12 @@ from gossipx.errors import (
     LocalFaultError,
     NotAuthorisedError,
     NotEnoughPeersError,
+    ProtocolError,
     RefusedError,
 )
 from gossipx.memory import Source
 from gossipx.messages import (
+    BusyReply,
     CarryingRequest,
     ElasticRequest,
     ModelReply,
@@ -149,7 +151,13 @@ class Driver:
         if isinstance(request, PullRequest):
             self.arena.pool.wait_for_buffers()
         if isinstance(request, CarryingRequest) and brought is not None:
-            self.brought.take(key, request, brought)
+            try:
+                self.brought.take(key, request, brought)
+            except ProtocolError as error:  # it changes what is not here any more: the next is brought whole
+                self._note("protocol", f"what peer {sender} brings is left out: {error}")
+                brought.release()
+                self._give(Answer(key, BusyReply(), time.monotonic() + request.patience), BusyReply(), None)
+                return
         self.tell(Received(sender, key, request))
 
     def switch_sync(self, sync: str, shard: int | None, apply: str, pulls: str) -> str:
@@ -342,7 +350,7 @@ class Driver:
                 return
             comm.answer(answer.key, told, payload=payload, deadline=answer.deadline, begins=answer.begins, done=done)
 
-        if snapshot.settled:
+        if snapshot.settled or answer.differs is not None:  # what this is for is merged next, which waits, too
             give()
         else:  # at the next step boundary, and not in the training thread
             snapshot.when_settled(lambda: self.transfers.post(give))
@@ -350,9 +358,12 @@ class Driver:
     def _coded(self, answer: Answer, reply: ModelReply, snapshot: Snapshot) -> tuple[ModelReply, Source]:
         """A model as it is given, and the reply that goes with it."""
         codec = self.transfers.codec
+        bringing = None if answer.differs is None else self.transfers.bringing(answer.differs)
+        if bringing is not None:
+            return bringing.answered(snapshot.buffer.vectors, reply)
         if codec is None or answer.taker is None:
             return reply, snapshot.source
-        return codec.give(*answer.taker, snapshot.buffer.vectors, reply)
+        return codec.models.give(*answer.taker, snapshot.buffer.vectors, reply)
 
     def _mix(self, ticket: int, share: float) -> None:
         own = ticket == self.role.pulling  # else another has pushed it, and drift goes on from where it began

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from gossipx.actor import Event, Failed, Fault, Replied, Send
 from gossipx.arena import ParameterArena
-from gossipx.coded import ModelCodec, Taking
+from gossipx.coded import Bringing, Coded, Taking
 from gossipx.comm import CommManager
 from gossipx.drive.lane import Lane
 from gossipx.errors import (
@@ -63,6 +63,7 @@ class Transfer:
     weight: float = 1.0  # the number of models that are averaged in it
     cancel: Callable[[], None] | None = None  # once it was asked for; for the outbox alone
     taking: Taking | None = None  # where models have a codec
+    bringing: Bringing | None = None  # ... and others bring theirs
 
 
 @dataclass
@@ -103,7 +104,7 @@ class Transfers:
     ):
         self.comm: CommManager | None = None
         self.desk: Desk | None = None
-        self.codec: ModelCodec | None = None
+        self.codec: Coded | None = None
         self._arena = arena
         self._tell, self._note, self._fail = tell, note, fail
         self._transfers: dict[int, Transfer] = {}
@@ -135,8 +136,8 @@ class Transfers:
                 brought = base.hold()
             payload = Incoming(self._arena, base, whole=isinstance(send.request, InitialRequest))
             taking = None
-            if self.codec is not None and isinstance(send.request, PullRequest | TakeRequest):
-                taking = self.codec.taking(send.to, payload)
+            if self.codec is not None:
+                taking = self.codec.taking(send.to, send.request, payload)
             self._transfers[send.ticket] = Transfer(send.request, payload, time.monotonic(), taking=taking)
 
         def done(result: Reply | GossipxError) -> None:
@@ -150,8 +151,7 @@ class Transfers:
                 done(CancelledError("its request was not sent yet"))
                 return
             try:
-                source = None if brought is None else brought.source
-                request, sink = self._coded(send, payload)
+                request, sink, source = self._coded(send, payload, brought)
                 cancel = comm.request(send.to, request, deadline=send.deadline, payload=sink, done=done, brought=source)
             except Exception as error:  # the role still has to hear of its request
                 done(LocalFaultError(f"a request could not be sent: {error}"))
@@ -165,13 +165,20 @@ class Transfers:
         else:  # before that, nothing can be made of what comes
             base.when_settled(lambda: self.post(post))
 
-    def _coded(self, send: Send, payload: Incoming | None) -> tuple[Request, Sink | Fitting | None]:
-        """A request as it leaves, and what takes its answer in."""
+    def _coded(
+        self, send: Send, payload: Incoming | None, brought: Snapshot | None
+    ) -> tuple[Request, Sink | Fitting | None, Source | None]:
+        """A request as it leaves, what takes its answer in, and what it brings."""
         transfer = self._transfers.get(send.ticket)
         if self.codec is None or transfer is None or transfer.taking is None:
-            return send.request, payload
-        assert isinstance(send.request, PullRequest | TakeRequest)
-        return dataclasses.replace(send.request, bases=self.codec.bases(send.to)), transfer.taking
+            return send.request, payload, None if brought is None else brought.source
+        request, source = self.codec.asked(send.to, send.request, brought.buffer.vectors if brought else [])
+        return request, transfer.taking, source
+
+    def bringing(self, ticket: int) -> Bringing | None:
+        """What has decoded the model that another has brought, and that is under ``ticket``; None: nothing had to."""
+        transfer = self._transfers.get(ticket)
+        return None if transfer is None else transfer.bringing
 
     def expect(self, send: Send) -> None:
         """A request is about to be sent: have room for the tables that it asks for, where they lie by now."""

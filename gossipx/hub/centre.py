@@ -11,7 +11,7 @@ Eq. 2 is the sum of that over all p workers. The worker moves by α (x̃ − x_i
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gossipx.actor import Answer, Capture, Effect, Keep, Merge, Merged, Received
@@ -69,7 +69,7 @@ class Centre:
         if not self.ticket:
             return [Answer(event.key, NotReadyReply("it has no centre yet"), now + 1)]
         if isinstance(event.request, CentreRequest):
-            return [self._give(event.key, now + event.request.patience)]
+            return [Answer(event.key, ModelReply(self.step), now + event.request.patience, captured=self.ticket)]
         assert isinstance(event.request, ElasticRequest)
         name = event.request.incarnation, event.request.number
         latest = self._latest.get(event.sender)
@@ -102,8 +102,7 @@ class Centre:
         assert isinstance(request, ElasticRequest)
         self._merging = waiting
         self.step = max(self.step, request.step)
-        given = self._give(waiting.event.key, now + request.patience)  # as it is before the merge
-        return [given, Merge(waiting.ticket, self.ticket, own=1 - self._share, theirs=self._share)]
-
-    def _give(self, key: Hashable, deadline: float) -> Answer:
-        return Answer(key, ModelReply(self.step), deadline, captured=self.ticket)
+        reply, ticket = ModelReply(self.step), waiting.ticket
+        # As it is before the merge.
+        given = Answer(waiting.event.key, reply, now + request.patience, captured=self.ticket, differs=ticket)
+        return [given, Merge(ticket, self.ticket, own=1 - self._share, theirs=self._share)]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from gossipx import actor
 from gossipx.arena import ParameterArena
-from gossipx.coded import Taking
+from gossipx.coded import Bringing, Taking
 from gossipx.drift import DriftReference
 from gossipx.incoming import Incoming
 from gossipx.messages import ElasticRequest, PullRequest, RoundRequest, Stage, TakeRequest
@@ -27,6 +27,7 @@ class Exchange:
     their_step: int = 0
     arrived: float = 0.0
     taking: Taking | None = None
+    bringing: Bringing | None = None
 
 
 @dataclass(frozen=True)

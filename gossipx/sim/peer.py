@@ -15,11 +15,13 @@ from gossipx import actor
 from gossipx.actor import Fault
 from gossipx.arena import ParameterArena
 from gossipx.buffers import typed
-from gossipx.coded import ModelCodec
+from gossipx.coded import Coded
+from gossipx.errors import ProtocolError
 from gossipx.hub import Elastic
 from gossipx.incoming import Incoming
 from gossipx.messages import (
     LAST_WAVE,
+    BusyReply,
     CarryingRequest,
     CentreRequest,
     CopyReply,
@@ -80,7 +82,7 @@ class SimPeer:
         compute_seconds: float = 1.0,
         mix_buffers: bool = True,
         desk_of: Callable[[nn.Module], Desk] | None = None,
-        codec_of: Callable[[ParameterArena], ModelCodec] | None = None,
+        codec_of: Callable[[ParameterArena], Coded] | None = None,
     ):
         self.role = role
         self.resumed: bool | None = None
@@ -337,10 +339,13 @@ class SimPeer:
                 assert base is not None
                 brought += self._poison(bytearray(base.buffer.view))
             incoming = Incoming(self.arena, base, whole=isinstance(send.request, InitialRequest))
-            if self.codec is not None and isinstance(send.request, PullRequest | TakeRequest):
-                taking = self.codec.taking(send.to, incoming)
-                told = dataclasses.replace(send.request, bases=self.codec.bases(send.to))
+            if self.codec is not None:
+                taking = self.codec.taking(send.to, send.request, incoming)
+            if self.codec is not None and taking is not None:
+                told, source = self.codec.asked(send.to, send.request, [] if base is None else base.buffer.vectors)
                 send = dataclasses.replace(send, request=told)
+                if source is not None:
+                    brought[:] = source.view
         if self.tables is not None and isinstance(send.request, ServerRequest | RangesRequest):
             send, brought = self.tables.outgoing(send)
         exchange = Exchange(send, self._world.now, incoming, taking=taking)
@@ -449,12 +454,22 @@ class SimPeer:
                 self.bytes_received += len(brought) if sender is not self else 0
             elif isinstance(send.request, CarryingRequest):
                 incoming = Incoming(self.arena, None)
-                incoming.take(0, memoryview(brought))
                 self.bytes_received += len(brought) if sender is not self else 0
                 came = dataclasses.replace(send, to=sender.rank)
                 assert isinstance(send.request, ElasticRequest)
+                bringing = None if self.codec is None else self.codec.room(sender.rank, send.request, incoming)
+                (bringing or incoming).take(0, memoryview(brought))
                 now, step = self._world.now, send.request.step
-                self._brought[key] = Exchange(came, now, incoming, open=False, their_step=step, arrived=now)
+                exchange = Exchange(came, now, incoming, open=False, their_step=step, arrived=now, bringing=bringing)
+                try:
+                    if bringing is not None:
+                        bringing.decode()
+                except ProtocolError as error:
+                    self._note(f"leaves out what {sender.rank} brings: {error}")
+                    incoming.release()
+                    self._answer(actor.Answer(key, BusyReply(), now + send.request.patience))
+                    return
+                self._brought[key] = exchange
             self._tell(actor.Received(sender.rank, key, send.request))
 
         self._later(self._world.now, told)
@@ -477,8 +492,12 @@ class SimPeer:
             else:
                 snapshot = self.models.held[answer.captured].now.hold()
             reply = dataclasses.replace(reply, step=snapshot.step)
-            if self.codec is not None and answer.taker is not None:
-                reply, source = self.codec.give(*answer.taker, snapshot.buffer.vectors, reply)
+            differs = None if answer.differs is None else self._exchanges[answer.differs].bringing
+            if differs is not None:
+                reply, source = differs.answered(snapshot.buffer.vectors, reply)
+                payload += source.view
+            elif self.codec is not None and answer.taker is not None:
+                reply, source = self.codec.models.give(*answer.taker, snapshot.buffer.vectors, reply)
                 payload += source.view
             else:
                 payload += self._poison(bytearray(snapshot.buffer.view))

@@ -328,7 +328,11 @@ KINDS = {
     22: Kind(PairRequest, _EXCHANGE),
     23: Kind(TakeRequest, {**_EXCHANGE, "bases": _sections}),
     24: Kind(SettleRequest, {**_EXCHANGE, "taken": _flag}),
-    25: Kind(ElasticRequest, {**_EXCHANGE, "step": _count, "patience": _seconds}, payload=MAX_MODEL),
+    25: Kind(
+        ElasticRequest,
+        {**_EXCHANGE, "step": _count, "patience": _seconds, "bases": _sections, "sizes": _sections},
+        payload=MAX_MODEL,
+    ),
     26: Kind(CentreRequest, {"patience": _seconds}),
     27: Kind(
         GradientRequest,

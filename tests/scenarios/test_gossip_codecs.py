@@ -49,7 +49,7 @@ def test_models_by_themselves(spec: str) -> None:
     """Without references; nobody holds any model of another."""
     made, plain = run(codec=spec, references=0), run()
     assert float((toy.before(made) - toy.before(plain)).abs().max()) < 0.5
-    assert all(not peer.codec._taken for peer in made.peers.values() if peer.codec is not None)
+    assert all(not peer.codec.models._taken for peer in made.peers.values() if peer.codec is not None)
 
 
 @pytest.mark.parametrize("network", [Network(delay=0.01, loss=0.05), Network(delay=0.2, jitter=0.5, repeat=0.2)])
@@ -149,7 +149,7 @@ def test_without_a_common_first_model_it_is_given_as_it_is_once() -> None:
     two = Two("3lc", begun=False)
     reply, content = two.give()
     assert set(reply.bases) == {FULL}
-    assert len(content) == sum(reply.sizes) + sum(two.codecs[0].buffers())
+    assert reply.sizes == (4 * two.codecs[0]._sections.tensors[0].length,)
     assert torch.equal(two.take(reply, content).buffer.vectors[0], two.arenas[0].snapshot().buffer.vectors[0])
     assert FULL not in two.give()[0].bases
 
@@ -192,10 +192,23 @@ def test_an_answer_that_does_not_fit_is_refused_and_changes_nothing() -> None:
     ):
         with pytest.raises(ProtocolError, match="does not fit"):
             two.take(wrong, content)
-    with pytest.raises(ProtocolError, match="a change of another model"):
+    with pytest.raises(ProtocolError, match="a change of another than the one that is here"):
         two.take(dataclasses.replace(reply, bases=(77,)), content)
     damaged = bytearray(content)
     damaged[20] ^= 1
     with pytest.raises(ProtocolError, match="codec's frame"):
         two.take(reply, damaged)
     assert two.codecs[1].bases(0) == before
+
+
+def test_a_model_that_was_not_finite_does_no_lasting_harm() -> None:
+    two = Two("3lc")
+    two.train(1)
+    two.take(*two.give())
+    good = two.modules[0][0].weight.data.clone()
+    two.modules[0][0].weight.data[0, 0] = float("nan")
+    two.arenas[0].step_done()
+    assert not bool(two.take(*two.give()).buffer.vectors[0].isfinite().all())
+    two.modules[0][0].weight.data.copy_(good)
+    two.arenas[0].step_done()
+    assert bool(two.take(*two.give()).buffer.vectors[0].isfinite().all())

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from gossipx import codecs, mixing, policies, topology
-from gossipx.coded import ModelCodec
+from gossipx.arena import ParameterArena
+from gossipx.coded import Coded, ElasticCodec, ModelCodec
 from gossipx.hub import Elastic, ElasticSettings
 from gossipx.peer import PeerRole, PeerSettings
 from gossipx.sim import Network, SimPeer, World
@@ -101,8 +102,13 @@ def make(
         iterations = 0
     codec_of = None
     if codec != "none":
-        public = mixing.parse(mix).public
-        codec_of = lambda arena: ModelCodec(codecs.parse(codec), arena, references, seed=rank, public=public)  # noqa: E731
+        kind, public = codecs.parse(codec), mixing.parse(mix).public
+
+        def codec_of(arena: ParameterArena) -> Coded:
+            models = ModelCodec(kind, arena, references, seed=rank, public=public)
+            around = None if hub is None else ElasticCodec(kind, arena, hub.rank == rank, bool(references), seed=rank)
+            return Coded(models, around)
+
     made = SimPeer(role, module or Point(rank), gradient_step, iterations, compute, codec_of=codec_of)
     if settings.get("init", "first") == "first":
         made.begin_codec()

@@ -90,7 +90,6 @@ def test_join_refuses_a_policy_of_ones_own_with_servers() -> None:
     ("given", "told"),
     [
         ({"codec": "3lc", "servers": "0"}, "--codec 3lc is of models, and servers have --push-codec and --pull-codec"),
-        ({"codec": "3lc", "hub": "0"}, "--codec 3lc is of models that peers exchange with each other, not with a hub"),
         ({"codec": "3lc", "exchange": "waves"}, "--codec 3lc is of models that are exchanged with one peer"),
         ({"codec": "3lc", "mode": "push", "weights": "push-sum"}, "--codec 3lc loses a part of what push-sum's"),
         ({"codec": "dgc"}, "--codec dgc is for gradients alone"),

@@ -94,6 +94,7 @@ ranks = st.integers(0, 65_535)
 ascending = st.sets(ranks, min_size=1, max_size=20).map(lambda found: tuple(sorted(found)))
 placed = st.lists(ranks, min_size=1, max_size=20, unique=True).map(tuple)
 counts = st.integers(0, 2**63 - 1)
+sections = st.lists(counts, max_size=8).map(tuple)
 seconds = st.floats(0, 604_800, exclude_min=True)
 parts = st.lists(st.tuples(st.integers(0, 65_536), st.integers(0, 2**40)), max_size=5).map(tuple)
 groups = st.lists(
@@ -129,7 +130,7 @@ messages = st.one_of(
     st.just(DescribeRequest()),
     st.builds(Description, size=st.just(0)),
     st.just(InitialRequest()),
-    st.builds(PullRequest, step=counts, patience=seconds),
+    st.builds(PullRequest, step=counts, patience=seconds, bases=sections),
     st.builds(
         RoundRequest,
         wave=st.integers(1, MAX_WAVE) | st.just(LAST_WAVE),
@@ -140,7 +141,15 @@ messages = st.one_of(
     st.just(LeaveRequest()),
     st.builds(PushRequest, incarnation=counts, number=counts),
     st.builds(PairRequest, incarnation=counts, number=counts),
-    st.builds(ElasticRequest, incarnation=counts, number=counts, step=counts, patience=seconds),
+    st.builds(
+        ElasticRequest,
+        incarnation=counts,
+        number=counts,
+        step=counts,
+        patience=seconds,
+        bases=sections,
+        sizes=sections,
+    ),
     st.builds(CentreRequest, patience=seconds),
     st.builds(SwitchRequest, shard=ranks, sync=lines, apply=lines, pulls=lines),
     st.builds(TablesReply, clock=counts, parts=parts, sync=lines, keep=counts),
@@ -196,9 +205,15 @@ messages = st.one_of(
         state=st.text('{}[]":,0123456789', max_size=50),
         size=st.integers(0, 2**40),
     ),
-    st.builds(TakeRequest, incarnation=counts, number=counts),
+    st.builds(TakeRequest, incarnation=counts, number=counts, bases=sections),
     st.builds(SettleRequest, incarnation=counts, number=counts, taken=st.booleans()),
-    st.builds(ModelReply, step=counts, weight=st.floats(0, 65_536, exclude_min=True) | st.integers(1, 65_536)),
+    st.builds(
+        ModelReply,
+        step=counts,
+        weight=st.floats(0, 65_536, exclude_min=True) | st.integers(1, 65_536),
+        bases=sections,
+        sizes=sections,
+    ),
     st.just(AcceptReply()),
     st.just(BusyReply()),
     st.builds(HereReply, **standing),

@@ -1,0 +1,204 @@
+"""Elastic averaging by codecs, in virtual time: both sides move by the same, whatever the codec leaves out."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import toy
+from encoded import SPECS, normal
+from torch import Tensor, nn
+
+from gossipx import codecs
+from gossipx.arena import ParameterArena
+from gossipx.codecs.changes import FULL
+from gossipx.coded import ElasticCodec
+from gossipx.errors import ProtocolError
+from gossipx.hub import ElasticSettings
+from gossipx.incoming import Incoming
+from gossipx.messages import ElasticRequest, ModelReply
+from gossipx.sim import Network, World
+
+MODELS = [spec for spec in SPECS if not codecs.parse(spec).gradients_only]
+NEAR = "3lc:sparsity=1,residual=0.1"
+AROUND = ElasticSettings(0, 0.25, 0.25, trains=False)
+
+
+def run(**options: Any) -> World:
+    return toy.ended(toy.world(3, hub=AROUND, policy="tau:3", **options), 1000.0)
+
+
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("spec", MODELS)
+def test_every_codec(spec: str, trains: bool) -> None:
+    around = dataclasses.replace(AROUND, trains=trains)
+    made = toy.ended(toy.world(3, hub=around, policy="tau:3", codec=spec), 1000.0)
+    assert bool(toy.models(made).isfinite().all())
+    assert made.peers[0].role.exchange.taken_in >= 6 + 5 * trains
+
+
+@pytest.mark.parametrize("spec", [NEAR, "int8", "bf16"])
+def test_the_centre_comes_to_where_it_would_without(spec: str) -> None:
+    made, plain, begun = run(codec=spec), run(), toy.Point(0).x.detach().double()
+    far = float((plain.peers[0].centre() - begun).norm())
+    assert float((made.peers[0].centre() - plain.peers[0].centre()).norm()) < 0.1 * far
+
+
+@pytest.mark.parametrize("spec", [NEAR, "3lc:sparsity=1.75", "topk:ratio=0.05", "signsgd"])
+def test_what_codecs_leave_out_does_not_change_the_sum(spec: str) -> None:
+    """Σ x_i + x̃ moves by gradients alone (β = p·α)."""
+
+    def nothing(peer: toy.SimPeer) -> None:
+        with torch.no_grad():
+            peer.module.x += 0.0  # type: ignore[operator]
+
+    made = toy.world(3, hub=AROUND, policy="tau:2", codec=spec, init="own", gradient_step=nothing, iterations=40)
+    begun = toy.Point(0).x.detach().double() + sum(toy.Point(rank).x.detach().double() for rank in (1, 2))
+    toy.ended(made, 1000.0)
+    assert made.peers[0].role.exchange.taken_in >= 20
+    ended = made.peers[0].centre() + toy.before(made, (1, 2)).sum(0)
+    torch.testing.assert_close(ended, begun, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("network", [Network(delay=0.01, loss=0.1), Network(delay=0.2, jitter=0.5, repeat=0.2)])
+def test_messages_that_are_lost_late_or_twice(network: Network) -> None:
+    made = run(codec=NEAR, network=network, iterations=60)
+    assert made.fired["lost"] + made.fired["repeated"] > 0
+    plain, begun = run(iterations=60), toy.Point(0).x.detach().double()
+    far = float((plain.peers[0].centre() - begun).norm())
+    assert float((made.peers[0].centre() - plain.peers[0].centre()).norm()) < 0.3 * far
+
+
+def test_a_hub_that_comes_again_is_brought_models_whole() -> None:
+    made = toy.world(3, hub=AROUND, policy="tau:2", codec=NEAR, iterations=60)
+    made.crash(0, 10.3)
+    made.restart(0, 20.1)
+    toy.ended(made, toy.bound(3, 60, waits=6))
+    assert made.fired["restart"] == 1
+    for rank in (1, 2):
+        assert [entry for entry in made.log if entry.rank == rank and entry.what == "mixes 0" and entry.time > 25]
+
+
+# --- the two ends by themselves -------------------------------------------------------------------------------------
+
+
+class Two:
+    """A hub, rank 0, and a worker, rank 1, of one model."""
+
+    def __init__(self, spec: str = "3lc", references: bool = True):
+        torch.manual_seed(0)
+        self.modules = [nn.Sequential(nn.Linear(30, 40), nn.BatchNorm1d(40)) for _ in range(2)]
+        self.modules[1].load_state_dict(self.modules[0].state_dict())
+        self.arenas = [ParameterArena(module) for module in self.modules]
+        self.hub, self.worker = (
+            ElasticCodec(codecs.parse(spec), arena, is_hub, references)
+            for arena, is_hub in zip(self.arenas, (True, False), strict=True)
+        )
+        for codec, arena in zip((self.hub, self.worker), self.arenas, strict=True):
+            codec.begin(arena.snapshot().buffer.vectors)
+        self.number = 0
+
+    def train(self, seed: int) -> None:
+        """The worker goes on."""
+        for number, parameter in enumerate(self.modules[1].parameters()):
+            parameter.data += 0.1 * normal(*parameter.shape, seed=100 * seed + number)
+        self.arenas[1].step_done()
+
+    def x(self, rank: int) -> Tensor:
+        return self.arenas[rank].snapshot().buffer.vectors[0][: self.arenas[rank].sections[0].trainable].clone()
+
+    def bring(self) -> tuple[ElasticRequest, bytearray]:
+        self.number += 1
+        request, source = self.worker.bring(
+            ElasticRequest(1, self.number, 1, 9.0), self.arenas[1].snapshot().buffer.vectors
+        )
+        return request, bytearray(source.view)
+
+    def arrive(self, request: ElasticRequest, content: bytearray) -> tuple[Incoming, ModelReply, bytearray]:
+        room = self.hub.room(1, request, Incoming(self.arenas[0], None))
+        room.take(0, memoryview(content))
+        room.decode()
+        reply, source = room.answered(self.arenas[0].snapshot().buffer.vectors, ModelReply(1))
+        return room.incoming, reply, bytearray(source.view)
+
+    def take(self, reply: ModelReply, content: bytearray) -> Tensor:
+        """By what the worker moves."""
+        incoming = Incoming(self.arenas[1], self.arenas[1].snapshot())
+        taking = self.worker.taking(incoming)
+        taking.fit(reply).take(0, memoryview(content))
+        taking.decode()
+        incoming.norm()
+        return incoming.buffer.vectors[0][: self.arenas[1].sections[0].trainable].clone()
+
+
+@pytest.mark.parametrize("spec", ["3lc", NEAR, "topk:ratio=0.1", "onebit", "int8"])
+@pytest.mark.parametrize("references", [True, False])
+def test_both_move_by_one_difference(spec: str, references: bool) -> None:
+    if not references and not codecs.parse(spec).alone:
+        references = True
+    two = Two(spec, references)
+    for seed in range(3):
+        two.train(seed)
+        incoming, *answer = two.arrive(*two.bring())
+        hubs = incoming.buffer.vectors[0][: two.arenas[0].sections[0].trainable] - two.x(0)
+        assert float(hubs.norm()) > 0
+        torch.testing.assert_close(two.take(*answer), -hubs, rtol=0, atol=1e-6)
+
+
+def test_a_worker_brings_the_change_since_what_has_come() -> None:
+    two = Two(NEAR)
+    two.train(1)
+    request, content = two.bring()
+    assert FULL not in request.bases
+    assert len(content) < two.arenas[1].nbytes() / 2
+    *_, reply, answer = two.arrive(request, content)
+    two.take(reply, answer)
+    two.train(2)
+    assert FULL not in two.bring()[0].bases
+
+
+def test_a_worker_that_heard_nothing_brings_its_model_whole() -> None:
+    two = Two(NEAR)
+    two.train(1)
+    two.bring()  # and no answer comes
+    request, content = two.bring()
+    assert set(request.bases) == {FULL}
+    assert request.sizes == (4 * two.worker._sections.tensors[0].length,)
+    two.take(*two.arrive(request, content)[1:])
+    assert FULL not in two.bring()[0].bases
+
+
+def test_a_change_of_what_is_not_here_is_refused_and_changes_nothing() -> None:
+    two = Two("3lc")
+    two.train(1)
+    request, content = two.bring()
+    two.hub._begun = None
+    with pytest.raises(ProtocolError, match="a change of another than the one that is here"):
+        two.arrive(request, content)
+    for wrong in (
+        dataclasses.replace(request, sizes=(2**40,)),
+        dataclasses.replace(request, sizes=(5, 5)),
+        dataclasses.replace(request, bases=(FULL,)),
+        dataclasses.replace(request, bases=()),
+    ):
+        with pytest.raises(ProtocolError, match="does not fit"):
+            two.arrive(wrong, content)
+    assert not two.hub._brought
+
+
+def test_a_model_that_was_not_finite_does_no_lasting_harm() -> None:
+    two = Two(NEAR)
+    two.train(1)
+    two.take(*two.arrive(*two.bring())[1:])
+    good = two.modules[1][0].weight.data.clone()
+    two.modules[1][0].weight.data[0, 0] = float("nan")
+    two.arenas[1].step_done()
+    incoming, *answer = two.arrive(*two.bring())
+    assert not bool(incoming.buffer.vectors[0].isfinite().all())
+    two.take(*answer)
+    two.modules[1][0].weight.data.copy_(good)
+    two.arenas[1].step_done()
+    incoming, *answer = two.arrive(*two.bring())
+    assert bool(incoming.buffer.vectors[0].isfinite().all()) and bool(two.take(*answer).isfinite().all())
