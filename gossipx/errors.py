@@ -69,6 +69,10 @@ class ProtocolError(PeerFaultError):
     """The peer sent what the protocol does not allow."""
 
 
+class TooFarError(ProtocolError):
+    """The peer's model cannot be recovered near the one here: they are further apart than its codec was told."""
+
+
 class RefusedError(ProtocolError):
     """The peer does not take this one in: what both must have alike differs.
 

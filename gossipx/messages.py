@@ -35,6 +35,7 @@ class PullRequest:
         step: iterations that the requester has done.
         patience: seconds that it waits for the whole model.
         bases: where models have a codec, for each section the checksum of what the requester has of it; 0: nothing.
+            Empty: it is to be encoded by itself.
     """
 
     step: int
@@ -453,7 +454,7 @@ class ModelReply:
         weight: above 0: how many peers' models are averaged in it in a wave, the push-sum weight that is given away
             with it in a push, else 1.
         bases: where models have a codec, for each section the checksum of the values that its part of the payload
-            changes; 0: it has values.
+            changes; 0: it has values, 1: these encoded by themselves.
         sizes: ... and how many bytes of the payload are its, without those of buffers.
     """
 

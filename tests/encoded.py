@@ -5,6 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gossipx.codecs import decode, decode_into
+from gossipx.codecs.base import KINDS
+from gossipx.codecs.frames import Buffer
+
 SPECS = [
     "none",
     "fp16",
@@ -35,7 +39,18 @@ SPECS = [
     "topk:ratio=0.05,small=32+zstd",
     "none+zlib",
 ]
+NEAR = ["moniqua", "moniqua:bits=3,theta=1.0", "moniqua:bits=16,theta=0.5,small=32+zstd"]
+"""Those that are decoded near values that are there already; of models alone."""
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def decoded(frame: Buffer, near: Tensor) -> Tensor:
+    """What a frame holds; of a codec that is decoded near values, near these, which are of its shape and dtype."""
+    if not KINDS[frame[3]].near:
+        return decode(frame)
+    out = torch.full_like(near, 7.0)
+    decode_into(frame, out, near=near)
+    return out

@@ -240,7 +240,7 @@ def warm_up(codec: codecs.Codec) -> None:
     for encoder in (codec, codecs.ErrorFeedback(codec)):
         values = torch.zeros(1)
         frame, _ = encoder.encode(values, encoder.init(values))
-        codecs.decode_into(frame, values, add=True)
+        codecs.decode_into(frame, values, add=True, near=values)
     took = time.monotonic() - began
     if took > NOTICED:
         log.info("%s was compiled in %.1f s; later runs on this machine have it", codecs.describe(codec), took)

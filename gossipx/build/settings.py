@@ -83,8 +83,11 @@ def _check_around(config: RunConfig) -> None:
 
 
 def _check_codec(config: RunConfig) -> None:
-    """Refuse a codec of models that does not go with how they are exchanged."""
+    """Refuse a codec that does not go with what it is of, or with how models are exchanged."""
     sync, usual = config.sync, SyncSettings()
+    for option, given in (("--push-codec", config.server.push_codec), ("--pull-codec", config.server.pull_codec)):
+        if codecs.parse(given).near:
+            raise UsageError(f"{option} {given} is of models that peers exchange with each other: give it as --codec")
     codec = codecs.parse(sync.codec)
     if mixing.parse(sync.mixing).public:
         told = f"--mixing {sync.mixing} mixes what a codec makes of"
@@ -108,8 +111,14 @@ def _check_codec(config: RunConfig) -> None:
     if not sync.references and not codec.alone:
         raise UsageError(
             f"{told} leaves too much of a model out to be used without references: give --references, or one of"
-            " fp16, bf16, int8, uint8-minmax, qsgd, natural"
+            f" {', '.join(codecs.alone())}"
         )
+    if codec.near and config.hub.hub is not None:
+        raise UsageError(f"{told} is of models that peers exchange with each other, not with a hub: leave one out")
+    if codec.near and sync.mode == "push":
+        raise UsageError(f"{told} is recovered near the model that asked for it: leave it out, or --mode push")
+    if sync.references and codec.near:
+        raise UsageError(f"{told} is of models, and with references differences are encoded: give --references 0")
 
 
 def check_exchange(config: RunConfig) -> None:

@@ -18,6 +18,7 @@ from gossipx.codecs.feedback import ErrorFeedback, LocalSteps
 from gossipx.codecs.frames import SQUEEZERS, Tensors, zstandard
 from gossipx.codecs.levels import QSGD, BFloat16, Float16, Int8, Natural, UInt8MinMax
 from gossipx.codecs.lowrank import PowerSGD
+from gossipx.codecs.modulo import Moniqua
 from gossipx.codecs.per_tensor import NoCodec, PerTensor
 from gossipx.codecs.signs import EFSignSGD, OneBit, SignSGD
 from gossipx.codecs.sparse import DGC, RandomK, Threshold, TopK
@@ -34,6 +35,7 @@ __all__ = [
     "Plan",
     "State",
     "Tensors",
+    "alone",
     "decode",
     "decode_into",
     "describe",
@@ -62,6 +64,7 @@ BUILT_IN: dict[str, Callable[..., Codec]] = {
     "powersgd": PowerSGD,
     "dgc": DGC,
     "localsteps": LocalSteps,
+    "moniqua": Moniqua,
 }
 ENTRY_POINT_GROUP = "gossipx.codecs"
 
@@ -95,6 +98,11 @@ def parse(spec: str | Codec) -> Codec:
 def encoder(codec: Codec) -> Codec | ErrorFeedback:
     """What a link encodes changes with: the codec, in error feedback if it wants that."""
     return ErrorFeedback(codec) if codec.feedback else codec
+
+
+def alone() -> list[str]:
+    """Built-in codecs that keep enough of every value to be of use for a model itself."""
+    return [name for name, kind in BUILT_IN.items() if kind is not NoCodec and getattr(kind, "alone", False)]
 
 
 def names() -> dict[str, Callable[..., Any]]:

@@ -2,7 +2,8 @@
 
 ``init(tensor) -> state``, ``encode(tensor, state) -> (frame, state)``, ``decode(frame) -> tensor``, and
 ``decode_into(frame, out)``, which overwrites or adds. A frame tells itself what it holds, so that decoding needs no
-state. Encoded are float32 values; others are converted, and decoded to what they were.
+state; some kinds are decoded near values that are there already, which ``decode_into`` is given then. Encoded are
+float32 values; others are converted, and decoded to what they were.
 
 A tensor that is not finite, or whose scale would not be, has no encoding: it decodes to NaN throughout, and the error
 that was kept for it stays as it was. So whoever takes it in sees what it would have seen without a codec.
@@ -97,6 +98,7 @@ class Codec(abc.ABC):
         number: of the kind in frames; 128 to 255 are for kinds of one's own.
         gradients_only: whether it is of no use for changes of a model.
         alone: whether it keeps enough of every value to be of use for a model itself.
+        near: whether it is of models alone, and decoded near values that whoever takes it has.
     """
 
     small: int = field(default=0, kw_only=True)
@@ -105,6 +107,7 @@ class Codec(abc.ABC):
     number: ClassVar[int]
     gradients_only: ClassVar[bool] = False
     alone: ClassVar[bool] = False
+    near: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -176,9 +179,17 @@ class Codec(abc.ABC):
         """As :func:`decode`, which reads frames of all codecs."""
         return decode(frame, limit)
 
-    def decode_into(self, frame: Buffer, out: Tensor, *, add: bool = False, tensors: Tensors | None = None) -> None:
+    def decode_into(
+        self,
+        frame: Buffer,
+        out: Tensor,
+        *,
+        add: bool = False,
+        tensors: Tensors | None = None,
+        near: Tensor | None = None,
+    ) -> None:
         """As :func:`decode_into`, which reads frames of all codecs."""
-        decode_into(frame, out, add=add, tensors=tensors)
+        decode_into(frame, out, add=add, tensors=tensors, near=near)
 
     def _begin(self, state: State, device: torch.device) -> None:  # noqa: B027 (most keep nothing)
         """Put what is kept into a new state."""
@@ -222,8 +233,18 @@ class Codec(abc.ABC):
         """Check the encoded tensors of a frame; what :meth:`_write` wants of them.
 
         Raises:
-            ProtocolError: one is malformed.
+            ProtocolError: one is malformed, or can be decoded near other values alone.
         """
+
+    @classmethod
+    def _read_near(cls, opened: Opened, near: Tensor, starts: Array) -> Any:
+        """The same, near values in a float32 vector that lie in order from ``starts`` on.
+
+        Raises:
+            ProtocolError: one is malformed.
+            TooFarError: these are not near.
+        """
+        return cls._read(opened)
 
     @classmethod
     @abc.abstractmethod
@@ -251,17 +272,25 @@ def decode(frame: Buffer, limit: int = LIMIT) -> Tensor:
     return out
 
 
-def decode_into(frame: Buffer, out: Tensor, *, add: bool = False, tensors: Tensors | None = None) -> None:
-    """Decode a frame of any codec where its values belong. Nothing is changed if it is malformed.
+def decode_into(
+    frame: Buffer, out: Tensor, *, add: bool = False, tensors: Tensors | None = None, near: Tensor | None = None
+) -> None:
+    """Decode a frame of any codec where its values belong. Nothing is changed if it cannot be.
 
     Args:
         out: of the shape of the tensor in the frame; or a vector.
         add: to what is there.
         tensors: of the vector: what the frame must hold, and where; None: side by side from its front, filling it.
+        near: of the shape of ``out``, or that itself: values near those in the frame; of use to codecs that are
+            decoded near such.
 
     Raises:
-        ProtocolError: the frame is malformed, damaged, or holds something else.
+        ProtocolError: the frame is malformed, damaged, holds something else, or is of a codec that wants ``near``.
+        TooFarError: the values in the frame are not near.
+        UsageError: ``near`` has another shape.
     """
+    if near is not None and near.shape != out.shape:
+        raise UsageError(f"values near {tuple(out.shape)} have its shape, not {tuple(near.shape)}")
     want = tensors or (Tensors.of(out) if out.dim() != 1 else None)
     opened = open_frame(frame, max(out.numel(), 1) * 16)
     held = opened.held.tensors
@@ -272,7 +301,12 @@ def decode_into(frame: Buffer, out: Tensor, *, add: bool = False, tensors: Tenso
     if not fits or (tensors and out.dim() != 1):
         raise ProtocolError(f"a codec's frame holds {_told(held)}, {_told(want or Tensors.of(out))} is expected")
     flat = out.view(-1) if out.is_contiguous() else out.reshape(-1)
-    _decode(opened, _kind(opened)._read(opened), flat, np.array((want or held).starts, np.int64), add)
+    kind, starts = _kind(opened), np.array((want or held).starts, np.int64)
+    if near is None:
+        read = kind._read(opened)
+    else:
+        read = kind._read_near(opened, near.detach().reshape(-1).float(), starts[opened.held.encoded])
+    _decode(opened, read, flat, starts, add)
     if not out.is_contiguous():
         out.copy_(flat.view(out.shape))
 

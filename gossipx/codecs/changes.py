@@ -21,6 +21,8 @@ from gossipx.memory import Source
 
 FULL = 0
 """The base of values as they are."""
+ALONE = 1
+"""The base of values that are encoded by themselves."""
 
 
 @dataclass
@@ -142,6 +144,6 @@ class Changes:
 
 
 def checksum(values: Tensor) -> int:
-    """Of the bytes of a flat tensor, as messages have it; never :data:`FULL`."""
+    """Of the bytes of a flat tensor, as messages have it; never :data:`FULL` or :data:`ALONE`."""
     digest = xxhash.xxh3_64_intdigest(values.view(torch.uint8).numpy().data) if values.numel() else 0
-    return digest >> 1 or 1
+    return max(digest >> 1, 2)

@@ -54,9 +54,17 @@ class ErrorFeedback:
         """As :func:`gossipx.codecs.decode`."""
         return decode(frame, limit)
 
-    def decode_into(self, frame: Buffer, out: Tensor, *, add: bool = False, tensors: Tensors | None = None) -> None:
+    def decode_into(
+        self,
+        frame: Buffer,
+        out: Tensor,
+        *,
+        add: bool = False,
+        tensors: Tensors | None = None,
+        near: Tensor | None = None,
+    ) -> None:
         """As :func:`gossipx.codecs.decode_into`."""
-        decode_into(frame, out, add=add, tensors=tensors)
+        decode_into(frame, out, add=add, tensors=tensors, near=near)
 
 
 def rescale(error: Tensor, ratio: float) -> None:

@@ -43,6 +43,16 @@ class PerTensor(Codec):
             ProtocolError: it is malformed.
         """
 
+    @classmethod
+    def _values_near(cls, data: Array, shape: tuple[int, ...], near: Tensor) -> Tensor:
+        """The values, where so many are known that they are near, flat, float32, on their device.
+
+        Raises:
+            ProtocolError: it is malformed.
+            TooFarError: they are not near.
+        """
+        return cls._values(data, shape, len(near), near.device)
+
     def _encode(
         self, x: Tensor, left: Tensor | None, state: State, plan: Plan, frame: Array, end: int, sizes: Array
     ) -> int:
@@ -59,7 +69,7 @@ class PerTensor(Codec):
                 end += len(data)
             sizes[number] = end - begin
             if left is not None and end > begin:
-                decoded = self._values(frame[begin:end], plan.shapes[number], count, x.device)
+                decoded = self._values_near(frame[begin:end], plan.shapes[number], values)
                 torch.sub(values, decoded, out=left[start : start + count])
         return end
 
@@ -71,6 +81,18 @@ class PerTensor(Codec):
             else None
             for (begin, end), number, count in zip(
                 pairwise(opened.offsets.tolist()), opened.held.encoded, opened.held.counts.tolist(), strict=True
+            )
+        ]
+
+    @classmethod
+    def _read_near(cls, opened: Opened, near: Tensor, starts: Array) -> list[Tensor | None]:
+        held = opened.held
+        return [
+            cls._values_near(opened.body[begin:end], held.tensors.shapes[number], near[start : start + count])
+            if end > begin
+            else None
+            for (begin, end), number, start, count in zip(
+                pairwise(opened.offsets.tolist()), held.encoded, starts.tolist(), held.counts.tolist(), strict=True
             )
         ]
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gossipx.arena import ParameterArena
 from gossipx.codecs import Codec, State, decode_into
-from gossipx.codecs.changes import FULL, checksum
+from gossipx.codecs.changes import ALONE, FULL, checksum
 from gossipx.coded.sections import Sections, as_bytes
 from gossipx.coded.taking import Taking
 from gossipx.errors import ProtocolError
@@ -100,7 +100,7 @@ class ElasticCodec:
         """Its base, what travels, and the checksum of what it leads to."""
         if not self._references:
             frame, self._alone[number] = self._codec.encode(values, self._alone[number])
-            return FULL, frame, FULL
+            return ALONE, frame, FULL
         version = checksum(values)
         finite = bool(values.isfinite().all())  # what is not would never be again
         change = self._changes[number].frame(HUB, base, version, values) if finite else None
@@ -110,7 +110,7 @@ class ElasticCodec:
 
     def taking(self, incoming: Incoming) -> Taking:
         """Takes in what the hub answers by."""
-        return Taking(self._sections, incoming, True, self._moved)
+        return Taking(self._sections, incoming, self._moved)
 
     def _moved(self, reply: ModelReply, content: memoryview, incoming: Incoming) -> list[memoryview]:
         """x − d̂, as if it were the centre."""
@@ -119,7 +119,7 @@ class ElasticCodec:
         for number, (part, tensors) in enumerate(zip(parts, self._sections.tensors, strict=True)):
             own = incoming.compared_with(number)
             assert own is not None  # a worker compares
-            made.append(own[: tensors.length] - self._sections.decoded(number, part, FULL, None, whole=False))
+            made.append(own[: tensors.length] - self._sections.decoded(number, part, ALONE))
         with self._lock:
             self._known = list(self._sent)
         return self._sections.as_they_lie(made, buffers)
@@ -132,7 +132,7 @@ class ElasticCodec:
         Raises:
             ProtocolError: it is no model of ours.
         """
-        if not self._sections.fit(request.sizes, [not base and self._references for base in request.bases]):
+        if not self._sections.fit(request.sizes, request.bases):
             raise ProtocolError(f"peer {sender} brings a model that does not fit")
         return Bringing(self, sender, request, incoming, self._sections.nbytes(request.sizes))
 
@@ -146,7 +146,7 @@ class ElasticCodec:
         with self._lock:
             held: Sequence[Tensor | None] = self._brought.get(sender) or self._begun or [None] * len(parts)
             rows = enumerate(zip(parts, request.bases, held, strict=True))
-            made = [self._sections.decoded(number, *row, whole=self._references) for number, row in rows]
+            made = [self._sections.decoded(number, *row) for number, row in rows]
             if self._references:
                 self._brought[sender] = made
         return self._sections.as_they_lie(made, buffers)
@@ -171,7 +171,7 @@ class ElasticCodec:
                 theirs += ours
                 parts.append(frame)
             self._states[worker] = states
-        told = dataclasses.replace(reply, bases=(FULL,) * len(parts), sizes=tuple(map(len, parts)))
+        told = dataclasses.replace(reply, bases=(ALONE,) * len(parts), sizes=tuple(map(len, parts)))
         return told, Source(self._sections.joined(parts, centre))
 
 

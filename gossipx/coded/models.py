@@ -24,7 +24,7 @@ from torch import Tensor
 
 from gossipx.arena import ParameterArena
 from gossipx.codecs import Codec
-from gossipx.codecs.changes import FULL, checksum
+from gossipx.codecs.changes import ALONE, FULL, checksum
 from gossipx.coded.sections import Sections, as_bytes
 from gossipx.coded.taking import Taking
 from gossipx.incoming import Incoming
@@ -66,6 +66,7 @@ class ModelCodec:
         self._taken: dict[int, list[Tensor]] = {}  # references, by who gave; the one that was last of use last
         self._public = self._sections.changes(seed, references) if public else []
         self._own: dict[int, list[int]] = {}  # checksums of public copies, by for whom
+        self._apart: set[int] = set()  # whose last model was too far from one's own to be recovered
 
     def begin(self, model: Sequence[Tensor]) -> None:
         """This is the model that all peers begin with.
@@ -94,24 +95,29 @@ class ModelCodec:
         told, parts = [], []
         with self._lock:
             for number, values in enumerate(self._sections.trained(model)):
-                part, base = self._part(number, taker, bases[number] if number < len(bases) else FULL, values)
+                base = bases[number] if number < len(bases) else FULL if self._references else ALONE
+                part, base = self._part(number, taker, base, values)
                 told.append(base)
                 parts.append(part)
         made = dataclasses.replace(reply, bases=tuple(told), sizes=tuple(map(len, parts)))
         return made, Source(self._sections.joined(parts, model))
 
     def _part(self, number: int, taker: int, base: int, values: Tensor) -> tuple[memoryview, int]:
-        if not self._references:
+        if base == ALONE:
             frame, self._states[number] = self._codec.encode(values, self._states[number])
-            return frame, FULL
+            return frame, ALONE
+        if not self._references:
+            return as_bytes(values), FULL
         change = self._changes[number].frame(taker, base, checksum(values), values)
         return (as_bytes(values), FULL) if change is None else (change.source.view, base)
 
     # --- taking -----------------------------------------------------------------------------------
 
     def bases(self, giver: int) -> tuple[int, ...]:
-        """Checksums of what is here of the last model that ``giver`` gave."""
+        """Checksums of what is here of the last model that ``giver`` gave; none: its model is to come by itself."""
         with self._lock:
+            if not self._references and giver not in self._apart:
+                return ()
             held = self._held(giver)
             return tuple(map(checksum, held)) if held is not None else (FULL,) * len(self._sections.tensors)
 
@@ -125,29 +131,36 @@ class ModelCodec:
 
     def taking(self, giver: int, incoming: Incoming) -> Taking:
         """Takes in what ``giver`` answers by."""
-        return Taking(self._sections, incoming, not self._references, functools.partial(self._taken_of, giver))
+        return Taking(self._sections, incoming, functools.partial(self._taken_of, giver))
 
     def _taken_of(self, giver: int, reply: ModelReply, content: memoryview, incoming: Incoming) -> list[memoryview]:
         """A model of ``giver`` as it lies in memory, piece by piece, of what has come."""
         parts, buffers = self._sections.cut(reply.sizes, content)
         with self._lock:
             held: Sequence[Tensor | None] = self._held(giver) or [None] * len(parts)
-            rows = enumerate(zip(parts, reply.bases, held, strict=True))
-            made = [self._sections.decoded(number, *row, whole=bool(self._references)) for number, row in rows]
+            near = [self._near(number, incoming) for number in range(len(parts))]
+            rows = enumerate(zip(parts, reply.bases, held, near, strict=True))
+            self._apart.add(giver)
+            made = [self._sections.decoded(number, *row) for number, row in rows]
+            self._apart.discard(giver)
             if self._references:
                 self._keep(self._taken, giver, made, made)
             if self._public:
                 made = self._from_public(giver, reply.bases, made, incoming)
         return self._sections.as_they_lie(made, buffers)
 
+    def _near(self, number: int, incoming: Incoming) -> Tensor | None:
+        """One's own values of a section."""
+        own = incoming.compared_with(number)
+        return None if own is None else own[: self._sections.tensors[number].length]
+
     def _from_public(self, giver: int, bases: Sequence[int], made: list[Tensor], incoming: Incoming) -> list[Tensor]:
         """x_i + (x̂_j − x̂_i) of each section, x_i being what the model that comes is compared with."""
         held = self._own.get(giver) or [changes.begun for changes in self._public]
         own, moved = [], []
         for number, (changes, theirs) in enumerate(zip(self._public, made, strict=True)):
-            vector = incoming.compared_with(number)
-            assert vector is not None  # those who pull compare
-            values = vector[: len(theirs)]
+            values = self._near(number, incoming)
+            assert values is not None  # those who pull compare
             # A model that came as it is does not lag: then one's own does not, either.
             base = held[number] if bases[number] else FULL
             version = checksum(values)

@@ -11,7 +11,7 @@ from torch import Tensor
 from gossipx.arena import ParameterArena
 from gossipx.buffers import typed
 from gossipx.codecs import Codec, State, Tensors, decode_into
-from gossipx.codecs.changes import Changes, checksum
+from gossipx.codecs.changes import ALONE, FULL, Changes, checksum
 from gossipx.errors import ProtocolError
 from gossipx.layout import Section, Slot
 
@@ -53,17 +53,13 @@ class Sections:
         """Of what travels, with buffers."""
         return sum(sizes) + sum(self._buffers())
 
-    def fit(self, sizes: Sequence[int], whole: Sequence[bool]) -> bool:
-        """Whether sections can have such sizes.
-
-        Args:
-            whole: those that come as they are.
-        """
-        if not len(sizes) == len(whole) == len(self.tensors):
+    def fit(self, sizes: Sequence[int], bases: Sequence[int]) -> bool:
+        """Whether sections can have such sizes, with such bases."""
+        if not len(sizes) == len(bases) == len(self.tensors):
             return False
         plain = [tensors.length * tensors.dtype.itemsize for tensors in self.tensors]
-        rows = zip(sizes, whole, self._most, plain, strict=True)
-        return all(size == own if as_it_is else size <= most for size, as_it_is, most, own in rows)
+        rows = zip(sizes, bases, self._most, plain, strict=True)
+        return all(size == own if base == FULL else size <= most for size, base, most, own in rows)
 
     def joined(self, parts: Sequence[memoryview], model: Sequence[Tensor]) -> memoryview:
         """What travels: of each section what stands for its trained values, and its buffers."""
@@ -90,25 +86,32 @@ class Sections:
             views += [as_bytes(trained), others]
         return views
 
-    def decoded(self, number: int, part: memoryview, base: int, held: Tensor | None, whole: bool) -> Tensor:
+    def decoded(
+        self, number: int, part: memoryview, base: int, held: Tensor | None = None, near: Tensor | None = None
+    ) -> Tensor:
         """A section's trained values.
 
         Args:
             part: what stands for them.
-            base: checksum of what it changes; 0: nothing.
+            base: checksum of what it changes, :data:`FULL` or :data:`ALONE`.
             held: what is here.
-            whole: without a base they come as they are.
+            near: values that these are near, for codecs that are decoded so.
 
         Raises:
             ProtocolError: it is malformed, or changes what is not here.
+            TooFarError: it is not near.
         """
         tensors = self.tensors[number]
-        if base and (held is None or checksum(held) != base):
-            raise ProtocolError("a model came as a change of another than the one that is here")
-        if whole and not base:
+        if base == FULL:
             return typed(memoryview(bytearray(part)), tensors.dtype)
-        values = held.clone() if base and held is not None else torch.zeros(tensors.length, dtype=tensors.dtype)
-        decode_into(part, values, add=bool(base), tensors=tensors)
+        if base == ALONE:
+            values = torch.zeros(tensors.length, dtype=tensors.dtype)
+            decode_into(part, values, tensors=tensors, near=near)
+            return values
+        if held is None or checksum(held) != base:
+            raise ProtocolError("a model came as a change of another than the one that is here")
+        values = held.clone()
+        decode_into(part, values, add=True, tensors=tensors)
         return values
 
     def _buffers(self) -> list[int]:

@@ -17,7 +17,6 @@ class Taking:
     Args:
         sections: of models here.
         incoming: takes the model in as it lies in memory, once all has come.
-        always: whether also sections that no base is told of are encoded.
         decoded: makes that of what has come; it may raise ProtocolError.
     """
 
@@ -27,21 +26,17 @@ class Taking:
         self,
         sections: Sections,
         incoming: Incoming,
-        always: bool,
         decoded: Callable[[ModelReply, memoryview, Incoming], list[memoryview]],
     ):
         self._sections = sections
         self._incoming = incoming
-        self._always = always
         self._decoded = decoded
         self._reply = ModelReply(0)
         self._content = memoryview(b"")
 
     def fit(self, reply: CarryingReply) -> Sink:
         """What takes in what ``reply`` brings; ProtocolError if it is no model of ours."""
-        if not isinstance(reply, ModelReply) or not self._sections.fit(
-            reply.sizes, [not (base or self._always) for base in reply.bases]
-        ):
+        if not isinstance(reply, ModelReply) or not self._sections.fit(reply.sizes, reply.bases):
             raise ProtocolError("it answered by a model that does not fit")
         self._reply = reply
         self._content = memoryview(bytearray(self._sections.nbytes(reply.sizes)))

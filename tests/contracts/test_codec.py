@@ -6,21 +6,21 @@ import math
 
 import pytest
 import torch
-from encoded import SPECS, normal
+from encoded import NEAR, SPECS, decoded, normal
 from torch import Tensor
 
 from gossipx import codecs
 from gossipx.codecs import ErrorFeedback, Tensors, decode, decode_into
-from gossipx.errors import ProtocolError, UsageError
+from gossipx.errors import ProtocolError, TooFarError, UsageError
 
 EXACT = {"none", "none+zlib"}
-every = pytest.mark.parametrize("spec", SPECS)
+every = pytest.mark.parametrize("spec", SPECS + NEAR)
 
 
 def round_trip(spec: str, tensor: Tensor) -> Tensor:
     codec = codecs.parse(spec)
     frame, _ = codec.encode(tensor, codec.init(tensor))
-    return decode(frame)
+    return decoded(frame, tensor)
 
 
 @every
@@ -80,7 +80,7 @@ def test_what_is_not_finite_comes_back_as_nan_and_leaves_the_error_as_it_was(spe
     bad = normal(110, seed=1)
     bad[17] = value
     frame, state = feedback.encode(bad, state)
-    back = decode(frame)
+    back = decoded(frame, bad)
     if spec in EXACT:
         assert torch.equal(back.nan_to_num(7.0), bad.nan_to_num(7.0))
     else:
@@ -120,17 +120,17 @@ def test_decoding_into_adds_or_overwrites(spec: str) -> None:
     tensor = normal(30, 40)
     codec = codecs.parse(spec)
     frame, _ = codec.encode(tensor, codec.init(tensor))
-    values = decode(frame)
+    values = decoded(frame, tensor)
     out = torch.full_like(tensor, 2.0)
-    decode_into(frame, out, add=True)
+    decode_into(frame, out, add=True, near=tensor)
     assert torch.allclose(out, values + 2)
-    decode_into(frame, out)
+    decode_into(frame, out, near=tensor)
     assert torch.equal(out, values)
     spread = torch.zeros(40, 30).T
-    decode_into(frame, spread)
+    decode_into(frame, spread, near=tensor)
     assert torch.equal(spread, values)
     wide = torch.full((30, 40), 2.0, dtype=torch.float64)
-    decode_into(frame, wide, add=True)
+    decode_into(frame, wide, add=True, near=tensor)
     assert torch.allclose(wide, values.double() + 2)
 
 
@@ -144,14 +144,14 @@ def test_tensors_of_a_vector_are_encoded_as_each_alone(spec: str) -> None:
     codec = codecs.parse(spec)
     frame, _ = codec.encode(vector, codec.init(tensors))
     out = torch.full((640,), -1.0)
-    decode_into(frame, out, tensors=tensors)
+    decode_into(frame, out, tensors=tensors, near=vector)
     assert bool((out[:16] == -1).all() & (out[448:512] == -1).all() & (out[545:] == -1).all())
     if codecs.describe(codec).partition(":")[0] not in ("stochastic3", "qsgd", "natural", "randomk", "powersgd"):
         assert torch.equal(out[16:448], round_trip(spec, one).view(-1))
         assert torch.equal(out[512:545], round_trip(spec, two))
 
 
-@pytest.mark.parametrize("spec", [spec for spec in SPECS if not codecs.parse(spec).gradients_only])
+@pytest.mark.parametrize("spec", [spec for spec in SPECS + NEAR if not codecs.parse(spec).gradients_only])
 def test_error_feedback_loses_nothing(spec: str) -> None:
     """What went in is what has come out and what is still kept (3LC, section 3.1, steps 1, a, b)."""
     feedback = ErrorFeedback(codecs.parse(spec))
@@ -160,7 +160,7 @@ def test_error_feedback_loses_nothing(spec: str) -> None:
     for seed in range(6):
         tensor = normal(20, 30, seed=seed)
         frame, state = feedback.encode(tensor, state)
-        decode_into(frame, out, add=True)
+        decode_into(frame, out, add=True, near=tensor)
         total += tensor
     assert torch.allclose(out + state.kept["error"].view(20, 30), total, atol=1e-4)
 
@@ -236,12 +236,57 @@ def test_tensors_on_a_device_are_encoded_and_decoded_there(spec: str) -> None:
         frame, state = feedback.encode(there, state)
         other, beside = feedback.encode(here, beside)
         out = torch.ones_like(there)
-        decode_into(frame, out, add=True)
-        assert torch.allclose(out.cpu(), decode(frame) + 1, atol=1e-6)
+        decode_into(frame, out, add=True, near=there)
+        assert torch.allclose(out.cpu(), decoded(frame, tensor) + 1, atol=1e-6)
         assert state.kept["error"].is_cuda
         drawn = ("stochastic3", "qsgd", "natural", "powersgd", "dgc", "topk:ratio=0.05,sample")
         if not spec.startswith(drawn):
-            assert torch.allclose(decode(frame), decode(other), atol=1e-5)
+            assert torch.allclose(decoded(frame, tensor), decoded(other, tensor), atol=1e-5)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_values_near_are_of_no_use_to_codecs_that_do_without(spec: str) -> None:
+    tensor = normal(30, 40)
+    codec = codecs.parse(spec)
+    frame, _ = codec.encode(tensor, codec.init(tensor))
+    out = torch.zeros(30, 40)
+    decode_into(frame, out, near=torch.full((30, 40), 1e9))
+    assert torch.equal(out, decode(frame))
+
+
+@pytest.mark.parametrize("spec", NEAR)
+def test_without_values_near_nothing_is_decoded_and_nothing_changed(spec: str) -> None:
+    tensor = normal(30, 40)
+    codec = codecs.parse(spec)
+    frame, _ = codec.encode(tensor, codec.init(tensor))
+    out = torch.ones(30, 40)
+    for attempt in (lambda: decode(frame), lambda: decode_into(frame, out)):
+        with pytest.raises(ProtocolError, match="none are known that they are near"):
+            attempt()
+    with pytest.raises(UsageError, match=r"values near \(30, 40\) have its shape, not \(1200,\)"):
+        decode_into(frame, out, near=tensor.view(-1))
+    assert bool((out == 1).all())
+
+
+@pytest.mark.parametrize("spec", NEAR)
+def test_a_tensor_that_is_too_far_keeps_all_of_a_frame_out(spec: str) -> None:
+    """Also those before it, which are near."""
+    codec = codecs.parse(spec)
+    tensors = Tensors.of(normal(50), normal(60))
+    vector = normal(110)
+    frame, _ = codec.encode(vector, codec.init(tensors))
+    near, out = vector.clone(), torch.ones(110)
+    near[100] += 50.0
+    with pytest.raises(TooFarError, match="give a larger theta"):
+        decode_into(frame, out, tensors=tensors, near=near)
+    assert bool((out == 1).all())
+    for value in (math.nan, math.inf, 1e38):
+        near[100] = value
+        with pytest.raises(TooFarError):
+            decode_into(frame, out, tensors=tensors, near=near)
+    near[100] = vector[100]
+    decode_into(frame, near, tensors=tensors, near=near)  # in place
+    assert bool(((near - vector).abs() < 0.2).all())
 
 
 @every

@@ -13,9 +13,9 @@ from torch import nn
 
 from gossipx import codecs
 from gossipx.arena import ParameterArena
-from gossipx.codecs.changes import FULL
+from gossipx.codecs.changes import ALONE, FULL
 from gossipx.coded import ModelCodec
-from gossipx.errors import ProtocolError
+from gossipx.errors import ProtocolError, TooFarError
 from gossipx.incoming import Incoming
 from gossipx.messages import ModelReply
 from gossipx.sim import Network, World
@@ -73,6 +73,13 @@ def test_a_peer_that_comes_late_or_again_is_given_models_as_they_are_first() -> 
     assert all(peer.models.retrievals for peer in made.peers.values())
 
 
+@pytest.mark.parametrize("mode", ["pull", "pushpull"])
+def test_moniqua_comes_to_where_models_would_without(mode: str) -> None:
+    made, plain = run(codec="moniqua:bits=8,theta=4", references=0, mode=mode), run(mode=mode)
+    assert sum(len(one.models.retrievals) for one in made.peers.values()) >= 6
+    assert float((toy.before(made) - toy.before(plain)).abs().max()) < 0.1
+
+
 # --- the two ends by themselves -------------------------------------------------------------------------------------
 
 
@@ -80,6 +87,7 @@ class Two:
     """A giver and a taker, ranks 0 and 1, of one model."""
 
     def __init__(self, spec: str = "3lc", references: int = 8, begun: bool = True):
+        self.near = codecs.parse(spec).near
         torch.manual_seed(0)
         self.modules = [nn.Sequential(nn.Linear(30, 40), nn.BatchNorm1d(40), nn.Linear(40, 3)) for _ in range(2)]
         self.modules[1].load_state_dict(self.modules[0].state_dict())
@@ -102,7 +110,7 @@ class Two:
         return reply, bytearray(source.view)
 
     def take(self, reply: ModelReply, content: bytearray, giver: int = 0) -> Incoming:
-        incoming = Incoming(self.arenas[1], None)
+        incoming = Incoming(self.arenas[1], self.arenas[1].snapshot() if self.near else None)
         taking = self.codecs[1].taking(giver, incoming)
         taking.fit(reply).take(0, memoryview(content))
         taking.decode()
@@ -115,6 +123,9 @@ class Two:
             self.arenas[0].snapshot().buffer.vectors,
             self.arenas[1].snapshot().buffer.vectors,
         )
+        cut = self.arenas[0].sections[0].trainable
+        if incoming.compares:
+            here = torch.cat((here[:cut] + begun[:cut], here[cut:]))
         return float((here - there).norm()) / float((begun - there).norm())
 
 
@@ -212,3 +223,20 @@ def test_a_model_that_was_not_finite_does_no_lasting_harm() -> None:
     two.modules[0][0].weight.data.copy_(good)
     two.arenas[0].step_done()
     assert bool(two.take(*two.give()).buffer.vectors[0].isfinite().all())
+
+
+def test_a_model_too_far_to_be_recovered_is_given_whole_next() -> None:
+    """Of Moniqua: two that are further apart than theta come together again."""
+    two = Two("moniqua:bits=8,theta=0.5", references=0)
+    two.train(1)
+    near = two.give()
+    assert len(near[1]) < two.arenas[0].nbytes() / 3
+    assert two.off(two.take(*near)) < 0.1
+    two.modules[0][0].weight.data[3, 4] += 2.0
+    two.arenas[0].step_done()
+    with pytest.raises(TooFarError, match="theta of 0.5"):
+        two.take(*two.give())
+    reply, content = two.give()
+    assert set(reply.bases) == {FULL}
+    assert two.off(two.take(reply, content)) < 1e-6
+    assert set(two.give()[0].bases) == {ALONE}

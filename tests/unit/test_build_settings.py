@@ -94,6 +94,11 @@ def test_join_refuses_a_policy_of_ones_own_with_servers() -> None:
         ({"codec": "3lc", "mode": "push", "weights": "push-sum"}, "--codec 3lc loses a part of what push-sum's"),
         ({"codec": "dgc"}, "--codec dgc is for gradients alone"),
         ({"codec": "topk", "references": 0}, "--codec topk leaves too much of a model out to be used without"),
+        ({"codec": "moniqua"}, "--codec moniqua is of models, and with references differences are encoded"),
+        ({"codec": "moniqua", "references": 0, "hub": "0"}, "--codec moniqua is of models that peers exchange with each"),
+        ({"codec": "moniqua", "references": 0, "mode": "push"}, "--codec moniqua is recovered near the model that ask"),
+        ({"push_codec": "moniqua", "servers": "0"}, "--push-codec moniqua is of models that peers exchange with"),
+        ({"pull_codec": "moniqua:bits=4", "servers": "0"}, "--pull-codec moniqua:bits=4 is of models that peers"),
         ({"references": 3}, "--references 3 is of --codec: give one, or leave it out"),
         ({"mixing": "choco"}, "--mixing choco mixes what a codec makes of differences: give --codec, such as 3lc"),
         ({"mixing": "choco", "codec": "int8", "references": 0}, "--mixing choco mixes what a codec makes of differ"),
@@ -104,6 +109,8 @@ def test_codecs_of_models_that_do_not_go_with_a_run(given: dict[str, Any], told:
     assert refused(**given).startswith(told)
 
 
-@pytest.mark.parametrize("codec", ["fp16", "bf16", "int8", "uint8-minmax", "qsgd", "natural", "int8+zlib"])
+@pytest.mark.parametrize("codec", ["fp16", "bf16", "int8", "uint8-minmax", "qsgd", "natural", "int8+zlib", "moniqua"])
 def test_codecs_that_need_no_references(codec: str) -> None:
     effective(codec=codec, references=0)
+    told = refused(codec="topk", references=0)
+    assert codec.partition("+")[0] in told.partition("one of ")[2].split(", ")
