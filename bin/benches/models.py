@@ -43,6 +43,8 @@ CODECS: dict[str, tuple[str, ...]] = {
     "bf16, no references": ("--codec", "bf16", "--references", "0"),
     "qsgd:levels=7, no references": ("--codec", "qsgd:levels=7", "--references", "0"),
     "natural, no references": ("--codec", "natural", "--references", "0"),
+    "moniqua:bits=8,theta=0.1": ("--codec", "moniqua:bits=8,theta=0.1", "--references", "0"),
+    "moniqua:bits=4,theta=0.1": ("--codec", "moniqua:bits=4,theta=0.1", "--references", "0"),
 }
 """Options by the name of a row; where there are none, the name is the codec's."""
 SOME = (NONE, "3lc:sparsity=1,residual=0.3", "3lc:sparsity=1", "3lc:sparsity=1, choco 0.2", "int8, no references")

@@ -234,7 +234,7 @@ def test_a_model_too_far_to_be_recovered_is_given_whole_next() -> None:
     assert two.off(two.take(*near)) < 0.1
     two.modules[0][0].weight.data[3, 4] += 2.0
     two.arenas[0].step_done()
-    with pytest.raises(TooFarError, match="theta of 0.5"):
+    with pytest.raises(TooFarError, match=r"theta of 0\.5"):
         two.take(*two.give())
     reply, content = two.give()
     assert set(reply.bases) == {FULL}

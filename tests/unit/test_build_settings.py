@@ -95,7 +95,7 @@ def test_join_refuses_a_policy_of_ones_own_with_servers() -> None:
         ({"codec": "dgc"}, "--codec dgc is for gradients alone"),
         ({"codec": "topk", "references": 0}, "--codec topk leaves too much of a model out to be used without"),
         ({"codec": "moniqua"}, "--codec moniqua is of models, and with references differences are encoded"),
-        ({"codec": "moniqua", "references": 0, "hub": "0"}, "--codec moniqua is of models that peers exchange with each"),
+        ({"codec": "moniqua", "references": 0, "hub": "0"}, "--codec moniqua is of models that peers exchange"),
         ({"codec": "moniqua", "references": 0, "mode": "push"}, "--codec moniqua is recovered near the model that ask"),
         ({"push_codec": "moniqua", "servers": "0"}, "--push-codec moniqua is of models that peers exchange with"),
         ({"pull_codec": "moniqua:bits=4", "servers": "0"}, "--pull-codec moniqua:bits=4 is of models that peers"),
