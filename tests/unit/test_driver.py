@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from gossipx import codecs
 from gossipx.actor import (
     Answer,
     Answered,
@@ -23,18 +24,33 @@ from gossipx.actor import (
     Forget,
     Given,
     JoinRun,
+    Keep,
+    Merge,
+    Merged,
     Mix,
     Mixed,
+    Received,
     Replied,
     Send,
 )
 from gossipx.arena import ParameterArena
 from gossipx.buffers import HostBuffer
+from gossipx.codecs.changes import FULL
+from gossipx.coded import Coded, ElasticCodec, ModelCodec
 from gossipx.drive.driver import Driver
 from gossipx.drive.held import Retrieval
 from gossipx.errors import CancelledError
 from gossipx.incoming import Incoming
-from gossipx.messages import AcceptReply, ModelReply, NotReadyReply, PullRequest, PushRequest, TakeRequest
+from gossipx.messages import (
+    AcceptReply,
+    BusyReply,
+    ElasticRequest,
+    ModelReply,
+    NotReadyReply,
+    PullRequest,
+    PushRequest,
+    TakeRequest,
+)
 
 
 class Script:
@@ -237,3 +253,67 @@ def test_what_is_mixed_while_training_is_a_retrieval(bench: Bench, request_: Any
     assert bench.role.told[-1] == Mixed(5)
     assert [(one.staleness, one.distance) for one in found] == [(1, pytest.approx(2 * math.sqrt(16)))]
     assert bench.module.weight.flatten().tolist() == [0.5] * 16
+
+
+# --- a hub by codecs ------------------------------------------------------------------------------------------------
+
+
+class Around:
+    """A hub's driver, and the codec of a worker of the same model."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.bench = bench
+        codec = codecs.parse("3lc")
+        self.hub = ElasticCodec(codec, bench.arena, is_hub=True)
+        self.module = nn.Linear(16, 1, bias=False)
+        self.module.load_state_dict(bench.module.state_dict())
+        self.arena = ParameterArena(self.module)
+        self.worker = ElasticCodec(codec, self.arena, is_hub=False)
+        bench.driver.transfers.codec = Coded(ModelCodec(codec, bench.arena, 8), self.hub)
+        bench.driver.begin_codec()
+        self.worker.begin(self.arena.snapshot().buffer.vectors)
+        self.module.weight.data += torch.arange(16.0)
+        self.arena.step_done()
+
+    def bring(self, key: int = 1) -> ElasticRequest:
+        """As the CommManager would of a request ``key`` of peer 1."""
+        request, source = self.worker.bring(ElasticRequest(1, key, 1, 5.0), self.arena.snapshot().buffer.vectors)
+        room = self.bench.driver.brought.room_for(1, request)
+        room.take(0, source.view)
+        self.bench.driver.received(1, key, request, room)
+        return request
+
+
+def test_a_hub_answers_by_the_difference_that_it_moves_by(bench: Bench):
+    around = Around(bench)
+    before = bench.module.weight.detach().clone()
+    bench.do(Capture(100))
+    bench.role.next = [Keep(1, 7), Answer(1, ModelReply(0), math.inf, captured=100, differs=7), Merge(7, 100, 0.5, 0.5)]
+    request = around.bring()
+    assert bench.role.told[-1] == Merged(7, 100, True)
+    ((reply, content),) = bench.comm.answers
+    incoming = Incoming(around.arena, around.arena.snapshot())
+    taking = around.worker.taking(incoming)
+    taking.fit(reply).take(0, memoryview(bytearray(content or b"")))
+    taking.decode()
+    incoming.norm()
+    centre = bench.driver.held.hold(100)
+    assert centre is not None
+    moved = centre.buffer.vectors[0][:16] - before.view(-1)
+    assert float(moved.norm()) > 0
+    torch.testing.assert_close(incoming.buffer.vectors[0][:16], -2 * moved)  # β/p is a half
+    assert FULL not in request.bases and Received(1, 1, request) in bench.role.told
+
+
+def test_what_changes_a_model_that_a_hub_has_not_is_told_busy_and_takes_no_room(bench: Bench):
+    """For as often as it comes: the role hears nothing of it, and the next model comes whole."""
+    around = Around(bench)
+    around.hub._begun = None
+    told = len(bench.role.told)
+    for key in range(1, 40):  # more than there are places
+        around.worker.begin(around.arena.snapshot().buffer.vectors)
+        around.bring(key)
+    assert bench.comm.answers == [(BusyReply(), None)] * 39
+    assert all(isinstance(event, Answered) for event in bench.role.told[told:])
+    assert set(around.bring(40).bases) == {FULL}
+    assert isinstance(bench.role.told[-1], Received)
