@@ -1,49 +1,38 @@
-"""What codecs make of training and of its traffic (3LC, Tables 1 and 2): accuracy, and bits a value.
+"""What codecs make of training and of its traffic (3LC, Tables 1 and 2, Figures 3 to 6).
 
-Four workers and a server under bsp, in one process: gradients and changes of the model go through the codecs' frames
-as between processes (:mod:`gossipx.storage.coding`), and nothing else about them differs. Learning rates fall as a
-cosine (section 4.3); what is judged is the server's model, on all test images.
+bin/bench compression                 short runs of LeNet, some codecs, two seeds (about 5 minutes on 2 cores)
+bin/bench compression --full          all codecs and their paper's designs, five seeds, ResNet-20 for Table 2 (3 hours)
 
-bin/bench compression                      LeNet, some codecs, two seeds, short runs (about 5 minutes)
-bin/bench compression --full               all codecs, five seeds, and ResNet-20 for Table 2 (about 90 minutes)
-bin/bench compression --only accuracy|ratios
+    --only accuracy    Table 1, last column: accuracy after all steps, and bytes; workers and server in one process
+    --only steps       Figures 3 and 5: the same after 25, 50 and 75 % of the steps
+    --only ratios      Table 2: bits a value
+    --only links       Table 1: seconds a step over links of 10, 100 and 1000 Mbit/s, by processes of their own
+    --jobs N           runs at a time, of those that no time is taken of
+    --keep FILE        a line a run; what is there is not run again
+    --plots FOLDER     Figures 3 to 6, of what has been run
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
+import os
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-import torch
+import _links
+from _cluster import WORKERS, train
+from _kept import Job, Kept
 from _report import figure, report
 from _sums import interval
-from torch import Tensor, nn
-from torch.nn import functional
 
-from gossipx import codecs
-from gossipx.codecs import Tensors, encoded_bytes
-from gossipx.codecs.changes import Changes, checksum
-from gossipx.launch.train import accuracy
-from gossipx.layout import norms
-from gossipx.server.placement import Partition
-from gossipx.storage.coding import Coding, Pushing
-from gossipx.tasks.data import Batches, Dataset, load
-from gossipx.tasks.models import build_model
-from gossipx.tasks.partition import parse as split_by
-
-WORKERS = 4
-RATES = {"lenet": (0.04, 0.0004), "resnet20": (0.4, 0.004)}
-"""First and last learning rate: that of a batch of 128, and a hundredth (section 4.3: from 0.1 to 0.001, times 4)."""
-MOMENTUM, DECAY, BATCH = 0.9, 1e-4, 32
-TASK = "fashion-mnist"
+PARTS = ("accuracy", "steps", "ratios", "links")
+FLOAT = "32-bit float"
 
 PAPER = {
-    "32-bit float": "none",
+    FLOAT: "none",
     "8-bit int": "int8",
     "Stoch 3-value b-3-5": "stochastic3",
     "MQE 1-bit int": "onebit",
@@ -74,210 +63,176 @@ ASKED = ("3LC (s=1.00)", "3LC (s=1.50)", "3LC (s=1.75)")
 """Those that are to come within 0.3 points of float, or of which the interval is to have it in it."""
 WIDE = 1.0
 """Points: an interval of more on either side says nothing."""
-TERNARY = {"1.00": 39.4, "1.50": 70.9, "1.75": 107.0, "1.90": 160.0}
+TERNARY = {"1": 39.4, "1.5": 70.9, "1.75": 107.0, "1.9": 160.0}
 """Table 2: compression ratios by sparsity multiplier."""
+SOME = (FLOAT, "8-bit int", "3LC (s=1.75)")
+"""Without --full."""
+SHARES = (25, 50, 75)
+"""Of the steps, in %."""
 
 
-@dataclass
-class Traffic:
-    """Of one direction.
-
-    Attributes:
-        bits: a step's payload of encoded tensors, a value, step by step.
-        wire: bytes of all frames, with headers and tensors that are not encoded.
-        whole: that they would have had as float32.
-    """
-
-    bits: list[float] = field(default_factory=list)
-    wire: int = 0
-    whole: int = 0
-
-    def add(self, frames: Sequence[memoryview], values: int) -> None:
-        """One step's frames, each of so many values."""
-        sizes = [encoded_bytes(frame) for frame in frames]
-        count = sum(many for many, _ in sizes)
-        self.bits.append(8 * sum(size for _, size in sizes) / count if count else 32.0)
-        self.wire += sum(len(frame) for frame in frames)
-        self.whole += 4 * values * len(frames)
+def runs(name: str, specs: Sequence[str], seeds: int, steps: int, judged: int = 1) -> list[Job]:
+    """Jobs of :func:`_cluster.train`: the first seed of all, then the second, and so on."""
+    return [
+        {"model": name, "spec": spec, "seed": seed, "steps": steps, "judged": judged}
+        for seed in range(seeds)
+        for spec in specs
+    ]
 
 
-@dataclass
-class Trained:
-    """One run.
+class Plan:
+    """What is run, short or in full."""
 
-    Attributes:
-        accuracy: of the server's model at the end.
-        losses: of the workers' batches, step by step.
-        push, pull: traffic.
-    """
+    def __init__(self, full: bool):
+        self.designs = dict(PAPER) if full else {name: PAPER[name] for name in SOME}
+        self.all = self.designs | ({spec: spec for spec in OTHERS} if full else {})
+        self.seeds, self.steps, self.judged = (5, 4000, 10) if full else (2, 300, 1)
+        self.early = min(self.seeds, 3)
+        self.model, self.ratio_steps = ("resnet20", 600) if full else ("lenet", 200)
+        self.rounds = 3 if full else 1
 
-    accuracy: float
-    losses: list[float]
-    push: Traffic
-    pull: Traffic
+    def jobs(self, part: str) -> list[Job]:
+        """Runs of a part whose time is not taken."""
+        if part == "accuracy":
+            return runs("lenet", list(self.all.values()), self.seeds, self.steps, self.judged)
+        if part == "steps":
+            return [job for share in SHARES for job in runs("lenet", self.specs, self.early, self.steps * share // 100)]
+        if part == "ratios":
+            return runs(self.model, [ratio_spec(sparsity) for sparsity in TERNARY], 1, self.ratio_steps)
+        return []
 
+    @property
+    def specs(self) -> list[str]:
+        """The designs'."""
+        return list(self.designs.values())
 
-class Cluster:
-    """A server and its workers.
+    def accuracies(self, spec: str, kept: Kept) -> dict[int, float]:
+        """In %, by the part of the steps, in %."""
+        found = {
+            share: statistics.fmean(kept[job]["accuracy"] for job in self.shorter(spec, share)) for share in SHARES
+        }
+        found[100] = statistics.fmean(one["accuracy"] for one in self.of(spec, kept))
+        return {share: 100 * accuracy for share, accuracy in found.items()}
 
-    Args:
-        model: a name of gossipx's models.
-        push, pull: codecs' specs.
-        seed: of weights, batches and draws.
-        data: images to learn from, and to be judged by.
-    """
+    def shorter(self, spec: str, share: int) -> list[Job]:
+        """Runs of a part of the steps."""
+        return runs("lenet", [spec], self.early, self.steps * share // 100)
 
-    def __init__(self, model: str, push: str, pull: str, seed: int, data: tuple[Dataset, Dataset]):
-        images = data[0].images
-        torch.manual_seed(seed)
-        self.module = build_model(model, classes=data[0].classes, channels=images.shape[1], pixels=images.shape[-1])
-        named = list(self.module.named_parameters())
-        self.parameters = [parameter for _, parameter in named]
-        sizes = [parameter.numel() for parameter in self.parameters]
-        self.partitions = [Partition(number, 0, size) for number, size in enumerate(sizes)]
-        kept = norms(self.module)
-        coding = Coding(
-            push=codecs.parse(push),
-            shapes=[tuple(parameter.shape) for parameter in self.parameters],
-            norms=frozenset(number for number, (name, _) in enumerate(named) if name in kept),
-        )
-        self.values = sum(sizes)
-        self.tensors: Tensors = coding.tensors(self.partitions, torch.float32)
-        self.gradients = [torch.zeros(self.values) for _ in range(WORKERS)]
-        self.pushing = [
-            Pushing(coding, self.partitions, gradient, 1000 * seed + rank)
-            for rank, gradient in enumerate(self.gradients)
-        ]
-        self.pulling = Changes(codecs.parse(pull), self.tensors, seed)
-        self.table = nn.Parameter(torch.cat([parameter.detach().view(-1) for parameter in self.parameters]))
-        self.shown = self.table.detach().clone()  # what all workers have
-        self.optimizer = torch.optim.SGD([self.table], lr=1.0, momentum=MOMENTUM, weight_decay=DECAY)
-        parts = split_by("iid").split(data[0].labels.numpy(), WORKERS, seed)
-        own = [data[0].take(part) for part in parts]
-        self.batches = [Batches(one, BATCH, 1000 * seed + rank) for rank, one in enumerate(own)]
-        self.test = data[1]
-        self.pulling.frame(0, 0, 0, self.table.detach())
-
-    def step(self, version: int, rate: float, push: Traffic, pull: Traffic) -> float:
-        """One iteration of all; the mean loss of the batches."""
-        losses, mean = [], torch.zeros(self.values)
-        self._place(self.shown)
-        frames = []
-        for rank in range(WORKERS):
-            images, labels = next(self.batches[rank])
-            self.module.zero_grad()
-            loss = functional.cross_entropy(self.module(images), labels)
-            loss.backward()
-            losses.append(loss.item())
-            flat = [torch.zeros(one.numel()) if one.grad is None else one.grad.reshape(-1) for one in self.parameters]
-            torch.cat(flat, out=self.gradients[rank])
-            frames.append(self.pushing[rank].encode(()))
-            codecs.decode_into(frames[-1], mean, add=True, tensors=self.tensors)
-        push.add(frames, self.values)
-        self.table.grad = mean / WORKERS
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.optimizer.step()
-        change = self.pulling.frame(0, checksum(self.shown), version, self.table.detach())
-        assert change is not None
-        codecs.decode_into(change.source.view, self.shown, add=True, tensors=self.tensors)
-        pull.add([change.source.view], self.values)
-        return statistics.fmean(losses)
-
-    def judge(self) -> float:
-        """Accuracy of the server's model on all test images."""
-        self._place(self.table.detach())
-        return accuracy(self.module, self.test, torch.device("cpu"))
-
-    @torch.no_grad()
-    def _place(self, values: Tensor) -> None:
-        start = 0
-        for parameter in self.parameters:
-            parameter.copy_(values[start : start + parameter.numel()].view(parameter.shape))
-            start += parameter.numel()
+    def of(self, spec: str, kept: Kept) -> list[Any]:
+        """Runs of all steps, a seed each."""
+        return [kept[job] for job in runs("lenet", [spec], self.seeds, self.steps, self.judged)]
 
 
-def train(model: str, push: str, pull: str, seed: int, steps: int, data: tuple[Dataset, Dataset]) -> Trained:
-    """Train by codecs, for so many steps."""
-    cluster = Cluster(model, push, pull, seed, data)
-    first, last = RATES[model]
-    made = Trained(0.0, [], Traffic(), Traffic())
-    for step in range(steps):
-        rate = last + (first - last) * (1 + math.cos(math.pi * step / steps)) / 2
-        made.losses.append(cluster.step(step + 1, rate, made.push, made.pull))
-    made.accuracy = cluster.judge()
-    return made
-
-
-def measure_accuracy(seeds: int, steps: int, specs: dict[str, str]) -> Any:
+def accuracy_table(plan: Plan, kept: Kept) -> Any:
     """Table 1's last column: what each codec makes of the accuracy, in both directions."""
-    data = load(TASK)
-    reached: dict[str, list[Trained]] = {}
-    for seed in range(seeds):
-        for name, spec in specs.items():
-            reached.setdefault(name, []).append(train("lenet", spec, spec, seed, steps, data))
-    none = [100 * one.accuracy for one in reached["32-bit float"]]
+    none = [100 * one["accuracy"] for one in plan.of("none", kept)]
     rows, figures = [], []
-    for name, runs in reached.items():
-        own = [100 * one.accuracy for one in runs]
+    for name, spec in plan.all.items():
+        made = plan.of(spec, kept)
+        own = [100 * one["accuracy"] for one in made]
         less = [one - other for one, other in zip(own, none, strict=True)]
-        mean, half = statistics.fmean(less), interval(less) if seeds > 1 else math.inf
-        push, pull = (statistics.fmean(statistics.fmean(way.bits) for way in ways) for ways in _ways(runs))
-        ratio = sum(one.push.whole + one.pull.whole for one in runs) / sum(
-            one.push.wire + one.pull.wire for one in runs
-        )
-        shown = f"{mean:+.2f} ± {half:.2f}" if name != "32-bit float" else ""
-        bits = f"{push:.3f}", f"{pull:.3f}"
-        rows.append((name, specs[name], f"{statistics.fmean(own):.2f}", shown, *bits, f"{ratio:.1f}"))
+        mean, half = statistics.fmean(less), interval(less)
+        push, pull = (statistics.fmean(one["bits"][way] for one in made) for way in (0, 1))
+        ratio = sum(one["whole"] for one in made) / sum(one["wire"] for one in made)
+        shown = f"{mean:+.2f} ± {half:.2f}" if name != FLOAT else ""
+        rows.append((name, spec, f"{statistics.fmean(own):.2f}", shown, f"{push:.3f}", f"{pull:.3f}", f"{ratio:.1f}"))
         asked = -0.3 if name in ASKED else None
-        one = figure(f"accuracy of {specs[name]} less none", mean, "points", goal=asked)
-        figures.append({**one, "met": mean >= -0.3 or (mean + half >= 0 and half <= WIDE) if asked else None})
+        one = figure(f"accuracy of {spec} less none", mean, "points", goal=asked)
+        figures.append({**one, "met": None if asked is None else is_as_good(mean, half)})
     title = (
-        f"LeNet, {WORKERS} workers, bsp, {steps} steps, {seeds} seeds, means with the 95 % interval of the difference"
+        f"LeNet, {WORKERS} workers, bsp, {plan.steps} steps, {plan.seeds} seeds, means with the 95 % interval of the"
+        " difference"
     )
     heads = ("design", "codec", "accuracy %", "less float", "push, bits a value", "pull", "times fewer bytes")
     return title, heads, rows, figures
 
 
-def measure_ratios(model: str, steps: int) -> Any:
+def is_as_good(mean: float, half: float) -> bool:
+    """Whether a difference is within 0.3 points, or none within its interval, of one that tells something."""
+    return mean >= -0.3 or (mean + half >= 0 and half <= WIDE)
+
+
+def steps_table(plan: Plan, kept: Kept) -> Any:
+    """Figures 3 and 5: accuracy by how many steps are made."""
+    rows, figures = [], []
+    for name, spec in plan.designs.items():
+        made = {
+            share: statistics.fmean(100 * kept[job]["accuracy"] for job in plan.shorter(spec, share))
+            for share in SHARES
+        }
+        figures += [
+            figure(f"accuracy of {spec} after {share} % of the steps", mean, "%") for share, mean in made.items()
+        ]
+        rows.append((name, *(f"{mean:.2f}" for mean in made.values())))
+    title = f"LeNet, accuracy in % after a part of {plan.steps} steps, {plan.early} seeds"
+    return title, ("design", *(f"{share} %" for share in SHARES)), rows, figures
+
+
+def ratio_spec(sparsity: str) -> str:
+    """3LC; normalisation layers stay as they are."""
+    return f"3lc:sparsity={sparsity},small=1"
+
+
+def ratios_table(plan: Plan, kept: Kept) -> Any:
     """Table 2: how many times fewer bytes 3LC sends."""
-    data = load(TASK)
     rows: list[Any] = [("no zero-run encoding", "20.0", "1.600", "1.600", "", "20.0")]
     figures = []
     for sparsity, paper in TERNARY.items():
-        spec = f"3lc:sparsity={sparsity},small=1"  # normalisation layers stay as they are
-        run = train(model, spec, spec, 0, steps, data)
-        push, pull = statistics.fmean(run.push.bits), statistics.fmean(run.pull.bits)
-        payload = 32 / ((push + pull) / 2)
-        wire = (run.push.whole + run.pull.whole) / (run.push.wire + run.pull.wire)
+        (job,) = runs(plan.model, [ratio_spec(sparsity)], 1, plan.ratio_steps)
+        run = kept[job]
+        push, pull = run["bits"]
+        payload, wire = 64 / (push + pull), run["whole"] / run["wire"]
         rows.append((f"s={sparsity}", f"{payload:.1f}", f"{push:.3f}", f"{pull:.3f}", f"{wire:.1f}", f"{paper:g}"))
-        goal = {"1.00": 39.0, "1.75": 107.0}.get(sparsity)
-        one = figure(f"{model}: ratio of 3LC, s={sparsity}, payload", payload, "x", goal=goal)
+        goal = {"1": 39.0, "1.75": 107.0}.get(sparsity)
+        one = figure(f"{plan.model}: ratio of 3LC, s={sparsity}, payload", payload, "x", goal=goal)
         figures.append({**one, "met": None if goal is None else payload >= goal})
-        figures.append(figure(f"{model}: ratio of 3LC, s={sparsity}, all frames", wire, "x"))
-    title = f"{model}, {WORKERS} workers, bsp, {steps} steps: how many times fewer bytes than float32"
+        figures.append(figure(f"{plan.model}: ratio of 3LC, s={sparsity}, all frames", wire, "x"))
+    title = f"{plan.model}, {WORKERS} workers, bsp, {plan.ratio_steps} steps: how many times fewer bytes than float32"
     return title, ("3LC", "payload", "push, bits a value", "pull", "all frames", "the paper's"), rows, figures
 
 
-def _ways(runs: Sequence[Trained]) -> tuple[list[Traffic], list[Traffic]]:
-    return [one.push for one in runs], [one.pull for one in runs]
+def links_table(plan: Plan, kept: Kept) -> Any:
+    """Table 1: how many times faster a step is."""
+    rows, figures = [], []
+    seconds = {rate: _links.medians(rate, plan.specs, plan.rounds, kept) for rate in _links.RATES}
+    for name, spec in plan.designs.items():
+        cells = []
+        for rate, medians in seconds.items():
+            faster = medians["none"] / medians[spec]
+            cells += [f"{medians[spec]:.3f}", f"{faster:.2f}"]
+            goal = 15.0 if (name, rate) == ("3LC (s=1.75)", "10mbit") else None
+            one = figure(f"{rate}: seconds a step, {spec}", medians[spec], "s", reference=medians["none"])
+            figures.append({**one, "goal": goal, "met": None if goal is None else faster >= goal})
+        rows.append((name, *cells))
+    heads = ("design", *(head for rate in _links.RATES for head in (f"{rate}, s a step", "times faster")))
+    return f"{_links.TITLE}, medians of {plan.rounds}", heads, rows, figures
+
+
+TABLES = {"accuracy": accuracy_table, "steps": steps_table, "ratios": ratios_table, "links": links_table}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(
+        prog="bin/bench compression", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--full", action="store_true")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--only", choices=("accuracy", "ratios"))
+    parser.add_argument("--only", choices=PARTS)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--keep", type=Path)
+    parser.add_argument("--plots", type=Path)
     given = parser.parse_args()
-    torch.set_num_threads(1)
-    some = dict(PAPER) if given.full else {name: PAPER[name] for name in ("32-bit float", "8-bit int", "3LC (s=1.75)")}
-    if given.full:
-        some |= {spec: spec for spec in OTHERS}
+    plan, kept = Plan(given.full), Kept(given.keep)
     tables = []
-    if given.only in (None, "accuracy"):
-        tables.append(measure_accuracy(5 if given.full else 2, 1500 if given.full else 300, some))
-    if given.only in (None, "ratios"):
-        tables.append(measure_ratios("resnet20" if given.full else "lenet", 600 if given.full else 200))
+    for part in [given.only] if given.only else PARTS:
+        kept.complete(plan.jobs(part), train, given.jobs)
+        if part == "links":
+            kept.complete(_links.jobs(plan.specs, plan.rounds), _links.run, 1)
+        tables.append(TABLES[part](plan, kept))
+    if given.plots:
+        import _plots  # loads matplotlib, which nothing else does
+
+        _plots.draw(plan, kept, given.plots)
     if given.json:
         print(json.dumps({"figures": [one for *_, figures in tables for one in figures]}))
         return

@@ -1,0 +1,187 @@
+"""Four workers and a server under bsp in one process, which train by codecs.
+
+Gradients and changes of the model go through the codecs' frames as between processes (:mod:`gossipx.storage.coding`),
+and nothing else about them differs. Learning rates fall as a cosine (3LC, section 4.3); what is judged is the server's
+model, on all test images.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from gossipx import codecs
+from gossipx.codecs import Tensors, encoded_bytes
+from gossipx.codecs.changes import Changes, checksum
+from gossipx.launch.train import accuracy
+from gossipx.layout import norms
+from gossipx.server.placement import Partition
+from gossipx.storage.coding import Coding, Pushing
+from gossipx.tasks.data import Batches, Dataset, load
+from gossipx.tasks.models import build_model
+from gossipx.tasks.partition import parse as split_by
+
+WORKERS = 4
+RATES = {"lenet": (0.02, 0.0002), "resnet20": (0.4, 0.004)}
+"""First and last learning rate: of a batch of 128 by the usual one (LeNet: 0.01 for 64; ResNet: 0.1 for 32, times 4 as
+in section 4.3), and a hundredth. With 0.04, LeNet by 3LC of sparsity 1.75 came to NaN."""
+MOMENTUM, DECAY, BATCH = 0.9, 1e-4, 32
+TASK = "fashion-mnist"
+POINTS = 200
+"""A curve is told by so many means."""
+
+
+@dataclass
+class Traffic:
+    """Of one direction.
+
+    Attributes:
+        bits: a step's payload of encoded tensors, a value, step by step.
+        wire: bytes of all frames, with headers and tensors that are not encoded.
+        whole: that they would have had as float32.
+    """
+
+    bits: list[float] = field(default_factory=list)
+    wire: int = 0
+    whole: int = 0
+
+    def add(self, frames: Sequence[memoryview], values: int) -> None:
+        """One step's frames, each of so many values."""
+        sizes = [encoded_bytes(frame) for frame in frames]
+        count = sum(many for many, _ in sizes)
+        self.bits.append(8 * sum(size for _, size in sizes) / count if count else 32.0)
+        self.wire += sum(len(frame) for frame in frames)
+        self.whole += 4 * values * len(frames)
+
+
+class Cluster:
+    """A server and its workers.
+
+    Args:
+        model: a name of gossipx's models.
+        push, pull: codecs' specs.
+        seed: of weights, batches and draws.
+        data: images to learn from, and to be judged by.
+    """
+
+    def __init__(self, model: str, push: str, pull: str, seed: int, data: tuple[Dataset, Dataset]):
+        images = data[0].images
+        torch.manual_seed(seed)
+        self.module = build_model(model, classes=data[0].classes, channels=images.shape[1], pixels=images.shape[-1])
+        named = list(self.module.named_parameters())
+        self.parameters = [parameter for _, parameter in named]
+        sizes = [parameter.numel() for parameter in self.parameters]
+        self.partitions = [Partition(number, 0, size) for number, size in enumerate(sizes)]
+        kept = norms(self.module)
+        coding = Coding(
+            push=codecs.parse(push),
+            shapes=[tuple(parameter.shape) for parameter in self.parameters],
+            norms=frozenset(number for number, (name, _) in enumerate(named) if name in kept),
+        )
+        self.values = sum(sizes)
+        self.tensors: Tensors = coding.tensors(self.partitions, torch.float32)
+        self.gradients = [torch.zeros(self.values) for _ in range(WORKERS)]
+        self.pushing = [
+            Pushing(coding, self.partitions, gradient, 1000 * seed + rank)
+            for rank, gradient in enumerate(self.gradients)
+        ]
+        self.pulling = Changes(codecs.parse(pull), self.tensors, seed)
+        self.table = nn.Parameter(torch.cat([parameter.detach().view(-1) for parameter in self.parameters]))
+        self.shown = self.table.detach().clone()  # what all workers have
+        self.optimizer = torch.optim.SGD([self.table], lr=1.0, momentum=MOMENTUM, weight_decay=DECAY)
+        parts = split_by("iid").split(data[0].labels.numpy(), WORKERS, seed)
+        own = [data[0].take(part) for part in parts]
+        self.batches = [Batches(one, BATCH, 1000 * seed + rank) for rank, one in enumerate(own)]
+        self.test = data[1]
+        self.pulling.frame(0, 0, 0, self.table.detach())
+
+    def step(self, version: int, rate: float, push: Traffic, pull: Traffic) -> float:
+        """One iteration of all; the mean loss of the batches."""
+        losses, mean = [], torch.zeros(self.values)
+        self._place(self.shown)
+        frames = []
+        for rank in range(WORKERS):
+            images, labels = next(self.batches[rank])
+            self.module.zero_grad()
+            loss = functional.cross_entropy(self.module(images), labels)
+            loss.backward()
+            losses.append(loss.item())
+            flat = [torch.zeros(one.numel()) if one.grad is None else one.grad.reshape(-1) for one in self.parameters]
+            torch.cat(flat, out=self.gradients[rank])
+            frames.append(self.pushing[rank].encode(()))
+            codecs.decode_into(frames[-1], mean, add=True, tensors=self.tensors)
+        push.add(frames, self.values)
+        self.table.grad = mean / WORKERS
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        change = self.pulling.frame(0, checksum(self.shown), version, self.table.detach())
+        assert change is not None
+        codecs.decode_into(change.source.view, self.shown, add=True, tensors=self.tensors)
+        pull.add([change.source.view], self.values)
+        return statistics.fmean(losses)
+
+    def judge(self) -> float:
+        """Accuracy of the server's model on all test images."""
+        self._place(self.table.detach())
+        return accuracy(self.module, self.test, torch.device("cpu"))
+
+    @torch.no_grad()
+    def _place(self, values: Tensor) -> None:
+        start = 0
+        for parameter in self.parameters:
+            parameter.copy_(values[start : start + parameter.numel()].view(parameter.shape))
+            start += parameter.numel()
+
+
+@functools.cache
+def images() -> tuple[Dataset, Dataset]:
+    """To learn from, and to be judged by."""
+    return load(TASK)
+
+
+def train(job: dict[str, Any]) -> dict[str, Any]:
+    """One run.
+
+    Args:
+        job: ``model``, ``spec`` for both directions, ``seed``, ``steps``, and how often the model is ``judged``.
+
+    Returns:
+        ``accuracy`` at the end and ``judged``, [step, accuracy] each; curves of at most :data:`POINTS` means:
+        ``losses`` of the batches, ``push`` and ``pull`` bits a value; and ``bits`` of both ways in all, ``wire``
+        bytes, and ``whole``, what these would have been as float32.
+    """
+    torch.set_num_threads(1)
+    cluster = Cluster(job["model"], job["spec"], job["spec"], job["seed"], images())
+    first, last = RATES[job["model"]]
+    push, pull = Traffic(), Traffic()
+    losses, judged = [], []
+    for step in range(job["steps"]):
+        rate = last + (first - last) * (1 + math.cos(math.pi * step / job["steps"])) / 2
+        losses.append(cluster.step(step + 1, rate, push, pull))
+        if (step + 1) * job["judged"] // job["steps"] > step * job["judged"] // job["steps"]:
+            judged.append([step + 1, cluster.judge()])
+    return {
+        "accuracy": judged[-1][1],
+        "judged": judged,
+        "losses": thinned(losses),
+        "push": thinned(push.bits),
+        "pull": thinned(pull.bits),
+        "bits": [statistics.fmean(push.bits), statistics.fmean(pull.bits)],
+        "wire": push.wire + pull.wire,
+        "whole": push.whole + pull.whole,
+    }
+
+
+def thinned(values: Sequence[float]) -> list[float]:
+    """At most :data:`POINTS` means of runs of values."""
+    size = -(-len(values) // POINTS)
+    return [statistics.fmean(values[start : start + size]) for start in range(0, len(values), size)]

@@ -1,0 +1,46 @@
+"""Seconds a step by codecs over emulated links: a server and workers of ``gossipx run``, each a host of its own."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from _cluster import WORKERS
+from _kept import Job, Kept
+from emulated import EmulatedNetwork
+from emulated.runs import train
+
+RATES = {"10mbit": 11, "100mbit": 41, "1000mbit": 101}
+"""Links, and steps of a run."""
+MODEL = "resnet20"
+TITLE = f"{MODEL}, {WORKERS} workers and a server, bsp, links shaped by tc"
+
+
+def jobs(specs: Sequence[str], rounds: int) -> list[Job]:
+    """A round goes through all codecs on all links in turn."""
+    return [
+        {"link": rate, "model": MODEL, "spec": spec, "round": number}
+        for number in range(rounds)
+        for rate in RATES
+        for spec in specs
+    ]
+
+
+def run(job: Job) -> dict[str, Any]:
+    """One run: ``seconds`` a step, the median of the slowest worker."""
+    codec = ("--push-codec", job["spec"], "--pull-codec", job["spec"])
+    options = ("--servers", "0", "--servers-only", "--sync", "bsp", *codec, "--seed", str(job["round"]))
+    with tempfile.TemporaryDirectory() as scratch, EmulatedNetwork(WORKERS + 1, job["link"]) as net:
+        script = (Path(__file__).with_name("_linked.py"), job["model"], str(RATES[job["link"]]), scratch)
+        train(net, Path(scratch), "run", *options, *script)
+        return {"seconds": max(json.loads(file.read_text()) for file in Path(scratch).glob("*.json"))}
+
+
+def medians(rate: str, specs: Sequence[str], rounds: int, kept: Kept) -> dict[str, float]:
+    """Seconds a step by codec."""
+    made = [job for job in jobs(specs, rounds) if job["link"] == rate]
+    return {spec: statistics.median(kept[job]["seconds"] for job in made if job["spec"] == spec) for spec in specs}

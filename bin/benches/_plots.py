@@ -1,0 +1,103 @@
+"""Figures 3 to 6 of 3LC, of what bin/bench compression has run."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import _links
+import matplotlib as mpl
+from _kept import Kept
+
+mpl.use("Agg")
+from matplotlib import pyplot
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999", "#F0E442", "#7F3C8D")
+"""Told apart by those who see fewer colours (Okabe, Ito, 2008)."""
+MARKS = "osv^D<>PX*"
+RUNNING = ("none", "stochastic3", "topk:ratio=0.05,sample=0.01", "localsteps:k=2", "3lc:sparsity=1")
+"""Designs of Figure 4."""
+SEEN = ("3lc:sparsity=1,small=1", "3lc:sparsity=1.75,small=1")
+
+
+def draw(plan: Any, kept: Kept, folder: Path) -> None:
+    """Write the figures that there are runs for."""
+    folder.mkdir(parents=True, exist_ok=True)
+    ternary = {name: spec for name, spec in plan.designs.items() if spec.startswith("3lc") or spec == "none"}
+    for file, drawn in {
+        "figure-3.png": lambda: _over_time(plan, kept, plan.designs, list(_links.RATES)),
+        "figure-4.png": lambda: _running(plan, kept),
+        "figure-5.png": lambda: _over_time(plan, kept, ternary, ["10mbit"]),
+        "figure-6.png": lambda: _bits(plan, kept),
+    }.items():
+        try:
+            figure = drawn()
+        except KeyError as missing:
+            print(f"{file} is not drawn: there is no run {missing}")
+            continue
+        figure.savefig(folder / file, dpi=120)
+        pyplot.close(figure)
+
+
+def _over_time(plan: Any, kept: Kept, designs: dict[str, str], rates: Sequence[str]) -> Any:
+    """Accuracy by training time, of a quarter of the steps up to all."""
+    figure, panels = pyplot.subplots(1, len(rates), figsize=(1 + 4.5 * len(rates), 4.2), squeeze=False, sharey=True)
+    for panel, rate in zip(panels[0], rates, strict=True):
+        seconds = _links.medians(rate, plan.specs, plan.rounds, kept)
+        for place, (name, spec) in enumerate(designs.items()):
+            shares = plan.accuracies(spec, kept)
+            times = [seconds[spec] * plan.steps * share / 100 / 3600 for share in shares]
+            look = {"color": COLOURS[place % len(COLOURS)], "marker": MARKS[place % len(MARKS)], "markersize": 5}
+            panel.plot(times, list(shares.values()), label=name, linewidth=1.2, **look)
+        panel.set_xscale("log")
+        panel.set_xlabel(f"hours of training at {rate.replace('mbit', ' Mbit/s')}")
+        panel.grid(alpha=0.3)
+    panels[0][0].set_ylabel("accuracy, %")
+    figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside right center", fontsize=8)
+    figure.set_layout_engine("constrained")
+    return figure
+
+
+def _running(plan: Any, kept: Kept) -> Any:
+    """Loss and accuracy while training."""
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4.2), layout="constrained")
+    names = {spec: name for name, spec in plan.designs.items()}
+    for place, spec in enumerate(spec for spec in RUNNING if spec in names):
+        made = plan.of(spec, kept)
+        losses = [statistics.fmean(row) for row in zip(*(one["losses"] for one in made), strict=True)]
+        judged = [statistics.fmean(point[1] for point in row) for row in zip(*(o["judged"] for o in made), strict=True)]
+        look = {"color": COLOURS[place], "linewidth": 1.2}
+        left.plot(_steps(len(losses), plan.steps), losses, label=names[spec], **look)
+        right.plot(_steps(len(judged), plan.steps), [100 * one for one in judged], marker=MARKS[place], **look)
+    for panel, label in ((left, "loss of the workers' batches"), (right, "accuracy on test images, %")):
+        panel.set_xlabel("steps")
+        panel.set_ylabel(label)
+        panel.grid(alpha=0.3)
+    left.set_yscale("log")
+    left.legend(fontsize=8)
+    return figure
+
+
+def _bits(plan: Any, kept: Kept) -> Any:
+    """Bits a value while training, by direction."""
+    figure, panels = pyplot.subplots(1, len(SEEN), figsize=(10, 4.2), layout="constrained")
+    jobs = {job["spec"]: job for job in plan.jobs("ratios")}
+    for panel, spec in zip(panels, SEEN, strict=True):
+        run = kept[jobs[spec]]
+        for place, way in enumerate(("push", "pull")):
+            steps = _steps(len(run[way]), plan.ratio_steps)
+            panel.plot(steps, run[way], label=f"{way}es" if way == "push" else f"{way}s", color=COLOURS[place])
+        panel.axhline(1.6, color="#999999", linestyle="--", linewidth=1, label="without zero-run encoding")
+        panel.set_title(spec.removesuffix(",small=1"), fontsize=10)
+        panel.set_xlabel(f"steps of {plan.model}")
+        panel.set_ylabel("bits a value")
+        panel.set_ylim(bottom=0)
+        panel.grid(alpha=0.3)
+    panels[0].legend(fontsize=8)
+    return figure
+
+
+def _steps(count: int, last: int) -> list[float]:
+    return [last * (place + 1) / count for place in range(count)]
