@@ -1,7 +1,9 @@
 """What codecs make of peers that pull each other's models: own and averaged accuracy, and bytes a model.
 
-bin/bench models            one seed of tau:10, some codecs (about 4 minutes on 2 cores)
-bin/bench models --full     adaptive, travel and tau:10, all codecs, three seeds (about an hour)
+bin/bench models            one seed of tau:10, some codecs (about 3 minutes on 2 cores)
+bin/bench models --full     adaptive, travel and tau:10, all codecs, three seeds (about an hour and a half)
+
+    --keep FILE             a line a run; what is there is not run again
 """
 
 from __future__ import annotations
@@ -14,11 +16,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from _kept import Job, Kept
 from _report import figure, report
 from _runs import train
 from _sums import interval
-
-from gossipx.metrics.summary import Summary
 
 NONE = "none"
 CODECS: dict[str, tuple[str, ...]] = {
@@ -28,7 +29,6 @@ CODECS: dict[str, tuple[str, ...]] = {
     "3lc:sparsity=1": (),
     "3lc:sparsity=1, choco 0.2": ("--codec", "3lc:sparsity=1", "--mixing", "choco:gamma=0.2"),
     "3lc:sparsity=1, choco 0.5": ("--codec", "3lc:sparsity=1", "--mixing", "choco:gamma=0.5"),
-    "3lc:sparsity=1.75, choco 0.1": ("--codec", "3lc:sparsity=1.75", "--mixing", "choco:gamma=0.1"),
     "3lc:sparsity=1,residual=0.3, choco 0.5": (
         "--codec",
         "3lc:sparsity=1,residual=0.3",
@@ -36,7 +36,8 @@ CODECS: dict[str, tuple[str, ...]] = {
         "choco:gamma=0.5",
     ),
     "topk:ratio=0.05, choco 0.2": ("--codec", "topk:ratio=0.05", "--mixing", "choco:gamma=0.2"),
-    "powersgd:rank=2, choco 0.2": ("--codec", "powersgd:rank=2", "--mixing", "choco:gamma=0.2"),
+    "onebit, choco 0.2": ("--codec", "onebit", "--mixing", "choco:gamma=0.2"),
+    "efsignsgd, choco 0.5": ("--codec", "efsignsgd", "--mixing", "choco:gamma=0.5"),
     "efsignsgd, choco 0.2": ("--codec", "efsignsgd", "--mixing", "choco:gamma=0.2"),
     "int8": (),
     "int8, no references": ("--codec", "int8", "--references", "0"),
@@ -44,10 +45,10 @@ CODECS: dict[str, tuple[str, ...]] = {
     "qsgd:levels=7, no references": ("--codec", "qsgd:levels=7", "--references", "0"),
     "natural, no references": ("--codec", "natural", "--references", "0"),
     "moniqua:bits=8,theta=0.1": ("--codec", "moniqua:bits=8,theta=0.1", "--references", "0"),
-    "moniqua:bits=4,theta=0.1": ("--codec", "moniqua:bits=4,theta=0.1", "--references", "0"),
+    "moniqua:bits=4,theta=0.05": ("--codec", "moniqua:bits=4,theta=0.05", "--references", "0"),
 }
 """Options by the name of a row; where there are none, the name is the codec's."""
-SOME = (NONE, "3lc:sparsity=1,residual=0.3", "3lc:sparsity=1", "3lc:sparsity=1, choco 0.2", "int8, no references")
+SOME = (NONE, "3lc:sparsity=1,residual=0.3", "3lc:sparsity=1", "3lc:sparsity=1, choco 0.2", "efsignsgd, choco 0.2")
 POLICIES = ("tau:10", "travel", "adaptive")
 PEERS = 4
 GOALS = {"3lc:sparsity=1,residual=0.3": 0.005}
@@ -55,21 +56,26 @@ GOALS = {"3lc:sparsity=1,residual=0.3": 0.005}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="bin/bench models", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="bin/bench models", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--full", action="store_true")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--iterations", type=int, default=3000)
     parser.add_argument("--seeds", type=int, choices=range(1, 6), help="default: 1, with --full 3")
     parser.add_argument("--policy", action="append", help="default: tau:10, with --full travel and adaptive, too")
     parser.add_argument("--only", action="append", choices=list(CODECS), help="rows beside none; default: all")
+    parser.add_argument("--keep", type=Path)
     given = parser.parse_args()
     names = [name for name in CODECS if name in (NONE, *(given.only or (CODECS if given.full else SOME)))]
-    seeds = range(given.seeds or (3 if given.full else 1))
+    seeds, kept = given.seeds or (3 if given.full else 1), Kept(given.keep)
     figures: list[Any] = []
     for policy in given.policy or (POLICIES if given.full else POLICIES[:1]):
-        runs = {name: [_train(policy, name, given.iterations, seed) for seed in seeds] for name in names}
-        title = f"{policy}: LeNet, {PEERS} peers, iid, {given.iterations} iterations, {len(seeds)} seeds, 10,000 images"
-        rows, found = table(policy, runs)
+        wanted = jobs(policy, names, given.iterations, seeds)
+        kept.complete(wanted, run, 1)
+        title = f"{policy}: LeNet, {PEERS} peers, iid, {given.iterations} iterations, {seeds} seeds, 10,000 images"
+        made = {name: [kept[job] for job in wanted if job["row"] == name] for name in names}
+        rows, found = table(policy, made)
         figures += found
         if not given.json:
             report(title, HEADINGS, rows, found)
@@ -77,41 +83,56 @@ def main() -> None:
         print(json.dumps({"figures": figures}, indent=2))
 
 
-def _train(policy: str, name: str, iterations: int, seed: int) -> Summary:
-    codec = CODECS[name] or ("--codec", name)
-    options = ("--policy", policy, *codec, "--iterations", str(iterations), "--eval-interval", "0")
+def jobs(policy: str, names: Sequence[str], iterations: int, seeds: int) -> list[Job]:
+    """The first seed of all rows, then the second, and so on."""
+    return [
+        {"policy": policy, "row": name, "iterations": iterations, "seed": seed}
+        for seed in range(seeds)
+        for name in names
+    ]
+
+
+def run(job: Job) -> dict[str, float]:
+    """One run: ``models`` that a peer has mixed, ``bytes`` of each on the wire, accuracy of the peers' ``own`` models
+    before the finish, and of the ``averaged`` one."""
+    codec = CODECS[job["row"]] or ("--codec", job["row"])
+    options = ("--policy", job["policy"], *codec, "--iterations", str(job["iterations"]), "--eval-interval", "0")
     with tempfile.TemporaryDirectory() as scratch:
-        return train(Path(scratch), "run", PEERS, *options, "--seed", str(seed))
+        summary = train(Path(scratch), "run", PEERS, *options, "--seed", str(job["seed"]))
+    models = sum(_known(summary.retrievals))
+    return {
+        "models": models / PEERS,
+        "bytes": sum(_known(summary.bytes_received)) / max(models, 1),
+        "own": statistics.fmean(_known(summary.test_accuracy_before_finish)),
+        "averaged": summary.consensus_accuracy or 0.0,
+    }
 
 
 HEADINGS = ("codec", "models a peer", "kB a model", "times fewer", "own, before finish", "less none", "averaged")
 
 
-def table(policy: str, runs: dict[str, Sequence[Summary]]) -> tuple[list[tuple[str, ...]], list[Any]]:
+def table(policy: str, runs: dict[str, list[dict[str, float]]]) -> tuple[list[tuple[str, ...]], list[Any]]:
     """Rows and figures of one policy.
 
     Args:
         runs: by the codec's row, a run a seed; :data:`NONE` is there.
     """
     rows, figures = [], []
-    whole = bytes_a_model(runs[NONE])
-    plain = [own(one) for one in runs[NONE]]
-    for name, summaries in runs.items():
-        size = bytes_a_model(summaries)
-        accuracy = [own(one) for one in summaries]
-        less = [one - other for one, other in zip(accuracy, plain, strict=True)]
-        half = interval(less)
-        averaged = statistics.fmean(one.consensus_accuracy or 0.0 for one in summaries)
-        lost = -statistics.fmean(less)
+    plain = runs[NONE]
+    whole = _mean(plain, "bytes")
+    for name, made in runs.items():
+        less = [one["own"] - other["own"] for one, other in zip(made, plain, strict=True)]
+        lost, half, size = -statistics.fmean(less), interval(less), _mean(made, "bytes")
+        shown = f"{-lost:+.4f} ± {half:.4f}" if len(less) > 1 else f"{-lost:+.4f}"
         rows.append(
             (
                 name,
-                f"{statistics.fmean(statistics.fmean(_known(one.retrievals)) for one in summaries):.0f}",
+                f"{_mean(made, 'models'):.0f}",
                 f"{size / 1e3:.1f}",
                 f"{whole / size:.1f}",
-                f"{statistics.fmean(accuracy):.4f}",
-                "" if name == NONE else f"{-lost:+.4f}" + (f" ± {half:.4f}" if half == half else ""),
-                f"{averaged:.4f}",
+                f"{_mean(made, 'own'):.4f}",
+                "" if name == NONE else shown,
+                f"{_mean(made, 'averaged'):.4f}",
             )
         )
         figures.append(figure(f"{policy}, {name}: bytes a model", size, "bytes", reference=whole))
@@ -121,15 +142,8 @@ def table(policy: str, runs: dict[str, Sequence[Summary]]) -> tuple[list[tuple[s
     return rows, figures
 
 
-def own(one: Summary) -> float:
-    """Mean accuracy of the peers' own models, before the finish."""
-    return statistics.fmean(_known(one.test_accuracy_before_finish))
-
-
-def bytes_a_model(summaries: Sequence[Summary]) -> float:
-    """On the wire, of each model that was mixed."""
-    models = sum(sum(_known(one.retrievals)) for one in summaries)
-    return sum(sum(_known(one.bytes_received)) for one in summaries) / models
+def _mean(runs: Sequence[dict[str, float]], key: str) -> float:
+    return statistics.fmean(one[key] for one in runs)
 
 
 def _known(values: Sequence[float | None]) -> list[float]:
