@@ -187,6 +187,7 @@ def _print_table(rows: list[Row]) -> None:
     """A line a figure and a column a run, which fits a terminal where the other way round would not."""
     lines: tuple[tuple[str, Callable[[Row], str]], ...] = (
         ("policy", lambda row: row.policy),
+        ("codec", lambda row: row.codec),
         ("retrievals a peer", lambda row: _shown(row.retrievals, "{:.1f}")),
         ("reduction", lambda row: _shown(row.reduction, "{:.1%}")),
         ("delayed pulls (DPRs)", lambda row: _shown(row.delayed_pulls, "{:.0f}")),

@@ -16,7 +16,7 @@ from gossipx.codecs import packing
 from gossipx.codecs.base import Codec, Plan, State
 from gossipx.codecs.frames import Array, Opened, numbers
 from gossipx.codecs.packing import as_bytes
-from gossipx.codecs.per_tensor import PerTensor, compiled, floats, scale_of
+from gossipx.codecs.per_tensor import PerTensor, compiled, fitted, floats, scale_of
 from gossipx.errors import ProtocolError
 
 
@@ -172,6 +172,9 @@ class UInt8MinMax(PerTensor):
 class QSGD(PerTensor):
     """``qsgd``: |x| / ‖x‖₂ rounded up or down to one of so many levels, by chance: unbiased (QSGD, Eq. 1).
 
+    With error feedback a block's norm is told as what leaves the least squared error, and not unbiased: chance may add
+    more than there is, so that an error which is fed back would grow.
+
     In a frame, a tensor is the levels and the block, the norms, and for each value its sign and its level, packed.
 
     Attributes:
@@ -183,7 +186,6 @@ class QSGD(PerTensor):
     block: int = 512
     feedback: bool = field(default=False, kw_only=True)
     number: ClassVar[int] = 7
-    alone: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -198,13 +200,14 @@ class QSGD(PerTensor):
     def _bytes(self, values: Tensor, shape: tuple[int, ...], state: State, number: int) -> Sequence[Tensor | bytes]:
         blocks = in_blocks(values, self.block)
         norms = torch.linalg.vector_norm(blocks, dim=1, dtype=torch.float64).float()
-        if not bool(torch.isfinite(norms).all()):
-            return ()
         part = (blocks.abs() / norms.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).view(-1)[: len(values)]
         drawn = torch.rand(len(values), generator=state.draws(values.device, number), device=values.device)
         level = (part * self.levels + drawn).floor().clamp(max=self.levels).to(torch.int64)
+        told = self.levels * fitted(blocks.abs(), in_blocks(level, self.block)) if self.feedback else norms
+        if not bool((norms.isfinite() & told.isfinite()).all()):
+            return ()
         packed = packing.pack_bits(level * 2 + (values < 0), 1 + self.levels.bit_length())
-        return struct.pack("<HI", self.levels, self.block), norms, packed
+        return struct.pack("<HI", self.levels, self.block), told, packed
 
     @classmethod
     def _values(cls, data: Array, shape: tuple[int, ...], count: int, device: torch.device) -> Tensor:

@@ -17,7 +17,7 @@ from gossipx.codecs import packing
 from gossipx.codecs.base import Codec, Plan, State
 from gossipx.codecs.frames import Array, Opened, numbers
 from gossipx.codecs.packing import as_bytes
-from gossipx.codecs.per_tensor import PerTensor, compiled, scale_of
+from gossipx.codecs.per_tensor import PerTensor, compiled, fitted, scale_of
 from gossipx.errors import ProtocolError, UsageError
 
 MAX_PASSES = 255
@@ -191,8 +191,10 @@ def _write_on_device(data: Array, out: Tensor, add: bool) -> None:
 class Stochastic3(PerTensor):
     """``stochastic3``: ±max |x| with probability |x| / max |x|, else 0, and base-3⁵ (3LC, section 4.2; TernGrad).
 
-    Unbiased, and without error feedback, with which it does not converge (3LC, section 3.1). In a frame, a tensor is
-    its scale and its packed trits.
+    Unbiased, and so without error feedback, with which it does not converge (3LC, section 3.1). With ``feedback=true``
+    a magnitude is sent of which that is not so: the one that leaves the least squared error.
+
+    In a frame, a tensor is its magnitude and its packed trits.
     """
 
     feedback: bool = field(default=False, kw_only=True)
@@ -205,6 +207,8 @@ class Stochastic3(PerTensor):
         scale = values.abs().max()
         drawn = torch.rand(len(values), generator=state.draws(values.device, number), device=values.device)
         trits = torch.sign(values) * (drawn * scale < values.abs())
+        if self.feedback:
+            scale = fitted(values, trits)
         return scale.view(1), packing.pack_trits(trits)
 
     @classmethod

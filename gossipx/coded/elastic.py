@@ -53,7 +53,6 @@ class ElasticCodec:
         seed: int = 0,
     ):
         self.is_hub = is_hub
-        self._codec = codec
         self._references = references
         self._seed = seed
         self._lock = threading.Lock()
@@ -99,7 +98,7 @@ class ElasticCodec:
     def _part(self, number: int, base: int, values: Tensor) -> tuple[int, memoryview, int]:
         """Its base, what travels, and the checksum of what it leads to."""
         if not self._references:
-            frame, self._alone[number] = self._codec.encode(values, self._alone[number])
+            frame, self._alone[number] = self._sections.codec.encode(values, self._alone[number])
             return ALONE, frame, FULL
         version = checksum(values)
         finite = bool(values.isfinite().all())  # what is not would never be again
@@ -165,7 +164,7 @@ class ElasticCodec:
             states = self._states.get(worker) or self._sections.states(self._seed + 1000 * (worker + 1))
             rows = zip(self._sections.trained(brought), self._sections.trained(centre), strict=True)
             for number, (theirs, ours) in enumerate(rows):
-                frame, states[number] = self._codec.encode(theirs - ours, states[number])
+                frame, states[number] = self._sections.codec.encode(theirs - ours, states[number])
                 theirs.zero_()
                 decode_into(frame, theirs, tensors=self._sections.tensors[number])
                 theirs += ours

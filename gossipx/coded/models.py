@@ -56,7 +56,6 @@ class ModelCodec:
         seed: int = 0,
         public: bool = False,
     ):
-        self._codec = codec
         self._references = references
         self._lock = threading.Lock()
         self._sections = Sections(codec, arena, norms)
@@ -104,7 +103,7 @@ class ModelCodec:
 
     def _part(self, number: int, taker: int, base: int, values: Tensor) -> tuple[memoryview, int]:
         if base == ALONE:
-            frame, self._states[number] = self._codec.encode(values, self._states[number])
+            frame, self._states[number] = self._sections.codec.encode(values, self._states[number])
             return frame, ALONE
         if not self._references:
             return as_bytes(values), FULL

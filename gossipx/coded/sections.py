@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Sequence
 
 import numpy as np
@@ -28,22 +29,24 @@ class Sections:
         norms: names of the parameters of normalisation layers.
 
     Attributes:
+        codec: as differences of models are encoded: what was left out of one is in the next, so that all codecs are in
+            error feedback.
         tensors: of each section, where they lie in it.
     """
 
     def __init__(self, codec: Codec, arena: ParameterArena, norms: Collection[str] = ()):
         self.tensors = [_tensors(section, arena.slots, norms) for section in arena.sections]
-        self._codec = codec
+        self.codec = dataclasses.replace(codec, feedback=True)
         self._arena = arena
-        self._most = [codec.most(state) + HEADS for state in self.states(0)]
+        self._most = [self.codec.most(state) + HEADS for state in self.states(0)]
 
     def states(self, seed: int) -> list[State]:
         """Of the codec, for each section one."""
-        return [self._codec.init(tensors, seed + number) for number, tensors in enumerate(self.tensors)]
+        return [self.codec.init(tensors, seed + number) for number, tensors in enumerate(self.tensors)]
 
     def changes(self, seed: int, most: int = 0) -> list[Changes]:
         """The giver's side, for each section one."""
-        return [Changes(self._codec, tensors, seed + number, most) for number, tensors in enumerate(self.tensors)]
+        return [Changes(self.codec, tensors, seed + number, most) for number, tensors in enumerate(self.tensors)]
 
     def trained(self, model: Sequence[Tensor]) -> list[Tensor]:
         """What is encoded of a model's vectors; views."""

@@ -13,6 +13,7 @@ class Row:
     """One run in the comparison. None where a run has no such figure.
 
     Attributes:
+        codec: ``none`` where models or gradients travelled as they are.
         retrievals: a peer, mean.
         delayed_pulls: DPRs, of all shards together; 0 without servers.
         received_mb: while training, a peer, mean, 10⁶ bytes.
@@ -28,6 +29,7 @@ class Row:
 
     name: str
     policy: str
+    codec: str
     retrievals: float | None
     reduction: float | None
     delayed_pulls: float | None
@@ -58,6 +60,7 @@ def _row(summary: Summary, first: float | None) -> Row:
     return Row(
         name=summary.name,
         policy=summary.policy,
+        codec=summary.codec,
         retrievals=retrievals,
         reduction=None if retrievals is None or not first else 1 - retrievals / first,
         delayed_pulls=_sum(summary.delayed_pulls),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -163,6 +164,23 @@ def test_error_feedback_loses_nothing(spec: str) -> None:
         decode_into(frame, out, add=True, near=tensor)
         total += tensor
     assert torch.allclose(out + state.kept["error"].view(20, 30), total, atol=1e-4)
+
+
+TRACKING = [spec for spec in SPECS if not codecs.parse(spec).gradients_only and "magnitude" not in spec]
+
+
+@pytest.mark.parametrize("spec", TRACKING)
+def test_in_error_feedback_what_is_left_out_never_grows_and_is_made_good(spec: str) -> None:
+    """‖x − Q(x)‖ ≤ ‖x‖, which error feedback and differences to a reference need (CHOCO-SGD, Assumption 1)."""
+    codec = dataclasses.replace(codecs.parse(spec), feedback=True)
+    left = whole = normal(24, 40)
+    state = codec.init(left)
+    for _ in range(60):
+        frame, state = codec.encode(left, state)
+        rest = left - decode(frame)
+        assert float(rest.norm()) <= 1.0001 * float(left.norm())
+        left = rest
+    assert float(left.norm()) < 0.3 * float(whole.norm())
 
 
 def test_dgc_keeps_what_it_leaves_out_itself() -> None:

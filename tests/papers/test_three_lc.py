@@ -234,6 +234,17 @@ def test_stochastic_is_unbiased_and_of_16_bits_a_ten() -> None:
     assert encoded_bytes(frame) == (500, 4 + 100)
 
 
+def test_stochastic_in_error_feedback_has_the_magnitude_of_least_squared_error() -> None:
+    """The mean magnitude of those that are sent: with any other the error would be larger."""
+    x = normal(500)
+    codec = codecs.parse("stochastic3:feedback=true")
+    out = decode(codec.encode(x, codec.init(x))[0])
+    sent = out != 0
+    assert torch.allclose(out[sent].abs(), x[sent].abs().mean())
+    for factor in (0.99, 1.01):
+        assert float((x - out).norm()) < float((x - factor * out).norm())
+
+
 def test_eight_bit_ints_are_255_levels() -> None:
     """Section 4.2: [−127, 127], −128 is not used."""
     x = normal(10_000)

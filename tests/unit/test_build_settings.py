@@ -109,7 +109,7 @@ def test_codecs_of_models_that_do_not_go_with_a_run(given: dict[str, Any], told:
     assert refused(**given).startswith(told)
 
 
-@pytest.mark.parametrize("codec", ["fp16", "bf16", "int8", "uint8-minmax", "qsgd", "natural", "int8+zlib", "moniqua"])
+@pytest.mark.parametrize("codec", ["fp16", "bf16", "int8", "uint8-minmax", "natural", "int8+zlib", "moniqua"])
 def test_codecs_that_need_no_references(codec: str) -> None:
     effective(codec=codec, references=0)
     told = refused(codec="topk", references=0)

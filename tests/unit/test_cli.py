@@ -262,12 +262,13 @@ def cells(text: str) -> dict[str, list[str]]:
 
 
 def test_compare_prints_a_table(tmp_path: Path) -> None:
-    runs = write(tmp_path, summary("tau", 300.0), summary("travel", 30.0, policy="travel:distance=2.0"))
-    result = gossipx("compare", *runs)
+    travel = summary("travel", 30.0, policy="travel:distance=2.0", codec="efsignsgd")
+    result = gossipx("compare", *write(tmp_path, summary("tau", 300.0), travel))
     assert result.exit_code == 0 and result.stderr == ""
     table = cells(result.stdout)
     assert table[""] == ["tau", "travel"]
     assert table["policy"] == ["tau:period=10", "travel:distance=2.0"]
+    assert table["codec"] == ["none", "efsignsgd"]
     assert table["retrievals a peer"] == ["300.0", "30.0"]
     assert table["reduction"] == ["0.0%", "90.0%"]
     assert table["delayed pulls (DPRs)"] == ["7", "7"]

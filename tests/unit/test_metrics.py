@@ -212,6 +212,7 @@ def test_the_comparisons_figures() -> None:
         },
         name="second",
         policy="adaptive:threshold=0.02",
+        codec="efsignsgd",
         consensus_accuracy=0.9375,
     )
     one, other = compare([first, second])
@@ -219,6 +220,7 @@ def test_the_comparisons_figures() -> None:
     assert (one.retrievals, one.reduction) == (200.0, 0.0)
     assert (one.received_mb, one.finish_mb) == (pytest.approx(4.0), pytest.approx(1.5))
     assert (other.name, other.policy) == ("second", "adaptive:threshold=0.02")
+    assert (one.codec, other.codec) == ("none", "efsignsgd")
     assert other.retrievals == 20.0
     assert other.reduction == pytest.approx(0.9)
     assert (other.accuracy, other.accuracy_worst, other.accuracy_before_finish) == (0.75, 0.5, 0.5)
@@ -251,7 +253,7 @@ def test_what_a_run_does_not_have_is_none() -> None:
     [lost] = compare([summary(None, None, consensus_accuracy=None)])
     assert lost.lost == 2
     for field in dataclasses.fields(lost):
-        if field.name not in ("name", "policy", "wall_seconds", "lost"):
+        if field.name not in ("name", "policy", "codec", "wall_seconds", "lost"):
             assert getattr(lost, field.name) is None, field.name
     never, tau = compare([summary({**REPORT, "retrievals": 0}), summary(REPORT)])
     assert never.reduction is None and tau.reduction is None
