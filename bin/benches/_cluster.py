@@ -35,7 +35,7 @@ RATES = {"lenet": (0.02, 0.0002), "resnet20": (0.4, 0.004)}
 in section 4.3), and a hundredth. With 0.04, LeNet by 3LC of sparsity 1.75 came to NaN."""
 MOMENTUM, DECAY, BATCH = 0.9, 1e-4, 32
 TASK = "fashion-mnist"
-POINTS = 200
+POINTS = 100
 """A curve is told by so many means."""
 
 
@@ -182,6 +182,7 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def thinned(values: Sequence[float]) -> list[float]:
-    """At most :data:`POINTS` means of runs of values."""
+    """At most :data:`POINTS` means of runs of values, with as many digits as a plot has."""
     size = -(-len(values) // POINTS)
-    return [statistics.fmean(values[start : start + size]) for start in range(0, len(values), size)]
+    means = [statistics.fmean(values[start : start + size]) for start in range(0, len(values), size)]
+    return [float(f"{mean:.4g}") for mean in means]

@@ -166,7 +166,7 @@ def peer(
     driver = Driver(role, arena, config.exchange.max_served)
     driver.transfers.desk = None if served is None else served.desk
     driver.transfers.codec = _model_codec(config, arena, module, place.rank, hub)
-    if sync.init == "first":
+    if sync.init == "first" and not place.resumes:
         driver.begin_codec()
     comm = driver.comm = CommManager(
         rank=place.rank,

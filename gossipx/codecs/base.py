@@ -12,6 +12,7 @@ that was kept for it stays as it was. So whoever takes it in sees what it would 
 from __future__ import annotations
 
 import abc
+import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -141,6 +142,10 @@ class Codec(abc.ABC):
     def most(self, state: State) -> int:
         """Bytes of the longest frame, for ``out``."""
         return self._planned(state).most
+
+    def in_feedback(self) -> Codec:
+        """The same for what is left out of one frame to be in the next."""
+        return dataclasses.replace(self, feedback=True)
 
     def encode(
         self, tensor: Tensor, state: State, out: Array | None = None, left: Tensor | None = None

@@ -2,8 +2,8 @@
 
 Who gives keeps what each of those that take has: its *base*, named by a checksum, so that both are sure to mean the
 same. All who have the same base are given the same frame (3LC, section 3, "shared compression"). What a frame leaves
-out is in the next change: that is its error feedback. A codec without error feedback is given the change of the values
-as they were and are: what it leaves out is gone, on average nothing.
+out is in the next change: that is error feedback, whatever the codec. Without it what another has would walk away from
+the values, as far as chance takes it.
 """
 
 from __future__ import annotations
@@ -46,33 +46,30 @@ class Base:
 
     Attributes:
         values: flat.
-        meant: what the next change is from: the same, or without error feedback what they were to be.
         change: the last that was made from here.
     """
 
     values: Tensor
-    meant: Tensor
     change: Frame | None = None
 
 
 class Changes:
     """The giver's side of one vector; for one thread at a time.
 
-    Two bases are kept for each who takes, at most: what it has, and what it was sent.
+    Two bases are kept for each who takes, at most: what it has, and what it was sent; and what all began with.
 
     Args:
         codec: of the changes.
         tensors: in the vector.
         seed: of what is drawn.
-        most: bases that are kept, but for one more of who takes now; of more, those are dropped that were asked for
-            longest ago. 0: no limit.
+        most: of those who take; of more, whoever took longest ago is given the values as they are. 0: no limit.
 
     Attributes:
         begun: checksum of what whoever has taken nothing yet has.
     """
 
     def __init__(self, codec: Codec, tensors: Tensors, seed: int, most: int = 0):
-        self._codec = codec
+        self._codec = codec.in_feedback()
         self._most = most
         self.begun: int = FULL
         self._state = self._codec.init(tensors, seed)
@@ -80,10 +77,13 @@ class Changes:
         self._bases: dict[int, Base] = {}  # by their checksums
         self._held: dict[int, set[int]] = {}  # by who takes
 
-    def common(self, values: Tensor) -> None:
-        """Whoever has taken nothing yet has these values."""
-        self.begun = checksum(values)
-        self._add(self.begun, values.clone(), values)
+    def common(self, values: Tensor | None) -> None:
+        """Whoever has taken nothing yet has these values; None: there are none that all have."""
+        self._bases.pop(self.begun, None)
+        self.begun = FULL
+        if values is not None:
+            self.begun = checksum(values)
+            self._bases[self.begun] = Base(values.clone())
 
     def frame(self, taker: int, base: int, version: int, values: Tensor) -> Frame | None:
         """What leads another to these values, as near as the codec comes.
@@ -101,46 +101,35 @@ class Changes:
         if known is None:
             check = checksum(values)
             if check not in self._bases:
-                self._add(check, values.clone(), values)
+                self._bases[check] = Base(values.clone())
             self._hold(taker, {check})
             return None
         change = known.change
         if change is None or change.version != version:
-            frame, self._state = self._codec.encode(values - known.meant, self._state, self._room)
+            frame, self._state = self._codec.encode(values - known.values, self._state, self._room)
             kept = memoryview(bytes(frame))  # of room for the longest frame, which most are far from
             moved = self._moved(known, kept)
             change = known.change = Frame(version, Source(kept), checksum(moved))
             if change.check not in self._bases:  # it is what it is from where nothing was sent
-                self._add(change.check, moved, values)
+                self._bases[change.check] = Base(moved)
         elif change.check not in self._bases:  # nobody has had it meanwhile
-            self._add(change.check, self._moved(known, change.source.view), values)
+            self._bases[change.check] = Base(self._moved(known, change.source.view))
         self._hold(taker, {base, change.check})
         return change
-
-    def values(self, check: int) -> Tensor:
-        """The values that a frame led to, for as long as it is the last that its taker was given."""
-        return self._bases[check].values
 
     def _moved(self, base: Base, frame: memoryview) -> Tensor:
         moved = base.values.clone()
         decode_into(frame, moved, add=True, tensors=self._state.tensors)
         return moved
 
-    def _add(self, check: int, values: Tensor, meant: Tensor) -> None:
-        self._bases[check] = Base(values, values if self._codec.feedback else meant.clone())
-
     def _hold(self, taker: int, checks: set[int]) -> None:
         """Keep what this one may have next, and drop what nobody has."""
         self._held.pop(taker, None)
         self._held[taker] = checks
-        wanted = self._wanted()
-        while self._most and len(wanted) > self._most + 1 and len(self._held) > 1:
+        while self._most and len(self._held) > self._most:
             del self._held[next(iter(self._held))]
-            wanted = self._wanted()
+        wanted = {self.begun}.union(*self._held.values())
         self._bases = {check: base for check, base in self._bases.items() if check in wanted}
-
-    def _wanted(self) -> set[int]:
-        return {self.begun}.union(*self._held.values())
 
 
 def checksum(values: Tensor) -> int:

@@ -28,8 +28,11 @@ class Coded:
         self.models = models
         self.elastic = elastic
 
-    def begin(self, model: Sequence[Tensor]) -> None:
-        """This is the model that all peers begin with: for each section its values, in host memory."""
+    def begin(self, model: Sequence[Tensor] | None) -> None:
+        """This is the model that all peers begin with: for each section its values, in host memory.
+
+        None: this peer is not one of those that begin.
+        """
         self.models.begin(model)
         if self.elastic is not None:
             self.elastic.begin(model)

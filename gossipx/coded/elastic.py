@@ -65,16 +65,16 @@ class ElasticCodec:
         self._begun: list[Tensor] | None = None
         self._brought: dict[int, list[Tensor]] = {}  # by worker
 
-    def begin(self, model: Sequence[Tensor]) -> None:
+    def begin(self, model: Sequence[Tensor] | None) -> None:
         """This is the model that all peers begin with.
 
         Args:
-            model: for each section its values, in host memory.
+            model: for each section its values, in host memory; None: this peer is not one of those that begin.
         """
         with self._lock:
-            self._begun = [values.clone() for values in self._sections.trained(model)]
-            for changes, values in zip(self._changes, self._begun, strict=True):
-                changes.common(values)
+            self._begun = None if model is None else [values.clone() for values in self._sections.trained(model)]
+            for number, changes in enumerate(self._changes):
+                changes.common(None if self._begun is None else self._begun[number])
             self._known = [changes.begun for changes in self._changes]
 
     # --- a worker ---------------------------------------------------------------------------------

@@ -2,11 +2,11 @@
 
 A model that is pulled is no change of state, so that what travels is its difference to a *reference* that both ends
 hold: what this taker took last from this giver, at first the model that all began with. The taker names it by
-checksums; a giver that has no such reference gives the model as it is. Each end keeps so many references: those of who
-exchanged last. Without references each model is encoded by itself.
+checksums; where one of them no longer has it, the model is given as it is. Each end keeps references of so many others:
+of those that exchanged last. Without references each model is encoded by itself.
 
 What lags behind its model pulls others back when it is mixed. CHOCO-SGD mixes it with what lags as far, so that who
-takes keeps for each giver what the codec would make of its own model: its *public* copy.
+takes keeps for each giver what the codec would have made of its own model as well: its *public* copy.
 
 Of each section the trained values are encoded, tensor by tensor; buffers, such as BatchNorm's statistics, are given as
 they are.
@@ -18,12 +18,12 @@ import dataclasses
 import functools
 import threading
 from collections.abc import Collection, Sequence
-from typing import TypeVar
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from gossipx.arena import ParameterArena
-from gossipx.codecs import Codec
+from gossipx.codecs import Codec, decode_into
 from gossipx.codecs.changes import ALONE, FULL, checksum
 from gossipx.coded.sections import Sections, as_bytes
 from gossipx.coded.taking import Taking
@@ -31,7 +31,18 @@ from gossipx.incoming import Incoming
 from gossipx.memory import Source
 from gossipx.messages import ModelReply, PullRequest, Request, TakeRequest
 
-T = TypeVar("T")
+
+@dataclass
+class _Reference:
+    """What is here of one giver; of each section the trained values.
+
+    Attributes:
+        taken: x̂_j, the model that it gave last, as it came.
+        public: x̂_i, what the codec would have made of one's own; of mixing by CHOCO alone.
+    """
+
+    taken: list[Tensor]
+    public: list[Tensor]
 
 
 class ModelCodec:
@@ -40,7 +51,7 @@ class ModelCodec:
     Args:
         codec: of the differences, or of models.
         arena: whose models they are.
-        references: kept of who takes, and of who gives; 0: none.
+        references: how many others they are kept of, of those that take and of those that give; 0: none.
         norms: names of the parameters of normalisation layers.
         seed: of what is drawn.
         public: what comes is compared with the public copy of one's own model: x̂_j − x̂_i comes in as if it were
@@ -61,25 +72,24 @@ class ModelCodec:
         self._sections = Sections(codec, arena, norms)
         self._changes = self._sections.changes(seed, references)
         self._states = self._sections.states(seed)
+        self._public = public
         self._begun: list[Tensor] | None = None  # what all began with
-        self._taken: dict[int, list[Tensor]] = {}  # references, by who gave; the one that was last of use last
-        self._public = self._sections.changes(seed, references) if public else []
-        self._own: dict[int, list[int]] = {}  # checksums of public copies, by for whom
+        self._taken: dict[int, _Reference] = {}  # by who gave; the one that was last of use last
+        self._met: set[int] = set()  # who has given a model already, of whom there is a reference or none
         self._apart: set[int] = set()  # whose last model was too far from one's own to be recovered
 
-    def begin(self, model: Sequence[Tensor]) -> None:
+    def begin(self, model: Sequence[Tensor] | None) -> None:
         """This is the model that all peers begin with.
 
         Args:
-            model: for each section its values, in host memory.
+            model: for each section its values, in host memory; None: this peer is not one of those that begin.
         """
         if not self._references:
             return
         with self._lock:
-            self._begun = [values.clone() for values in self._sections.trained(model)]
-            for sections in filter(None, (self._changes, self._public)):
-                for changes, vector in zip(sections, self._begun, strict=True):
-                    changes.common(vector)
+            self._begun = None if model is None else [values.clone() for values in self._sections.trained(model)]
+            for number, changes in enumerate(self._changes):
+                changes.common(None if self._begun is None else self._begun[number])
 
     # --- giving -----------------------------------------------------------------------------------
 
@@ -118,15 +128,17 @@ class ModelCodec:
             if not self._references and giver not in self._apart:
                 return ()
             held = self._held(giver)
-            return tuple(map(checksum, held)) if held is not None else (FULL,) * len(self._sections.tensors)
+            return (FULL,) * len(self._sections.tensors) if held is None else tuple(map(checksum, held.taken))
 
     def asked(self, giver: int, request: Request) -> Request:
         """A request for a model as it leaves."""
         assert isinstance(request, PullRequest | TakeRequest)
         return dataclasses.replace(request, bases=self.bases(giver))
 
-    def _held(self, giver: int) -> list[Tensor] | None:
-        return self._taken.get(giver, self._begun)
+    def _held(self, giver: int) -> _Reference | None:
+        if giver in self._met or self._begun is None:
+            return self._taken.get(giver)
+        return _Reference(self._begun, self._begun)
 
     def taking(self, giver: int, incoming: Incoming) -> Taking:
         """Takes in what ``giver`` answers by."""
@@ -136,16 +148,21 @@ class ModelCodec:
         """A model of ``giver`` as it lies in memory, piece by piece, of what has come."""
         parts, buffers = self._sections.cut(reply.sizes, content)
         with self._lock:
-            held: Sequence[Tensor | None] = self._held(giver) or [None] * len(parts)
+            held = self._held(giver)
+            had: Sequence[Tensor | None] = [None] * len(parts) if held is None else held.taken
             near = [self._near(number, incoming) for number in range(len(parts))]
-            rows = enumerate(zip(parts, reply.bases, held, near, strict=True))
+            rows = enumerate(zip(parts, reply.bases, had, near, strict=True))
             self._apart.add(giver)
-            made = [self._sections.decoded(number, *row) for number, row in rows]
+            taken = [self._sections.decoded(number, *row) for number, row in rows]
             self._apart.discard(giver)
+            made = taken
             if self._references:
-                self._keep(self._taken, giver, made, made)
-            if self._public:
-                made = self._from_public(giver, reply.bases, made, incoming)
+                own = [values for values in near if values is not None] if self._public else []
+                public = self._published(reply.bases, held, own) if self._public else []
+                self._keep(giver, _Reference(taken, public))
+                if self._public:  # as if x_j were x_i + x̂_j − x̂_i
+                    changed = zip(own, taken, public, strict=True)
+                    made = [values + (theirs - ours) for values, theirs, ours in changed]
         return self._sections.as_they_lie(made, buffers)
 
     def _near(self, number: int, incoming: Incoming) -> Tensor | None:
@@ -153,26 +170,25 @@ class ModelCodec:
         own = incoming.compared_with(number)
         return None if own is None else own[: self._sections.tensors[number].length]
 
-    def _from_public(self, giver: int, bases: Sequence[int], made: list[Tensor], incoming: Incoming) -> list[Tensor]:
-        """x_i + (x̂_j − x̂_i) of each section, x_i being what the model that comes is compared with."""
-        held = self._own.get(giver) or [changes.begun for changes in self._public]
-        own, moved = [], []
-        for number, (changes, theirs) in enumerate(zip(self._public, made, strict=True)):
-            values = self._near(number, incoming)
-            assert values is not None  # those who pull compare
-            # A model that came as it is does not lag: then one's own does not, either.
-            base = held[number] if bases[number] else FULL
-            version = checksum(values)
-            change = changes.frame(giver, base, version, values)
-            own.append(version if change is None else change.check)
-            moved.append(values + (theirs - changes.values(own[number])))
-        self._keep(self._own, giver, own, moved)
-        return moved
+    def _published(self, bases: Sequence[int], held: _Reference | None, own: Sequence[Tensor]) -> list[Tensor]:
+        """x̂_i of each section, one's own model being x_i now."""
+        made = []
+        for number, (base, values) in enumerate(zip(bases, own, strict=True)):
+            if base == FULL:  # a model that came as it is does not lag, and one's own does not, either
+                made.append(values.clone())
+                continue
+            assert held is not None  # else it had not been decoded
+            moved = held.public[number].clone()
+            frame, self._states[number] = self._sections.codec.encode(values - moved, self._states[number])
+            decode_into(frame, moved, add=True, tensors=self._sections.tensors[number])
+            made.append(moved)
+        return made
 
-    def _keep(self, kept: dict[int, list[T]], giver: int, what: list[T], of: Sequence[Tensor]) -> None:
-        """As the last of as many as references are kept; nothing of what would never be finite again."""
-        kept.pop(giver, None)
-        if all(bool(values.isfinite().all()) for values in of):
-            kept[giver] = what
-        while len(kept) > self._references:
-            del kept[next(iter(kept))]
+    def _keep(self, giver: int, reference: _Reference) -> None:
+        """As the last of as many as are kept; nothing of what would never be finite again."""
+        self._met.add(giver)
+        self._taken.pop(giver, None)
+        if all(bool(values.isfinite().all()) for values in (*reference.taken, *reference.public)):
+            self._taken[giver] = reference
+        while len(self._taken) > self._references:
+            del self._taken[next(iter(self._taken))]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection, Sequence
 
 import numpy as np
@@ -29,14 +28,13 @@ class Sections:
         norms: names of the parameters of normalisation layers.
 
     Attributes:
-        codec: as differences of models are encoded: what was left out of one is in the next, so that all codecs are in
-            error feedback.
+        codec: as differences are encoded: what is left out of one is in the next.
         tensors: of each section, where they lie in it.
     """
 
     def __init__(self, codec: Codec, arena: ParameterArena, norms: Collection[str] = ()):
         self.tensors = [_tensors(section, arena.slots, norms) for section in arena.sections]
-        self.codec = dataclasses.replace(codec, feedback=True)
+        self.codec = codec.in_feedback()
         self._arena = arena
         self._most = [self.codec.most(state) + HEADS for state in self.states(0)]
 

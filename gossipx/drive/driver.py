@@ -275,7 +275,7 @@ class Driver:
                 with self.committing:
                     taken = self.arena.adopt(transfer.incoming.buffer, self.arena.step if step is None else step)
                 transfer.incoming.release()
-                if taken and self.transfers.codec is not None and not self.arena.step:
+                if taken:
                     self.begin_codec()
                 self.tell(Mixed(ticket) if taken else Poisoned(ticket))
             case Forget(ticket):
@@ -304,10 +304,13 @@ class Driver:
                 return None
 
     def begin_codec(self) -> None:
-        """All peers begin with the model as it is now."""
-        if self.transfers.codec is not None:
+        """All peers begin with the model as it is now; unless it has made steps: then they have begun already."""
+        codec = self.transfers.codec
+        if codec is not None and self.arena.step:
+            codec.begin(None)
+        elif codec is not None:
             snapshot = self.arena.snapshot()
-            self.transfers.codec.begin(snapshot.buffer.vectors)
+            codec.begin(snapshot.buffer.vectors)
             snapshot.release()
 
     def _answer(self, answer: Answer, snapshot: Snapshot | None) -> None:

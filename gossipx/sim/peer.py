@@ -288,8 +288,7 @@ class SimPeer:
                 self._forget(ticket)
             case actor.Adopt(ticket, step):
                 self.models.adopt(ticket, self._exchanges[ticket], self.arena.step if step is None else step)
-                if not self.arena.step:
-                    self.begin_codec()
+                self.begin_codec()
                 self._forget(ticket)
             case actor.Forget(ticket):
                 self._forget(ticket)
@@ -314,8 +313,10 @@ class SimPeer:
                 self.reason = self.reason or reason
 
     def begin_codec(self) -> None:
-        """All peers begin with the model as it is now."""
-        if self.codec is not None:
+        """All peers begin with the model as it is now; unless it has made steps: then they have begun already."""
+        if self.codec is not None and self.arena.step:
+            self.codec.begin(None)
+        elif self.codec is not None:
             snapshot = self.arena.snapshot()
             self.codec.begin(snapshot.buffer.vectors)
             snapshot.release()
@@ -402,6 +403,7 @@ class SimPeer:
         if self.down_since is not None or exchange is None or not exchange.open:
             return False
         exchange.open = False
+        unread = ""
         if isinstance(reply, TablesReply | CopyReply):
             assert self.tables is not None
             self.tables.arrived(ticket, reply, payload)
@@ -414,7 +416,10 @@ class SimPeer:
                 exchange.incoming.take(0, memoryview(payload))
             else:
                 exchange.taking.fit(reply).take(0, memoryview(payload))
-                exchange.taking.decode()
+                try:
+                    exchange.taking.decode()
+                except ProtocolError as error:
+                    unread = str(error)
             request = exchange.send.request
             if isinstance(request, RoundRequest) and request.wave == LAST_WAVE:
                 self.finish_bytes += len(payload)
@@ -422,6 +427,10 @@ class SimPeer:
                 self.bytes_received += len(payload)
 
         def told() -> None:
+            if unread:
+                self._note(f"cannot decode the model of {exchange.send.to}: {unread}")
+                self._tell(actor.Failed(ticket, Fault.PROTOCOL))
+                return
             if isinstance(reply, ModelReply) and isinstance(exchange.send.request, TakeRequest | ElasticRequest):
                 assert exchange.incoming is not None
                 if math.isnan(exchange.incoming.norm()):  # known before the other side counts on it

@@ -83,6 +83,17 @@ def test_a_model_that_comes_as_it_is_is_compared_with_ones_own_as_it_is() -> Non
     assert torch.allclose(first.pull(second), second.x - first.x, atol=1e-6)
 
 
+def test_nothing_is_lost_between_as_many_as_references_are_kept_of() -> None:
+    """Public copies of equal models stay equal, whoever else is pulled from in between."""
+    first = Peer(0, "topk:ratio=0.1", references=7)
+    others = [Peer(rank, "topk:ratio=0.1", references=7) for rank in range(1, 8)]
+    for step in range(4):
+        for peer in (first, *others):
+            peer.train(normal(1, SIZE, seed=step))
+        for other in others:
+            assert float(first.pull(other).abs().max()) < 1e-6
+
+
 def test_a_lagging_model_pulls_back_and_public_copies_do_not() -> None:
     """All go the same way, far: mixing is to leave that as it is, which one pass of a codec spoils without CHOCO."""
     way = torch.randn(toy.SIZE, generator=torch.Generator().manual_seed(7))

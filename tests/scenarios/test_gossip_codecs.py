@@ -28,6 +28,24 @@ def run(**options: Any) -> World:
     return toy.ended(toy.world(3, **options), 1000.0)
 
 
+Given = list[tuple[ModelCodec, int, bool]]
+
+
+@pytest.fixture
+def given(monkeypatch: pytest.MonkeyPatch) -> Given:
+    """Of each model that is given: by which codec, to whom, and whether as it is."""
+    told: Given = []
+    give = ModelCodec.give
+
+    def noted(self: ModelCodec, taker: int, *rest: Any) -> Any:
+        reply, source = give(self, taker, *rest)
+        told.append((self, taker, FULL in reply.bases))
+        return reply, source
+
+    monkeypatch.setattr(ModelCodec, "give", noted)
+    return told
+
+
 @pytest.mark.parametrize("mode", ["pull", "push", "pushpull"])
 @pytest.mark.parametrize("spec", GOSSIP)
 def test_every_codec_in_every_mode(spec: str, mode: str) -> None:
@@ -53,24 +71,36 @@ def test_models_by_themselves(spec: str) -> None:
 
 
 @pytest.mark.parametrize("network", [Network(delay=0.01, loss=0.05), Network(delay=0.2, jitter=0.5, repeat=0.2)])
-def test_messages_that_are_lost_late_or_twice(network: Network) -> None:
+def test_messages_that_are_lost_late_or_twice(network: Network, given: Given) -> None:
     """Both ends still mean the same, or else the model comes as it is: what is mixed is sound."""
     made = run(codec=NEAR, network=network, policy="tau:2")
     assert made.fired["lost"] + made.fired["repeated"] > 0
+    assert sum(is_whole for *_, is_whole in given) < len(given) / 4
     plain = run(policy="tau:2")
     far = float((toy.before(plain) - toy.before(plain).mean(0)).norm())
     assert float((toy.before(made).mean(0) - toy.before(plain).mean(0)).norm()) < 0.5 * far
 
 
-def test_a_peer_that_comes_late_or_again_is_given_models_as_they_are_first() -> None:
-    made = toy.world(3, codec=NEAR, policy="tau:2", absent=[2])
-    made.start(2, toy.maker(2, 3, codec=NEAR, policy="tau:2"), at=5.5)
-    made.crash(1, 8.2)
-    made.restart(1, 9.1)
+@pytest.mark.parametrize("again", [0, 1])
+def test_who_comes_late_or_again_is_given_and_gives_models_as_they_are_first(again: int, given: Given) -> None:
+    """Though its first model is what all began with once more, as a model that is seeded alike is."""
+    options = {"codec": "topk:ratio=0.05", "policy": "tau:2", "iterations": 40}
+    made = toy.world(3, absent=[2], **options)
+    made.start(2, toy.maker(2, 3, **options), at=5.5)
+    made.crash(again, 8.2)
+    made.restart(again, 9.1)
+    before: list[int] = []
+    made.at(9.1, lambda: before.append(len(given)))
     toy.ended(made, 1000.0)
     assert made.fired["crash"] and made.fired["restart"]
-    assert bool(toy.models(made).isfinite().all())
-    assert all(peer.models.retrievals for peer in made.peers.values())
+    ranks = {peer.codec.models: rank for rank, peer in made.peers.items() if peer.codec is not None}
+    first: dict[tuple[int, int], bool] = {}
+    for giver, taker, is_whole in given[before[0] :]:
+        if giver in ranks:  # those that live on
+            first.setdefault((ranks[giver], taker), is_whole)
+    to_and_from = [(giver, taker) for giver, taker in first if again in (giver, taker)]
+    assert len(to_and_from) == 4 and all(first[pair] for pair in to_and_from)
+    assert any(not is_whole for *_, is_whole in given)
 
 
 @pytest.mark.parametrize("mode", ["pull", "pushpull"])
@@ -80,20 +110,31 @@ def test_moniqua_comes_to_where_models_would_without(mode: str) -> None:
     assert float((toy.before(made) - toy.before(plain)).abs().max()) < 0.1
 
 
+def test_models_too_far_apart_are_not_mixed_and_come_whole_next(given: Given) -> None:
+    made = run(codec="moniqua:bits=8,theta=0.02", references=0, policy="tau:2")
+    refused = [line for rank in made.peers for line in made.lines(rank, "cannot decode")]
+    assert refused and "theta of 0.02" in refused[0]
+    after = [whole for (_, _, whole) in given]
+    assert sum(after) == pytest.approx(len(refused), abs=3)  # an answer may be under way at the end
+    mixed = sum(len(peer.models.retrievals) for peer in made.peers.values())
+    assert mixed >= sum(after) - 3 and bool(toy.models(made).isfinite().all())
+
+
 # --- the two ends by themselves -------------------------------------------------------------------------------------
 
 
 class Two:
-    """A giver and a taker, ranks 0 and 1, of one model."""
+    """A giver and a taker, ranks 0 and 1, of one model; or more takers, of one arena."""
 
-    def __init__(self, spec: str = "3lc", references: int = 8, begun: bool = True):
+    def __init__(self, spec: str = "3lc", references: int = 8, begun: bool = True, takers: int = 1):
         self.near = codecs.parse(spec).near
         torch.manual_seed(0)
         self.modules = [nn.Sequential(nn.Linear(30, 40), nn.BatchNorm1d(40), nn.Linear(40, 3)) for _ in range(2)]
         self.modules[1].load_state_dict(self.modules[0].state_dict())
         self.arenas = [ParameterArena(module) for module in self.modules]
-        self.codecs = [ModelCodec(codecs.parse(spec), arena, references) for arena in self.arenas]
-        for codec, arena in zip(self.codecs, self.arenas, strict=True):
+        arenas = [self.arenas[0], *self.arenas[1:] * takers]
+        self.codecs = [ModelCodec(codecs.parse(spec), arena, references) for arena in arenas]
+        for codec, arena in zip(self.codecs, arenas, strict=True):
             if begun:
                 codec.begin(arena.snapshot().buffer.vectors)
 
@@ -104,14 +145,14 @@ class Two:
         self.arenas[0].step_done()
 
     def give(self, taker: int = 1, bases: tuple[int, ...] | None = None) -> tuple[ModelReply, bytearray]:
-        bases = self.codecs[1].bases(0) if bases is None else bases
+        bases = self.codecs[taker].bases(0) if bases is None else bases
         model = self.arenas[0].snapshot().buffer.vectors
         reply, source = self.codecs[0].give(taker, bases, model, ModelReply(self.arenas[0].step))
         return reply, bytearray(source.view)
 
-    def take(self, reply: ModelReply, content: bytearray, giver: int = 0) -> Incoming:
+    def take(self, reply: ModelReply, content: bytearray, giver: int = 0, by: int = 1) -> Incoming:
         incoming = Incoming(self.arenas[1], self.arenas[1].snapshot() if self.near else None)
-        taking = self.codecs[1].taking(giver, incoming)
+        taking = self.codecs[by].taking(giver, incoming)
         taking.fit(reply).take(0, memoryview(content))
         taking.decode()
         return incoming
@@ -169,25 +210,58 @@ def test_ends_that_disagree_are_given_the_model_as_it_is() -> None:
     two = Two("3lc")
     two.train(1)
     two.take(*two.give())
-    two.codecs[1]._taken[0][0][5] += 1e-3  # a bit has flipped
+    two.codecs[1]._taken[0].taken[0][5] += 1e-3  # a bit has flipped
     reply, content = two.give()
     assert set(reply.bases) == {FULL}
     assert two.off(two.take(reply, content)) == 0
 
 
 def test_no_more_references_are_kept_than_are_wanted() -> None:
-    two = Two("3lc", references=2)
-    held = {}
+    """What two others hold, and what they were given after it; and what all began with."""
+    two = Two("3lc", references=2, takers=5)
     for taker in range(1, 6):
         two.train(taker)
-        held[taker] = two.give(taker)[0].bases
-    changes = two.codecs[0]._changes[0]
-    assert len(changes._bases) <= 2 + 1 + 1  # those, what is given now, and what all began with
-    assert two.give(1, (12345,))[0].bases == (FULL,)  # evicted
+        two.give(taker)
+    assert len(two.codecs[0]._changes[0]._bases) <= 2 * 2 + 1
     for giver in range(6):
         two.train(giver)
         two.take(*two.give(1, two.codecs[1].bases(giver)), giver=giver)
     assert list(two.codecs[1]._taken) == [4, 5]
+
+
+def test_whose_reference_was_dropped_is_given_the_model_as_it_is() -> None:
+    """And not as its difference to what all began with, which one pass would hardly leave."""
+    two = Two("topk:ratio=0.05", references=2)
+    for giver in range(3):
+        two.train(giver)
+        assert FULL not in two.give(1, two.codecs[1].bases(giver))[0].bases
+        two.take(*two.give(1, two.codecs[1].bases(giver)), giver=giver)
+    reply, content = two.give(1, two.codecs[1].bases(0))
+    assert set(reply.bases) == {FULL}
+    assert two.off(two.take(reply, content, giver=0)) == 0
+
+
+def test_as_many_take_as_references_are_kept() -> None:
+    """Each is given differences, however many others take in between."""
+    takers = range(1, 7)
+    two = Two(NEAR, references=6, takers=6)
+    for turn in range(4):
+        for taker in takers:
+            two.train(10 * turn + taker)
+            reply, content = two.give(taker)
+            assert FULL not in reply.bases
+            assert two.off(two.take(reply, content, by=taker)) < 0.2
+    assert len(two.codecs[0]._changes[0]._bases) <= 2 * 6 + 1
+
+
+def test_who_was_not_there_when_all_began_gives_and_takes_models_as_they_are_first() -> None:
+    two = Two("topk:ratio=0.05")
+    two.train(1)
+    for codec in two.codecs:
+        codec.begin(None)
+        reply, content = two.give()
+        assert set(reply.bases) == {FULL}
+    assert two.off(two.take(reply, content)) == 0
 
 
 def test_an_answer_that_does_not_fit_is_refused_and_changes_nothing() -> None:

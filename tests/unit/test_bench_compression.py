@@ -97,7 +97,7 @@ def test_ratios_are_of_both_ways(bench: Any) -> None:
     for job in plan.jobs("ratios"):
         kept.add(job, trained(0.9))
     _, heads, rows, figures = bench.compression.ratios_table(plan, kept)
-    row = dict(zip(heads, rows[1], strict=True))
+    row = dict(zip(heads, rows[0], strict=True))
     assert row["payload"] == "64.0" and row["all frames"] == "50.0"
     assert [one["met"] for one in figures if one["goal"]] == [True, False]  # 39 of sparsity 1, 107 of 1.75
 

@@ -213,8 +213,7 @@ def test_changes_bring_a_worker_near_and_it_and_its_server_agree_where_it_is(spe
             assert room.base == here.client.base(place) == checksum(torch.cat([one.data for one in room.takers]))
             assert room.base in changes(here, place)._bases  # held there, bit for bit
     behind = float((here.parameters[0].detach() - table(here)).norm()) / float((start - table(here)).norm())
-    if codecs.parse(spec).feedback:
-        assert behind < (1.2 if spec.startswith(("threshold", "randomk", "3lc:sparsity=1.75")) else 1.0)
+    assert behind < (1.2 if spec.startswith(("threshold", "randomk", "3lc:sparsity=1.75")) else 1.0)
 
 
 def test_workers_with_the_same_values_are_given_the_same_frame() -> None:
