@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -292,8 +293,15 @@ def decode_into(
     Raises:
         ProtocolError: the frame is malformed, damaged, holds something else, or is of a codec that wants ``near``.
         TooFarError: the values in the frame are not near.
-        UsageError: ``near`` has another shape.
+        UsageError: ``near`` has another shape, or ``out`` ends before its tensors.
     """
+    read_into(frame, out, tensors=tensors, near=near)(add)
+
+
+def read_into(
+    frame: Buffer, out: Tensor, *, tensors: Tensors | None = None, near: Tensor | None = None
+) -> Callable[[bool], None]:
+    """The first half of :func:`decode_into`, with all that may fail; what is returned does the rest, told ``add``."""
     if near is not None and near.shape != out.shape:
         raise UsageError(f"values near {tuple(out.shape)} have its shape, not {tuple(near.shape)}")
     want = tensors or (Tensors.of(out) if out.dim() != 1 else None)
@@ -305,15 +313,19 @@ def decode_into(
         fits = want.counts == held.counts and (not held.single or not want.single or held.shapes == want.shapes)
     if not fits or (tensors and out.dim() != 1):
         raise ProtocolError(f"a codec's frame holds {_told(held)}, {_told(want or Tensors.of(out))} is expected")
-    flat = out.view(-1) if out.is_contiguous() else out.reshape(-1)
     kind, starts = _kind(opened), np.array((want or held).starts, np.int64)
     if near is None:
         read = kind._read(opened)
     else:
         read = kind._read_near(opened, near.detach().reshape(-1).float(), starts[opened.held.encoded])
-    _decode(opened, read, flat, starts, add)
-    if not out.is_contiguous():
-        out.copy_(flat.view(out.shape))
+
+    def write(add: bool) -> None:
+        flat = out.view(-1) if out.is_contiguous() else out.reshape(-1)
+        _decode(opened, read, flat, starts, add)
+        if not out.is_contiguous():
+            out.copy_(flat.view(out.shape))
+
+    return write
 
 
 def encoded_bytes(frame: Buffer) -> tuple[int, int]:

@@ -20,6 +20,8 @@ from gossipx.errors import ProtocolError
 
 ERROR = "error"
 """What the error is called among what a state keeps."""
+GATHERED = "gathered"
+"""What a codec calls it that keeps what it leaves out itself."""
 
 
 @final

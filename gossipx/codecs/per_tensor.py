@@ -143,6 +143,11 @@ def fitted(values: Tensor, integers: Tensor) -> Tensor:
     return ((values.double() * wide).sum(-1) / wide.square().sum(-1).clamp(min=1)).float()
 
 
+def norm(values: Tensor) -> float:
+    """‖x‖₂; of any finite values finite, too."""
+    return float(torch.linalg.vector_norm(values, dtype=torch.float64))
+
+
 def scale_of(data: Array, place: int = 0) -> float:
     """A scale in a frame.
 

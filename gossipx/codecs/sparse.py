@@ -16,10 +16,13 @@ from torch import Tensor
 
 from gossipx.codecs import packing
 from gossipx.codecs.base import Plan, State
+from gossipx.codecs.feedback import GATHERED
 from gossipx.codecs.frames import Array, Opened, numbers
-from gossipx.codecs.per_tensor import PerTensor, floats
+from gossipx.codecs.per_tensor import PerTensor, floats, norm
 from gossipx.errors import ProtocolError
 
+VELOCITY = "velocity"
+"""What momentum is called among what a state keeps."""
 _SAMPLE = 1024
 """Values that are sampled at least: the threshold for the highest hundredth then errs by a third of it."""
 
@@ -241,16 +244,21 @@ class DGC(_Sparse):
             raise ValueError("sample is a part of the values, from 0 to 1")
 
     def _begin(self, state: State, device: torch.device) -> None:
-        for name in ("velocity", "gathered"):
+        for name in (VELOCITY, GATHERED):
             state.kept[name] = torch.zeros(state.tensors.length, dtype=torch.float32, device=device)
 
     def _bytes(self, values: Tensor, shape: tuple[int, ...], state: State, number: int) -> Sequence[Tensor | bytes]:
-        start = int(state.plan.starts[number]) if state.plan else 0
-        velocity, gathered = (state.kept[name][start : start + len(values)] for name in ("velocity", "gathered"))
+        assert state.plan is not None
+        start = int(state.plan.starts[number])
+        velocity, gathered = (state.kept[name][start : start + len(values)] for name in (VELOCITY, GATHERED))
         if self.clip:
-            values = values * min(1.0, self.clip / max(float(torch.linalg.vector_norm(values)), 1e-30))
-        velocity.mul_(self.momentum).add_(values)
-        gathered.add_(velocity)
+            values = values * min(1.0, self.clip / max(norm(values), 1e-30))
+        moving = self.momentum * velocity + values
+        summed = gathered + moving
+        if not bool((moving.isfinite() & summed.isfinite()).all()):
+            return ()
+        velocity.copy_(moving)
+        gathered.copy_(summed)
         ratio = self.ratio
         if state.frames < self.warmup:
             ratio = max(ratio, 0.25 ** (1 + 4 * state.frames // self.warmup))

@@ -17,7 +17,7 @@ from gossipx.codecs import packing
 from gossipx.codecs.base import Codec, Plan, State
 from gossipx.codecs.frames import Array, Opened, numbers
 from gossipx.codecs.packing import as_bytes
-from gossipx.codecs.per_tensor import PerTensor, compiled, fitted, scale_of
+from gossipx.codecs.per_tensor import PerTensor, compiled, fitted, norm, scale_of
 from gossipx.errors import ProtocolError, UsageError
 
 MAX_PASSES = 255
@@ -123,14 +123,14 @@ class ThreeLC(Codec):
         peak = values.abs().max() if len(values) else values.new_zeros(())
         if not len(values) or not math.isfinite(float(peak * self.sparsity)):
             return np.empty(0, np.uint8)
-        enough = self.residual * _norm(values)
+        enough = self.residual * norm(values)
         scales: list[float] = []
         codes: list[Array] = []
         while len(scales) < (1 if self.residual == 1 else self._passes(len(values))):
             scale, some = self._pass(values)
             scales.append(scale)
             codes.append(some)
-            if scale == 0 or _norm(values) <= enough:
+            if scale == 0 or norm(values) <= enough:
                 break
         if left is not None:
             left.copy_(values)
@@ -215,10 +215,6 @@ class Stochastic3(PerTensor):
     def _values(cls, data: Array, shape: tuple[int, ...], count: int, device: torch.device) -> Tensor:
         scale = scale_of(data, 0)
         return packing.unpack_trits(torch.from_numpy(data[_SCALE:].copy()), count).to(device) * scale
-
-
-def _norm(values: Tensor) -> float:
-    return float(torch.linalg.vector_norm(values, dtype=torch.float64))
 
 
 def _check_sparsity(sparsity: float, error: type[Exception]) -> None:

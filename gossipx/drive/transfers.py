@@ -40,6 +40,7 @@ from gossipx.messages import (
     RecordRequest,
     Reply,
     Request,
+    TablesReply,
     TablesRequest,
     TakeRequest,
 )
@@ -326,6 +327,14 @@ class Transfers:
     # --- what came of it --------------------------------------------------------------------------
 
     def _replied(self, ticket: int, result: Reply | GossipxError) -> None:
+        fetching = self._fetching.get(ticket)
+        if isinstance(result, TablesReply) and fetching is not None:
+            try:
+                fetching.sink.read()
+            except ProtocolError as error:
+                self._note("protocol", f"tables cannot be decoded, and are asked for again: {error}")
+                self._tell(Failed(ticket, Fault.PROTOCOL))
+                return
         if isinstance(result, ModelReply):
             transfer = self._transfers[ticket]
             transfer.seconds = time.monotonic() - transfer.began

@@ -128,6 +128,7 @@ class Client:
             self._wanted = {one.table for place in self._waiting for one in self._rooms[place].partitions}
             before = [(_joined(one.table.senders), _joined(one.table.takers)) for one in self._tables]
             spread = Spread()
+            new = {one.table for room in self._rooms.values() if room.is_new for one in room.partitions}
             for room in self._rooms.values():
                 if room.pushing is not None:
                     spread.take(room.pushing)
@@ -136,6 +137,7 @@ class Client:
                 table.pieces, table.places = [], []
             self._lay_out_all(shards, buckets)
             for room in self._rooms.values():
+                room.is_new = not new.isdisjoint(one.table for one in room.partitions)
                 if room.pushing is not None:
                     spread.give(room.pushing)
             for table, both in zip(self._tables, before, strict=True):
@@ -183,7 +185,7 @@ class Client:
             missing.discard(table)
             if not missing:
                 room = self._rooms[place]
-                room.encoded, room.settings = None, self.settings_now()
+                room.is_new, room.encoded, room.settings = True, None, self.settings_now()
                 whole.append(place)
         return whole
 
@@ -204,7 +206,7 @@ class Client:
                 else:
                     encoded = [memoryview(sender.encode()).cast("B") for sender in room.senders]
                     sizes, source = [len(one) for one in encoded], Source(memoryview(bytearray().join(encoded)))
-                room.encoded = tuple(enumerate(sizes)), source
+                room.is_new, room.encoded = False, (tuple(enumerate(sizes)), source)
             return room.encoded
 
     def settings(self, place: Where) -> Settings:
@@ -297,8 +299,9 @@ class Client:
         For the training thread, between an iteration's last gradient and the next one's first. What still waits to be
         sent is encoded now: the checkpoints of shards that go with this one have it.
         """
-        for place in self._rooms:
-            self.encode(place)
+        for place, room in self._rooms.items():
+            if room.is_new:
+                self.encode(place)
         states = states_of(self._parts())
         pushing = [room.pushing.state_dict() for room in self._rooms.values() if room.pushing is not None]
         if not pushing and all(state is None for state in states):

@@ -12,6 +12,7 @@ at first, or after another server has taken over, is given the values as they ar
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,9 +21,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gossipx.codecs import Codec, State, Tensors, encoder, feedback
+from gossipx.codecs import Codec, State, Tensors, describe, encoder
+from gossipx.codecs.feedback import ERROR, GATHERED, rescale
 from gossipx.errors import UsageError
 from gossipx.server.placement import Partition
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -72,16 +76,19 @@ class Pushing:
         partitions: of the bucket.
         values: its gradients, flat.
         seed: of what is drawn.
+
+    Attributes:
+        rates: by table, the learning rate that its error is of; where errors follow it.
     """
 
     def __init__(self, coding: Coding, partitions: Sequence[Partition], values: Tensor, seed: int):
         assert coding.push is not None
         self._coding, self._values = coding, values
-        self._partitions = partitions
+        self.partitions = partitions
         self._encoder = encoder(coding.push)
         self.state: State = self._encoder.init(coding.tensors(partitions, values.dtype), seed)
         self._frame = np.empty(self._encoder.most(self.state), np.uint8)
-        self._rates: dict[int, float] = {}  # by table, that its error is of
+        self.rates: dict[int, float] = {}
 
     def encode(self, settings: Sequence[Mapping[str, float]]) -> memoryview:
         """The frame of the gradients as they are now; good until the next.
@@ -96,49 +103,70 @@ class Pushing:
 
     def _follow(self, settings: Sequence[Mapping[str, float]]) -> None:
         """An error was made at a learning rate, and is to move the model by as much at another one."""
-        error = self.state.kept.get(feedback.ERROR)
+        error = self.state.kept.get(ERROR)
         start = 0
-        for one in self._partitions:
+        for one in self.partitions:
             stop = start + one.stop - one.start
             group = self._coding.groups[one.table]
             rate = settings[group].get("lr", 0.0) if 0 <= group < len(settings) else 0.0
-            before = self._rates.get(one.table, rate)
+            before = self.rates.get(one.table, rate)
             if error is not None and rate > 0 and before != rate:
-                feedback.rescale(error[start:stop], before / rate)
+                rescale(error[start:stop], before / rate)
             if rate > 0:
-                self._rates[one.table] = rate
+                self.rates[one.table] = rate
             start = stop
 
     def kept(self) -> dict[str, list[tuple[Partition, Tensor]]]:
         """What is kept for each value, by partition."""
         return {
-            name: list(zip(self._partitions, torch.split(vector, self._sizes), strict=True))
+            name: list(zip(self.partitions, torch.split(vector, self._sizes), strict=True))
             for name, vector in self.state.kept.items()
             if len(vector) == sum(self._sizes) and vector.dim() == 1
         }
 
     @property
     def _sizes(self) -> list[int]:
-        return [one.stop - one.start for one in self._partitions]
+        return [one.stop - one.start for one in self.partitions]
 
     def state_dict(self) -> dict[str, Any]:
         """For a checkpoint; tensors are no copies."""
-        return {"frames": self.state.frames, "kept": dict(self.state.kept), "rates": sorted(self._rates.items())}
+        return {
+            "codec": self._name,
+            "frames": self.state.frames,
+            "kept": dict(self.state.kept),
+            "rates": sorted(self.rates.items()),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` gave. Of another codec's, the error alone is taken.
+        """Go on from what :meth:`state_dict` gave. Of another codec's, what it has left out is taken alone.
 
         Raises:
             UsageError: it is of another bucket.
         """
-        own = self.state.kept
-        if any(name in own and vector.shape != own[name].shape for name, vector in state["kept"].items()):
+        kept, own = state["kept"], self.state.kept
+        if state["codec"] == self._name:
+            pairs = [(kept[name], vector) for name, vector in own.items()]
+            self.state.frames = state["frames"]
+        else:
+            left, here = _left_out(kept), _left_out(own)
+            pairs = [] if left is None or here is None else [(left, here)]
+            if left is not None and here is None:
+                log.warning("what %s has left out of gradients is lost: %s keeps nothing", state["codec"], self._name)
+        if any(theirs.shape != ours.shape for theirs, ours in pairs):
             raise UsageError("an error is of another bucket: leave --placement and --bucket as they were")
-        for name, vector in state["kept"].items():
-            if name in own:
-                own[name].copy_(vector)
-        self.state.frames = state["frames"]
-        self._rates = dict(state["rates"])
+        for theirs, ours in pairs:
+            ours.copy_(theirs)
+        self.rates = dict(state["rates"])
+
+    @property
+    def _name(self) -> str:
+        assert self._coding.push is not None
+        return describe(self._coding.push)
+
+
+def _left_out(kept: Mapping[str, Tensor]) -> Tensor | None:
+    """Of what a state keeps, what has been left out of frames until now."""
+    return kept.get(ERROR, kept.get(GATHERED))
 
 
 def _size(shape: tuple[int, ...]) -> int:
@@ -150,15 +178,18 @@ class Spread:
     """What workers keep for each value of each table, on its way from one layout of buckets to another."""
 
     vectors: dict[str, dict[int, list[tuple[Partition, Tensor]]]] = field(default_factory=dict)
+    rates: dict[int, float] = field(default_factory=dict)
 
     def take(self, pushing: Pushing) -> None:
         """What one bucket has kept."""
+        self.rates |= pushing.rates
         for name, pieces in pushing.kept().items():
             for partition, vector in pieces:
                 self.vectors.setdefault(name, {}).setdefault(partition.table, []).append((partition, vector))
 
     def give(self, pushing: Pushing) -> None:
         """What another bucket is to keep."""
+        pushing.rates = {one.table: self.rates[one.table] for one in pushing.partitions if one.table in self.rates}
         for name, pieces in pushing.kept().items():
             for wanted, vector in pieces:
                 for had, kept in self.vectors.get(name, {}).get(wanted.table, []):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from gossipx.buffers import typed
-from gossipx.codecs import Tensors, decode_into
+from gossipx.codecs import Tensors
+from gossipx.codecs.base import read_into
 from gossipx.codecs.changes import FULL, checksum
 from gossipx.errors import ProtocolError
 from gossipx.memory import Memory, Source, copy
@@ -34,7 +35,8 @@ class Room:
     tensors: Tensors | None = None  # where pulls have one
     most: int = 0  # ... bytes of a change at most
     base: int = FULL  # ... checksum of what is in ``apply``
-    encoded: tuple[Parts, Source] | None = None  # the gradients that were whole last, once they were asked for
+    is_new: bool = False  # the gradients that were whole last were not asked for yet
+    encoded: tuple[Parts, Source] | None = None  # ... once they were
     settings: Settings = ()  # that go with them
 
 
@@ -69,8 +71,11 @@ class Tables:
         self._content = taken.apply.view if self._raw else memoryview(bytearray(sum(size for _, size in reply.parts)))
         return Bytes(self._content)
 
+    def read(self) -> None:
+        """It is whole; nothing is known of it until it is decoded."""
+
     def decode(self) -> None:
-        """It is whole: make values of it."""
+        """Make values of it."""
         start = 0
         for taker, (_, size) in zip(self._room.takers, self._parts, strict=True):
             if not self._raw:
@@ -94,6 +99,7 @@ class Changed:
         self._values = typed(room.apply.view, tensors.dtype)
         self._base = FULL
         self._content = memoryview(bytearray())
+        self._add: Callable[[bool], None] | None = None
 
     def fit(self, reply: CarryingReply) -> Sink:
         """What takes in what ``reply`` brings.
@@ -112,14 +118,31 @@ class Changed:
         self._content = memoryview(bytearray(size))
         return Bytes(self._content)
 
+    def read(self) -> None:
+        """It is whole: see what it is, before anything counts on it.
+
+        Raises:
+            ProtocolError: it is malformed. The bucket is to be given as it is next.
+        """
+        if self._base == FULL:
+            return
+        try:
+            self._add = read_into(self._content, self._values, tensors=self._tensors)
+        except ProtocolError:
+            self._room.base = FULL
+            raise
+
     def decode(self) -> None:
-        """It is whole: make values of it, unless what it changes was changed meanwhile, by the same that came twice."""
+        """Make values of it, unless what it changes was changed meanwhile, by the same that came twice."""
         if self._base not in (FULL, self._room.base):
             return
-        if self._base:
-            decode_into(self._content, self._values, add=True, tensors=self._tensors)
-        else:
+        if self._base == FULL:
             copy(self._content, self._room.apply.view)
+        else:
+            if self._add is None:
+                self.read()
+            assert self._add is not None
+            self._add(True)
         self._room.base = checksum(self._values)
 
 

@@ -152,6 +152,59 @@ def test_a_run_that_goes_on_with_another_codec_keeps_the_error() -> None:
         )
 
 
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("powersgd:rank=2", "powersgd:rank=4"), ("dgc:ratio=0.01", "3lc"), ("3lc", "dgc:ratio=0.01"), ("3lc", "3lc:1.5")],
+)
+def test_of_another_codec_what_was_left_out_is_taken_and_nothing_else(before: str, after: str) -> None:
+    here, other = coded(push=before), coded(push=after)
+    for seed in range(2):
+        here.update(normal(seed))
+        here.push()
+    state = here.client.state_dict()
+    assert state is not None
+    other.client.load_state_dict(state)
+    for one, room in zip(here.client._rooms.values(), other.client._rooms.values(), strict=True):
+        assert one.pushing is not None and room.pushing is not None
+        kept = [{**pushing.state.kept} for pushing in (one.pushing, room.pushing)]
+        left = [each.get("error", each.get("gathered")) for each in kept]
+        assert left[0] is not None and left[1] is not None
+        assert torch.equal(*left) and (bool(left[0].any()) or not len(left[0]))
+        assert room.pushing.state.frames == 0
+        assert "velocity" not in kept[1] or not bool(kept[1]["velocity"].any())
+
+
+def test_an_error_that_the_next_codec_keeps_none_of_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    here, other = coded(push="3lc"), coded(push="qsgd")
+    here.update(normal(1))
+    here.push()
+    state = here.client.state_dict()
+    assert state is not None
+    other.client.load_state_dict(state)
+    assert "what 3lc has left out of gradients is lost: qsgd keeps nothing" in caplog.text
+
+
+@pytest.mark.parametrize("spec", ["3lc", "3lc:1.75", "localsteps:k=9"])
+def test_a_checkpoint_after_servers_changed_takes_in_no_gradient_again(spec: str) -> None:
+    """One that was delivered is not encoded once more, into the error; one that waits is, once."""
+    here = coded(push=spec, servers=2, least=0)
+    shards = [[Partition(3, 0, 150), Partition(0, 0, 600)], [Partition(1, 0, 7), Partition(2, 0, 0)]]
+    shards[1].append(Partition(3, 150, 400))
+    here.update(normal(1))
+    here.push()
+    before = errors(here)
+    here.client.place(shards, [[Bucket(0, 2)], [Bucket(0, 1), Bucket(1, 3)]], epoch=1)
+    assert here.client.state_dict() is not None
+    after = errors(here)
+    assert all(torch.equal(before[number], after[number]) for number in before)
+    here.update(normal(2))
+    here.client.state_dict()
+    once = errors(here)
+    here.client.state_dict()
+    assert not torch.equal(after[0], once[0])
+    assert all(torch.equal(once[number], one) for number, one in errors(here).items())
+
+
 def test_errors_go_where_their_values_go() -> None:
     """Another layout: cut otherwise, and at other servers."""
     here = coded(push="3lc", servers=2, least=0)
@@ -187,6 +240,26 @@ def test_an_error_follows_the_learning_rate_if_that_is_wanted() -> None:
         here.push()
         moved = was - table(here)
         assert torch.allclose(moved, 0.125 * (factor * normal(1)[0] + normal(2)[0]), atol=1e-5)
+
+
+def test_a_learning_rate_that_errors_are_of_goes_where_they_go() -> None:
+    """Servers change between two iterations, and so does the rate."""
+    lefts = []
+    for moves in (False, True):
+        here = coded(push="localsteps:k=9", rescale=True, servers=2, least=0)
+        here.update(normal(1))
+        here.push()
+        if moves:
+            shards = [[Partition(3, 0, 150), Partition(0, 0, 600)], [Partition(1, 0, 7), Partition(2, 0, 0)]]
+            shards[1].append(Partition(3, 150, 400))
+            here.client.place(shards, [[Bucket(0, 2)], [Bucket(0, 1), Bucket(1, 3)]], epoch=1)
+        here.optimizer.param_groups[0]["lr"] /= 4
+        here.update([torch.zeros(shape) for shape in SHAPES])
+        for place in here.whole:
+            here.client.encode(place)
+        lefts.append(errors(here))
+    assert torch.allclose(lefts[0][0], 4 * normal(1)[0].view(-1), atol=1e-5)
+    assert all(torch.allclose(lefts[0][number], one) for number, one in lefts[1].items())
 
 
 def changes(here: Side, place: tuple[int, int] = (0, 0)) -> Changes:
