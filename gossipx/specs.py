@@ -1,7 +1,7 @@
 """Spec strings, ``name[:key=value,...]``, as they read on the command line, in TOML and in Python.
 
 A lone value is the first key: ``tau:10`` is ``tau:period=10``. A class that can be named by a spec is a frozen
-dataclass; its fields are the keys, in order, with their types and defaults.
+dataclass; its fields are the keys, in order, with their types and defaults; but for those that are :data:`TOLD_APART`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from typing import Any, TypeVar, get_type_hints
 from gossipx.errors import UsageError
 
 T = TypeVar("T")
+TOLD_APART: Mapping[str, bool] = {"is_key": False}
+"""Metadata of a field that has no key in a spec, as it is told in another way."""
 
 
 def build(spec: str, table: Mapping[str, Callable[..., T]], what: str) -> T:
@@ -63,7 +65,7 @@ def text(value: Any, name: str) -> str:
     for field in _own_first(value):
         held = getattr(value, field.name)
         if held != field.default:
-            shown = str(held).lower() if isinstance(held, bool) else str(held)
+            shown = str(held).lower() if isinstance(held, bool) else str(held).replace("e+", "e")  # of 1e+20
             parts.append(f"{field.name}={shown}")
     return name + (":" + ",".join(parts) if parts else "")
 
@@ -109,7 +111,9 @@ def _keys(factory: Callable[..., Any]) -> dict[str, type]:
     hints = get_type_hints(factory.__init__ if plain_class else factory)
     taken = inspect.signature(factory).parameters.values()
     rest = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return {one.name: hints.get(one.name, str) for one in taken if one.kind not in rest}
+    fields = dataclasses.fields(factory) if dataclasses.is_dataclass(factory) else ()
+    apart = {field.name for field in fields if not field.metadata.get("is_key", True)}
+    return {one.name: hints.get(one.name, str) for one in taken if one.kind not in rest and one.name not in apart}
 
 
 def _own_first(kind: Any) -> list[dataclasses.Field[Any]]:

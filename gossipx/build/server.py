@@ -216,10 +216,6 @@ def _coding(
     ):
         if not isinstance(codec, codecs.NoCodec) and not is_raw:
             raise UsageError(f"{option} and parts of one's own that encode, too: leave one out: {storages.describe()}")
-    if pull.gradients_only:
-        raise UsageError(f"--pull-codec {given.pull_codec} is for gradients alone: give it as --push-codec")
-    if given.rescale_error and not push.feedback:
-        raise UsageError("--rescale-error is of a --push-codec with error feedback: give one, or leave it out")
     for codec in (push, pull):
         warm_up(codec)
     kept = norms(module)

@@ -85,9 +85,14 @@ def _check_around(config: RunConfig) -> None:
 def _check_codec(config: RunConfig) -> None:
     """Refuse a codec that does not go with what it is of, or with how models are exchanged."""
     sync, usual = config.sync, SyncSettings()
-    for option, given in (("--push-codec", config.server.push_codec), ("--pull-codec", config.server.pull_codec)):
+    server = config.server
+    for option, given in (("--push-codec", server.push_codec), ("--pull-codec", server.pull_codec)):
         if codecs.parse(given).near:
             raise UsageError(f"{option} {given} is of models that peers exchange with each other: give it as --codec")
+    if codecs.parse(server.pull_codec).gradients_only:
+        raise UsageError(f"--pull-codec {server.pull_codec} is for gradients alone: give it as --push-codec")
+    if server.rescale_error and not codecs.parse(server.push_codec).feedback:
+        raise UsageError("--rescale-error is of a --push-codec with error feedback: give one, or leave it out")
     codec = codecs.parse(sync.codec)
     if mixing.parse(sync.mixing).public:
         told = f"--mixing {sync.mixing} mixes what a codec makes of"
@@ -111,7 +116,7 @@ def _check_codec(config: RunConfig) -> None:
     if not sync.references and not codec.alone:
         raise UsageError(
             f"{told} leaves too much of a model out to be used without references: give --references, or one of"
-            f" {', '.join(codecs.alone())}"
+            f" {', '.join(codecs.alone(near=config.hub.hub is None and sync.mode != 'push'))}"
         )
     if codec.near and config.hub.hub is not None:
         raise UsageError(f"{told} is of models that peers exchange with each other, not with a hub: leave one out")

@@ -9,6 +9,7 @@ it encodes next.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -81,14 +82,14 @@ def parse(spec: str | Codec) -> Codec:
     """
     if isinstance(spec, Codec):
         return spec
-    plain, plus, squeezed = spec.partition("+")
+    plain, *after = re.split(r"\+(?=\s*[A-Za-z])", spec, maxsplit=1)  # and not the one of 1e+20
     made = installed.build(plain, BUILT_IN, ENTRY_POINT_GROUP, "codec")
     if not isinstance(made, Codec):
         raise UsageError(f"codec '{spec}': its entry point makes a {type(made).__name__}, not a codec")
-    if not plus:
+    if not after:
         return made
-    squeezed = squeezed.strip()
-    if squeezed not in SQUEEZERS[1:] or made.squeezed:
+    squeezed = after[0].strip()
+    if squeezed not in SQUEEZERS[1:]:
         raise UsageError(f"codec '{spec}': one of {', '.join('+' + by for by in SQUEEZERS[1:])} may follow, once")
     if squeezed == "zstd":
         zstandard()
@@ -100,9 +101,14 @@ def encoder(codec: Codec) -> Codec | ErrorFeedback:
     return ErrorFeedback(codec) if codec.feedback else codec
 
 
-def alone() -> list[str]:
-    """Built-in codecs that keep enough of every value to be of use for a model itself."""
-    return [name for name, kind in BUILT_IN.items() if kind is not NoCodec and getattr(kind, "alone", False)]
+def alone(near: bool = True) -> list[str]:
+    """Built-in codecs that keep enough of every value to be of use for a model itself.
+
+    Args:
+        near: those as well that are decoded near a model that is there.
+    """
+    kinds = {name: kind for name, kind in BUILT_IN.items() if isinstance(kind, type) and issubclass(kind, Codec)}
+    return [name for name, kind in kinds.items() if kind is not NoCodec and kind.alone and (near or not kind.near)]
 
 
 def names() -> dict[str, Callable[..., Any]]:

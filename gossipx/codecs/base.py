@@ -37,6 +37,7 @@ from gossipx.codecs.frames import (
 )
 from gossipx.codecs.packing import as_bytes
 from gossipx.errors import ProtocolError, UsageError
+from gossipx.specs import TOLD_APART
 
 
 @dataclass
@@ -105,7 +106,7 @@ class Codec(abc.ABC):
 
     small: int = field(default=0, kw_only=True)
     feedback: bool = field(default=True, kw_only=True)
-    squeezed: str = field(default="", kw_only=True)
+    squeezed: str = field(default="", kw_only=True, metadata=TOLD_APART)
     number: ClassVar[int]
     gradients_only: ClassVar[bool] = False
     alone: ClassVar[bool] = False

@@ -95,9 +95,6 @@ def test_a_servers_replica_takes_over_and_workers_are_given_whole_values() -> No
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"pull_codec": "dgc"}, "--pull-codec dgc is for gradients alone: give it as --push-codec"),
-        ({"rescale_error": True}, "--rescale-error is of a --push-codec with error feedback"),
-        ({"push_codec": "qsgd", "rescale_error": True}, "--rescale-error is of a --push-codec with error feedback"),
         ({"push_codec": "3lb"}, r"unknown codec '3lb' \(did you mean '3lc'\?\)"),
         ({"push_codec": "3lc:2.5"}, "sparsity is at least 1 and below 2, not 2.5"),
         ({"push_codec": "3lc+lz4"}, r"one of \+zlib, \+zstd may follow, once"),

@@ -99,6 +99,12 @@ def test_join_refuses_a_policy_of_ones_own_with_servers() -> None:
         ({"codec": "moniqua", "references": 0, "mode": "push"}, "--codec moniqua is recovered near the model that ask"),
         ({"push_codec": "moniqua", "servers": "0"}, "--push-codec moniqua is of models that peers exchange with"),
         ({"pull_codec": "moniqua:bits=4", "servers": "0"}, "--pull-codec moniqua:bits=4 is of models that peers"),
+        ({"pull_codec": "dgc", "servers": "0"}, "--pull-codec dgc is for gradients alone: give it as --push-codec"),
+        ({"rescale_error": True, "servers": "0"}, "--rescale-error is of a --push-codec with error feedback"),
+        (
+            {"push_codec": "none+zlib", "rescale_error": True, "servers": "0"},
+            "--rescale-error is of a --push-codec with error feedback",
+        ),
         ({"references": 3}, "--references 3 is of --codec: give one, or leave it out"),
         ({"mixing": "choco"}, "--mixing choco mixes what a codec makes of differences: give --codec, such as 3lc"),
         ({"mixing": "choco", "codec": "int8", "references": 0}, "--mixing choco mixes what a codec makes of differ"),
@@ -114,3 +120,11 @@ def test_codecs_that_need_no_references(codec: str) -> None:
     effective(codec=codec, references=0)
     told = refused(codec="topk", references=0)
     assert codec.partition("+")[0] in told.partition("one of ")[2].split(", ")
+
+
+@pytest.mark.parametrize("given", [{"mode": "push"}, {"hub": "0"}])
+def test_what_is_named_instead_goes_with_the_run(given: dict[str, Any]) -> None:
+    named = refused(codec="topk", references=0, **given).partition("one of ")[2].split(", ")
+    assert named == ["fp16", "bf16", "int8", "uint8-minmax", "natural"]
+    for codec in named:
+        effective(codec=codec, references=0, **given)
