@@ -161,10 +161,11 @@ class Codec(abc.ABC):
                 long as that of the tensors, on their device.
 
         Raises:
-            UsageError: the tensor is not what the state is for.
+            UsageError: the tensor is not what the state is for, or ``out`` or ``left`` are not as they are to be.
         """
         plan = self._planned(state)
         vector = _vector(tensor, state.tensors)
+        _check_rooms(out, plan.most, left, state.tensors)
         frame = np.empty(plan.most, np.uint8) if out is None else out
         begin = len(plan.head)
         frame[:begin] = np.frombuffer(plan.head, np.uint8)
@@ -172,7 +173,7 @@ class Codec(abc.ABC):
         end = table = begin + len(sizes) * plan.wide
         if len(sizes):
             end = self._encode(vector.float(), left, state, plan, frame, end, sizes)
-            frame[begin:table].view(np.uint8)[:] = sizes.astype(f"<u{plan.wide}").view(np.uint8)
+            frame[begin:table] = sizes.astype(f"<u{plan.wide}").view(np.uint8)
         for number in plan.held.as_they_are:
             end = _put_plain(vector, left, state.tensors, number, frame, end)
         frame = frame[:end]
@@ -306,15 +307,19 @@ def read_into(
     if near is not None and near.shape != out.shape:
         raise UsageError(f"values near {tuple(out.shape)} have its shape, not {tuple(near.shape)}")
     want = tensors or (Tensors.of(out) if out.dim() != 1 else None)
-    opened = open_frame(frame, max(out.numel(), 1) * 16)
-    held = opened.held.tensors
-    if want is None:
-        fits = held.length == len(out)
-    else:
-        fits = want.counts == held.counts and (not held.single or not want.single or held.shapes == want.shapes)
-    if not fits or (tensors and out.dim() != 1):
-        raise ProtocolError(f"a codec's frame holds {_told(held)}, {_told(want or Tensors.of(out))} is expected")
-    kind, starts = _kind(opened), np.array((want or held).starts, np.int64)
+    if want is not None and (want.length > out.numel() or (tensors and out.dim() != 1)):
+        raise UsageError(f"{_told(want)} do not lie in a tensor of {tuple(out.shape)}")
+
+    def check(held: Tensors) -> None:
+        if want is None:
+            fits = held.length == len(out)
+        else:
+            fits = want.counts == held.counts and (not held.single or not want.single or held.shapes == want.shapes)
+        if not fits or not torch.can_cast(held.dtype, out.dtype):
+            raise ProtocolError(f"a codec's frame holds {_told(held)}, {_told(want or Tensors.of(out))} is expected")
+
+    opened = open_frame(frame, max(out.numel(), 1) * 16, check)
+    kind, starts = _kind(opened), np.array((want or opened.held.tensors).starts, np.int64)
     if near is None:
         read = kind._read(opened)
     else:
@@ -342,6 +347,14 @@ def _vector(tensor: Tensor, tensors: Tensors) -> Tensor:
     return tensor.detach().reshape(-1)
 
 
+def _check_rooms(out: Array | None, most: int, left: Tensor | None, tensors: Tensors) -> None:
+    """Compiled loops write where they are told to, and look at no end."""
+    if out is not None and not (out.dtype == np.uint8 and out.ndim == 1 and len(out) >= most):
+        raise UsageError(f"a frame is made in at least {most} bytes, not in {len(out)} of {out.dtype}")
+    if left is not None and not (left.dtype == torch.float32 and left.dim() == 1 and len(left) >= tensors.length):
+        raise UsageError(f"an error is a float32 vector of {tensors.length}, not {left.dtype} {tuple(left.shape)}")
+
+
 def _told(tensors: Tensors) -> str:
     dtype = str(tensors.dtype).removeprefix("torch.")
     if tensors.single:
@@ -353,8 +366,11 @@ def _put_plain(vector: Tensor, left: Tensor | None, tensors: Tensors, number: in
     place = slice(tensors.starts[number], tensors.starts[number] + tensors.counts[number])
     values = vector[place]
     if left is not None and left[place].any():  # kept by a codec that encoded it
-        values = (values + left[place]).to(values.dtype)
-        left[place] = 0
+        wanted = values.double() + left[place]
+        told = wanted.to(values.dtype)
+        is_finite = told.isfinite()
+        values = torch.where(is_finite, told, values)
+        left[place] = torch.where(is_finite, (wanted - told.double()).float(), left[place])
     data = as_bytes(values)
     frame[end : end + len(data)] = data
     return end + len(data)

@@ -29,7 +29,8 @@ GATHERED = "gathered"
 class ErrorFeedback:
     """A codec with an error for each link, tensor and direction: the one that its state keeps.
 
-    What goes in and the error before is what comes out and the error after. Frames are the codec's own.
+    What goes in and the error before is what comes out and the error after, in float32: what values of another dtype
+    lose when they are decoded is not in it. Frames are the codec's own.
 
     Attributes:
         codec: any.
@@ -98,10 +99,8 @@ class LocalSteps(PerTensor):
         super().__post_init__()
         if self.k < 1:
             raise ValueError("k counts frames and is at least 1")
-
-    def _plain(self, tensors: Tensors) -> tuple[bool, ...]:
-        super()._plain(tensors)
-        return (False,) * len(tensors.shapes)  # no tensor of a model may be ahead of the others
+        if self.small:
+            raise ValueError("no tensor may be ahead of the others: small is of other codecs")
 
     def _most(self, count: int, shape: tuple[int, ...]) -> int:
         return 1 + 4 * count

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate
@@ -54,10 +54,12 @@ DTYPES = (
     torch.bool,
 )
 MAX_DIMENSIONS = 64
-MAX_TENSORS = 2**20
+MAX_TENSORS = 2**16
 LIMIT = 2**30
 """Bytes of tensors that a frame may decode to where nothing else is said: 1 GiB."""
 
+_SHORT = 2048
+"""Bytes of shapes up to which these are kept: a few MB for all that are."""
 _ONE, _MIXED, _PLAIN = 1, 2, 4  # flags: one tensor with its shape; some are plain; all are
 _WIDTHS = (2, 4, 8)  # flags 8 and 16: number of the table's width
 SQUEEZERS = ("", "zlib", "zstd")  # flags 32 and 64: number of what squeezed the body
@@ -181,6 +183,8 @@ def head(codec: int, tensors: Tensors, plain: tuple[bool, ...], most: int, squee
     """
     if tensors.dtype not in DTYPES:
         raise UsageError(f"no frame holds {tensors.dtype}")
+    if len(tensors.shapes) > MAX_TENSORS:
+        raise UsageError(f"a frame holds at most {MAX_TENSORS} tensors, not {len(tensors.shapes)}")
     shapes = bytearray()
     flags = 8 * _width(most) + 32 * SQUEEZERS.index(squeezed)
     if tensors.single:
@@ -243,11 +247,13 @@ def numbers(layout: str, data: Array, place: int = 0) -> tuple[Any, ...]:
     return struct.unpack_from(layout, data.data, place)
 
 
-def open_frame(frame: Buffer, limit: int = LIMIT) -> Opened:
+def open_frame(frame: Buffer, limit: int = LIMIT, check: Callable[[Tensors], None] = lambda held: None) -> Opened:
     """Check a frame as far as it can be without its codec.
 
     Args:
-        limit: bytes of tensors that it may decode to; what is allocated here is bounded by them, too.
+        limit: bytes of tensors that it may decode to. What is allocated here is less than nine times as many, or as
+            the frame has, and a few MB.
+        check: raises ProtocolError where these are not the tensors that the frame is to hold.
 
     Raises:
         ProtocolError: it is malformed, damaged, of another version, or decodes to more than ``limit``.
@@ -264,9 +270,11 @@ def open_frame(frame: Buffer, limit: int = LIMIT) -> Opened:
         raise ProtocolError(f"a codec's frame of {len(data)} bytes ends before its shapes")
     if checksum != _checksum(data):
         raise ProtocolError("a codec's frame does not match its checksum")
-    held, squeezed = _described(bytes(data[HEAD : HEAD + size]), dtype, flags)
+    described = _described if size <= _SHORT else _described.__wrapped__
+    held, squeezed = described(bytes(data[HEAD : HEAD + size]), dtype, flags)
     if held.tensors.nbytes > limit:
         raise ProtocolError(f"a codec's frame decodes to {held.tensors.nbytes} bytes, at most {limit} are expected")
+    check(held.tensors)
     body = data[HEAD + size :]
     if squeezed is not None:
         body = _unsqueezed(body, SQUEEZERS[flags >> 5 & 3], squeezed, held.tensors)
@@ -307,6 +315,8 @@ def _described(shapes: bytes, dtype: int, flags: int) -> tuple[Held, int | None]
             raise ProtocolError("a codec's frame does not tell which of its tensors are plain")
         plain = tuple(bool(bit) for bit in np.unpackbits(bits, bitorder="little")[:count])
         place += len(bits)
+    if not all(plain) and not tensors.dtype.is_floating_point:
+        raise ProtocolError(f"a codec's frame has encoded values of {tensors.dtype}, of which no codec makes any")
     squeezed: int | None = None
     if squeezer:
         (squeezed,), place = _taken(shapes, place, 1)
@@ -317,7 +327,7 @@ def _described(shapes: bytes, dtype: int, flags: int) -> tuple[Held, int | None]
 
 def _unsqueezed(body: Array, by: str, size: int, tensors: Tensors) -> Array:
     """The body as it was before; no more is taken out of it than its tensors can need."""
-    most = 16 * sum(tensors.counts) + 1024 * len(tensors.shapes) + 1024  # no codec comes near
+    most = 8 * sum(tensors.counts) + 64 * len(tensors.shapes) + 1024  # no codec comes near
     if size > most:
         raise ProtocolError(f"a codec's frame was squeezed from {size} bytes, its tensors take less than {most}")
     try:

@@ -16,7 +16,7 @@ from gossipx.codecs import packing
 from gossipx.codecs.base import Codec, Plan, State
 from gossipx.codecs.frames import Array, Opened, numbers
 from gossipx.codecs.packing import as_bytes
-from gossipx.codecs.per_tensor import PerTensor, compiled, fitted, floats, scale_of
+from gossipx.codecs.per_tensor import PerTensor, compiled, fitted, floats, scale_of, uniform
 from gossipx.errors import ProtocolError
 
 
@@ -104,7 +104,7 @@ class Int8(Codec):
         if not len(values) or not bool(torch.isfinite(values).all()):
             return np.empty(0, np.uint8)
         blocks = in_blocks(values, self.block)
-        scales = blocks.abs().amax(1) / 127
+        scales = (blocks.abs().amax(1) / 127).clamp(max=float(compiled().LARGEST_STEP))
         inverse = 1 / scales
         inverse[torch.isinf(inverse)] = 0
         rounded = (blocks * inverse[:, None]).round()
@@ -201,7 +201,7 @@ class QSGD(PerTensor):
         blocks = in_blocks(values, self.block)
         norms = torch.linalg.vector_norm(blocks, dim=1, dtype=torch.float64).float()
         part = (blocks.abs() / norms.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).view(-1)[: len(values)]
-        drawn = torch.rand(len(values), generator=state.draws(values.device, number), device=values.device)
+        drawn = uniform(values, state, number)
         level = (part * self.levels + drawn).floor().clamp(max=self.levels).to(torch.int64)
         told = self.levels * fitted(blocks.abs(), in_blocks(level, self.block)) if self.feedback else norms
         if not bool((norms.isfinite() & told.isfinite()).all()):

@@ -29,6 +29,8 @@ _LINE = 16  # values of a cache line
 _BYTES = 64  # of a processor's widest register
 _ROUNDING = np.float32(1.5 * 2**23)
 """Added and taken away again, it rounds what is small against it to integers, half to even."""
+LARGEST_STEP = np.nextafter(np.finfo(np.float32).max / np.float32(127), np.float32(0))
+"""Of eight bits: 127 times as much is still a float32."""
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 _NONE, _HALF, _ONE, _THIRD = np.float32(0), np.float32(0.5), np.float32(1), np.float32(1 / 3)
 _RUN_CODES = np.array([0, ZEROS, *range(243, 256)], np.uint8)
@@ -374,7 +376,7 @@ def levels(
             if not np.isfinite(highest):
                 end = begin - 4
                 break
-            scale = highest / np.float32(127)
+            scale = min(highest / np.float32(127), LARGEST_STEP)
             bits = np.float32(scale).view(np.int32)
             for byte in range(4):
                 out[begin + 4 * each + byte] = (bits >> 8 * byte) & 255

@@ -48,7 +48,11 @@ def largest(
         key: of the draws, 64 bits.
     """
     room = _room(counts)
-    some = np.empty(looked.max(), np.float32)
+    most = 0
+    for number in range(len(counts)):
+        if looked[number] < counts[number]:
+            most = max(most, looked[number])
+    some = np.empty(most, np.float32)
     for number in range(len(starts)):
         start, count = starts[number], counts[number]
         highest = magnitude_of(peak(x, left, start, count))

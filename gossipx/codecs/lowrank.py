@@ -41,13 +41,12 @@ class PowerSGD(PerTensor):
 
     def _begin(self, state: State, device: torch.device) -> None:
         """Each matrix's Q, drawn as in section 3."""
-        if state.plan is None:
-            return
+        assert state.plan is not None
         for number, shape in enumerate(state.plan.shapes):
             rank = self._rank_for(shape)
             if rank:
-                drawn = torch.randn(_matrix(shape)[1], rank, generator=state.draws(device, number), device=device)
-                state.kept[f"q{number}"] = drawn
+                size, draws = (_matrix(shape)[1], rank), state.draws(device, number)
+                state.kept[f"q{number}"] = torch.randn(size, generator=draws, device=device, dtype=torch.float32)
 
     def _rank_for(self, shape: tuple[int, ...]) -> int:
         rows, columns = _matrix(shape)
@@ -76,7 +75,10 @@ class PowerSGD(PerTensor):
         if not rank:
             return values
         p, q = values[: rank * rows].view(rows, rank), values[rank * rows :].view(columns, rank)
-        return (p @ q.T).reshape(-1)
+        product = torch.zeros(rows, columns, dtype=torch.float32, device=device)
+        for number in range(rank):  # a matrix product has another order, and other last digits, on other processors
+            product += p[:, number, None] * q[:, number]
+        return product.view(-1)
 
 
 def _matrix(shape: tuple[int, ...]) -> tuple[int, int]:

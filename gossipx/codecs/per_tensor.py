@@ -143,6 +143,12 @@ def fitted(values: Tensor, integers: Tensor) -> Tensor:
     return ((values.double() * wide).sum(-1) / wide.square().sum(-1).clamp(min=1)).float()
 
 
+def uniform(values: Tensor, state: State, number: int) -> Tensor:
+    """As many numbers from 0 to below 1, drawn for a tensor of a frame, on its device."""
+    draws = state.draws(values.device, number)
+    return torch.rand(len(values), generator=draws, device=values.device, dtype=torch.float32)
+
+
 def norm(values: Tensor) -> float:
     """‖x‖₂; of any finite values finite, too."""
     return float(torch.linalg.vector_norm(values, dtype=torch.float64))

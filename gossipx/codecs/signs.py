@@ -36,9 +36,9 @@ class _Signs(PerTensor):
 
     @classmethod
     def _values(cls, data: Array, shape: tuple[int, ...], count: int, device: torch.device) -> Tensor:
-        below, above = scale_of(data), scale_of(data, 4)
+        below, above = torch.tensor([scale_of(data), scale_of(data, 4)], dtype=torch.float32, device=device)
         upper = packing.unpack_bits(torch.from_numpy(data[8:].copy()).to(device), count, 1).bool()
-        return torch.where(upper, above, below).float()
+        return torch.where(upper, above, below)
 
 
 @final
@@ -87,7 +87,8 @@ class EFSignSGD(_Signs):
     number: ClassVar[int] = 11
 
     def _pair(self, values: Tensor, upper: Tensor) -> tuple[float, float]:
-        return -_mean(values), _mean(values)
+        magnitude = _mean(values)
+        return -magnitude, magnitude
 
 
 def _mean(values: Tensor) -> float:

@@ -27,6 +27,8 @@ _SAMPLE = 1024
 """Values that are sampled at least: the threshold for the highest hundredth then errs by a third of it."""
 
 
+_TOGETHER = 2**16
+"""So many places are drawn at a time, whose numbers a processor's cache holds."""
 _WORTH = 5
 """Counting all values takes less time than drawing some, where there are not more than so many times as many."""
 
@@ -192,15 +194,15 @@ class RandomK(PerTensor):
     def _bytes(self, values: Tensor, shape: tuple[int, ...], state: State, number: int) -> Sequence[Tensor | bytes]:
         seed = state.draws(torch.device("cpu"), number).initial_seed()
         below = min(2**32 - 1, round(self.ratio * 2**32))
-        places = _drawn(seed, below, len(values)).to(values.device)
+        places = _drawn(seed, below, len(values), len(values)).to(values.device)
         return struct.pack("<QI", seed, below), values[places]
 
     @classmethod
     def _values(cls, data: Array, shape: tuple[int, ...], count: int, device: torch.device) -> Tensor:
         seed, below = numbers("<QI", data)
-        places = _drawn(seed, below, count).to(device)
+        places = _drawn(seed, below, count, (len(data) - 12) // 4).to(device)
         if len(data) != 12 + 4 * len(places):
-            raise ProtocolError(f"{len(places)} values of a codec's frame do not take {len(data)} bytes")
+            raise ProtocolError(f"{len(data)} bytes of a codec's frame are not those of as many values as are drawn")
         sent = floats(data[12:], device)
         return torch.zeros(count, dtype=torch.float32, device=device).index_copy_(0, places, sent)
 
@@ -305,13 +307,24 @@ def _as_numbers(many: int, count: int) -> bool:
     return packing.bits_bytes(many, _bits(count)) < packing.bits_bytes(count, 1)
 
 
-def _drawn(seed: int, below: int, count: int) -> Tensor:
-    """The places drawn with a chance of ``below`` / 2^32 each, the same on all machines (SplitMix64)."""
-    with np.errstate(over="ignore"):
-        mixed = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed)
-        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-            mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
-    return torch.from_numpy(np.flatnonzero(((mixed ^ (mixed >> np.uint64(31))) >> np.uint64(32)) < below))
+def _drawn(seed: int, below: int, count: int, most: int) -> Tensor:
+    """The places drawn with a chance of ``below`` / 2^32 each, the same on all machines (SplitMix64).
+
+    Args:
+        most: no further places are drawn once there are more.
+    """
+    found, many = [], 0
+    for first in range(0, count, _TOGETHER):
+        last = min(first + _TOGETHER, count)
+        with np.errstate(over="ignore"):
+            mixed = np.arange(first + 1, last + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed)
+            for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+                mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
+        found.append(first + np.flatnonzero(((mixed ^ (mixed >> np.uint64(31))) >> np.uint64(32)) < below))
+        many += len(found[-1])
+        if many > most:
+            break
+    return torch.from_numpy(np.concatenate(found or [np.empty(0, np.int64)]))
 
 
 def _check_ratio(ratio: float) -> None:

@@ -17,7 +17,7 @@ from gossipx.codecs import packing
 from gossipx.codecs.base import Codec, Plan, State
 from gossipx.codecs.frames import Array, Opened, numbers
 from gossipx.codecs.packing import as_bytes
-from gossipx.codecs.per_tensor import PerTensor, compiled, fitted, norm, scale_of
+from gossipx.codecs.per_tensor import PerTensor, compiled, fitted, norm, scale_of, uniform
 from gossipx.errors import ProtocolError, UsageError
 
 MAX_PASSES = 255
@@ -182,7 +182,7 @@ def _write_on_device(data: Array, out: Tensor, add: bool) -> None:
     for number, (first, last) in enumerate(pairwise(ends)):
         codes = torch.from_numpy(data[first:last].copy()).to(out.device)
         packed = packing.lengthen_runs(codes, packing.trit_bytes(len(out)))
-        values = packing.unpack_trits(packed, len(out)) * torch.tensor(scales[number], device=out.device)
+        values = packing.unpack_trits(packed, len(out)) * torch.tensor(scales[number], dtype=torch.float32, device=out.device)
         out.add_(values) if add or number else out.copy_(values)
 
 
@@ -205,7 +205,7 @@ class Stochastic3(PerTensor):
 
     def _bytes(self, values: Tensor, shape: tuple[int, ...], state: State, number: int) -> Sequence[Tensor | bytes]:
         scale = values.abs().max()
-        drawn = torch.rand(len(values), generator=state.draws(values.device, number), device=values.device)
+        drawn = uniform(values, state, number)
         trits = torch.sign(values) * (drawn * scale < values.abs())
         if self.feedback:
             scale = fitted(values, trits)
@@ -213,7 +213,7 @@ class Stochastic3(PerTensor):
 
     @classmethod
     def _values(cls, data: Array, shape: tuple[int, ...], count: int, device: torch.device) -> Tensor:
-        scale = scale_of(data, 0)
+        scale = torch.tensor(scale_of(data, 0), dtype=torch.float32, device=device)
         return packing.unpack_trits(torch.from_numpy(data[_SCALE:].copy()), count).to(device) * scale
 
 

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from encoded import NEAR, SPECS, decoded, normal
@@ -12,6 +17,7 @@ from torch import Tensor
 
 from gossipx import codecs
 from gossipx.codecs import ErrorFeedback, Tensors, decode, decode_into
+from gossipx.codecs.changes import checksum
 from gossipx.errors import ProtocolError, TooFarError, UsageError
 
 EXACT = {"none", "none+zlib"}
@@ -100,13 +106,41 @@ def test_zeros_come_back_as_zeros(spec: str) -> None:
         assert torch.equal(back, tensor)
 
 
+BEYOND = ("qsgd:levels=4,block=0", "powersgd", "moniqua", "stochastic3", "threshold", "signsgd:magnitude")
+"""Codecs that make something else of values a power of ten larger: NaN, draws of other chances, or what is fixed."""
+
+
 @every
-@pytest.mark.parametrize("factor", [1e-44, 1e-38, 1e30, 1e37])
+@pytest.mark.parametrize("factor", [2.0**-146, 2.0**-126, 2.0**-100, 2.0**100, 2.0**122])
 def test_the_ends_of_the_range_of_numbers(spec: str, factor: float) -> None:
-    """Defined for all: values as they would be for others of this size, zero where these are too small, or NaN."""
-    tensor = normal(40, 30) * factor
-    back = round_trip(spec, tensor)
-    assert bool(back.isfinite().all()) or bool(back.isnan().all())
+    """As others of this size would be, power by power of two; zero at least where float32 has few digits left."""
+    tensor = normal(40, 30)
+    back = round_trip(spec, tensor * factor)
+    if factor < 2.0**-110:
+        assert bool(back.isfinite().all())
+    elif spec.startswith("fp16"):
+        assert torch.equal(back, (tensor * factor).clamp(-65504, 65504).half().float())
+    elif spec.startswith(BEYOND):
+        assert bool(back.isfinite().all()) or bool(back.isnan().all())
+    else:
+        assert torch.allclose(back / factor, round_trip(spec, tensor), rtol=1e-5)
+
+
+@every
+def test_the_largest_and_the_smallest_numbers_leave_no_mark(spec: str) -> None:
+    """Defined for all, NaN where sums are beyond float32; and afterwards all is as it was."""
+    feedback = ErrorFeedback(codecs.parse(spec))
+    state = feedback.init(torch.zeros(2, 3))
+    largest = torch.finfo(torch.float32).max
+    for values in ([largest, 1.0, 0.0], [-largest, largest, 1.0], [1e-45, -1e-45, 0.0]):
+        tensor = torch.tensor([values, values])
+        frame, state = feedback.encode(tensor, state)
+        decoded(frame, tensor)
+        assert bool(state.kept["error"].isfinite().all())
+    state.kept["error"].zero_()
+    tensor = normal(2, 3)
+    frame, state = feedback.encode(tensor, state)
+    assert bool(decoded(frame, tensor).isfinite().all())
 
 
 @every
@@ -201,12 +235,71 @@ def test_no_frame_is_longer_than_told(spec: str) -> None:
     codec = codecs.parse(spec)
     for tensor in (normal(1), normal(3000), normal(3000).sign(), torch.full((3000,), 5.0)):
         state = codec.init(tensor)
-        room = torch.zeros(codec.most(state), dtype=torch.uint8).numpy()
+        most = codec.most(state)
+        room = np.full(most + 100, 170, np.uint8)
         for _ in range(3):
             frame, state = codec.encode(tensor, state, room)
-            if not codec.squeezed:
-                assert len(frame) <= len(room)
-                assert frame.obj is not None
+            assert codec.squeezed or len(frame) <= most
+            assert bool((room[most:] == 170).all())
+
+
+@every
+def test_nothing_is_written_beyond_what_was_given(spec: str) -> None:
+    """Compiled loops look at no end."""
+    codec, tensor = codecs.parse(spec), normal(1000)
+    state = codec.init(tensor)
+    for out in (np.zeros(codec.most(state) - 1, np.uint8), np.zeros(codec.most(state), np.float32)):
+        with pytest.raises(UsageError, match="a frame is made in at least"):
+            codec.encode(tensor, state, out)
+    for left in (torch.zeros(999), torch.zeros(1000, dtype=torch.float64), torch.zeros(10, 100)):
+        with pytest.raises(UsageError, match="an error is a float32 vector of 1000"):
+            codec.encode(tensor, state, left=left)
+    frame, state = codec.encode(tensor, state)
+    with pytest.raises(UsageError, match="do not lie in a tensor of"):
+        decode_into(frame, torch.zeros(300), tensors=Tensors.of(tensor))
+
+
+@every
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_default_dtype_is_of_no_account(spec: str, dtype: torch.dtype) -> None:
+    tensor = normal(30, 40)
+
+    def made() -> tuple[bytes, Tensor]:
+        codec = codecs.parse(spec)
+        frame, _ = codec.encode(tensor, codec.init(tensor))
+        return bytes(frame), decoded(frame, tensor)
+
+    before = made()
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        after = made()
+    finally:
+        torch.set_default_dtype(usual)
+    assert before[0] == after[0] and torch.equal(before[1], after[1])
+
+
+def test_frames_decode_to_the_same_bits_on_another_processor(tmp_path: Path) -> None:
+    """References are named by checksums of what was decoded on either side."""
+    tensor = normal(130, 70)
+    here = []
+    for number, spec in enumerate(SPECS):
+        codec = codecs.parse(spec)
+        frame, _ = codec.encode(tensor, codec.init(tensor))
+        (tmp_path / str(number)).write_bytes(frame)
+        here.append(str(checksum(decode(frame).view(-1))))
+    program = """
+import sys, pathlib
+from gossipx.codecs import decode
+from gossipx.codecs.changes import checksum
+for number in range(int(sys.argv[2])):
+    print(checksum(decode((pathlib.Path(sys.argv[1]) / str(number)).read_bytes()).view(-1)))
+"""
+    plain = {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE"}  # no instructions that only some have
+    command = [sys.executable, "-c", program, str(tmp_path), str(len(SPECS))]
+    there = subprocess.run(command, env=os.environ | plain, capture_output=True, text=True, timeout=120, check=True)
+    told = there.stdout.split()
+    assert [spec for spec, one, other in zip(SPECS, here, told, strict=True) if one != other] == []
 
 
 @every

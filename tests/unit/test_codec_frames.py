@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import tracemalloc
 import zlib
 
 import numpy as np
@@ -16,6 +17,9 @@ from gossipx.codecs import Tensors, decode, decode_into, frames
 from gossipx.errors import ProtocolError
 
 LIMIT = 2**20
+OUT = torch.ones(200)
+EXPECTED = (None, Tensors(((30,), (40,)), torch.float32, (10, 50)))
+"""Of a vector of that length: what fills it, and two tensors that lie in it; both are among those that are encoded."""
 
 
 def a_frame(spec: str, *counts: int, seed: int = 0) -> bytes:
@@ -36,7 +40,14 @@ def sealed(frame: bytes | bytearray) -> bytes:
 
 
 def survives(frame: bytes) -> bool:
-    """Whether it decodes; if it does, within the limit, and into a buffer too."""
+    """Whether it decodes; if it does, within the limit. Into a vector it is added, or leaves that as it was."""
+    for expected in EXPECTED:
+        try:
+            decode_into(frame, OUT, add=True, tensors=expected)
+        except ProtocolError:
+            assert bool((OUT == 1).all())
+        else:
+            OUT.fill_(1)
     try:
         values = decode(frame, LIMIT)
     except ProtocolError as error:
@@ -63,7 +74,7 @@ def survives_near(frame: bytes) -> bool:
 def mutated(frame: bytes, draws: np.random.Generator) -> bytes:
     body = bytearray(frame)
     for _ in range(int(draws.integers(1, 4))):
-        kind, place = draws.integers(5), int(draws.integers(len(body))) if body else 0
+        kind, place = draws.integers(6), int(draws.integers(len(body))) if body else 0
         if kind == 0:
             del body[place:]
         elif kind == 1:
@@ -72,6 +83,8 @@ def mutated(frame: bytes, draws: np.random.Generator) -> bytes:
             body[place] ^= 1 << int(draws.integers(8))
         elif kind == 3:
             body[place : place + 4] = draws.bytes(4)
+        elif kind == 4 and len(body) > 4:
+            body[4] = int(draws.integers(len(frames.DTYPES)))
         else:
             del body[place : place + int(draws.integers(1, 9))]
     return sealed(body)
@@ -155,6 +168,69 @@ def test_a_bomb_is_not_unpacked(by: str) -> None:
     struct.pack_into("<I", whole, 10, len(honest))
     with pytest.raises(ProtocolError, match="its tensors take less than"):
         decode(sealed(whole[:14] + honest + packed))
+
+
+def shapes(numbers: list[int]) -> bytes:
+    """As varints."""
+    made = bytearray()
+    for number in numbers:
+        frames._put(number, made)
+    return bytes(made)
+
+
+def of_shapes(told: bytes, body: bytes, codec: int = 0, dtype: int = 0, flags: int = 0) -> bytes:
+    return sealed(struct.pack("<2sBBBBII", b"gx", 1, codec, dtype, flags, 0, len(told)) + told + body)
+
+
+ZLIB, PLAIN = 32, 4
+MANY = shapes([2**16] + [0] * 2**16)
+DAMAGING = {
+    "many tensors, one after the other": lambda: [
+        of_shapes(shapes([2**16, *([1] * (2**16 - 1)), number]), b"", flags=PLAIN) for number in range(5, 12)
+    ],
+    "empty tensors, a squeezed body": lambda: [
+        of_shapes(MANY + shapes([2**26]), zlib.compress(bytes(2**26)), codec=3, flags=ZLIB)
+    ],
+    "far more values than expected, squeezed": lambda: [
+        of_shapes(shapes([1, 2**24, 2**27]), zlib.compress(bytes(2**27)), codec=3, dtype=6, flags=ZLIB | 1)
+    ],
+    "drawn values, none of which is there": lambda: [
+        of_shapes(shapes([1, 2**22]), struct.pack("<HQI", 12, 1, 2**32 - 1), codec=14, flags=1)
+    ],
+}
+
+
+@pytest.mark.parametrize("name", DAMAGING)
+def test_what_a_refused_frame_takes_is_bounded_by_what_was_expected(name: str) -> None:
+    """Fault 24: less than nine times as many bytes as expected, or as came, and a few MB for its description."""
+    limit = 2**24
+    for made in DAMAGING[name]():
+        tracemalloc.start()
+        try:
+            with pytest.raises(ProtocolError):
+                decode(made, limit)
+            with pytest.raises(ProtocolError):
+                decode_into(made, torch.zeros(2**20))
+            left, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert peak < 9 * limit
+        assert left < 2**20
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.int64])
+def test_values_of_a_dtype_that_cannot_be_added_are_refused_before_any_is(dtype: torch.dtype) -> None:
+    """With an encoded tensor before the plain one, or with plain ones alone."""
+    mixed = bytearray(a_frame("3lc:small=5", 8, 1))
+    mixed[4] = frames.DTYPES.index(dtype)
+    plain = codecs.parse("none").encode(
+        torch.ones(9, dtype=dtype), codecs.parse("none").init(torch.ones(9, dtype=dtype))
+    )
+    for frame, into in ((sealed(mixed), torch.float32), (plain[0], torch.int32 if dtype.is_complex else torch.bool)):
+        out = torch.ones(9, dtype=into)
+        with pytest.raises(ProtocolError):
+            decode_into(frame, out, add=True)
+        assert bool((out == 1).all())
 
 
 def test_a_tensor_of_2_to_the_63_is_refused_before_anything_is_allocated() -> None:
