@@ -74,6 +74,7 @@ class Plan:
         most: bytes of the longest.
         wide: bytes of a number in their table.
         starts, counts, shapes: of the tensors that are encoded.
+        room: what compiled loops work in, of codecs that need any.
     """
 
     held: Held
@@ -83,6 +84,7 @@ class Plan:
     starts: Array
     counts: Array
     shapes: list[tuple[int, ...]]
+    room: Any = None
 
 
 KINDS: dict[int, type[Codec]] = {}
@@ -326,10 +328,11 @@ def read_into(
         read = kind._read_near(opened, near.detach().reshape(-1).float(), starts[opened.held.encoded])
 
     def write(add: bool) -> None:
-        flat = out.view(-1) if out.is_contiguous() else out.reshape(-1)
-        _decode(opened, read, flat, starts, add)
-        if not out.is_contiguous():
-            out.copy_(flat.view(out.shape))
+        to = out.detach()
+        whole = to.contiguous()
+        _decode(opened, read, whole.view(-1), starts, add)
+        if whole is not to:
+            to.copy_(whole)
 
     return write
 
@@ -344,7 +347,7 @@ def _vector(tensor: Tensor, tensors: Tensors) -> Tensor:
     whole = tensors.single and tuple(tensor.shape) == tensors.shapes[0]
     if tensor.dtype != tensors.dtype or not (whole or (tensor.dim() == 1 and len(tensor) >= tensors.length)):
         raise UsageError(f"{tensor.dtype} {tuple(tensor.shape)} was to be encoded, the state is for {_told(tensors)}")
-    return tensor.detach().reshape(-1)
+    return tensor.detach().reshape(-1).contiguous()
 
 
 def _check_rooms(out: Array | None, most: int, left: Tensor | None, tensors: Tensors) -> None:

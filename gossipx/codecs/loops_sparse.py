@@ -36,6 +36,7 @@ def largest(
     many: Array,
     looked: Array,
     key: Any,
+    room: Any,
     out: Array,
     end: int,
     sizes: Array,
@@ -46,20 +47,15 @@ def largest(
         many: of the values that are looked at, the threshold lets through, for each tensor.
         looked: values that the threshold is found from; where these are all, just ``many`` are sent.
         key: of the draws, 64 bits.
+        room: of :func:`room_for`.
     """
-    room = _room(counts)
-    most = 0
-    for number in range(len(counts)):
-        if looked[number] < counts[number]:
-            most = max(most, looked[number])
-    some = np.empty(most, np.float32)
     for number in range(len(starts)):
         start, count = starts[number], counts[number]
         highest = magnitude_of(peak(x, left, start, count))
         if not count or highest >= _INFINITY:
             continue
         if looked[number] < count:
-            few = some[: looked[number]]
+            few = room[3][: looked[number]]
             _sample(x, left, start, count, np.uint64(key) + np.uint64(number), few)
             least, spare = _threshold(few, None, 0, len(few), many[number], highest)
             least, spare = max(least, np.int32(1)), count
@@ -73,10 +69,17 @@ def largest(
 
 @loop
 def reaching(
-    x: Array, left: Array | None, starts: Array, counts: Array, least: Any, out: Array, end: int, sizes: Array
+    x: Array,
+    left: Array | None,
+    starts: Array,
+    counts: Array,
+    least: Any,
+    room: Any,
+    out: Array,
+    end: int,
+    sizes: Array,
 ) -> int:
     """The values of each tensor whose magnitude, as an integer, is at least ``least``; the new end."""
-    room = _room(counts)
     for number in range(len(starts)):
         start, count = starts[number], counts[number]
         if count and magnitude_of(peak(x, left, start, count)) < _INFINITY:
@@ -132,14 +135,21 @@ def _reached(x: Array, left: Array | None, least: Any) -> Any:
 
 
 @loop
-def _room(counts: Array) -> tuple[Array, Array, Array]:
-    """For a chunk's marks and where eights of them have any; and for where values stand, as many as may be told by
-    numbers, and a chunk's.
+def room_for(counts: Array, looked: Array) -> tuple[Array, Array, Array, Array]:
+    """What the loops work in.
+
+    For a chunk's marks and where eights of them have any; for where values stand, as many as may be told by numbers,
+    and a chunk's; and for a sample of the values, where ``looked`` says that not all are looked at.
     """
     most = 0
     for count in counts:
         most = max(most, _told(count))
-    return np.zeros(CHUNK + 8, np.uint8), np.empty(CHUNK // 8 + 1, np.int32), np.empty(most + CHUNK + 8, np.int64)
+    few = 0
+    for number in range(len(counts)):
+        if looked[number] < counts[number]:
+            few = max(few, looked[number])
+    places = np.empty(most + CHUNK + 8, np.int64)
+    return np.zeros(CHUNK + 8, np.uint8), np.empty(CHUNK // 8 + 1, np.int32), places, np.empty(few, np.float32)
 
 
 @loop
@@ -170,7 +180,7 @@ def _send(
 
     Values are written as if a bit each told where they stand, and moved if numbers are shorter.
     """
-    marks, filled, places = room
+    marks, filled, places, _ = room
     where, many = end + 8, 0
     values = where + (count + 7) // 8
     for first in range(0, count, CHUNK):

@@ -134,7 +134,7 @@ class TopK(_Selected):
             looked = np.where(counts > _WORTH * drawn, drawn, counts)
         many = np.clip(np.rint(self.ratio * looked), 1, np.maximum(looked, 1)).astype(np.int64)
         key = np.uint64(state.draws(torch.device("cpu")).initial_seed())
-        return int(compiled_sparse().largest(x, left, plan.starts, counts, many, looked, key, *to))
+        return int(compiled_sparse().largest(x, left, plan.starts, counts, many, looked, key, _room(plan, looked), *to))
 
     def _bytes(self, values: Tensor, shape: tuple[int, ...], state: State, number: int) -> Sequence[Tensor | bytes]:
         many = _of(self.ratio, len(values))
@@ -164,7 +164,8 @@ class Threshold(_Selected):
     def _compiled(self, x: Array, left: Array | None, state: State, plan: Plan, *to: Any) -> int:
         with np.errstate(over="ignore"):
             least = np.nextafter(np.float32(self.value), np.float32(math.inf)).view(np.int32)
-        return int(compiled_sparse().reaching(x, left, plan.starts, plan.counts, least, *to))
+        room = _room(plan, plan.counts)
+        return int(compiled_sparse().reaching(x, left, plan.starts, plan.counts, least, room, *to))
 
     def _bytes(self, values: Tensor, shape: tuple[int, ...], state: State, number: int) -> Sequence[Tensor | bytes]:
         return self._sent(values, (values.abs() > self.value).nonzero().view(-1))
@@ -278,6 +279,13 @@ def compiled_sparse() -> Any:
     from gossipx.codecs import loops_sparse
 
     return loops_sparse
+
+
+def _room(plan: Plan, looked: Array) -> Any:
+    """What the loops work in, made for the first frame."""
+    if plan.room is None:
+        plan.room = compiled_sparse().room_for(plan.counts, looked)
+    return plan.room
 
 
 def sampled_threshold(values: Tensor, ratio: float, sample: float, draws: torch.Generator) -> float:

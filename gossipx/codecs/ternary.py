@@ -75,8 +75,8 @@ class ThreeLC(Codec):
 
     Attributes:
         sparsity: s, from 1 to below 2: the larger, the fewer values are not zero.
-        residual: what a pass leaves out is encoded by another, until its norm is at most this part of the tensor's; 1:
-            one pass.
+        residual: what a pass leaves out is encoded by another, of s = 1, until its norm is at most this part of the
+            tensor's, or all of them take as many bytes as the values themselves; 1: one pass.
     """
 
     sparsity: float = 1.0
@@ -127,7 +127,7 @@ class ThreeLC(Codec):
         scales: list[float] = []
         codes: list[Array] = []
         while len(scales) < (1 if self.residual == 1 else self._passes(len(values))):
-            scale, some = self._pass(values)
+            scale, some = _pass(values, 1.0 if scales else self.sparsity)
             scales.append(scale)
             codes.append(some)
             if scale == 0 or norm(values) <= enough:
@@ -137,15 +137,6 @@ class ThreeLC(Codec):
         sizes = [len(some) for some in codes[:-1]]
         begin = struct.pack(f"<B{len(sizes)}I{len(scales)}f", len(scales), *sizes, *scales)
         return np.concatenate((np.frombuffer(begin, np.uint8), *codes))
-
-    def _pass(self, values: Tensor) -> tuple[float, Array]:
-        """Its scale and codes; ``values`` are what is left afterwards."""
-        if values.is_cpu:
-            loops, vector = compiled(), values.numpy()
-            scale = np.float32(loops.peak(vector, None, 0, len(vector))) * np.float32(self.sparsity)
-            codes = np.empty(packing.trit_bytes(len(vector)) + 1, np.uint8)
-            return float(scale), codes[: loops.ternary(None, vector, 0, len(vector), scale, codes, 0)]
-        return pass_on_device(values, self.sparsity)
 
     @classmethod
     def _read(cls, opened: Opened) -> Any:
@@ -165,6 +156,16 @@ class ThreeLC(Codec):
                 _write_on_device(opened.body[begin:end], out[start : start + count], add)
 
 
+def _pass(values: Tensor, sparsity: float) -> tuple[float, Array]:
+    """Scale and codes of one pass; ``values`` are what is left afterwards."""
+    if not values.is_cpu:
+        return pass_on_device(values, sparsity)
+    loops, vector = compiled(), values.numpy()
+    scale = np.float32(loops.peak(vector, None, 0, len(vector))) * np.float32(sparsity)
+    codes = np.empty(packing.trit_bytes(len(vector)) + 1, np.uint8)
+    return float(scale), codes[: loops.ternary(None, vector, 0, len(vector), scale, codes, 0)]
+
+
 def pass_on_device(values: Tensor, sparsity: float) -> tuple[float, Array]:
     """One pass of 3LC by torch, on any device: its scale and codes; ``values`` are what is left afterwards."""
     scale = values.abs().max() * sparsity
@@ -182,7 +183,9 @@ def _write_on_device(data: Array, out: Tensor, add: bool) -> None:
     for number, (first, last) in enumerate(pairwise(ends)):
         codes = torch.from_numpy(data[first:last].copy()).to(out.device)
         packed = packing.lengthen_runs(codes, packing.trit_bytes(len(out)))
-        values = packing.unpack_trits(packed, len(out)) * torch.tensor(scales[number], dtype=torch.float32, device=out.device)
+        values = packing.unpack_trits(packed, len(out)) * torch.tensor(
+            scales[number], dtype=torch.float32, device=out.device
+        )
         out.add_(values) if add or number else out.copy_(values)
 
 

@@ -65,6 +65,36 @@ def test_other_dtypes_are_decoded_to_what_they_were(spec: str, dtype: torch.dtyp
 
 
 @every
+def test_float64_beyond_float32_is_not_finite(spec: str) -> None:
+    tensor = torch.tensor([1e300, 1.0], dtype=torch.float64)
+    back = round_trip(spec, tensor)
+    if spec in EXACT or "small" in spec:
+        assert torch.equal(back, tensor)
+    else:
+        assert bool(back.isnan().all())
+
+
+@pytest.mark.slow  # a minute, and 10 GiB
+@pytest.mark.timeout(600)
+def test_a_huge_tensor() -> None:
+    """More bytes than 32 bits count, as one tensor: 4 GiB and a little. One codec at a time."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    if memory < 14 * 2**30:
+        pytest.skip(f"it takes 14 GiB, of which {memory / 2**30:.0f} are free")
+    tensor = torch.zeros(2**30 + 77)
+    tensor[-1], tensor[2**29] = 1.0, -1.0
+    for spec in ("int8", "3lc", "topk:sample=0.01", "threshold:value=0.5"):
+        codec = codecs.parse(spec)
+        frame, _ = codec.encode(tensor, codec.init(tensor))
+        with pytest.raises(ProtocolError, match="at most 1073741824 are expected"):
+            decode(frame)
+        back = decode(frame, limit=2**33)
+        kept = [float(back[place]) for place in (0, 2**29, -1)]
+        assert kept == pytest.approx([0, -1, 1], abs=0.01)
+        del frame, back
+
+
+@every
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64])
 def test_what_has_no_order_or_no_digits_is_refused_by_all_that_lose_some(spec: str, dtype: torch.dtype) -> None:
     tensor = torch.ones(4, dtype=dtype)

@@ -209,10 +209,11 @@ def test_a_byte_holds_five_trits_and_a_run_up_to_fourteen_bytes() -> None:
     assert len(zeros) * 4 / len(compress(zeros, 1.0)[1]) == 280
 
 
+@pytest.mark.parametrize("sparsity", [1.0, 1.75, 1.99])
 @pytest.mark.parametrize("residual", [0.3, 0.1, 0.01])
-def test_residual_is_the_norm_that_passes_leave_at_most(residual: float) -> None:
+def test_residual_is_the_norm_that_passes_leave_at_most(residual: float, sparsity: float) -> None:
     x = torch.cat((normal(5000), normal(700) * 100))
-    codec = codecs.parse(f"3lc:sparsity=1,residual={residual}")
+    codec = codecs.parse(f"3lc:sparsity={sparsity},residual={residual}")
     frame, _ = codec.encode(x, codec.init(x))
     out = decode(frame)
     assert float((x - out).norm()) <= residual * float(x.norm()) * 1.0001

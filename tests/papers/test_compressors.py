@@ -1,0 +1,165 @@
+"""What the papers of other codecs than 3LC define, by hand beside ours.
+
+QSGD (Alistarh et al., 2017), natural compression (Horváth et al., 2019), PowerSGD (Vogels et al., 2019), Deep Gradient
+Compression (Lin et al., 2018), 1-bit SGD (Seide et al., 2014), signSGD (Bernstein et al., 2018), EF-signSGD
+(Karimireddy et al., 2019).
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from encoded import normal
+from torch import Tensor
+
+from gossipx import codecs
+from gossipx.codecs import ErrorFeedback, decode
+
+DRAWS = 4000
+
+
+def decoded(spec: str, x: Tensor, many: int = 1) -> list[Tensor]:
+    """What so many frames of the same values decode to."""
+    codec = codecs.parse(spec)
+    state, made = codec.init(x, seed=1), []
+    for _ in range(many):
+        frame, state = codec.encode(x, state)
+        made.append(decode(frame))
+    return made
+
+
+@pytest.mark.parametrize(("levels", "block"), [(1, 0), (4, 0), (7, 64)])
+def test_qsgd_rounds_to_a_level_by_chance(levels: int, block: int) -> None:
+    """QSGD, Eq. 1 and Lemma 3.1: values are ‖v‖₂ · sgn(v_i) · ξ_i, unbiased, of the variance that follows."""
+    x = normal(128)
+    made = torch.stack(decoded(f"qsgd:levels={levels},block={block}", x, DRAWS)).double()
+    parts = x.double().view(-1, block or 128)
+    norms = parts.norm(dim=1, keepdim=True).expand_as(parts).reshape(-1)
+    steps = made.abs() / norms * levels
+    assert torch.allclose(steps, steps.round(), atol=1e-4)
+    exact = x.double().abs() / norms * levels
+    low = exact.floor()
+    assert bool(((steps.round() == low) | (steps.round() == low + 1)).all())
+    assert bool(((made == 0) | (made.sign() == x.sign())).all())
+    chance = exact - low
+    spread = (chance * (1 - chance)).sqrt() * norms / levels / DRAWS**0.5
+    assert bool(((made.mean(0) - x).abs() <= 5 * spread + 1e-5).all())
+    variance = (made - x.double()).square().sum(1).mean()
+    size = block or 128
+    assert float(variance) <= min(size / levels**2, size**0.5 / levels) * float(x.double().square().sum())
+
+
+def test_natural_rounds_to_a_power_of_two_by_chance() -> None:
+    """Natural compression, Definition 1 and Theorem 4: of two powers the nearer is likelier; ω = 1/8."""
+    x = normal(200)
+    made = torch.stack(decoded("natural", x, DRAWS)).double()
+    low = 2.0 ** x.double().abs().log2().floor()
+    assert bool(((made.abs() == low) | (made.abs() == 2 * low)).all())
+    assert bool((made.sign() == x.sign()).all())
+    chance = x.double().abs() / low - 1  # of the larger
+    spread = (chance * (1 - chance)).sqrt() * low / DRAWS**0.5
+    assert bool(((made.mean(0) - x).abs() <= 5 * spread + 1e-9).all())
+    assert float((made - x.double()).square().sum(1).mean()) <= float(x.double().square().sum()) / 8
+
+
+def test_powersgd_goes_on_from_its_last_q() -> None:
+    """PowerSGD, Algorithm 1: P ← M Q, orthonormal, Q ← Mᵀ P; and M ≈ P Qᵀ."""
+    codec = codecs.parse("powersgd:rank=2")
+    state = codec.init(normal(12, 5, 2))
+    q = state.kept["q0"].clone()
+    assert q.shape == (10, 2)
+    for seed in range(3):
+        m = normal(12, 5, 2, seed=seed)
+        p = torch.linalg.qr(m.view(12, 10) @ q).Q
+        q = m.view(12, 10).T @ p
+        frame, state = codec.encode(m, state)
+        assert torch.allclose(decode(frame), (p @ q.T).view(12, 5, 2), atol=1e-5)
+        assert torch.allclose(state.kept["q0"], q, atol=1e-5)
+    same = normal(12, 5, 2, seed=9)
+    for _ in range(30):
+        frame, state = codec.encode(same, state)
+    u, s, v = torch.linalg.svd(same.view(12, 10), full_matrices=False)
+    best = (u[:, :2] * s[:2]) @ v[:2]
+    assert torch.allclose(decode(frame).view(12, 10), best, atol=0.05)  # power iteration comes to the best of rank 2
+
+
+def test_dgc_corrects_and_masks_momentum_clips_and_warms_up() -> None:
+    """Deep Gradient Compression, Algorithm 4: u ← m u + g, v ← v + u; what is sent of v is cleared in both."""
+    count, clip, momentum, warmup = 1000, 5.0, 0.9, 4
+    codec = codecs.parse(f"dgc:ratio=0.001,momentum={momentum},clip={clip},warmup={warmup},sample=0")
+    state = codec.init(normal(count))
+    u, v = torch.zeros(count), torch.zeros(count)
+    sent = []
+    for step in range(8):
+        gradient = normal(count, seed=step)
+        u = momentum * u + gradient * min(1.0, clip / float(gradient.norm()))
+        v = v + u
+        frame, state = codec.encode(gradient, state)
+        out = decode(frame)
+        places = out != 0
+        many = int(places.sum())
+        assert torch.equal(places.nonzero().view(-1), v.abs().topk(many).indices.sort().values)
+        assert torch.allclose(out[places], v[places], atol=1e-5)
+        u, v = u.masked_fill(places, 0), v.masked_fill(places, 0)
+        assert torch.allclose(state.kept["velocity"], u, atol=1e-5)
+        assert torch.allclose(state.kept["gathered"], v, atol=1e-5)
+        sent.append(many)
+    assert sent == [250, 62, 16, 4, 1, 1, 1, 1]  # section 3.3: 75, 93.75, 98.4375, 99.6 and 99.9 % are kept back
+
+
+def test_dgc_clips_large_gradients_to_the_norm_and_not_to_nothing() -> None:
+    x = torch.full((100,), 1e20)
+    frame, _ = (codec := codecs.parse("dgc:clip=1,ratio=1,momentum=0")).encode(x, codec.init(x))
+    assert float(decode(frame).norm()) == pytest.approx(1)
+
+
+def test_dgc_leaves_out_what_would_come_to_infinity() -> None:
+    codec = codecs.parse("dgc:ratio=0.25,momentum=0.9,sample=0")
+    x = torch.linspace(0.5, 1, 8) * 1.5e38
+    state = codec.init(x)
+    told = []
+    for _ in range(5):
+        before = {name: vector.clone() for name, vector in state.kept.items()}
+        frame, state = codec.encode(x, state)
+        told.append(bool(decode(frame).isnan().all()))
+        if told[-1]:
+            assert all(torch.equal(vector, before[name]) for name, vector in state.kept.items())
+    assert any(told) and not told[0]
+
+
+def test_one_bit_has_the_means_of_both_sides() -> None:
+    """1-bit SGD, section 2.2: those from zero on become their mean, those below it theirs."""
+    x = normal(300) + 0.3
+    (out,) = decoded("onebit", x)
+    assert torch.allclose(out[x >= 0], x[x >= 0].mean()) and torch.allclose(out[x < 0], x[x < 0].mean())
+
+
+@pytest.mark.parametrize(
+    ("spec", "scale"), [("signsgd:magnitude=1", 1.0), ("signsgd:magnitude=0.25", 0.25), ("signsgd", None)]
+)
+def test_signs_are_of_one_magnitude(spec: str, scale: float | None) -> None:
+    """signSGD, Algorithm 1; 0, the default: ‖x‖₁ / n."""
+    x = normal(300)
+    (out,) = decoded(spec, x)
+    assert torch.allclose(out, x.sign() * (scale or float(x.abs().mean())))
+
+
+def test_signs_in_error_feedback() -> None:
+    """EF-signSGD, Algorithm 1: p = g + e, Δ = ‖p‖₁ / d · sign(p), e ← p − Δ."""
+    feedback = ErrorFeedback(codecs.parse("efsignsgd"))
+    state, e = feedback.init(normal(300)), torch.zeros(300)
+    for seed in range(4):
+        p = normal(300, seed=seed) + e
+        frame, state = feedback.encode(normal(300, seed=seed), state)
+        assert torch.allclose(decode(frame), p.abs().mean() * p.sign(), atol=1e-5)
+        e = p - decode(frame)
+        assert torch.allclose(state.kept["error"], e, atol=1e-5)
+
+
+def test_random_values_are_sent_as_they_are_and_all_alike_often() -> None:
+    x = normal(400)
+    made = torch.stack(decoded("randomk:ratio=0.1", x, DRAWS))
+    sent = made != 0
+    assert bool((made[sent] == x.expand_as(made)[sent]).all())
+    assert bool(((sent.double().mean(0) - 0.1).abs() < 5 * (0.09 / DRAWS) ** 0.5).all())
+    assert bool((sent[1:] != sent[:-1]).any(1).all())
