@@ -78,12 +78,12 @@ class Changes:
         self._held: dict[int, set[int]] = {}  # by who takes
 
     def common(self, values: Tensor | None) -> None:
-        """Whoever has taken nothing yet has these values; None: there are none that all have."""
+        """Whoever has taken nothing yet has these values, which nobody alters; None: there are none that all have."""
         self._bases.pop(self.begun, None)
         self.begun = FULL
         if values is not None:
             self.begun = checksum(values)
-            self._bases[self.begun] = Base(values.clone())
+            self._bases[self.begun] = Base(values)
 
     def frame(self, taker: int, base: int, version: int, values: Tensor) -> Frame | None:
         """What leads another to these values, as near as the codec comes.
