@@ -48,9 +48,10 @@ def given(monkeypatch: pytest.MonkeyPatch) -> Given:
 
 @pytest.mark.parametrize("mode", ["pull", "push", "pushpull"])
 @pytest.mark.parametrize("spec", GOSSIP)
-def test_every_codec_in_every_mode(spec: str, mode: str) -> None:
+def test_every_codec_in_every_mode(spec: str, mode: str, given: Given) -> None:
     made = run(codec=spec, mode=mode)
     assert bool(toy.models(made).isfinite().all())
+    assert given and not any(is_whole for *_, is_whole in given) or spec == "none"
     assert sum(peer.models.retrievals != [] for peer in made.peers.values()) >= 2
 
 
@@ -108,6 +109,17 @@ def test_moniqua_comes_to_where_models_would_without(mode: str) -> None:
     made, plain = run(codec="moniqua:bits=8,theta=4", references=0, mode=mode), run(mode=mode)
     assert sum(len(one.models.retrievals) for one in made.peers.values()) >= 6
     assert float((toy.before(made) - toy.before(plain)).abs().max()) < 0.1
+
+
+def test_more_neighbours_than_references(given: Given) -> None:
+    """Many models come as they are then; with as many references as neighbours the first of each pair does."""
+    options = {"codec": "topk:ratio=0.05", "policy": "tau:2", "init": "own", "iterations": 60}
+    made = toy.ended(toy.world(6, references=2, **options), 5000.0)
+    few = len(given)
+    assert few / 4 < sum(is_whole for *_, is_whole in given) < few
+    assert bool(toy.models(made).isfinite().all())
+    toy.ended(toy.world(6, references=5, **options), 5000.0)
+    assert len(given) - few > 100 and sum(is_whole for *_, is_whole in given[few:]) <= 6 * 5
 
 
 def test_models_too_far_apart_are_not_mixed_and_come_whole_next(given: Given) -> None:
