@@ -41,7 +41,7 @@ def test_four_peers_exchange_and_agree(tmp_path: Path, mode: str, blocking: bool
     [
         ("pull", ("--codec", "3lc:residual=0.3"), 3),
         ("push", ("--codec", "int8", "--references", "0"), 3),
-        ("pushpull", ("--codec", "int8+zlib", "--references", "1"), 2),
+        ("pushpull", ("--codec", "int8+zlib", "--references", "2"), 3),
         ("pull", ("--codec", "moniqua:theta=0.5", "--references", "0"), 3),
         ("pull", ("--codec", "3lc:small=100", "--mixing", "choco:gamma=0.2"), 10),
     ],
