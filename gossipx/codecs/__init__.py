@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from gossipx import installed, specs
-from gossipx.codecs.base import Codec, Plan, State, decode, decode_into, encoded_bytes
+from gossipx.codecs.base import Codec, decode, decode_into, encoded_bytes
 from gossipx.codecs.feedback import ErrorFeedback, LocalSteps
 from gossipx.codecs.frames import SQUEEZERS, Tensors, zstandard
 from gossipx.codecs.levels import QSGD, BFloat16, Float16, Int8, Natural, UInt8MinMax
@@ -23,6 +23,7 @@ from gossipx.codecs.modulo import Moniqua
 from gossipx.codecs.per_tensor import NoCodec, PerTensor
 from gossipx.codecs.signs import EFSignSGD, OneBit, SignSGD
 from gossipx.codecs.sparse import DGC, RandomK, Threshold, TopK
+from gossipx.codecs.state import Plan, State
 from gossipx.codecs.ternary import Stochastic3, ThreeLC
 from gossipx.errors import UsageError
 

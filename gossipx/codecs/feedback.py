@@ -13,9 +13,10 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from gossipx.codecs.base import Codec, State, decode, decode_into
+from gossipx.codecs.base import Codec, decode, decode_into
 from gossipx.codecs.frames import LIMIT, Array, Buffer, Tensors
 from gossipx.codecs.per_tensor import PerTensor, floats
+from gossipx.codecs.state import State
 from gossipx.errors import ProtocolError
 
 ERROR = "error"

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from gossipx.codecs import packing
-from gossipx.codecs.base import Codec, Plan, State
+from gossipx.codecs.base import Codec
 from gossipx.codecs.frames import Array, Opened, numbers
 from gossipx.codecs.packing import as_bytes
 from gossipx.codecs.per_tensor import PerTensor, compiled, fitted, floats, scale_of, uniform
+from gossipx.codecs.state import Plan, State
 from gossipx.errors import ProtocolError
 
 

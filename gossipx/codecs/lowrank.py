@@ -10,9 +10,9 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from gossipx.codecs.base import State
 from gossipx.codecs.frames import Array, numbers
 from gossipx.codecs.per_tensor import PerTensor, floats
+from gossipx.codecs.state import State
 from gossipx.errors import ProtocolError
 
 

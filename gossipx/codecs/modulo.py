@@ -13,10 +13,10 @@ import xxhash
 from torch import Tensor
 
 from gossipx.codecs import packing
-from gossipx.codecs.base import State
 from gossipx.codecs.frames import Array, numbers
 from gossipx.codecs.packing import as_bytes
 from gossipx.codecs.per_tensor import PerTensor
+from gossipx.codecs.state import State
 from gossipx.errors import ProtocolError, TooFarError
 
 _FIXED = struct.Struct("<BfQ")

@@ -13,9 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gossipx.codecs.base import Codec, Plan, State
+from gossipx.codecs.base import Codec
 from gossipx.codecs.frames import Array, Opened, Tensors, numbers
 from gossipx.codecs.packing import as_bytes
+from gossipx.codecs.state import Plan, State
 from gossipx.errors import ProtocolError
 
 

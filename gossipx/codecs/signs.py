@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from gossipx.codecs import packing
-from gossipx.codecs.base import State
 from gossipx.codecs.frames import Array
 from gossipx.codecs.per_tensor import PerTensor, scale_of
+from gossipx.codecs.state import State
 
 
 class _Signs(PerTensor):

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from gossipx.codecs import packing
-from gossipx.codecs.base import Plan, State
 from gossipx.codecs.feedback import GATHERED
 from gossipx.codecs.frames import Array, Opened, numbers
 from gossipx.codecs.per_tensor import PerTensor, floats, norm
+from gossipx.codecs.state import Plan, State
 from gossipx.errors import ProtocolError
 
 VELOCITY = "velocity"
