@@ -21,6 +21,7 @@ from torch.nn import functional
 from gossipx import codecs
 from gossipx.codecs import Tensors, encoded_bytes
 from gossipx.codecs.changes import Changes, checksum
+from gossipx.codecs.sparse import DGC
 from gossipx.launch.train import accuracy
 from gossipx.layout import norms
 from gossipx.server.placement import Partition
@@ -67,7 +68,7 @@ class Cluster:
 
     Args:
         model: a name of gossipx's models.
-        push, pull: codecs' specs.
+        push, pull: codecs' specs. By ``dgc``, which has momentum of its own, the server's optimizer has none.
         seed: of weights, batches and draws.
         data: images to learn from, and to be judged by.
     """
@@ -81,8 +82,9 @@ class Cluster:
         sizes = [parameter.numel() for parameter in self.parameters]
         self.partitions = [Partition(number, 0, size) for number, size in enumerate(sizes)]
         kept = norms(self.module)
+        pushed = codecs.parse(push)
         coding = Coding(
-            push=codecs.parse(push),
+            push=pushed,
             shapes=[tuple(parameter.shape) for parameter in self.parameters],
             norms=frozenset(number for number, (name, _) in enumerate(named) if name in kept),
         )
@@ -96,7 +98,8 @@ class Cluster:
         self.pulling = Changes(codecs.parse(pull), self.tensors, seed)
         self.table = nn.Parameter(torch.cat([parameter.detach().view(-1) for parameter in self.parameters]))
         self.shown = self.table.detach().clone()  # what all workers have
-        self.optimizer = torch.optim.SGD([self.table], lr=1.0, momentum=MOMENTUM, weight_decay=DECAY)
+        momentum = 0.0 if isinstance(pushed, DGC) else MOMENTUM
+        self.optimizer = torch.optim.SGD([self.table], lr=1.0, momentum=momentum, weight_decay=DECAY)
         parts = split_by("iid").split(data[0].labels.numpy(), WORKERS, seed)
         own = [data[0].take(part) for part in parts]
         self.batches = [Batches(one, BATCH, 1000 * seed + rank) for rank, one in enumerate(own)]
@@ -152,7 +155,8 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
     """One run.
 
     Args:
-        job: ``model``, ``spec`` for both directions, ``seed``, ``steps``, and how often the model is ``judged``.
+        job: ``model``, ``spec`` for both directions (for pushes alone where it is for gradients only), ``seed``,
+            ``steps``, and how often the model is ``judged``.
 
     Returns:
         ``accuracy`` at the end and ``judged``, [step, accuracy] each; curves of at most :data:`POINTS` means:
@@ -160,24 +164,25 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
         bytes, and ``whole``, what these would have been as float32.
     """
     torch.set_num_threads(1)
-    cluster = Cluster(job["model"], job["spec"], job["spec"], job["seed"], images())
+    pull = "none" if codecs.parse(job["spec"]).gradients_only else job["spec"]
+    cluster = Cluster(job["model"], job["spec"], pull, job["seed"], images())
     first, last = RATES[job["model"]]
-    push, pull = Traffic(), Traffic()
+    pushes, pulls = Traffic(), Traffic()
     losses, judged = [], []
     for step in range(job["steps"]):
         rate = last + (first - last) * (1 + math.cos(math.pi * step / job["steps"])) / 2
-        losses.append(cluster.step(step + 1, rate, push, pull))
+        losses.append(cluster.step(step + 1, rate, pushes, pulls))
         if (step + 1) * job["judged"] // job["steps"] > step * job["judged"] // job["steps"]:
             judged.append([step + 1, cluster.judge()])
     return {
         "accuracy": judged[-1][1],
         "judged": judged,
         "losses": thinned(losses),
-        "push": thinned(push.bits),
-        "pull": thinned(pull.bits),
-        "bits": [statistics.fmean(push.bits), statistics.fmean(pull.bits)],
-        "wire": push.wire + pull.wire,
-        "whole": push.whole + pull.whole,
+        "push": thinned(pushes.bits),
+        "pull": thinned(pulls.bits),
+        "bits": [statistics.fmean(pushes.bits), statistics.fmean(pulls.bits)],
+        "wire": pushes.wire + pulls.wire,
+        "whole": pushes.whole + pulls.whole,
     }
 
 

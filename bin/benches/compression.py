@@ -58,6 +58,7 @@ OTHERS = (
     "signsgd",
     "efsignsgd",
     "powersgd:rank=2",
+    "dgc:ratio=0.01",
 )
 ASKED = ("3LC (s=1.00)", "3LC (s=1.50)", "3LC (s=1.75)")
 """Those that are to come within 0.3 points of float, or of which the interval is to have it in it."""
