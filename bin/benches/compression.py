@@ -89,7 +89,7 @@ class Plan:
         self.all = self.designs | ({spec: spec for spec in OTHERS} if full else {})
         self.seeds, self.steps, self.judged = (5, 4000, 10) if full else (2, 300, 1)
         self.early = min(self.seeds, 3)
-        self.model, self.ratio_steps = ("resnet20", 600) if full else ("lenet", 200)
+        self.model, self.ratio_steps = ("resnet20", 1200) if full else ("lenet", 200)
         self.rounds = 3 if full else 1
 
     def jobs(self, part: str) -> list[Job]:
