@@ -25,11 +25,10 @@ SEEN = ("3lc:sparsity=1,small=1", "3lc:sparsity=1.75,small=1")
 def draw(plan: Any, kept: Kept, folder: Path) -> None:
     """Write the figures that there are runs for."""
     folder.mkdir(parents=True, exist_ok=True)
-    ternary = {name: spec for name, spec in plan.designs.items() if spec.startswith("3lc") or spec == "none"}
     for file, drawn in {
         "figure-3.png": lambda: _over_time(plan, kept, plan.designs, list(_links.RATES)),
         "figure-4.png": lambda: _running(plan, kept),
-        "figure-5.png": lambda: _over_time(plan, kept, ternary, ["10mbit"]),
+        "figure-5.png": lambda: _over_time(plan, kept, plan.ternary, ["10mbit"]),
         "figure-6.png": lambda: _bits(plan, kept),
     }.items():
         try:
@@ -54,7 +53,7 @@ def _over_time(plan: Any, kept: Kept, designs: dict[str, str], rates: Sequence[s
         panel.set_xscale("log")
         panel.set_xlabel(f"hours of training at {rate.replace('mbit', ' Mbit/s')}")
         panel.grid(alpha=0.3)
-    panels[0][0].set_ylabel("accuracy, %")
+    panels[0][0].set_ylabel("accuracy, %, median of runs")
     figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside right center", fontsize=8)
     figure.set_layout_engine("constrained")
     return figure

@@ -4,6 +4,7 @@ bin/bench compression                 short runs of LeNet, some codecs, two seed
 bin/bench compression --full          all codecs and their paper's designs, five seeds, ResNet-20 for Table 2 (3 hours)
 
     --only accuracy    Table 1, last column: accuracy after all steps, and bytes; workers and server in one process
+    --only half-rate   the same of 3LC, by half the learning rate
     --only steps       Figures 3 and 5: the same after 25, 50 and 75 % of the steps
     --only ratios      Table 2: bits a value
     --only links       Table 1: seconds a step over links of 10, 100 and 1000 Mbit/s, by processes of their own
@@ -23,12 +24,12 @@ from pathlib import Path
 from typing import Any
 
 import _links
-from _cluster import WORKERS, train
+from _cluster import RATES, WORKERS, train
 from _kept import Job, Kept
 from _report import figure, report
 from _sums import interval
 
-PARTS = ("accuracy", "steps", "ratios", "links")
+PARTS = ("accuracy", "half-rate", "steps", "ratios", "links")
 FLOAT = "32-bit float"
 
 PAPER = {
@@ -72,10 +73,15 @@ SHARES = (25, 50, 75)
 """Of the steps, in %."""
 
 
-def runs(name: str, specs: Sequence[str], seeds: int, steps: int, judged: int = 1) -> list[Job]:
-    """Jobs of :func:`_cluster.train`: the first seed of all, then the second, and so on."""
+def runs(name: str, specs: Sequence[str], seeds: int, steps: int, judged: int = 1, slower: int = 1) -> list[Job]:
+    """Jobs of :func:`_cluster.train`: the first seed of all, then the second, and so on.
+
+    Args:
+        slower: the usual learning rate is divided by it.
+    """
+    rate = RATES[name] / slower
     return [
-        {"model": name, "spec": spec, "seed": seed, "steps": steps, "judged": judged}
+        {"model": name, "spec": spec, "seed": seed, "steps": steps, "judged": judged, "rate": rate}
         for seed in range(seeds)
         for spec in specs
     ]
@@ -95,7 +101,9 @@ class Plan:
     def jobs(self, part: str) -> list[Job]:
         """Runs of a part whose time is not taken."""
         if part == "accuracy":
-            return runs("lenet", list(self.all.values()), self.seeds, self.steps, self.judged)
+            return self.whole(list(self.all.values()))
+        if part == "half-rate":
+            return self.whole(list(self.ternary.values()), slower=2)
         if part == "steps":
             return [job for share in SHARES for job in runs("lenet", self.specs, self.early, self.steps * share // 100)]
         if part == "ratios":
@@ -103,33 +111,52 @@ class Plan:
         return []
 
     @property
+    def ternary(self) -> dict[str, str]:
+        """The designs that are 3LC, and the one without."""
+        return {name: spec for name, spec in self.designs.items() if spec.startswith("3lc") or name == FLOAT}
+
+    @property
     def specs(self) -> list[str]:
         """The designs'."""
         return list(self.designs.values())
 
     def accuracies(self, spec: str, kept: Kept) -> dict[int, float]:
-        """In %, by the part of the steps, in %."""
+        """In %, the medians of seeds, by the part of the steps, in %."""
         found = {
-            share: statistics.fmean(kept[job]["accuracy"] for job in self.shorter(spec, share)) for share in SHARES
+            share: statistics.median(kept[job]["accuracy"] for job in self.shorter(spec, share)) for share in SHARES
         }
-        found[100] = statistics.fmean(one["accuracy"] for one in self.of(spec, kept))
+        found[100] = statistics.median(one["accuracy"] for one in self.of(spec, kept))
         return {share: 100 * accuracy for share, accuracy in found.items()}
 
     def shorter(self, spec: str, share: int) -> list[Job]:
         """Runs of a part of the steps."""
         return runs("lenet", [spec], self.early, self.steps * share // 100)
 
-    def of(self, spec: str, kept: Kept) -> list[Any]:
-        """Runs of all steps, a seed each."""
-        return [kept[job] for job in runs("lenet", [spec], self.seeds, self.steps, self.judged)]
+    def whole(self, specs: Sequence[str], slower: int = 1) -> list[Job]:
+        """Runs of all steps."""
+        return runs("lenet", specs, self.seeds, self.steps, self.judged, slower)
+
+    def of(self, spec: str, kept: Kept, slower: int = 1) -> list[Any]:
+        """What runs of all steps have made, a seed each."""
+        return [kept[job] for job in self.whole([spec], slower)]
 
 
 def accuracy_table(plan: Plan, kept: Kept) -> Any:
     """Table 1's last column: what each codec makes of the accuracy, in both directions."""
-    none = [100 * one["accuracy"] for one in plan.of("none", kept)]
+    return _accuracies(plan, kept, plan.all, 1)
+
+
+def half_rate_table(plan: Plan, kept: Kept) -> Any:
+    """The same of 3LC where learning is slower."""
+    return _accuracies(plan, kept, plan.ternary, 2)
+
+
+def _accuracies(plan: Plan, kept: Kept, designs: dict[str, str], slower: int) -> Any:
+    none = [100 * one["accuracy"] for one in plan.of("none", kept, slower)]
+    rate = RATES["lenet"] / slower
     rows, figures = [], []
-    for name, spec in plan.all.items():
-        made = plan.of(spec, kept)
+    for name, spec in designs.items():
+        made = plan.of(spec, kept, slower)
         own = [100 * one["accuracy"] for one in made]
         less = [one - other for one, other in zip(own, none, strict=True)]
         mean, half = statistics.fmean(less), interval(less)
@@ -138,11 +165,11 @@ def accuracy_table(plan: Plan, kept: Kept) -> Any:
         shown = f"{mean:+.2f} ± {half:.2f}" if name != FLOAT else ""
         rows.append((name, spec, f"{statistics.fmean(own):.2f}", shown, f"{push:.3f}", f"{pull:.3f}", f"{ratio:.1f}"))
         asked = -0.3 if name in ASKED else None
-        one = figure(f"accuracy of {spec} less none", mean, "points", goal=asked)
+        one = figure(f"rate {rate:g}: accuracy of {spec} less none", mean, "points", goal=asked)
         figures.append({**one, "met": None if asked is None else is_as_good(mean, half)})
     title = (
-        f"LeNet, {WORKERS} workers, bsp, {plan.steps} steps, {plan.seeds} seeds, means with the 95 % interval of the"
-        " difference"
+        f"LeNet, learning rate {rate:g}, {WORKERS} workers, bsp, {plan.steps} steps, {plan.seeds} seeds, means with the"
+        " 95 % interval of the difference"
     )
     heads = ("design", "codec", "accuracy %", "less float", "push, bits a value", "pull", "times fewer bytes")
     return title, heads, rows, figures
@@ -208,7 +235,13 @@ def links_table(plan: Plan, kept: Kept) -> Any:
     return f"{_links.TITLE}, medians of {plan.rounds}", heads, rows, figures
 
 
-TABLES = {"accuracy": accuracy_table, "steps": steps_table, "ratios": ratios_table, "links": links_table}
+TABLES = {
+    "accuracy": accuracy_table,
+    "half-rate": half_rate_table,
+    "steps": steps_table,
+    "ratios": ratios_table,
+    "links": links_table,
+}
 
 
 def main() -> None:
