@@ -6,7 +6,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import ClassVar, final
+from typing import Any, ClassVar, final
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from gossipx.codecs import packing
 from gossipx.codecs.base import Codec
 from gossipx.codecs.frames import Array, Opened, numbers
 from gossipx.codecs.packing import as_bytes
-from gossipx.codecs.per_tensor import PerTensor, compiled, fitted, floats, scale_of, uniform
+from gossipx.codecs.per_tensor import PerTensor, fitted, floats, scale_of, uniform
 from gossipx.codecs.state import Plan, State
 from gossipx.errors import ProtocolError
 
@@ -282,3 +282,10 @@ def _block(data: Array) -> int:
 def _check_size(data: Array, size: int, count: int) -> None:
     if len(data) != size:
         raise ProtocolError(f"{count} values of a codec's frame take {size} bytes, not {len(data)}")
+
+
+def compiled() -> Any:
+    """:mod:`gossipx.codecs.loops_levels`; imported where it is needed, as numba takes a second and 100 MB."""
+    from gossipx.codecs import loops_levels
+
+    return loops_levels

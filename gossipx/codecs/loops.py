@@ -1,7 +1,8 @@
-"""The loops of codecs over float32 vectors in main memory, compiled by numba: each reads memory as seldom as it can.
+"""What the loops of codecs have in common: over float32 vectors in main memory, compiled by numba.
 
-Compiling takes some seconds once a machine; the result is kept beside this file, or in numba's cache folder where that
-cannot be written. :mod:`gossipx.codecs.packing` does the same by torch, for tensors on a device.
+Each reads memory as seldom as it can. Compiling takes some seconds once a machine; the result is kept beside the file
+of the loop, or in numba's cache folder where that cannot be written, until that file changes: whoever changes this one
+touches those that import it, too. :mod:`gossipx.codecs.packing` does the same by torch, for tensors on a device.
 
 Loops touch three slices at most: with more, LLVM gives up proving that they do not overlap, and nothing is vectorised.
 A vector may have *parts* (``starts``, ``counts``), each a tensor with a scale of its own; what lies between them is not
@@ -16,32 +17,15 @@ from typing import Any, TypeAlias
 import numba
 import numpy as np
 import numpy.typing as npt
+from llvmlite import ir
 from numba import types
-from numba.extending import overload
-
-from gossipx.codecs.packing import BLOCK, LONGEST, PLANE, ZEROS
+from numba.core import cgutils
+from numba.extending import intrinsic, overload
 
 Array: TypeAlias = npt.NDArray[Any]
 
-_DENSE = 0.4
-"""Codes a packed byte above which all values are written, plane by plane, not those alone that are not zero."""
-_LINE = 16  # values of a cache line
-_BYTES = 64  # of a processor's widest register
-_ROUNDING = np.float32(1.5 * 2**23)
-"""Added and taken away again, it rounds what is small against it to integers, half to even."""
-LARGEST_STEP = np.nextafter(np.finfo(np.float32).max / np.float32(127), np.float32(0))
-"""Of eight bits: 127 times as much is still a float32."""
+ZERO, ONE = np.float32(0), np.float32(1)
 _MAGNITUDE = np.int32(0x7FFFFFFF)
-_NONE, _HALF, _ONE, _THIRD = np.float32(0), np.float32(0.5), np.float32(1), np.float32(1 / 3)
-_RUN_CODES = np.array([0, ZEROS, *range(243, 256)], np.uint8)
-_TRITS = np.array([[code // 3**place % 3 - 1 if code < 243 else 0 for place in (4, 3, 2, 1, 0)] for code in range(256)])
-_TRITS = _TRITS.astype(np.float32)
-_FILLED = np.count_nonzero(_TRITS, axis=1)
-"""Trits that are not zero, by code; then where they stand in it, and what they are."""
-_PLACES = np.argsort(_TRITS == 0, axis=1, kind="stable")
-_SIGNS = np.take_along_axis(_TRITS, _PLACES, axis=1)
-_SHOWN = np.array([code if code < 243 else ZEROS for code in range(256)], np.float32)
-_STRETCH = np.array([1 if code < 243 else code - 241 for code in range(256)], np.int64)
 
 loop = numba.njit(cache=True, nogil=True, error_model="numpy")
 
@@ -90,266 +74,6 @@ def magnitude_of(value: Any) -> Any:
 
 
 @loop
-def _quantize(x: Array | None, left: Array | None, scale: Any, half: Any, trits: Array) -> None:
-    """A slice's trits, round(x / scale): 1 above half of the scale, −1 below minus that."""
-    for at in range(len(trits)):
-        value = value_of(x, left, at)
-        trit = np.copysign(_ONE if abs(value) > half else _NONE, value)
-        if left is not None:
-            left[at] = value - scale * trit
-        trits[at] = np.int8(trit)
-
-
-@loop
-def _pack(trits: Array, plane: int, packed: Array) -> None:
-    """Five trits a byte, one of each plane: in whole registers, beyond the plane's end if need be."""
-    for first in range(0, plane, _BYTES):
-        for at in range(first, first + _BYTES):
-            five = np.int64(trits[np.uintp(at)])
-            for number in range(1, 5):
-                five = five * 3 + trits[np.uintp(at + number * plane)]
-            packed[np.uintp(at)] = np.uint8(five + ZEROS)
-
-
-@loop
-def _append(packed: Array, size: int, places: Array, out: Array, end: int, zeros: int) -> tuple[int, int]:
-    """Zero-run encode ``size`` bytes; returns the new end of ``out`` and the zero bytes that wait for the next ones.
-
-    Where the others stand is listed first, which takes no branch that a processor would guess wrongly.
-    """
-    none = np.uint64(0x7979797979797979)
-    listed = 0
-    words = packed[: size // 8 * 8].view(np.uint64)
-    for word in range(len(words)):
-        if words[np.uintp(word)] != none:
-            for at in range(word * 8, word * 8 + 8):
-                places[np.uintp(listed)] = at
-                listed += int(packed[np.uintp(at)] != ZEROS)
-    for at in range(len(words) * 8, size):
-        places[np.uintp(listed)] = at
-        listed += int(packed[np.uintp(at)] != ZEROS)
-    done = -zeros
-    for number in range(listed):
-        place = places[np.uintp(number)]
-        end = _run(place - done, out, end)
-        out[np.uintp(end)] = packed[np.uintp(place)]
-        end += 1
-        done = place + 1
-    return end, size - done
-
-
-@loop
-def _run(zeros: int, out: Array, end: int) -> int:
-    while zeros > LONGEST:
-        out[np.uintp(end)] = 255
-        end += 1
-        zeros -= LONGEST
-    out[np.uintp(end)] = _RUN_CODES[np.uintp(zeros)]  # overwritten by what follows if there are none
-    return end + int(zeros > 0)
-
-
-@loop
-def ternary(x: Array | None, left: Array | None, start: int, count: int, scale: Any, out: Array, end: int) -> int:
-    """3-value quantization by ``scale``, base-3⁵ and zero-run encoding of a part (3LC, section 3); the new end.
-
-    Args:
-        out: room for a byte in five values from ``end`` on, and one more.
-    """
-    return _ternary(x, left, start, count, scale, out, end, _room())
-
-
-@loop
-def _room() -> tuple[Array, Array, Array]:
-    """For a block's trits, its bytes, and where those stand that are not zero; small tensors have no time to ask for it
-    each.
-    """
-    return np.empty(BLOCK + _BYTES, np.int8), np.empty(PLANE, np.uint8), np.empty(PLANE + 8, np.int64)
-
-
-@loop
-def _ternary(
-    x: Array | None, left: Array | None, start: int, count: int, scale: Any, out: Array, end: int, room: Any
-) -> int:
-    half = scale * _HALF
-    if half + half != scale:  # the smallest numbers of all have no half: x > m/2 means above the one below
-        half = np.int32(np.float32(scale).view(np.int32) >> 1).view(np.float32)
-    trits, packed, places = room
-    zeros = 0
-    for begin in range(start, start + count, BLOCK):
-        stop = min(begin + BLOCK, start + count)
-        size = stop - begin
-        plane = (size + 4) // 5
-        _quantize(part_of(x, begin, stop), part_of(left, begin, stop), scale, half, trits[:size])
-        trits[size : 5 * plane] = 0
-        _pack(trits, plane, packed)
-        end, zeros = _append(packed, plane, places, out, end, zeros)
-    return _run(zeros, out, end)
-
-
-@loop
-def ternary_fits(codes: Array, begin: int, stop: int, count: int) -> bool:
-    """Whether ``codes[begin:stop]`` are just the bytes of ``count`` trits, with zero trits as the padding."""
-    stretched = 0
-    for at in range(begin, stop):
-        code = np.int64(codes[np.uintp(at)])
-        stretched += 1 if code < 243 else int(code) - 241
-    last = count - 1 - (count - 1) % BLOCK if count else 0  # where the last block begins
-    plane = (count - last + 4) // 5
-    if stretched != last // 5 + plane:
-        return False
-    place, at = plane, stop
-    while place > max(0, plane - 4):  # at most four trits of padding
-        at -= 1
-        place -= _STRETCH[codes[at]]
-        for number in range(5):
-            if codes[at] < 243 and number * plane + place >= count - last and _TRITS[codes[at], number]:
-                return False
-    return True
-
-
-@loop
-def ternary_into(codes: Array, begin: int, stop: int, scale: Any, out: Array, start: int, count: int, add: bool) -> Any:
-    """Decode a part of which :func:`ternary_fits`: ``out = scale * trits``, or ``out += scale * trits``."""
-    if (stop - begin) * 5 > count * _DENSE:
-        return _dense_into(codes, begin, stop, scale, out, start, count, add)
-    return _sparse_into(codes, begin, stop, scale, out, start, count, add)
-
-
-@loop
-def _sparse_into(codes: Array, begin: int, stop: int, scale: Any, out: Array, start: int, count: int, add: bool) -> Any:
-    """Only what is not zero is worked on.
-
-    A block is read before, in order: what would be read out of order later is in the cache by then. The sum of that is
-    returned, as it would be left out if nobody asked for it.
-    """
-    at, place, seen = begin, 0, np.float32(0)
-    for first in range(start, start + count, BLOCK):
-        size = min(BLOCK, start + count - first)
-        plane = (size + 4) // 5
-        if add:
-            for line in range(first, first + size, _LINE):
-                seen += out[np.uintp(line)]
-        else:
-            out[first : first + size] = _NONE
-        while place < plane and at < stop:
-            code = codes[np.uintp(at)]
-            if code < 243 and code != ZEROS:
-                for number in range(_FILLED[code]):
-                    out[np.uintp(first + place + _PLACES[code, number] * plane)] += scale * _SIGNS[code, number]
-            place += _STRETCH[code]
-            at += 1
-        place -= plane
-    return seen
-
-
-@loop
-def _dense_into(codes: Array, begin: int, stop: int, scale: Any, out: Array, start: int, count: int, add: bool) -> Any:
-    """Code by code into a block's bytes, as numbers, and plane by plane out of these."""
-    packed = np.empty(PLANE + LONGEST, np.float32)
-    at, place = begin, 0
-    for first in range(start, start + count, BLOCK):
-        size = min(BLOCK, start + count - first)
-        plane = (size + 4) // 5
-        packed[:] = np.float32(ZEROS)
-        while place < plane and at < stop:
-            code = codes[np.uintp(at)]
-            packed[np.uintp(place)] = _SHOWN[code]
-            place += _STRETCH[code]
-            at += 1
-        place -= plane
-        for number in range(4, -1, -1):
-            from_, to = min(size, number * plane), min(size, (number + 1) * plane)
-            _unpack(packed[: to - from_], scale, out[first + from_ : first + to], add)
-            for byte in range(to - from_, plane):  # the padding's
-                packed[byte] = np.float32(np.int32(packed[byte] * _THIRD))
-    return _NONE
-
-
-@loop
-def _unpack(packed: Array, scale: Any, out: Array, add: bool) -> None:
-    """Take the lowest trit off each byte; a third of numbers up to 242 is exact enough to be cut off."""
-    if add:
-        for at in range(len(packed)):
-            rest = np.float32(np.int32(packed[at] * _THIRD))
-            out[at] += scale * (packed[at] - np.float32(3) * rest - _ONE)
-            packed[at] = rest
-    else:
-        for at in range(len(packed)):
-            rest = np.float32(np.int32(packed[at] * _THIRD))
-            out[at] = scale * (packed[at] - np.float32(3) * rest - _ONE)
-            packed[at] = rest
-
-
-@loop
-def three_lc(
-    x: Array, left: Array | None, starts: Array, counts: Array, sparsity: Any, out: Array, end: int, sizes: Array
-) -> int:
-    """3LC of all tensors of a vector, each one pass, as :class:`gossipx.codecs.ternary.ThreeLC` lays them out."""
-    room = _room()
-    for number in range(len(starts)):
-        scale = peak(x, left, starts[number], counts[number]) * sparsity
-        if not counts[number] or not np.isfinite(scale):
-            continue
-        begin = end
-        out[end] = 1
-        bits = np.float32(scale).view(np.int32)
-        for byte in range(4):
-            out[end + 1 + byte] = (bits >> 8 * byte) & 255
-        end = _ternary(x, left, starts[number], counts[number], scale, out, end + 5, room)
-        sizes[number] = end - begin
-    return end
-
-
-@loop
-def _passes(body: Array, begin: int) -> tuple[int, int, int, int]:
-    """Of a tensor: how many passes, and where their sizes, their scales and their codes begin."""
-    passes = int(body[begin])
-    scales = begin + 1 + 4 * (passes - 1)
-    return passes, begin + 1, scales, scales + 4 * passes
-
-
-@loop
-def three_lc_fits(body: Array, offsets: Array, counts: Array) -> int:
-    """The number of the first tensor that is no 3LC of its count; −1: all are, or take no bytes."""
-    for number in range(len(counts)):
-        begin, stop = offsets[number], offsets[number + 1]
-        if begin == stop:
-            continue
-        passes, sizes, scales, at = _passes(body, begin)
-        if not passes or at > stop:
-            return number
-        for each in range(passes):
-            until = _until(body, sizes, each, passes, at, stop)
-            if until > stop or not np.isfinite(np.int32(word_at(body, scales + 4 * each)).view(np.float32)):
-                return number
-            if not ternary_fits(body, at, until, counts[number]):
-                return number
-            at = until
-    return -1
-
-
-@loop
-def _until(body: Array, sizes: int, each: int, passes: int, at: int, stop: int) -> int:
-    """Where the codes of a pass end that begin at ``at``; the last pass's have no size of their own."""
-    return stop if each == passes - 1 else at + int(np.uint32(word_at(body, sizes + 4 * each)))
-
-
-@loop
-def three_lc_into(body: Array, offsets: Array, counts: Array, out: Array, starts: Array, add: bool) -> None:
-    """Decode all tensors of which :func:`three_lc_fits`, one behind ``starts`` each."""
-    for number in range(len(counts)):
-        begin, stop = offsets[number], offsets[number + 1]
-        if begin == stop:
-            continue
-        passes, sizes, scales, at = _passes(body, begin)
-        for each in range(passes):
-            until = _until(body, sizes, each, passes, at, stop)
-            scale = np.int32(word_at(body, scales + 4 * each)).view(np.float32)
-            ternary_into(body, at, until, scale, out, starts[number], counts[number], add or each > 0)
-            at = until
-
-
-@loop
 def word_at(body: Array, at: int) -> Any:
     bits = np.uint32(0)
     for byte in range(4):
@@ -357,99 +81,18 @@ def word_at(body: Array, at: int) -> Any:
     return bits
 
 
-@loop
-def levels(
-    x: Array, left: Array | None, starts: Array, counts: Array, block: int, out: Array, end: int, sizes: Array
-) -> int:
-    """Eight bits a value, as :class:`gossipx.codecs.levels.Int8` lays them out; ``block`` 0: one scale a tensor."""
-    for number in range(len(starts)):
-        start, count = starts[number], counts[number]
-        one = block if block else max(1, count)
-        blocks = (count + one - 1) // one
-        for byte in range(4):
-            out[end + byte] = (block >> 8 * byte) & 255
-        begin, end = end + 4, end + 4 + 4 * blocks + count
-        for each in range(blocks):
-            first = start + each * one
-            length = min(one, start + count - first)
-            highest = peak(x, left, first, length)
-            if not np.isfinite(highest):
-                end = begin - 4
-                break
-            scale = min(highest / np.float32(127), LARGEST_STEP)
-            bits = np.float32(scale).view(np.int32)
-            for byte in range(4):
-                out[begin + 4 * each + byte] = (bits >> 8 * byte) & 255
-        if end < begin or not count:
-            end = begin - 4
-            continue
-        for each in range(blocks):
-            first = start + each * one
-            length = min(one, start + count - first)
-            scale = np.int32(word_at(out, begin + 4 * each)).view(np.float32)
-            place = begin + 4 * blocks + each * one
-            slots = out[place : place + length]
-            _levels(part_of(x, first, first + length), part_of(left, first, first + length), scale, slots)
-        sizes[number] = end - begin + 4
-    return end
+def _prefetch(context: Any, vector: Any, at: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+        data = context.make_array(vector)(context, builder, given[0]).data
+        place = builder.bitcast(builder.gep(data, [given[1]]), cgutils.voidptr_t)
+        number = ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [place.type, number, number, number])
+        told = builder.module.declare_intrinsic("llvm.prefetch", [place.type], kind)
+        builder.call(told, [place, number(1), number(3), number(1)])  # a write, into the nearest cache, of data
+        return context.get_dummy_value()
+
+    return types.void(vector, at), generate
 
 
-@loop
-def _levels(x: Array | None, left: Array | None, scale: Any, out: Array) -> None:
-    inverse = _ONE / scale
-    if not np.isfinite(inverse):  # all below 2^-121: no float is that scale's inverse
-        scale = inverse = _NONE
-    for at in range(len(out)):
-        value = value_of(x, left, at)
-        level = (value * inverse + _ROUNDING) - _ROUNDING
-        if left is not None:
-            left[at] = value - scale * level
-        out[at] = np.uint8(np.int32(level))
-
-
-@loop
-def levels_fit(body: Array, offsets: Array, counts: Array) -> int:
-    """The number of the first tensor that :func:`levels` does not make of its count; −1: all fit, or take no bytes."""
-    for number in range(len(counts)):
-        begin, size = offsets[number], offsets[number + 1] - offsets[number]
-        if not size:
-            continue
-        if size < 4:
-            return number
-        block = np.int64(np.uint32(word_at(body, begin)))
-        one = block if block else max(1, counts[number])
-        blocks = (counts[number] + one - 1) // one
-        if size != 4 + 4 * blocks + counts[number]:
-            return number
-        for each in range(blocks):
-            if not np.isfinite(np.int32(word_at(body, begin + 4 + 4 * each)).view(np.float32)):
-                return number
-    return -1
-
-
-@loop
-def levels_into(body: Array, offsets: Array, counts: Array, out: Array, starts: Array, add: bool) -> None:
-    """Decode all tensors of which :func:`levels_fit`, one behind ``starts`` each."""
-    for number in range(len(counts)):
-        begin, start, count = offsets[number], starts[number], counts[number]
-        if begin == offsets[number + 1]:
-            continue
-        block = np.int64(np.uint32(word_at(body, begin)))
-        one = block if block else max(1, count)
-        blocks = (count + one - 1) // one
-        for each in range(blocks):
-            first = start + each * one
-            length = min(one, start + count - first)
-            scale = np.int32(word_at(body, begin + 4 + 4 * each)).view(np.float32)
-            place = begin + 4 + 4 * blocks + each * one
-            _from_levels(body[place : place + length], scale, out[first : first + length], add)
-
-
-@loop
-def _from_levels(levels: Array, scale: Any, out: Array, add: bool) -> None:
-    if add:
-        for at in range(len(out)):
-            out[at] += scale * np.float32((np.int32(levels[at]) ^ np.int32(128)) - np.int32(128))
-    else:
-        for at in range(len(out)):
-            out[at] = scale * np.float32((np.int32(levels[at]) ^ np.int32(128)) - np.int32(128))
+prefetch: Any = intrinsic(_prefetch)
+"""Called with a vector and a place in it: has its cache line fetched, to be altered, and does not wait for it."""

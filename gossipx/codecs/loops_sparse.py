@@ -1,8 +1,4 @@
-"""The loops of codecs that send few values, compiled as those of :mod:`gossipx.codecs.loops`, and with its arguments.
-
-numba keeps what it compiled until the file of a loop changes: whoever changes a loop that is imported here touches this
-file, too.
-"""
+"""The loops of codecs that send few values, as those of :mod:`gossipx.codecs.loops`, and with their arguments."""
 
 from __future__ import annotations
 

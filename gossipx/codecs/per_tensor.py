@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, ClassVar, final
+from typing import ClassVar, final
 
 import numpy as np
 import torch
@@ -126,13 +126,6 @@ class NoCodec(PerTensor):
     @classmethod
     def _values(cls, data: Array, shape: tuple[int, ...], count: int, device: torch.device) -> Tensor:
         raise ProtocolError("a frame without a codec has an encoded tensor")
-
-
-def compiled() -> Any:
-    """:mod:`gossipx.codecs.loops`; imported where it is needed, as numba takes a second and 100 MB."""
-    from gossipx.codecs import loops
-
-    return loops
 
 
 def fitted(values: Tensor, integers: Tensor) -> Tensor:

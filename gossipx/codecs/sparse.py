@@ -68,7 +68,7 @@ class _Sparse(PerTensor):
 
     @classmethod
     def _read(cls, opened: Opened) -> list[Tensor | None]:
-        bad = compiled_sparse().sparse_fits(opened.body, opened.offsets, opened.held.counts)
+        bad = compiled().sparse_fits(opened.body, opened.offsets, opened.held.counts)
         if bad >= 0:
             raise ProtocolError(f"tensor {opened.held.encoded[bad]} of a codec's frame is no few values of its size")
         return []
@@ -76,7 +76,7 @@ class _Sparse(PerTensor):
     @classmethod
     def _write(cls, opened: Opened, read: list[Tensor | None], out: Tensor, starts: Array, add: bool) -> None:
         if out.is_cpu:
-            compiled_sparse().sparse_into(opened.body, opened.offsets, opened.held.counts, out.numpy(), starts, add)
+            compiled().sparse_into(opened.body, opened.offsets, opened.held.counts, out.numpy(), starts, add)
             return
         for number, (begin, end) in enumerate(pairwise(opened.offsets.tolist())):
             if begin < end:
@@ -91,7 +91,7 @@ class _Selected(_Sparse):
 
     def _begin(self, state: State, device: torch.device) -> None:
         if device.type == "cpu":
-            compiled_sparse()
+            compiled()
 
     def _encode(
         self, x: Tensor, left: Tensor | None, state: State, plan: Plan, frame: Array, end: int, sizes: Array
@@ -134,7 +134,7 @@ class TopK(_Selected):
             looked = np.where(counts > _WORTH * drawn, drawn, counts)
         many = np.clip(np.rint(self.ratio * looked), 1, np.maximum(looked, 1)).astype(np.int64)
         key = np.uint64(state.draws(torch.device("cpu")).initial_seed())
-        return int(compiled_sparse().largest(x, left, plan.starts, counts, many, looked, key, _room(plan, looked), *to))
+        return int(compiled().largest(x, left, plan.starts, counts, many, looked, key, _room(plan, looked), *to))
 
     def _bytes(self, values: Tensor, shape: tuple[int, ...], state: State, number: int) -> Sequence[Tensor | bytes]:
         many = _of(self.ratio, len(values))
@@ -165,7 +165,7 @@ class Threshold(_Selected):
         with np.errstate(over="ignore"):
             least = np.nextafter(np.float32(self.value), np.float32(math.inf)).view(np.int32)
         room = _room(plan, plan.counts)
-        return int(compiled_sparse().reaching(x, left, plan.starts, plan.counts, least, room, *to))
+        return int(compiled().reaching(x, left, plan.starts, plan.counts, least, room, *to))
 
     def _bytes(self, values: Tensor, shape: tuple[int, ...], state: State, number: int) -> Sequence[Tensor | bytes]:
         return self._sent(values, (values.abs() > self.value).nonzero().view(-1))
@@ -274,8 +274,8 @@ class DGC(_Sparse):
         return sent
 
 
-def compiled_sparse() -> Any:
-    """:mod:`gossipx.codecs.loops_sparse`; imported where it is needed."""
+def compiled() -> Any:
+    """:mod:`gossipx.codecs.loops_sparse`; imported where it is needed, as numba takes a second and 100 MB."""
     from gossipx.codecs import loops_sparse
 
     return loops_sparse
@@ -284,7 +284,7 @@ def compiled_sparse() -> Any:
 def _room(plan: Plan, looked: Array) -> Any:
     """What the loops work in, made for the first frame."""
     if plan.room is None:
-        plan.room = compiled_sparse().room_for(plan.counts, looked)
+        plan.room = compiled().room_for(plan.counts, looked)
     return plan.room
 
 

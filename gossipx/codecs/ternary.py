@@ -17,7 +17,7 @@ from gossipx.codecs import packing
 from gossipx.codecs.base import Codec
 from gossipx.codecs.frames import Array, Opened, numbers
 from gossipx.codecs.packing import as_bytes
-from gossipx.codecs.per_tensor import PerTensor, compiled, fitted, norm, scale_of, uniform
+from gossipx.codecs.per_tensor import PerTensor, fitted, norm, scale_of, uniform
 from gossipx.codecs.state import Plan, State
 from gossipx.errors import ProtocolError, UsageError
 
@@ -224,3 +224,10 @@ class Stochastic3(PerTensor):
 def _check_sparsity(sparsity: float, error: type[Exception]) -> None:
     if not 1 <= sparsity < 2:
         raise error(f"sparsity is at least 1 and below 2, not {sparsity}")
+
+
+def compiled() -> Any:
+    """:mod:`gossipx.codecs.loops_ternary`; imported where it is needed, as numba takes a second and 100 MB."""
+    from gossipx.codecs import loops_ternary
+
+    return loops_ternary
