@@ -227,7 +227,8 @@ def _model_codec(
     warm_up(codec)
     seed = random.Random(f"codec {config.run.seed} {rank}").getrandbits(63)
     plain = norms(module)
-    models = ModelCodec(codec, arena, sync.references, plain, seed, mixing.parse(sync.mixing).public)
+    references = sync.references if hub is None else 0  # around a hub no two peers exchange theirs
+    models = ModelCodec(codec, arena, references, plain, seed, mixing.parse(sync.mixing).public)
     if hub is None:
         return Coded(models)
     return Coded(models, ElasticCodec(codec, arena, hub.rank == rank, bool(sync.references), plain, seed))

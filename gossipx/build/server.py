@@ -214,7 +214,7 @@ def _coding(
         ("--push-codec", push, storages.raw_pushes),
         ("--pull-codec", pull, storages.raw_pulls),
     ):
-        if not isinstance(codec, codecs.NoCodec) and not is_raw:
+        if codec != codecs.NoCodec() and not is_raw:
             raise UsageError(f"{option} and parts of one's own that encode, too: leave one out: {storages.describe()}")
     for codec in (push, pull):
         warm_up(codec)

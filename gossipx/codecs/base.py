@@ -100,6 +100,14 @@ class Codec(abc.ABC):
         """Bytes of the longest frame, for ``out``."""
         return self._planned(state).most
 
+    def longest(self, tensors: Tensors) -> int:
+        """Bytes of the longest frame of such tensors that another may send, who tells shapes in its own way.
+
+        What is squeezed may be a little longer than it was.
+        """
+        most = self._planned(State(tensors)).most
+        return most + most // 64 + 1024
+
     def in_feedback(self) -> Codec:
         """The same for what is left out of one frame to be in the next."""
         return dataclasses.replace(self, feedback=True)
@@ -116,7 +124,8 @@ class Codec(abc.ABC):
                 long as that of the tensors, on their device.
 
         Raises:
-            UsageError: the tensor is not what the state is for, or ``out`` or ``left`` are not as they are to be.
+            UsageError: the tensor is not what the state is for, another codec has begun that, or ``out`` or ``left``
+                are not as they are to be.
         """
         plan = self._planned(state)
         vector = _vector(tensor, state.tensors)
@@ -167,7 +176,9 @@ class Codec(abc.ABC):
             begin = head(self.number, tensors, held.plain, most, self.squeezed)
             total = len(begin) + len(longest) * width(most) + sum(longest) + held.of_plain
             starts = np.array(tensors.starts, np.int64)[held.encoded]
-            state.plan = Plan(held, bytes(begin), total, width(most), starts, held.counts, shapes)
+            state.plan = Plan(self, held, bytes(begin), total, width(most), starts, held.counts, shapes)
+        elif state.plan.codec is not self and state.plan.codec != self:
+            raise UsageError(f"a state that {state.plan.codec} has begun was given to {self}")
         return state.plan
 
     def _plain(self, tensors: Tensors) -> tuple[bool, ...]:

@@ -46,10 +46,12 @@ class Base:
 
     Attributes:
         values: flat.
+        frames: made on the way here and from here: what codecs do by turns is each taker's turn.
         change: the last that was made from here.
     """
 
     values: Tensor
+    frames: int = 0
     change: Frame | None = None
 
 
@@ -72,6 +74,7 @@ class Changes:
         self._codec = codec.in_feedback()
         self._most = most
         self.begun: int = FULL
+        self._seed = seed
         self._state = self._codec.init(tensors, seed)
         self._room = np.empty(self._codec.most(self._state), np.uint8)
         self._bases: dict[int, Base] = {}  # by their checksums
@@ -106,14 +109,16 @@ class Changes:
             return None
         change = known.change
         if change is None or change.version != version:
+            self._state.seed, self._state.frames = self._seed ^ base, known.frames
             frame, self._state = self._codec.encode(values - known.values, self._state, self._room)
+            known.frames = self._state.frames
             kept = memoryview(bytes(frame))  # of room for the longest frame, which most are far from
             moved = self._moved(known, kept)
             change = known.change = Frame(version, Source(kept), checksum(moved))
             if change.check not in self._bases:  # it is what it is from where nothing was sent
-                self._bases[change.check] = Base(moved)
+                self._bases[change.check] = Base(moved, known.frames)
         elif change.check not in self._bases:  # nobody has had it meanwhile
-            self._bases[change.check] = Base(self._moved(known, change.source.view))
+            self._bases[change.check] = Base(self._moved(known, change.source.view), known.frames)
         self._hold(taker, {base, change.check})
         return change
 

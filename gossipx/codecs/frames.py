@@ -275,6 +275,7 @@ def open_frame(frame: Buffer, limit: int = LIMIT, check: Callable[[Tensors], Non
     if held.tensors.nbytes > limit:
         raise ProtocolError(f"a codec's frame decodes to {held.tensors.nbytes} bytes, at most {limit} are expected")
     check(held.tensors)
+    data.flags.writeable = False  # whatever it lies in: loops are compiled for this kind of array alone
     body = data[HEAD + size :]
     if squeezed is not None:
         body = _unsqueezed(body, SQUEEZERS[flags >> 5 & 3], squeezed, held.tensors)
@@ -342,7 +343,7 @@ def _unsqueezed(body: Array, by: str, size: int, tensors: Tensors) -> Array:
                 raise ProtocolError(f"a codec's frame was squeezed from {told} bytes and tells {size}")
             plain = package.ZstdDecompressor().decompress(body, max_output_size=size, allow_extra_data=False)
             whole = True
-    except (zlib.error, MemoryError) as error:
+    except (zlib.error, MemoryError, UsageError) as error:
         raise ProtocolError(f"a codec's frame cannot be unsqueezed: {error}") from error
     except Exception as error:
         if type(error).__name__ != "ZstdError":

@@ -17,6 +17,7 @@ class Plan:
     """What is the same for all frames of a state, found out once.
 
     Attributes:
+        codec: that makes them.
         held: what they hold.
         head: how they begin.
         most: bytes of the longest.
@@ -25,6 +26,7 @@ class Plan:
         room: what compiled loops work in, of codecs that need any.
     """
 
+    codec: Any
     held: Held
     head: bytes
     most: int

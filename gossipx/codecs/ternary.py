@@ -57,7 +57,7 @@ def decompress(scale: float, data: bytes, n: int) -> Tensor:
     Raises:
         ProtocolError: the bytes are not those of ``n`` trits.
     """
-    codes = np.frombuffer(data, np.uint8)
+    codes = np.frombuffer(bytes(data), np.uint8)
     # A byte stands for 70 trits at most: more would be allocated for nothing.
     if n < 0 or n > 70 * len(codes) or not compiled().ternary_fits(codes, 0, len(codes), n):
         raise ProtocolError(f"{len(codes)} bytes are not {n} trits")

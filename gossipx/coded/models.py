@@ -27,6 +27,7 @@ from gossipx.codecs import Codec, decode_into
 from gossipx.codecs.changes import ALONE, FULL, checksum
 from gossipx.coded.sections import Sections, as_bytes
 from gossipx.coded.taking import Taking
+from gossipx.errors import ProtocolError
 from gossipx.incoming import Incoming
 from gossipx.memory import Source
 from gossipx.messages import ModelReply, PullRequest, Request, TakeRequest
@@ -177,7 +178,8 @@ class ModelCodec:
             if base == FULL:  # a model that came as it is does not lag, and one's own does not, either
                 made.append(values.clone())
                 continue
-            assert held is not None  # else it had not been decoded
+            if held is None:
+                raise ProtocolError("a model came by itself, where a change was asked for")
             moved = held.public[number].clone()
             frame, self._states[number] = self._sections.codec.encode(values - moved, self._states[number])
             decode_into(frame, moved, add=True, tensors=self._sections.tensors[number])

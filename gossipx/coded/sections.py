@@ -15,9 +15,6 @@ from gossipx.codecs.changes import ALONE, FULL, Changes, checksum
 from gossipx.errors import ProtocolError
 from gossipx.layout import Section, Slot
 
-HEADS = 1024
-"""Bytes that a change may be longer than its codec says: shapes of tensors, as another tells them."""
-
 
 class Sections:
     """The sections of a peer's model.
@@ -36,7 +33,7 @@ class Sections:
         self.tensors = [_tensors(section, arena.slots, norms) for section in arena.sections]
         self.codec = codec.in_feedback()
         self._arena = arena
-        self._most = [self.codec.most(state) + HEADS for state in self.states(0)]
+        self._most = [self.codec.longest(tensors) for tensors in self.tensors]
 
     def states(self, seed: int) -> list[State]:
         """Of the codec, for each section one."""

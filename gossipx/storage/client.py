@@ -18,7 +18,7 @@ from gossipx.memory import Memory, Source
 from gossipx.messages import MEASURED, Parts, TablesRequest
 from gossipx.server.buckets import Bucket
 from gossipx.server.placement import Partition
-from gossipx.storage.coding import Coding, Pushing, Spread
+from gossipx.storage.coding import Coding, Pushing, Spread, tell_lost
 from gossipx.storage.parts import (
     ApplyBuffer,
     ClientTable,
@@ -111,7 +111,7 @@ class Client:
             made.pushing = Pushing(self._coding, partitions, rooms[0], self._seed(place))
         if self._coding.pull is not None:
             made.tensors = self._coding.tensors(partitions, dtype)
-            made.most = self._coding.most(self._coding.pull, made.tensors)
+            made.most = self._coding.pull.longest(made.tensors)
         return made
 
     def _seed(self, place: Where) -> int:
@@ -322,6 +322,8 @@ class Client:
             for room, kept in zip(self._rooms.values(), state["pushing"], strict=True):
                 if room.pushing is not None:
                     room.pushing.load_state_dict(kept)
+                else:
+                    tell_lost(kept, "none")
 
     def _parts(self) -> list[Replaceable]:
         tables = [part for one in self._tables for part in (one.table, one.table.gradient, one.table.worker)]

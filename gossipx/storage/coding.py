@@ -13,6 +13,7 @@ at first, or after another server has taken over, is given the values as they ar
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -62,11 +63,6 @@ class Coding:
         plain = tuple(one.table in self.norms for one in partitions)
         return Tensors(tuple(shapes), dtype, tuple(starts), plain)
 
-    def most(self, codec: Codec, tensors: Tensors) -> int:
-        """Bytes of a frame at most; a squeezed one may be larger than it was by little."""
-        most = codec.most(codec.init(tensors))
-        return most + most // 64 + 1024
-
 
 class Pushing:
     """A worker's side of one bucket's gradients.
@@ -98,7 +94,10 @@ class Pushing:
         """
         if self._coding.rescale:
             self._follow(settings)
-        frame, self.state = self._encoder.encode(self._values, self.state, self._frame)
+        if _is_finite(self._values):
+            frame, self.state = self._encoder.encode(self._values, self.state, self._frame)
+        else:  # servers leave out the whole bucket, and nothing of the error is to go with it
+            frame, _ = self._encoder.encode(self._values, self._encoder.init(self.state.tensors), self._frame)
         return frame
 
     def _follow(self, settings: Sequence[Mapping[str, float]]) -> None:
@@ -150,8 +149,8 @@ class Pushing:
         else:
             left, here = _left_out(kept), _left_out(own)
             pairs = [] if left is None or here is None else [(left, here)]
-            if left is not None and here is None:
-                log.warning("what %s has left out of gradients is lost: %s keeps nothing", state["codec"], self._name)
+            if here is None:
+                tell_lost(state, self._name)
         if any(theirs.shape != ours.shape for theirs, ours in pairs):
             raise UsageError("an error is of another bucket: leave --placement and --bucket as they were")
         for theirs, ours in pairs:
@@ -162,6 +161,16 @@ class Pushing:
     def _name(self) -> str:
         assert self._coding.push is not None
         return describe(self._coding.push)
+
+
+def tell_lost(state: dict[str, Any], name: str) -> None:
+    """Pushes go on without what :meth:`Pushing.state_dict` gave, as the codec ``name`` has no use for it."""
+    if _left_out(state["kept"]) is not None:
+        log.warning("what %s has left out of gradients is lost: %s keeps nothing", state["codec"], name)
+
+
+def _is_finite(values: Tensor) -> bool:
+    return not len(values) or all(math.isfinite(end) for end in values.aminmax())
 
 
 def _left_out(kept: Mapping[str, Tensor]) -> Tensor | None:
@@ -179,9 +188,11 @@ class Spread:
 
     vectors: dict[str, dict[int, list[tuple[Partition, Tensor]]]] = field(default_factory=dict)
     rates: dict[int, float] = field(default_factory=dict)
+    frames: int = 0  # that were made of a bucket
 
     def take(self, pushing: Pushing) -> None:
         """What one bucket has kept."""
+        self.frames = max(self.frames, pushing.state.frames)
         self.rates |= pushing.rates
         for name, pieces in pushing.kept().items():
             for partition, vector in pieces:
@@ -189,6 +200,7 @@ class Spread:
 
     def give(self, pushing: Pushing) -> None:
         """What another bucket is to keep."""
+        pushing.state.frames = self.frames
         pushing.rates = {one.table: self.rates[one.table] for one in pushing.partitions if one.table in self.rates}
         for name, pieces in pushing.kept().items():
             for wanted, vector in pieces:

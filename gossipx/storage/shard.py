@@ -84,7 +84,7 @@ class BucketTables:
         self.version = 0
         self.given: Given | None = None  # of the last version that was asked for
         self.tensors = coding.tensors(partitions, dtype)
-        self.most = 0 if coding.push is None else coding.most(coding.push, self.tensors)  # bytes of a push
+        self.most = 0 if coding.push is None else coding.push.longest(self.tensors)  # bytes of a push
         self.changes = None if coding.pull is None else Changes(coding.pull, self.tensors, coding.seed)
 
     def wide(self) -> Tensor:
@@ -214,7 +214,7 @@ class ShardStore:
         """
         bucket = self.buckets[request.bucket]
         if self._coding.push is not None:
-            decoded = torch.zeros_like(bucket.values)
+            decoded = torch.empty_like(bucket.values)
             decode_into(content, decoded, tensors=bucket.tensors)
             return decoded
         if self._storages.raw_pushes:

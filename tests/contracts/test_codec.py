@@ -273,6 +273,25 @@ def test_no_frame_is_longer_than_told(spec: str) -> None:
             assert bool((room[most:] == 170).all())
 
 
+@pytest.mark.parametrize("spec", ["onebit+zlib", "onebit+zstd", "int8+zlib"])
+def test_what_does_not_squeeze_is_within_the_longest_that_another_may_send(spec: str) -> None:
+    tensor = torch.rand(2**25, generator=torch.Generator().manual_seed(0)) - 0.5
+    codec = codecs.parse(spec)
+    frame, _ = codec.encode(tensor, state := codec.init(tensor))
+    assert len(frame) <= codec.longest(Tensors.of(tensor))
+    assert codec.most(state) < codec.longest(Tensors.of(tensor.view(2**20, 32)))
+
+
+def test_a_state_is_of_the_codec_that_began_it() -> None:
+    """Else a frame would be made in the room, and with the head, of another codec's."""
+    tensor = normal(1000)
+    state = codecs.parse("int8").init(tensor)
+    for spec in ("int8:block=64", "3lc", "int8+zlib"):
+        with pytest.raises(UsageError, match=r"a state that Int8.* has begun was given to"):
+            codecs.parse(spec).encode(tensor, state)
+    codecs.parse("int8").encode(tensor, state)
+
+
 @every
 def test_nothing_is_written_beyond_what_was_given(spec: str) -> None:
     """Compiled loops look at no end."""

@@ -113,7 +113,7 @@ def world(
     """A world in which ``size`` peers start at 0; ``slow`` gives seconds a step."""
     made = World(seed, network or Network(delay=0.01))
     for rank in set(range(size)) - set(absent):
-        made.start(rank, maker(rank, size, **{**options, "compute": (slow or {}).get(rank, 1.0)}))
+        made.start(rank, maker(rank, size, **{**options, "seed": seed, "compute": (slow or {}).get(rank, 1.0)}))
     return made
 
 

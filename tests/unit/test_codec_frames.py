@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import struct
+import subprocess
+import sys
 import tracemalloc
 import zlib
+from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,10 +18,11 @@ import xxhash
 from encoded import NEAR, SPECS, normal
 
 from gossipx import codecs
-from gossipx.codecs import Tensors, decode, decode_into, frames
+from gossipx.codecs import Tensors, decode, decode_into, frames, loops_levels, loops_sparse, loops_ternary
 from gossipx.errors import ProtocolError
 
 LIMIT = 2**20
+LOOPS = (loops_levels, loops_sparse, loops_ternary)
 OUT = torch.ones(200)
 EXPECTED = (None, Tensors(((30,), (40,)), torch.float32, (10, 50)))
 """Of a vector of that length: what fills it, and two tensors that lie in it; both are among those that are encoded."""
@@ -90,12 +96,19 @@ def mutated(frame: bytes, draws: np.random.Generator) -> bytes:
     return sealed(body)
 
 
-def fuzz(many: int, seed: int) -> int:
-    """How many of so many mutated frames of all codecs still decode."""
+SMALL = ((1,), (9,), (70,), (200,), (30, 40), (12, 0, 5))
+LONG = ((5121,), (20_000,), (6000, 9, 4100))
+"""Over the ends of what loops work on at a time."""
+
+
+def fuzz(many: int, seed: int, of: Sequence[tuple[int, ...]] = SMALL) -> int:
+    """How many of so many mutated frames of all codecs still decode.
+
+    Args:
+        of: the tensors that a frame holds.
+    """
     draws = np.random.default_rng(seed)
-    whole = [
-        a_frame(spec, *counts) for spec in SPECS + NEAR for counts in ((1,), (9,), (70,), (200,), (30, 40), (12, 0, 5))
-    ]
+    whole = [a_frame(spec, *counts) for spec in SPECS + NEAR for counts in of]
     return sum(survives(mutated(whole[int(draws.integers(len(whole)))], draws)) for _ in range(many))
 
 
@@ -117,6 +130,22 @@ def test_a_million_damaged_and_random_frames(seed: int) -> None:
             start = struct.pack("<2sBBBBII", b"gx", 1, int(draws.integers(20)), 0, int(draws.integers(32)), 0, 2)
             noise = sealed(start + noise)
         survives(noise)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_loops_stay_within_their_arrays(tmp_path: Path) -> None:
+    """Compiled to look at the end of each, which they do not otherwise."""
+    looked = {"NUMBA_BOUNDSCHECK": "1", "NUMBA_CACHE_DIR": str(tmp_path)}
+    run = [
+        sys.executable,
+        "-c",
+        "import test_codec_frames as here; print(here.fuzz(20_000, 0, here.LONG + here.SMALL))",
+    ]
+    path = os.pathsep.join(sys.path)
+    done = subprocess.run(run, env=os.environ | looked | {"PYTHONPATH": path}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 0
 
 
 def test_every_bit_is_covered_by_the_checksum() -> None:
@@ -216,6 +245,31 @@ def test_what_a_refused_frame_takes_is_bounded_by_what_was_expected(name: str) -
             tracemalloc.stop()
         assert peak < 9 * limit
         assert left < 2**20
+
+
+def test_a_frame_that_a_package_is_missing_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By whoever takes it in, as any other that it cannot read."""
+    frame = a_frame("3lc+zstd", 5000)
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    with pytest.raises(ProtocolError, match=r"cannot be unsqueezed: \+zstd needs the package zstandard"):
+        decode(frame)
+
+
+def compiled() -> int:
+    """How often loops have been, each for arguments of some kind."""
+    loops = [loop for module in LOOPS for loop in vars(module).values()]
+    return sum(len(loop.signatures) for loop in loops if hasattr(loop, "signatures"))
+
+
+@pytest.mark.parametrize("spec", ["3lc", "int8", "topk"])
+def test_loops_are_compiled_once_whatever_a_frame_lies_in(spec: str) -> None:
+    """What warms up decodes what it has encoded; what comes from others lies in memory of another kind."""
+    frame = a_frame(spec, 100)
+    decode(frame)
+    before = compiled()
+    for kind in (bytearray, memoryview, lambda data: np.frombuffer(bytearray(data), np.uint8)):
+        decode(kind(frame))
+    assert compiled() == before
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.int64])
