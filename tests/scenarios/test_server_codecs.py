@@ -11,6 +11,7 @@ from encoded import SPECS
 from torch import Tensor
 
 from gossipx import codecs
+from gossipx.codecs.changes import FULL, Changes, Frame
 from gossipx.errors import UsageError
 from gossipx.sim import Network, World
 
@@ -98,6 +99,47 @@ def test_a_servers_replica_takes_over_and_workers_are_given_whole_values() -> No
     assert torch.equal(left[0], left[1])
     assert bool(left.isfinite().all())
     assert served.clocks(made)[0] == served.ITERATIONS
+
+
+@pytest.mark.parametrize("pull", ["3lc:1.0", "localsteps:k=3"])
+@pytest.mark.parametrize("what", ["crash", "pause", "late"])
+def test_who_comes_or_returns_is_given_whole_values_first(
+    what: str, pull: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And begins with no error, or goes on with its own."""
+    asked: list[tuple[int, int, bool]] = []
+    frame = Changes.frame
+
+    def seen(self: Changes, taker: int, base: int, version: int, values: Tensor) -> Frame | None:
+        change = frame(self, taker, base, version, values)
+        asked.append((taker, base, change is None))
+        return change
+
+    monkeypatch.setattr(Changes, "frame", seen)
+    options = {"push_codec": "3lc:1.0", "pull_codec": pull, "servers": "0,1", "iterations": 40}
+    made = served.world(3, absent=[2] if what == "late" else [], **options)
+    if what == "late":
+        made.start(2, served.maker(2, 3, **options), at=25.0)
+    elif what == "pause":
+        made.pause(2, 5.2, 40.0)
+    else:
+        made.crash(2, 8.2)
+        made.restart(2, 20.0)
+    served.ended(made, 3000.0)
+    assert bool(held(made).isfinite().all())
+    assert torch.equal(models(made), models(made)[0].expand(3, -1))
+    bases = [base for taker, base, _ in asked if taker == 2]
+    assert 0 < bases.count(FULL) < len(bases) / 2
+    assert all(is_whole == (base == FULL) for _, base, is_whole in asked)  # a base that is named is known
+    frames = [room.pushing.state.frames for room in made.peers[2].tables.desk.client._rooms.values() if room.pushing]
+    assert all((10 < one < 39) if what != "pause" else one > 20 for one in frames)
+    assert all(left.isfinite().all() and left.any() for left in errors(made, 2))
+
+
+def errors(made: World, rank: int) -> list[Tensor]:
+    """Of a worker, by bucket."""
+    rooms = made.peers[rank].tables.desk.client._rooms.values()
+    return [room.pushing.state.kept["error"] for room in rooms if room.pushing is not None]
 
 
 @pytest.mark.parametrize(
