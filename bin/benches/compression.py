@@ -227,9 +227,9 @@ def links_table(plan: Plan, kept: Kept) -> Any:
         for rate, medians in seconds.items():
             faster = medians["none"] / medians[spec]
             cells += [f"{medians[spec]:.3f}", f"{faster:.2f}"]
-            goal = 15.0 if (name, rate) == ("3LC (s=1.75)", "10mbit") else None
-            one = figure(f"{rate}: seconds a step, {spec}", medians[spec], "s", reference=medians["none"])
-            figures.append({**one, "goal": goal, "met": None if goal is None else faster >= goal})
+            figures.append(figure(f"{rate}: seconds a step, {spec}", medians[spec], "s", reference=medians["none"]))
+            if (name, rate) == ("3LC (s=1.75)", "10mbit"):
+                figures.append(figure(f"{rate}: faster by {spec}", faster, "times", goal=15, met=faster >= 15))
         rows.append((name, *cells))
     heads = ("design", *(head for rate in _links.RATES for head in (f"{rate}, s a step", "times faster")))
     return f"{_links.TITLE}, medians of {plan.rounds}", heads, rows, figures
