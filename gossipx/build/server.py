@@ -239,7 +239,7 @@ def warm_up(codec: codecs.Codec) -> None:
         codecs.decode_into(frame, values, add=True, near=values)
     took = time.monotonic() - began
     if took > NOTICED:
-        log.info("%s was compiled in %.1f s; later runs on this machine have it", codecs.describe(codec), took)
+        log.warning("%s was compiled in %.1f s; later runs on this machine have it", codecs.describe(codec), took)
 
 
 def _alike(config: RunConfig, ranks: Sequence[int], own: Parts) -> dict[str, str]:
