@@ -25,6 +25,8 @@ from numba.extending import intrinsic, overload
 Array: TypeAlias = npt.NDArray[Any]
 
 ZERO, ONE = np.float32(0), np.float32(1)
+REGISTER = 64
+"""Bytes of a processor's widest register."""
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 
 loop = numba.njit(cache=True, nogil=True, error_model="numpy")
@@ -96,3 +98,33 @@ def _prefetch(context: Any, vector: Any, at: Any) -> Any:
 
 prefetch: Any = intrinsic(_prefetch)
 """Called with a vector and a place in it: has its cache line fetched, to be altered, and does not wait for it."""
+
+
+def _unlike(context: Any, vector: Any, at: Any, byte: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+        data = context.make_array(vector)(context, builder, given[0]).data
+        kind, place = ir.VectorType(ir.IntType(8), REGISTER), ir.IntType(32)
+        read = builder.load(builder.bitcast(builder.gep(data, [given[1]]), kind.as_pointer()), align=1)
+        one = builder.insert_element(ir.Constant(kind, ir.Undefined), given[2], place(0))
+        same = ir.Constant(ir.VectorType(place, REGISTER), [0] * REGISTER)
+        everywhere = builder.shuffle_vector(one, ir.Constant(kind, ir.Undefined), same)
+        return builder.bitcast(builder.icmp_unsigned("!=", read, everywhere), ir.IntType(REGISTER))
+
+    return types.uint64(vector, at, types.uint8), generate
+
+
+unlike: Any = intrinsic(_unlike)
+"""Called with a vector of bytes, a place in it and a byte: which of the 64 from there on are another, the first the
+lowest bit. All 64 have to be there.
+"""
+
+
+def _lowest(context: Any, bits: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+        return builder.cttz(given[0], ir.IntType(1)(1))
+
+    return types.int64(types.uint64), generate
+
+
+lowest: Any = intrinsic(_lowest)
+"""Called with 64 bits that are not all 0: the number of the lowest that is 1."""

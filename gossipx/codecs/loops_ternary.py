@@ -6,12 +6,24 @@ from typing import Any
 
 import numpy as np
 
-from gossipx.codecs.loops import ONE, ZERO, Array, loop, part_of, peak, prefetch, value_of, word_at
+from gossipx.codecs.loops import (
+    ONE,
+    REGISTER,
+    ZERO,
+    Array,
+    loop,
+    lowest,
+    part_of,
+    peak,
+    prefetch,
+    unlike,
+    value_of,
+    word_at,
+)
 from gossipx.codecs.packing import BLOCK, LONGEST, PLANE, ZEROS
 
 _DENSE = 0.4
 """Codes a packed byte above which all values are written, plane by plane, not those alone that are not zero."""
-_BYTES = 64  # of a processor's widest register
 _HALF, _THIRD = np.float32(0.5), np.float32(1 / 3)
 _RUN_CODES = np.array([0, ZEROS, *range(243, 256)], np.uint8)
 _TRITS = np.array([[code // 3**place % 3 - 1 if code < 243 else 0 for place in (4, 3, 2, 1, 0)] for code in range(256)])
@@ -38,8 +50,8 @@ def _quantize(x: Array | None, left: Array | None, scale: Any, half: Any, trits:
 @loop
 def _pack(trits: Array, plane: int, packed: Array) -> None:
     """Five trits a byte, one of each plane: in whole registers, beyond the plane's end if need be."""
-    for first in range(0, plane, _BYTES):
-        for at in range(first, first + _BYTES):
+    for first in range(0, plane, REGISTER):
+        for at in range(first, first + REGISTER):
             five = np.int64(trits[np.uintp(at)])
             for number in range(1, 5):
                 five = five * 3 + trits[np.uintp(at + number * plane)]
@@ -47,29 +59,23 @@ def _pack(trits: Array, plane: int, packed: Array) -> None:
 
 
 @loop
-def _append(packed: Array, size: int, places: Array, out: Array, end: int, zeros: int) -> tuple[int, int]:
+def _append(packed: Array, size: int, out: Array, end: int, zeros: int) -> tuple[int, int]:
     """Zero-run encode ``size`` bytes; returns the new end of ``out`` and the zero bytes that wait for the next ones.
 
-    Where the others stand is listed first, which takes no branch that a processor would guess wrongly.
+    One register tells of its bytes which are not zero: a branch for each would often be guessed wrongly.
     """
-    none = np.uint64(0x7979797979797979)
-    listed = 0
-    words = packed[: size // 8 * 8].view(np.uint64)
-    for word in range(len(words)):
-        if words[np.uintp(word)] != none:
-            for at in range(word * 8, word * 8 + 8):
-                places[np.uintp(listed)] = at
-                listed += int(packed[np.uintp(at)] != ZEROS)
-    for at in range(len(words) * 8, size):
-        places[np.uintp(listed)] = at
-        listed += int(packed[np.uintp(at)] != ZEROS)
     done = -zeros
-    for number in range(listed):
-        place = places[np.uintp(number)]
-        end = _run(place - done, out, end)
-        out[np.uintp(end)] = packed[np.uintp(place)]
-        end += 1
-        done = place + 1
+    for first in range(0, size, REGISTER):
+        filled = unlike(packed, np.uintp(first), np.uint8(ZEROS))
+        if size - first < REGISTER:
+            filled &= (np.uint64(1) << np.uint64(size - first)) - np.uint64(1)
+        while filled:
+            place = first + lowest(filled)
+            end = _run(place - done, out, end)
+            out[np.uintp(end)] = packed[np.uintp(place)]
+            end += 1
+            done = place + 1
+            filled &= filled - np.uint64(1)
     return end, size - done
 
 
@@ -94,11 +100,9 @@ def ternary(x: Array | None, left: Array | None, start: int, count: int, scale: 
 
 
 @loop
-def _room() -> tuple[Array, Array, Array]:
-    """For a block's trits, its bytes, and where those stand that are not zero; small tensors have no time to ask for it
-    each.
-    """
-    return np.empty(BLOCK + _BYTES, np.int8), np.empty(PLANE, np.uint8), np.empty(PLANE + 8, np.int64)
+def _room() -> tuple[Array, Array]:
+    """For a block's trits and its bytes; small tensors have no time to ask for it each."""
+    return np.empty(BLOCK + REGISTER, np.int8), np.empty(PLANE, np.uint8)
 
 
 @loop
@@ -108,7 +112,7 @@ def _ternary(
     half = scale * _HALF
     if half + half != scale:  # the smallest numbers of all have no half: x > m/2 means above the one below
         half = np.int32(np.float32(scale).view(np.int32) >> 1).view(np.float32)
-    trits, packed, places = room
+    trits, packed = room
     zeros = 0
     for begin in range(start, start + count, BLOCK):
         stop = min(begin + BLOCK, start + count)
@@ -117,7 +121,7 @@ def _ternary(
         _quantize(part_of(x, begin, stop), part_of(left, begin, stop), scale, half, trits[:size])
         trits[size : 5 * plane] = 0
         _pack(trits, plane, packed)
-        end, zeros = _append(packed, plane, places, out, end, zeros)
+        end, zeros = _append(packed, plane, out, end, zeros)
     return _run(zeros, out, end)
 
 
