@@ -9,19 +9,36 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gossipx import parts, policies
+    from gossipx import codecs, parts, policies
     from gossipx.comm import CommManager
     from gossipx.drive.peer import Peer
+    from gossipx.launch.attach import attach
     from gossipx.launch.join import join
     from gossipx.launch.modular import initialize
+    from gossipx.solver.solver import Solver, get_solver
     from gossipx.sync import SyncManager
 
-__all__ = ["CommManager", "Peer", "SyncManager", "initialize", "join", "parts", "policies"]
+__all__ = [
+    "CommManager",
+    "Peer",
+    "Solver",
+    "SyncManager",
+    "attach",
+    "codecs",
+    "get_solver",
+    "initialize",
+    "join",
+    "parts",
+    "policies",
+]
 
 _HOMES = {
     "CommManager": "gossipx.comm",
     "Peer": "gossipx.drive.peer",
+    "Solver": "gossipx.solver.solver",
     "SyncManager": "gossipx.sync",
+    "attach": "gossipx.launch.attach",
+    "get_solver": "gossipx.solver.solver",
     "initialize": "gossipx.launch.modular",
     "join": "gossipx.launch.join",
 }
@@ -30,6 +47,6 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
-    if name in ("parts", "policies"):
+    if name in ("codecs", "parts", "policies"):
         return importlib.import_module(f"gossipx.{name}")
     raise AttributeError(f"module 'gossipx' has no attribute '{name}'")

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gossipx import kernels, masters, passes
+from gossipx import kernels, layout, masters, passes
 from gossipx.buffers import HostBuffer
 from gossipx.errors import UsageError
 from gossipx.layout import Section, has_masters, lay_out, lengths, plain_name, slots_of
@@ -44,6 +44,7 @@ class ParameterArena:
         manifest: one line a tensor; two peers may exchange models if these are equal.
         digest: SHA-256 of the manifest, hexadecimal.
         step: iterations done.
+        mixes: how often another's model has entered: the weights are not what the last step left.
         slots: where each tensor lies.
         pool: memory for models of this module.
         lock: the pool's, which guards who holds what; held while a boundary is written, and while a whole model is
@@ -59,12 +60,12 @@ class ParameterArena:
         slots = list(slots_of(module, mix_buffers))
         if not any(slot.kind == 0 for slot in slots):
             raise UsageError("the model has no parameter that is trained: nothing to exchange")
-        dtypes = sorted({slot.tensor.dtype for slot in slots}, key=str)
-        kinds = {dtype: [slot for slot in slots if slot.tensor.dtype == dtype] for dtype in dtypes}
+        kinds = layout.by_dtype(slots)
         self.manifest = tuple(slot.line(has_masters(kinds[slot.tensor.dtype])) for slot in slots)
         self.digest = hashlib.sha256("\n".join(self.manifest).encode()).hexdigest()
         self.step = 0
-        self.sections: list[Section] = [lay_out(kinds[dtype]) for dtype in dtypes]
+        self.mixes = 0
+        self.sections: list[Section] = [lay_out(kind) for kind in kinds.values()]
         self.slots = slots
         self._slots_at = {slot.tensor.data_ptr(): slot for slot in slots if slot.tensor.numel()}
         self._lanes = lanes or lanes_of(slots[0].tensor.device)
@@ -72,8 +73,8 @@ class ParameterArena:
         self.lock = self.pool.lock
         self._samples: list[kernels.Sampled] | None = None
         if sampled is not None:
-            rows = zip(self.sections, dtypes, strict=True)
-            self._samples = [passes.sampler(section, kinds[dtype], sampled) for section, dtype in rows]
+            rows = zip(self.sections, kinds.values(), strict=True)
+            self._samples = [passes.sampler(section, kind, sampled) for section, kind in rows]
         # What others are given is the model as of the last step boundary: the training thread changes weights, and
         # forward passes change buffers, at any time without asking anyone. An exact delta needs a copy of each boundary
         # anyway; it is written to memory that nobody holds, so that giving it away costs nothing more. Where none is
@@ -335,6 +336,7 @@ class ParameterArena:
         """
         changes = self.pool.upload(compared)
         self._follow()
+        self.mixes += 1
         with self._next_boundary() as (_, after):
             for section, change, new in zip(self.sections, changes, _or_none(after, changes), strict=True):
                 self._lanes.train(functools.partial(passes.commit, section, change, share, new))
@@ -375,6 +377,7 @@ class ParameterArena:
         """
         means = self.pool.upload(merged.buffer)
         self._follow()
+        self.mixes += 1
         with self._next_boundary() as (_, after):
             rows = zip(self.sections, means, captured.vectors, _or_none(after, means), strict=True)
             for row in rows:
@@ -400,6 +403,7 @@ class ParameterArena:
         for section, vector in rows:
             self._lanes.train(functools.partial(passes.adopt, section, vector))
         self._lanes.wait(self._lanes.mark())
+        self.mixes += 1
         self.set_boundary(step)
         return True
 
@@ -416,12 +420,7 @@ class ParameterArena:
 
     def detach(self) -> None:
         """Give every tensor storage of its own again, as it was before; the arena is not used any further."""
-        own: dict[tuple[int, torch.Size], Tensor] = {}  # by place: tied tensors stay tied
-        for tensor in (slot.tensor for slot in self.slots):
-            place = tensor.data_ptr(), tensor.shape
-            if place not in own:
-                own[place] = tensor.detach().clone(memory_format=torch.preserve_format)
-            tensor.data = own[place]
+        layout.detach(self.slots)
         self.pool.close()
 
 

@@ -63,6 +63,8 @@ def resolve(*layers: Mapping[str, Any]) -> RunConfig:
     given: dict[str, Any] = {}
     for layer in layers:
         given.update({name: value for name, value in layer.items() if value is not None})
+    if "solver" in given:
+        given = _with_solver(given)
     sections: dict[str, dict[str, Any]] = {}
     for name, value in given.items():
         if name not in KEYS:
@@ -71,6 +73,25 @@ def resolve(*layers: Mapping[str, Any]) -> RunConfig:
         sections.setdefault(key.table, {})[name] = _checked(key, value, key.option, (None, None))
     kinds = get_type_hints(RunConfig)
     return RunConfig(**{table: kinds[table](**values) for table, values in sections.items()})
+
+
+def _with_solver(given: dict[str, Any]) -> dict[str, Any]:
+    """What is given, and what a solver file says that is not.
+
+    Raises:
+        UsageError: the file is not there, or wrong.
+    """
+    from gossipx.solver.prototxt import read
+    from gossipx.tasks import solvers
+    from gossipx.tasks.presets import PRESETS
+
+    param = read(solvers.find(str(given["solver"])))
+    said: dict[str, Any] = {}
+    if param.net in PRESETS:
+        said["model"] = param.net
+    if param.max_iter > 0:
+        said["iterations"] = param.max_iter
+    return {**said, **given, "solver": solvers.told(str(given["solver"]))}
 
 
 def dump(config: RunConfig) -> str:

@@ -22,13 +22,16 @@ class UsageError(GossipxError):
         message: one line.
         file: where the mistake stands, if it stands in a file.
         line: its line number, from 1.
+        column: where in the line, from 1.
     """
 
     exit_code = 2
 
-    def __init__(self, message: str, file: Path | str | None = None, line: int | None = None):
-        place = "" if file is None else f"{file}: " if line is None else f"{file}:{line}: "
-        super().__init__(place + message)
+    def __init__(
+        self, message: str, file: Path | str | None = None, line: int | None = None, column: int | None = None
+    ):
+        place = ":".join(str(part) for part in (file, line, column) if part is not None)
+        super().__init__(f"{place}: {message}" if place else message)
 
 
 class NotEnoughPeersError(GossipxError):

@@ -143,8 +143,19 @@ def _tied(one: Tensor, other: Tensor) -> bool:
 
 def lay_out(slots: list[Slot]) -> Section:
     """Move the tensors of one dtype, ordered by kind, into one new vector."""
-    dtype, device = slots[0].tensor.dtype, slots[0].tensor.device
-    step = ALIGNMENT // dtype.itemsize
+    places, trainable, mixed, end = _places(slots)
+    storage = torch.zeros(end, dtype=slots[0].tensor.dtype, device=slots[0].tensor.device)
+    with torch.no_grad():
+        for slot, place in zip(slots, places, strict=True):
+            view = storage.as_strided(slot.tensor.shape, slot.tensor.stride(), place)
+            view.copy_(slot.tensor)
+            slot.tensor.data = view
+    return Section(storage, storage.float() if has_masters(slots) else storage, trainable, mixed)
+
+
+def _places(slots: list[Slot]) -> tuple[list[int], int, int, int]:
+    """Where the tensors of one dtype, ordered by kind, begin, and where what is trained, what is mixed and all end."""
+    step = ALIGNMENT // slots[0].tensor.dtype.itemsize
     offsets: dict[int, int] = {}  # of tensors laid out so far, by their address: tied ones get one place
     ends = [0, 0, 0, 0]
     end = 0
@@ -153,15 +164,41 @@ def lay_out(slots: list[Slot]) -> Section:
             offsets[slot.tensor.data_ptr()] = end
             end += -(-slot.tensor.numel() // step) * step
         ends[slot.kind] = end
-    storage = torch.zeros(end, dtype=dtype, device=device)
-    trainable, mixed = ends[0], max(ends[0], ends[1])
-    with torch.no_grad():
-        places = [offsets[slot.tensor.data_ptr()] for slot in slots]
-        for slot, place in zip(slots, places, strict=True):
-            view = storage.as_strided(slot.tensor.shape, slot.tensor.stride(), place)
-            view.copy_(slot.tensor)
-            slot.tensor.data = view
-    return Section(storage, storage.float() if has_masters(slots) else storage, trainable, mixed)
+    return [offsets[slot.tensor.data_ptr()] for slot in slots], ends[0], max(ends[0], ends[1]), end
+
+
+def nbytes(module: nn.Module, mix_buffers: bool) -> tuple[int, int]:
+    """Bytes of a module's model on the wire, as a retrieval exchanges it and whole; nothing is laid out.
+
+    Raises:
+        UsageError: as :func:`slots_of`.
+    """
+    by_dtype: dict[torch.dtype, list[Slot]] = {}
+    for slot in slots_of(module, mix_buffers):
+        by_dtype.setdefault(slot.tensor.dtype, []).append(slot)
+    exchanged = whole = 0
+    for dtype, slots in by_dtype.items():
+        size = torch.float32.itemsize if has_masters(slots) else dtype.itemsize
+        _, _, mixed, end = _places(slots)
+        exchanged, whole = exchanged + size * mixed, whole + size * end
+    return exchanged, whole
+
+
+def by_dtype(slots: Iterable[Slot]) -> dict[torch.dtype, list[Slot]]:
+    """Slots by dtype, in an order that is the same for every process that lays out this module."""
+    found = list(slots)
+    dtypes = sorted({slot.tensor.dtype for slot in found}, key=str)
+    return {dtype: [slot for slot in found if slot.tensor.dtype == dtype] for dtype in dtypes}
+
+
+def detach(slots: Iterable[Slot]) -> None:
+    """Give every tensor storage of its own again, as it was before :func:`lay_out`."""
+    own: dict[tuple[int, torch.Size], Tensor] = {}  # by place: tied tensors stay tied
+    for tensor in (slot.tensor for slot in slots):
+        place = tensor.data_ptr(), tensor.shape
+        if place not in own:
+            own[place] = tensor.detach().clone(memory_format=torch.preserve_format)
+        tensor.data = own[place]
 
 
 def named(slots: Iterable[Slot], sections: Iterable[Section], vectors: Iterable[Tensor]) -> dict[str, Tensor]:

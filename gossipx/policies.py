@@ -47,7 +47,7 @@ class Observation:
 
     @property
     def difference(self) -> float:
-        """The difference of delta, |Δ_t − Δ_r| (Adaptive Communication, section V-B)."""
+        """The difference of delta, ``|Δ_t − Δ_r|`` (Adaptive Communication, section V-B)."""
         return abs(self.delta - self.delta_at_retrieval)
 
 
@@ -58,7 +58,7 @@ class Policy(abc.ABC):
     Attributes:
         warmup: no pull in this many first iterations; 0: none.
         max_silence: pull at the latest after this many iterations without a retrieval; 0: no such limit.
-        uses_drift: whether :attr:`Observation.drift` is to be measured (one more pass over the model a step, and one
+        uses_drift: whether ``Observation.drift`` is to be measured (one more pass over the model a step, and one
             more copy of it).
     """
 
@@ -127,7 +127,7 @@ class Random(Policy):
 @final
 @dataclass(frozen=True)
 class Adaptive(Policy):
-    """Pull when the difference of delta exceeds a threshold: |Δ_t − Δ_r| > threshold (section V-B).
+    """Pull when the difference of delta exceeds a threshold: ``|Δ_t − Δ_r| > threshold`` (section V-B).
 
     Attributes:
         threshold: in the units of the weights; the paper's are 0.025, 0.02 and 0.01 (section VI).

@@ -114,18 +114,26 @@ def _model(name: str) -> None:
     known_word("model", name, PRESETS)
 
 
+def _solver(given: str) -> None:
+    from gossipx.tasks import solvers
+
+    solvers.find(given)
+
+
 @dataclass(frozen=True)
 class RunSettings:
     """The run as a whole; the TOML table ``[run]``."""
 
-    peers: str | None = setting(None, "The hosts file, a line a host. Needed here or in the --config file.")
+    peers: str | None = setting(
+        None, "The hosts file, a line a host. Needed here or in the --config file, but under torchrun, srun and mpirun."
+    )
     name: str | None = setting(
         None, "Name of the run, its directory under logdir. Default: the policy's, with a number."
     )
     logdir: str = setting("runs", "Directory of runs; point TensorBoard at it.")
     overwrite: bool = setting(False, "Replace a run of the same name.")
     seed: int = setting(0, "Seed of everything random: data split, batches, weights, draws.", 0, 2**32 - 1)
-    iterations: int = setting(3000, "Iterations a peer.", 1, MOST_ITERATIONS)
+    iterations: int = setting(3000, "Iterations a peer; with --solver its max_iter.", 1, MOST_ITERATIONS)
     threads: int = setting(1, "Computing threads a peer; with one a core, peers on one machine do not fight.", 1, 1024)
     device: str = setting("cpu", "Device to train on; a device= in the hosts file comes first.")
     log_interval: int = setting(10, "Iterations between two records of loss and delta.", 1, MOST_ITERATIONS)
@@ -148,6 +156,11 @@ class TaskSettings:
     task: str = setting("fashion-mnist", "Data set: fashion-mnist, mnist or cifar10.", check=_task)
     data_dir: str | None = setting(None, "Directory with the full data set's files; fashion-mnist needs none.")
     model: str = setting("lenet", "lenet, convnet, resnet20, resnet56, resnet110, alexnet or googlenet.", check=_model)
+    solver: str | None = setting(
+        None,
+        "Train by a Caffe solver file, solver.prototxt, or by one that is here: alexnet, convnet, googlenet.",
+        check=_solver,
+    )
     batch_size: int | None = setting(None, "Images a batch and peer.", 1, 60_000)
     base_lr: float | None = setting(None, "Learning rate at the start.", 0, LARGEST_FACTOR)
     gamma: float | None = setting(None, "Factor of the learning rate at each step of lr_steps.", 0, LARGEST_FACTOR)
@@ -295,7 +308,9 @@ class ExchangeSettings:
     """How peers reach each other; the TOML table ``[exchange]``."""
 
     bind: str = setting("127.0.0.1", "Address to listen on; anything but loopback needs a secret or TLS.")
-    advertise: str | None = setting(None, "This machine's host in the hosts file, where it cannot be told by itself.")
+    advertise: str | None = setting(
+        None, "This machine's host in the hosts file, where it cannot be told by itself; or what others reach it by."
+    )
     secret_file: str | None = setting(
         None, "File of 16 bytes or more that all peers share and nobody else can read. Or GOSSIPX_SECRET has them."
     )
@@ -321,6 +336,12 @@ class ExchangeSettings:
         1,
     )
     peer_timeout: float = setting(30.0, "Seconds after which another peer is no longer waited for.", 0.1, 86_400)
+    rendezvous_timeout: float = setting(
+        300.0,
+        "Seconds in which the processes that torchrun, srun or mpirun start have to meet: hosts start unevenly.",
+        0.1,
+        86_400,
+    )
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ class SyncManager:
 
     Args:
         policy: see :mod:`gossipx.policies`.
-        seed: of the coin that :attr:`Observation.uniform` shows.
+        seed: of the coin that ``Observation.uniform`` shows.
 
     Attributes:
         retrievals: models of others that were mixed; those that others pushed, too.
@@ -60,7 +60,7 @@ class SyncManager:
 
     @property
     def difference(self) -> float:
-        """|Δ_t − Δ_r| after the last step."""
+        """``|Δ_t − Δ_r|`` after the last step."""
         return abs(self._delta - self._since.delta)
 
     def step(self, step: int, delta: float, drift: float | None = None) -> bool:

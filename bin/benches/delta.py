@@ -12,7 +12,6 @@ import argparse
 import json
 import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +20,8 @@ from typing import Any
 import torch
 from _report import figure, report
 from _runs import free_port
-from torch import nn
+from _trained import Trained, timed
 
-import gossipx
 from gossipx import kernels
 from gossipx.arena import ParameterArena
 from gossipx.layout import lay_out, slots_of
@@ -65,23 +63,6 @@ CASES = (
     Case("resnet110", 128, 60, 6, (0.001, 0.001)),
     Case("alexnet", 32, 9, 6, (0.04, 0.01)),
 )
-
-
-class Trained:
-    """A model in training."""
-
-    def __init__(self, case: Case):
-        facts = MODELS[case.model].facts
-        torch.manual_seed(0)
-        self.module = build_model(case.model, classes=facts.classes, channels=facts.channels, pixels=facts.pixels)
-        self.optimizer = torch.optim.SGD(self.module.parameters(), lr=1e-4, momentum=0.9)
-        self.images = torch.randn(case.batch, facts.channels, facts.pixels, facts.pixels)
-        self.labels = torch.randint(0, facts.classes, (case.batch,))
-
-    def step(self) -> None:
-        self.optimizer.zero_grad()
-        nn.functional.cross_entropy(self.module(self.images), self.labels).backward()
-        self.optimizer.step()
 
 
 class Laid:
@@ -155,12 +136,6 @@ def _fused() -> Callable[[Any, Any], float] | None:
     return fused
 
 
-def _timed(work: Callable[[], object]) -> float:
-    begin = time.perf_counter()
-    work()
-    return time.perf_counter() - begin
-
-
 @torch.no_grad()
 def _side_by_side(laid: Laid, rounds: int) -> dict[str, list[float]]:
     """Seconds of each pass in each round; what a pass needs is as warm as its last call, just before, left it."""
@@ -169,7 +144,7 @@ def _side_by_side(laid: Laid, rounds: int) -> dict[str, list[float]]:
     for _ in range(rounds):
         for name, run in passes.items():
             run()
-            seconds[name].append(_timed(run))
+            seconds[name].append(timed(run).wall)
     return seconds
 
 
@@ -186,7 +161,7 @@ def _in_training(case: Case, steps: int) -> tuple[float, dict[str, float]]:
 
 def _pass_alone(case: Case, sampled: bool, steps: int, whole: list[float]) -> float:
     """Seconds of what the arena does after a step, nobody asking it for a model; those of each step go to ``whole``."""
-    trained = Trained(case)
+    trained = Trained(case.model, case.batch)
     arena = ParameterArena(trained.module, sampled=0 if sampled else None)
 
     def measured() -> None:
@@ -197,8 +172,8 @@ def _pass_alone(case: Case, sampled: bool, steps: int, whole: list[float]) -> fl
     measured()
     seconds = []
     for _ in range(steps):
-        whole.append(_timed(trained.step))
-        seconds.append(_timed(measured))
+        whole.append(timed(trained.step).wall)
+        seconds.append(timed(measured).wall)
     return statistics.median(seconds)
 
 
@@ -207,36 +182,19 @@ def _whole_step(case: Case, delta: str, steps: int, whole: list[float]) -> float
 
     Without what comes every 50th step: a look at where the parameters lie.
     """
-    trained = Trained(case)
-    marks: list[float] = []
-
-    def mark(*given: Any) -> None:
-        marks.append(time.perf_counter())
-
+    trained = Trained(case.model, case.batch)
     with tempfile.TemporaryDirectory() as scratch:
         hosts = Path(scratch) / "hosts.txt"
         hosts.write_text(f"127.0.0.1:{free_port(1)}\n")
-        trained.optimizer.register_step_post_hook(mark)  # hooks come in turn: one before the peer's, one after
-        peer = gossipx.join(
-            trained.module,
-            trained.optimizer,
-            peers=hosts,
-            policy=SAYS_NO,
-            delta=delta,
-            log_interval=RECORDED,
-            logdir=scratch,
-        )
-        trained.optimizer.register_step_post_hook(mark)
+        peer = trained.join(hosts, policy=SAYS_NO, delta=delta, log_interval=RECORDED, logdir=scratch)
         for _ in range(RECORDED):
             trained.step()
-        marks.clear()
-        told = []
+        trained.in_peer.clear()
         for _ in range(steps):
-            took = _timed(trained.step)
-            begin, end = marks[-2:]
-            told.append(end - begin)
-            whole.append(took - told[-1])
+            took = timed(trained.step).wall
+            whole.append(took - trained.in_peer[-1].wall)
         peer.close()
+    told = [span.wall for span in trained.in_peer]
     plain, recorded = (statistics.median(told[place::RECORDED]) for place in (0, RECORDED - 1))
     return plain + (recorded - plain) / IN_A_RUN
 

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 
 from gossipx import codecs, mixing, policies
 from gossipx.build.graph import schedule
 from gossipx.errors import UsageError
 from gossipx.settings import ExchangeSettings, RunConfig, SyncSettings
+from gossipx.solver import checks, prototxt
+from gossipx.tasks import solvers
 from gossipx.tasks.presets import PRESETS
+
+log = logging.getLogger("gossipx")
+
+SAID_ELSEWHERE = {
+    "solver_mode": "--device and the hosts file say where peers train",
+    "device_id": "--device and the hosts file say where peers train",
+    "random_seed": "--seed is of all that is random",
+}
+"""Fields of a solver file that options of the run stand for."""
 
 
 def effective(config: RunConfig, size: int, has_script: bool) -> RunConfig:
@@ -23,6 +35,8 @@ def effective(config: RunConfig, size: int, has_script: bool) -> RunConfig:
     """
     if not has_script:
         config = _with_preset(config)
+        if config.task.solver is not None:
+            _check_solver(config.task.solver)
     steps = config.task.lr_steps or ()
     if list(steps) != sorted(steps):
         raise UsageError(f"--lr-steps do not ascend: {', '.join(map(str, steps))}")
@@ -32,10 +46,28 @@ def effective(config: RunConfig, size: int, has_script: bool) -> RunConfig:
     return config
 
 
+def _check_solver(given: str) -> None:
+    """Refuse a solver file that the built-in task cannot be trained by; warn of what it says to nobody."""
+    param = prototxt.read(solvers.find(given))
+    checks.check(param, min(len(param.test_iter), 1))
+    ignored = {**prototxt.WITHOUT_MEANING, **SAID_ELSEWHERE}
+    if param.net in PRESETS:
+        del ignored["net"]
+    for warning in param.warnings(ignored):
+        log.warning(warning)
+
+
 def _with_preset(config: RunConfig) -> RunConfig:
     task = config.task
     preset = PRESETS[task.model]
-    keys = ("batch_size", "base_lr", "gamma", "momentum", "weight_decay", "lr_steps")
+    keys = ["batch_size"]
+    said = ("base_lr", "gamma", "momentum", "weight_decay", "lr_steps")  # by a solver file, if there is one
+    if task.solver is None:
+        keys += said
+    for key in (*said, "nesterov") if task.solver is not None else ():
+        if getattr(task, key):
+            option = f"--{key.replace('_', '-')}"
+            raise UsageError(f"{option} is the solver file's to say: leave it out, or --solver {task.solver}")
     filled = {key: getattr(preset, key) for key in keys if getattr(task, key) is None}
     # A policy named without arguments gets the model's; one with arguments stands as it was given.
     policy = preset.policies.get(config.sync.policy, config.sync.policy)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from gossipx.errors import GossipxError
+from gossipx import stored
+from gossipx.errors import GossipxError, UsageError
 from gossipx.layout import plain_name
 
 MODEL_FILE = "model.safetensors"
@@ -33,49 +33,76 @@ def save(module: nn.Module, target: Path) -> GossipxError | None:
     Returns:
         An error to end with, if it cannot be written: a peer's figures are worth telling first.
     """
-    # The format takes tensors that share no memory, in the usual order of dimensions.
-    contiguous = torch.contiguous_format
-    state = {name: tensor.cpu().clone(memory_format=contiguous) for name, tensor in _tensors(module).items()}
-    unfinished = target.with_suffix(".tmp")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        save_file(state, unfinished)
-        unfinished.replace(target)
-    except (OSError, SafetensorError) as error:
-        return GossipxError(f"{target}: the model cannot be written ({error}); make room, or give --no-save-model")
+        stored.write(target, stored.tensors_of(module), "give --no-save-model")
+    except OSError as error:
+        return GossipxError(f"{target}: it cannot be written ({error}); make room, or give --no-save-model")
+    except GossipxError as error:
+        return error
     return None
 
 
 @contextlib.contextmanager
-def holding_average(module: nn.Module, files: Sequence[Path]) -> Iterator[bool]:
-    """For the moment, ``module`` holds the average of the models in ``files``.
+def holding_average(module: nn.Module, models: Sequence[Path]) -> Iterator[bool]:
+    """For the moment, ``module`` holds the average of the models in these files.
 
     A model that holds NaN or Inf is left out: a peer that diverged, without which the others have agreed. Gives whether
     any was left; if not, the module is as it was.
     """
     weights = {plain_name(name) for name, _ in module.named_parameters()}
-    mean: dict[str, Tensor] = {}
-    sound = 0
-    for model in map(load_file, files):
-        if all(bool(model[name].isfinite().all()) for name in weights):
-            sound += 1
-            for name, tensor in model.items():
-                mean[name] = mean[name] + tensor if sound > 1 else tensor
+    sound = [model for model in models if all(bool(one.isfinite().all()) for one in _read(model, weights))]
     if not sound:
         yield False
         return
-    tensors = _tensors(module)
+    tensors = stored.tensors_of(module)
     own = {name: tensor.clone() for name, tensor in tensors.items()}
     try:
-        for name, tensor in tensors.items():
-            tensor.copy_(mean[name] / sound)
+        for name, mean in average(sound):
+            tensors[name].copy_(mean)
         yield True
     finally:
         for name, tensor in tensors.items():
             tensor.copy_(own[name])
 
 
-def _tensors(module: nn.Module) -> dict[str, Tensor]:
-    """A module's tensors, by names that are the same for plain and for compiled peers."""
-    state = module.state_dict().items()
-    return {plain_name(name): tensor for name, tensor in state if isinstance(tensor, Tensor)}
+def average(models: Sequence[Path]) -> Iterator[tuple[str, Tensor]]:
+    """The average of models, one tensor after another; of a tensor that holds no floating-point numbers the first's.
+
+    Raises:
+        UsageError: one cannot be read, or has other tensors than the first.
+    """
+    with contextlib.ExitStack() as opened:
+        files = [opened.enter_context(_opened(model)) for model in models]
+        names = sorted(files[0].keys())
+        for model, file in zip(models, files, strict=True):
+            if sorted(file.keys()) != names:
+                raise UsageError(f"it is of another model than {models[0]}", model)
+        for name in names:
+            first = files[0].get_tensor(name)
+            if not first.is_floating_point():
+                yield name, first
+                continue
+            total = first.double()
+            for file in files[1:]:
+                total += file.get_tensor(name)
+            yield name, (total / len(files)).to(first.dtype)
+
+
+def is_sound(model: Path) -> bool:
+    """Whether a model holds no NaN."""
+    with _opened(model) as file:
+        return not any(bool(file.get_tensor(name).isnan().any()) for name in file.keys())  # noqa: SIM118
+
+
+def _read(model: Path, names: Iterable[str]) -> Iterator[Tensor]:
+    with _opened(model) as file:
+        for name in names:
+            yield file.get_tensor(name)
+
+
+def _opened(model: Path) -> Any:
+    try:
+        return safe_open(model, "pt")
+    except (OSError, SafetensorError) as error:
+        raise UsageError(f"the model cannot be read ({error})", model) from error

@@ -45,11 +45,17 @@ class PeerOptions:
         Raises:
             UsageError: it has no labels, and the split needs them.
         """
-        labels = getattr(dataset, "targets", getattr(dataset, "labels", None))
-        if labels is None and self.by_label:
-            raise UsageError(
-                "peer.shard deals by label under --partition dirichlet: the data set has no targets or labels"
-            )
-        length = len(dataset)  # type: ignore[arg-type]
-        given = np.zeros(length, dtype=np.int64) if labels is None else np.asarray(labels)
-        return [int(index) for index in self.split(given)[rank]]
+        return [int(index) for index in self.split(labels_of(dataset, self.by_label))[rank]]
+
+
+def labels_of(dataset: Dataset[Any], by_label: bool) -> np.ndarray[Any, Any]:
+    """The label of each sample, to deal a data set out by; zeros where it has none, and they do not matter.
+
+    Raises:
+        UsageError: it has none, and they matter.
+    """
+    labels = getattr(dataset, "targets", getattr(dataset, "labels", None))
+    if labels is None and by_label:
+        raise UsageError("shard deals by label under --partition dirichlet: the data set has no targets or labels")
+    length = len(dataset)  # type: ignore[arg-type]
+    return np.zeros(length, dtype=np.int64) if labels is None else np.asarray(labels)

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import Dataset, Subset
 
 from gossipx.actor import StepDone
+from gossipx.arena import ParameterArena
 from gossipx.comm import CommManager
 from gossipx.drive import process
 from gossipx.drive.backward import Backward, Bypass
@@ -73,6 +74,19 @@ class Peer:
     def iteration(self) -> int:
         """Iterations done."""
         return self._arena.step
+
+    @property
+    def mixes(self) -> int:
+        """How often another's model has entered this one; between two calls of :meth:`step` it stays the same.
+
+        With a parameter server tables come in instead.
+        """
+        return self._arena.mixes
+
+    @property
+    def arena(self) -> ParameterArena:
+        """The vectors in which the model lies, for who keeps copies of it in step; not to be written to."""
+        return self._arena
 
     @property
     def trains(self) -> bool:
@@ -228,9 +242,7 @@ class Peer:
     def _optimizer_stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self._bypass is not None:
             self._bypass.put_back()
-        # Fused optimizers are told of an overflow by GradScaler and skip the update themselves.
-        overflow = getattr(optimizer, "found_inf", None)
-        if overflow is None or not float(overflow):
+        if not overflowed(optimizer):
             self.step()
 
     # --- from join to finish ------------------------------------------------------------------------
@@ -284,3 +296,9 @@ class Peer:
             self.leave()
             if isinstance(error, SystemExit) and not error.code:
                 self._reporter.tell("left")
+
+
+def overflowed(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step was none: GradScaler tells fused optimizers of an overflow, and these skip the update."""
+    overflow = getattr(optimizer, "found_inf", None)
+    return overflow is not None and bool(float(overflow))

@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from gossipx import config
 from gossipx.drive.peer import Peer
+from gossipx.launch import solve
 from gossipx.launch.environment import ENV_CONFIG, ENV_DEVICE, ENV_RANK, progress
 from gossipx.launch.join import join
 from gossipx.settings import RunConfig
@@ -59,6 +60,13 @@ def train(run: RunConfig, rank: int) -> None:
     # Peers begin with one peer's weights; a seed of their own each matters with --init own alone.
     torch.manual_seed(run.run.seed * 1000 + rank)
     model = build_model(task.model, classes=spec.classes, channels=spec.channels, pixels=spec.pixels).to(device)
+
+    def evaluate(module: nn.Module) -> float:
+        return accuracy(module, test, device)
+
+    if task.solver is not None:
+        solve.train(run, Path(os.environ[ENV_CONFIG]).parent, rank, model, everything, test, evaluate)
+        return
     assert task.base_lr is not None and task.momentum is not None and task.weight_decay is not None
     optimizer = torch.optim.SGD(
         model.parameters(),
@@ -67,7 +75,7 @@ def train(run: RunConfig, rank: int) -> None:
         weight_decay=task.weight_decay,
         nesterov=task.nesterov,
     )
-    with join(model, optimizer, evaluate=lambda module: accuracy(module, test, device)) as peer:
+    with join(model, optimizer, evaluate=evaluate) as peer:
         parts = parse(task.partition).split(everything.labels.numpy(), peer.size, run.run.seed)
         loop(peer, model, optimizer, everything.take(parts[peer.rank]), test, run)
 

@@ -33,6 +33,7 @@ EVERY_KEY: dict[str, dict[str, Any]] = {
         "task": "mnist",
         "data_dir": "data",
         "model": "convnet",
+        "solver": "alexnet",
         "batch_size": 16,
         "base_lr": 0.5,
         "gamma": 0.25,
@@ -92,6 +93,7 @@ EVERY_KEY: dict[str, dict[str, Any]] = {
         "max_pushes": 3,
         "serve_share": 0.1,
         "peer_timeout": 1.5,
+        "rendezvous_timeout": 60.0,
     },
 }
 """Every setting with a value that is not its default, as TOML holds it."""
@@ -116,6 +118,7 @@ keep_checkpoints = 5
 task = "mnist"
 data_dir = "data"
 model = "convnet"
+solver = "alexnet"
 batch_size = 16
 base_lr = 0.5
 gamma = 0.25
@@ -181,6 +184,7 @@ max_served = 2
 max_pushes = 3
 serve_share = 0.1
 peer_timeout = 1.5
+rendezvous_timeout = 60.0
 """
 
 

@@ -163,11 +163,15 @@ def test_the_global_seed_fixes_the_initial_weights(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "pixels"), [("alexnet", 38), ("googlenet", 30), ("lenet", 15), ("convnet", 7)])
-def test_images_that_are_too_small_are_one_line_with_what_would_do(name: str, pixels: int) -> None:
-    with pytest.raises(UsageError, match=rf"model '{name}' needs images of at least {pixels + 1}×{pixels + 1} pixels"):
-        build_model(name, classes=10, channels=1, pixels=pixels)
-    with pytest.raises(UsageError, match="take convnet, lenet, resnet110"):
-        build_model("alexnet", classes=10, channels=1, pixels=28)
+def test_images_that_are_too_small_are_scaled_to_the_smallest_that_do(name: str, pixels: int) -> None:
+    torch.manual_seed(0)
+    model = build_model(name, classes=10, channels=1, pixels=pixels).eval()
+    torch.manual_seed(0)
+    larger = build_model(name, classes=10, channels=1, pixels=pixels + 1).eval()
+    images = torch.randn(2, 1, pixels, pixels)
+    scaled = nn.functional.interpolate(images, size=(pixels + 1, pixels + 1), mode="bilinear")
+    assert torch.equal(model(images), larger(scaled))
+    assert model.state_dict().keys() == larger.state_dict().keys()
 
 
 def test_an_unknown_model_is_told_with_the_near_one() -> None:

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
 
 from gossipx.errors import UsageError
 from gossipx.specs import known_word, suggest
@@ -78,18 +79,23 @@ UNTRAINED: dict[str, Model] = {
 def build_model(name: str, *, classes: int, channels: int, pixels: int) -> nn.Module:
     """A fresh model that maps images (N, ``channels``, ``pixels``, ``pixels``) to logits (N, ``classes``).
 
+    Images that are too small for it are scaled up to the smallest that it takes.
+
     Raises:
-        UsageError: an unknown name, or images that are too small for the model.
+        UsageError: an unknown name.
     """
     if name not in MODELS:
         raise UsageError(f"unknown model '{name}'{suggest(name, MODELS)}: one of {', '.join(sorted(MODELS))}")
     model = MODELS[name]
-    if pixels < model.facts.smallest:
-        raise UsageError(
-            f"model '{name}' needs images of at least {model.facts.smallest}×{model.facts.smallest} pixels, "
-            f"and these have {pixels}×{pixels}: take {', '.join(_that_take(pixels)) or 'larger ones'}"
-        )
-    return model.make(classes, channels, pixels)
+    smallest = model.facts.smallest
+    made = model.make(classes, channels, max(pixels, smallest))
+    if pixels < smallest:
+        made.register_forward_pre_hook(partial(_scale, smallest))  # its tensors' names stay as they are
+    return made
+
+
+def _scale(pixels: int, module: nn.Module, given: tuple[Tensor]) -> Tensor:
+    return functional.interpolate(given[0], size=(pixels, pixels), mode="bilinear")
 
 
 def published_sizes(name: str) -> list[tuple[str, int]]:
@@ -107,7 +113,3 @@ def published_sizes(name: str) -> list[tuple[str, int]]:
     with torch.device("meta"):
         model = known[name].make(facts.classes, facts.channels, facts.pixels)
     return [(of, parameter.numel()) for of, parameter in model.named_parameters()]
-
-
-def _that_take(pixels: int) -> list[str]:
-    return sorted(name for name, model in MODELS.items() if model.facts.smallest <= pixels)

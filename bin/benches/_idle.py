@@ -1,0 +1,47 @@
+"""Another peer, in a process of its own, that joins and does not train: it gives its model to whoever pulls it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from _far import SECONDS, end_with_parent
+from _trained import Trained
+
+
+class Idle:
+    """The other peer of two, while the block lasts; it joins in its own time.
+
+    Args:
+        model: one of MODELS.
+        settings: of the run.
+    """
+
+    def __init__(self, model: str, hosts: Path, settings: dict[str, Any]):
+        command = [sys.executable, __file__, model, str(hosts), json.dumps(settings)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, text=True)
+
+    def __enter__(self) -> Idle:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(SECONDS)
+
+
+if __name__ == "__main__":
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    torch.set_num_threads(1)
+    model, hosts, settings = sys.argv[1:]
+    peer = Trained(model, 1).join(Path(hosts), rank=1, **json.loads(settings))
+    sys.stdin.read()
+    peer.close()

@@ -1,0 +1,97 @@
+"""What a solver's parameters must be for training to begin; Caffe looks at much of it only when it gets there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from gossipx.errors import UsageError
+from gossipx.solver.optimizers import TYPES
+from gossipx.solver.prototxt import SolverParameter
+from gossipx.solver.rates import NEEDS
+from gossipx.specs import known_word
+
+LEAST: dict[str, float] = {
+    "base_lr": 0,
+    "gamma": 0,
+    "momentum": 0,
+    "weight_decay": 0,
+    "delta": 0,
+    "display": 0,
+    "snapshot": 0,
+    "test_interval": 0,
+    "max_iter": 0,
+    "average_loss": 1,
+    "iter_size": 1,
+}
+"""The least that a field may be."""
+
+
+def check(param: SolverParameter, tests: int) -> None:
+    """See that training can begin.
+
+    Args:
+        param: the parameters.
+        tests: how many sets of test batches there are.
+
+    Raises:
+        UsageError: the first field that it cannot begin with: the file, line and column, and what would be right.
+    """
+    for field, told in _mistakes(param, tests):
+        raise param.error(field, told)
+
+
+def _mistakes(param: SolverParameter, tests: int) -> Iterator[tuple[str, str]]:
+    yield from _names(param)
+    for field, least in LEAST.items():
+        if not getattr(param, field) >= least:  # NaN is no number either
+            yield field, f"{getattr(param, field):g} is less than {least:g}"
+    yield from _rate(param)
+    yield from _of_type(param)
+    yield from _tests(param, tests)
+
+
+def _names(param: SolverParameter) -> Iterator[tuple[str, str]]:
+    known: dict[str, Mapping[str, object]] = {
+        "type": TYPES,
+        "lr_policy": NEEDS,
+        "regularization_type": dict.fromkeys(("L1", "L2")),
+    }
+    for field, names in known.items():
+        if field == "lr_policy" and not param.lr_policy:
+            yield field, f"it is missing: one of {', '.join(NEEDS)}"
+        try:
+            known_word(field, getattr(param, field), names)
+        except UsageError as error:
+            yield field, str(error)
+
+
+def _rate(param: SolverParameter) -> Iterator[tuple[str, str]]:
+    if "base_lr" not in param.places:
+        yield "base_lr", "it is missing"
+    for field in NEEDS[param.lr_policy]:
+        if field not in param.places:
+            yield field, f'it is missing, and lr_policy: "{param.lr_policy}" needs it'
+    if "stepsize" in NEEDS[param.lr_policy] and param.stepsize < 1:
+        yield "stepsize", f"{param.stepsize} is less than 1"
+    if list(param.stepvalue) != sorted(set(param.stepvalue)):
+        yield "stepvalue", f"they do not ascend: {', '.join(map(str, param.stepvalue))}"
+
+
+def _of_type(param: SolverParameter) -> Iterator[tuple[str, str]]:
+    if param.type in ("AdaGrad", "RMSProp") and param.momentum:
+        yield "momentum", f"{param.type} has none: leave it out"
+    if param.type in ("Adam", "AdaDelta") and not param.momentum < 1:
+        yield "momentum", f"of {param.type} it is less than 1"
+    if param.type == "RMSProp" and not 0 <= param.rms_decay < 1:
+        yield "rms_decay", f"{param.rms_decay:g} is not from 0 to below 1"
+    if param.type == "Adam" and not 0 <= param.momentum2 < 1:
+        yield "momentum2", f"{param.momentum2:g} is not from 0 to below 1"
+
+
+def _tests(param: SolverParameter, tests: int) -> Iterator[tuple[str, str]]:
+    if len(param.test_iter) != tests:
+        yield "test_iter", f"it is given {len(param.test_iter)} times, once a test net, and test= has {tests} of them"
+    if tests and not param.test_interval:
+        yield "test_interval", "it is missing, and there is a net to test"
+    if any(count < 1 for count in param.test_iter):
+        yield "test_iter", f"{min(param.test_iter)} is less than 1"

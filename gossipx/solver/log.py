@@ -1,0 +1,24 @@
+"""Lines as Caffe writes them, in glog's form, which its log parser and its plotting tools read."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TextIO
+
+
+class _Glog(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        moment = time.strftime("%m%d %H:%M:%S", time.localtime(record.created))
+        micros = int(record.created % 1 * 1e6)
+        place = f"{record.filename}:{record.lineno}]"
+        return f"{record.levelname[0]}{moment}.{micros:06d} {record.process:5d} {place} {record.getMessage()}"
+
+
+def to_stream(stream: TextIO) -> logging.Logger:
+    """A log of its own that writes to ``stream``: ``I0210 13:39:22.381027 25210 solver.py:204] Iteration 100, ...``."""
+    log = logging.Logger("gossipx.solver")
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(_Glog())
+    log.addHandler(handler)
+    return log

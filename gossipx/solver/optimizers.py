@@ -1,0 +1,157 @@
+"""Caffe's six solver types as torch optimizers: a step changes the weights by Caffe's formulas, not by torch's.
+
+They differ in what they keep: Caffe's momentum buffer holds rates, V ← μV + α∇, so that a new rate leaves old steps as
+they were; δ stands outside the root; Adam's correction is of the rate. In the formulas g is the gradient after decay, α
+the iteration's rate times ``lr_mult``, μ ``momentum``, δ ``delta``, W the weights; all are of elements.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+DEFAULTS: dict[str, float] = {
+    "lr": 0.0,
+    "momentum": 0.0,
+    "momentum2": 0.999,
+    "rms_decay": 0.99,
+    "delta": 1e-8,
+    "weight_decay": 0.0,
+    "l1": 0.0,
+    "lr_mult": 1.0,
+    "decay_mult": 1.0,
+    "iteration": 0.0,
+}
+"""Settings of a parameter group, under Caffe's names with Caffe's defaults, all of them numbers: a parameter server is
+told them with each gradient. ``lr`` is the iteration's rate, ``l1`` whether decay is by the sign of the weights."""
+
+
+class CaffeOptimizer(torch.optim.Optimizer):
+    """One of Caffe's solver types.
+
+    Args:
+        params: tensors, or groups of them.
+        settings: of groups that have none of their own: ``lr``, ``lr_mult``, ``momentum``, ``weight_decay`` and others
+            of a solver file; ``l1``: decay by sign; ``iteration``: from 0, of Adam.
+
+    Raises:
+        TypeError: a setting that there is none of.
+    """
+
+    def __init__(self, params: Iterable[Any], **settings: float):
+        if unknown := sorted(settings.keys() - DEFAULTS.keys()):
+            raise TypeError(f"no settings of Caffe's solvers: {', '.join(unknown)}")
+        super().__init__(params, {**DEFAULTS, **settings})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Regularize each gradient, and update by it. Gradients stay as they are; what has none is left alone."""
+        for group in self.param_groups:
+            rate = group["lr"] * group["lr_mult"]
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    gradient = _regularized(group, parameter, parameter.grad)
+                    self._update(group, rate, parameter, gradient, self.state[parameter])
+
+    @abstractmethod
+    def _update(
+        self, group: dict[str, float], rate: float, weights: Tensor, gradient: Tensor, state: dict[str, Tensor]
+    ) -> None:
+        """Change the weights, and the histories in ``state``, which begin with zeros."""
+
+
+def _regularized(group: dict[str, float], weights: Tensor, gradient: Tensor) -> Tensor:
+    decay = group["weight_decay"] * group["decay_mult"]
+    if not decay:
+        return gradient
+    return gradient.add(torch.sign(weights) if group["l1"] else weights, alpha=decay)
+
+
+def _history(state: dict[str, Tensor], name: str, like: Tensor) -> Tensor:
+    if name not in state:
+        state[name] = torch.zeros_like(like, memory_format=torch.preserve_format)
+    return state[name]
+
+
+class SGD(CaffeOptimizer):
+    """V ← μV + αg; W ← W − V."""
+
+    def _update(
+        self, group: dict[str, float], rate: float, weights: Tensor, gradient: Tensor, state: dict[str, Tensor]
+    ) -> None:
+        weights.sub_(_history(state, "history", weights).mul_(group["momentum"]).add_(gradient, alpha=rate))
+
+
+class Nesterov(CaffeOptimizer):
+    """V' ← μV + αg; W ← W − ((1 + μ)V' − μV): a step back, and over."""
+
+    def _update(
+        self, group: dict[str, float], rate: float, weights: Tensor, gradient: Tensor, state: dict[str, Tensor]
+    ) -> None:
+        momentum, history = group["momentum"], _history(state, "history", weights)
+        back = history * -momentum
+        history.mul_(momentum).add_(gradient, alpha=rate)
+        weights.sub_(back.add_(history, alpha=1 + momentum))
+
+
+class AdaGrad(CaffeOptimizer):
+    """H ← H + g²; W ← W − αg / (√H + δ)."""
+
+    def _update(
+        self, group: dict[str, float], rate: float, weights: Tensor, gradient: Tensor, state: dict[str, Tensor]
+    ) -> None:
+        history = _history(state, "history", weights).addcmul_(gradient, gradient)
+        weights.addcdiv_(gradient, history.sqrt().add_(group["delta"]), value=-rate)
+
+
+class RMSProp(CaffeOptimizer):
+    """H ← ρH + (1 − ρ)g², ρ being ``rms_decay``; W ← W − αg / (√H + δ)."""
+
+    def _update(
+        self, group: dict[str, float], rate: float, weights: Tensor, gradient: Tensor, state: dict[str, Tensor]
+    ) -> None:
+        decay = group["rms_decay"]
+        history = _history(state, "history", weights).mul_(decay).addcmul_(gradient, gradient, value=1 - decay)
+        weights.addcdiv_(gradient, history.sqrt().add_(group["delta"]), value=-rate)
+
+
+class AdaDelta(CaffeOptimizer):
+    """H ← μH + (1 − μ)g²; u = g·√((U + δ) / (H + δ)); U ← μU + (1 − μ)u²; W ← W − αu."""
+
+    def _update(
+        self, group: dict[str, float], rate: float, weights: Tensor, gradient: Tensor, state: dict[str, Tensor]
+    ) -> None:
+        momentum, delta = group["momentum"], group["delta"]
+        updates = _history(state, "updates", weights)
+        history = _history(state, "history", weights)
+        history.mul_(momentum).addcmul_(gradient, gradient, value=1 - momentum)
+        update = updates.add(delta).div_(history + delta).sqrt_().mul_(gradient)
+        updates.mul_(momentum).addcmul_(update, update, value=1 - momentum)
+        weights.sub_(update, alpha=rate)
+
+
+class Adam(CaffeOptimizer):
+    """m ← β₁m + (1 − β₁)g; v ← β₂v + (1 − β₂)g²; W ← W − α·√(1 − β₂ᵗ)/(1 − β₁ᵗ) · m / (√v + δ).
+
+    β₁ is ``momentum``, β₂ ``momentum2``, t the iteration's number, from 1.
+    """
+
+    def _update(
+        self, group: dict[str, float], rate: float, weights: Tensor, gradient: Tensor, state: dict[str, Tensor]
+    ) -> None:
+        beta1, beta2, t = group["momentum"], group["momentum2"], int(group["iteration"]) + 1
+        mean = _history(state, "history", weights).mul_(beta1).add_(gradient, alpha=1 - beta1)
+        square = _history(state, "squares", weights).mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        corrected = rate * math.sqrt(1 - beta2**t) / (1 - beta1**t)
+        weights.addcdiv_(mean, square.sqrt().add_(group["delta"]), value=-corrected)
+
+
+TYPES: dict[str, type[CaffeOptimizer]] = {
+    one.__name__: one for one in (SGD, Nesterov, AdaGrad, RMSProp, AdaDelta, Adam)
+}
+"""By the ``type`` of a solver file."""

@@ -1,0 +1,234 @@
+"""``gossipx.attach``: solvers of others, and gossipx's own, as peers in real processes.
+
+Each of two peers has images of one half of the classes, so that neither learns the other half alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from runs import Folder, differences, folder, one_line
+
+NUMPY = """
+import functools
+import numpy as np
+from numpy_solver import NumpySolver
+
+def data(classes, seed, count=2000):
+    draw = np.random.default_rng(seed)
+    y = draw.choice(classes, count)
+    means = np.random.default_rng(0).normal(size=(4, 6))
+    return (means[y] + draw.normal(size=(count, 6)) * 0.5).astype(np.float32), y
+
+def solver_of(rank):
+    x, y = data([2 * rank, 2 * rank + 1], 1 + rank)
+    return NumpySolver([(x[i:i + 20], y[i:i + 20]) for i in range(0, len(x), 20)], 6, 4, rate=0.1)
+
+def judge(solver):
+    return solver.accuracy(*data(range(4), 9))
+
+rank = int(os.environ["GOSSIPX_RANK"])
+alone = solver_of(rank)
+alone.step(60)
+solver = solver_of(rank)
+"""
+RUN = ("--policy", "tau:5", "--peer-timeout", "20", "--blocking")
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Iterator[Folder]:
+    """A folder for two peers."""
+    with folder(tmp_path, 2) as made:
+        source = Path(__file__).parent.parent / "numpy_solver.py"
+        (tmp_path / source.name).write_text(source.read_text())
+        yield made
+
+
+TELL = """
+tell(peer.peer, accuracy=judge(solver), alone=judge(alone), iterations=peer.peer.iteration, mixes=peer.peer.mixes,
+     weights=[blob.data.tolist() for blob in solver.net.params["score"]])
+"""
+LOOPS = {
+    "callbacks": """
+with gossipx.attach(solver, evaluate=judge) as peer:
+    solver.step(40)
+    solver.step(20)
+""",
+    "a loop": """
+del NumpySolver.add_callback
+with gossipx.attach(solver, evaluate=judge) as peer:
+    while solver.iter < 60:
+        solver.compute()
+        solver.apply_update()
+        peer.step()
+""",
+}
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_solver_in_numpy_gossips(two: Folder, loop: str) -> None:
+    run = two.run(*RUN, two.script(NUMPY + LOOPS[loop] + TELL), two.path)
+    told = [two.told(rank) for rank in (0, 1)]
+    for one in told:
+        assert one["alone"] < 0.55  # half of the classes
+        assert one["accuracy"] > 0.9
+        assert one["iterations"] == 60
+        assert one["mixes"] > 5
+    assert sum(run.summary["retrievals"]) > 10
+    assert run.summary["consensus_accuracy"] > 0.9
+    np.testing.assert_allclose(told[0]["weights"][0], told[1]["weights"][0], atol=1e-5)
+    np.testing.assert_allclose(told[0]["weights"][0], run.model(0)["score[0]"].numpy(), atol=1e-6)
+
+
+def test_a_solver_in_numpy_trains_by_a_parameter_server(two: Folder) -> None:
+    script = two.script(
+        NUMPY
+        + """
+optimizer = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+with gossipx.attach(solver, optimizer=optimizer, evaluate=judge) as peer:
+    solver.step(60)
+"""
+        + TELL
+    )
+    two.run("--servers", "0", "--peer-timeout", "20", script, two.path)
+    told = [two.told(rank) for rank in (0, 1)]
+    assert told[0]["weights"] == told[1]["weights"]  # the table's, not each solver's own update
+    assert min(one["accuracy"] for one in told) > 0.9 and max(one["alone"] for one in told) < 0.55
+
+
+PYCAFFE = """
+import caffe
+import numpy as np
+
+caffe.set_mode_cpu()
+rank = int(os.environ["GOSSIPX_RANK"])
+(FOLDER / f"{rank}.prototxt").write_text(
+    'base_lr: 0.1 lr_policy: "fixed" momentum: 0.9 snapshot_after_train: false net_param { '''
+    '''layer { name: "data" type: "Input" top: "data" top: "label"
+      input_param { shape { dim: 16 dim: 6 } shape { dim: 16 } } }
+    layer { name: "ip" type: "InnerProduct" bottom: "data" top: "ip"
+      inner_product_param { num_output: 4 weight_filler { type: "xavier" } } }
+    layer { name: "loss" type: "SoftmaxWithLoss" bottom: "ip" bottom: "label" top: "loss" } } '''
+)
+solver = caffe.get_solver(str(FOLDER / f"{rank}.prototxt"))
+means = np.random.default_rng(0).normal(size=(4, 6))
+
+def feed(draw, classes):
+    y = draw.choice(classes, 16)
+    solver.net.blobs["data"].data[...] = means[y] + draw.normal(size=(16, 6)) * 0.5
+    solver.net.blobs["label"].data[...] = y
+
+def accuracy():
+    draw, right = np.random.default_rng(9), 0.0
+    for _ in range(50):
+        feed(draw, range(4))
+        solver.net.forward()
+        right += (solver.net.blobs["ip"].data.argmax(1) == solver.net.blobs["label"].data).mean() / 50
+    return right
+
+with gossipx.attach(solver) as peer:
+    draw = np.random.default_rng(1 + rank)
+    for _ in range(60):
+        feed(draw, [2 * rank, 2 * rank + 1])
+        solver.step(1)
+tell(peer.peer, accuracy=accuracy(), iterations=peer.peer.iteration, mixes=peer.peer.mixes,
+     weights=[blob.data.tolist() for blob in solver.net.params["ip"]])
+"""
+
+
+def test_a_real_pycaffe_solver_gossips(two: Folder) -> None:
+    pytest.importorskip("caffe", reason="pycaffe is not installed")
+    two.run(*RUN, two.script(PYCAFFE), two.path)
+    told = [two.told(rank) for rank in (0, 1)]
+    for one in told:
+        assert one["iterations"] == 60 and one["mixes"] > 5
+        assert one["accuracy"] > 0.8  # of four classes, of which it has seen two
+    np.testing.assert_allclose(told[0]["weights"][0], told[1]["weights"][0], atol=1e-5)
+
+
+OWN = """
+(FOLDER / f"s{os.environ['GOSSIPX_RANK']}.prototxt").write_text(
+    'base_lr: 0.1 lr_policy: "fixed" momentum: 0.9 max_iter: 40 solver_mode: CPU display: 10 snapshot: 20'
+    f' snapshot_prefix: "{FOLDER}/snap" {" ".join(sys.argv[2:])}'
+)
+torch.manual_seed(int(os.environ["GOSSIPX_RANK"]))
+rank = int(os.environ["GOSSIPX_RANK"])
+x = torch.randn(400, 4)
+y = (x[:, 0] * 2 + x[:, 1 + rank] > 0).long()
+net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+solver = gossipx.get_solver(
+    FOLDER / f"s{rank}.prototxt", net=net, loss=nn.functional.cross_entropy,
+    train=[(x[i:i + 40], y[i:i + 40]) for i in range(0, 400, 40)], test=None,
+)
+with gossipx.attach(solver) as peer:
+    before = peer.peer.iteration
+    solver.solve()
+tell(peer.peer, before=before, iter=solver.iter, iterations=peer.peer.iteration, mixes=peer.peer.mixes)
+"""
+
+
+def test_gossipxs_own_solver_gossips_and_snapshots_by_itself(two: Folder) -> None:
+    run = two.run(*RUN, two.script(OWN), two.path)
+    for rank in (0, 1):
+        told = two.told(rank)
+        assert told["iter"] == told["iterations"] == 40 and told["mixes"] > 3
+        for iteration in (20, 40):
+            assert (two.path / f"snap_peer-{rank:02d}_iter_{iteration}.solverstate").exists()
+    assert max(differences(run.model(0), run.model(1)).values()) < 1e-6
+    assert "Iteration 30, loss = " in run.ended.output
+
+
+def test_gossipxs_own_solver_goes_on_from_a_checkpoint(two: Folder) -> None:
+    script = two.script(OWN)
+    whole = two.run(*RUN, script, two.path, name="whole")
+    again = two.script(OWN.replace("max_iter: 40", "max_iter: 20"), "half.py")
+    two.run(*RUN, "--checkpoint-every", "20", again, two.path, name="half")
+    (two.path / "half.py").write_text(script.read_text())  # for longer, now
+    resumed = two.start("-m", "gossipx", "run", "--resume", two.path / "half").end()
+    assert resumed.code == 0, resumed.shown
+    told = two.told(0)
+    assert told["before"] == 20 and told["iter"] == told["iterations"] == 40
+    assert whole.summary["iterations"] == 40
+
+
+@pytest.mark.parametrize("type_", ["SGD", "Adam"])
+def test_gossipxs_own_solver_brings_its_formulas_to_the_servers(two: Folder, type_: str) -> None:
+    """One worker and its server do what the solver does alone: the step is Caffe's there, too."""
+    text = f'type: "{type_}"'
+    alone = two.script(
+        """
+import shutil
+os.environ["GOSSIPX_RANK"] = "0"
+"""
+        + OWN.replace("with gossipx.attach(solver) as peer:", "if True:")
+        .replace("    before = peer.peer.iteration\n", "")
+        .replace(
+            "tell(peer.peer, before=before, iter=solver.iter, iterations=peer.peer.iteration, mixes=peer.peer.mixes)",
+            "torch.save(net.state_dict(), FOLDER / 'alone.pt')",
+        ),
+        "alone.py",
+    )
+    ended = two.start(alone, two.path, text).end()
+    assert ended.code == 0, ended.shown
+    two.hosts.write_text(two.hosts.read_text().splitlines()[0] + "\n")
+    run = two.run("--servers", "0", two.script(OWN), two.path, text)
+    import torch
+
+    whole = torch.load(two.path / "alone.pt")
+    assert max(differences(run.model(0), whole).values()) < 1e-6
+
+
+def test_what_cannot_be_attached_is_told(two: Folder) -> None:
+    for line, told in (
+        ("gossipx.attach(object())", "object is no solver: attach looks for its net.params"),
+        ("gossipx.attach(solver, optimizer=torch.optim.SGD)", "a run without servers has none: leave optimizer= out"),
+        ("solver.net.params['score'][0]._data = [1.0]; gossipx.attach(solver)", "blob score[0]: its data is list"),
+        ("solver.net.params['score'][1]._data.flags.writeable = False; gossipx.attach(solver)", "cannot be written"),
+        ("solver.net.params = {}; gossipx.attach(solver)", "holds no blobs"),
+    ):
+        ended = two.start_run(*RUN, two.script(NUMPY + line), two.path, name=f"x{abs(hash(line))}").end()
+        assert told in one_line(ended, 2)

@@ -1,0 +1,453 @@
+"""Caffe's solver over a torch module: the order of a step, what it tells, snapshots, signals, what it refuses."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gossipx
+from gossipx.errors import UsageError
+from gossipx.solver.solver import Solver
+
+BASICS = 'base_lr: 0.1\nlr_policy: "fixed"\nmax_iter: 6\nsolver_mode: CPU\n'
+Pairs = list[tuple[Tensor, Tensor]]
+
+
+def batches(count: int = 4, seed: int = 0) -> Pairs:
+    generator = torch.Generator().manual_seed(seed)
+    inputs = [torch.randn(8, 3, generator=generator) for _ in range(count)]
+    return [(x, (x[:, 0] > 0).long()) for x in inputs]
+
+
+def module(seed: int = 1) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+def right(output: Tensor, y: Tensor) -> Tensor:
+    return (output.argmax(1) == y).float().mean()
+
+
+class Made:
+    """A solver, with its file in ``folder``, and what it has told."""
+
+    def __init__(self, folder: Path, text: str = "", **options: Any):
+        (folder / "solver.prototxt").write_text(BASICS + text)
+        self.stream = io.StringIO()
+        given = {"net": module(), "loss": nn.functional.cross_entropy, "train": batches(), **options}
+        self.solver: Solver = gossipx.get_solver(folder / "solver.prototxt", stream=self.stream, **given)
+
+    @property
+    def lines(self) -> list[str]:
+        """What it has told, without time and place."""
+        return [line.split("] ", 1)[1] for line in self.stream.getvalue().splitlines()]
+
+
+def weights(solver: Solver) -> Tensor:
+    return torch.cat([one.detach().reshape(-1).clone() for one in solver.net.module.parameters()])
+
+
+# --- a step -------------------------------------------------------------------------------------------
+
+
+def test_the_order_of_a_step(tmp_path: Path):
+    """Clear, test, on_start, iter_size passes, display, on_gradients_ready, update, snapshot."""
+    seen: list[str] = []
+
+    def loss(output: Tensor, y: Tensor) -> Tensor:
+        grads = [one.grad is not None and bool(one.grad.any()) for one in solver.net.module.parameters()]
+        seen.append(("train" if output.requires_grad else "test") + (" on gradients" if any(grads) else ""))
+        return nn.functional.cross_entropy(output, y)
+
+    made = Made(
+        tmp_path,
+        f'iter_size: 2\ndisplay: 1\ntest_iter: 1\ntest_interval: 1\nsnapshot: 1\nsnapshot_prefix: "{tmp_path}/s"',
+        test=batches(),
+        loss=loss,
+    )
+    solver = made.solver
+    before = weights(solver)
+    solver.add_callback(
+        lambda: seen.append(f"on_start {solver.iter}"),
+        lambda: seen.append(f"ready {solver.iter} {torch.equal(weights(solver), before)}"),
+    )
+    solver.step(2)
+    one = ["test", "on_start {}", "train", "train on gradients", "ready {}"]
+    assert seen[:5] == [*one[:1], "on_start 0", *one[2:4], "ready 0 True"]
+    assert seen[5:] == [*one[:1], "on_start 1", *one[2:4], "ready 1 False"]
+    told = [re.sub(r" [\d.]+( \(.*)?$| /.*", "", line) for line in made.lines]
+    assert told[:8] == [
+        "Iteration 0, Testing net (#0)",
+        "    Test net output #0: loss =",
+        "Iteration 0, loss =",
+        "    Train net output #0: loss =",
+        "Iteration 0, lr =",
+        "Snapshotting to safetensors file",
+        "Snapshotting solver state to safetensors file",
+        "Iteration 1, Testing net (#0)",
+    ]
+
+
+def test_gradients_are_clipped_as_a_sum_then_divided_and_only_then_decayed(tmp_path: Path):
+    """W ← W − α (clip(Σ∇) / iter_size + λW): Caffe's order, which another one would not give."""
+    clip, decay, size = 0.05, 0.3, 3
+    made = Made(tmp_path, f"iter_size: {size}\nclip_gradients: {clip}\nweight_decay: {decay}")
+    twin = module()
+    made.solver.step(1)
+    for x, y in batches()[:size]:
+        nn.functional.cross_entropy(twin(x), y).backward()
+    total = torch.cat([one.grad.reshape(-1) for one in twin.parameters() if one.grad is not None])
+    norm = float(total.norm())
+    assert norm > clip * size  # clipping after the division would do something else
+    start = torch.cat([one.detach().reshape(-1) for one in twin.parameters()])
+    expected = start - 0.1 * (total * (clip / norm) / size + decay * start)
+    torch.testing.assert_close(weights(made.solver), expected)
+    assert re.match(r"Gradient clipping: .* \(L2 norm [\d.]+ > 0.05\) by scale factor 0\.", made.lines[0])
+
+
+def test_batches_are_begun_again_and_every_one_is_used(tmp_path: Path):
+    seen: list[float] = []
+    pairs = [(torch.full((2, 3), float(number)), torch.tensor([0, 1])) for number in range(3)]
+
+    def loss(output: Tensor, y: Tensor) -> Tensor:
+        return output.sum() * 0
+
+    made = Made(tmp_path, train=pairs, loss=loss)
+    made.solver.net.module.register_forward_pre_hook(lambda _, given: seen.append(float(given[0][0, 0])))
+    made.solver.step(7)
+    assert seen == [0, 1, 2, 0, 1, 2, 0]
+
+
+def test_displayed_loss_is_the_mean_of_average_loss_iterations(tmp_path: Path):
+    losses = [5.0, 1.0, 3.0, 8.0, 2.0]
+    pairs = [(torch.zeros(1, 3), torch.tensor(value)) for value in losses]
+
+    def loss(output: Tensor, y: Tensor) -> Tensor:
+        return y + 0 * output.sum()
+
+    made = Made(tmp_path, "average_loss: 3\ndisplay: 1", train=pairs, loss=loss)
+    made.solver.step(5)
+    told = [float(line.split("loss = ")[1]) for line in made.lines if re.match(r"Iteration \d+, loss", line)]
+    assert told == pytest.approx([5, 3, 3, 4, 13 / 3])
+
+
+def test_solve_ends_as_caffe_ends(tmp_path: Path):
+    text = f'display: 3\ntest_iter: 2\ntest_interval: 3\nsnapshot_prefix: "{tmp_path}/s"'
+    made = Made(tmp_path, text, test=batches(2), scores={"accuracy": right})
+    made.solver.solve()
+    assert made.solver.iter == 6
+    assert made.lines[:2] == ["Solving Sequential", "Learning Rate Policy: fixed"]
+    assert [line.split(",")[0] for line in made.lines if "Testing" in line] == [f"Iteration {i}" for i in (0, 3, 6)]
+    assert made.lines[-1] == "Optimization Done."
+    assert (tmp_path / "s_iter_6.solverstate").exists()
+    assert (tmp_path / "s_iter_6.safetensors").exists()
+    iteration, (means,) = made.solver.results
+    assert iteration == 6
+    assert means["accuracy"] == np.mean([float(right(made.solver.net.module(x), y)) for x, y in batches(2)])
+
+
+def test_modes_and_gradients_of_passes(tmp_path: Path):
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    net[1].eval()  # frozen on purpose: it stays so
+    made = Made(tmp_path, "test_iter: 1\ntest_interval: 1", net=net, test=batches())
+    modes: list[tuple[bool, bool]] = []
+    net.register_forward_hook(lambda *_: modes.append((net.training, net[1].training)))
+    made.solver.step(1)
+    assert modes == [(False, False), (True, False)]
+    assert net.training
+
+
+# --- pycaffe's surface --------------------------------------------------------------------------------
+
+
+def test_blobs_are_the_weights_themselves(tmp_path: Path):
+    solver = Made(tmp_path).solver
+    assert {name: [blob.shape for blob in blobs] for name, blobs in solver.net.params.items()} == {
+        "0": [(4, 3), (4,)],
+        "2": [(2, 4), (2,)],
+    }
+    solver.net.params["0"][0].data[...] = 0.5
+    assert bool((solver.net.module[0].weight == 0.5).all())
+    assert not solver.net.params["0"][0].diff.any()
+    assert solver.net.forward().keys() == {"loss"}
+    solver.net.backward()
+    assert solver.net.params["0"][0].diff.any()
+    assert solver.test_nets == []
+
+
+def test_apply_update_by_gradients_of_ones_own(tmp_path: Path):
+    solver = Made(tmp_path, "momentum: 0.5").solver
+    before = solver.net.params["2"][1].data.copy()
+    for _ in range(2):
+        solver.net.params["2"][1].diff[...] = 1.0
+        solver.apply_update()
+    assert solver.iter == 2
+    np.testing.assert_allclose(solver.net.params["2"][1].data, before - 0.1 - 0.15, rtol=1e-6)
+
+
+def test_blobs_in_other_memory_move_when_the_other_side_is_newer(tmp_path: Path):
+    """Blob's idea: bfloat16 is nothing that numpy has, and stands for any memory that it cannot look at."""
+    net = nn.Linear(3, 2).bfloat16()
+    solver = Made(tmp_path, net=net, train=[(x.bfloat16(), y) for x, y in batches()]).solver
+    blob = solver.net.params["Linear"][0]
+    seen = blob.data
+    assert blob.data is seen  # nothing is newer
+    seen[...] = 0.25
+    solver.step(1)
+    moved = blob.data
+    np.testing.assert_array_equal(moved, net.weight.detach().float().numpy())
+    assert abs(float(moved.mean()) - 0.25) < 0.1  # trained from what was written
+    assert not np.array_equal(moved, seen)
+
+
+# --- the log ------------------------------------------------------------------------------------------
+
+
+def test_caffes_log_parser_reads_it(tmp_path: Path):
+    """The patterns are those of Caffe's tools/extra/parse_log.py and extract_seconds.py."""
+    text = (
+        'base_lr: 0.1 lr_policy: "step" gamma: 0.5 stepsize: 4 max_iter: 6 solver_mode: CPU'
+        " display: 2 test_iter: 1 test_interval: 4 snapshot_after_train: false"
+    )
+    (tmp_path / "s.prototxt").write_text(text)
+    stream = io.StringIO()
+    solver = gossipx.get_solver(
+        tmp_path / "s.prototxt",
+        net=module(),
+        loss=nn.functional.cross_entropy,
+        train=batches(),
+        test=batches(),
+        scores={"accuracy": right},
+        stream=stream,
+    )
+    solver.solve()
+    rates: dict[int, float] = {}
+    outputs: dict[tuple[str, int, str], float] = {}
+    iteration = -1
+    for line in stream.getvalue().splitlines():
+        moment = line.split()
+        assert 1 <= int(moment[0][1:3]) <= 12
+        assert 1 <= int(moment[0][3:]) <= 31
+        assert re.fullmatch(r"\d\d:\d\d:\d\d\.\d{6}", moment[1])
+        if found := re.search(r"Iteration (\d+)", line):
+            iteration = int(found.group(1))
+        if found := re.search(r"lr = ([-+]?[0-9]*\.?[0-9]+([eE]?[-+]?[0-9]+)?)", line):
+            rates[iteration] = float(found.group(1))
+        for kind in ("Train", "Test"):
+            if found := re.search(kind + r" net output #(\d+): (\S+) = ([\.\deE+-]+)", line):
+                outputs[kind, iteration, found.group(2)] = float(found.group(3))
+    assert "] Solving " in stream.getvalue().splitlines()[0]  # where its clock begins
+    assert rates == {0: 0.1, 2: 0.1, 4: 0.05}
+    assert {key for key in outputs if key[0] == "Test"} == {
+        ("Test", i, name) for i in (0, 4) for name in ("accuracy", "loss")
+    }
+    assert {key[1] for key in outputs if key[0] == "Train"} == {0, 2, 4}
+
+
+# --- snapshots ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("type_", ["SGD", "Nesterov", "AdaGrad", "RMSProp", "AdaDelta", "Adam"])
+def test_a_restored_solver_goes_on_as_if_it_had_never_stopped(tmp_path: Path, type_: str):
+    momentum = "" if type_ in ("AdaGrad", "RMSProp") else "momentum: 0.9"
+    text = f'type: "{type_}"\n{momentum}\nweight_decay: 0.01\nsnapshot: 3\nsnapshot_prefix: "{tmp_path}/s"'
+    whole = Made(tmp_path, text).solver
+    whole.step(6)
+    rest = Made(tmp_path, text, net=module(9), train=batches()[3:] + batches()[:3]).solver
+    rest.restore(tmp_path / "s_iter_3.solverstate")
+    assert rest.iter == 3
+    rest.step(3)
+    assert torch.equal(weights(rest), weights(whole))
+
+
+def test_what_cannot_be_restored_changes_nothing(tmp_path: Path):
+    made = Made(tmp_path, f'snapshot_prefix: "{tmp_path}/s"')
+    state = made.solver.snapshot()
+    other = Made(tmp_path, 'type: "Adam"').solver
+    before = weights(other)
+    wider = Made(tmp_path, net=nn.Linear(3, 5)).solver
+    (tmp_path / "junk.solverstate").write_bytes(b"\x0a\x03junk")
+    weight_file = state.with_suffix(".safetensors")
+    for solver, file, told in (
+        (other, state, "it is of a solver of type SGD, and this one is Adam"),
+        (wider, state, "none of its tensors is of this net"),
+        (other, tmp_path / "none.solverstate", "it cannot be read"),
+        (other, tmp_path / "junk.solverstate", "Caffe's own binary files are not read"),
+        (other, weight_file, "this is no solver's state"),
+    ):
+        with pytest.raises(UsageError, match=f"^{re.escape(str(file))}: .*{re.escape(told)}|{re.escape(told)}"):
+            solver.restore(file)
+    weight_file.unlink()
+    with pytest.raises(UsageError, match="it cannot be read"):
+        Made(tmp_path).solver.restore(state)
+    assert torch.equal(weights(other), before)
+    assert other.iter == 0
+
+
+def test_finetuning_takes_weights_by_name(tmp_path: Path):
+    first = Made(tmp_path, f'snapshot_prefix: "{tmp_path}/s"').solver
+    first.step(2)
+    first.snapshot()
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2), nn.Linear(2, 2))
+    tuned = Made(tmp_path, f'weights: "{tmp_path}/s_iter_2.safetensors"', net=net).solver
+    assert torch.equal(weights(tuned)[: len(weights(first))], weights(first))
+    with pytest.raises(UsageError, match=r"'0.bias' is \[4\] there, and \[5\] here"):
+        Made(tmp_path, f'weights: "{tmp_path}/s_iter_2.safetensors"', net=nn.Sequential(nn.Linear(3, 5)))
+
+
+@pytest.mark.parametrize(
+    ("given", "stem"), [("", "solver"), ("{}/", "solver"), ("{}", "solver"), ("{}/named", "named")]
+)
+def test_where_snapshots_lie(tmp_path: Path, given: str, stem: str):
+    prefix = given.format(tmp_path)
+    made = Made(tmp_path, f'snapshot_prefix: "{prefix}"' if given else "")
+    assert made.solver.snapshot() == tmp_path / f"{stem}_iter_0.solverstate"
+
+
+def test_snapshots_that_cannot_be_written_are_told_before_training(tmp_path: Path):
+    with pytest.raises(UsageError, match=r"solver\.prototxt:6:\d+: snapshot_prefix: snapshots cannot be written"):
+        Made(tmp_path, f'snapshot: 1\nsnapshot_prefix: "{tmp_path}/none/s"')
+
+
+# --- signals ------------------------------------------------------------------------------------------
+
+
+def send(number: int, times: int = 1, at: int = 2) -> Callable[[Solver], None]:
+    def arm(solver: Solver) -> None:
+        def ready() -> None:
+            if solver.iter == at:
+                for _ in range(times):
+                    os.kill(os.getpid(), number)
+
+        solver.add_callback(lambda: None, ready)
+
+    return arm
+
+
+def test_sigint_stops_after_the_iteration_and_a_snapshot(tmp_path: Path):
+    made = Made(tmp_path, f'snapshot_prefix: "{tmp_path}/s"')
+    send(signal.SIGINT)(made.solver)
+    with pytest.raises(KeyboardInterrupt):
+        made.solver.solve()
+    assert made.solver.iter == 3
+    assert (tmp_path / "s_iter_3.solverstate").exists()
+    assert made.lines[-1] == "Optimization stopped early."
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_second_sigint_stops_at_once(tmp_path: Path):
+    made = Made(tmp_path, f'snapshot_prefix: "{tmp_path}/s"')
+    send(signal.SIGINT, times=2)(made.solver)
+    with pytest.raises(KeyboardInterrupt):
+        made.solver.solve()
+    assert made.solver.iter == 2
+    assert not list(tmp_path.glob("s_iter*"))
+
+
+def test_sighup_has_a_snapshot_taken_and_training_goes_on(tmp_path: Path):
+    made = Made(tmp_path, f'snapshot_prefix: "{tmp_path}/s"\nsnapshot_after_train: false')
+    send(signal.SIGHUP)(made.solver)
+    made.solver.solve()
+    assert made.solver.iter == 6
+    assert [file.name for file in sorted(tmp_path.glob("s_iter*.solverstate"))] == ["s_iter_3.solverstate"]
+
+
+# --- what is refused ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ('type: "Adamm"', "5:1: type: unknown type 'Adamm' (did you mean 'Adam'?)"),
+        ("iter_size: 0", "5:1: iter_size: 0 is less than 1"),
+        ("momentum: -0.5", "5:1: momentum: -0.5 is less than 0"),
+        ("momentum: nan", "5:1: momentum: nan is less than 0"),
+        ('type: "AdaGrad" momentum: 0.9', "5:17: momentum: AdaGrad has none: leave it out"),
+        ('type: "RMSProp" rms_decay: 1', "5:17: rms_decay: 1 is not from 0 to below 1"),
+        ('regularization_type: "L3"', "5:1: regularization_type: unknown regularization_type 'L3'"),
+        ("test_iter: 5 test_interval: 1", "5:1: test_iter: it is given 1 times, once a test net, and test= has 0"),
+    ],
+)
+def test_parameters_that_cannot_be_are_told_by_place(tmp_path: Path, text: str, told: str):
+    with pytest.raises(UsageError, match=re.escape(f"{tmp_path}/solver.prototxt:{told}")):
+        Made(tmp_path, text)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("max_iter: 5 base_lr: 1", "lr_policy: it is missing: one of fixed, step"),
+        ('max_iter: 5 lr_policy: "fixed"', "base_lr: it is missing"),
+        ('base_lr: 1 max_iter: 5 lr_policy: "step" gamma: 0.1', 'stepsize: it is missing, and lr_policy: "step" needs'),
+        ('base_lr: 1 lr_policy: "step" gamma: 0.1 stepsize: 0', "stepsize: 0 is less than 1"),
+        ('base_lr: 1 lr_policy: "multistep" gamma: 1 stepvalue: [5, 3]', "stepvalue: they do not ascend: 5, 3"),
+    ],
+)
+def test_rates_that_cannot_be_are_told(tmp_path: Path, text: str, told: str):
+    (tmp_path / "s.prototxt").write_text(text)
+    with pytest.raises(UsageError, match=re.escape(told)):
+        gossipx.get_solver(tmp_path / "s.prototxt", net=module(), loss=nn.functional.cross_entropy, train=batches())
+
+
+def test_arguments_that_cannot_be_are_told(tmp_path: Path):
+    with pytest.raises(UsageError, match="test= holds no batch, or cannot be begun again"):
+        Made(tmp_path, "test_iter: 1\ntest_interval: 1", test=iter(())).solver.test()
+    with pytest.raises(UsageError, match="train= holds no batch, or cannot be begun again"):
+        Made(tmp_path, train=iter(batches())).solver.step(5)
+    with pytest.raises(UsageError, match=r"train= gives Tensor, and a batch is a pair \(x, y\)"):
+        Made(tmp_path, train=[torch.zeros(4, 3)]).solver.step(1)
+    with pytest.raises(UsageError, match=r"the loss is \[8\], and is to be a tensor of one number"):
+        Made(tmp_path, loss=lambda output, y: output[:, 0]).solver.step(1)
+    with pytest.raises(UsageError, match=r"lr_mult: '\*.bais' matches none of the parameters: 0.weight, 0.bias"):
+        Made(tmp_path, lr_mult={"*.bais": 2})
+
+
+def test_multipliers_of_single_parameters(tmp_path: Path):
+    made = Made(tmp_path, lr_mult={"*.bias": 2, "0.weight": 0})
+    factors = {
+        tuple(one.shape): group["lr_mult"] for group in made.solver.optimizer.param_groups for one in group["params"]
+    }
+    assert factors == {(4, 3): 0, (4,): 2, (2, 4): 1, (2,): 2}
+
+
+def test_several_test_nets(tmp_path: Path):
+    both = {"easy": batches(1), "hard": batches(2, seed=3)}
+    made = Made(tmp_path, "test_iter: 1\ntest_iter: 2\ntest_interval: 2", test=both)
+    assert [sorted(means) for means in made.solver.test()] == [["loss"], ["loss"]]
+    assert [line for line in made.lines if "Testing" in line] == [f"Iteration 0, Testing net (#{n})" for n in (0, 1)]
+
+
+def test_without_a_gpu_the_solver_says_that_it_trains_without(tmp_path: Path):
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    (tmp_path / "s.prototxt").write_text(BASICS.replace("solver_mode: CPU\n", ""))  # GPU is Caffe's default
+    stream = io.StringIO()
+    gossipx.get_solver(
+        tmp_path / "s.prototxt", net=module(), loss=nn.functional.cross_entropy, train=batches(), stream=stream
+    )
+    assert re.match(r"W\d{4} .*\] solver_mode: GPU: there is no CUDA device", stream.getvalue())
+
+
+@pytest.mark.cuda
+def test_on_a_gpu_the_net_is_moved_there_and_blobs_follow(tmp_path: Path):
+    (tmp_path / "s.prototxt").write_text(BASICS.replace("solver_mode: CPU\n", ""))
+    net = module()
+    solver = gossipx.get_solver(
+        tmp_path / "s.prototxt", net=net, loss=nn.functional.cross_entropy, train=batches(), stream=io.StringIO()
+    )
+    assert {one.device.type for one in net.parameters()} == {"cuda"}
+    solver.net.params["0"][0].data[...] = 0.25
+    solver.step(1)
+    moved = solver.net.params["0"][0].data
+    np.testing.assert_array_equal(moved, net[0].weight.detach().cpu().numpy())
+    assert 0 < abs(float(moved.mean()) - 0.25) < 0.1

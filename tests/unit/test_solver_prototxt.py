@@ -1,0 +1,436 @@
+"""solver.prototxt: what Caffe's files say, and where and how a wrong one is told so."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from google.protobuf import text_format
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from gossipx.errors import UsageError
+from gossipx.solver import schema
+from gossipx.solver.places import Walk
+from gossipx.solver.prototxt import WITHOUT_MEANING, NetState, SolverParameter, parse, read
+
+PATH = Path("lenet_solver.prototxt")
+OURS = {"given", "places", "path"}
+FIELDS = schema.MESSAGES["SolverParameter"]
+
+EVERY_FIELD = """# Every field, in the forms that Caffe's own files use.
+net: "train_test.prototxt"
+net_param { name: "inline" }
+train_net: 'train.prototxt'
+test_net: "one.prototxt"
+test_net: "two.prototxt"
+train_net_param { }
+test_net_param < name: "test" >
+train_state: { phase: TRAIN level: 1 stage: 'a' stage: 'b' }
+test_state: { stage: 'test-on-train' }
+test_state: { stage: 'test-on-test' }   # a stage { for each } test_iter: 7
+test_iter: 500
+test_iter: 100
+test_interval: 1000
+test_compute_loss: true
+test_initialization: false
+base_lr: 0.00001
+display: 200
+average_loss: 40
+max_iter: 65000
+iter_size: 2
+lr_policy: "multistep"
+gamma: 0.1
+power: .75
+momentum: 0.0
+weight_decay: 0.0000
+regularization_type: "L1"
+stepsize: 10000
+stepvalue: 5000
+stepvalue: 7000
+clip_gradients: 35
+snapshot: 4000
+snapshot_prefix: "examples/mnist/" "lenet"
+snapshot_diff: true
+snapshot_format: HDF5
+solver_mode: CPU
+device_id: 1
+random_seed: 1701
+type: "AdaDelta"
+delta: 1e-6
+momentum2: 0.99
+rms_decay: 0.98
+debug_info: true
+snapshot_after_train: false
+layer_wise_reduce: false
+weights: "a.caffemodel"
+"""
+
+OLD_NET = """
+test_state: { stage: "test-on-test-set" }
+net_param {
+  name: "Old"
+  layers {
+    name: "mnist" type: DATA top: "data" top: "label"
+    data_param { source: "lmdb" backend: LMDB batch_size: 64 }
+    transform_param { scale: 0.00390625 }
+    include: { phase: TEST stage: "test-on-test-set" }
+  }
+  layers {
+    name: "conv" type: CONVOLUTION bottom: "data" top: "conv" blobs_lr: 1 blobs_lr: 2
+    convolution_param { num_output: 20 kernel_size: 5 stride: 1 weight_filler { type: "xavier" } }
+  }
+  layers { name: "pool" type: POOLING pooling_param { pool: MAX kernel_size: 2 } }
+  layers { layer { name: "older" type: "relu" num_output: 3 pool: AVE } }
+  layer { name: "new" type: "Clip" param { lr_mult: 1 decay_mult: 0 } clip_param { min: -1 max: 1 } }
+  layer { name: "loss" type: "SoftmaxWithLoss" loss_param { normalization: BATCH_SIZE } include { phase: TRAIN } }
+}
+"""
+
+
+def refusal(text: str) -> str:
+    with pytest.raises(UsageError) as caught:
+        parse(text, PATH)
+    assert caught.value.exit_code == 2
+    return str(caught.value)
+
+
+def test_defaults_are_those_of_caffe() -> None:
+    """And protobuf's, 0 or nothing, where caffe.proto has none."""
+    told = {
+        "test_initialization": True,
+        "average_loss": 1,
+        "iter_size": 1,
+        "regularization_type": "L2",
+        "clip_gradients": -1.0,
+        "snapshot_format": "BINARYPROTO",
+        "solver_mode": "GPU",
+        "random_seed": -1,
+        "type": "SGD",
+        "delta": 1e-8,
+        "momentum2": 0.999,
+        "rms_decay": 0.99,
+        "snapshot_after_train": True,
+        "layer_wise_reduce": True,
+        "train_state": NetState("TEST", 0, ()),
+    }
+    empty = parse("# nothing\n", PATH)
+    assert empty == SolverParameter()
+    assert empty.given == frozenset()
+    values = {one.name: getattr(empty, one.name) for one in dataclasses.fields(empty) if one.name not in OURS}
+    assert values.keys() == FIELDS.keys() - {"solver_type"}
+    assert {name: value for name, value in values.items() if value} == told
+
+
+def test_every_field_is_read() -> None:
+    parameter = parse(EVERY_FIELD, PATH)
+    assert parameter.given == FIELDS.keys() - {"solver_type"}
+    assert {one.name: getattr(parameter, one.name) for one in dataclasses.fields(parameter)} == {
+        "net": "train_test.prototxt",
+        "net_param": 'name: "inline"\n',
+        "train_net": "train.prototxt",
+        "test_net": ("one.prototxt", "two.prototxt"),
+        "train_net_param": "",
+        "test_net_param": ('name: "test"\n',),
+        "train_state": NetState("TRAIN", 1, ("a", "b")),
+        "test_state": (NetState("TEST", 0, ("test-on-train",)), NetState("TEST", 0, ("test-on-test",))),
+        "test_iter": (500, 100),
+        "test_interval": 1000,
+        "test_compute_loss": True,
+        "test_initialization": False,
+        "base_lr": 0.00001,
+        "display": 200,
+        "average_loss": 40,
+        "max_iter": 65000,
+        "iter_size": 2,
+        "lr_policy": "multistep",
+        "gamma": 0.1,
+        "power": 0.75,
+        "momentum": 0.0,
+        "weight_decay": 0.0,
+        "regularization_type": "L1",
+        "stepsize": 10000,
+        "stepvalue": (5000, 7000),
+        "clip_gradients": 35.0,
+        "snapshot": 4000,
+        "snapshot_prefix": "examples/mnist/lenet",
+        "snapshot_diff": True,
+        "snapshot_format": "HDF5",
+        "solver_mode": "CPU",
+        "device_id": 1,
+        "random_seed": 1701,
+        "type": "AdaDelta",
+        "delta": 1e-6,
+        "momentum2": 0.99,
+        "rms_decay": 0.98,
+        "debug_info": True,
+        "snapshot_after_train": False,
+        "layer_wise_reduce": False,
+        "weights": ("a.caffemodel",),
+        "given": parameter.given,
+        "places": parameter.places,
+        "path": PATH,
+    }
+    lines = EVERY_FIELD.splitlines()
+    for name, place in parameter.places.items():
+        assert place == (next(k for k, line in enumerate(lines, 1) if re.match(rf"{name}\b", line)), 1)
+    assert hash(parameter) == hash(parse(EVERY_FIELD, Path("elsewhere")))
+
+
+def test_an_inline_net_of_any_age_is_read() -> None:
+    parameter = parse(OLD_NET, PATH)
+    assert re.findall(r"(?m)^  (?:  )?name: (.*)$", parameter.net_param) == [
+        '"mnist"', '"conv"', '"pool"', '"older"', '"new"', '"loss"'
+    ]  # fmt: skip
+    assert parse(f"net_param {{ {parameter.net_param} }}", PATH).net_param == parameter.net_param
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "value"),
+    [
+        ("base_lr:0.1", "base_lr", 0.1),
+        ("base_lr: -0.5", "base_lr", -0.5),
+        ("base_lr: 1.f", "base_lr", 1.0),
+        ("base_lr: 1E+2", "base_lr", 100.0),
+        ("base_lr: 3", "base_lr", 3.0),
+        ("base_lr: inf", "base_lr", math.inf),
+        ("base_lr: -inf", "base_lr", -math.inf),
+        ("max_iter: 0x1F", "max_iter", 31),
+        ("max_iter: 017", "max_iter", 15),
+        ("max_iter: -7", "max_iter", -7),
+        ("random_seed: 9223372036854775807", "random_seed", 2**63 - 1),
+        *((f"test_initialization: {word}", "test_initialization", True) for word in ("true", "True", "t", "1")),
+        *((f"test_initialization: {word}", "test_initialization", False) for word in ("false", "False", "f", "0")),
+        ("solver_mode: 0", "solver_mode", "CPU"),
+        ("stepvalue: [1, 2] stepvalue: 3", "stepvalue", (1, 2, 3)),
+        ("stepvalue: []", "stepvalue", ()),
+        ("display: 1; max_iter: 2, stepsize: 3;", "stepsize", 3),
+        ("lr_policy: 'a\"' \"'b\"  # more\n 'c # d'", "lr_policy", "a\"'bc # d"),
+        (r'lr_policy: "\x41\102\n\"é"', "lr_policy", 'AB\n"é'),
+        ("test_state [{stage: 'a'}, < level: 2 >]", "test_state", (NetState(stage=("a",)), NetState(level=2))),
+        ("net_param: <>", "net_param", ""),
+        ("base_lr: 1\r\nlr_policy: 'fixed' # so\r\n", "lr_policy", "fixed"),
+    ],
+)
+def test_each_form_of_the_text_is_taken(text: str, name: str, value: object) -> None:
+    parameter = parse(text, PATH)
+    assert getattr(parameter, name) == value
+    assert name in parameter.given
+
+
+def test_not_a_number_is_one() -> None:
+    assert math.isnan(parse("base_lr: nan", PATH).base_lr)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("SGD", "SGD"), ("NESTEROV", "Nesterov"), ("ADAGRAD", "AdaGrad"), ("3", "RMSProp"), ("ADADELTA", "AdaDelta"),
+     ("ADAM", "Adam")],
+)  # fmt: skip
+def test_the_old_solver_type_becomes_a_type(old: str, new: str) -> None:
+    parameter = parse(f"base_lr: 1\n  solver_type: {old}", PATH)
+    assert (parameter.type, parameter.given, parameter.places["type"]) == (new, {"base_lr", "type"}, (2, 3))
+
+
+@pytest.mark.parametrize(
+    ("text", "place", "said"),
+    [
+        ("momentum: 1\n  base_rl: 0.1", "2:3", "unknown field 'base_rl' (did you mean 'base_lr'?)"),
+        (
+            'net_param {\n  layer { name: "{" convolution_param { kernal_size: 3 } }\n}',
+            "2:41",
+            "unknown field 'kernal_size' in net_param.layer.convolution_param (did you mean 'kernel_size'?)",
+        ),
+        ("base-lr: 1", "1:1", "unknown field 'base-lr' (did you mean 'base_lr'?)"),
+        ("zz: { base_lr: 1 }", "1:1", "unknown field 'zz'"),
+        ("[a.b]: 1", "1:1", "the name of a field is expected, not '['"),
+        ("base_lr: 1\n}", "2:1", "the name of a field is expected, not '}'"),
+        ("net_param <\n name: 'x' }", "2:12", "the name of a field is expected in net_param, not '}'"),
+        ("base_lr: 0.1 \x1b[31m", "1:14", "the name of a field is expected, not '\\x1b'"),
+        ("base_lr: fast", "1:10", "base_lr: 'fast' is not a number"),
+        ("base_lr: \nmomentum: 1", "2:1", "base_lr: 'momentum' is not a number"),
+        ("max_iter: 1e3", "1:11", "max_iter: '1e3' is not a whole number from -2147483648 to 2147483647"),
+        ("max_iter: 2147483648", "1:11", "max_iter: '2147483648' is not a whole number"),
+        ("max_iter: " + "9" * 5000, "1:11", f"max_iter: '{'9' * 60}...' is not a whole number"),
+        ("test_iter: [1, x]", "1:16", "test_iter: 'x' is not a whole number"),
+        ("test_compute_loss: yes", "1:20", "test_compute_loss: 'yes' is not true or false"),
+        ("lr_policy: step", "1:12", "lr_policy: 'step' is not text in quotes"),
+        ('lr_policy: "step\n', "1:12", "lr_policy: '\"step' is not text in quotes"),
+        (r'lr_policy: "\xzz"', "1:12", r"""lr_policy: '"\\xzz"' has a wrong escape"""),
+        ('lr_policy: "\\xff"\nbase_lr: 1', "1:1", "lr_policy: its escapes make no UTF-8"),
+        ('base_lr: "Couldn\'t parse string"', "1:10", "is not a number"),
+        ("solver_mode: gpu", "1:14", "solver_mode: 'gpu' is not one of CPU, GPU (did you mean 'GPU'?)"),
+        ("solver_mode: 2", "1:14", "solver_mode: '2' is not one of CPU, GPU"),
+        ("net_param { layers { type: RELUU } }", "1:28", "(did you mean 'RELU'?)"),
+        ("base_lr: 1\nbase_lr: 2", "2:1", "base_lr is given twice, first on line 1"),
+        ("net_param {\n  name: 'a'\n  name: 'b'\n}", "3:3", "net_param.name is given twice, first on line 2"),
+        ("net_param {}\nnet_param {}", "2:1", "net_param is given twice, first on line 1"),
+        ("base_lr 0.1", "1:9", "base_lr: ':' is missing before '0.1'"),
+        ("base_lr", "1:8", "base_lr: ':' is missing before the end of the file"),
+        ("base_lr: # 0.1\n", "1:1", "base_lr: its value is missing"),
+        ("net_param: 5", "1:12", "net_param: '{' is missing before '5'"),
+        ("test_iter: [1 2]", "1:15", "',' or ']' is missing before '2'"),
+        ("net_param {\n  state { level: 1 } # }\n", "1:1", "net_param: what it opens is not closed with '}'"),
+        ("net_param {\n  state < level: 1\n", "2:3", "net_param.state: what it opens is not closed with '>'"),
+        ("\nnet_param { layer { clip_param { min: 1 } } }", "2:1", "net_param.layer[0].clip_param.max is missing"),
+        ("type: 'SGD'\nsolver_type: ADAM", "2:1", "solver_type: 'type' is given as well"),
+    ],
+)
+def test_a_mistake_is_told_with_line_and_column(text: str, place: str, said: str) -> None:
+    message = refusal(text)
+    assert message.startswith(f"{PATH}:{place}: ")
+    assert said in message
+    assert "\n" not in message
+
+
+def test_places_are_those_of_fields_alone() -> None:
+    """Not of what looks like one in a comment, a string or an inline net."""
+    text = (
+        "# base_lr: 1 {\n"
+        "net_param { name: 'momentum: 1 }' state { level: 1 } debug_info: true } gamma: 2\n"
+        "lr_policy: \"} power: 1\"\n'base_lr: 1'\t base_lr: 0.5\n"
+        "test_state: [{ stage: 'a' }, { }]; test_iter: [ 1 # ]\n, 2 ] snapshot: 1 test_iter: 3\n"
+    )
+    assert parse(text, PATH).places == {
+        "net_param": (2, 1),
+        "gamma": (2, 73),
+        "lr_policy": (3, 1),
+        "base_lr": (4, 15),
+        "test_state": (5, 1),
+        "test_iter": (5, 36),
+        "snapshot": (6, 7),
+    }
+
+
+def test_an_error_of_whoever_uses_a_value_names_its_place() -> None:
+    parameter = parse("base_lr: 1\n max_iter: -5", PATH)
+    assert str(parameter.error("max_iter", "is below 0")) == f"{PATH}:2:2: max_iter: is below 0"
+    assert str(parameter.error("stepsize", "is missing")) == f"{PATH}: stepsize: is missing"
+
+
+def test_fields_without_meaning_are_warned_about_in_their_order() -> None:
+    parameter = parse("base_lr: 1\nsnapshot_diff: false solver_mode: GPU\nnet: 'a'\n", PATH)
+    assert parameter.warnings() == [
+        f"{PATH}:2:1: snapshot_diff: has no meaning here: {WITHOUT_MEANING['snapshot_diff']}",
+        f"{PATH}:3:1: net: has no meaning here: {WITHOUT_MEANING['net']}",
+    ]
+    assert {line.split(": ")[1] for line in parse(EVERY_FIELD, PATH).warnings()} == WITHOUT_MEANING.keys()
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, ": no such solver file"),
+        (b"base_lr: 1 # \xe9", ": cannot read the solver: not UTF-8 text"),
+        (b"base_lr: 1\n# \0", ":2: not a text: it has bytes of zero"),
+        (b"\x89PNG\r\n\x1a\n\0\0", ": cannot read the solver: not UTF-8 text"),
+    ],
+)
+def test_a_file_that_is_no_text_is_one_line(tmp_path: Path, content: bytes | None, said: str) -> None:
+    path = tmp_path / "solver.prototxt"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(UsageError) as caught:
+        read(path)
+    assert str(caught.value) == f"{path}{said}"
+    with pytest.raises(UsageError, match="cannot read the solver: Is a directory"):
+        read(tmp_path)
+
+
+def test_a_byte_order_mark_moves_no_column(tmp_path: Path) -> None:
+    path = tmp_path / "solver.prototxt"
+    path.write_bytes("\ufeffbase_lr: 0.1".encode())
+    assert (read(path).base_lr, read(path).places) == (0.1, {"base_lr": (1, 1)})
+
+
+_VALUES: dict[str, st.SearchStrategy[Any]] = {
+    "bool": st.booleans(),
+    "double": st.floats(allow_nan=False),
+    "float": st.floats(allow_nan=False),
+    "int32": st.integers(-(2**31), 2**31 - 1),
+    "int64": st.integers(-(2**63), 2**63 - 1),
+    "string": st.text(max_size=8),
+    "uint32": st.integers(0, 2**32 - 1),
+}
+
+
+@st.composite
+def messages(draw: st.DrawFn, name: str = "SolverParameter", deepest: int = 4) -> Any:
+    """A message with some of its fields set."""
+    fields = schema.MESSAGES[name]
+    usable = [one for one, what in fields.items() if deepest or what.kind not in schema.MESSAGES]
+    chosen = set(draw(st.lists(st.sampled_from(usable), max_size=5))) if usable else set()
+    chosen |= {one for one, what in fields.items() if what.label == "!"}
+    values: dict[str, Any] = {}
+    for one in sorted(chosen):
+        kind = fields[one].kind
+        if kind in schema.MESSAGES:
+            value = messages(kind, deepest - 1)
+        elif kind in schema.ENUMS:
+            value = st.sampled_from(sorted(schema.ENUMS[kind].values()))
+        else:
+            value = _VALUES[kind]
+        values[one] = draw(st.lists(value, min_size=1, max_size=3) if fields[one].label == "*" else value)
+    return schema.message_class(name)(**values)
+
+
+def solvers() -> st.SearchStrategy[Any]:
+    return messages().filter(lambda message: not (message.HasField("type") and message.HasField("solver_type")))
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(solvers(), st.booleans())
+def test_what_protobuf_writes_is_read_back(message: Any, one_line: bool) -> None:
+    text = text_format.MessageToString(message, as_one_line=one_line)
+    parameter = parse(text, PATH)
+    set_fields = {field.name for field, _ in message.ListFields()}
+    assert parameter.given == {"type" if name == "solver_type" else name for name in set_fields}
+    for name in set_fields - {"solver_type"}:
+        field, value, got = FIELDS[name], getattr(message, name), getattr(parameter, name)
+        for wanted, each in zip(value, got, strict=True) if field.label == "*" else [(value, got)]:
+            if field.kind == "NetParameter":
+                assert text_format.Parse(each, schema.message_class(field.kind)()) == wanted
+            elif field.kind == "NetState":
+                phase = "TRAIN" if wanted.HasField("phase") and not wanted.phase else "TEST"
+                assert each == NetState(phase, wanted.level, tuple(wanted.stage))
+            else:
+                assert (schema.ENUMS[field.kind][each] if field.kind in schema.ENUMS else each) == wanted
+    lines = text.split("\n")
+    for place in Walk(text, "SolverParameter").found:
+        assert place.known
+        assert lines[place.line - 1][place.column - 1 :].startswith(place.name)
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+@given(solvers().filter(lambda message: message.ListFields()), st.data())
+def test_a_typo_anywhere_is_found_where_it_is(message: Any, data: st.DataObject) -> None:
+    lines = text_format.MessageToString(message).split("\n")
+    named = [index for index, line in enumerate(lines) if line.strip() and line.strip() != "}"]
+    index = data.draw(st.sampled_from(named))
+    indent, name = re.match(r"( *)(\w+)", lines[index]).groups()  # type: ignore[union-attr]
+    lines[index] = lines[index].replace(name, name + "_x", 1)
+    assert refusal("\n".join(lines)).startswith(f"{PATH}:{index + 1}:{len(indent) + 1}: unknown field '{name}_x'")
+
+
+_NAMES = ("base_lr", "max_iter", "test_iter", "lr_policy", "solver_mode", "net_param", "test_state", "layer", "name")
+_WORDS = (*_NAMES, "clip_param", "min", "stage", "x", "true", "GPU", "nan", "-", ".", "1", "0x1F", "1e-3", "1.f")
+_PIECES = (*_WORDS, *"{}<>[]:,;#\n\x85é", '"a"', "'b'", '"\\xff"', '"\\q', "'c")
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    st.lists(st.sampled_from(_PIECES)).map(" ".join) | st.text() | st.binary().map(lambda raw: raw.decode("latin-1"))
+)
+def test_garbage_is_refused_in_one_line_with_its_place(text: str) -> None:
+    try:
+        parse(text, PATH)
+    except UsageError as error:
+        place = re.match(rf"{PATH}:(\d+)(?::(\d+))?: .", str(error))
+        assert place
+        assert "\n" not in str(error)
+        line = text.split("\n")[int(place[1]) - 1]
+        assert 1 <= int(place[2] or 1) <= len(line) + 1
