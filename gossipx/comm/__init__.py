@@ -123,7 +123,7 @@ class CommManager:
 
     @property
     def bytes_sent(self) -> int:
-        """Of the whole wire: models, messages, handshakes."""
+        """Of the whole wire, with models, messages and handshakes."""
         return self._member.links.sent
 
     @property
@@ -157,8 +157,8 @@ class CommManager:
                 PeerUnreachableError, PeerTimeoutError, ProtocolError, ModelMismatchError or CancelledError.
 
         Returns:
-            What cancels it, from any thread and any number of times: a model that is on its way is not sent any
-            further, and unless ``done`` was called before, it is told CancelledError soon.
+            What cancels it, from any thread and any number of times. A model that is on its way is not sent any
+            further then, and unless ``done`` was called before, it is told CancelledError soon.
 
         Raises:
             ValueError: the request is not one that a peer would accept.

@@ -14,6 +14,7 @@ from pathlib import Path
 from gossipx import config
 from gossipx.errors import UsageError
 from gossipx.metrics.summary import FILE as SUMMARY_FILE
+from gossipx.metrics.summary import Summary
 from gossipx.settings import RunConfig
 
 CONFIG_FILE = "config.toml"
@@ -22,7 +23,7 @@ SCRIPT_FILE = "script.json"
 """The script and its arguments, if one was given: a run that goes on needs to know."""
 WRITTEN = re.compile(
     "|".join(rf"{re.escape(name)}(\.tmp)?" for name in (CONFIG_FILE, HOSTS_FILE, SCRIPT_FILE, SUMMARY_FILE))
-    + r"|peer-\d+"
+    + rf"|config-\d+\.toml(\.tmp)?|{re.escape(SUMMARY_FILE)}\.\d+\.tmp|peer-\d+"
 )
 """What a run writes into its directory; nothing else is ever removed from it."""
 
@@ -31,6 +32,17 @@ def run_directory(run: str, logdir: Path) -> Path:
     """Where a run is, by its directory or its name in ``logdir``."""
     path = Path(run)
     return path if path.is_dir() or not (logdir / run).is_dir() else logdir / run
+
+
+def checked_name(name: str | None) -> str:
+    """A run's name.
+
+    Raises:
+        UsageError: it is none.
+    """
+    if name is None or not re.fullmatch(r"[\w.,=+-]+", name) or name.startswith("."):
+        raise UsageError(f"--name '{name}': letters, digits and . , = + - _ make a name")
+    return name
 
 
 class RunDirectory:
@@ -42,7 +54,7 @@ class RunDirectory:
 
     Args:
         settings: with a name.
-        hosts: the hosts file, which is copied.
+        hosts: what the hosts file holds, which is copied.
         script: a script and its arguments, which are noted; empty: none.
         goes_on: the run is there, and goes on in its directory.
 
@@ -50,13 +62,10 @@ class RunDirectory:
         UsageError: the name is in use, is none, or cannot be written; or the run that is to go on is under way.
     """
 
-    def __init__(self, settings: RunConfig, hosts: Path, script: Sequence[str] = (), goes_on: bool = False):
-        name = settings.run.name
-        if name is None or not re.fullmatch(r"[\w.,=+-]+", name) or name.startswith("."):
-            raise UsageError(f"--name '{name}': letters, digits and . , = + - _ make a name")
-        self.path = Path(settings.run.logdir) / name
-        self._replaced = self.path.with_name(f".{name}.replaced")
-        self._gone = self.path.with_name(f".{name}.gone")
+    def __init__(self, settings: RunConfig, hosts: bytes, script: Sequence[str] = (), goes_on: bool = False):
+        self.path = _path_of(settings)
+        self._replaced = _replaced_by(self.path)
+        self._gone = self.path.with_name(f".{self.path.name}.gone")
         self._instead = "it goes on by itself" if goes_on else "give another --name"
         self._lock: int | None = None
         self._mine = False
@@ -64,12 +73,11 @@ class RunDirectory:
         with contextlib.ExitStack() as undo:
             undo.callback(self.give_up)
             try:
-                content = hosts.read_bytes()
                 if goes_on:
                     self._take()
                 else:
                     self._make(settings.run.overwrite)
-                self._write(settings, content, script)
+                self._write(settings, hosts, script)
             except OSError as error:
                 raise UsageError(
                     f"cannot write the run: {error.strerror}; give another --logdir or --name", self.path
@@ -83,12 +91,7 @@ class RunDirectory:
                 self._clear()
             self._replaced.rename(self.path)
         if self.path.exists():
-            if not overwrite:
-                raise UsageError(
-                    f"a run '{self.path.name}' is there already: give another --name, or --overwrite", self.path
-                )
-            if not _is_replaceable(self.path):
-                raise UsageError("not the directory of a run, so it is not overwritten: give another --name", self.path)
+            _check_replaceable(self.path, self.path, overwrite)
             self._take()
             self.path.rename(self._replaced)
         try:
@@ -108,7 +111,17 @@ class RunDirectory:
                 file: file.read_bytes() if file.is_file() else None for file in map(self.path.joinpath, files)
             }
         for name, content in files.items():
-            _replace(self.path / name, content)
+            replace(self.path / name, content)
+
+    @property
+    def config(self) -> Path:
+        """Where its settings are noted."""
+        return self.path / CONFIG_FILE
+
+    def conclude(self, summary: Summary) -> bool:
+        """Write the run's summary."""
+        summary.write(self.path)
+        return True
 
     def keep(self) -> None:
         """The run trains: what it replaces goes, but for what no run has written."""
@@ -126,7 +139,7 @@ class RunDirectory:
                 if content is None:
                     file.unlink(missing_ok=True)
                 else:
-                    _replace(file, content)
+                    replace(file, content)
             if self._replaced.is_dir() and not self.path.exists():
                 self._replaced.rename(self.path)
         self.release()
@@ -169,6 +182,34 @@ class RunDirectory:
         self._lock = lock
 
 
+def check_name(settings: RunConfig) -> None:
+    """See that a new run could have its name. Nothing is made or changed.
+
+    Raises:
+        UsageError: the name is in use, or is none.
+    """
+    path = _path_of(settings)
+    replaced = _replaced_by(path)
+    if path.exists() or replaced.is_dir():
+        _check_replaceable(path, replaced if replaced.is_dir() else path, settings.run.overwrite)
+
+
+def _path_of(settings: RunConfig) -> Path:
+    return Path(settings.run.logdir) / checked_name(settings.run.name)
+
+
+def _replaced_by(path: Path) -> Path:
+    """Where the run whose name another has taken is, until that trains."""
+    return path.with_name(f".{path.name}.replaced")
+
+
+def _check_replaceable(path: Path, there: Path, overwrite: bool) -> None:
+    if not overwrite:
+        raise UsageError(f"a run '{path.name}' is there already: give another --name, or --overwrite", path)
+    if not _is_replaceable(there):
+        raise UsageError("not the directory of a run, so it is not overwritten: give another --name", path)
+
+
 def _is_replaceable(directory: Path) -> bool:
     """Whether it is empty or a run's: many programs have a config.toml, a run's begins as :func:`config.dump` does."""
     if not directory.is_dir():
@@ -179,7 +220,7 @@ def _is_replaceable(directory: Path) -> bool:
     return file.is_file() and file.read_bytes().startswith(b"[run]\n") and (directory / HOSTS_FILE).is_file()
 
 
-def _replace(file: Path, content: bytes) -> None:
+def replace(file: Path, content: bytes) -> None:
     """Write a file whole, or leave it as it was."""
     unfinished = file.with_name(f"{file.name}.tmp")
     unfinished.write_bytes(content)

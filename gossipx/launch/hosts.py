@@ -55,6 +55,11 @@ def read_hosts(path: Path) -> list[PeerLine]:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise UsageError(f"cannot read the hosts file: {reason}", path) from error
+    return parse_hosts(text, path)
+
+
+def parse_hosts(text: str, path: Path | None) -> list[PeerLine]:
+    """As :func:`read_hosts`, of a file's text; ``path`` is for messages."""
     peers: list[PeerLine] = []
     seen: dict[object, int] = {}
     for number, line in enumerate(text.splitlines(), 1):
@@ -71,7 +76,7 @@ def read_hosts(path: Path) -> list[PeerLine]:
     return peers
 
 
-def _parse(content: str, path: Path, number: int, rank: int) -> list[PeerLine]:
+def _parse(content: str, path: Path | None, number: int, rank: int) -> list[PeerLine]:
     first, *rest = content.split()
     match = _LINE.fullmatch(first)
     if match is None:
@@ -105,7 +110,7 @@ def _parse(content: str, path: Path, number: int, rank: int) -> list[PeerLine]:
     return peers
 
 
-def _number(text: str, what: str, least: int, most: int, path: Path, line: int) -> int:
+def _number(text: str, what: str, least: int, most: int, path: Path | None, line: int) -> int:
     if not text.isascii() or not text.isdigit() or len(text) > 9 or not least <= int(text) <= most:
         raise UsageError(f"{what} '{text}' is not an integer from {least} to {most}", path, line)
     return int(text)
@@ -113,6 +118,11 @@ def _number(text: str, what: str, least: int, most: int, path: Path, line: int) 
 
 def _shown(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def line_of(host: str, port: int, name: str, device: str | None) -> str:
+    """One peer as a line of a hosts file."""
+    return f"{_shown(host, port)} name={name}" + ("" if device is None else f" device={device}")
 
 
 def peers_digest(peers: Sequence[PeerLine]) -> str:
@@ -152,7 +162,7 @@ def local_ranks(peers: Sequence[PeerLine], advertise: str | None, path: Path) ->
     return ranks
 
 
-def bind_host(peer: PeerLine, bind: str, path: Path) -> str:
+def bind_host(peer: PeerLine, bind: str, path: Path | None) -> str:
     """Where a peer listens: ``bind``, or loopback of the kind that its line names.
 
     Raises:
@@ -210,7 +220,7 @@ def _is_loopback_word(host: str) -> bool:
     return host.lower() == "localhost" or (_is_address(host) and ipaddress.ip_address(host).is_loopback)
 
 
-def _resolve(peer: PeerLine, path: Path) -> _Address:
+def _resolve(peer: PeerLine, path: Path | None) -> _Address:
     if _is_address(peer.host):
         return ipaddress.ip_address(peer.host)
     try:

@@ -7,22 +7,19 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import selectors
 import signal
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from gossipx import access, build
 from gossipx.build.server import codec_of
 from gossipx.errors import UsageError
-from gossipx.launch import resume
-from gossipx.launch.children import Child, command_of, script_exists
-from gossipx.launch.directory import CONFIG_FILE, HOSTS_FILE, RunDirectory
+from gossipx.launch.children import Child, command_of
+from gossipx.launch.crew import from_world
+from gossipx.launch.directory import HOSTS_FILE
 from gossipx.launch.environment import (
     ENV_CONFIG,
     ENV_DEVICE,
@@ -32,8 +29,9 @@ from gossipx.launch.environment import (
     ENV_RESUME,
     ENV_RESUME_AT,
 )
-from gossipx.launch.hosts import PeerLine, bind_host, local_ranks, read_hosts
 from gossipx.launch.progress import Display, Standing
+from gossipx.launch.start import Start, by_servers, from_hosts, goes_by
+from gossipx.launch.world import find, why_none
 from gossipx.metrics.summary import FILE as SUMMARY_FILE
 from gossipx.metrics.summary import Summary, per_peer
 from gossipx.settings import RunConfig
@@ -44,12 +42,12 @@ INTERRUPT_GRACE = 3.0
 """Seconds that interrupted peers have before they are killed."""
 
 
-def launch(given: RunConfig, hosts: Path, script: list[str], resumes: bool = False) -> int:
-    """Run the peers of this machine to their end.
+def launch(given: RunConfig, hosts: Path | None, script: list[str], resumes: bool = False) -> int:
+    """Run the peers of this machine to their end, or the one that this process is under torchrun, srun or mpirun.
 
     Args:
         given: settings, presets not yet filled in.
-        hosts: the hosts file.
+        hosts: the hosts file; None: the environment says who the peers are.
         script: a user's script and its arguments; empty: the built-in task.
         resumes: the run of that name goes on from its checkpoints; see :mod:`gossipx.launch.resume`.
 
@@ -59,84 +57,44 @@ def launch(given: RunConfig, hosts: Path, script: list[str], resumes: bool = Fal
 
     Raises:
         UsageError: settings, hosts file or script are not right; nothing was started then.
+        GossipxError: the processes of the run did not meet.
     """
-    peers = read_hosts(hosts)
-    if given.sync.min_peers > len(peers):
-        raise UsageError(f"--min-peers {given.sync.min_peers} is more than the {len(peers)} peers here", hosts)
-    settings = build.effective(given, len(peers), bool(script))
-    names = [peer.name for peer in peers]
-    build.elastic(settings, names)
-    build.servers(settings, names)
-    here = local_ranks(peers, settings.exchange.advertise, hosts)
-    uncovered = None
-    for peer in (peers[rank] for rank in here):
-        bind = bind_host(peer, settings.exchange.bind, hosts)
-        access.grant(settings.exchange, bind)
-        uncovered = uncovered or access.uncovered(settings.exchange, bind)
-        if peer.device is None:
-            build.check_device(settings.run.device, "--device")
-        else:
-            build.check_device(peer.device, "device=", hosts, peer.line)
-        build.check_transport(settings.exchange, None if script else peer.device or settings.run.device)
-    if not script_exists(script):
-        raise UsageError("no such script", file=script[0])
-    settings = _named(replace(settings, exchange=access.absolute(settings.exchange)))
-    at, settings = resume.check(settings, names, here, bool(script)) if resumes else (None, settings)
-    directory = RunDirectory(settings, hosts, script, goes_on=resumes)
+    world = find(os.environ)
+    if hosts is None and os.environ.get(ENV_PEERS) and not os.environ.get(ENV_CONFIG):
+        hosts = Path(os.environ[ENV_PEERS])
+    if world is not None and (hosts is None or world.size > 1):
+        start = from_world(given, world, hosts, script, resumes)
+    elif hosts is not None:
+        start = from_hosts(given, hosts, script, resumes)
+    else:
+        raise UsageError(
+            "who the peers are is not given: --peers hosts.txt, a line a host such as 'localhost slots=4'"
+            + why_none(os.environ)
+        )
     try:
-        return _Run(settings, directory, peers, here, script, resumes, at).go(uncovered)
+        return _Run(start, script).go(start.notice)
     finally:
-        directory.release()
-
-
-def _named(settings: RunConfig) -> RunConfig:
-    """A name for a run that was given none: its policy's, or sync model's, with the first number that is free."""
-    if settings.run.name is not None:
-        return settings
-    stem = re.split(r"\W", _goes_by(settings))[0]
-    name, number = stem, 1
-    while (Path(settings.run.logdir) / name).exists():
-        number += 1
-        name = f"{stem}-{number}"
-    return replace(settings, run=replace(settings.run, name=name))
-
-
-def _goes_by(settings: RunConfig) -> str:
-    """The policy; or with servers the sync model."""
-    return settings.server.sync if _by_servers(settings) else settings.sync.policy
-
-
-def _by_servers(settings: RunConfig) -> bool:
-    return settings.server.servers is not None or settings.sync.mode == "server"
+        start.directory.release()
 
 
 class _Run:
     """The peers of this machine, from their start to their end."""
 
-    def __init__(
-        self,
-        settings: RunConfig,
-        directory: RunDirectory,
-        peers: list[PeerLine],
-        here: list[int],
-        script: list[str],
-        resumes: bool = False,
-        resumes_at: int | None = None,
-    ) -> None:
-        self._settings = settings
-        self._directory = directory
-        self._peers = peers
+    def __init__(self, start: Start, script: list[str]) -> None:
+        self._settings = settings = start.settings
+        self._directory = start.directory
+        self._peers = peers = start.peers
         self._script = script
-        self._resumes = resumes
-        self._resumes_at = resumes_at
+        self._resumes = start.resumes
+        self._resumes_at = start.resumes_at
         length = 0 if script else settings.run.iterations  # a script has a length of its own
-        self._standings = {rank: Standing(peers[rank].name, iterations=length) for rank in here}
+        self._standings = {rank: Standing(peers[rank].name, iterations=length) for rank in start.here}
         around = "" if settings.hub.hub is None else f", hub {settings.hub.hub}"
-        if _by_servers(settings):
+        if by_servers(settings):
             around = f", servers {settings.server.servers or 0}"
-        kind = "sync" if _by_servers(settings) else "policy"
-        title = f"{settings.run.name}: {kind} {_goes_by(settings)}, {len(peers)} peers{around}"
-        self._display = Display(title, self._standings)
+        kind = "sync" if by_servers(settings) else "policy"
+        title = f"{settings.run.name}: {kind} {goes_by(settings)}, {len(peers)} peers{around}"
+        self._display = Display(title, self._standings, plain=start.shared)
         self._children: dict[int, Child] = {}
         self._results: dict[int, dict[str, Any]] = {}
         self._left: set[int] = set()
@@ -176,8 +134,8 @@ class _Run:
             return 0
         summary = self._sum_up(ended - (self._began or ended))
         self._directory.keep()
-        summary.write(self._directory.path)
-        self._tell_end(summary)
+        written = self._directory.conclude(summary)
+        self._tell_end(summary, written)
         return 0 if self._results.keys() - self._failed_after else 1
 
     # --- processes ----------------------------------------------------------------------------------
@@ -188,7 +146,7 @@ class _Run:
             "OMP_NUM_THREADS": threads,
             **os.environ,
             "PYTHONUNBUFFERED": "1",
-            ENV_CONFIG: str((self._directory.path / CONFIG_FILE).resolve()),
+            ENV_CONFIG: str(self._directory.config.resolve()),
             ENV_PEERS: str((self._directory.path / HOSTS_FILE).resolve()),
             ENV_RANK: str(rank),
             ENV_DEVICE: self._peers[rank].device or self._settings.run.device,
@@ -338,7 +296,7 @@ class _Run:
         done = [report["iterations"] for report in reports if report and "iterations" in report]
         return Summary(
             name=settings.run.name,
-            policy=next((report["policy"] for report in reports if report and "policy" in report), _goes_by(settings)),
+            policy=next((report["policy"] for report in reports if report and "policy" in report), goes_by(settings)),
             codec=codec_of(settings),
             seed=settings.run.seed,
             peers=len(self._peers),
@@ -353,12 +311,14 @@ class _Run:
             **per_peer(reports),
         )
 
-    def _tell_end(self, summary: Summary) -> None:
+    def _tell_end(self, summary: Summary, written: bool) -> None:
         tell = self._display.line
         if summary.lost:
             tell(f"lost: {', '.join(summary.lost)}")
         if not self._results:
             tell("no peer finished")
+            return
+        if not written:  # who has written it tells
             return
         path = self._directory.path
         tell(f"{path / SUMMARY_FILE} is written; compare runs: gossipx compare {path} ...")

@@ -30,7 +30,7 @@ PAPERS_SGD: OptimizerOf = functools.partial(torch.optim.SGD, lr=0.1)
 
 
 class ParameterServer:
-    """One worker's view of a parameter server; made by :func:`initialize`.
+    """One worker's view of a parameter server; made by :func:`gossipx.initialize`.
 
     Use it as a context manager. Leaving the block ends the training: every table then holds what the servers have.
     """
@@ -97,14 +97,14 @@ class ParameterServer:
 
     @property
     def peer(self) -> Peer:
-        """This process as a peer, once it has started: its rank, the iteration, its part of the data, its curves."""
+        """This process as a peer (its rank, the iteration, its part of the data, its curves), once it has started."""
         if self._peer is None or self._over:
             raise UsageError("this is for the time from start to the end of the with block")
         return self._peer
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """Whose settings the servers' steps follow, once it has started: for a schedule of the learning rate."""
+        """Whose settings the servers' steps follow, for a schedule of the learning rate, once it has started."""
         if self._optimizer is None:
             raise UsageError("the optimizer is made by start")
         return self._optimizer

@@ -57,18 +57,20 @@ class Display:
     Args:
         title: of the run.
         standings: of the peers shown, by rank; read whenever something is drawn.
+        plain: lines also on a terminal: other processes write to it, too.
     """
 
-    def __init__(self, title: str, standings: dict[int, Standing]):
+    def __init__(self, title: str, standings: dict[int, Standing], plain: bool = False):
         self.console = Console(highlight=False)
         self._title = title
+        self._plain_lines = plain
         self._standings = standings
         self._live: Live | None = None
         self._last = ""
         self._next = 0.0
 
     def __enter__(self) -> Display:
-        if self.console.is_terminal:
+        if self.console.is_terminal and not self._plain_lines:
             self._live = Live(
                 self._table(), console=self.console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False
             )

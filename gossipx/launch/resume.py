@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from gossipx.drive.shards import servers_of, store_of_shard
 from gossipx.errors import UsageError
 from gossipx.launch.directory import CONFIG_FILE, HOSTS_FILE, SCRIPT_FILE, run_directory
 from gossipx.launch.hosts import read_hosts
+from gossipx.launch.world import find
 from gossipx.settings import KEYS, RunConfig, RunSettings
 
 log = logging.getLogger("gossipx")
@@ -23,13 +25,13 @@ CHANGEABLE = {
     *("peers", "logdir", "iterations", "threads", "device", "log_interval", "eval_interval", "save_model"),
     *("checkpoint_every", "keep_checkpoints", "data_dir", "finish", "min_peers", "distance_interval"),
     *("bind", "advertise", "secret_file", "tls_cert", "tls_key", "tls_ca", "transport", "max_rate"),
-    *("max_served", "max_pushes", "serve_share", "peer_timeout"),
+    *("max_served", "max_pushes", "serve_share", "peer_timeout", "rendezvous_timeout"),
 }
 """Settings that a run may go on with another value of. The others say what the checkpoints' state means: momenta are of
 one model, a place in the data is of one seed, partition and batch size."""
 
 
-def settings_of(run: str, given: Mapping[str, Any], script: list[str]) -> tuple[RunConfig, Path, list[str]]:
+def settings_of(run: str, given: Mapping[str, Any], script: list[str]) -> tuple[RunConfig, Path | None, list[str]]:
     """What a run goes on with.
 
     Args:
@@ -38,7 +40,7 @@ def settings_of(run: str, given: Mapping[str, Any], script: list[str]) -> tuple[
         script: what was given now; empty: what the run began with, if it began with one.
 
     Returns:
-        Its settings, its hosts file, its script with arguments.
+        Its settings, its hosts file (None: the environment says who the peers are now), its script with arguments.
 
     Raises:
         UsageError: it is no run, or a setting was given that cannot change; names the option.
@@ -53,8 +55,13 @@ def settings_of(run: str, given: Mapping[str, Any], script: list[str]) -> tuple[
     place = {"name": path.resolve().name, "logdir": str(path.parent)}
     settings = config.resolve(before, given, place)
     _check_unchanged(config.resolve(before, place), config.resolve(before, given, {"logdir": place["logdir"]}), path)
-    hosts = Path(given["peers"]) if "peers" in given else path / HOSTS_FILE
-    _check_size(path, hosts)
+    world = find(os.environ)
+    if "peers" in given or world is None or world.size == 1:
+        hosts = Path(given["peers"]) if "peers" in given else path / HOSTS_FILE
+        _check_size(path, len(read_hosts(hosts)), "--peers names", hosts)
+    else:
+        hosts = None
+        _check_size(path, world.size, f"{world.source} started", None)
     noted = path / SCRIPT_FILE
     if not script and noted.is_file():
         script = json.loads(noted.read_bytes())
@@ -77,10 +84,10 @@ def _shown(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else "not given" if value is None else str(value)
 
 
-def _check_size(path: Path, hosts: Path) -> None:
-    was, now = len(read_hosts(path / HOSTS_FILE)), len(read_hosts(hosts))
+def _check_size(path: Path, now: int, who: str, hosts: Path | None) -> None:
+    was = len(read_hosts(path / HOSTS_FILE))
     if was != now:
-        raise UsageError(f"--peers names {now} peers, and the run that is to go on has {was}", hosts)
+        raise UsageError(f"{who} {now} peers, and the run that is to go on has {was}", hosts)
 
 
 def check(settings: RunConfig, names: Sequence[str], here: list[int], has_script: bool) -> tuple[int | None, RunConfig]:

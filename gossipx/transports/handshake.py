@@ -13,12 +13,14 @@ from gossipx.errors import (
     ProtocolError,
     StrangerError,
 )
-from gossipx.transports import Certified
+from gossipx.transports import Certified, checkup
 from gossipx.transports.link import Link
 from gossipx.wire import (
     Accepted,
     Bytes,
     Challenge,
+    CheckupReply,
+    CheckupRequest,
     DescribeRequest,
     Hello,
     Message,
@@ -55,7 +57,7 @@ def challenge(link: Link, secret: auth.Secret, me: Hello, deadline: float) -> No
         ProtocolError: it does not try, or means another peer.
     """
     opened = _first(link, deadline)
-    if isinstance(opened, Hello):
+    if isinstance(opened, Hello | CheckupRequest):
         raise _turn_away(link, "this run has a secret; give every peer the same --secret-file", deadline)
     if not isinstance(opened, Open):
         raise ProtocolError(f"it began with {type(opened).__name__}, not Open")
@@ -119,9 +121,12 @@ def admit(
         NotAuthorisedError: it has a secret to prove, and this peer has none.
         ProtocolError: it is refused.
     """
-    they = _first(link, deadline)
-    if isinstance(they, Open):
-        raise _turn_away(link, "this peer has no secret; give every peer the same --secret-file", deadline)
+    they = _unproven(link, deadline)
+    while isinstance(they, CheckupRequest):
+        if they.part != "facts":
+            raise ProtocolError(f"it asked for {they.part}, of which a run has none")
+        link.send(frames.encode(CheckupReply(checkup.facts(me, "run")), 0, checks=link.checks), deadline)
+        they = _first(link, deadline)
     if not isinstance(they, Hello):
         raise ProtocolError(f"it began with {type(they).__name__}, not Hello")
     if link.opened is not None and (link.opened.opener, link.opened.run) != (they.name, they.peers):
@@ -135,6 +140,37 @@ def admit(
     link.send(frames.encode(welcome, 0, checks=link.checks), deadline)
     link.admitted()
     return they
+
+
+def visited(link: Link, names: Sequence[str], hosts: Sequence[str], deadline: float) -> CheckupRequest:
+    """The first question of a checkup, on a connection that no peer of a run answers.
+
+    Args:
+        names, hosts: of the run's peers, by rank.
+
+    Raises:
+        NotAuthorisedError: it has a secret to prove, and here is none.
+        StrangerError: its certificate is another host's.
+        ProtocolError: it is no checkup: a peer of a run comes back later.
+    """
+    first = _unproven(link, deadline)
+    if not isinstance(first, CheckupRequest):
+        raise ProtocolError(f"it began with {type(first).__name__}, not CheckupRequest")
+    if isinstance(link.stream, Certified) and first.name in names:
+        host = hosts[names.index(first.name)]
+        if not link.stream.speaks_for(host):
+            whose = f"the certificate of {first.name} is not for '{host}', its host in the hosts file"
+            raise _turn_away(link, whose, deadline, StrangerError)
+    link.admitted()
+    return first
+
+
+def _unproven(link: Link, deadline: float) -> Message:
+    """The first frame where there is no secret, or after it was proven."""
+    first = _first(link, deadline)
+    if isinstance(first, Open):
+        raise _turn_away(link, "this peer has no secret; give every peer the same --secret-file", deadline)
+    return first
 
 
 def _turn_away(

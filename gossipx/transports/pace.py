@@ -22,8 +22,11 @@ LEAST, MOST = 1e3, 1.25e11
 _BITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 
 
-def parse_rate(text: str) -> float:
+def parse_rate(text: str, option: str = "--max-rate") -> float:
     """Bytes a second, of ``100mbit``, ``2.5gbit``, ``500kbit``; as tc writes rates.
+
+    Args:
+        option: that it was given to, for messages.
 
     Raises:
         UsageError: it is none, or below :data:`LEAST` or above :data:`MOST`.
@@ -31,7 +34,7 @@ def parse_rate(text: str) -> float:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?)bit", text.strip().lower())
     rate = float(found[1]) * _BITS[found[2]] / 8 if found else 0.0
     if not LEAST <= rate <= MOST:
-        raise UsageError(f"--max-rate '{text}': a rate from 8kbit to 1000gbit, as 100mbit or 2.5gbit")
+        raise UsageError(f"{option} '{text}': a rate from 8kbit to 1000gbit, as 100mbit or 2.5gbit")
     return rate
 
 

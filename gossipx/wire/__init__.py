@@ -150,6 +150,39 @@ class Description:
 
 
 @dataclass(frozen=True)
+class CheckupRequest:
+    """Asks what a checkup of the machines (``gossipx doctor``) wants to know; may be the first frame, in Hello's place.
+
+    A peer of a run answers for "facts" alone, and does not take who asks for a member.
+
+    Attributes:
+        name: of the peer for whose line it is asked.
+        part: "facts" of who answers; the "peers" that its hosts file lists; "turn": that nobody else measures with it
+            while this connection lasts; "load": nothing, but bytes; "findings" of both, so far.
+        size: bytes of the payload that comes along.
+        back: bytes of payload that are wanted in return, of a load.
+    """
+
+    name: str
+    part: str
+    size: int = 0
+    back: int = 0
+
+
+@dataclass(frozen=True)
+class CheckupReply:
+    """Answers :class:`CheckupRequest`.
+
+    Attributes:
+        report: figures by name; an empty one: it cannot be done now.
+        size: bytes of the payload that comes along.
+    """
+
+    report: Mapping[str, object] = field(default_factory=dict)
+    size: int = 0
+
+
+@dataclass(frozen=True)
 class Taken:
     """The model that was asked for has arrived whole: its bytes need not be kept any longer."""
 
@@ -211,6 +244,8 @@ Message = (
     | NotAuthorised
     | DescribeRequest
     | Description
+    | CheckupRequest
+    | CheckupReply
     | Taken
     | CarrierRequest
     | Noted
@@ -256,6 +291,7 @@ ANSWERS: dict[type, tuple[type, ...]] = {
     Open: (Challenge,),
     Proof: (Accepted,),
     DescribeRequest: (Description,),
+    CheckupRequest: (CheckupReply,),
     InitialRequest: (ModelReply, NotReadyReply),
     PullRequest: (ModelReply, BusyReply, NotReadyReply),
     PushRequest: (AcceptReply, BusyReply, NotReadyReply),
@@ -372,6 +408,9 @@ Expect = Callable[[Message, int], "Sink | None"]
 
 # Bytes of a manifest: some 200,000 tensors, and what a stranger's peer can make us allocate.
 MAX_DESCRIPTION = 16 * 2**20
+# Bytes that one frame of a checkup brings along: enough to fill a link of 10 Gbit/s for longer than its round trip.
+MAX_LOAD = 16 * 2**20
+CHECKUP_PARTS = ("facts", "peers", "turn", "load", "findings")
 # Characters of a foreign line that a message shows.
 _SHOWN = 200
 
@@ -384,7 +423,8 @@ def answer_to(asked: Message, number: int, payload: Sink | Fitting | None) -> Ex
     """Expects an answer to ``asked``, sent as request ``number``.
 
     Args:
-        payload: filled by a reply that brings something; a Description gets a buffer of the size that it tells.
+        payload: filled by a reply that brings something; a Description gets a buffer of the size that it tells, and so
+            does a CheckupReply where this is None.
     """
 
     def expect(message: Message, request: int) -> Sink | None:
@@ -394,7 +434,9 @@ def answer_to(asked: Message, number: int, payload: Sink | Fitting | None) -> Ex
             raise NotAuthorisedError(f"not authorised: {message.reason}")
         if request != number or not isinstance(message, ANSWERS[type(asked)]):
             raise ProtocolError(f"answered {type(asked).__name__} by {type(message).__name__}")
-        if isinstance(message, Description):
+        if isinstance(message, CheckupReply) and payload is not None and not isinstance(payload, Fitting):
+            return payload
+        if isinstance(message, Description | CheckupReply):
             return Bytes(memoryview(bytearray(message.size)))
         if not isinstance(message, CarryingReply):
             return None

@@ -50,12 +50,16 @@ from gossipx.messages import (
     WaitingRequest,
 )
 from gossipx.wire import (
+    CHECKUP_PARTS,
     MAX_DESCRIPTION,
+    MAX_LOAD,
     Accepted,
     Carried,
     CarrierReply,
     CarrierRequest,
     Challenge,
+    CheckupReply,
+    CheckupRequest,
     DescribeRequest,
     Description,
     Hello,
@@ -124,6 +128,12 @@ def _text(value: object) -> str:
     # Printable: such text ends up in logs and terminals of other machines.
     if type(value) is not str or len(value) > MAX_TEXT or not value.isprintable():
         raise ValueError(f"is not one printable line of at most {MAX_TEXT} characters")
+    return value
+
+
+def _part(value: object) -> str:
+    if type(value) is not str or value not in CHECKUP_PARTS:
+        raise ValueError(f"is none of {', '.join(CHECKUP_PARTS)}")
     return value
 
 
@@ -411,6 +421,12 @@ KINDS = {
     46: Kind(WaitingRequest, {"shard": _shard}),
     47: Kind(WaitingReply, {"workers": _workers}, MAX_METADATA),
     48: Kind(Carried, {"digest": _octets(32)}),
+    49: Kind(
+        CheckupRequest,
+        {"name": _text, "part": _part, "size": _integer(0, MAX_LOAD), "back": _integer(0, MAX_LOAD)},
+        payload=MAX_LOAD,
+    ),
+    50: Kind(CheckupReply, {"report": _report, "size": _integer(0, MAX_LOAD)}, payload=MAX_LOAD),
 }
 """By number, as a frame's header has it."""
 NUMBERS = {kind.message: number for number, kind in KINDS.items()}

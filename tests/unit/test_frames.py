@@ -62,6 +62,8 @@ from gossipx.wire import (
     Carried,
     CarrierReply,
     CarrierRequest,
+    CheckupReply,
+    CheckupRequest,
     DescribeRequest,
     Description,
     Hello,
@@ -224,6 +226,14 @@ messages = st.one_of(
     st.just(CarrierReply()),
     st.builds(NoCarrierReply, reason=lines),
     st.builds(Carried, digest=st.binary(max_size=32).map(bytes.hex)),
+    st.builds(
+        CheckupRequest,
+        name=lines,
+        part=st.sampled_from(["facts", "peers", "turn", "load", "findings"]),
+        size=st.just(0),
+        back=st.integers(0, 2**24),
+    ),
+    st.builds(CheckupReply, report=reports, size=st.just(0)),
 )
 
 

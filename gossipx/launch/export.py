@@ -1,0 +1,89 @@
+"""``gossipx export``: what a run has learned as one safetensors file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from gossipx import config, stored
+from gossipx.drive import models
+from gossipx.drive.checkpoints import store_of
+from gossipx.errors import UsageError
+from gossipx.launch.directory import CONFIG_FILE, HOSTS_FILE, run_directory
+from gossipx.launch.hosts import read_hosts
+from gossipx.specs import rank_of, suggest
+
+SUFFIX = ".safetensors"
+
+
+def export(run: str, target: Path, logdir: Path, peer: str | None = None, overwrite: bool = False) -> str:
+    """Write the average of the peers' models to a file.
+
+    It is of the final models; of a run that has left none, of the newest checkpoint that all peers have, else of each
+    peer's newest.
+
+    Args:
+        run: its directory, or its name in ``logdir``.
+        target: the file.
+        peer: by name or number, whose own model is written instead.
+        overwrite: whether a file that is there is replaced.
+
+    Returns:
+        What was written, in a line.
+
+    Raises:
+        UsageError: no such run, no model in it, a peer that there is none of, models that cannot be read, or a target
+            that is there, is no safetensors file, or has no directory.
+        GossipxError: it cannot be written.
+    """
+    path = run_directory(run, logdir)
+    if not (path / CONFIG_FILE).is_file():
+        near = suggest(run, dict.fromkeys(one.name for one in logdir.glob("*") if (one / CONFIG_FILE).is_file()))
+        raise UsageError(f"no run is there{near}: name one in --logdir, or its directory", path)
+    _check_target(target, overwrite)
+    names = [line.name for line in read_hosts(path / HOSTS_FILE)]
+    ranks = range(len(names)) if peer is None else [rank_of(peer, "--peer", names)]
+    files, of = _models(path, ranks)
+    sound = [file for file in files if models.is_sound(file)]
+    if not sound:
+        raise UsageError("all models of this run hold NaN: it has diverged", path)
+    settings = config.resolve(config.load(path / CONFIG_FILE))
+    about = {
+        "gossipx.run": path.resolve().name,
+        "gossipx.model": of if peer is None else f"{of}, peer {names[ranks[0]]}",
+        "gossipx.models_averaged": str(len(sound)),
+        "gossipx.policy": settings.sync.policy,
+    }
+    stored.write(target, dict(models.average(sound)), "give another --to", {**stored.TORCH, **about})
+    left_out = f", {len(files) - len(sound)} left out as they hold NaN" if len(files) > len(sound) else ""
+    what = f"peer {names[ranks[0]]}'s model" if peer is not None else f"the average of {len(sound)} models{left_out}"
+    return f"{target} is {what}, {of}"
+
+
+def _check_target(target: Path, overwrite: bool) -> None:
+    if target.suffix != SUFFIX:
+        raise UsageError(f"--to names a safetensors file: end it with {SUFFIX}", target)
+    if target.is_dir() or not target.parent.is_dir():
+        raise UsageError("--to names a file in a directory that is there", target)
+    if target.exists() and not overwrite:
+        raise UsageError("it is there already: give --overwrite, or another --to", target)
+
+
+def _models(path: Path, ranks: Sequence[int]) -> tuple[list[Path], str]:
+    """The models of these peers, and of when they are."""
+    final: Mapping[int, Path] = {rank: models.file_of(path, rank) for rank in ranks}
+    there = [file for file in final.values() if file.is_file()]
+    if there:  # a peer that was lost has none
+        return there, "as of the end"
+    stores = {rank: store_of(path, rank) for rank in ranks}
+    whole = {rank: store.whole() for rank, store in stores.items()}
+    lacking = [str(rank) for rank, found in whole.items() if not found]
+    if lacking:
+        told = f"no final models, and peers {', '.join(lacking)} have no checkpoints"
+        raise UsageError(f"{told}: runs leave models at their end, or by --checkpoint-every", path)
+    # Peers that were stopped at the same moment have not done the same iterations.
+    common = set.intersection(*whole.values())
+    at = {rank: max(common or found) for rank, found in whole.items()}
+    least, most = min(at.values()), max(at.values())
+    of = f"as of iteration {most}" if least == most else f"as of iterations {least} to {most}"
+    return [stores[rank].directory / f"{at[rank]:08d}" / models.MODEL_FILE for rank in ranks], of

@@ -1,0 +1,277 @@
+"""The processes of one run, as torchrun, SLURM or Open MPI tell each of them in its environment: a process is one peer.
+
+Only read here is a mapping of variables; :mod:`gossipx.launch.rendezvous` brings the processes together.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import itertools
+import re
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from gossipx.errors import UsageError
+from gossipx.launch.environment import (
+    ENV_CONFIG,
+    ENV_LOCAL_RANK,
+    ENV_LOCAL_SIZE,
+    ENV_MASTER,
+    ENV_RANK,
+    ENV_SIZE,
+)
+
+DEFAULT_PORT = 29500
+"""Where peer 0 is met if nothing says more: torchrun's."""
+PORTS = range(20_000, 30_000)
+"""One of these is a job's, by its number: above the registered services that are common, below what systems give away,
+and another one for jobs that share a machine."""
+MOST = 65_536
+"""Processes of a run."""
+_LOOPBACK = "127.0.0.1"
+_NO_TASKS_STEP = 0xFFFFFFF0
+"""SLURM's numbers from here on are of steps that hold no tasks: the job's script, its shell, what it borrows."""
+
+
+@dataclass(frozen=True)
+class World:
+    """Where a process stands among those that were started with it.
+
+    Attributes:
+        rank: from 0; ``size``: how many there are.
+        local_rank: its place among those of its machine, if that is known.
+        one_host: whether all of them are on this machine. Where nobody says so, not.
+        master: the host where rank 0 listens; None: nobody says.
+        port: where it does.
+        hosted: torchrun's agent listens there, so that no process has to.
+        run: tells this run's processes from those of another, or of an earlier attempt.
+        source: who says so, for messages; ``master_from``: who says where rank 0 is.
+    """
+
+    rank: int
+    size: int
+    local_rank: int | None
+    one_host: bool
+    master: str | None
+    port: int
+    hosted: bool
+    run: str
+    source: str
+    master_from: str
+
+
+def find(environ: Mapping[str, str]) -> World | None:
+    """The world of the process that has these variables; None: nobody started it as one of several.
+
+    GOSSIPX_SIZE and its like come first, then what torchrun sets, then SLURM for the tasks of a step, then Open MPI.
+    mpirun inside of a SLURM job starts its own daemons as tasks: SLURM's variables count those, and Open MPI's hold.
+
+    Raises:
+        UsageError: variables that do not go together, by name.
+    """
+    if environ.get(ENV_CONFIG):
+        return None  # a peer of 'gossipx run', and what it starts: all is said already
+    given = {name: value for name, value in environ.items() if value}
+    for layer in (_gossipx, _torchrun, _slurm, _open_mpi):
+        found = layer(given)
+        if found is not None:
+            return found
+    return None
+
+
+def why_none(environ: Mapping[str, str]) -> str:
+    """What a user who expected a world should do, as the end of a message; empty: nothing hints at one."""
+    if environ.get("SLURM_JOB_ID"):
+        return "; in a SLURM job, 'srun' starts one process a peer"
+    return ""
+
+
+def rank_among(environ: Mapping[str, str], size: int, listed: str) -> int | None:
+    """This process's place in a list of peers that was given; None: nobody says.
+
+    Who started one process alone says nothing of peers.
+
+    Args:
+        size: peers in the list; ``listed``: what it is, for messages.
+
+    Raises:
+        UsageError: as :func:`find`; or there are more or fewer processes than peers.
+    """
+    world = find(environ)
+    if world is None or world.size == 1:
+        return None
+    if world.size != size:
+        raise UsageError(
+            f"{listed} names {size} peers, and {world.source} started {world.size} processes, each of which is one:"
+            " start as many, or leave the list out"
+        )
+    return world.rank
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host is this machine for everybody, as it is written; no name is looked up."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
+# --- who tells ----------------------------------------------------------------------------------------
+
+
+def _gossipx(given: Mapping[str, str]) -> World | None:
+    if ENV_SIZE not in given:
+        return None  # GOSSIPX_RANK alone is a line of a hosts file
+    rank, size = _rank_of_size(given, ENV_RANK, ENV_SIZE)
+    local = _number(given, ENV_LOCAL_SIZE, 1, size)
+    return _world(given, rank, size, ENV_LOCAL_RANK, local == size, "gossipx", f"{ENV_RANK} and {ENV_SIZE}")
+
+
+def _torchrun(given: Mapping[str, str]) -> World | None:
+    if "RANK" not in given and "WORLD_SIZE" not in given:
+        return None
+    rank, size = _rank_of_size(given, "RANK", "WORLD_SIZE")
+    local = _number(given, "LOCAL_WORLD_SIZE", 1, size)
+    is_torchrun = "TORCHELASTIC_RUN_ID" in given
+    # After a restart, keys of the attempt before may be in the agent's store.
+    run = f"{given.get('TORCHELASTIC_RUN_ID', 'torch')}/{given.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    source = "torchrun" if is_torchrun else "RANK and WORLD_SIZE"
+    agent = given.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return _world(given, rank, size, "LOCAL_RANK", local == size, run, source, agent=agent)
+
+
+def _slurm(given: Mapping[str, str]) -> World | None:
+    if "SLURM_PROCID" not in given or "OMPI_COMM_WORLD_RANK" in given or not _is_task(given):
+        return None
+    # A step's own number of tasks first: the job's may be another.
+    size_from = next(
+        (n for n in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS") if n in given), "SLURM_NTASKS"
+    )
+    rank, size = _rank_of_size(given, "SLURM_PROCID", size_from)
+    nodes = next((given[n] for n in ("SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES", "SLURM_NNODES") if n in given), "")
+    job = [given.get(name, "0") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")]
+    return _world(given, rank, size, "SLURM_LOCALID", nodes == "1", ".".join(job), "srun", _first_node(given))
+
+
+def _is_task(given: Mapping[str, str]) -> bool:
+    """Not the script of a job, which has SLURM_PROCID 0 and the job's SLURM_NTASKS, nor a shell in one."""
+    step = given.get("SLURM_STEP_ID", given.get("SLURM_STEPID"))
+    if step is None:
+        return "SLURM_JOB_ID" not in given
+    return not (step.isdigit() and int(step) >= _NO_TASKS_STEP)
+
+
+def _open_mpi(given: Mapping[str, str]) -> World | None:
+    rank_from, size_from = "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"
+    if rank_from not in given and size_from not in given:
+        return None
+    rank, size = _rank_of_size(given, rank_from, size_from)
+    local = _number(given, "OMPI_COMM_WORLD_LOCAL_SIZE", 1, size)
+    # Open MPI says nowhere on which host rank 0 is. In a SLURM job mpirun begins with the first node.
+    node, run = _first_node(given), given.get("PMIX_NAMESPACE", "mpi")
+    return _world(given, rank, size, "OMPI_COMM_WORLD_LOCAL_RANK", local == size, run, "mpirun", node)
+
+
+def _world(
+    given: Mapping[str, str],
+    rank: int,
+    size: int,
+    local_rank: str,
+    one_host: bool,
+    run: str,
+    source: str,
+    node: tuple[str, str] | None = None,
+    agent: bool = False,
+) -> World:
+    """What all have in common: where rank 0 is. ``node``: the first one of a list, and the variable it is from."""
+    one_host = one_host or size == 1
+    job = source in ("srun", "mpirun")
+    port = PORTS[zlib.crc32(run.encode()) % len(PORTS)] if job else DEFAULT_PORT
+    master, master_from = None, ENV_MASTER
+    if ENV_MASTER in given:
+        master, own_port = _host_and_port(given[ENV_MASTER])
+        port, agent = own_port or port, False
+    else:
+        port = _number(given, "MASTER_PORT", 1, 65_535) or port
+        if "MASTER_ADDR" in given:
+            master, master_from = given["MASTER_ADDR"].strip("[]"), "MASTER_ADDR"
+        elif node is not None:
+            master, master_from = node
+        if one_host and not agent:
+            master = _LOOPBACK
+    one_host = one_host or (master is not None and is_loopback(master))
+    local = _number(given, local_rank, 0, size - 1)
+    return World(rank, size, local, one_host, master, port, agent, run, source, master_from)
+
+
+def _rank_of_size(given: Mapping[str, str], rank_from: str, size_from: str) -> tuple[int, int]:
+    for there, missing in ((rank_from, size_from), (size_from, rank_from)):
+        if missing not in given:
+            raise UsageError(f"{there} is set and {missing} is not: set both, or neither")
+    size = _number(given, size_from, 1, MOST)
+    assert size is not None
+    rank = _number(given, rank_from, 0, MOST - 1)
+    assert rank is not None
+    if rank >= size:
+        raise UsageError(f"{rank_from} is {rank}, and with {size_from} {size} ranks are 0 to {size - 1}")
+    return rank, size
+
+
+def _number(given: Mapping[str, str], name: str, least: int, most: int) -> int | None:
+    text = given.get(name)
+    if text is None:
+        return None
+    if not text.isascii() or not text.isdigit() or len(text) > 9 or not least <= int(text) <= most:
+        raise UsageError(f"{name} is {text[:50]!r}, and not an integer from {least} to {most}")
+    return int(text)
+
+
+def _host_and_port(text: str) -> tuple[str, int | None]:
+    match = re.fullmatch(r"(\[[^\]\s]+\]|[^:\[\]\s]+)(?::(\d{1,5}))?", text)
+    if match is None or (match[2] and not 1 <= int(match[2]) <= 65_535):
+        raise UsageError(f"{ENV_MASTER} is {text[:50]!r}, and not host[:port] (an IPv6 address stands in brackets)")
+    return match[1].strip("[]"), int(match[2]) if match[2] else None
+
+
+# --- SLURM's lists of nodes ---------------------------------------------------------------------------
+
+
+def _first_node(given: Mapping[str, str]) -> tuple[str, str] | None:
+    for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"):
+        if name in given:
+            try:
+                return next(hostnames(given[name])), name
+            except UsageError as error:
+                raise UsageError(f"{name}: {error}") from None
+    return None
+
+
+def hostnames(nodelist: str) -> Iterator[str]:
+    """The hosts of a list as SLURM writes it, in its order: ``node[01-03,7],gpu[1-2]x`` has ``node01`` first.
+
+    A number keeps the zeros of its range's beginning. A name may have several brackets; the last one runs fastest.
+
+    Raises:
+        UsageError: it is no such list.
+    """
+    wrong = UsageError(f"{nodelist[:50]!r} is no list of hosts such as node[01-03,7],login")
+    if not re.fullmatch(r"(?:[^\s,\[\]]|\[[^\s\[\]]+\])+(?:,(?:[^\s,\[\]]|\[[^\s\[\]]+\])+)*", nodelist):
+        raise wrong
+    for entry in re.findall(r"(?:[^,\[\]]|\[[^\]]*\])+", nodelist):
+        parts = re.findall(r"\[[^\]]*\]|[^\[\]]+", entry)
+        choices = [_numbers(part[1:-1], wrong) if part.startswith("[") else [part] for part in parts]
+        yield from map("".join, itertools.product(*choices))
+
+
+def _numbers(brackets: str, wrong: UsageError) -> list[str]:
+    found: list[str] = []
+    for span in brackets.split(","):
+        match = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", span, re.ASCII)
+        if match is None:
+            raise wrong
+        first, last = int(match[1]), int(match[2] or match[1])
+        if not 0 <= last - first < MOST:
+            raise wrong
+        found += [f"{number:0{len(match[1])}d}" for number in range(first, last + 1)]
+    return found

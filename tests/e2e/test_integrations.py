@@ -1,0 +1,281 @@
+"""Loops of others: Lightning, the Hugging Face Trainer and Accelerate, the real packages, two peers in real processes.
+
+Each script trains, keeps a checkpoint of its framework's, and goes on from it; what it tells is of rank 0 of each peer.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runs import Folder, folder, free_ports
+
+BEGIN = """
+import warnings
+
+warnings.simplefilter("ignore")
+os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", ACCELERATE_USE_CPU="true")
+PEER, RANKS = int(sys.argv[2]), int(sys.argv[3])
+os.chdir(FOLDER)
+torch.manual_seed(PEER)
+torch.set_num_threads(1)
+settings = {"peers": "hosts.txt", "rank": PEER, "policy": "tau:3", "blocking": True, "peer_timeout": 20}
+told, looked = {}, []
+
+
+def network():
+    return nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 1))
+
+
+def evaluate(module):
+    looked.append(type(module).__name__)
+    return 0.5
+
+
+class Data(torch.utils.data.Dataset):
+    # 64 rows; a row's first value says which.
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        generator = torch.Generator().manual_seed(index)
+        x = torch.randn(4, generator=generator)
+        return {"x": x, "labels": x.sum()[None]}
+
+
+def values(module):
+    return [value.item() for tensor in module.state_dict().values() for value in tensor.flatten()]
+
+
+def counts(peer):
+    return peer._peer._role.sync.retrievals
+"""
+
+LIGHTNING = """
+import logging
+
+import lightning
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+
+from gossipx.integrations.lightning import GossipCallback
+
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+
+class Module(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.network = network()
+
+    def training_step(self, batch, number):
+        return (self.network(batch["x"]) - batch["labels"]).square().mean()
+
+    def validation_step(self, batch, number):
+        self.log("accuracy", 0.25, sync_dist=True)
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+class Began(Callback):
+    def on_train_start(self, trainer, module):
+        told["began"], told["at"] = values(module), gossip.peer.iteration
+
+
+def fit(epochs, kept=None):
+    trainer = lightning.Trainer(
+        max_epochs=epochs, accelerator="cpu", devices=RANKS, strategy="ddp" if RANKS > 1 else "auto",
+        callbacks=[gossip, Began(), ModelCheckpoint(dirpath=f"kept-{PEER}", save_last=True)],
+        accumulate_grad_batches=2, default_root_dir=f"root-{PEER}", logger=False, enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    module = Module()
+    loaders = torch.utils.data.DataLoader(part, batch_size=4), torch.utils.data.DataLoader(data)
+    trainer.fit(module, *loaders, ckpt_path=kept)
+    return module
+
+
+data = Data()
+gossip = GossipCallback(**settings, evaluate=evaluate, accuracy="accuracy")
+part = gossip.shard(data)
+first = fit(2)
+told["first"] = {"began": told["began"], "iteration": gossip.peer.iteration, "ended": values(first)}
+if gossip.peer._peer is not None:
+    told["first"]["retrievals"] = counts(gossip.peer)
+checkpoint = torch.load(f"kept-{PEER}/last.ckpt", weights_only=True)
+kept = [value.item() for tensor in checkpoint["state_dict"].values() for value in tensor.flatten()]
+told["kept"] = [kept, checkpoint["global_step"]]
+second = fit(3, f"kept-{PEER}/last.ckpt")
+"""
+
+TRANSFORMERS = """
+from transformers import PretrainedConfig, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
+
+from gossipx.integrations.transformers import GossipCallback
+
+
+class Module(PreTrainedModel):
+    config_class = PretrainedConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.network = network()
+        self.post_init()
+
+    def forward(self, x, labels):
+        out = self.network(x)
+        return {"loss": (out - labels).square().mean(), "logits": out}
+
+
+class Began(TrainerCallback):
+    def on_train_begin(self, args, state, control, model, **kwargs):
+        told["began"], told["at"] = values(model), gossip.peer.iteration
+
+
+def train(epochs, kept=None):
+    arguments = TrainingArguments(
+        f"root-{PEER}", num_train_epochs=epochs, per_device_train_batch_size=4, gradient_accumulation_steps=2,
+        use_cpu=True, report_to="none", logging_steps=2, save_strategy="epoch", eval_strategy="epoch",
+        disable_tqdm=True, learning_rate=0.01, ddp_backend="gloo" if RANKS > 1 else None,
+    )
+    trainer = Trainer(
+        Module(PretrainedConfig()), arguments, train_dataset=part, eval_dataset=data, callbacks=[gossip, Began()]
+    )
+    trainer.train(resume_from_checkpoint=kept)
+    return trainer.model
+
+
+data = Data()
+gossip = GossipCallback(**settings, evaluate=evaluate, accuracy="eval_loss")
+part = gossip.shard(data)
+first = train(2)
+told["first"] = {"began": told["began"], "iteration": gossip.peer.iteration, "ended": values(first)}
+if gossip.peer._peer is not None:
+    told["first"]["retrievals"] = counts(gossip.peer)
+last = f"root-{PEER}/checkpoint-{8 // RANKS}"
+state = json.loads(Path(last, "trainer_state.json").read_text())
+told["kept"] = [values(Module.from_pretrained(last)), state["global_step"]]
+second = train(3, last)
+"""
+
+ACCELERATE = """
+from accelerate import Accelerator
+from safetensors.torch import load_file
+
+from gossipx.integrations.accelerate import join, shard
+
+accelerator = Accelerator(gradient_accumulation_steps=2)
+data = Data()
+model = Module = network()
+optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+part = shard(data, peers="hosts.txt", rank=PEER)
+loader = torch.utils.data.DataLoader(part, batch_size=4)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+plain = accelerator.unwrap_model(model)
+
+
+def train(until):
+    while peer.iteration < until:
+        for batch in loader:
+            with accelerator.accumulate(model):
+                loss = (model(batch["x"]) - batch["labels"]).square().mean()
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+with join(accelerator, model, optimizer, evaluate=evaluate, **settings) as peer:
+    began = values(plain)
+    train(8)
+    told["first"] = {"began": began, "iteration": peer.iteration}
+    if peer._peer is not None:
+        told["first"]["retrievals"] = counts(peer)
+    accelerator.save_state(f"kept-{PEER}")
+    accelerator.save_model(model, f"model-{PEER}")
+    accelerator.wait_for_everyone()
+    stored, saved = load_file(f"kept-{PEER}/model.safetensors"), load_file(f"model-{PEER}/model.safetensors")
+    names = list(plain.state_dict())
+    told["kept"] = [[value.item() for name in names for value in stored[name].flatten()], peer.iteration]
+    told["saved"] = sorted(saved) == sorted(names)
+    train(12)
+    accelerator.load_state(f"kept-{PEER}")
+    told["began"], told["at"] = values(plain), peer.iteration
+    train(12)
+second = plain
+gossip = type("Gossip", (), {"peer": peer})
+told["first"]["ended"] = values(plain)
+"""
+
+END = """
+told["second"] = {"iteration": gossip.peer.iteration, "ended": values(second)}
+told["place"], told["looked"] = [gossip.peer.rank, gossip.peer.size], looked
+told["part"] = sorted(part.indices)
+rank = os.environ.get("LOCAL_RANK", "0")
+(FOLDER / f"{PEER}-{rank}.json").write_text(json.dumps(told))
+"""
+
+LOOPS = {"lightning": LIGHTNING, "transformers": TRANSFORMERS, "accelerate": ACCELERATE}
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Iterator[Folder]:
+    """A folder for two peers."""
+    with folder(tmp_path, 2) as made:
+        yield made
+
+
+def check(here: list[Any], iterations: int) -> None:
+    """What two peers told of two trainings of ``iterations`` and half as many more."""
+    one, other = here
+    assert one["first"]["began"] == other["first"]["began"]  # one peer's weights
+    for peer, told in enumerate(here):
+        assert told["place"] == [peer, 2]
+        # Two batches are accumulated into an iteration: the framework counts as many.
+        assert told["first"]["iteration"] == told["kept"][1] == iterations
+        assert told["first"]["retrievals"] == iterations // 3
+        # The second goes on from one's own checkpoint, weights and count, and not from another peer's.
+        assert told["at"] == iterations and told["began"] == told["kept"][0]
+        assert told["second"]["iteration"] == iterations * 3 // 2
+        assert {"Module", "Sequential"} >= set(told["looked"]) != set()
+    assert one["kept"][0] != other["kept"][0]
+    for training in ("first", "second"):
+        assert one[training]["ended"] == pytest.approx(other[training]["ended"], abs=1e-5)  # the finish
+    assert sorted(one["part"] + other["part"]) == list(range(64))
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_loop_of_others_gossips_and_goes_on_from_its_own_checkpoint(two: Folder, name: str) -> None:
+    if importlib.util.find_spec(name) is None:
+        pytest.skip(f"{name} is not installed")
+    script = two.script(BEGIN + LOOPS[name] + END)
+    for process in [two.start(script, two.path, str(peer), "1") for peer in range(2)]:
+        ended = process.end()
+        assert ended.code == 0, ended.shown
+    here = [two.told(f"{peer}-0") for peer in range(2)]
+    check(here, 8)
+    assert all(told.get("saved", True) for told in here)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LOOPS)
+def test_so_it_does_with_two_processes_a_peer(two: Folder, name: str) -> None:
+    if importlib.util.find_spec(name) is None:
+        pytest.skip(f"{name} is not installed")
+    script = two.script(BEGIN + LOOPS[name] + END)
+    launched = name != "lightning"  # which starts its processes by itself
+    by = [
+        ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(port)) for port in free_ports(2)
+    ]
+    started = [two.start(*(by[peer] if launched else ()), script, two.path, str(peer), "2") for peer in range(2)]
+    for process in started:
+        ended = process.end()
+        assert ended.code == 0, ended.shown
+    check([two.told(f"{peer}-0") for peer in range(2)], 8 if name == "accelerate" else 4)
+    for peer in range(2):
+        one, other = two.told(f"{peer}-0"), two.told(f"{peer}-1")
+        assert one["second"] == other["second"] and one["began"] == other["began"]  # bit for bit, on both ranks
+        assert other["looked"] == []

@@ -1,0 +1,276 @@
+"""Peers that torchrun, a SLURM of one machine, and mpirun start: the real ones, where they are installed."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import slurm
+from emulated import EmulatedNetwork, Host
+from emulated import lacking as no_network
+from safetensors.torch import load_file
+
+from gossipx.metrics import summary
+from runs import LONG, PRELUDE, differences
+
+BRIEF = ("--policy", "tau:5", "--blocking", "--peer-timeout", "60")
+ROOT = Path(__file__).parents[2]
+
+SCRIPT = (
+    PRELUDE
+    + """
+torch.manual_seed(int.from_bytes(os.urandom(4), "big"))
+model = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+peer = gossipx.join(model, optimizer, policy="tau:5", peer_timeout=60)
+with peer:
+    train(peer, model, optimizer, 30)
+tell(peer, rank=peer.rank, size=peer.size, sum=float(sum(p.detach().double().sum() for p in model.parameters())))
+"""
+)
+"""A user's script: nothing in it knows of launchers."""
+
+
+@pytest.fixture(scope="module")
+def bin_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With gossipx and python as commands."""
+    folder = tmp_path_factory.mktemp("bin")
+    for name, command in (("gossipx", "-m gossipx "), ("python", "")):
+        file = folder / name
+        file.write_text(f'#!/bin/sh\nexec "{sys.executable}" {command}"$@"\n')
+        file.chmod(0o755)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory, bin_directory: Path) -> Iterator[slurm.Slurm]:
+    """A SLURM of this machine."""
+    if (reason := slurm.lacking()) is not None:
+        pytest.skip(reason)
+    with slurm.one_machine(tmp_path_factory.mktemp("slurm"), bin_directory) as made:
+        yield made
+
+
+def run(command: Sequence[str | Path], folder: Path, bin_directory: Path) -> subprocess.CompletedProcess[str]:
+    """Run a launcher to its end."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("GOSSIPX_", "SLURM_", "OMPI_"))}
+    environment = {**kept, "PATH": f"{bin_directory}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        list(map(str, command)),
+        cwd=folder,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=LONG,
+    )
+
+
+def torchrun(*arguments: str | Path) -> list[str | Path]:
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *arguments]
+
+
+def mpirun(*arguments: str | Path) -> list[str | Path]:
+    if shutil.which("mpirun") is None:
+        pytest.skip("mpirun (Debian's openmpi-bin) not found")
+    root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+    return ["mpirun", *root, "--oversubscribe", "-np", "2", *arguments]
+
+
+def check_joined(folder: Path, ended: subprocess.CompletedProcess[str]) -> None:
+    """Two peers have trained, and agreed at the end."""
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    told = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+    assert [(one["rank"], one["size"]) for one in told] == [(0, 2), (1, 2)]
+    assert told[0]["sum"] == pytest.approx(told[1]["sum"], abs=1e-5)
+
+
+def check_run(folder: Path, ended: subprocess.CompletedProcess[str]) -> None:
+    """One run of two peers, in one directory."""
+    directory = folder / "runs" / "x"
+    check_joined(folder, ended)
+    found = summary.read(directory)
+    assert (found.peers, found.lost, found.iterations) == (2, [], 30)
+    assert sum(pulls or 0 for pulls in found.retrievals) > 0
+    models = [load_file(directory / f"peer-{rank:02d}" / "model.safetensors") for rank in range(2)]
+    assert max(differences(*models).values()) <= 1e-6, "the finish averages"
+    assert ended.stdout.count("summary.json is written") == 1, ended.stdout
+
+
+def gossipx_run(folder: Path) -> list[str | Path]:
+    return ["gossipx", "run", "--name", "x", *BRIEF, written(folder), folder]
+
+
+def written(folder: Path) -> Path:
+    script = folder / "train.py"
+    script.write_text(SCRIPT)
+    return script
+
+
+# --- torchrun -----------------------------------------------------------------------------------------
+
+
+def test_torchrun_starts_a_script(tmp_path: Path, bin_directory: Path) -> None:
+    check_joined(tmp_path, run(torchrun(written(tmp_path), tmp_path), tmp_path, bin_directory))
+
+
+def test_torchrun_starts_gossipx_run(tmp_path: Path, bin_directory: Path) -> None:
+    command = torchrun("--no-python", *gossipx_run(tmp_path))
+    check_run(tmp_path, run(command, tmp_path, bin_directory))
+
+
+@pytest.mark.slow
+def test_torchrun_ends_all_when_one_fails_and_begins_anew(tmp_path: Path, bin_directory: Path) -> None:
+    """That is torchrun's way, and why another launch keeps a run alive. Its second attempt meets without taking what
+    the first has left."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        SCRIPT.replace(
+            "with peer:\n",
+            """attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+(FOLDER / f"{peer.rank}-in-{attempt}").touch()
+with peer:
+    if attempt == "0":
+        train(peer, model, optimizer, 5)
+        if peer.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        train(peer, model, optimizer, 10**9)
+""",
+        )
+    )
+    ended = run(torchrun("--max-restarts", "1", script, tmp_path), tmp_path, bin_directory)
+    check_joined(tmp_path, ended)
+    attempts = sorted(file.name for file in tmp_path.glob("?-in-?"))
+    assert attempts == ["0-in-0", "0-in-1", "1-in-0", "1-in-1"]
+
+
+# --- SLURM --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_srun_starts_a_script(tmp_path: Path, cluster: slurm.Slurm) -> None:
+    check_joined(tmp_path, cluster.run(["srun", "-n2", "python", written(tmp_path), tmp_path], tmp_path))
+
+
+def test_srun_starts_gossipx_run(tmp_path: Path, cluster: slurm.Slurm) -> None:
+    check_run(tmp_path, cluster.run(["srun", "-n2", *gossipx_run(tmp_path)], tmp_path))
+
+
+def test_a_job_script_that_forgets_srun_is_told_so_at_once(tmp_path: Path, cluster: slurm.Slurm) -> None:
+    """SLURM tells it that it is the first of two."""
+    job = tmp_path / "job.sh"
+    job.write_text("#!/bin/bash\n#SBATCH --ntasks=2\nexec gossipx run\n")
+    ended = cluster.run(["sbatch", "--wait", "--output", tmp_path / "job.txt", job], tmp_path)
+    told = (tmp_path / "job.txt").read_text()
+    assert ended.returncode == 2 and "in a SLURM job, 'srun' starts one process a peer" in told, told
+
+
+def test_the_printed_job_keeps_the_others_when_one_dies(tmp_path: Path, cluster: slurm.Slurm) -> None:
+    """On a cluster that ends all tasks for one unless it is told otherwise."""
+    script = tmp_path / "train.py"
+    dies = "train(peer, model, optimizer, 10)\n        os.kill(os.getppid(), signal.SIGKILL)"
+    script.write_text(SCRIPT.replace("with peer:\n", f"with peer:\n    if peer.rank == 0:\n        {dies}\n"))
+    arguments = ["--name", "x", "--peer-timeout", "5", script, tmp_path]
+    printed = cluster.run(["gossipx", "launch", "slurm", "--peers-per-node", "2", "--", *arguments], tmp_path)
+    assert printed.returncode == 0, printed.stderr
+    (tmp_path / "job.sh").write_text(printed.stdout)
+    cluster.run(["sbatch", "--wait", "--output", tmp_path / "job.txt", tmp_path / "job.sh"], tmp_path)
+    told = (tmp_path / "job.txt").read_text()
+    found = summary.read(tmp_path / "runs" / "x")
+    assert len(found.lost) == 1 and found.lost[0].endswith("-0"), told
+    assert json.loads((tmp_path / "1.json").read_text())["size"] == 2, told
+    assert not (tmp_path / "0.json").exists()
+
+
+# --- Open MPI -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_mpirun_starts_gossipx_run(tmp_path: Path, bin_directory: Path) -> None:
+    check_run(tmp_path, run(mpirun(*gossipx_run(tmp_path)), tmp_path, bin_directory))
+
+
+# --- several machines ---------------------------------------------------------------------------------
+
+
+def test_machines_that_share_nothing_but_a_network(tmp_path: Path) -> None:
+    """Each tells the address by which it reached rank 0, and has the run in a directory of its own. A bind to all
+    addresses wants a secret."""
+    if (reason := no_network()) is not None:
+        pytest.skip(reason)
+    secret = {"GOSSIPX_SECRET": secrets.token_hex(16)}
+    with EmulatedNetwork(peers=2, rate="1gbit") as net:
+        started = [start(host, rank, net, tmp_path, secret) for rank, host in enumerate(net.hosts)]
+        told = [process.communicate(timeout=LONG)[0] for process in started]
+        assert [process.returncode for process in started] == [0, 0], told
+        for rank in range(2):
+            directory = tmp_path / f"host-{rank}" / "x"
+            assert summary.read(directory).lost == []
+            lines = (directory / "hosts.txt").read_text().splitlines()
+            assert [line.partition(":")[0] for line in lines[:2]] == [host.address for host in net.hosts]
+        bare = [start(host, rank, net, tmp_path / "bare", {}) for rank, host in enumerate(net.hosts)]
+        told = [process.communicate(timeout=LONG)[0] for process in bare]
+        assert all("give --secret-file FILE (or GOSSIPX_SECRET)" in one for one in told), told
+        assert [process.returncode for process in bare] == [2, 2]
+
+
+def start(host: Host, rank: int, net: EmulatedNetwork, folder: Path, secret: dict[str, str]) -> subprocess.Popen[Any]:
+    logdir = folder / f"host-{rank}"
+    logdir.mkdir(parents=True)
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("GOSSIPX_")}
+    environment = {
+        **kept,
+        **secret,
+        "GOSSIPX_RANK": str(rank),
+        "GOSSIPX_SIZE": "2",
+        "GOSSIPX_MASTER": net.hosts[0].address,
+        "OMP_NUM_THREADS": "1",
+    }
+    options = ["--name", "x", "--logdir", logdir, "--bind", "0.0.0.0", *BRIEF, written(logdir), logdir]
+    return host.popen(
+        [sys.executable, "-m", "gossipx", "run", *options],
+        env=environment,
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_interrupted_while_it_waits_ends_the_others(tmp_path: Path, bin_directory: Path) -> None:
+    """Ctrl-C, before all have come."""
+    script = written(tmp_path)
+    body = f"""
+import os, signal, subprocess, sys, time
+def rank(r):
+    place = {{"GOSSIPX_RANK": str(r), "GOSSIPX_SIZE": "3", "GOSSIPX_MASTER": "localhost:{_free_port()}"}}
+    command = [sys.executable, {str(script)!r}, {str(tmp_path)!r}]
+    return subprocess.Popen(command, env={{**os.environ, **place}}, stderr=subprocess.PIPE, text=True)
+one, other = rank(0), rank(1)
+for line in other.stderr:
+    if "waiting for rank 2 of 3" in line:
+        break
+other.send_signal(signal.SIGINT)
+print(one.communicate(timeout={LONG})[1])
+other.communicate(timeout={LONG})
+sys.exit(one.returncode)
+"""
+    ended = run([sys.executable, "-c", body], tmp_path, bin_directory)
+    assert "rank 1 gave up: KeyboardInterrupt" in ended.stdout and ended.returncode == 1, ended.stdout + ended.stderr
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,170 @@
+"""A SLURM of this machine alone, for the tests: in a folder, on ports of its own, and ended by its processes' ids."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+TOOLS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "sinfo")
+WITHIN = 60.0
+"""Seconds that it may take to come up, and to end."""
+
+
+@functools.cache
+def lacking() -> str | None:
+    """What it needs and this system does not have, in a sentence; None: nothing."""
+    needs = "a SLURM of one machine needs root on Linux, with Debian's slurmctld, slurmd, slurm-client and munge"
+    if sys.platform != "linux":
+        return f"{needs}: this is {sys.platform}"
+    missing = [tool for tool in TOOLS if _tool(tool) is None]
+    if missing:
+        return f"{needs}: {', '.join(missing)} not found"
+    return f"{needs}: this is user {os.geteuid()}" if os.geteuid() else None
+
+
+@dataclass(frozen=True)
+class Slurm:
+    """One that is up.
+
+    Attributes:
+        environment: with which its commands reach it.
+    """
+
+    environment: Mapping[str, str]
+
+    def run(self, command: Sequence[str | Path], cwd: Path, timeout: float = 200.0) -> subprocess.CompletedProcess[str]:
+        """Run a command to its end; one that takes longer is killed."""
+        return subprocess.run(
+            list(map(str, command)),
+            cwd=cwd,
+            env=dict(self.environment),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
+
+
+@contextlib.contextmanager
+def one_machine(folder: Path, bin_directory: Path) -> Iterator[Slurm]:
+    """A SLURM whose jobs have ``bin_directory`` first in their PATH.
+
+    Raises:
+        RuntimeError: it does not come up; with what its daemons say.
+    """
+    with contextlib.ExitStack() as undo:
+        # The path of a socket is short, which a test's folder need not be.
+        socket_folder = Path(undo.enter_context(_short_folder()))
+        munge = socket_folder / "munge"
+        _start(undo, folder, "munged", _munged(folder, munge))
+        _until(lambda: munge.exists(), folder)
+        conf = folder / "slurm.conf"
+        conf.write_text(_configuration(folder, munge))
+        for name in ("state", "spool"):
+            (folder / name).mkdir()
+        inherited = {
+            k: v for k, v in os.environ.items() if not k.startswith(("GOSSIPX_", "SLURM_", "SBATCH_", "OMPI_"))
+        }
+        environment = {
+            **inherited,
+            "SLURM_CONF": str(conf),
+            "PATH": f"{bin_directory}:{os.environ['PATH']}",
+            "OMP_NUM_THREADS": "1",
+        }
+        for daemon in ("slurmctld", "slurmd"):
+            _start(undo, folder, daemon, [_tool(daemon) or daemon, "-D", "-f", str(conf)])
+        slurm = Slurm(environment)
+        _until(lambda: slurm.run(["sinfo", "-h", "-o", "%T"], folder, 30).stdout.strip() == "idle", folder)
+        yield slurm
+
+
+def _tool(name: str) -> str | None:
+    return shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
+
+
+def _munged(folder: Path, place: Path) -> list[str]:
+    key = folder / "munge.key"
+    key.touch(mode=0o600)
+    key.write_bytes(secrets.token_bytes(64))
+    files = {"key": key, "socket": place, "pid": folder / "munged.pid", "log": folder / "munge.log"}
+    files["seed"] = folder / "munge.seed"
+    options = [f"--{name}-file={file}" if name != "socket" else f"--socket={file}" for name, file in files.items()]
+    # The folder is a test's, which others may be able to write to.
+    return [_tool("munged") or "munged", "--foreground", "--force", "--num-threads=2", *options]
+
+
+def _configuration(folder: Path, munge: Path) -> str:
+    host = socket.gethostname().partition(".")[0]
+    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
+    ports = [probe.getsockname()[1] for probe in probes]
+    for probe in probes:
+        probe.close()
+    return "\n".join(
+        [
+            "ClusterName=gossipx",
+            f"SlurmctldHost={host}(127.0.0.1)",
+            f"SlurmctldPort={ports[0]}",
+            f"SlurmdPort={ports[1]}",
+            "SlurmUser=root",
+            "AuthType=auth/munge",
+            f"AuthInfo=socket={munge}",
+            f"StateSaveLocation={folder / 'state'}",
+            f"SlurmdSpoolDir={folder / 'spool'}",
+            *(f"{name.capitalize()}PidFile={folder / name}.pid" for name in ("slurmctld", "slurmd")),
+            # No control groups, which a container has not.
+            "ProctrackType=proctrack/linuxproc",
+            "TaskPlugin=task/none",
+            "JobAcctGatherType=jobacct_gather/none",
+            "AccountingStorageType=accounting_storage/none",
+            "SelectType=select/linear",
+            "KillOnBadExit=1",  # as unfriendly as a cluster can be
+            "ReturnToService=2",
+            f"NodeName={host} NodeAddr=127.0.0.1 CPUs={max(2, os.cpu_count() or 1)} State=UNKNOWN",
+            "PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP",
+            "",
+        ]
+    )
+
+
+def _start(undo: contextlib.ExitStack, folder: Path, name: str, command: Sequence[str]) -> None:
+    with (folder / f"{name}.out").open("w") as output:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
+    undo.callback(_end, process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(WITHIN)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+@contextlib.contextmanager
+def _short_folder() -> Iterator[str]:
+    folder = Path("/tmp") / f"gossipx-{os.getpid()}-{secrets.token_hex(3)}"
+    folder.mkdir(mode=0o755)
+    try:
+        yield str(folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _until(there: Callable[[], bool], folder: Path) -> None:
+    by = time.monotonic() + WITHIN
+    while not there():
+        if time.monotonic() > by:
+            said = "\n".join(file.read_text()[-2000:] for file in folder.glob("*.out"))
+            raise RuntimeError(f"SLURM did not come up:\n{said}")
+        time.sleep(0.05)

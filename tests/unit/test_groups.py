@@ -1,0 +1,142 @@
+"""Integrations: what a group's rank 0 says, and what is refused before anything is joined."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from gossipx.errors import GossipxError, NotEnoughPeersError, UsageError
+from gossipx.integrations import ddp
+from gossipx.integrations.group import Word, _packed, _unpacked
+from gossipx.launch.environment import ENV_PEERS, ENV_PROGRESS, ENV_RESUME
+
+COUNT = st.integers(0, 2**31 - 1)
+
+
+@given(st.builds(Word, COUNT, COUNT, st.integers(0, 2**62), st.booleans(), st.none() | st.integers(0, 255), st.text()))
+def test_a_word_arrives_as_it_was_said(word: Word) -> None:
+    said = _unpacked(_packed(word))
+    assert (said.rank, said.size, said.iteration) == (word.rank, word.size, word.iteration)
+    assert (said.entered, said.exit_code) == (word.entered, word.exit_code)
+    assert word.reason.rstrip("\0").startswith(said.reason)
+    assert len(said.reason.encode()) >= min(len(word.reason.rstrip("\0").encode()), 497)  # a character is whole
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "reason"),
+    [
+        (NotEnoughPeersError("1 of 4 peers left"), 4, "1 of 4 peers left"),
+        (ZeroDivisionError("by zero"), 1, "ZeroDivisionError: by zero"),
+    ],
+)
+def test_the_others_fail_with_what_rank_0_failed_with(error: Exception, code: int, reason: str) -> None:
+    with pytest.raises(GossipxError, match=reason) as raised:
+        _unpacked(_packed(Word.of(error))).end()
+    assert raised.value.exit_code == code
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(SystemExit(0), 0), (SystemExit(), 0), (SystemExit(3), 3), (KeyboardInterrupt(), 130)]
+)
+def test_the_others_leave_as_rank_0_leaves(error: BaseException, code: int) -> None:
+    with pytest.raises(SystemExit) as raised:
+        _unpacked(_packed(Word.of(error))).end()
+    assert raised.value.code == code
+
+
+@pytest.mark.parametrize(
+    ("settings", "variable", "told"),
+    [
+        ({"servers": "0"}, "", "leave out --servers"),
+        ({"mode": "server"}, "", "leave out --servers"),
+        ({"checkpoint_every": "500"}, "", "own checkpoints hold gossipx's state"),
+        ({}, ENV_RESUME, "own checkpoints hold gossipx's state"),
+        ({"polcy": "tau:5"}, "", "policy"),
+    ],
+)
+def test_settings_for_loops_of_ones_own_are_refused(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], variable: str, told: str
+) -> None:
+    if variable:
+        monkeypatch.setenv(variable, "1")
+    model = nn.Linear(2, 1)
+    with pytest.raises(UsageError, match=told):
+        ddp.join(model, torch.optim.SGD(model.parameters(), lr=0.1), peers="none.txt", **settings)
+
+
+def test_a_shard_is_the_same_part_that_the_peer_would_give(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(ENV_PEERS, raising=False)
+    hosts = tmp_path / "hosts.txt"
+    hosts.write_text("127.0.0.1:7001\n127.0.0.1:7002\n127.0.0.1:7003\n")
+    parts = [list(ddp.Joining(hosts, rank=rank).shard(list(range(10))).indices) for rank in range(3)]
+    assert sorted(itertools.chain(*parts)) == list(range(10)) and {len(part) for part in parts} == {3, 4}
+    with pytest.raises(UsageError, match="targets or labels"):
+        ddp.Joining(hosts, rank=0, settings={"partition": "dirichlet:alpha=1"}).shard(list(range(10)))
+
+
+# --- what cannot be joined ----------------------------------------------------------------------------
+
+
+def test_lightning_strategies_that_split_a_model_are_refused() -> None:
+    pytest.importorskip("lightning")
+    from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy
+
+    from gossipx.integrations.lightning import GossipCallback
+
+    for strategy in (FSDPStrategy, DeepSpeedStrategy):
+        fake = SimpleNamespace(strategy=strategy.__new__(strategy), optimizers=[])
+        with pytest.raises(UsageError, match=rf"{strategy.__name__}.*strategy='ddp'"):
+            GossipCallback().on_train_start(fake, nn.Linear(1, 1))
+    fake = SimpleNamespace(strategy=DDPStrategy.__new__(DDPStrategy), optimizers=[])
+    with pytest.raises(UsageError, match="configure_optimizers gives no optimizer"):
+        GossipCallback().on_train_start(fake, nn.Linear(1, 1))
+
+
+def test_accelerate_that_splits_a_model_or_has_not_prepared_it_is_refused() -> None:
+    pytest.importorskip("accelerate")
+    from accelerate import DistributedType
+
+    from gossipx.integrations import accelerate
+
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for kind, told in ((DistributedType.FSDP, "FSDP splits the model"), (DistributedType.NO, "not prepared")):
+        with pytest.raises(UsageError, match=told):
+            accelerate.join(SimpleNamespace(distributed_type=kind), model, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"), [("lightning", "Lightning"), ("transformers", "transformers"), ("accelerate", "Accelerate")]
+)
+def test_a_missing_package_is_told_with_its_extra(monkeypatch: pytest.MonkeyPatch, name: str, wanted: str) -> None:
+    for module in ("lightning.pytorch.callbacks", "pytorch_lightning.callbacks", "transformers", "accelerate"):
+        if name in module:
+            monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.delitem(sys.modules, f"gossipx.integrations.{name}", raising=False)
+    with pytest.raises(UsageError, match=rf"{wanted} cannot be imported.*pip install 'gossipx\[{name}\]'"):
+        importlib.import_module(f"gossipx.integrations.{name}")
+
+
+def test_a_launcher_in_between_does_not_part_a_peer_from_its_run() -> None:
+    """torchrun closes the pipe in the processes that it starts."""
+    reading, writing = os.pipe()
+    peer = "from gossipx.launch.environment import progress; progress().tell(state='train')"
+    launcher = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {peer!r}], check=True)"
+    environment = {**os.environ, ENV_PROGRESS: str(writing)}
+    subprocess.run([sys.executable, "-c", launcher], pass_fds=(writing,), env=environment, check=True, timeout=60)
+    os.close(writing)
+    with os.fdopen(reading, encoding="utf-8") as pipe:
+        assert [json.loads(line) for line in pipe] == [{"state": "train"}]

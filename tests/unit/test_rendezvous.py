@@ -1,0 +1,355 @@
+"""Processes that meet: threads in the place of processes, at a real TCPStore."""
+
+from __future__ import annotations
+
+import re
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gossipx import config
+from gossipx.errors import GossipxError, UsageError
+from gossipx.launch import crew, rendezvous, roster
+from gossipx.launch.crew import SharedDirectory, maker_of
+from gossipx.launch.directory import RunDirectory
+from gossipx.launch.hosts import peers_digest
+from gossipx.launch.rendezvous import ElsewhereError, Meeting
+from gossipx.launch.roster import Card, card_of, check_reach, lines_of, text_of
+from gossipx.launch.world import World
+from gossipx.metrics import summary
+from gossipx.metrics.summary import Summary
+from gossipx.settings import ExchangeSettings
+
+
+@pytest.fixture(autouse=True)
+def _one_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads are processes here, each of which joins for the first time."""
+    monkeypatch.setattr(rendezvous, "_joins", iter(lambda: 0, 1))
+
+
+@pytest.fixture
+def world() -> World:
+    """Of three, on this machine."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    return World(0, 3, 0, True, "127.0.0.1", port, False, "test", "srun", "SLURM_NODELIST")
+
+
+def each(world: World, ranks: Sequence[int], act: Callable[[int], Any]) -> list[Any]:
+    """What ``act`` gives, or raises, for each rank at a time."""
+
+    def one(rank: int) -> Any:
+        try:
+            return act(rank)
+        except GossipxError as error:
+            return error
+
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return list(pool.map(one, ranks))
+
+
+def test_all_make_the_same_list(world: World) -> None:
+    def act(rank: int) -> str:
+        with Meeting(replace(world, rank=rank), 60) as meeting:
+            text, held = roster.agree(meeting, ExchangeSettings(), device=f"cuda:{rank}")
+            held.close()
+        return text
+
+    first, *others = each(world, range(3), act)
+    assert others == [first, first]
+    lines = lines_of(first)
+    assert [line.host for line in lines] == ["127.0.0.1"] * 3 and len({line.port for line in lines}) == 3
+    assert [line.name.rpartition("-")[2] for line in lines] == ["0", "1", "2"]
+    assert [line.device for line in lines] == ["cuda:0", "cuda:1", "cuda:2"]
+    with socket.create_server(("127.0.0.1", world.port)):
+        pass  # rank 0's port is free again: a second join meets there
+
+
+def test_who_does_not_come_is_named(world: World) -> None:
+    def act(rank: int) -> None:
+        with Meeting(replace(world, rank=rank), 1.0) as meeting:
+            meeting.tell("card", rank)
+            meeting.all("card")
+
+    for error in each(world, [0, 2], act):
+        told = str(error)
+        assert "rank 1 of 3 did not come" in told or re.match(r"rank \d gave up: rank 1 of 3 did not come", told), told
+        assert error.exit_code == 1
+
+
+def test_rank_0_that_is_nowhere_is_told_with_address_variable_and_knob(world: World) -> None:
+    with pytest.raises(GossipxError) as caught, Meeting(replace(world, rank=1), 0.5):
+        pass
+    told = str(caught.value)
+    assert f"cannot reach rank 0 at 127.0.0.1:{world.port} (SLURM_NODELIST) within 0.5 s" in told
+    assert "GOSSIPX_MASTER=host[:port]" in told and "--rendezvous-timeout" in told and "\n" not in told
+
+
+def test_nobody_says_where_rank_0_is(world: World) -> None:
+    with pytest.raises(UsageError, match=r"mpirun does not say on which host rank 0 is.*mpirun -x MASTER_ADDR"):
+        Meeting(replace(world, master=None, source="mpirun"), 5)
+
+
+def test_a_port_in_use_is_named(world: World) -> None:
+    with socket.create_server(("127.0.0.1", world.port)), pytest.raises(GossipxError) as caught:
+        Meeting(world, 5)
+    assert f"cannot listen on port {world.port}" in str(caught.value) and "GOSSIPX_MASTER" in str(caught.value)
+
+
+def test_two_of_one_rank(world: World) -> None:
+    def act(number: int) -> None:
+        with Meeting(replace(world, rank=min(number, 1)), 30) as meeting:
+            meeting.of("all here", 2)
+
+    errors = each(world, range(3), act)
+    (double,) = (error for error in errors if not isinstance(error, ElsewhereError))
+    assert isinstance(double, UsageError) and "two processes say that they are rank 1 of srun" in str(double)
+
+
+def test_what_one_refuses_ends_all_with_its_exit_code(world: World) -> None:
+    def act(rank: int) -> None:
+        with Meeting(replace(world, rank=rank), 60) as meeting:
+            if rank == 0:
+                raise UsageError("no such policy")
+            meeting.of("never")
+
+    own, *others = each(world, range(3), act)
+    assert str(own) == "no such policy"
+    assert [(str(error), error.exit_code) for error in others] == [("rank 0 gave up: no such policy", 2)] * 2
+
+
+def test_something_else_listens_there(world: World) -> None:
+    """A web server, say, that never answers what it does not understand."""
+    with socket.create_server(("127.0.0.1", world.port)), pytest.raises(GossipxError) as caught:
+        Meeting(replace(world, rank=1, hosted=True, source="torchrun"), 1.0)
+    assert "is no store of torch's" in str(caught.value) and "--master-port" in str(caught.value)
+
+
+def test_alone_no_store_is_needed_and_that_is_told(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    with Meeting(replace(world, size=1, master=None), 1) as meeting:
+        text, held = roster.agree(meeting, ExchangeSettings())
+        held.close()
+    assert len(lines_of(text)) == 1 and "srun started one process: this is a run of one peer" in caplog.text
+
+
+# --- cards --------------------------------------------------------------------------------------------
+
+
+def card(host: str, reached: str, port: int = 5000, advertised: bool = False) -> Card:
+    return Card(host, advertised, reached, "box", port, None)
+
+
+def test_who_reached_rank_0_over_loopback_is_where_others_reached_it() -> None:
+    """As where /etc/hosts has a machine's own name as 127.0.1.1."""
+    cards = [card("127.0.0.1", "127.0.1.1", 1), card("127.0.0.1", "127.0.1.1", 2), card("10.0.0.2", "10.0.0.1", 3)]
+    assert [(line.host, line.port) for line in lines_of(text_of(cards))] == [
+        ("10.0.0.1", 1),
+        ("10.0.0.1", 2),
+        ("10.0.0.2", 3),
+    ]
+    there = [
+        card("fd00::1", "fd00::1"),
+        card("fd00::2", "fd00::1"),
+        card("nat.example.org", "fd00::1", advertised=True),
+    ]
+    assert [line.host for line in lines_of(text_of(there))] == ["fd00::1", "fd00::2", "nat.example.org"]
+    here = [card("127.0.0.1", "127.0.0.1", 1), card("127.0.0.1", "127.0.0.1", 2)]
+    assert {line.host for line in lines_of(text_of(here))} == {"127.0.0.1"}
+    assert len(peers_digest(lines_of(text_of(here)))) == 64
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"host": "a\n10.0.0.1 name=x"},
+        {"host": "a b"},
+        {"hostname": "#"},
+        {"port": 0},
+        {"port": "1"},
+        {"device": "x y"},
+        {"more": 1},
+    ],
+)
+def test_a_card_that_is_none(change: dict[str, Any]) -> None:
+    """It came over a network from whoever reached the store, and is written into a file."""
+    good = {"host": "a", "advertised": False, "reached": "b", "hostname": "c", "port": 1, "device": None}
+    assert card_of(good, 0).host == "a"
+    with pytest.raises(GossipxError, match="what rank 1 tells of itself"):
+        card_of({**good, **change}, 1)
+    with pytest.raises(GossipxError):
+        card_of([good], 1)
+
+
+def test_several_machines_want_a_bind_and_a_secret(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GOSSIPX_SECRET", raising=False)
+    check_reach(world, ExchangeSettings())
+    apart = replace(world, one_host=False)
+    with pytest.raises(UsageError, match=r"listen on loopback alone: give --bind 0\.0\.0\.0"):
+        check_reach(apart, ExchangeSettings())
+    with pytest.raises(UsageError, match="--secret-file"):
+        check_reach(apart, ExchangeSettings(bind="0.0.0.0"))
+    monkeypatch.setenv("GOSSIPX_SECRET", "0123456789abcdef")
+    check_reach(apart, ExchangeSettings(bind="0.0.0.0"))
+
+
+# --- one run ------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def barrier(world: World, rank: int) -> Iterator[Meeting]:
+    with Meeting(replace(world, rank=rank), 60) as meeting:
+        yield meeting
+
+
+def test_settings_that_differ_are_named_and_what_is_a_machines_own_may(world: World) -> None:
+    def act(rank: int) -> Any:
+        given = config.resolve({"name": "x", "advertise": f"host-{rank}", "policy": "tau:5" if rank < 2 else "tau:6"})
+        with barrier(world, rank) as meeting:
+            agreed = crew._one_run(meeting, given, has_script=False)
+            if rank < 2:
+                meeting.of("never")  # the third ends it
+            return agreed
+
+    told = [str(error) for error in each(world, range(3), act)]
+    cause = "--policy is tau:6 for rank 2, and tau:5 for rank 0: all processes of a run are given the same"
+    assert told == [f"rank 2 gave up: {cause}"] * 2 + [cause]
+
+
+def starts(world: World, folders: Sequence[Path], **settings: Any) -> list[Any]:
+    """What each rank has settled, where rank r's --logdir is ``folders[r]``."""
+
+    def act(rank: int) -> Any:
+        given = config.resolve({"logdir": str(folders[rank]), "iterations": 5, **settings})
+        return crew.from_world(given, replace(world, rank=rank), None, [], resumes=False)
+
+    made = each(world, range(world.size), act)
+    for one in made:
+        if not isinstance(one, GossipxError):
+            one.held.close()
+            one.directory.release()
+    return made
+
+
+def test_one_directory_on_a_shared_file_system(world: World, tmp_path: Path) -> None:
+    made = starts(world, [tmp_path] * 3)
+    assert {one.settings.run.name for one in made} == {"adaptive"} and {one.directory.path for one in made} == {
+        tmp_path / "adaptive"
+    }
+    assert [one.here for one in made] == [[0], [1], [2]]
+    assert sorted(entry.name for entry in made[0].directory.path.iterdir()) == ["config.toml", "hosts.txt"]
+    again = starts(world, [tmp_path] * 3)
+    assert {one.settings.run.name for one in again} == {"adaptive-2"}
+    refused = starts(world, [tmp_path] * 3, name="adaptive")
+    assert "is there already: give another --name, or --overwrite" in str(refused[0])
+    assert all(str(one) == f"rank 0 gave up: {refused[0]}" and one.exit_code == 2 for one in refused[1:])
+
+
+def test_a_directory_on_each_machine(world: World, tmp_path: Path) -> None:
+    """Rank 0 is on one machine, ranks 1 and 2 are on another: the first of these makes it there."""
+    for folder in ("one", "other"):
+        (tmp_path / folder).mkdir()
+    made = starts(world, [tmp_path / "one", tmp_path / "other", tmp_path / "other"], name="x")
+    assert [one.directory.path for one in made] == [tmp_path / "one" / "x"] + [tmp_path / "other" / "x"] * 2
+    hosts = {(tmp_path / folder / "x" / "hosts.txt").read_bytes() for folder in ("one", "other")}
+    assert len(hosts) == 1
+
+
+def test_a_list_that_is_given_comes_first(world: World, tmp_path: Path) -> None:
+    """Where rank 0 is is then where the list has it, if nobody else says so."""
+    hosts = tmp_path / "hosts.txt"
+    hosts.write_text(f"127.0.0.1:{world.port + 1} name=one\n127.0.0.1:{world.port + 2} name=other\n")
+    given = config.resolve({"logdir": str(tmp_path), "name": "x"})
+
+    def act(rank: int) -> Any:
+        mine = replace(world, rank=rank, size=2, master=None)
+        return crew.from_world(given, mine, hosts, [], resumes=False)
+
+    made = each(world, range(2), act)
+    assert [[peer.name for peer in one.peers] for one in made] == [["one", "other"]] * 2
+    assert [one.here for one in made] == [[0], [1]]
+    for one in made:
+        one.directory.release()
+    with pytest.raises(UsageError, match=r"hosts\.txt: names 2 peers, and srun started 3 processes"):
+        crew.from_world(given, world, hosts, [], resumes=False)
+
+
+def test_who_makes_the_directory() -> None:
+    told = [["a", True], ["a", True], ["b", False], ["b", False], ["c", True]]
+    assert [maker_of(rank, told) for rank in range(5)] == [None, None, 2, 2, None]
+
+
+def test_a_name_that_leads_elsewhere_is_not_followed(world: World, tmp_path: Path) -> None:
+    """Who can write to the store must not choose where others write."""
+
+    def act(rank: int) -> Any:
+        with barrier(replace(world, size=2), rank) as meeting:
+            if rank == 0:
+                own = {**crew._plain(config.resolve({})), "a script": False}
+                meeting.tell("run", {"settings": own, "name": "../../etc", "token": "x"})
+                return meeting.of("never", 1)
+            return crew._one_run(meeting, config.resolve({}), has_script=False)
+
+    assert "--name '../../etc'" in str(each(world, range(2), act)[1])
+
+
+def test_processes_whose_machines_differ_have_settings_of_their_own(world: World, tmp_path: Path) -> None:
+    settings = config.resolve({"name": "x", "logdir": str(tmp_path)})
+    made = RunDirectory(settings, b"127.0.0.1\n")
+    own = config.resolve({"name": "x", "logdir": str(tmp_path), "advertise": "elsewhere"})
+    shared = SharedDirectory(made.path, None, 1, own)
+    assert shared.config == made.path / "config-01.toml"
+    assert config.resolve(config.load(shared.config)).exchange.advertise == "elsewhere"
+    assert SharedDirectory(made.path, None, 1, settings).config == made.path / "config.toml"
+    assert not (made.path / "config-01.toml").exists()
+    shared.give_up()
+    assert made.path.is_dir(), "others may train in it"
+    made.release()
+
+
+def test_the_summary_that_lacks_fewest_peers_stays(world: World, tmp_path: Path) -> None:
+    settings = config.resolve({"name": "x", "logdir": str(tmp_path)})
+    made = RunDirectory(settings, b"127.0.0.1\n")
+    figures(["a"]).write(made.path)  # of the run before, that goes on
+    first, second, third = (SharedDirectory(made.path, None, rank, settings) for rank in range(3))
+    assert first.conclude(figures(["a", "b"])) and second.conclude(figures([]))
+    assert not third.conclude(figures([])) and not third.conclude(figures(["a"]))
+    assert summary.read(made.path).lost == []
+    assert not list(made.path.glob("*.tmp"))
+    made.release()
+
+
+def figures(lost: list[str]) -> Summary:
+    told = {"name": "x", "policy": "never", "codec": "none", "seed": 0, "peers": 2, "task": None, "model": None}
+    more = {"partition": "iid", "iterations": 1, "consensus_accuracy": None, "lost": lost, "wall_seconds": 1.0}
+    return Summary(**told, **more, **summary.per_peer([None, None]))
+
+
+@pytest.mark.parametrize(
+    ("name", "local_rank", "gpus", "device"),
+    [
+        ("cuda", 3, 2, "cuda:1"),
+        ("cuda", 0, 1, "cuda:0"),
+        ("cuda", None, 2, None),
+        ("cuda:1", 0, 2, None),
+        ("cpu", 0, 2, None),
+        ("cuda", 0, 0, None),
+    ],
+)
+def test_a_gpu_each_in_turn(
+    world: World, monkeypatch: pytest.MonkeyPatch, name: str, local_rank: int | None, gpus: int, device: str | None
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    assert crew._device(name, replace(world, local_rank=local_rank)) == device
+
+
+def test_threads_are_not_left(world: World) -> None:
+    before = threading.active_count()
+    test_all_make_the_same_list(world)
+    assert threading.active_count() <= before

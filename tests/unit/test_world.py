@@ -1,0 +1,249 @@
+"""Rank, size and addresses from the environment, in the order of who tells."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from itertools import product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gossipx.errors import UsageError
+from gossipx.launch.world import DEFAULT_PORT, PORTS, find, hostnames, rank_among
+
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "head",
+    "MASTER_PORT": "4711",
+    "TORCHELASTIC_RUN_ID": "job",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+}
+SLURM = {
+    "SLURM_PROCID": "5",
+    "SLURM_NTASKS": "16",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_LOCALID": "1",
+    "SLURM_JOB_ID": "17",
+    "SLURM_STEP_ID": "2",
+    "SLURM_JOB_NODELIST": "node[01-03,7],gpu[1-2,4]x",
+    "SLURM_STEP_NODELIST": "node[03,7]",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_JOB_NUM_NODES": "7",
+}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "2",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMIX_NAMESPACE": "206045185",
+}
+OWN = {"GOSSIPX_RANK": "1", "GOSSIPX_SIZE": "2", "GOSSIPX_MASTER": "[fd00::1]:7000"}
+
+
+def without(given: dict[str, str], *names: str) -> dict[str, str]:
+    return {name: value for name, value in given.items() if name not in names}
+
+
+def test_torchrun_at_its_agents_store() -> None:
+    world = find(TORCHRUN)
+    assert world is not None
+    assert (world.rank, world.size, world.local_rank, world.source) == (3, 8, 1, "torchrun")
+    assert (world.master, world.port, world.hosted, world.one_host) == ("head", 4711, True, False)
+    again = find({**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "1"})
+    assert again is not None and again.run != world.run, "an older attempt's keys are in the store"
+
+
+def test_the_variables_of_torchs_env_without_torchrun() -> None:
+    """Rank 0 hosts the store then, where ``env://`` would."""
+    world = find(without(TORCHRUN, "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE", "MASTER_PORT"))
+    assert world is not None and not world.hosted and (world.master, world.port) == ("head", DEFAULT_PORT)
+
+
+def test_a_task_of_a_slurm_step() -> None:
+    """The step's tasks and nodes, not the job's."""
+    world = find(SLURM)
+    assert world is not None
+    assert (world.rank, world.size, world.local_rank, world.source) == (5, 8, 1, "srun")
+    assert (world.master, world.master_from, world.one_host) == ("node03", "SLURM_STEP_NODELIST", False)
+    assert world.port in PORTS and not world.hosted
+    of_job = find(without(SLURM, "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES"))
+    assert of_job is not None and (of_job.master, of_job.size) == ("node01", 16)
+    other = find({**SLURM, "SLURM_STEP_ID": "3"})
+    assert other is not None and (other.run, other.port) != (world.run, world.port)
+    requeued = find({**SLURM, "SLURM_RESTART_COUNT": "1"})
+    assert requeued is not None and requeued.run != world.run
+    alone = find({**SLURM, "SLURM_STEP_NUM_NODES": "1"})
+    assert alone is not None and alone.one_host and alone.master == "127.0.0.1"
+
+
+BODY = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "17", "SLURM_NODELIST": "a"}
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        BODY,
+        without(BODY, "SLURM_PROCID", "SLURM_LOCALID"),
+        {**BODY, "SLURM_STEP_ID": str(0xFFFFFFFB)},
+        {**BODY, "SLURM_STEP_ID": str(0xFFFFFFFA), "SLURM_STEP_NUM_TASKS": "1"},
+        {},
+        {"RANK": "", "WORLD_SIZE": ""},
+        {"GOSSIPX_RANK": "1"},
+        {**TORCHRUN, "GOSSIPX_CONFIG": "runs/x/config.toml"},
+    ],
+    ids=["script", "salloc", "batch step", "shell as a step", "nothing", "empty", "a line's rank", "a peer's child"],
+)
+def test_not_one_of_several(environ: dict[str, str]) -> None:
+    """A job's script has SLURM_PROCID 0 and the job's SLURM_NTASKS: who believed them would wait for tasks that srun
+    has not started."""
+    assert find(environ) is None
+
+
+def test_open_mpi_says_not_where_rank_0_is() -> None:
+    world = find(OPEN_MPI)
+    assert world is not None and (world.rank, world.size, world.local_rank, world.master) == (2, 4, 0, None)
+    alone = find({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4"})
+    assert alone is not None and alone.one_host and alone.master == "127.0.0.1" and alone.port in PORTS
+    said = find({**OPEN_MPI, "MASTER_ADDR": "head", "MASTER_PORT": "5"})
+    assert said is not None and (said.master, said.port, said.source) == ("head", 5, "mpirun")
+
+
+def test_who_tells_comes_in_order() -> None:
+    layers = [("gossipx", OWN), ("torchrun", TORCHRUN), ("srun", SLURM), ("mpirun", OPEN_MPI)]
+    for some in product([False, True], repeat=4):
+        there = [layer for layer, chosen in zip(layers, some, strict=True) if chosen]
+        if some[2:] == (True, True):
+            there.remove(layers[2])  # mpirun in a job: SLURM's tasks are mpirun's own daemons
+        world = find({name: value for _, variables in there for name, value in variables.items()})
+        expected = {"gossipx": "GOSSIPX_RANK and GOSSIPX_SIZE"}
+        source = None if not there else expected.get(there[0][0], there[0][0])
+        assert (world and world.source) == source
+
+
+def test_gossipx_master_comes_before_all_others() -> None:
+    for variables in (TORCHRUN, SLURM, OPEN_MPI):
+        world = find({**variables, "GOSSIPX_MASTER": "here:9"})
+        assert world is not None and (world.master, world.port, world.hosted) == ("here", 9, False)
+    own = find(OWN)
+    assert own is not None and (own.master, own.port, own.rank, own.size) == ("fd00::1", 7000, 1, 2)
+    plain = find({**OWN, "GOSSIPX_MASTER": "localhost"})
+    assert plain is not None and plain.one_host and plain.port == DEFAULT_PORT
+
+
+@pytest.mark.parametrize(
+    ("environ", "told"),
+    [
+        ({"RANK": "0"}, "RANK is set and WORLD_SIZE is not"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE is set and RANK is not"),
+        ({"GOSSIPX_SIZE": "2"}, "GOSSIPX_SIZE is set and GOSSIPX_RANK is not"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK is 2, and with WORLD_SIZE 2 ranks are 0 to 1"),
+        ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK is '-1'"),
+        ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK is 'one', and not an integer from 0"),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, "WORLD_SIZE is '0', and not an integer from 1"),
+        ({"RANK": "²", "WORLD_SIZE": "2"}, "RANK is '²'"),
+        ({**TORCHRUN, "MASTER_PORT": "70000"}, "MASTER_PORT is '70000'"),
+        ({**TORCHRUN, "LOCAL_RANK": "x"}, "LOCAL_RANK is 'x'"),
+        ({**SLURM, "SLURM_STEP_NODELIST": "node["}, "SLURM_STEP_NODELIST: 'node[' is no list of hosts"),
+        ({**OWN, "GOSSIPX_MASTER": "a:b:c"}, "GOSSIPX_MASTER is 'a:b:c', and not host[:port]"),
+        ({**OWN, "GOSSIPX_MASTER": "a:0"}, "GOSSIPX_MASTER is 'a:0'"),
+    ],
+)
+def test_what_does_not_go_together_is_told_by_name(environ: dict[str, str], told: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        find(environ)
+    assert told in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_the_place_in_a_list_that_was_given() -> None:
+    assert rank_among(TORCHRUN, 8, "hosts.txt") == 3
+    assert rank_among({}, 8, "hosts.txt") is None
+    assert rank_among({"RANK": "0", "WORLD_SIZE": "1"}, 8, "hosts.txt") is None, "one process says nothing of peers"
+    with pytest.raises(UsageError, match=r"hosts.txt names 4 peers, and torchrun started 8 processes"):
+        rank_among(TORCHRUN, 4, "hosts.txt")
+
+
+# --- lists of nodes -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "hosts"),
+    [
+        ("login", ["login"]),
+        ("a,b.example.org", ["a", "b.example.org"]),
+        ("node[01-03,7]", ["node01", "node02", "node03", "node7"]),
+        ("gpu[1-2,4]x", ["gpu1x", "gpu2x", "gpu4x"]),
+        ("n[9-11]", ["n9", "n10", "n11"]),
+        ("n[098-101]", ["n098", "n099", "n100", "n101"]),
+        ("a[1-2,5]b[3-4],c", ["a1b3", "a1b4", "a2b3", "a2b4", "a5b3", "a5b4", "c"]),
+        ("[1-2]", ["1", "2"]),
+    ],
+)
+def test_a_node_list(nodelist: str, hosts: list[str]) -> None:
+    assert list(hostnames(nodelist)) == hosts
+
+
+@pytest.mark.parametrize(
+    "nodelist", ["", ",", "a,", "n[1-2", "n1-2]", "n[]", "n[a-b]", "n[3-1]", "n[1[2]]", "n[1,]", "a b"]
+)
+def test_what_is_no_node_list(nodelist: str) -> None:
+    with pytest.raises(UsageError, match="is no list of hosts"):
+        list(hostnames(nodelist))
+
+
+def test_a_list_without_an_end_is_not_written_out() -> None:
+    with pytest.raises(UsageError):
+        next(hostnames("n[0-999999999]"))
+    assert next(hostnames("n[0-9999]x[0-9999]y[0-9999]")) == "n0x0y0"
+
+
+spans = st.tuples(st.integers(0, 30), st.integers(0, 4), st.integers(1, 3)).map(
+    lambda drawn: (f"{drawn[0]:0{drawn[2]}d}", drawn[0] + drawn[1])
+)
+words = st.text("abz.-", max_size=3)
+entries = st.tuples(
+    st.sampled_from(["n", "gpu-"]), st.lists(st.tuples(st.lists(spans, min_size=1, max_size=3), words), max_size=2)
+)
+
+
+def written(entry: tuple[str, list[tuple[list[tuple[str, int]], str]]]) -> str:
+    head, tail = entry
+    return head + "".join(
+        "[" + ",".join(f"{a}-{b}" if int(a) < b else a for a, b in part) + "]" + word for part, word in tail
+    )
+
+
+def expanded(entry: tuple[str, list[tuple[list[tuple[str, int]], str]]]) -> list[str]:
+    """One bracket after the other, from the left."""
+    names, tail = [entry[0]], entry[1]
+    for part, word in tail:
+        numbers = [str(number).zfill(len(a)) for a, b in part for number in range(int(a), b + 1)]
+        names = [name + number + word for name in names for number in numbers]
+    return names
+
+
+@given(st.lists(entries, min_size=1, max_size=3))
+def test_any_node_list(drawn: list[tuple[str, list[tuple[list[tuple[str, int]], str]]]]) -> None:
+    nodelist = ",".join(map(written, drawn))
+    assert list(hostnames(nodelist)) == [name for entry in drawn for name in expanded(entry)]
+
+
+def test_as_slurm_itself_reads_them(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    if shutil.which("scontrol") is None:
+        pytest.skip("scontrol (Debian's slurm-client) not found")
+    conf = tmp_path / "slurm.conf"
+    conf.write_text("ClusterName=x\nSlurmctldHost=x\n")
+    for nodelist in ("node[01-03,7]", "n[098-101],m", "a[1-2]b[3-4]", "a[1-2,5]b[3-4]"):
+        done = subprocess.run(
+            ["scontrol", "show", "hostnames", nodelist],
+            env={"SLURM_CONF": str(conf), "PATH": "/usr/bin:/bin"},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
+        assert done.stdout.split() == list(hostnames(nodelist))
