@@ -1,4 +1,4 @@
-"""Retrievals and accuracy of the policies, as the README's tables have them.
+"""Retrievals and accuracy of the policies, as the tables of docs/figures.md have them.
 
 bin/bench policies            one seed of each policy, iid (about 3 minutes on 2 cores)
 bin/bench policies --full     five seeds, iid and Dirichlet 0.3 (about half an hour)

@@ -1,7 +1,7 @@
 """What the parameter server does, four workers and two servers as real processes: speed, overlap, staleness, hybrid.
 
 bin/bench server              all of it, short (about 10 minutes)
-bin/bench server --full       the README's tables (about 31 minutes)
+bin/bench server --full       the tables of docs/figures-server.md (about 31 minutes)
 bin/bench server --only throughput|links|safe|wait-free|staleness|hybrid
     throughput    pushes and pulls of tensors of 64 KiB to 16 MiB, beside plain sockets
     links         the same from 1 MiB on, over emulated links of 1 Gbit/s

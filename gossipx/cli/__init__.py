@@ -1,12 +1,20 @@
 """The command line: words in, calls out; no logic."""
 
 from gossipx.cli.commands import main
+from gossipx.cli.completion import completion
+from gossipx.cli.doctor import doctor
+from gossipx.cli.export import export
+from gossipx.cli.launch import launch
 from gossipx.cli.placement import placement
 from gossipx.cli.server import server
 from gossipx.cli.topology import topology
 
+main.add_command(completion)
+main.add_command(doctor)
+main.add_command(export)
 main.add_command(topology)
 main.add_command(placement)
 main.add_command(server)
+main.add_command(launch)
 
 __all__ = ["main"]

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gossipx import config
+from gossipx.cli import words
 from gossipx.errors import GossipxError, UsageError
 from gossipx.launch.environment import ENV_DEBUG
 from gossipx.metrics import summary
@@ -60,7 +61,7 @@ def _set_debug(ctx: click.Context, parameter: click.Parameter, given: bool) -> N
         os.environ[ENV_DEBUG] = "1"  # the peers, which inherit it, are to show theirs, too
 
 
-_debug = click.option(
+debug = click.option(
     "--debug",
     is_flag=True,
     expose_value=False,
@@ -72,7 +73,7 @@ _debug = click.option(
 
 @click.group(cls=_Main, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(package_name="gossipx")
-@_debug
+@debug
 def main() -> None:
     """Decentralized peer-to-peer gossip training for PyTorch.
 
@@ -97,29 +98,55 @@ class _Run(click.Command):
                 formatter.write_dl(records)
 
 
-def _option(key: Key) -> Callable[[Any], Any]:
+def option(key: Key) -> Callable[[Any], Any]:
     names = f"{key.option}/--no-{key.name.replace('_', '-')}" if key.kind is bool else key.option
     default = "" if key.default is None else f"  [default: {str(key.default).lower()}]"
     kind: Any = (
         click.Choice(key.choices) if key.choices else str if key.many else None if key.kind is bool else key.kind
     )
     text = key.help + default
-    return click.option(names, key.name, default=None, type=kind, help=text)
+    return click.option(names, key.name, default=None, type=kind, help=text, shell_complete=words.of_setting(key))
 
 
 def _all_settings(command: Callable[..., None]) -> Callable[..., None]:
     for key in reversed(KEYS.values()):
-        command = _option(key)(command)
+        command = option(key)(command)
     return command
 
 
 @main.command(cls=_Run, context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False})
 @click.option("--config", "config_file", type=click.Path(path_type=Path), help="A TOML file of these settings.")
-@click.option("--resume", metavar="RUN", help="Go on with a run, by its name or directory, from its checkpoints.")
+@click.option(
+    "--resume",
+    metavar="RUN",
+    help="Go on with a run, by its name or directory, from its checkpoints.",
+    shell_complete=words.runs(),
+)
+@click.option("--dry-run", is_flag=True, help="Show who would take part and what would be sent, and start nothing.")
+@click.option(
+    "--link", metavar="RATE", help="With --dry-run: how fast machines are connected, 100mbit.  [default: 1gbit]"
+)
+@click.option("--model-size", metavar="BYTES", help="With --dry-run: of a SCRIPT's model, 45MB.")
+@click.option("--json", "as_json", is_flag=True, help="With --dry-run: for programs.")
 @_all_settings
-@_debug
-@click.argument("script", nargs=-1, type=click.UNPROCESSED, metavar="[SCRIPT [ARGS]...]")
-def run(config_file: Path | None, resume: str | None, script: tuple[str, ...], **settings: Any) -> None:
+@debug
+@click.argument(
+    "script",
+    nargs=-1,
+    type=click.UNPROCESSED,
+    metavar="[SCRIPT [ARGS]...]",
+    shell_complete=words.path("file"),
+)
+def run(
+    config_file: Path | None,
+    resume: str | None,
+    dry_run: bool,
+    link: str | None,
+    model_size: str | None,
+    as_json: bool,
+    script: tuple[str, ...],
+    **settings: Any,
+) -> None:
     """Train the built-in task, or your own SCRIPT, as every peer of this machine.
 
     \b
@@ -127,9 +154,17 @@ def run(config_file: Path | None, resume: str | None, script: tuple[str, ...], *
     gossipx run --peers hosts.txt --policy adaptive
     gossipx run --peers hosts.txt --policy tau:10 train.py --epochs 3
     gossipx run --resume tau
+    gossipx run --peers hosts.txt --policy adaptive --dry-run --link 100mbit
+    torchrun --nproc-per-node 4 --no-python gossipx run --policy adaptive
+    srun gossipx run --policy adaptive
     """
     from gossipx.launch.local import launch
 
+    for option, is_given in (("--link", link), ("--model-size", model_size), ("--json", as_json)):
+        if is_given and not dry_run:
+            raise UsageError(f"{option} is of --dry-run: add that, or leave it out")
+    if dry_run and resume is not None:
+        raise UsageError("--dry-run shows what a new run would be: leave --resume out")
     if resume is not None:
         from gossipx.launch.resume import settings_of
 
@@ -138,24 +173,47 @@ def run(config_file: Path | None, resume: str | None, script: tuple[str, ...], *
         sys.exit(launch(*settings_of(resume, settings, list(script)), resumes=True))
     given = config.load(config_file) if config_file else {}
     resolved = config.resolve(given, settings)
-    if resolved.run.peers is None:
-        raise UsageError("who the peers are is not given: --peers hosts.txt, a line a host such as 'localhost slots=4'")
-    sys.exit(launch(resolved, Path(resolved.run.peers), list(script)))
+    hosts = None if resolved.run.peers is None else Path(resolved.run.peers)
+    if dry_run:
+        from gossipx.cli.dry_run import show_dry_run
+        from gossipx.launch.dry_run import dry_run as look
+
+        if hosts is None:
+            raise UsageError("--dry-run is of a hosts file: give --peers hosts.txt")
+        with Console(stderr=True).status("with many peers this may take minutes"):  # on a terminal alone
+            found = look(resolved, hosts, list(script), link, model_size)
+        show_dry_run(found, as_json)
+        return
+    sys.exit(launch(resolved, hosts, list(script)))
 
 
 @main.command("compare")
-@click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="RUN...")
+@click.argument(
+    "runs",
+    nargs=-1,
+    required=True,
+    type=click.Path(path_type=Path),
+    metavar="RUN...",
+    shell_complete=words.ended_runs,
+)
 @click.option("--logdir", type=click.Path(path_type=Path), default=Path("runs"), help="Where runs are named by name.")
 @click.option("--json", "as_json", is_flag=True, help="For programs.")
-@_debug
-def compare_command(runs: tuple[Path, ...], logdir: Path, as_json: bool) -> None:
+@click.option("--plot", type=click.Path(path_type=Path), help="Also draw the runs: a .png or .svg file.")
+@debug
+def compare_command(runs: tuple[Path, ...], logdir: Path, as_json: bool, plot: Path | None) -> None:
     """Lay runs, by directory or name, side by side; reductions are against the first one named.
 
     \b
     gossipx compare runs/tau runs/adaptive runs/travel
+    gossipx compare runs/tau runs/adaptive --plot runs.png
     """
     places = [path if path.exists() or not (logdir / path).is_dir() else logdir / path for path in runs]
-    rows = compare([summary.read(path) for path in places])
+    summaries = [summary.read(path) for path in places]
+    if plot is not None:
+        from gossipx.launch import plot as plotting
+
+        plotting.draw(list(zip(places, summaries, strict=True)), plot)
+    rows = compare(summaries)
     if as_json:
         print(json.dumps([dataclasses.asdict(row) for row in rows], indent=2))
     else:
@@ -164,13 +222,17 @@ def compare_command(runs: tuple[Path, ...], logdir: Path, as_json: bool) -> None
 
 @main.group()
 def certs() -> None:
-    """Certificates for mutual TLS."""
+    """Certificates for mutual TLS.
+
+    \b
+    gossipx certs new certs hosts.txt
+    """
 
 
 @certs.command("new")
 @click.argument("directory", type=click.Path(path_type=Path), metavar="DIR")
 @click.argument("hosts", type=click.Path(path_type=Path), metavar="HOSTS")
-@_debug
+@debug
 def certs_new(directory: Path, hosts: Path) -> None:
     """Make a private CA in DIR, and with it a certificate for each host of the HOSTS file.
 

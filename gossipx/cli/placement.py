@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 from rich.table import Table
 
+from gossipx.cli import words
 from gossipx.cli.tables import show
 
 if TYPE_CHECKING:
@@ -22,9 +23,11 @@ _BAR = 20
 
 
 @click.command("placement")
-@click.argument("model", metavar="MODEL")
+@click.argument("model", metavar="MODEL", shell_complete=words.models)
 @click.option("--servers", type=click.IntRange(1, _MOST), default=4, show_default=True, help="How many share MODEL.")
-@click.option("--placement", "strategy", metavar="NAME", help="Only this one. Default: all.")
+@click.option(
+    "--placement", "strategy", metavar="NAME", help="Only this one. Default: all.", shell_complete=words.placements
+)
 @click.option("--json", "as_json", is_flag=True, help="For programs.")
 def placement(model: str, servers: int, strategy: str | None, as_json: bool) -> None:
     """How evenly each placement spreads MODEL over the servers of a parameter server, and in how many partitions.

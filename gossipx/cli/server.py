@@ -6,15 +6,22 @@ from pathlib import Path
 
 import click
 
+from gossipx.cli import words
+
 
 @click.group("server")
 def server() -> None:
-    """The parameter server of a run that goes on."""
+    """The parameter server of a run that goes on.
+
+    \b
+    gossipx server set-sync runs/mine ssp:staleness=3
+    gossipx server set-servers runs/mine 0,1,2
+    """
 
 
 @server.command("set-sync")
-@click.argument("run", type=click.Path(path_type=Path), metavar="RUN")
-@click.argument("sync", metavar="SYNC")
+@click.argument("run", type=click.Path(path_type=Path), metavar="RUN", shell_complete=words.runs())
+@click.argument("sync", metavar="SYNC", shell_complete=words.sync_models)
 @click.option("--shard", type=click.IntRange(0), help="Of this shard alone, from 0. Default: all.")
 @click.option("--apply", default="", help="How gradients are applied: push, each, tick. Default: the sync model's way.")
 @click.option("--pulls", default="", help="When delayed pulls are answered: lazy or soft. Default: as before.")
@@ -35,7 +42,7 @@ def set_sync(run: Path, sync: str, shard: int | None, apply: str, pulls: str, lo
 
 
 @server.command("set-servers")
-@click.argument("run", type=click.Path(path_type=Path), metavar="RUN")
+@click.argument("run", type=click.Path(path_type=Path), metavar="RUN", shell_complete=words.runs())
 @click.argument("servers", metavar="SERVERS")
 @click.option("--logdir", type=click.Path(path_type=Path), default=Path("runs"), help="Where runs are named by name.")
 def set_servers(run: Path, servers: str, logdir: Path) -> None:

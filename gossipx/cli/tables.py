@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from rich.console import Console
-from rich.table import Table
+from rich.console import Console, RenderableType
 
 
-def show(*tables: Table) -> None:
-    """Print tables one below the other."""
+def show(*tables: RenderableType) -> None:
+    """Print tables, and what stands between them, one below the other."""
     console = Console(highlight=False, markup=False)
     if not console.is_terminal:  # a file or a pipe has no width that the table should be cut to
         console.width = 200

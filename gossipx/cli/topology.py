@@ -13,18 +13,24 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from gossipx.cli import words
 from gossipx.cli.tables import show as show_table
 
 
 @click.group("topology")
 def topology() -> None:
-    """Who may pull from whom: list, show or check topologies."""
+    """Who may pull from whom: list, show or check topologies.
+
+    \b
+    gossipx topology list
+    gossipx topology show ring --size 8
+    """
 
 
 _MOST = 65_536
 """Peers; the wire has numbers for no more."""
 _json = click.option("--json", "as_json", is_flag=True, help="For programs.")
-_name = click.argument("name", metavar="NAME|FILE")
+_name = click.argument("name", metavar="NAME|FILE", shell_complete=words.topologies)
 
 
 def _which(command: Callable[..., None]) -> Callable[..., None]:
@@ -39,7 +45,12 @@ def _which(command: Callable[..., None]) -> Callable[..., None]:
 @topology.command("list")
 @_json
 def list_command(as_json: bool) -> None:
-    """The generators with their parameters, the schedules, and the files that gossipx brings along."""
+    """The generators with their parameters, the schedules, and the files that gossipx brings along.
+
+    \b
+    gossipx topology list
+    gossipx topology list --json
+    """
     from gossipx.topology import GENERATORS, shipped
     from gossipx.topology.graphs import described
     from gossipx.topology.schedules import SCHEDULES
@@ -83,7 +94,11 @@ def show(name: str, size: int | None, seed: int, as_json: bool) -> None:
 
 @topology.command("check")
 @_which
-@click.option("--schedule", help="Whose turn it is, as for run. Default: the topology's own, or random.")
+@click.option(
+    "--schedule",
+    help="Whose turn it is, as for run. Default: the topology's own, or random.",
+    shell_complete=words.schedules,
+)
 @click.option(
     "--weights", type=click.Choice(["uniform", "metropolis", "push-sum"]), default="uniform", help="As for run."
 )

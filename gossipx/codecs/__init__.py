@@ -2,7 +2,7 @@
 
 ``parse("3lc:sparsity=1.75")`` is a :class:`Codec`, an immutable value; ``codec.init(tensor)`` is its state,
 ``codec.encode(tensor, state)`` gives a frame and the state from there on, and ``decode(frame)`` the tensor. Frames are
-self-describing and checked, see :mod:`gossipx.codecs.frames`. :class:`ErrorFeedback` adds what a codec left out to what
+self-describing and checked, see ``gossipx.codecs.frames``. :class:`ErrorFeedback` adds what a codec left out to what
 it encodes next.
 """
 

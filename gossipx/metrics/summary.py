@@ -29,7 +29,9 @@ class Summary:
         codec: of models on the wire.
         seed: of the run.
         peers: how many began.
-        task, model, partition: what was trained; None for a user's script.
+        task: the data that were trained on; None for a user's script.
+        model: what was trained; None for a user's script.
+        partition: how the data were dealt out.
         iterations: the run's length.
         retrievals: models of others mixed while training, whoever began it.
         taken_in: models of others that a hub took into its centre.
@@ -78,9 +80,9 @@ class Summary:
     failed: Figures
     poisoned: Figures
 
-    def write(self, directory: Path) -> None:
-        """Write it whole, or leave what was there."""
-        unfinished = directory / (FILE + ".tmp")
+    def write(self, directory: Path, by: int | None = None) -> None:
+        """Write it whole, or leave what was there; ``by``: which of several processes does, maybe at a time."""
+        unfinished = directory / f"{FILE}{'' if by is None else f'.{by}'}.tmp"
         unfinished.write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n", encoding="utf-8")
         unfinished.replace(directory / FILE)
 

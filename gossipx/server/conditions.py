@@ -74,8 +74,8 @@ class Pull:
         worker: its rank.
         progress: i, the iteration whose gradient it has pushed last.
         draw: a number in [0, 1), drawn once when the pull came.
-        significance: |g| / |w| of the worker's last push (FluentPS, section III-E.2); 0 unless the sync model asks for
-            it (:attr:`SyncModel.asks_significance`).
+        significance: ``|g| / |w|`` of the worker's last push (FluentPS, section III-E.2); 0 unless the sync model asks
+            for it (:attr:`SyncModel.asks_significance`).
         applied: whether nothing of what the worker has pushed waits in the gradient buffer.
     """
 

@@ -231,7 +231,7 @@ class Hybrid(SyncModel):
     clock is that of the slowest, and nothing waits for it.
 
     Attributes:
-        growth: K; see :mod:`gossipx.server.growth`.
+        growth: K; see :class:`~gossipx.parts.Growth`.
     """
 
     growth: Growth = field(default_factory=growth.Step)

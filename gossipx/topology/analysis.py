@@ -119,7 +119,7 @@ def analyse(
     degrees = [len(others) for others in topology.neighbours]
     keeps_mean = bool(np.allclose(matrix.sum(0), 1.0, rtol=0, atol=_EPSILON))
     connected = len(topology.islands()) == 1
-    traffic = _traffic(plan)
+    traffic = traffic_of(plan)
     found = Analysis(
         topology=topology.name,
         schedule=schedule or topology.schedule or DEFAULT,
@@ -232,7 +232,7 @@ def _pull(models: Matrix, partners: Sequence[int | None], factors: Sequence[dict
     models += change
 
 
-def _traffic(schedule: Schedule) -> Matrix:
+def traffic_of(schedule: Schedule) -> Matrix:
     """[size, size]: models that go from peer j (column) to peer i (row) in a round, in the mean."""
     size = schedule.topology.size
     traffic = np.zeros((size, size))

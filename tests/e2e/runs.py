@@ -208,7 +208,7 @@ class Folder:
         path.write_text(PRELUDE + text)
         return path
 
-    def told(self, rank: int) -> Any:
+    def told(self, rank: int | str) -> Any:
         """What a script told by ``tell``."""
         return json.loads((self.path / f"{rank}.json").read_text())
 

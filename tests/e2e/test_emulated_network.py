@@ -466,7 +466,7 @@ def test_without_root_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @needs_network
 def test_gossipx_runs_on_several_machines(tmp_path: Path) -> None:
-    """README, Several machines: the same command on each host starts that host's line."""
+    """docs/hosts.md: the same command on each host starts that host's line."""
     with EmulatedNetwork(2, "100mbit") as net:
         options = ("--policy", "tau:5", "--blocking", "--iterations", "40", "--eval-interval", "0")
         one, other = train(net, tmp_path, "first", *options)

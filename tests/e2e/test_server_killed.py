@@ -24,7 +24,7 @@ os.environ.update(GOSSIPX_CONFIG=sys.argv[1] + "/config.toml", GOSSIPX_PEERS=sys
 os.environ.update(GOSSIPX_RANK=sys.argv[2])
 runpy.run_module("gossipx.launch.train", run_name="__main__")
 """
-"""Starts a peer of a run again, as the README says."""
+"""Starts a peer of a run again, as docs/own-loop.md says."""
 
 
 def killed(process: Process, here: Folder, rank: int) -> None:

@@ -1,0 +1,104 @@
+"""``gossipx run --dry-run``, shown."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+from gossipx.cli.tables import show
+
+if TYPE_CHECKING:
+    from gossipx.launch.dry_run import DryRun
+
+FIXED = 0.01
+"""A codec whose bound is as near to what it makes of a sample has one size for all values."""
+
+
+def show_dry_run(found: DryRun, as_json: bool) -> None:
+    """Print what a run would be."""
+    if as_json:
+        print(json.dumps(dataclasses.asdict(found), indent=2))
+        return
+    if found.notice is not None:
+        print(found.notice, file=sys.stderr)
+    tables = [_peers(found)]
+    if found.topology is not None:
+        table = Table("", found.topology.topology, title="Who exchanges with whom", title_justify="left")
+        for what, value in found.topology.lines():
+            if not what.startswith("..."):  # of machines with as many slots each: those here are the hosts file's
+                table.add_row(what, value)
+        tables.append(table)
+    show(*tables, _traffic(found))
+    for line in _notes(found):
+        print(line)
+    for warning in () if found.topology is None else found.topology.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+
+
+def _peers(found: DryRun) -> Table:
+    here = sum(peer.here for peer in found.peers)
+    title = f"{found.name}: {len(found.peers)} peers, {here} of them here. Nothing was started or written"
+    table = Table(title=title, title_justify="left")
+    for heading in ("rank", "name", "address", "device", "part", "where"):
+        table.add_column(heading, justify="right" if heading == "rank" else "left")
+    for peer in found.peers:
+        where = "here" if peer.here else "elsewhere"
+        table.add_row(str(peer.rank), peer.name, peer.address, peer.device, peer.part, where)
+    return table
+
+
+def _traffic(found: DryRun) -> Table:
+    of = "" if found.model.is_known else ", for each MB of model"
+    title = f"Traffic of {found.iterations:,} iterations{of}; {found.how}"
+    table = Table(title=title, title_justify="left")
+    table.add_column("")
+    for heading in ("times a peer", "MB each way", "of the busiest", f"s of {found.link}"):
+        table.add_column(heading, justify="right")
+    table.add_column("known from")
+    for number, one in enumerate(found.traffic):
+        is_same = number > 0 and found.traffic[number - 1].policy == one.policy
+        table.add_row(
+            "" if is_same else one.policy,
+            _range(one.exchanges, ",.0f"),
+            _range(one.received_bytes, ",.4g", 1e-6),
+            _range(one.busiest_bytes, ",.4g", 1e-6),
+            _range(one.link_seconds, ",.3g"),
+            one.known,
+        )
+    return table
+
+
+def _range(pair: tuple[float, float], form: str, unit: float = 1.0) -> str:
+    least, most = (format(value * unit, form) for value in pair)
+    return least if least == most else f"{least} to {most}"
+
+
+def _notes(found: DryRun) -> list[str]:
+    model = found.model
+    size = f"{model.exchanged_bytes / 1e6:.4g} MB"
+    if not model.is_known:
+        size = "of unknown size: figures are for each MB, or give --model-size 45MB"
+    notes = [f"model {model.name}: {size}, codec {model.codec}"]
+    if model.encoded_bytes != model.exchanged_bytes:
+        most = model.encoded_at_most
+        bound = "" if most is None else f", at most {most / 1e6:.4g} MB"
+        is_fixed = most is not None and most - model.encoded_bytes < FIXED * most
+        of = "" if is_fixed else f" of normally distributed values{bound}"
+        notes[0] += f": {model.encoded_bytes / 1e6:.4g} MB{of}"
+    notes.append(f"one takes {found.exchange_seconds:.3g} s by itself, at {found.exchange_rate}")
+    if not found.between_machines:
+        notes.append("all are on one machine: seconds are as if each had such a link of its own")
+    beside = []
+    if found.start_bytes:
+        beside.append(f"each peer but the first begins with {found.start_bytes / 1e6:.4g} MB")
+    if found.finish_bytes:
+        beside.append(f"one receives {found.finish_bytes / 1e6:.4g} MB in the finish, in the mean")
+    if beside:
+        notes.append(f"not counted above: {', '.join(beside)}")
+    if not found.is_length_known:
+        notes.append(f"a script has a length of its own: --iterations {found.iterations} is for these figures")
+    return notes

@@ -1,0 +1,148 @@
+"""What a shell may complete a value with. It is asked for on a key press, so that nothing here may import torch.
+
+Where that, numpy or networkx would be needed, words stand here; a test holds them against the tables that they are of.
+Other tables are imported when they are asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import click
+from click.shell_completion import CompletionItem
+
+from gossipx.settings import Key
+
+Complete = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
+
+CODECS = (
+    *("none", "fp16", "bf16", "int8", "uint8-minmax", "3lc", "stochastic3", "onebit", "topk", "randomk", "threshold"),
+    *("qsgd", "natural", "signsgd", "efsignsgd", "powersgd", "dgc", "localsteps", "moniqua"),
+)
+CODEC_PACKAGES = "gossipx.codecs"
+"""Entry points by which installed packages add codecs."""
+TOPOLOGIES = (
+    *("full", "ring", "star", "grid", "torus", "hypercube", "exponential", "expander", "regular", "small-world"),
+    *("erdos-renyi", "hierarchical", "bipartite"),
+)
+SCHEDULES = ("random", "static", "one-peer", "inner-outer", "bandwidth-aware")
+PARTITIONS = ("iid", "dirichlet")
+TASKS = ("fashion-mnist", "mnist", "cifar10")
+UNTRAINED = ("inception-v4",)
+DEVICES = ("cpu", "cuda", "cuda:0")
+
+
+def of(words: Callable[[], Iterable[str]]) -> Complete:
+    """Completes with those of ``words`` that begin as what was typed."""
+
+    def complete(ctx: click.Context, parameter: click.Parameter, typed: str) -> list[CompletionItem]:
+        return [CompletionItem(word) for word in words() if word.startswith(typed)]
+
+    return complete
+
+
+def path(kind: str) -> Complete:
+    """Leaves it to the shell, which knows files (``file``) and directories (``dir``)."""
+    return lambda ctx, parameter, typed: [CompletionItem(typed, type=kind)]
+
+
+def or_file(words: Callable[[], Iterable[str]]) -> Complete:
+    """Completes with those of ``words`` that begin as what was typed; where none does, with files."""
+
+    def complete(ctx: click.Context, parameter: click.Parameter, typed: str) -> list[CompletionItem]:
+        found = [CompletionItem(word) for word in words() if word.startswith(typed)]
+        return found or [CompletionItem(typed, type="file")]
+
+    return complete
+
+
+def runs(marked: str = "config.toml") -> Complete:
+    """Completes with the names of runs in ``--logdir``, or with directories.
+
+    Args:
+        marked: by a file of this name.
+    """
+
+    def complete(ctx: click.Context, parameter: click.Parameter, typed: str) -> list[CompletionItem]:
+        logdir = Path(ctx.params.get("logdir") or "runs")
+        taken = ctx.params.get(parameter.name or "") or ()  # those that were named already, where several may be
+        known = {str(one) for one in taken} if isinstance(taken, tuple) else set()
+        names = (file.parent.name for file in sorted(logdir.glob(f"*/{marked}")))
+        found = [CompletionItem(name) for name in names if name.startswith(typed) and name not in known]
+        return found or [CompletionItem(typed, type="dir")]
+
+    return complete
+
+
+def _policies() -> Iterable[str]:
+    from gossipx import policies
+
+    return policies.names()
+
+
+def _codecs() -> Iterable[str]:
+    from gossipx import installed
+
+    return installed.names(dict.fromkeys(CODECS, str), CODEC_PACKAGES)
+
+
+def _mixings() -> Iterable[str]:
+    from gossipx.mixing import MIXINGS
+
+    return MIXINGS
+
+
+def _sync_models() -> Iterable[str]:
+    from gossipx.server.models import SYNC_MODELS
+
+    return SYNC_MODELS
+
+
+def _placements() -> Iterable[str]:
+    from gossipx.server.placement import BUILT_IN
+
+    return BUILT_IN
+
+
+def _solvers() -> Iterable[str]:
+    from gossipx.tasks import solvers
+
+    return solvers.names()
+
+
+def _trained() -> Iterable[str]:
+    from gossipx.tasks.presets import PRESETS
+
+    return PRESETS
+
+
+ended_runs = runs("summary.json")
+topologies = of(lambda: TOPOLOGIES)
+schedules = of(lambda: SCHEDULES)
+models = of(lambda: (*_trained(), *UNTRAINED))
+placements = of(_placements)
+sync_models = of(_sync_models)
+
+_BY_SETTING: dict[str, Complete] = {
+    **dict.fromkeys(("peers", "secret_file", "tls_cert", "tls_key", "tls_ca"), path("file")),
+    **dict.fromkeys(("logdir", "data_dir"), path("dir")),
+    **dict.fromkeys(("codec", "push_codec", "pull_codec"), of(_codecs)),
+    "name": runs(),
+    "device": of(lambda: DEVICES),
+    "task": of(lambda: TASKS),
+    "model": of(_trained),
+    "solver": or_file(_solvers),
+    "partition": of(lambda: PARTITIONS),
+    "policy": of(_policies),
+    "topology": topologies,
+    "schedule": schedules,
+    "mixing": of(_mixings),
+    "sync": sync_models,
+    "placement": placements,
+}
+
+
+def of_setting(key: Key) -> Complete | None:
+    """What completes a setting's value; None: click does, where there are choices, or nothing can."""
+    return _BY_SETTING.get(key.name)

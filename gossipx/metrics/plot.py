@@ -1,0 +1,163 @@
+"""Runs in one picture: accuracy by traffic and by time, retrievals, and who exchanges with whom."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gossipx.errors import GossipxError, UsageError
+from gossipx.metrics.curves import Band, Curves
+
+SUFFIXES = (".png", ".svg")
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+"""Told apart by those who see fewer colours (Okabe, Ito, 2008)."""
+STYLES = ("-", "--", ":", "-.")
+"""For the eighth run and those after it."""
+NAMED = 12
+"""Peers up to which the nodes of a graph that stands alone have names beside them; those of more would cover it."""
+NUMBERED = 40
+"""Peers up to which nodes have their ranks in them."""
+GRAPHS = 4
+"""Graphs that are drawn; the title says how many there are more."""
+LONGEST = 44
+"""Letters of a run in the legend."""
+
+
+@dataclass(frozen=True)
+class Graph:
+    """Who exchanges with whom.
+
+    Attributes:
+        title: what it is called.
+        names: of the peers, by rank.
+        edges: pairs of ranks; from the first to the second where it is directed.
+        directed: whether the other way round is another edge.
+        centres: ranks of a hub or of servers.
+    """
+
+    title: str
+    names: tuple[str, ...]
+    edges: tuple[tuple[int, int], ...]
+    directed: bool = False
+    centres: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """One run: its name, how it goes by (policy or sync model), its curves and its graph."""
+
+    name: str
+    by: str
+    curves: Curves
+    graph: Graph
+
+
+def check_target(target: Path) -> None:
+    """See that a picture can be written there, before there is one.
+
+    Raises:
+        UsageError: it cannot, or matplotlib is not installed.
+    """
+    if target.suffix.lower() not in SUFFIXES:
+        raise UsageError(f"--plot {target}: a picture's name ends with {' or '.join(SUFFIXES)}")
+    if target.is_dir() or not target.parent.is_dir():
+        raise UsageError(f"--plot {target}: it names a file in a directory that is there")
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise UsageError("--plot needs matplotlib: pip install 'gossipx[plots]'") from error
+
+
+def draw(runs: Sequence[Drawn], target: Path) -> None:
+    """Draw the runs into ``target``, png or svg; the same runs give the same bytes.
+
+    Raises:
+        GossipxError: it cannot be written.
+    """
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    with mpl.rc_context({"svg.hashsalt": "gossipx", "svg.fonttype": "none", "font.size": 9}):
+        figure = Figure(figsize=(11, 7.6), layout="constrained")
+        cells = figure.add_gridspec(2, 2)
+        panels = [figure.add_subplot(cells[place]) for place in ((0, 0), (0, 1), (1, 0))]
+        _curves(panels[0], [run.curves.by_megabytes for run in runs], "MB received a peer", "test accuracy")
+        _curves(panels[1], [run.curves.by_seconds for run in runs], "seconds", "test accuracy")
+        _curves(panels[2], [run.curves.retrievals for run in runs], "iterations", "retrievals a peer")
+        for panel, title in zip(panels, ("Accuracy by traffic", "Accuracy by time", "Retrievals"), strict=True):
+            panel.set_title(title)
+        handles = panels[0].get_lines()
+        labels = [_short(f"{run.name}: {run.by}") for run in runs]
+        columns = max(1, min(len(runs), 3))
+        figure.legend(handles, labels, loc="outside upper center", ncols=columns, frameon=False)
+        _graphs(figure, cells[1, 1], list(dict.fromkeys(run.graph for run in runs)))
+        metadata = {"Date": None} if target.suffix.lower() == ".svg" else {"Software": None}
+        try:
+            figure.savefig(target, dpi=150, metadata=metadata)
+        except OSError as error:
+            raise GossipxError(f"{target}: the picture cannot be written ({error.strerror})") from error
+
+
+def _curves(panel: Any, bands: Sequence[Band], x: str, y: str) -> None:
+    for number, band in enumerate(bands):
+        colour = COLOURS[number % len(COLOURS)]
+        style = STYLES[number // len(COLOURS) % len(STYLES)]
+        marker = "o" if len(band.x) < 30 else ""
+        panel.plot(band.x, band.mean, color=colour, linestyle=style, marker=marker, markersize=3, linewidth=1.5)
+        panel.fill_between(band.x, band.least, band.most, color=colour, alpha=0.15, linewidth=0)
+    panel.set_xlabel(x)
+    panel.set_ylabel(y)
+    panel.set_xlim(left=0)
+    panel.grid(alpha=0.3)
+    for side in ("top", "right"):
+        panel.spines[side].set_visible(False)
+
+
+def _graphs(figure: Any, cell: Any, graphs: Sequence[Graph]) -> None:
+    shown = graphs[:GRAPHS]
+    columns = 1 if len(shown) == 1 else 2
+    places = cell.subgridspec(math.ceil(len(shown) / columns), columns)
+    for number, graph in enumerate(shown):
+        panel = figure.add_subplot(places[number // columns, number % columns])
+        _graph(panel, graph, has_names=len(shown) == 1 and len(graph.names) <= NAMED)
+        panel.set_title(f"{graph.title}, {len(graph.names)} peers")
+        if number == GRAPHS - 1 and len(graphs) > GRAPHS:
+            panel.text(0.5, -0.05, f"and {len(graphs) - GRAPHS} more", ha="center", transform=panel.transAxes)
+
+
+def _graph(panel: Any, graph: Graph, has_names: bool) -> None:
+    """Nodes have their ranks in them; names beside them where there is room."""
+    import networkx as nx
+
+    drawn = nx.DiGraph() if graph.directed else nx.Graph()
+    drawn.add_nodes_from(range(len(graph.names)))
+    drawn.add_edges_from(graph.edges)
+    outer = [rank for rank in drawn if rank not in graph.centres]
+    shells = [list(graph.centres), outer] if graph.centres and outer else [list(drawn)]
+    places = nx.shell_layout(drawn, shells) if len(drawn) > 1 else {0: (0.0, 0.0)}
+    colours = ["#D55E00" if rank in graph.centres else "#0072B2" for rank in drawn]
+    size = max(15, 220 - 4 * len(drawn))
+    look = {"alpha": max(0.08, min(0.6, 40 / max(len(graph.edges), 1))), "node_size": size}
+    nx.draw_networkx_edges(drawn, places, ax=panel, **look, **({"arrowsize": 8} if graph.directed else {}))
+    nx.draw_networkx_nodes(drawn, places, ax=panel, node_size=size, node_color=colours, linewidths=0)
+    if len(drawn) <= NUMBERED:
+        nx.draw_networkx_labels(drawn, places, ax=panel, font_size=7, font_color="white")
+    for rank, (x, y) in places.items() if has_names else ():
+        side = "left" if x > 0.1 else "right" if x < -0.1 else "center"
+        up = 0 if side != "center" else math.copysign(0.2, y or 1)
+        panel.annotate(
+            _short(graph.names[rank], 26),
+            (x + math.copysign(0.12, x) * (side != "center"), y + up),
+            ha=side,
+            va="center",
+        )
+    panel.margins(0.6 if has_names else 0.2, 0.25)
+    panel.set_aspect("equal")
+    panel.set_axis_off()
+
+
+def _short(text: str, most: int = LONGEST) -> str:
+    return text if len(text) <= most else f"{text[: most - 1]}…"

@@ -1,0 +1,148 @@
+"""Every example of the documentation is run, page by page, as CONTRIBUTING.md ("Documentation") says."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import re
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from pages import HOUSE, PAGES, Example, examples
+
+LONG = 150.0  # seconds an example: ends one that hangs; they take up to ten
+PORTS = 16  # a page has so many peers at most
+# Pages that take longest, and what they show other tests hold, too; README.md has the commands of getting-started.
+SLOW = {"checkpoints", "codecs", "getting-started", "hub", "integrations"}
+
+_LOCAL = re.compile(r"\b(localhost|127\.0\.0\.1)(?::294(\d\d))?(?![\w.:-])")
+
+
+@contextlib.contextmanager
+def ports() -> Iterator[int]:
+    """The first of some ports in a row that no other page has: pages are run beside each other."""
+    places = list(range(20_000, 32_000, 20))  # below those that systems give away
+    random.SystemRandom().shuffle(places)
+    for first in places:
+        with contextlib.ExitStack() as probes:
+            held = socket.socket()  # kept while the page is run, so that other pages leave these ports alone
+            try:
+                for number in range(PORTS):
+                    probe = probes.enter_context(socket.socket())
+                    probe.bind(("127.0.0.1", first + number))
+                held.bind(("127.0.0.1", first + PORTS))
+            except OSError:
+                held.close()
+                continue
+        with held:
+            yield first
+        return
+    raise OSError("no ports are free")
+
+
+def environment() -> dict[str, str]:
+    """``gossipx`` and ``python`` are those that run this test, with the tree that it stands in."""
+    scripts = Path(sys.executable).parent
+    if not (scripts / "gossipx").exists():
+        pytest.skip(f"gossipx is not installed beside {sys.executable}")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("GOSSIPX_")}
+    path = f"{scripts}{os.pathsep}{kept.get('PATH', '')}"
+    return kept | {"PATH": path, "PYTHONPATH": str(HOUSE), "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
+
+
+def run(example: Example, first_port: int, folder: Path) -> None:
+    """Runs it, or writes it to the file that it is; what it leaves in the background ends with it."""
+    text = _LOCAL.sub(lambda found: f"{found[1]}:{first_port + int(found[2] or 0)}", example.text)
+    if example.file is not None:
+        (folder / example.file).write_text(text, encoding="utf-8")
+        return
+    if example.language == "python":
+        script = folder / f"line_{example.line}.py"
+        script.write_text(text, encoding="utf-8")
+        command = [sys.executable, script.name]
+    else:
+        command = ["bash", "-e", "-o", "pipefail", "-c", text]
+    output = folder / ".output"
+    with output.open("wb") as file:
+        process = subprocess.Popen(
+            command, cwd=folder, env=environment(), stdin=subprocess.DEVNULL, stdout=file, stderr=file,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            code: int | str = process.wait(LONG)
+        except subprocess.TimeoutExpired:
+            code = f"nothing after {LONG:.0f} s"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    if code != 0:
+        said = output.read_text(encoding="utf-8", errors="replace")
+        pytest.fail(f"{example.place} ended with {code}\n\n{text}\n--- said\n{said}", pytrace=False)
+
+
+def pages() -> list[object]:
+    """Those with something to run."""
+    slow = pytest.mark.slow
+    return [
+        pytest.param(page, id=page.stem, marks=[slow] if page.stem in SLOW else [])
+        for page in PAGES
+        if any(is_run(example) for example in examples(page))
+    ]
+
+
+def is_run(example: Example) -> bool:
+    """Whether there is something to do about it; text without a name is what a command has said."""
+    return example.reason is None and (example.language in ("bash", "python") or example.file is not None)
+
+
+@pytest.mark.parametrize("page", pages())
+def test_the_examples_of_a_page_run(page: Path, tmp_path: Path) -> None:
+    assert shutil.which("bash") is not None, "examples are bash's"
+    with ports() as first:
+        for example in filter(is_run, examples(page)):
+            run(example, first, tmp_path)
+
+
+# --- the runner itself ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("language", "text", "said"),
+    [
+        ("bash", "echo before\nls not-there | sort\necho after\n", "not-there"),
+        ("python", "print('before')\nraise ValueError('wrong')\n", "ValueError: wrong"),
+    ],
+    ids=["bash", "python"],
+)
+def test_an_example_that_fails_is_shown_with_what_it_said(language: str, text: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(pytest.fail.Exception) as failed:
+        run(Example(HOUSE / "README.md", 7, language, text), 20_000, tmp_path)
+    shown = str(failed.value)
+    assert shown.startswith("README.md:7 ended with ") and text in shown
+    assert "before\n" in shown and said in shown and "\nafter" not in shown.split("--- said")[1]
+
+
+def test_peers_of_this_machine_get_ports_of_their_own_and_nothing_stays_behind(tmp_path: Path) -> None:
+    hosts = "# hosts.txt\nlocalhost slots=2\nlocalhost:29402 name=c\n127.0.0.1:29403\n10.0.0.1:29400\n"
+    run(Example(HOUSE / "README.md", 1, "text", hosts), 20_000, tmp_path)
+    run(Example(HOUSE / "README.md", 9, "bash", "sleep 600 & echo $! > pid; test -s hosts.txt\n"), 20_000, tmp_path)
+    written = (tmp_path / "hosts.txt").read_text()
+    assert written.split("\n")[1:5] == [
+        "localhost:20000 slots=2",
+        "localhost:20002 name=c",
+        "127.0.0.1:20003",
+        "10.0.0.1:29400",
+    ]
+    with contextlib.suppress(ProcessLookupError):  # it has gone already
+        left = os.pidfd_open(int((tmp_path / "pid").read_text()))
+        with os.fdopen(left):
+            assert select.select([left], [], [], 30.0)[0], "it is still there"

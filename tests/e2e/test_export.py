@@ -1,0 +1,97 @@
+"""``gossipx export``: the averaged model of real runs, as a file that others' tools read."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from gossipx.checkpoint.store import Store
+from gossipx.launch.train import accuracy
+from gossipx.tasks.data import load
+from gossipx.tasks.models import build_model
+from runs import Ended, Folder, folder, one_line
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Iterator[Folder]:
+    """A folder for two peers."""
+    with folder(tmp_path, 2) as made:
+        yield made
+
+
+def export(place: Folder, *options: str | Path) -> Ended:
+    return place.start("-m", "gossipx", "export", "--logdir", place.path, *options).end()
+
+
+def test_the_averaged_model_is_what_the_run_says_it_is(two: Folder) -> None:
+    run = two.run("--iterations", "60", "--policy", "never", "--finish", "none")  # two models that differ
+    ended = export(two, "x", "--to", "model.safetensors")
+    assert ended.code == 0 and ended.output == "model.safetensors is the average of 2 models, as of the end\n", (
+        ended.shown
+    )
+    model = build_model("lenet", classes=10, channels=1, pixels=28)
+    model.load_state_dict(load_file(two.path / "model.safetensors"))
+    found = accuracy(model, load("fashion-mnist", None)[1], torch.device("cpu"))
+    assert found == pytest.approx(run.summary["consensus_accuracy"], abs=1e-9)
+    assert found not in run.summary["test_accuracy"]
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(tensor, (run.model(0)[name] + run.model(1)[name]) / 2)
+    with safe_open(two.path / "model.safetensors", "pt") as file:
+        assert file.metadata()["format"] == "pt"  # what transformers' loader asks for
+        assert file.metadata()["gossipx.run"] == "x" and file.metadata()["gossipx.models_averaged"] == "2"
+
+
+def test_one_peers_own_model_and_what_is_refused(two: Folder) -> None:
+    run = two.run("--iterations", "5", "--policy", "never", "--finish", "none")
+    ended = export(two, two.path / "x", "--to", "own.safetensors", "--peer", two.names[1])
+    assert ended.code == 0 and f"is peer {two.names[1]}'s model" in ended.output, ended.shown
+    own = load_file(two.path / "own.safetensors")
+    assert all(torch.equal(own[name], tensor) for name, tensor in run.model(1).items())
+    for options, told in (
+        (("x", "--to", "own.safetensors"), "it is there already: give --overwrite, or another --to"),
+        (("xx", "--to", "m.safetensors"), "no run is there (did you mean 'x'?)"),
+        (("x", "--to", "m.pt"), "--to names a safetensors file"),
+        (("x", "--to", "none/m.safetensors"), "--to names a file in a directory that is there"),
+        (("x", "--to", "m.safetensors", "--peer", "5"), "--peer"),
+    ):
+        assert told in one_line(export(two, *options), 2)
+    (run.directory / "peer-00" / "model.safetensors").write_bytes(b"damaged")
+    assert "peer-00/model.safetensors: the model cannot be read" in one_line(
+        export(two, "x", "--to", "m.safetensors"), 2
+    )
+    assert not (two.path / "m.safetensors").exists()
+    diverged = {name: tensor * float("nan") for name, tensor in run.model(1).items()}
+    save_file(diverged, run.directory / "peer-00" / "model.safetensors")
+    ended = export(two, "x", "--to", "own.safetensors", "--overwrite")
+    assert "the average of 1 models, 1 left out as they hold NaN" in ended.output
+    assert all(torch.equal(load_file(two.path / "own.safetensors")[name], one) for name, one in run.model(1).items())
+
+
+def test_a_run_that_was_stopped_gives_the_average_of_its_newest_checkpoints(two: Folder) -> None:
+    process = two.start_run("--iterations", "100000", "--checkpoint-every", "20", "--policy", "tau:5")
+    process.line(r"train [1-9]\d\d\d*/.*train [1-9]\d\d\d*/")
+    process.signal(signal.SIGINT)
+    assert process.end().code == 130
+    ended = export(two, "x", "--to", "model.safetensors")
+    assert ended.code == 0, ended.shown
+    whole = [Store(two.path / f"x/peer-0{rank}/checkpoints").whole() for rank in (0, 1)]
+    at = [max(whole[0] & whole[1] or one) for one in whole]
+    assert min(at) > 0
+    assert ended.output.endswith(f"iterations {min(at)} to {max(at)}\n" if at[0] != at[1] else f"iteration {at[0]}\n")
+    files = [f"x/peer-0{rank}/checkpoints/{at[rank]:08d}/model.safetensors" for rank in (0, 1)]
+    kept = [load_file(two.path / file) for file in files]
+    for name, mean in load_file(two.path / "model.safetensors").items():
+        torch.testing.assert_close(mean, (kept[0][name] + kept[1][name]) / 2)
+
+
+def test_a_run_without_any_model_says_how_there_is_one(two: Folder) -> None:
+    two.run("--iterations", "5", "--no-save-model")
+    assert "have no checkpoints: runs leave models at their end, or by --checkpoint-every" in one_line(
+        export(two, "x", "--to", "m.safetensors"), 2
+    )

@@ -1,0 +1,286 @@
+"""``gossipx doctor`` in real processes: on loopback, where 127.0.0.1 to .3 pass for machines, and in namespaces."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from emulated import EmulatedNetwork, Host, lacking
+from emulated.namespaces import run
+
+from gossipx.launch.hosts import DEFAULT_PORT
+from runs import LONG, Ended, Folder, Process, folder, free_ports, is_running
+
+SHORT = "3"  # seconds for hosts that do not come
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Folder]:
+    with folder(tmp_path, 2) as made:
+        yield made
+
+
+def start(place: Folder, *options: str | Path) -> Process:
+    return place.start("-m", "gossipx", "doctor", "--peers", place.hosts, "--json", *options)
+
+
+def findings(ended: Ended, code: int) -> dict[str, Any]:
+    assert ended.code == code, ended.shown
+    assert "Traceback" not in ended.errors, ended.shown
+    found: dict[str, Any] = json.loads(ended.output)
+    assert found["exit_code"] == code
+    return found
+
+
+def lines(found: dict[str, Any], level: str, about: str) -> list[str]:
+    return [
+        f"{verdict['text']}: {verdict['advice']}"
+        for verdict in found["verdicts"]
+        if (verdict["level"], verdict["about"]) == (level, about)
+    ]
+
+
+def failures(found: dict[str, Any]) -> list[str]:
+    return [verdict["text"] for verdict in found["verdicts"] if verdict["level"] == "fail"]
+
+
+def ways(found: dict[str, Any]) -> dict[tuple[int, int], dict[str, Any]]:
+    return {(row["host"], way["to"]): way for row in found["findings"] for way in row["ways"]}
+
+
+def machines(place: Folder, count: int, slots: int = 1) -> None:
+    """A hosts file of addresses of loopback; with ``--advertise`` each is a machine."""
+    (port,) = free_ports(1)
+    place.hosts.write_text("".join(f"127.0.0.{n + 1}:{port} slots={slots}\n" for n in range(count)))
+
+
+def test_three_processes_tell_the_same(place: Folder) -> None:
+    machines(place, 3, slots=2)
+    started = [start(place, "--advertise", f"127.0.0.{n + 1}") for n in range(3)]
+    one, *others = [findings(process.end(), 0) for process in started]
+    assert all(found["findings"] == one["findings"] for found in others), "each knows what all have found"
+    assert [len(row["reached"]) for row in one["findings"]] == [6, 6, 6], "their own second lines, too"
+    measured = ways(one)
+    assert set(measured) == {(0, 0), (1, 1), (2, 2), (0, 1), (0, 2), (1, 2)}, "each pair once"
+    assert all(way["sent"] > 0 and way["received"] > 0 and way["latency"] > 0 for way in measured.values())
+    assert not failures(one)
+
+
+def test_who_is_not_there_is_told_and_what_to_do(place: Folder) -> None:
+    machines(place, 2)
+    found = findings(start(place, "--advertise", "127.0.0.1", "--wait", SHORT).end(), 1)
+    (line,) = lines(found, "fail", "reach")
+    assert "127.0.0.1 → 127.0.0.2" in line and "Connection refused" in line and "start the same command there" in line
+
+
+def test_another_program_on_the_port_is_told_by_both_sides(place: Folder) -> None:
+    machines(place, 2)
+    port = int(place.hosts.read_text().split(":")[1].split()[0])
+    with socket.create_server(("127.0.0.2", port)) as server:
+        threading.Thread(target=greet_as_ssh, args=(server,), daemon=True).start()
+        there = findings(start(place, "--wait", SHORT).end(), 1)
+        (line,) = lines(there, "fail", "ports")
+        assert f"port {port} of 127.0.0.2 is taken by" in line and "another port" in line
+        here = findings(start(place, "--advertise", "127.0.0.1", "--wait", SHORT).end(), 1)
+        (line,) = lines(here, "fail", "reach")
+        assert "no gossipx listens there" in line and "SSH" in line
+
+
+def greet_as_ssh(server: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while True:
+            server.accept()[0].sendall(b"SSH-2.0-other\r\n" * 10)
+
+
+def test_a_run_that_goes_on_is_asked_for_its_model_and_left_alone(place: Folder) -> None:
+    going = place.start_run(place.script(JOINS_AND_WAITS), place.path)
+    going.line("ready")
+    found = findings(start(place, place.script(JOINS, "other.py"), "5").end(), 1)
+    (line,) = lines(found, "fail", "model")
+    assert "127.0.0.1 (a run)" in line
+    (note,) = lines(found, "note", "ports")
+    assert "a run goes on there" in note
+    assert all(way["sent"] is None and way["latency"] > 0 for way in ways(found).values()), "no load for a run"
+    (place.path / "go").touch()
+    assert going.end().code == 0
+
+
+JOINS = """
+model = nn.Linear(int(sys.argv[1]), 1)
+with gossipx.join(model, torch.optim.SGD(model.parameters(), 0.1)) as peer:
+    raise AssertionError("a doctor's script goes no further than join")
+"""
+JOINS_AND_WAITS = """
+import time
+
+torch.manual_seed(0)
+model = nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+with gossipx.join(model, optimizer) as peer:
+    train(peer, model, optimizer, 1)
+    print("ready", flush=True)
+    while not (FOLDER / "go").exists():
+        time.sleep(0.05)
+"""
+
+
+def test_scripts_whose_models_differ_are_told_by_the_first_tensor(place: Folder) -> None:
+    machines(place, 2)
+    script = place.script(JOINS)
+    started = [start(place, "--advertise", f"127.0.0.{n + 1}", script, str(n + 3)) for n in range(2)]
+    for process in started:
+        (line,) = lines(findings(process.end(), 1), "fail", "model")
+        assert "'weight float32 1x3" in line and "on 127.0.0.1 and 'weight float32 1x4" in line
+
+
+@pytest.mark.parametrize(
+    ("theirs", "told"), [("other", "the secrets differ"), (None, "this run has a secret|this peer has no secret")]
+)
+def test_another_secret_ends_with_5_on_both_sides(place: Folder, theirs: str | None, told: str) -> None:
+    machines(place, 2)
+    started = []
+    for number, secret in enumerate(("one", theirs)):
+        options = [] if secret is None else ["--secret-file", a_secret(place.path / secret)]
+        started.append(start(place, "--advertise", f"127.0.0.{number + 1}", "--wait", SHORT, *options))
+    for process in started:
+        (line,) = lines(findings(process.end(), 5), "fail", "reach")
+        assert any(cause in line for cause in told.split("|")) and "--secret-file" in line
+
+
+def a_secret(file: Path) -> Path:
+    file.touch(mode=0o600)
+    file.write_text(secrets.token_hex(32))
+    return file
+
+
+def test_other_hosts_files_are_told_by_the_first_line_that_differs(place: Folder) -> None:
+    machines(place, 2)
+    other = place.path / "other.txt"
+    other.write_text(place.hosts.read_text() + "127.0.0.3\n")
+    one = start(place, "--advertise", "127.0.0.1", "--wait", SHORT)
+    two = start(place, "--advertise", "127.0.0.2", "--wait", SHORT, "--peers", other)
+    for process in (one, two):
+        found = findings(process.end(), 1)
+        assert any(
+            "the hosts files differ: 2 peers here and 3 there" in text or "3 peers here" in text
+            for text in failures(found)
+        )
+
+
+def test_ctrl_c_ends_it_at_once_and_leaves_nothing(place: Folder) -> None:
+    machines(place, 2)
+    port = int(place.hosts.read_text().split(":")[1].split()[0])
+    process = start(place, "--advertise", "127.0.0.1", "--wait", "3600")
+    until = time.monotonic() + LONG
+    while not listens(port):
+        assert is_running(process.pid) and time.monotonic() < until
+    process.signal(signal.SIGINT)
+    ended = process.end(30)
+    assert ended.code == 130 and not ended.output and "Traceback" not in ended.errors, ended.shown
+    assert not listens(port)
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as knocking:
+        return knocking.connect_ex(("127.0.0.1", port)) == 0
+
+
+# --- in namespaces ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def network() -> None:
+    """Emulated networks are possible on this system."""
+    if (reason := lacking()) is not None:
+        pytest.skip(reason)
+
+
+def start_on(host: Host, folder: Path, *options: str | Path) -> subprocess.Popen[str]:
+    command = [
+        sys.executable,
+        "-m",
+        "gossipx",
+        "doctor",
+        "--peers",
+        folder / "hosts.txt",
+        "--bind",
+        "0.0.0.0",
+        "--json",
+    ]
+    whole = [*command, "--secret-file", folder / "secret", *options]
+    return host.popen(whole, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def end(process: subprocess.Popen[str], code: int) -> dict[str, Any]:
+    output, errors = process.communicate(timeout=LONG)
+    return findings(Ended(process.returncode, output, errors), code)
+
+
+def prepare(net: EmulatedNetwork, path: Path) -> None:
+    (path / "hosts.txt").write_text("".join(f"{host.address}\n" for host in net.hosts))
+    a_secret(path / "secret")
+
+
+@pytest.mark.usefixtures("network")
+def test_what_is_measured_is_what_was_shaped(tmp_path: Path) -> None:
+    """In one of three tries: the machine may have other work. More than there is must never be measured."""
+    with EmulatedNetwork(2, "40mbit", delay_ms=10) as net:
+        prepare(net, tmp_path)
+
+        def measured() -> bool:
+            started = [start_on(host, tmp_path) for host in net.hosts]
+            one, other = (ways(end(process, 0))[0, 1] for process in started)
+            assert one == other and one["latency"] >= 0.02
+            rates = [8 * one["sent"], 8 * one["received"]]
+            assert max(rates) < 60e6, "the bucket is full at first"
+            return min(rates) > 20e6 and one["latency"] < 0.1
+
+        assert any(measured() for _ in range(3))
+
+
+@pytest.mark.usefixtures("network")
+def test_a_direction_that_is_cut_and_a_host_that_is_missing_are_told(tmp_path: Path) -> None:
+    """What the second answers to connections of the first is lost; its own connections to the first are not."""
+    with EmulatedNetwork(3, "100mbit") as net:
+        prepare(net, tmp_path)
+        first, second, third = net.hosts
+        rule = ("to", first.address, "ipproto", "tcp", "sport", str(DEFAULT_PORT), "blackhole")
+        run("ip", "-n", second.namespace, "rule", "add", "pref", "10", *rule)
+        run("ip", "-n", third.namespace, "link", "set", "dev", "eth0", "down")
+        started = [start_on(host, tmp_path, "--wait", "8") for host in (first, second)]
+        for found in [end(process, 1) for process in started]:
+            cut, missing = lines(found, "fail", "reach")
+            assert f"{first.address} → {second.address}:{DEFAULT_PORT}" in cut and "does not answer" in cut
+            assert f"while {second.address} → {first.address} works" in cut and f"TCP port {DEFAULT_PORT}" in cut
+            assert f"{first.address}, {second.address} → {third.address}" in missing and "nothing was heard" in missing
+            assert set(ways(found)) == {(1, 0)}, "measured by whom it is reached"
+            assert ways(found)[1, 0]["sent"] > 0 and ways(found)[1, 0]["received"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("network")
+def test_a_way_that_loses_packets_of_full_size_is_told_by_both_ends(tmp_path: Path) -> None:
+    """As a tunnel does whose MTU nobody knows: small messages pass."""
+    with EmulatedNetwork(2, "100mbit") as net:
+        prepare(net, tmp_path)
+        for host in net.hosts:  # the kernel would carry several packets as one, whose length nobody looks at
+            run("ip", "-n", host.namespace, "link", "set", "dev", "eth0", "gso_max_size", "1500")
+        run("ip", "-n", net.hosts[1].lan, "link", "set", "dev", net.hosts[1].port, "mtu", "1300")
+        started = [start_on(host, tmp_path, "--wait", "8") for host in net.hosts]
+        one, two = (end(process, 1) for process in started)
+        (line,) = lines(one, "fail", "bandwidth")
+        assert "64 KiB do not get through" in line and "MTU" in line
+        # Of findings, too, what is large gets through late, by TCP's own search for a size that does, or not at all.
+        told = lines(two, "fail", "findings") + lines(two, "fail", "bandwidth")
+        assert told and all("MTU" in line for line in told)

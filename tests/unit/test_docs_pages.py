@@ -1,0 +1,151 @@
+"""The documentation names what a run can be told, and shows nothing that no test runs."""
+
+from __future__ import annotations
+
+import configparser
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+from pages import HOUSE, LANGUAGES, PAGES, examples
+
+from gossipx import codecs, policies
+from gossipx.cli import main
+from gossipx.server.models import SYNC_MODELS
+from gossipx.server.placement import BUILT_IN
+from gossipx.settings import KEYS, Key
+
+DOCS = HOUSE / "docs"
+# What a section of settings is told in.
+SECTIONS = {"hub": ["hub.md"], "server": ["server.md", "placement.md"]}
+
+
+def told(names: list[str]) -> str:
+    return "".join((DOCS / name).read_text(encoding="utf-8") for name in names)
+
+
+@pytest.mark.parametrize("key", [key for key in KEYS.values() if key.table in SECTIONS], ids=lambda key: key.name)
+def test_every_option_is_named_on_its_page(key: Key) -> None:
+    """Or its opposite, and each word that it may be; --servers-only does not name --servers."""
+    text = told(SECTIONS[key.table])
+    assert re.search(rf"--(no-)?{key.option.removeprefix('--')}(?![\w-])", text)
+    for word in key.choices:
+        assert re.search(rf"[`( ]{word}[`)]", text), word
+
+
+@pytest.mark.parametrize("name", SYNC_MODELS)
+def test_every_sync_model_is_named_with_all_of_its_keys(name: str) -> None:
+    text = told(SECTIONS["server"])
+    assert f"`{name}" in text
+    specs = "".join(re.findall(rf"`{name}(?::[^`]*)?`", text))
+    for key in inspect.signature(SYNC_MODELS[name]).parameters:
+        assert f"{key}=" in specs or f"`{key}=" in text, key
+
+
+@pytest.mark.parametrize(
+    ("page", "name"),
+    [("placement.md", name) for name in BUILT_IN]
+    + [("policies.md", name) for name in policies.BUILT_IN]
+    + [("codecs.md", name) for name in codecs.BUILT_IN],
+)
+def test_every_spec_has_its_row(page: str, name: str) -> None:
+    rows = re.findall(r"^\| `.*?\|", told([page]), re.MULTILINE)
+    assert any(re.search(rf"`{name}[`:]", row) for row in rows)
+
+
+def test_the_house_has_the_rooms_of_the_import_contract() -> None:
+    contract = configparser.ConfigParser()
+    contract.read(HOUSE / "setup.cfg", encoding="utf-8")
+    layers = contract["importlinter:contract:house"]["layers"].replace("gossipx.", "").strip().split("\n")
+    rows = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", told(["house.md"]), re.MULTILINE)
+    assert [re.findall(r"\w+", row) for row in rows] == [re.findall(r"\w+", layer) for layer in layers]
+
+
+# --- examples ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_nothing_that_looks_like_a_command_escapes_the_tests(page: Path) -> None:
+    """tests/e2e/test_docs.py runs bash and Python; what a command has said is text."""
+    for one in examples(page):
+        known = one.language in LANGUAGES or (one.language.startswith("{") and one.language.endswith("}"))
+        assert known, f"{one.place}: a fence is one of {', '.join(LANGUAGES)}, not '{one.language}'"
+        assert one.reason is None or len(one.reason) > 10, f"{one.place}: why is it not run?"
+        commands = [line for line in one.text.split("\n") if re.match(r"\s*(\$ |gossipx \w|python )", line)]
+        assert one.language != "text" or not commands, f"{one.place}: {commands[0]!r} stands in a text fence"
+        assert one.language != "toml" or one.file, f"{one.place}: the first line of a TOML file is '# NAME.toml'"
+
+
+def options(command: click.Command) -> Iterator[str]:
+    for parameter in command.params:
+        yield from (*parameter.opts, *parameter.secondary_opts)
+    for each in getattr(command, "commands", {}).values():
+        yield from options(each)
+
+
+# Of bin/bench, bin/test and other programs.
+OTHERS = {"--all", "--full", "--json", "--keep", "--logdir", "--only", "--scenario", "--seeds"}
+OTHERS |= {"--nproc-per-node", "--standalone", "--no-python", "--max-restarts"}  # torchrun's
+OTHERS |= {"--ntasks", "--kill-on-bad-exit", "--from-literal"}  # srun's, kubectl's
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_option_that_is_named_is_there(page: Path) -> None:
+    there = {*options(main), "--help", *OTHERS}
+    spans = re.findall(r"`+([^`]+)`+", re.sub(r"\s*\n\s*", " ", page.read_text(encoding="utf-8")))
+    named = {option for span in spans for option in re.findall(r"(?<![\w-])--[a-z][\w-]*", span)}
+    assert named <= there, f"{page.name}: {named - there}"
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.parent == HOUSE], ids=lambda page: page.stem)
+def test_every_link_leads_somewhere(page: Path) -> None:
+    """Those of docs/ are looked at by Sphinx."""
+    links = re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text(encoding="utf-8"))
+    assert links
+    assert not [link for link in links if not link.startswith("http") and not (HOUSE / link).exists()]
+
+
+# --- how a page is read -----------------------------------------------------------------------------------------
+
+
+def page_of(tmp_path: Path, text: str) -> Path:
+    page = tmp_path / "page.md"
+    page.write_text(text, encoding="utf-8")
+    return page
+
+
+def test_examples_are_read_in_order_with_what_is_run_first_and_what_is_not(tmp_path: Path) -> None:
+    text = (
+        "<!-- run first: touch one -->\n```bash\nls one\n```\n\n- a point\n\n"
+        "  ```python\n  # named.py\n  if 1:\n      x\n  ```\n\n"
+        "<!-- not run: it has no end -->\n```bash\nyes\n```\n"
+        "<!-- run first:\ntouch two\ntouch three\n-->\n```text\nsaid\n```\n"
+    )
+    read = [(one.line, one.language, one.text, one.reason, one.file) for one in examples(page_of(tmp_path, text))]
+    assert read == [
+        (1, "bash", "touch one", None, None),
+        (2, "bash", "ls one\n", None, None),
+        (8, "python", "# named.py\nif 1:\n    x\n", None, "named.py"),
+        (15, "bash", "yes\n", "it has no end", None),
+        (18, "bash", "touch two\ntouch three", None, None),
+        (22, "text", "said\n", None, None),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("```bash\nls\n", "page.md:1: a fence that is not closed"),
+        ("<!-- run first: ls\n", "page.md:1: a comment that is not closed"),
+        (
+            "<!-- not run: for no reason -->\n\n```bash\nls\n```\n",
+            "page.md:1: 'not run' stands on the line before a fence",
+        ),
+    ],
+)
+def test_a_page_that_cannot_be_read_says_where(tmp_path: Path, text: str, problem: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(problem)):
+        examples(page_of(tmp_path, text))

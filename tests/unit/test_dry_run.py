@@ -1,0 +1,285 @@
+"""run --dry-run: what is told of a run that is not started."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from gossipx import config, policies
+from gossipx.arena import ParameterArena
+from gossipx.cli import main
+from gossipx.errors import UsageError
+from gossipx.launch import traffic
+from gossipx.launch.dry_run import ASSUMED, DryRun, dry_run, parse_size
+from gossipx.launch.traffic import Seen
+from gossipx.layout import nbytes
+from gossipx.metrics import Summary
+from gossipx.server.placement import Table
+from gossipx.sync import SyncManager
+from gossipx.tasks.models import MODELS, build_model
+
+LENET = 411_648
+"""Bytes of its 102,882 values, each tensor from a cache line on."""
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory to work in, with hosts files."""
+    (tmp_path / "hosts.txt").write_text("localhost slots=4\n", encoding="utf-8")
+    (tmp_path / "two.txt").write_text("10.0.0.1 slots=2 name=a\n10.0.0.2 slots=2 name=b\n", encoding="utf-8")
+    (tmp_path / "train.py").write_text("", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def look(
+    *script: str, hosts: str = "hosts.txt", link: str | None = None, size: str | None = None, **given: Any
+) -> DryRun:
+    """With the settings ``given``; nothing may be written by it."""
+    before = sorted(Path().rglob("*"))
+    found = dry_run(config.resolve(given), Path(hosts), list(script), link, size)
+    assert sorted(Path().rglob("*")) == before
+    return found
+
+
+def gossipx(*arguments: str) -> Result:
+    return CliRunner().invoke(main, ["run", "--dry-run", *arguments], prog_name="gossipx")
+
+
+# --- how often ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", ["never", "tau:10", "tau:7", "tau:10,warmup=25", "tau:1,warmup=400"])
+def test_what_does_not_look_at_weights_is_counted_as_the_sync_manager_decides(spec: str) -> None:
+    sync = SyncManager(policies.parse(spec))
+    fired = sum(sync.step(step, 1.0) for step in range(1, 301))
+    (count,) = traffic.counts(policies.parse(spec), 300, None, None)
+    assert (count.least, count.most) == (fired, fired)
+
+
+@pytest.mark.parametrize("spec", ["tau:10,max_silence=4", "never:max_silence=9", "tau:50,max_silence=30,warmup=70"])
+def test_a_longest_silence_gives_bounds(spec: str) -> None:
+    sync = SyncManager(policies.parse(spec))
+    fired = 0
+    for step in range(1, 301):
+        if sync.step(step, 1.0):
+            sync.requested()
+            sync.completed()
+            fired += 1
+    (count,) = traffic.counts(policies.parse(spec), 300, None, None)
+    assert 0 < count.least <= fired <= count.most
+
+
+def test_a_coin_is_expected_by_its_probability() -> None:
+    (count,) = traffic.counts(policies.parse("random:p=0.1,warmup=100"), 1100, None, None)
+    assert (count.known, count.least, count.most) == ("expected", 100.0, 100.0)
+
+
+def test_what_looks_at_weights_is_told_by_the_paper_by_runs_and_by_bounds() -> None:
+    """Adaptive Communication, Table II: AlexNet's 365 of 5,000 in 50,000 iterations."""
+    adaptive = policies.parse("adaptive")
+    paper, bounds = traffic.counts(adaptive, 5000, "alexnet", None)
+    assert (paper.least, paper.most) == (36.5, 36.5) and "365 of 5000" in paper.known
+    assert (bounds.least, bounds.most) == (0, 5000)
+    other, _ = traffic.counts(adaptive, 5000, "lenet", None)
+    assert (other.least, other.most) == (25.0, 53.2)
+    run, _ = traffic.counts(adaptive, 5000, "alexnet", Seen(("mine", "yours"), 0.01, 0.02))
+    assert (run.least, run.most) == (50, 100) and "mine, yours" in run.known
+    (travel,) = traffic.counts(policies.parse("travel:distance=2,max_silence=100"), 5000, "lenet", None)
+    assert (travel.least, travel.most) == (50, 5000)
+
+
+# --- what goes where ------------------------------------------------------------------------------
+
+
+def test_models_go_where_the_mode_has_them_go() -> None:
+    """Over a star: all turn to rank 0, which turns to each of the others now and then."""
+    pulled = traffic.gossip(config.resolve({"topology": "star"}), ["h"] * 4)
+    third = 1 / 3
+    expected = np.array([[0, third, third, third], [1, 0, 0, 0], [1, 0, 0, 0], [1, 0, 0, 0]])
+    assert np.allclose(pulled, expected)
+    pushed = traffic.gossip(config.resolve({"topology": "star", "mode": "push"}), ["h"] * 4)
+    assert np.allclose(pushed, expected.T)
+    both = traffic.gossip(config.resolve({"topology": "star", "mode": "pushpull"}), ["h"] * 4)
+    assert np.allclose(both, expected + expected.T)
+    hub = traffic.around_hub(1, 3)
+    assert hub.tolist() == [[0, 1, 0], [1, 0, 1], [0, 1, 0]]
+
+
+@pytest.mark.parametrize(("size", "received"), [(2, [1, 1]), (3, [2, 1, 1]), (4, [2, 2, 2, 2])])
+def test_a_wave_is_an_agreement(size: int, received: list[int]) -> None:
+    assert traffic.agreement(size).sum(1).tolist() == received
+
+
+def test_servers_are_pushed_to_and_pulled_from_by_those_that_do_not_hold_a_table() -> None:
+    tables = [Table("a", 30), Table("b", 10)]
+    settings = config.resolve({"servers": "0,1", "placement": "round-robin"})
+    models = traffic.by_servers(settings, (0, 1), tables, 3, pushed=0.5, pulled=1.0)
+    # Gradients come at half their size; table a lies on rank 0, table b on rank 1.
+    assert np.allclose(models, [[0, 0.375 + 0.25, 0.375], [0.75 + 0.125, 0, 0.125], [0.75, 0.25, 0]])
+    alone = config.resolve({"servers": "0,1", "placement": "round-robin", "servers_only": True})
+    assert traffic.by_servers(alone, (0, 1), tables, 3, 1.0, 1.0)[0, 1] == 0
+
+
+def test_a_link_carries_what_crosses_between_machines_in_the_busier_direction() -> None:
+    models = np.array([[0, 5, 1, 0], [5, 0, 0, 2], [4, 0, 0, 9], [0, 4, 9, 0]], float)
+    assert traffic.link_seconds(models, [0, 0, 1, 1], 2.0, None) == 4  # 3 come to the first machine, 8 leave it
+    assert traffic.link_seconds(models, [0, 1, 2, 3], 1.0, None) == 13  # rank 2 and rank 3 each receive 13
+    # Of those 8 each of its peers has sent 4.
+    assert traffic.link_seconds(models, [0, 0, 1, 1], 2.0, 0.5) == 8
+
+
+# --- models ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["lenet", "convnet", "resnet20"])
+@pytest.mark.parametrize("mixed", [True, False])
+def test_bytes_are_those_that_an_arena_has(name: str, mixed: bool) -> None:
+    facts = MODELS[name].facts
+    module = build_model(name, classes=facts.classes, channels=facts.channels, pixels=facts.pixels)
+    told = nbytes(module, mixed)
+    arena = ParameterArena(module, mix_buffers=mixed)
+    assert told == (arena.nbytes(), arena.nbytes(whole=True))
+
+
+def test_of_a_codec_the_bound_and_what_it_makes_of_a_normal_distribution(place: Path) -> None:
+    fixed = look(codec="int8").model
+    assert fixed.encoded_at_most is not None and 0 <= fixed.encoded_at_most - fixed.encoded_bytes < 100
+    assert fixed.exchanged_bytes / fixed.encoded_bytes == pytest.approx(4, rel=0.02)
+    ternary = look(codec="3lc").model
+    # 3LC, section 3.2: at most 1.6 bits a value.
+    assert ternary.encoded_at_most is not None and ternary.encoded_at_most * 8 / 102_882 == pytest.approx(1.6, rel=0.02)
+    assert ternary.encoded_bytes < ternary.encoded_at_most
+    sparse = look(codec="topk:ratio=0.01").model
+    assert sparse.encoded_at_most is None  # a tensor may have to be sent whole: its bound says nothing
+    assert sparse.encoded_bytes < 0.05 * LENET
+
+
+@pytest.mark.parametrize(("text", "size"), [("45MB", 45_000_000), ("1.5 gb", 1_500_000_000), ("500kB", 500_000)])
+def test_sizes(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["45", "MB", "-1MB", "0MB", "1e9GB", "infMB"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(UsageError, match=r"--model-size '.*': bytes with their unit"):
+        parse_size(text)
+
+
+# --- together -------------------------------------------------------------------------------------
+
+
+def test_peers_of_this_machine_and_of_others(place: Path) -> None:
+    (place / "secret").write_bytes(os.urandom(32).hex().encode())
+    (place / "secret").chmod(0o600)
+    settings = {"advertise": "10.0.0.1", "bind": "0.0.0.0", "secret_file": "secret", "topology": "ring"}
+    found = look(hosts="two.txt", link="100mbit", policy="tau:10", iterations=1000, **settings)
+    assert [(peer.name, peer.here) for peer in found.peers] == [
+        ("a-0", True),
+        ("a-1", True),
+        ("b-0", False),
+        ("b-1", False),
+    ]
+    (row,) = found.traffic
+    assert row.exchanges == (100, 100) and row.received_bytes == (100 * LENET, 100 * LENET)
+    # Each of a machine's two peers turns to the other machine every second time: one model a round each way.
+    assert row.link_seconds[0] == pytest.approx(100 * LENET / 12.5e6) and found.between_machines
+    assert found.topology is not None and found.topology.degree_max == 2
+    slower = look(hosts="two.txt", link="1gbit", policy="tau:10", iterations=1000, max_rate="25mbit", **settings)
+    assert (slower.exchange_rate, slower.exchange_seconds) == ("25mbit", LENET / 3.125e6)
+    # Each peer sends half a model a round to the other machine, at a quarter of the speed.
+    assert slower.traffic[0].link_seconds[0] == pytest.approx(2 * row.link_seconds[0])
+
+
+def test_a_script_is_told_by_the_megabyte_or_by_what_is_said_of_it(place: Path) -> None:
+    unknown = look("train.py", policy="tau:10", iterations=1000)
+    assert not unknown.model.is_known and unknown.traffic[0].received_bytes == (100 * ASSUMED, 100 * ASSUMED)
+    known = look("train.py", size="45MB", policy="tau:10", iterations=1000)
+    assert known.model.is_known and known.traffic[0].received_bytes[0] == 4.5e9
+    with pytest.raises(UsageError, match="that of the built-in task is known"):
+        look(size="45MB")
+
+
+def test_beside_the_reference_unless_it_is_that(place: Path) -> None:
+    assert [row.policy for row in look(policy="tau:period=10").traffic] == ["tau:period=10"]
+    assert [row.policy for row in look(policy="never").traffic] == ["tau:10", "never"]
+    assert [row.policy for row in look(servers="0").traffic] == ["bsp"]
+    assert {row.policy for row in look(policy="adaptive").traffic} == {"tau:10", "adaptive:threshold=0.025"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "finish"),
+    [
+        ({}, 2.0),
+        ({"finish": "none"}, 0.0),
+        ({"hub": "0"}, 0.75),
+        ({"exchange": "waves"}, 2.0),
+        ({"servers": "1"}, None),
+    ],
+)
+def test_the_finish_is_an_agreement_or_the_centre(place: Path, settings: dict[str, Any], finish: float | None) -> None:
+    found = look(**settings)
+    assert found.finish_bytes == (None if finish is None else finish * LENET)
+    assert found.start_bytes == LENET
+
+
+def test_runs_of_the_same_kind_are_what_an_estimate_rests_on(place: Path) -> None:
+    figures = {field.name: [1.0, 1.0] for field in dataclasses.fields(Summary) if field.type == "Figures"}
+    plain = {"codec": "none", "seed": 0, "peers": 2, "task": "fashion-mnist", "partition": "iid", "lost": []}
+    for name, model, policy, iterations, retrievals in (
+        ("one", "lenet", "adaptive:threshold=0.025", 1000, [10.0, 30.0]),
+        ("two", "lenet", "adaptive:threshold=0.025", 2000, [80.0, None]),
+        ("other-policy", "lenet", "adaptive:threshold=0.1", 1000, [500.0, 500.0]),
+        ("other-model", "convnet", "adaptive:threshold=0.025", 1000, [600.0, 600.0]),
+    ):
+        given = {**figures, **plain, "name": name, "model": model, "policy": policy, "iterations": iterations}
+        told = {"retrievals": retrievals, "consensus_accuracy": None, "wall_seconds": 1.0}
+        (place / "runs" / name).mkdir(parents=True)
+        Summary(**{**given, **told}).write(place / "runs" / name)
+    (place / "runs" / "broken").mkdir()
+    (place / "runs" / "broken" / "summary.json").write_text("{")
+    _, seen, bounds = look(policy="adaptive", iterations=500).traffic
+    assert seen.known == "as in one, two" and seen.exchanges == (10.0, 20.0)
+    assert bounds.exchanges == (0, 500)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--policy", "adptive"], "unknown policy 'adptive' (did you mean 'adaptive'?)"),
+        (["--min-peers", "9"], "hosts.txt: --min-peers 9 is more than the 4 peers here"),
+        (["--name", "taken"], "a run 'taken' is there already"),
+        (["--name", "a/b"], "letters, digits"),
+        (["--link", "fast"], "--link 'fast': a rate from 8kbit"),
+        (["--resume", "taken"], "--dry-run shows what a new run would be"),
+        (["--model", "googlenet"], "needs images of at least"),
+        (["missing.py"], "missing.py: no such script"),
+    ],
+)
+def test_a_wrong_setting_is_told_as_the_run_would(place: Path, arguments: list[str], told: str) -> None:
+    (place / "runs" / "taken").mkdir(parents=True)
+    result = gossipx("--peers", "hosts.txt", *arguments)
+    assert result.exit_code == 2 and result.stderr.count("\n") == 1 and told in result.stderr
+    assert result.stdout == ""
+
+
+@pytest.mark.parametrize("option", [["--link", "1gbit"], ["--model-size", "1MB"], ["--json"]])
+def test_what_is_of_a_dry_run_alone(place: Path, option: list[str]) -> None:
+    result = CliRunner().invoke(main, ["run", "--peers", "hosts.txt", *option], prog_name="gossipx")
+    assert result.exit_code == 2 and f"{option[0]} is of --dry-run" in result.stderr
+
+
+def test_for_programs_and_for_people(place: Path) -> None:
+    told = json.loads(gossipx("--peers", "hosts.txt", "--policy", "tau:10", "--iterations", "100", "--json").stdout)
+    assert told["traffic"][0]["exchanges"] == [10, 10] and told["topology"]["size"] == 4
+    shown = gossipx("--peers", "hosts.txt", "--policy", "tau:10", "--iterations", "100", "--codec", "3lc").stdout
+    for word in ("Nothing was started", "localhost:29403", "spectral gap", "tau:10", "s of 1gbit", "at most"):
+        assert word in shown
+    assert not (place / "runs").exists()

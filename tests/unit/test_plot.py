@@ -1,0 +1,94 @@
+"""Pictures of runs: what is read from real event files, and what is drawn of it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from gossipx import config
+from gossipx.errors import UsageError
+from gossipx.launch.plot import graph_of
+from gossipx.metrics import TensorBoardRecorder, curves, plot
+from gossipx.metrics.plot import Drawn, Graph
+
+NAMES = ("a", "b", "c", "d")
+
+
+def written(folder: Path, peers: int = 2, tests: tuple[int, ...] = (10, 20, 30)) -> Path:
+    """A run's curves: peer p has accuracy .1·(p+1)·i/10 and has received 1 MB·(p+1) each 10 iterations."""
+    for peer in range(peers):
+        recorder = TensorBoardRecorder(folder / f"peer-{peer:02d}", {})
+        for step in (0, 10, 20, 30):
+            recorder.scalar("comm/bytes_received", 1e5 * (peer + 1) * step, step)
+            recorder.scalar("sync/retrievals", step // 10 * (peer + 1), step)
+        for step in tests[: len(tests) - peer]:
+            recorder.scalar("test/accuracy", 0.01 * (peer + 1) * step, step)
+        recorder.close()
+    return folder
+
+
+def test_curves_are_means_over_peers_with_the_least_and_the_most(tmp_path: Path) -> None:
+    found = curves.read(written(tmp_path))
+    by = found.by_megabytes  # at 10 and 20: the second peer has no 30
+    np.testing.assert_allclose(by.x, [1.5, 3.0])
+    np.testing.assert_allclose(by.mean, [0.15, 0.3], rtol=1e-6)
+    np.testing.assert_allclose(by.least, [0.1, 0.2], rtol=1e-6)
+    np.testing.assert_allclose(by.most, [0.2, 0.4], rtol=1e-6)
+    np.testing.assert_allclose(found.retrievals.x, [0, 10, 20, 30])
+    np.testing.assert_allclose(found.retrievals.mean, [0, 1.5, 3, 4.5])
+    assert (found.by_seconds.x >= 0).all()
+
+
+def test_traffic_between_two_records_is_on_the_line_between_them(tmp_path: Path) -> None:
+    found = curves.read(written(tmp_path, peers=1, tests=(5, 25)))
+    np.testing.assert_allclose(found.by_megabytes.x, [0.5, 2.5])
+
+
+def test_a_run_without_curves_is_told(tmp_path: Path) -> None:
+    (tmp_path / "peer-00").mkdir()
+    with pytest.raises(UsageError, match="nothing to plot: its peers have left no curves"):
+        curves.read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("given", "title", "edges", "directed", "centres"),
+    [
+        ({"topology": "ring"}, "ring", {(0, 1), (1, 2), (2, 3), (0, 3)}, False, ()),
+        ({"topology": "exponential"}, "exponential", None, True, ()),
+        ({"hub": "b"}, "hub", {(0, 1), (2, 1), (3, 1)}, False, (1,)),
+        ({"servers": "0,1"}, "parameter server", {(0, 1), (0, 2), (0, 3), (1, 2), (1, 3)}, False, (0, 1)),
+        ({"exchange": "waves"}, "waves", {(i, j) for i in range(4) for j in range(i + 1, 4)}, False, ()),
+    ],
+)
+def test_the_graph_is_who_exchanges_with_whom(
+    given: dict[str, str], title: str, edges: set[tuple[int, int]] | None, directed: bool, centres: tuple[int, ...]
+) -> None:
+    graph = graph_of(config.resolve(given), NAMES)
+    assert (graph.title, graph.directed, graph.centres) == (title, directed, centres)
+    assert edges is None or set(graph.edges) == edges
+
+
+def test_a_picture_holds_what_it_is_of_and_is_the_same_each_time(tmp_path: Path) -> None:
+    found = curves.read(written(tmp_path))
+    ring = Graph("ring", NAMES, ((0, 1), (1, 2), (2, 3), (0, 3)))
+    runs = [Drawn(f"run-{number}", "tau:10", found, ring) for number in range(9)]
+    for name in ("one.svg", "two.svg", "one.png"):
+        plot.draw(runs, tmp_path / name)
+    assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
+    text = set(re.findall(r">([^<>]+)</text>", (tmp_path / "one.svg").read_text()))
+    assert {f"run-{number}: tau:10" for number in range(9)} <= text
+    assert {"Accuracy by traffic", "Accuracy by time", "Retrievals", "MB received a peer", "ring, 4 peers"} <= text
+    assert set(NAMES) <= text  # one graph: there is room for names
+    with Image.open(tmp_path / "one.png") as picture:
+        assert picture.size == (1650, 1140)
+        assert len(picture.convert("RGB").getcolors(1 << 24)) > 50
+
+
+def test_targets_that_cannot_be_are_told_before_anything_is_read(tmp_path: Path) -> None:
+    for name, told in (("x.pdf", r"ends with \.png or \.svg"), ("none/x.png", "in a directory that is there")):
+        with pytest.raises(UsageError, match=told):
+            plot.check_target(tmp_path / name)
