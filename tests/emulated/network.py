@@ -44,13 +44,14 @@ class Host:
     Attributes:
         address: IPv4, the same in every network: a namespace has its own.
         namespace: its name, for ``ip netns exec``.
+        lan: the namespace of the switch, and ``port`` the device there that its link ends in.
     """
 
     def __init__(self, namespace: str, port: str, lan: str, number: int):
         self.address = f"{SUBNET}.{number}"
         self.namespace = namespace
         self.port = port
-        self._lan = lan
+        self.lan = lan
         self._processes: list[subprocess.Popen[Any]] = []
 
     def popen(self, command: Sequence[str | Path], **options: Any) -> subprocess.Popen[Any]:
@@ -67,7 +68,7 @@ class Host:
 
     def counters(self) -> Counters:
         """The link's, so far."""
-        up, down = _queue(self.namespace, "eth0", "tbf"), _queue(self._lan, self.port, "tbf")
+        up, down = _queue(self.namespace, "eth0", "tbf"), _queue(self.lan, self.port, "tbf")
         return Counters(up["bytes"], down["bytes"], up["drops"] + down["drops"])
 
     def reap(self) -> None:

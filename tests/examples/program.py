@@ -1,3 +1,4 @@
+# program.py
 """Code 4.5: a user program, with the parts of Code 4.1 to 4.4."""
 
 import torch

@@ -1,3 +1,4 @@
+# round_robin.py
 """Code 4.1: tables to servers in turn."""
 
 from gossipx.parts import Partition, Placement

@@ -1,3 +1,4 @@
+# squares.py
 """A growth function of one's own: K is the root of the number of gradients."""
 
 import math

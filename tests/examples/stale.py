@@ -1,3 +1,4 @@
+# stale.py
 """Code 4.4: stale synchronous parallelism whose workers pull only when what they have is too old."""
 
 from dataclasses import dataclass

@@ -1,4 +1,5 @@
-"""Code 4.2 and 4.3: the largest hundredth of a gradient is sent, as values and indices; the rest stays for later."""
+# top_percent.py
+"""Code 4.2 and 4.3: the largest hundredth of a gradient is sent; the rest stays for later."""
 
 import torch
 

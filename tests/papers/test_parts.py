@@ -364,6 +364,6 @@ def test_a_growth_function_of_ones_own() -> None:
 
 
 @pytest.mark.parametrize("example", ["round_robin", "top_percent", "stale", "squares", "program"])
-def test_the_readme_shows_the_examples_as_they_are_tested(example: str) -> None:
+def test_the_documentation_shows_the_examples_as_they_are_tested(example: str) -> None:
     text = (HOUSE / "tests" / "examples" / f"{example}.py").read_text(encoding="utf-8")
-    assert f"```python\n{text}```\n" in (HOUSE / "README.md").read_text(encoding="utf-8")
+    assert f"```python\n{text}```\n" in (HOUSE / "docs" / "parts.md").read_text(encoding="utf-8")

@@ -1,0 +1,96 @@
+"""Builds the documentation: ``bin/docs``, and in ``bin/test`` with every warning an error. No network is needed.
+
+Sphinx, and not Material for MkDocs: that one and MkDocs itself get no new features any more, and Sphinx checks each
+cross-reference of the docstrings.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import version as installed
+from pathlib import Path
+
+import click
+from docutils import nodes
+from sphinx.application import Sphinx
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from gossipx.settings import KEYS  # of the tree that these pages stand in
+
+project = "gossipx"
+version = release = installed("gossipx")
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_click", "sphinx_copybutton"]
+exclude_patterns = ["_build"]
+smartquotes = False  # options begin with two hyphens, in headings too
+nitpicky = True
+nitpick_ignore_regex = [
+    # Other projects' names: their inventories are on the network.
+    (r"py:.*", r"(torch|numpy|pathlib|collections|contextlib|types|typing|abc|enum)\..*"),
+    # What only drivers and transports make; CommManager's signatures name it.
+    (
+        r"py:class",
+        r"gossipx\.(messages|memory|wire|transports)\..*|Address|OnRequest|RoomFor|Transport|Carriers|auth.Secret",
+    ),
+    (r"py:class", r"Request|Reply|TypeAliasForwardRef|gossipx\.server\.placement\.S"),
+]
+
+myst_heading_anchors = 3
+autodoc_member_order = "bysource"
+autodoc_inherit_docstrings = False  # what a subclass only implements is told once
+autodoc_typehints_format = "short"
+autodoc_preserve_defaults = True
+autodoc_type_aliases = {"Request": "Request", "Reply": "Reply"}  # of twenty kinds each
+python_maximum_signature_line_length = 90
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True
+copybutton_exclude = ".linenos, .gp, .go"
+
+html_theme = "furo"
+html_title = f"gossipx {release}"
+html_static_path = ["_static"]
+html_css_files = ["gossipx.css"]
+html_copy_source = False
+html_show_copyright = False
+
+
+def _examples(app: Sphinx, ctx: click.Context, lines: list[str]) -> None:
+    """Commands in a help text stand line by line there, after a blank line; here they are code."""
+    shown: list[str] = []
+    for line in lines:
+        if not line.startswith("| "):
+            shown.append(line)
+            continue
+        if not shown or not shown[-1].startswith("   "):
+            shown += ["", ".. code-block:: bash", ""]
+        shown.append(f"   {line[2:]}")
+    lines[:] = [*shown, ""]
+
+
+def _by_table(app: Sphinx, ctx: click.Context, lines: list[str]) -> None:
+    """Settings of a run by the TOML table that they stand in; what all commands have is told once, at the top."""
+    options: dict[str, list[str]] = {"": []}
+    tables = {name.replace("_", "-"): key.table for name, key in KEYS.items()} if ctx.command.name == "run" else {}
+    into = options[""]
+    for line in lines:
+        if line.startswith(".. option:: "):
+            name = line.split()[2].strip(",").removeprefix("--")
+            into = [] if name == "debug" and ctx.parent else options.setdefault(tables.get(name, ""), [])
+        into.append(line)
+    headed = [[f"**[{table}]**", "", *told] if table else told for table, told in options.items()]
+    lines[:] = [line for told in headed for line in told]
+
+
+def _words(app: Sphinx, page: nodes.document) -> None:
+    """What Sphinx makes of docstrings, in their own words; smartquotes would make dashes of options as well."""
+    better = {" -- ": " – ", "Variables": "Attributes"}
+    for text in list(page.findall(nodes.Text)):
+        if text in better:
+            text.parent.replace(text, nodes.Text(better[text]))
+
+
+def setup(app: Sphinx) -> None:
+    app.connect("doctree-read", _words)
+    app.connect("sphinx-click-process-description", _examples)
+    app.connect("sphinx-click-process-epilog", _examples)
+    app.connect("sphinx-click-process-options", _by_table)
