@@ -711,12 +711,12 @@ def test_a_model_that_cannot_be_written_costs_no_figures(two: Folder) -> None:
 with peer:
     train(peer, model, optimizer, 10)
     if peer.rank == 1:
-        (FOLDER / "x" / "peer-01" / "model.tmp").mkdir()
+        (FOLDER / "x" / "peer-01" / ".model.safetensors.tmp").mkdir()
 """
     )
     run = two.run(*BRIEF, script, two.path)
     assert run.summary["lost"] == [] and run.summary["iterations"] == 10
-    assert "the model cannot be written" in run.ended.output and "--no-save-model" in run.ended.output
+    assert "model.safetensors: it cannot be written" in run.ended.output and "--no-save-model" in run.ended.output
     assert "finished, but its process ended: exit code 1" in run.ended.output
 
 

@@ -259,7 +259,7 @@ def test_runs_of_the_same_kind_are_what_an_estimate_rests_on(place: Path) -> Non
         (["--name", "a/b"], "letters, digits"),
         (["--link", "fast"], "--link 'fast': a rate from 8kbit"),
         (["--resume", "taken"], "--dry-run shows what a new run would be"),
-        (["--model", "googlenet"], "needs images of at least"),
+        (["--model", "googlnet"], "unknown model 'googlnet' (did you mean 'googlenet'?)"),
         (["missing.py"], "missing.py: no such script"),
     ],
 )
