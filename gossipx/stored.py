@@ -41,7 +41,11 @@ def write(target: Path, tensors: Mapping[str, Tensor], knob: str, metadata: Mapp
     copies = {name: one.detach().cpu().clone(memory_format=torch.contiguous_format) for name, one in tensors.items()}
     unfinished = target.with_name(f".{target.name}.tmp")
     try:
+        unfinished.touch()
+        mode = unfinished.stat().st_mode
         save_file(copies, unfinished, dict(metadata))
+        # safetensors makes files for their owner alone, whatever the umask says; others are to read models, too.
+        unfinished.chmod(mode)
         with unfinished.open("rb") as file:
             os.fsync(file.fileno())
         unfinished.replace(target)
