@@ -59,7 +59,13 @@ def train(
     given = prototxt.read(solvers.find(run.task.solver))
     prefix = own / (Path(given.snapshot_prefix).name or Path(run.task.solver).stem)
     param = dataclasses.replace(
-        given, max_iter=run.run.iterations, snapshot_prefix=str(prefix), solver_mode="CPU", random_seed=-1
+        given,
+        max_iter=run.run.iterations,
+        snapshot_prefix=str(prefix),
+        solver_mode="CPU",
+        random_seed=-1,
+        # The command has said what says nothing; to it ``net`` may name the model.
+        places={name: place for name, place in given.places.items() if name not in prototxt.WITHOUT_MEANING},
     )
     data = _Later()
     with (own / LOG_FILE).open("a", buffering=1) as stream:

@@ -39,6 +39,7 @@ def test_the_built_in_task_by_a_solver_file(two: Folder) -> None:
     for rank in (0, 1):
         own = run.directory / f"peer-{rank:02d}"
         log = (own / "caffe.log").read_text()
+        assert "no meaning" not in log
         assert re.search(r"\] Iteration 30, Testing net \(#0\)\n.* Test net output #0: accuracy = 0\.[3-9]", log)
         assert re.findall(r"Iteration (\d+), lr = ([\d.]+)", log) == [
             (str(i), f"{0.01 * (1 + 0.0001 * i) ** -0.75:g}") for i in (0, 20, 40)
