@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -18,7 +19,8 @@ from rich.table import Table
 from gossipx import config
 from gossipx.cli import words
 from gossipx.errors import GossipxError, UsageError
-from gossipx.launch.environment import ENV_DEBUG
+from gossipx.launch.directory import run_directory
+from gossipx.launch.environment import ENV_DEBUG, ENV_MASTER, ENV_RANK, ENV_SIZE
 from gossipx.metrics import summary
 from gossipx.metrics.compare import Row, compare
 from gossipx.settings import KEYS, Key
@@ -69,6 +71,15 @@ debug = click.option(
     callback=_set_debug,
     help="Show a traceback with an error.",
 )
+
+
+class FloatRange(click.FloatRange):
+    """Of numbers: NaN lies in no range, and out of none."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if math.isnan(converted := super().convert(value, param, ctx)):
+            self.fail(f"{value} is not in the range {self._describe_range()}.", param, ctx)
+        return converted
 
 
 @click.group(cls=_Main, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -128,6 +139,9 @@ def _all_settings(command: Callable[..., None]) -> Callable[..., None]:
 )
 @click.option("--model-size", metavar="BYTES", help="With --dry-run: of a SCRIPT's model, 45MB.")
 @click.option("--json", "as_json", is_flag=True, help="With --dry-run: for programs.")
+@click.option("--rank", type=click.IntRange(0), help="Where one process is one peer: which.  [default: GOSSIPX_RANK]")
+@click.option("--size", type=click.IntRange(1), help="How many there are then.  [default: GOSSIPX_SIZE]")
+@click.option("--master", metavar="HOST[:PORT]", help="Where their rank 0 is.  [default: GOSSIPX_MASTER]")
 @_all_settings
 @debug
 @click.argument(
@@ -144,6 +158,9 @@ def run(
     link: str | None,
     model_size: str | None,
     as_json: bool,
+    rank: int | None,
+    size: int | None,
+    master: str | None,
     script: tuple[str, ...],
     **settings: Any,
 ) -> None:
@@ -158,19 +175,23 @@ def run(
     torchrun --nproc-per-node 4 --no-python gossipx run --policy adaptive
     srun gossipx run --policy adaptive
     """
-    from gossipx.launch.local import launch
+    from gossipx.launch.local import launch, who
 
     for option, is_given in (("--link", link), ("--model-size", model_size), ("--json", as_json)):
         if is_given and not dry_run:
             raise UsageError(f"{option} is of --dry-run: add that, or leave it out")
     if dry_run and resume is not None:
         raise UsageError("--dry-run shows what a new run would be: leave --resume out")
+    started = {ENV_RANK: rank, ENV_SIZE: size, ENV_MASTER: master}
+    environ = {**os.environ, **{name: str(value) for name, value in started.items() if value is not None}}
+    if rank is not None and not environ.get(ENV_SIZE):
+        raise UsageError(f"--rank {rank} is of a run where one process is one peer: give --size, too")
     if resume is not None:
         from gossipx.launch.resume import settings_of
 
         if config_file:
             raise UsageError("--config is for a new run, and --resume takes the run's own: leave one out")
-        sys.exit(launch(*settings_of(resume, settings, list(script)), resumes=True))
+        sys.exit(launch(*settings_of(resume, settings, list(script), environ), environ, resumes=True))
     given = config.load(config_file) if config_file else {}
     resolved = config.resolve(given, settings)
     hosts = None if resolved.run.peers is None else Path(resolved.run.peers)
@@ -178,13 +199,14 @@ def run(
         from gossipx.cli.dry_run import show_dry_run
         from gossipx.launch.dry_run import dry_run as look
 
+        hosts, world = who(hosts, environ)
         if hosts is None:
             raise UsageError("--dry-run is of a hosts file: give --peers hosts.txt")
         with Console(stderr=True).status("with many peers this may take minutes"):  # on a terminal alone
-            found = look(resolved, hosts, list(script), link, model_size)
+            found = look(resolved, hosts, list(script), link, model_size, world)
         show_dry_run(found, as_json)
         return
-    sys.exit(launch(resolved, hosts, list(script)))
+    sys.exit(launch(resolved, hosts, list(script), environ))
 
 
 @main.command("compare")
@@ -207,7 +229,7 @@ def compare_command(runs: tuple[Path, ...], logdir: Path, as_json: bool, plot: P
     gossipx compare runs/tau runs/adaptive runs/travel
     gossipx compare runs/tau runs/adaptive --plot runs.png
     """
-    places = [path if path.exists() or not (logdir / path).is_dir() else logdir / path for path in runs]
+    places = [run_directory(str(path), logdir) for path in runs]
     summaries = [summary.read(path) for path in places]
     if plot is not None:
         from gossipx.launch import plot as plotting

@@ -5,6 +5,8 @@ from __future__ import annotations
 import click
 from click.shell_completion import BashComplete, add_completion_class, get_completion_class
 
+from gossipx.cli.commands import debug
+
 SHELLS = ("bash", "zsh", "fish")
 VARIABLE = "_GOSSIPX_COMPLETE"
 """By which the shell's script asks; its name is click's."""
@@ -29,6 +31,7 @@ class Bash(BashComplete):
 
 
 @click.command("completion")
+@debug
 @click.argument("shell", type=click.Choice(SHELLS), metavar="bash|zsh|fish")
 @click.pass_context
 def completion(ctx: click.Context, shell: str) -> None:

@@ -13,7 +13,7 @@ import click
 from rich.console import RenderableType
 from rich.table import Table
 
-from gossipx.cli.commands import debug, option
+from gossipx.cli.commands import FloatRange, debug, option
 from gossipx.cli.tables import show
 from gossipx.settings import KEYS
 
@@ -35,9 +35,7 @@ def _settings(command: Any) -> Any:
 
 @click.command("doctor", context_settings={"allow_interspersed_args": False})
 @click.option("--peers", required=True, type=click.Path(path_type=Path), help="The hosts file: a line a host.")
-@click.option(
-    "--wait", type=click.FloatRange(0, 3600), default=15.0, show_default=True, help="Seconds for other hosts."
-)
+@click.option("--wait", type=FloatRange(0, 3600), default=15.0, show_default=True, help="Seconds for other hosts.")
 @click.option("--config", "config_file", type=click.Path(path_type=Path), help="A TOML file of a run's settings.")
 @_settings
 @click.option("--json", "as_json", is_flag=True, help="For programs.")

@@ -8,10 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from gossipx.cli.commands import debug
+from gossipx.launch.world import MOST
+
 if TYPE_CHECKING:
     from gossipx.launch.jobs import Job
 
-_MOST = 65_536
+NOT_OF_A_JOB = ("dry_run", "link", "model_size", "as_json", "rank", "size", "master")
+"""Options of ``gossipx run`` that a job has no use for: it says itself who its peers are, and it runs."""
 
 
 @click.group("launch")
@@ -28,6 +32,7 @@ def launch() -> None:
 def _job(command: Callable[..., None]) -> Callable[..., None]:
     for decorate in (
         click.option("--name", default="gossipx", show_default=True, help="Of the job."),
+        debug,
         click.option("--gpus-per-peer", type=click.IntRange(0, 1024), default=0, help="GPUs of each peer."),
         click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[-- ARGS OF RUN...]"),
     ):
@@ -36,7 +41,7 @@ def _job(command: Callable[..., None]) -> Callable[..., None]:
 
 
 @launch.command("slurm")
-@click.option("--nodes", type=click.IntRange(1, _MOST), default=1, show_default=True, help="Machines.")
+@click.option("--nodes", type=click.IntRange(1, MOST), default=1, show_default=True, help="Machines.")
 @click.option("--peers-per-node", type=click.IntRange(1, 1024), default=1, show_default=True, help="Peers on each.")
 @click.option("--time", help="The job's limit, as SLURM writes it: 2:00:00.")
 @click.option("--partition", help="Of the cluster.")
@@ -54,7 +59,7 @@ def slurm(time: str | None, partition: str | None, **asked: Any) -> None:
 
 
 @launch.command("kubernetes")
-@click.option("--peers", "nodes", type=click.IntRange(1, _MOST), required=True, help="Peers, a pod each.")
+@click.option("--peers", "nodes", type=click.IntRange(1, MOST), required=True, help="Peers, a pod each.")
 @click.option("--image", required=True, help="Of the container, with gossipx and your script in it.")
 @click.option("--claim", help="A PersistentVolumeClaim that all pods can write to, for the run's directory.")
 @_job
@@ -71,15 +76,23 @@ def kubernetes(image: str, claim: str | None, **asked: Any) -> None:
 
 
 def _asked(name: str, nodes: int, peers_per_node: int, gpus_per_peer: int, arguments: tuple[str, ...]) -> Job:
-    """The job; what 'gossipx run' would refuse is refused here already."""
+    """The job; settings that 'gossipx run' would refuse are refused here already."""
     from gossipx import config
     from gossipx.cli.commands import run
+    from gossipx.errors import UsageError
+    from gossipx.launch import start
     from gossipx.launch.jobs import Job
 
+    options = {parameter.name: parameter.opts[0] for parameter in run.params}
     given = dict(run.make_context("gossipx run", list(arguments)).params)
-    file, script = given.pop("config_file"), given.pop("script")
-    for other in ("resume", "dry_run", "link", "model_size", "as_json"):  # what settings of a run are not
-        given.pop(other)
+    file, script, resume = given.pop("config_file"), given.pop("script"), given.pop("resume")
+    for other in NOT_OF_A_JOB:
+        if (value := given.pop(other)) is not None and value is not False:
+            raise UsageError(f"{options[other]} is not for a job: leave it out")
     known = config.load(file) if file is not None and Path(file).is_file() else {}  # in an image it is not here
     settings = config.resolve(known, given)
-    return Job(name, nodes, peers_per_node, gpus_per_peer, settings, arguments, bool(script))
+    named = frozenset(known) | {key for key, value in given.items() if value is not None}
+    job = Job(name, nodes, peers_per_node, gpus_per_peer, settings, named, arguments, bool(script))
+    if resume is None:  # which has settings of its own
+        start.presets(settings, job.peers, script, None)
+    return job

@@ -11,6 +11,7 @@ import click
 from rich.table import Table
 
 from gossipx.cli import words
+from gossipx.cli.commands import debug
 from gossipx.cli.tables import show
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ _BAR = 20
 
 
 @click.command("placement")
+@debug
 @click.argument("model", metavar="MODEL", shell_complete=words.models)
 @click.option("--servers", type=click.IntRange(1, _MOST), default=4, show_default=True, help="How many share MODEL.")
 @click.option(

@@ -7,6 +7,8 @@ from pathlib import Path
 import click
 
 from gossipx.cli import words
+from gossipx.cli.commands import debug
+from gossipx.launch.directory import run_directory
 
 
 @click.group("server")
@@ -20,6 +22,7 @@ def server() -> None:
 
 
 @server.command("set-sync")
+@debug
 @click.argument("run", type=click.Path(path_type=Path), metavar="RUN", shell_complete=words.runs())
 @click.argument("sync", metavar="SYNC", shell_complete=words.sync_models)
 @click.option("--shard", type=click.IntRange(0), help="Of this shard alone, from 0. Default: all.")
@@ -37,11 +40,16 @@ def set_sync(run: Path, sync: str, shard: int | None, apply: str, pulls: str, lo
     from gossipx.server import models
 
     models.parse(sync)
-    command(_place(run, logdir), {"set-sync": sync, "shard": shard, "apply": apply, "pulls": pulls}, patience=120.0)
+    command(
+        run_directory(str(run), logdir),
+        {"set-sync": sync, "shard": shard, "apply": apply, "pulls": pulls},
+        patience=120.0,
+    )
     print(f"{'all shards go' if shard is None else f'shard {shard} goes'} by {sync} now")
 
 
 @server.command("set-servers")
+@debug
 @click.argument("run", type=click.Path(path_type=Path), metavar="RUN", shell_complete=words.runs())
 @click.argument("servers", metavar="SERVERS")
 @click.option("--logdir", type=click.Path(path_type=Path), default=Path("runs"), help="Where runs are named by name.")
@@ -58,10 +66,5 @@ def set_servers(run: Path, servers: str, logdir: Path) -> None:
     given = [one.strip() for one in servers.split(",")]
     if not all(given):
         raise UsageError(f"SERVERS '{servers}' are numbers or names of peers with commas between them, as in 0,1,2")
-    command(_place(run, logdir), {"set-servers": ",".join(given)}, patience=3600.0)
+    command(run_directory(str(run), logdir), {"set-servers": ",".join(given)}, patience=3600.0)
     print(f"the servers are {','.join(given)} now")
-
-
-def _place(run: Path, logdir: Path) -> Path:
-    """The directory of a run, which is named by that or by its name."""
-    return run if run.exists() or not (logdir / run).is_dir() else logdir / run

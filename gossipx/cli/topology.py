@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +13,9 @@ from rich.console import Console
 from rich.table import Table
 
 from gossipx.cli import words
+from gossipx.cli.commands import FloatRange, debug
 from gossipx.cli.tables import show as show_table
+from gossipx.launch.world import MOST
 
 
 @click.group("topology")
@@ -27,8 +28,6 @@ def topology() -> None:
     """
 
 
-_MOST = 65_536
-"""Peers; the wire has numbers for no more."""
 _json = click.option("--json", "as_json", is_flag=True, help="For programs.")
 _name = click.argument("name", metavar="NAME|FILE", shell_complete=words.topologies)
 
@@ -37,12 +36,13 @@ def _which(command: Callable[..., None]) -> Callable[..., None]:
     """The graph that a command is about."""
     seed = click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, help="Seed of random graphs and draws.")
     size = click.option(
-        "--size", type=click.IntRange(1, _MOST), help="Number of peers. Default: as many as the file has."
+        "--size", type=click.IntRange(1, MOST), help="Number of peers. Default: as many as the file has."
     )
     return _name(size(seed(command)))
 
 
 @topology.command("list")
+@debug
 @_json
 def list_command(as_json: bool) -> None:
     """The generators with their parameters, the schedules, and the files that gossipx brings along.
@@ -69,6 +69,7 @@ def list_command(as_json: bool) -> None:
 
 
 @topology.command("show")
+@debug
 @_which
 @_json
 def show(name: str, size: int | None, seed: int, as_json: bool) -> None:
@@ -93,6 +94,7 @@ def show(name: str, size: int | None, seed: int, as_json: bool) -> None:
 
 
 @topology.command("check")
+@debug
 @_which
 @click.option(
     "--schedule",
@@ -103,7 +105,7 @@ def show(name: str, size: int | None, seed: int, as_json: bool) -> None:
     "--weights", type=click.Choice(["uniform", "metropolis", "push-sum"]), default="uniform", help="As for run."
 )
 @click.option("--slots", type=click.IntRange(1), default=1, help="Peers a machine, on consecutive ranks.")
-@click.option("--tolerance", type=click.FloatRange(0, 1, True, True), help="Models count as equal at this distance.")
+@click.option("--tolerance", type=FloatRange(0, 1, True, True), help="Models count as equal at this distance.")
 @_json
 def check(name: str, size: int | None, seed: int, as_json: bool, **settings: Any) -> None:
     """How fast up to 1024 peers agree over a topology, and what it costs. Exits with 1 if not all can reach all.
@@ -112,12 +114,9 @@ def check(name: str, size: int | None, seed: int, as_json: bool, **settings: Any
     gossipx topology check hypercube --size 16 --schedule one-peer
     gossipx topology check hierarchical:sites=2 --size 8 --schedule inner-outer --slots 4
     """
-    from gossipx.errors import UsageError
     from gossipx.topology import load
     from gossipx.topology.analysis import analyse, check_size
 
-    if math.isnan(settings["tolerance"] or 0.0):  # which lies in no range, and out of none
-        raise UsageError("--tolerance is nan: above 0 and below 1")
     if size is not None:
         check_size(size, f"--size {size}")  # before a graph is made of it
     graph = load(name, size, seed, connected=False)

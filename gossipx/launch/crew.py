@@ -27,7 +27,7 @@ from gossipx.launch.directory import replace as replace_file
 from gossipx.launch.hosts import PeerLine, read_hosts
 from gossipx.launch.rendezvous import Meeting
 from gossipx.launch.start import Start, check_here, check_names, check_script, named, presets
-from gossipx.launch.world import World, is_loopback
+from gossipx.launch.world import World, check_size, is_loopback
 from gossipx.metrics import summary
 from gossipx.metrics.summary import Summary
 from gossipx.settings import KEYS, RunConfig
@@ -49,17 +49,15 @@ def from_world(given: RunConfig, world: World, hosts: Path | None, script: list[
         UsageError: settings, hosts file or script are not right, the name is in use, or ranks differ in what they say.
         GossipxError: not all came in time, or one has given up.
     """
-    settings = presets(given, world.size, script, hosts)
-    check_script(script)
-    listed = None
-    if hosts is not None:
-        listed, world = _listed(hosts, world)
-        check_here(settings, [listed[world.rank]], script, hosts)
-    else:
-        roster.check_reach(world, settings.exchange)
-    device = _device(settings.run.device, world)
+    listed, world = (None, world) if hosts is None else _listed(hosts, world)
     with contextlib.ExitStack() as undo:
-        with Meeting(world, settings.exchange.rendezvous_timeout) as meeting:
+        # What this process refuses, it refuses where the others hear it: they would wait for it.
+        with Meeting(world, given.exchange.rendezvous_timeout) as meeting:
+            settings = presets(given, world.size, script, hosts)
+            check_script(script)
+            if listed is None:
+                roster.check_reach(world, settings.exchange)
+            device = _device(settings.run.device, world)
             settings, token = _one_run(meeting, settings, bool(script))
             held = None
             if listed is None or hosts is None:
@@ -83,12 +81,7 @@ def from_world(given: RunConfig, world: World, hosts: Path | None, script: list[
 def _listed(hosts: Path, world: World) -> tuple[list[PeerLine], World]:
     """The peers of a hosts file, and what that says of the world."""
     peers = read_hosts(hosts)
-    if len(peers) != world.size:
-        raise UsageError(
-            f"names {len(peers)} peers, and {world.source} started {world.size} processes, of which each is one peer:"
-            " start as many, or leave --peers out",
-            hosts,
-        )
+    check_size(world, len(peers), hosts)
     if world.master is None:
         world = replace(world, master=peers[0].host, master_from=str(hosts))
     if not world.hosted and all(is_loopback(peer.host) for peer in peers):

@@ -186,12 +186,15 @@ def check_name(settings: RunConfig) -> None:
     """See that a new run could have its name. Nothing is made or changed.
 
     Raises:
-        UsageError: the name is in use, or is none.
+        UsageError: the name is in use, or is none, or nothing can be written there.
     """
     path = _path_of(settings)
     replaced = _replaced_by(path)
     if path.exists() or replaced.is_dir():
         _check_replaceable(path, replaced if replaced.is_dir() else path, settings.run.overwrite)
+    there = next(one for one in path.absolute().parents if one.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise UsageError(f"cannot write the run: {there} is not to be written to; give another --logdir", path)
 
 
 def _path_of(settings: RunConfig) -> Path:

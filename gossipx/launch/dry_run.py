@@ -18,11 +18,12 @@ from gossipx.launch import traffic
 from gossipx.launch.directory import SCRIPT_FILE, check_name
 from gossipx.launch.start import Checked, by_servers, check, goes_by
 from gossipx.launch.traffic import Count, Seen
+from gossipx.launch.world import World, check_size
 from gossipx.metrics import summary
 from gossipx.metrics.summary import Summary
 from gossipx.server.placement import Table
 from gossipx.settings import RunConfig
-from gossipx.tasks.data import TASKS
+from gossipx.tasks.data import TASKS, load
 from gossipx.tasks.models import build_model
 from gossipx.topology.analysis import LARGEST, Analysis, analyse
 from gossipx.topology.weights import Matrix
@@ -131,7 +132,12 @@ class DryRun:
 
 
 def dry_run(
-    given: RunConfig, hosts: Path, script: list[str], link: str | None = None, model_size: str | None = None
+    given: RunConfig,
+    hosts: Path,
+    script: list[str],
+    link: str | None = None,
+    model_size: str | None = None,
+    world: World | None = None,
 ) -> DryRun:
     """What a run would be.
 
@@ -139,6 +145,7 @@ def dry_run(
         given, hosts, script: as for :func:`gossipx.launch.local.launch`, and checked alike.
         link: how fast machines are connected, ``100mbit``; None: by :data:`LINK`.
         model_size: of a script's model, ``45MB``; None: it is not known.
+        world: the processes of a launcher that this one is among.
 
     Raises:
         UsageError: what would end the run before it began.
@@ -146,8 +153,12 @@ def dry_run(
     if model_size is not None and not script:
         raise UsageError(f"--model-size {model_size} is of a script's model, and that of the built-in task is known")
     checked = check(given, hosts, script)
+    if world is not None:
+        check_size(world, len(checked.peers), hosts)
     settings = checked.settings
     check_name(settings)
+    if not script:
+        load(settings.task.task, None if settings.task.data_dir is None else Path(settings.task.data_dir))
     module = None if script else _module(settings)
     model = _model(settings, script, module, model_size)
     link = link or LINK

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from gossipx.access import SECRET_VARIABLE, is_loopback
 from gossipx.errors import UsageError
 from gossipx.launch.environment import ENV_MASTER, ENV_RANK, ENV_SIZE
-from gossipx.launch.world import DEFAULT_PORT
-from gossipx.settings import RunConfig, RunSettings
+from gossipx.launch.world import DEFAULT_PORT, MOST
+from gossipx.settings import RunConfig
 
 INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 """Where Kubernetes notes which pod of an Indexed Job a pod is."""
@@ -23,6 +23,7 @@ RUNS = "/runs"
 """Where a claim is mounted in a pod."""
 _LONGEST_LABEL = 63
 """Characters of a pod's hostname (RFC 1123)."""
+_SUBDOMAIN = r"[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*"
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Job:
         name: of the job.
         nodes: machines; ``peers_per_node``: on each.
         gpus_per_peer: 0: none.
-        settings: of the run, as far as they are known here.
+        settings: of the run, as far as they are known here; ``given``: the names of those that are.
         arguments: of ``gossipx run``, its script and that one's arguments included.
         has_script: whether they name a script.
     """
@@ -43,8 +44,18 @@ class Job:
     peers_per_node: int
     gpus_per_peer: int
     settings: RunConfig
+    given: frozenset[str]
     arguments: Sequence[str]
     has_script: bool
+
+    def __post_init__(self) -> None:
+        if self.peers > MOST:
+            raise UsageError(f"{self.nodes} nodes of {self.peers_per_node} peers are {self.peers}: at most {MOST}")
+
+    @property
+    def peers(self) -> int:
+        """How many there are."""
+        return self.nodes * self.peers_per_node
 
 
 def slurm(job: Job, time: str | None = None, partition: str | None = None) -> str:
@@ -57,11 +68,11 @@ def slurm(job: Job, time: str | None = None, partition: str | None = None) -> st
     Raises:
         UsageError: what is asked for does not go together, or is not written so.
     """
-    _check(job)
-    if time is not None and not re.fullmatch(r"\d+(-\d+)?(:\d+){0,2}", time):
+    _check(job, several=job.nodes > 1)
+    if time is not None and not re.fullmatch(r"\d+(-\d+)?(:\d+){0,2}", time, re.ASCII):
         raise UsageError(f"--time {time!r}: minutes, hours:minutes:seconds or days-hours")
     for option, given in (("--name", job.name), ("--partition", partition)):
-        if given is not None and not re.fullmatch(r"[\w.,+-]{1,128}", given):
+        if given is not None and not re.fullmatch(r"[\w.,+-]{1,128}", given, re.ASCII):
             raise UsageError(f"{option} {given!r}: letters, digits and . , + - _")
     threads = job.settings.run.threads
     asked = {
@@ -99,21 +110,24 @@ def kubernetes(job: Job, image: str, claim: str | None = None) -> str:
     Raises:
         UsageError: as :func:`slurm`.
     """
-    _check(job)
-    peers = job.nodes * job.peers_per_node
-    longest = _LONGEST_LABEL - len(f"-{peers - 1}")
+    _check(job, several=True)
+    longest = _LONGEST_LABEL - len(f"-{job.peers - 1}")
     if not re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", job.name) or len(job.name) > longest:
         raise UsageError(f"--name {job.name!r}: at most {longest} small letters, digits and -, beginning with a letter")
-    added = [] if claim is None or job.settings.run.logdir != RunSettings().logdir else ["--logdir", RUNS]
-    command = [one.replace("$(", "$$(") for one in _command(job, several=True, added=added)]
+    if not re.fullmatch(r"[!-~]+", image):
+        raise UsageError(f"--image {image!r}: the name of a container's image, as in example.org/train:1")
+    if claim is not None and (len(claim) > 253 or not re.fullmatch(_SUBDOMAIN, claim)):
+        raise UsageError(f"--claim {claim!r}: small letters, digits, - and ., as claims are named")
+    runs, added = _runs(job, claim)
+    command = [one.replace("$", "$$") for one in _command(job, several=True, added=added)]  # $ is Kubernetes' own
     text = _KUBERNETES.format(
         name=json.dumps(job.name),  # 'on' would be a truth value
-        peers=peers,
+        peers=job.peers,
         image=json.dumps(image),
-        command="".join(f"\n            - {json.dumps(one)}" for one in command),
-        env=_env(job, peers),
+        command="".join(f"\n            - {json.dumps(one, ensure_ascii=False)}" for one in command),
+        env=_env(job),
         resources=_GPUS.format(gpus=job.gpus_per_peer) if job.gpus_per_peer else "",
-        mounts="" if claim is None else _MOUNTS.format(path=RUNS),
+        mounts="" if claim is None else _MOUNTS.format(path=json.dumps(runs, ensure_ascii=False)),
         volumes="" if claim is None else _VOLUMES.format(claim=json.dumps(claim)),
     )
     if _knows_peers(job):
@@ -124,9 +138,25 @@ def kubernetes(job: Job, image: str, claim: str | None = None) -> str:
     ) + text
 
 
-def _check(job: Job) -> None:
+def _check(job: Job, several: bool) -> None:
+    """``several``: whether peers are on several machines, or in containers of their own."""
     if job.settings.run.peers is not None:
         raise UsageError("--peers lists peers, and here their number says who they are: leave it out")
+    bind = job.settings.exchange.bind
+    if several and "bind" in job.given and is_loopback(bind):
+        raise UsageError(f"--bind {bind} is each machine alone, and peers are on several: leave it out")
+
+
+def _runs(job: Job, claim: str | None) -> tuple[str, list[str]]:
+    """Where a claim is mounted, and what says so to gossipx run: the run's directory is to be on it."""
+    if claim is None or "logdir" not in job.given:
+        return RUNS, [] if claim is None else ["--logdir", RUNS]
+    logdir = job.settings.run.logdir
+    if not logdir.startswith("/"):
+        raise UsageError(
+            f"--logdir {logdir}: with --claim, which is mounted there, a path from the root; or leave it out"
+        )
+    return logdir, []
 
 
 def _knows_peers(job: Job) -> bool:
@@ -139,14 +169,14 @@ def _command(job: Job, several: bool, added: Sequence[str] = ()) -> list[str]:
     command = ["gossipx", "run", *added]
     if several and is_loopback(job.settings.exchange.bind):
         command += ["--bind", "0.0.0.0"]
-    if job.gpus_per_peer and not job.has_script and job.settings.run.device == RunSettings().device:
+    if job.gpus_per_peer and not job.has_script and "device" not in job.given:
         command += ["--device", "cuda"]
     return [*command, *job.arguments]
 
 
-def _env(job: Job, peers: int) -> str:
+def _env(job: Job) -> str:
     first = f"{job.name}-0.{job.name}:{DEFAULT_PORT}"
-    env = _ENV.format(rank=ENV_RANK, index=INDEX, size=ENV_SIZE, peers=peers, master=ENV_MASTER, first=first)
+    env = _ENV.format(rank=ENV_RANK, index=INDEX, size=ENV_SIZE, peers=job.peers, master=ENV_MASTER, first=first)
     # By the environment: a mounted secret is its owner's or its group's, and a container's user is often neither.
     return env if _knows_peers(job) else env + _SECRET.format(variable=SECRET_VARIABLE, name=json.dumps(job.name))
 

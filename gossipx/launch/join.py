@@ -183,8 +183,8 @@ def _by_world(run: RunConfig, rank: int | None, until_started: contextlib.ExitSt
     if rank is not None:
         _check_rank(rank, world.size, None)
         world = replace(world, rank=rank)
-    check_reach(world, run.exchange)
     with Meeting(world, run.exchange.rendezvous_timeout) as meeting:
+        check_reach(world, run.exchange)
         text, held = agree(meeting, run.exchange)
         until_started.callback(held.close)
     return lines_of(text), world.rank
@@ -215,7 +215,7 @@ def _by_hosts(run: RunConfig, hosts: Path, lines: list[PeerLine], rank: int | No
             raise UsageError(f"{ENV_RANK} is {told[:50]!r}, and not a line of the hosts file, from 0")
         rank = int(told)
     if rank is None:
-        rank = rank_among(started, len(lines), str(hosts))
+        rank = rank_among(started, len(lines), hosts)
     if rank is None:
         rank = _only_one(here, lines, hosts)
     _check_rank(rank, len(lines), hosts)

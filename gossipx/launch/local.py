@@ -10,7 +10,7 @@ import os
 import selectors
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -31,7 +31,7 @@ from gossipx.launch.environment import (
 )
 from gossipx.launch.progress import Display, Standing
 from gossipx.launch.start import Start, by_servers, from_hosts, goes_by
-from gossipx.launch.world import find, why_none
+from gossipx.launch.world import World, find, why_none
 from gossipx.metrics.summary import FILE as SUMMARY_FILE
 from gossipx.metrics.summary import Summary, per_peer
 from gossipx.settings import RunConfig
@@ -42,13 +42,33 @@ INTERRUPT_GRACE = 3.0
 """Seconds that interrupted peers have before they are killed."""
 
 
-def launch(given: RunConfig, hosts: Path | None, script: list[str], resumes: bool = False) -> int:
+def who(hosts: Path | None, environ: Mapping[str, str]) -> tuple[Path | None, World | None]:
+    """Who says who the peers of a run are: the hosts file that is given or that GOSSIPX_PEERS names, and the launcher.
+
+    Raises:
+        UsageError: neither does, or variables of a launcher do not go together.
+    """
+    world = find(environ)
+    if hosts is None and environ.get(ENV_PEERS) and not environ.get(ENV_CONFIG):
+        hosts = Path(environ[ENV_PEERS])
+    if world is None and hosts is None:
+        raise UsageError(
+            "who the peers are is not given: --peers hosts.txt, a line a host such as 'localhost slots=4'"
+            + why_none(environ)
+        )
+    return hosts, None if hosts is not None and world is not None and world.size == 1 else world
+
+
+def launch(
+    given: RunConfig, hosts: Path | None, script: list[str], environ: Mapping[str, str], resumes: bool = False
+) -> int:
     """Run the peers of this machine to their end, or the one that this process is under torchrun, srun or mpirun.
 
     Args:
         given: settings, presets not yet filled in.
         hosts: the hosts file; None: the environment says who the peers are.
         script: a user's script and its arguments; empty: the built-in task.
+        environ: what torchrun, srun or mpirun tells this process, and GOSSIPX_RANK and its like before them.
         resumes: the run of that name goes on from its checkpoints; see :mod:`gossipx.launch.resume`.
 
     Returns:
@@ -59,18 +79,12 @@ def launch(given: RunConfig, hosts: Path | None, script: list[str], resumes: boo
         UsageError: settings, hosts file or script are not right; nothing was started then.
         GossipxError: the processes of the run did not meet.
     """
-    world = find(os.environ)
-    if hosts is None and os.environ.get(ENV_PEERS) and not os.environ.get(ENV_CONFIG):
-        hosts = Path(os.environ[ENV_PEERS])
-    if world is not None and (hosts is None or world.size > 1):
+    hosts, world = who(hosts, environ)
+    if world is not None:
         start = from_world(given, world, hosts, script, resumes)
-    elif hosts is not None:
-        start = from_hosts(given, hosts, script, resumes)
     else:
-        raise UsageError(
-            "who the peers are is not given: --peers hosts.txt, a line a host such as 'localhost slots=4'"
-            + why_none(os.environ)
-        )
+        assert hosts is not None
+        start = from_hosts(given, hosts, script, resumes)
     try:
         return _Run(start, script).go(start.notice)
     finally:

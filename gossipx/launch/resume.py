@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -31,13 +30,16 @@ CHANGEABLE = {
 one model, a place in the data is of one seed, partition and batch size."""
 
 
-def settings_of(run: str, given: Mapping[str, Any], script: list[str]) -> tuple[RunConfig, Path | None, list[str]]:
+def settings_of(
+    run: str, given: Mapping[str, Any], script: list[str], environ: Mapping[str, str]
+) -> tuple[RunConfig, Path | None, list[str]]:
     """What a run goes on with.
 
     Args:
         run: its directory, or its name in ``logdir``.
         given: settings that were given now, by name; None: not given.
         script: what was given now; empty: what the run began with, if it began with one.
+        environ: where a launcher says who the peers are.
 
     Returns:
         Its settings, its hosts file (None: the environment says who the peers are now), its script with arguments.
@@ -55,7 +57,7 @@ def settings_of(run: str, given: Mapping[str, Any], script: list[str]) -> tuple[
     place = {"name": path.resolve().name, "logdir": str(path.parent)}
     settings = config.resolve(before, given, place)
     _check_unchanged(config.resolve(before, place), config.resolve(before, given, {"logdir": place["logdir"]}), path)
-    world = find(os.environ)
+    world = find(environ)
     if "peers" in given or world is None or world.size == 1:
         hosts = Path(given["peers"]) if "peers" in given else path / HOSTS_FILE
         _check_size(path, len(read_hosts(hosts)), "--peers names", hosts)

@@ -11,6 +11,7 @@ import re
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from gossipx.errors import UsageError
 from gossipx.launch.environment import (
@@ -76,8 +77,18 @@ def find(environ: Mapping[str, str]) -> World | None:
     for layer in (_gossipx, _torchrun, _slurm, _open_mpi):
         found = layer(given)
         if found is not None:
+            _check_own_rank(given, found)
             return found
     return None
+
+
+def _check_own_rank(given: Mapping[str, str], found: World) -> None:
+    """GOSSIPX_RANK alone is a line of a hosts file, and no other one than the launcher's number of this process."""
+    if found.size > 1 and given.get(ENV_RANK, str(found.rank)) != str(found.rank):
+        raise UsageError(
+            f"{ENV_RANK} is {given[ENV_RANK][:50]!r}, and by {found.source} this process is rank {found.rank}: set"
+            f" {ENV_SIZE}, too, or unset it"
+        )
 
 
 def why_none(environ: Mapping[str, str]) -> str:
@@ -87,13 +98,13 @@ def why_none(environ: Mapping[str, str]) -> str:
     return ""
 
 
-def rank_among(environ: Mapping[str, str], size: int, listed: str) -> int | None:
+def rank_among(environ: Mapping[str, str], size: int, hosts: Path) -> int | None:
     """This process's place in a list of peers that was given; None: nobody says.
 
     Who started one process alone says nothing of peers.
 
     Args:
-        size: peers in the list; ``listed``: what it is, for messages.
+        size: peers in the list; ``hosts``: its file.
 
     Raises:
         UsageError: as :func:`find`; or there are more or fewer processes than peers.
@@ -101,12 +112,22 @@ def rank_among(environ: Mapping[str, str], size: int, listed: str) -> int | None
     world = find(environ)
     if world is None or world.size == 1:
         return None
+    check_size(world, size, hosts)
+    return world.rank
+
+
+def check_size(world: World, size: int, hosts: Path) -> None:
+    """See that a hosts file of ``size`` peers has one for each process.
+
+    Raises:
+        UsageError: it has not.
+    """
     if world.size != size:
         raise UsageError(
-            f"{listed} names {size} peers, and {world.source} started {world.size} processes, each of which is one:"
-            " start as many, or leave the list out"
+            f"names {size} peers, and {world.source} started {world.size} processes, each of which is one: start as"
+            " many, or leave the list out",
+            hosts,
         )
-    return world.rank
 
 
 def is_loopback(host: str) -> bool:
@@ -150,16 +171,21 @@ def _slurm(given: Mapping[str, str]) -> World | None:
     )
     rank, size = _rank_of_size(given, "SLURM_PROCID", size_from)
     nodes = next((given[n] for n in ("SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES", "SLURM_NNODES") if n in given), "")
-    job = [given.get(name, "0") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")]
-    return _world(given, rank, size, "SLURM_LOCALID", nodes == "1", ".".join(job), "srun", _first_node(given))
+    job = ".".join((given.get("SLURM_JOB_ID", "0"), _step(given) or "0", given.get("SLURM_RESTART_COUNT", "0")))
+    return _world(given, rank, size, "SLURM_LOCALID", nodes == "1", job, "srun")
 
 
 def _is_task(given: Mapping[str, str]) -> bool:
     """Not the script of a job, which has SLURM_PROCID 0 and the job's SLURM_NTASKS, nor a shell in one."""
-    step = given.get("SLURM_STEP_ID", given.get("SLURM_STEPID"))
+    step = _step(given)
     if step is None:
         return "SLURM_JOB_ID" not in given
     return not (step.isdigit() and int(step) >= _NO_TASKS_STEP)
+
+
+def _step(given: Mapping[str, str]) -> str | None:
+    """The step's number by its name of now, or that of SLURM before 14.11."""
+    return given.get("SLURM_STEP_ID", given.get("SLURM_STEPID"))
 
 
 def _open_mpi(given: Mapping[str, str]) -> World | None:
@@ -169,8 +195,8 @@ def _open_mpi(given: Mapping[str, str]) -> World | None:
     rank, size = _rank_of_size(given, rank_from, size_from)
     local = _number(given, "OMPI_COMM_WORLD_LOCAL_SIZE", 1, size)
     # Open MPI says nowhere on which host rank 0 is. In a SLURM job mpirun begins with the first node.
-    node, run = _first_node(given), given.get("PMIX_NAMESPACE", "mpi")
-    return _world(given, rank, size, "OMPI_COMM_WORLD_LOCAL_RANK", local == size, run, "mpirun", node)
+    run = given.get("PMIX_NAMESPACE", "mpi")
+    return _world(given, rank, size, "OMPI_COMM_WORLD_LOCAL_RANK", local == size, run, "mpirun")
 
 
 def _world(
@@ -181,25 +207,26 @@ def _world(
     one_host: bool,
     run: str,
     source: str,
-    node: tuple[str, str] | None = None,
     agent: bool = False,
 ) -> World:
-    """What all have in common: where rank 0 is. ``node``: the first one of a list, and the variable it is from."""
+    """What all have in common: where rank 0 is."""
     one_host = one_host or size == 1
     job = source in ("srun", "mpirun")
     port = PORTS[zlib.crc32(run.encode()) % len(PORTS)] if job else DEFAULT_PORT
+    their_port = _number(given, "MASTER_PORT", 1, 65_535)
     master, master_from = None, ENV_MASTER
     if ENV_MASTER in given:
         master, own_port = _host_and_port(given[ENV_MASTER])
-        port, agent = own_port or port, False
+        port = own_port or (None if agent else their_port) or port  # the agent listens at its own
+        agent = False
     else:
-        port = _number(given, "MASTER_PORT", 1, 65_535) or port
-        if "MASTER_ADDR" in given:
-            master, master_from = given["MASTER_ADDR"].strip("[]"), "MASTER_ADDR"
-        elif node is not None:
-            master, master_from = node
+        port = their_port or port
         if one_host and not agent:
-            master = _LOOPBACK
+            master, master_from = _LOOPBACK, "all are on this machine"
+        elif "MASTER_ADDR" in given:
+            master, master_from = _host(given["MASTER_ADDR"]), "MASTER_ADDR"
+        elif job:
+            master, master_from = _first_node(given)
     one_host = one_host or (master is not None and is_loopback(master))
     local = _number(given, local_rank, 0, size - 1)
     return World(rank, size, local, one_host, master, port, agent, run, source, master_from)
@@ -234,17 +261,29 @@ def _host_and_port(text: str) -> tuple[str, int | None]:
     return match[1].strip("[]"), int(match[2]) if match[2] else None
 
 
+def _host(text: str) -> str:
+    """Of MASTER_ADDR, which has no port, so that an IPv6 address may stand there as it is."""
+    host = text.strip("[]")
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        if not re.fullmatch(r"[^\s:/\[\]]+", host):
+            raise UsageError(f"MASTER_ADDR is {text[:50]!r}, and not a host alone: its port is MASTER_PORT") from None
+    return host
+
+
 # --- SLURM's lists of nodes ---------------------------------------------------------------------------
 
 
-def _first_node(given: Mapping[str, str]) -> tuple[str, str] | None:
+def _first_node(given: Mapping[str, str]) -> tuple[str | None, str]:
+    """The first node of a job, and the variable that says so; None: none does."""
     for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"):
         if name in given:
             try:
                 return next(hostnames(given[name])), name
             except UsageError as error:
-                raise UsageError(f"{name}: {error}") from None
-    return None
+                raise UsageError(f"{name}: {error}; or set {ENV_MASTER}=host[:port]") from None
+    return None, ENV_MASTER
 
 
 def hostnames(nodelist: str) -> Iterator[str]:

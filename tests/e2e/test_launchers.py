@@ -6,7 +6,6 @@ import json
 import os
 import secrets
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -20,7 +19,7 @@ from emulated import lacking as no_network
 from safetensors.torch import load_file
 
 from gossipx.metrics import summary
-from runs import LONG, PRELUDE, differences
+from runs import LONG, PRELUDE, differences, free_ports
 
 BRIEF = ("--policy", "tau:5", "--blocking", "--peer-timeout", "60")
 ROOT = Path(__file__).parents[2]
@@ -254,7 +253,7 @@ def test_a_rank_that_is_interrupted_while_it_waits_ends_the_others(tmp_path: Pat
     body = f"""
 import os, signal, subprocess, sys, time
 def rank(r):
-    place = {{"GOSSIPX_RANK": str(r), "GOSSIPX_SIZE": "3", "GOSSIPX_MASTER": "localhost:{_free_port()}"}}
+    place = {{"GOSSIPX_RANK": str(r), "GOSSIPX_SIZE": "3", "GOSSIPX_MASTER": "localhost:{free_ports(1)[0]}"}}
     command = [sys.executable, {str(script)!r}, {str(tmp_path)!r}]
     return subprocess.Popen(command, env={{**os.environ, **place}}, stderr=subprocess.PIPE, text=True)
 one, other = rank(0), rank(1)
@@ -270,7 +269,19 @@ sys.exit(one.returncode)
     assert "rank 1 gave up: KeyboardInterrupt" in ended.stdout and ended.returncode == 1, ended.stdout + ended.stderr
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port
+@pytest.mark.parametrize("wrong", [0, 1])
+def test_what_one_rank_refuses_ends_all(tmp_path: Path, wrong: int) -> None:
+    """Each is told why, whoever it is; processes that say by options which peers they are."""
+    (tmp_path / "there.py").write_text("")
+    (port,) = free_ports(1)
+    starts = []
+    for rank in (0, 1):
+        place = ("--rank", str(rank), "--size", "2", "--master", f"localhost:{port}", "--rendezvous-timeout", str(LONG))
+        script = "nowhere.py" if rank == wrong else "there.py"
+        command = [sys.executable, "-m", "gossipx", "run", *place, script]
+        starts.append(subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True))
+    told = [one.communicate(timeout=LONG)[1] for one in starts]
+    assert [one.returncode for one in starts] == [2, 2], told
+    assert "nowhere.py: no such script" in told[wrong]
+    assert f"rank {wrong} gave up: nowhere.py: no such script" in told[1 - wrong]
+    assert not (tmp_path / "runs").exists()

@@ -142,7 +142,7 @@ def test_every_shipped_file_can_be_shown_and_checked(name: str) -> None:
         (("check", "ring", "--size", "4", "--weights", "metropolitan"), "'uniform', 'metropolis'"),
         (("check", "kautz-12", "--weights", "metropolis"), "needs edges that go both ways"),
         (("check", "ring", "--size", "4", "--tolerance", "0"), "--tolerance"),
-        (("check", "ring", "--size", "4", "--tolerance", "nan"), "--tolerance is nan: above 0 and below 1"),
+        (("check", "ring", "--size", "4", "--tolerance", "nan"), "'--tolerance': nan is not in the range 0<x<1"),
     ],
 )
 def test_wrong_usage_is_told_in_one_line(arguments: tuple[str, ...], told: str) -> None:

@@ -261,6 +261,8 @@ def test_runs_of_the_same_kind_are_what_an_estimate_rests_on(place: Path) -> Non
         (["--resume", "taken"], "--dry-run shows what a new run would be"),
         (["--model", "googlnet"], "unknown model 'googlnet' (did you mean 'googlenet'?)"),
         (["missing.py"], "missing.py: no such script"),
+        (["--task", "cifar10", "--data-dir", "nowhere"], "nowhere: no cifar-10-binary.tar.gz"),
+        (["--logdir", "hosts.txt/runs"], "cannot write the run"),
     ],
 )
 def test_a_wrong_setting_is_told_as_the_run_would(place: Path, arguments: list[str], told: str) -> None:

@@ -43,6 +43,7 @@ def test_a_slurm_script() -> None:
         "partition": "gpu",
         "no-kill": "",
     }
+    subprocess.run(["bash", "-n"], input=done.stdout, text=True, check=True, timeout=60)
     command = shlex.split(done.stdout.partition("exec ")[2])
     srun, run = command[: command.index("gossipx")], command[command.index("gossipx") :]
     assert {"--kill-on-bad-exit=0", "--no-kill", "--wait=0", "--cpus-per-task=3"} <= set(srun)
@@ -80,7 +81,7 @@ def test_a_kubernetes_manifest() -> None:
     (container,) = pod["containers"]
     assert container["image"] == "example.org/train:1"
     assert container["resources"] == {"limits": {"nvidia.com/gpu": 2}}
-    assert container["command"] == ["gossipx", "run", "--bind", "0.0.0.0", "a $$(X).py"], "$( is Kubernetes' own"
+    assert container["command"] == ["gossipx", "run", "--bind", "0.0.0.0", "a $$(X).py"], "$ is Kubernetes' own"
     env = {one["name"]: one for one in container["env"]}
     assert env["GOSSIPX_SECRET"]["valueFrom"]["secretKeyRef"] == {"name": "gossipx", "key": "secret"}
     index = env["GOSSIPX_RANK"]["valueFrom"]["fieldRef"]["fieldPath"]
@@ -103,6 +104,26 @@ def test_a_claim_holds_the_run() -> None:
     assert container["command"][2:4] == ["--logdir", mount["mountPath"]]
 
 
+def test_a_claim_is_mounted_where_the_run_is_written() -> None:
+    _, job = manifest("--peers", "2", "--image", "x", "--claim", "results", "--", "--logdir", "/shared/runs")
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    assert container["volumeMounts"][0]["mountPath"] == "/shared/runs"
+    assert container["command"][-2:] == ["--logdir", "/shared/runs"] and container["command"].count("--logdir") == 1
+
+
+@pytest.mark.parametrize("text", ["a$$b", "$(GOSSIPX_SIZE)", "$$(X)", "$", "é 😀 ' \"\\"])
+def test_arguments_come_to_the_container_as_they_are(text: str) -> None:
+    """Kubernetes replaces $(NAME), and makes one $ of two."""
+    _, job = manifest("--peers", "2", "--image", "x", "--", "train.py", text)
+    told = job["spec"]["template"]["spec"]["containers"][0]["command"][-1]
+    assert re.sub(r"\$(\$|\(\w+\))", lambda found: "$" if found[1] == "$" else "replaced", told) == text
+
+
+def test_settings_that_are_given_hold() -> None:
+    assert "--device cpu" in (made := launch("slurm", "--gpus-per-peer", "1", "--", "--device", "cpu").stdout)
+    assert "cuda" not in made
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
@@ -112,6 +133,17 @@ def test_a_claim_holds_the_run() -> None:
         (["slurm", "--time", "1\n#SBATCH -A x"], "--time"),
         (["slurm", "--partition", "a b"], "--partition 'a b'"),
         (["slurm", "--nodes", "0"], "--nodes"),
+        (["slurm", "--nodes", "60000", "--peers-per-node", "1024"], "are 61440000: at most 65536"),
+        (["slurm", "--time", "١٢"], "--time"),
+        (["slurm", "--name", "é"], "--name 'é'"),
+        (["slurm", "--nodes", "2", "--", "--bind", "127.0.0.1"], "--bind 127.0.0.1 is each machine alone"),
+        (["slurm", "--", "--dry-run"], "--dry-run is not for a job"),
+        (["slurm", "--", "--rank", "0"], "--rank is not for a job"),
+        (["slurm", "--nodes", "2", "--", "--min-peers", "9"], "--min-peers 9 is more than the 2 peers"),
+        (["kubernetes", "--peers", "2", "--image", "x y"], "--image 'x y'"),
+        (["kubernetes", "--peers", "2", "--image", ""], "--image ''"),
+        (["kubernetes", "--peers", "2", "--image", "x", "--claim", "Bad!"], "--claim 'Bad!'"),
+        (["kubernetes", "--peers", "2", "--image", "x", "--claim", "c", "--", "--logdir", "here"], "--logdir here"),
         (["kubernetes", "--image", "x"], "--peers"),
         (["kubernetes", "--peers", "2", "--image", "x", "--name", "A_b"], "--name 'A_b': at most 61 small letters"),
         (["kubernetes", "--peers", "2", "--image", "x", "--name", "a" * 62], "--name"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 from itertools import product
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -133,6 +134,28 @@ def test_gossipx_master_comes_before_all_others() -> None:
     assert own is not None and (own.master, own.port, own.rank, own.size) == ("fd00::1", 7000, 1, 2)
     plain = find({**OWN, "GOSSIPX_MASTER": "localhost"})
     assert plain is not None and plain.one_host and plain.port == DEFAULT_PORT
+    unreadable = find({**SLURM, "SLURM_STEP_NODELIST": "n[1-", "GOSSIPX_MASTER": "here"})
+    assert unreadable is not None and unreadable.master == "here", "what nobody needs is not read"
+
+
+def test_the_port_of_master_port_is_of_gossipx_master_too_unless_an_agent_listens_there() -> None:
+    by_hand = find({**OWN, "GOSSIPX_MASTER": "head", "MASTER_PORT": "4711"})
+    assert by_hand is not None and by_hand.port == 4711
+    agent = find({**TORCHRUN, "GOSSIPX_MASTER": "head"})
+    assert agent is not None and agent.port == DEFAULT_PORT
+
+
+@pytest.mark.parametrize(("given", "host"), [("n1.example.org", "n1.example.org"), ("[fd00::1]", "fd00::1")])
+def test_master_addr(given: str, host: str) -> None:
+    for text in (given, host):
+        world = find({**TORCHRUN, "MASTER_ADDR": text})
+        assert world is not None and world.master == host
+
+
+def test_on_one_machine_all_meet_on_its_loopback() -> None:
+    """And a message does not blame a variable that is not asked."""
+    world = find({**SLURM, "SLURM_STEP_NUM_NODES": "1", "MASTER_ADDR": "elsewhere"})
+    assert world is not None and (world.master, world.master_from) == ("127.0.0.1", "all are on this machine")
 
 
 @pytest.mark.parametrize(
@@ -148,7 +171,11 @@ def test_gossipx_master_comes_before_all_others() -> None:
         ({"RANK": "²", "WORLD_SIZE": "2"}, "RANK is '²'"),
         ({**TORCHRUN, "MASTER_PORT": "70000"}, "MASTER_PORT is '70000'"),
         ({**TORCHRUN, "LOCAL_RANK": "x"}, "LOCAL_RANK is 'x'"),
+        ({**TORCHRUN, "MASTER_ADDR": "http://n1:29500"}, "MASTER_ADDR is 'http://n1:29500', and not a host alone"),
+        ({**TORCHRUN, "MASTER_ADDR": "n1:29500"}, "its port is MASTER_PORT"),
+        ({**TORCHRUN, "GOSSIPX_RANK": "1"}, "GOSSIPX_RANK is '1', and by torchrun this process is rank 3"),
         ({**SLURM, "SLURM_STEP_NODELIST": "node["}, "SLURM_STEP_NODELIST: 'node[' is no list of hosts"),
+        ({**SLURM, "SLURM_STEP_NODELIST": "node["}, "or set GOSSIPX_MASTER=host[:port]"),
         ({**OWN, "GOSSIPX_MASTER": "a:b:c"}, "GOSSIPX_MASTER is 'a:b:c', and not host[:port]"),
         ({**OWN, "GOSSIPX_MASTER": "a:0"}, "GOSSIPX_MASTER is 'a:0'"),
     ],
@@ -160,11 +187,13 @@ def test_what_does_not_go_together_is_told_by_name(environ: dict[str, str], told
 
 
 def test_the_place_in_a_list_that_was_given() -> None:
-    assert rank_among(TORCHRUN, 8, "hosts.txt") == 3
-    assert rank_among({}, 8, "hosts.txt") is None
-    assert rank_among({"RANK": "0", "WORLD_SIZE": "1"}, 8, "hosts.txt") is None, "one process says nothing of peers"
-    with pytest.raises(UsageError, match=r"hosts.txt names 4 peers, and torchrun started 8 processes"):
-        rank_among(TORCHRUN, 4, "hosts.txt")
+    assert rank_among(TORCHRUN, 8, Path("hosts.txt")) == 3
+    assert rank_among({}, 8, Path("hosts.txt")) is None
+    assert rank_among({"RANK": "0", "WORLD_SIZE": "1"}, 8, Path("hosts.txt")) is None, (
+        "one process says nothing of peers"
+    )
+    with pytest.raises(UsageError, match=r"hosts.txt: names 4 peers, and torchrun started 8 processes"):
+        rank_among(TORCHRUN, 4, Path("hosts.txt"))
 
 
 # --- lists of nodes -----------------------------------------------------------------------------------
