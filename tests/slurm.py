@@ -115,6 +115,7 @@ def _configuration(folder: Path, munge: Path) -> str:
             f"SlurmctldHost={host}(127.0.0.1)",
             f"SlurmctldPort={ports[0]}",
             f"SlurmdPort={ports[1]}",
+            f"FirstJobId={ports[0]}",  # a run's port is of its job's number: two clusters on one machine need two
             "SlurmUser=root",
             "AuthType=auth/munge",
             f"AuthInfo=socket={munge}",
