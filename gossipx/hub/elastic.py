@@ -73,6 +73,7 @@ class Elastic(Exchange):
         self._initial: list[Received] = []  # these wait for our own model to become the centre
         self._current: _Elastic | None = None
         self._asking: int | None = None  # the ticket of our CentreRequest, until its centre is our model
+        self._forsaken: int | None = None
 
     @property
     def captured(self) -> int | None:
@@ -236,7 +237,14 @@ class Elastic(Exchange):
     def agree(self, now: float) -> list[Effect] | None:
         """The end of elastic averaging is its centre: each takes it as its own model."""
         hub = self._ground.members.others.get(self._settings.rank)
-        return None if hub is not None and hub.silent else self._ask_for_centre(now)
+        if hub is not None and hub.silent:
+            self._forsaken = self._settings.rank
+            return None
+        return self._ask_for_centre(now)
+
+    @property
+    def forsaken(self) -> int | None:
+        return self._forsaken
 
     def _ask_for_centre(self, now: float) -> list[Effect]:
         patience = self._patience()
@@ -252,8 +260,11 @@ class Elastic(Exchange):
 
     def _without_centre(self, ticket: int, now: float) -> list[Effect]:
         self._asking = None
-        note = Note("centre", "the hub gave no centre: this peer keeps its own model")
-        return [Forget(ticket), note, *(self._give_initial(now) if self._initial else [Resume()])]
+        if self._is_hub:
+            note = Note("centre", "the hub's centre cannot be had: this peer keeps its own model")
+            return [Forget(ticket), note, *(self._give_initial(now) if self._initial else [Resume()])]
+        self._forsaken = self._settings.rank
+        return [Forget(ticket), Note("centre", "the hub gave no centre: the mean of all models takes its place")]
 
     def _give_initial(self, now: float) -> list[Effect]:
         initial, self._initial = self._initial, []

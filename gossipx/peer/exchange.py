@@ -388,6 +388,11 @@ class Exchange(abc.ABC):
         """All have come to the finish: take the model that the run ends with; None: that is the mean of all."""
         return None
 
+    @property
+    def forsaken(self) -> int | None:
+        """Who was to give the model that the run ends with, and does not: it ends with the mean of the others'."""
+        return None
+
     def adopted(self, ticket: int, now: float) -> list[Effect] | None:
         """A model was adopted; None: none of these."""
         return None

@@ -457,7 +457,7 @@ class PeerRole:
         if self.joining.adopted(ticket):
             return self.stages.gather(Stage.START, now)
         if self.exchange and (adopted := self.exchange.adopted(ticket, now)) is not None:
-            return adopted
+            return self.stages.adopted(adopted, now)
         if self.stage is Stage.AGREE and self.waves.is_taken_in(ticket):
             return [Resume()]
         return self.stages.trained(self.training.mixed(ticket, now), now)

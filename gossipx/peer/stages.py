@@ -102,8 +102,17 @@ class Stages:
         return self.exchanged(effects, now) if self._exchange else effects
 
     def exchanged(self, effects: list[Effect], now: float) -> list[Effect]:
-        """An exchange has gone on."""
+        """An exchange has gone on; at the end it may turn out that what it was to end with cannot be had."""
+        if self.stage is Stage.AGREE:
+            assert self._exchange is not None
+            forsaken = self._exchange.forsaken is not None and self._waves.current is None
+            return [*effects, *self._last_wave(None, now)] if forsaken else effects
         return self.trained(self._training.exchanged(effects), now)
+
+    def adopted(self, effects: list[Effect], now: float) -> list[Effect]:
+        """An exchange's model was adopted: if that is what the run ends with, there is no last wave."""
+        over = self.stage is Stage.AGREE
+        return [*effects, *(self._waves.leave(now, "it has the hub's centre") if over else [])]
 
     # --- the finish -------------------------------------------------------------------------------
 
@@ -124,8 +133,11 @@ class Stages:
         self.stage = Stage.AGREE
         if self._exchange and members is None and (asked := self._exchange.agree(now)) is not None:
             return asked
-        weight = self._exchange.weight if self._exchange else 1.0
-        return self.waved(self._waves.finish(members, self._training.step, weight, now), now)
+        return self._last_wave(members, now)
+
+    def _last_wave(self, members: tuple[int, ...] | None, now: float) -> list[Effect]:
+        weight, without = (self._exchange.weight, self._exchange.forsaken) if self._exchange else (1.0, None)
+        return self.waved(self._waves.finish(members, self._training.step, weight, now, without), now)
 
     # --- waves ------------------------------------------------------------------------------------
 
@@ -142,6 +154,9 @@ class Stages:
                 return []
             case Stage.AGREE | Stage.DONE if last and waves.current is not None:
                 return self.waved(waves.current.requested(event, now), now)
+            case Stage.AGREE if last:  # it depends on what our exchange ends with
+                waves.hold(event)
+                return []
             case Stage.START | Stage.TRAIN:
                 begun = self.stage is Stage.TRAIN
                 return self.trained(self._training.round_requested(event, begun, now), now)

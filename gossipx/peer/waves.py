@@ -71,10 +71,23 @@ class Waves:
         effects = self._enter(latest, members, step, now)
         return effects + [effect for event in waiting for effect in self.requested(event, step, now)]
 
-    def finish(self, members: tuple[int, ...] | None, step: int, weight: float, now: float) -> list[Effect]:
-        """Begin the last wave, with ``members``; None: all that are here. ``weight``: of our model in their mean."""
-        members = members or tuple(sorted([self._rank, *self._members.in_finish()]))
+    def finish(
+        self, members: tuple[int, ...] | None, step: int, weight: float, now: float, without: int | None = None
+    ) -> list[Effect]:
+        """Begin the last wave.
+
+        Args:
+            members: who takes part; None: all that are here.
+            step: iterations that our model has seen.
+            weight: of our model in their mean.
+            now: the time.
+            without: not this one, though it was here; others may have noticed before us, and have named who takes part.
+        """
         early, self._early = self._early, []
+        if members is None:
+            here = [self._rank, *(rank for rank in self._members.in_finish() if rank != without)]
+            named = [_asked(event).members for event in early if without is not None and self.may_join(event)]
+            members = min(named, key=_order, default=tuple(sorted(here)))
         # Whoever has come to the last wave is met in it, though it was silent a moment ago.
         self.current = Wave(
             LAST_WAVE, self._rank, members, step, self._requests, self._patience(members), weight=weight
@@ -213,11 +226,11 @@ class Waves:
             effects.append(Forget(wave.ticket))
         return effects + [self.refuse(event, reason, now) for event in waiting]
 
-    def leave(self, now: float) -> list[Effect]:
+    def leave(self, now: float, reason: str = "it leaves") -> list[Effect]:
         """Take part in nothing any more."""
         waiting = self._early + (self.current.leave() if self.current else [])
         self._early = []
-        return [self.refuse(event, "it leaves", now) for event in waiting]
+        return [self.refuse(event, reason, now) for event in waiting]
 
 
 def _asked(event: Received) -> RoundRequest:

@@ -176,8 +176,9 @@ def test_a_job_script_that_forgets_srun_is_told_so_at_once(tmp_path: Path, clust
 def test_the_printed_job_keeps_the_others_when_one_dies(tmp_path: Path, cluster: slurm.Slurm) -> None:
     """On a cluster that ends all tasks for one unless it is told otherwise."""
     script = tmp_path / "train.py"
-    dies = "train(peer, model, optimizer, 10)\n        os.kill(os.getppid(), signal.SIGKILL)"
-    script.write_text(SCRIPT.replace("with peer:\n", f"with peer:\n    if peer.rank == 0:\n        {dies}\n"))
+    dies = "for process in (os.getppid(), os.getpid()):\n            os.kill(process, signal.SIGKILL)"
+    first = f"    if peer.rank == 0:\n        train(peer, model, optimizer, 10)\n        {dies}\n"
+    script.write_text(SCRIPT.replace("with peer:\n", f"with peer:\n{first}"))
     arguments = ["--name", "x", "--peer-timeout", "5", script, tmp_path]
     printed = cluster.run(["gossipx", "launch", "slurm", "--peers-per-node", "2", "--", *arguments], tmp_path)
     assert printed.returncode == 0, printed.stderr

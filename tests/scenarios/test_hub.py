@@ -60,6 +60,17 @@ def test_the_hub_dies_and_nothing_blocks(lost: str) -> None:  # [38]
     assert toy.spread(rows) < 1e-6, "without a hub, they end with the mean of all"
 
 
+@pytest.mark.parametrize("after", [0.1, 5.0, 8.2])
+@pytest.mark.parametrize("trains", [True, False])
+def test_the_hub_dies_once_some_have_come_to_the_end(trains: bool, after: float) -> None:  # [38]
+    """They have heard that it is there, and learn that it is not by asking for its centre."""
+    made = toy.world(4, 0, Network(delay=0.1), {3: 1.4}, hub=settings("wait", trains), policy="tau:2")
+    made.crash(HUB, toy.ITERATIONS + after)
+    toy.ended(made, toy.bound(4, compute=1.4, waits=4))
+    assert made.fired["crash"] == 1
+    assert toy.spread(toy.models(made, (1, 2, 3))) < 1e-6, "without a centre, they end with the mean of all"
+
+
 def test_the_hub_dies_and_they_stop() -> None:  # [38]
     made = toy.world(3, 0, Network(delay=0.1), hub=settings("stop"), policy="tau:2")
     made.crash(HUB, 6.5)
