@@ -34,6 +34,7 @@ class Life:
 
     Attributes:
         open: until it is closed.
+        finishes_at_exit: whether a script that ends without a word of the peer has trained to its end.
         steps: iterations done in this process.
         backward: the module's hooks, in server mode.
         unhook: called as it is closed; what takes the caller's own hooks away.
@@ -50,6 +51,7 @@ class Life:
         backward: Callable[[Callable[[], None]], Backward] | None,
     ):
         self.open = True
+        self.finishes_at_exit = True
         self.steps = 0
         self.unhook: list[Callable[[], None]] = []
         self._module = module
@@ -145,7 +147,7 @@ class Life:
         """Write the model; an error to end with, if that cannot be done: the figures are worth telling first."""
         if self._options.directory is None or not self._options.save_model:
             return None
-        return models.save(self._module, models.file_of(self._options.directory, self._role.rank))
+        return models.save(self._module, self._arena.step, models.file_of(self._options.directory, self._role.rank))
 
     def leave(self) -> None:
         """Take no further part, without a finish, and tell the others."""

@@ -15,6 +15,8 @@ from gossipx.errors import GossipxError, UsageError
 from gossipx.layout import plain_name
 
 MODEL_FILE = "model.safetensors"
+ITERATION = "gossipx.iteration"
+"""What a model's file says in its metadata of how far it was trained."""
 
 
 def directory_of(directory: Path, rank: int) -> Path:
@@ -27,15 +29,16 @@ def file_of(directory: Path, rank: int) -> Path:
     return directory_of(directory, rank) / MODEL_FILE
 
 
-def save(module: nn.Module, target: Path) -> GossipxError | None:
-    """Write a model whole, or leave what was there.
+def save(module: nn.Module, iteration: int, target: Path) -> GossipxError | None:
+    """Write a model that has seen so many iterations whole, or leave what was there.
 
     Returns:
         An error to end with, if it cannot be written: a peer's figures are worth telling first.
     """
+    metadata = {**stored.TORCH, ITERATION: str(iteration)}
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        stored.write(target, stored.tensors_of(module), "give --no-save-model")
+        stored.write(target, stored.tensors_of(module), "give --no-save-model", metadata)
     except OSError as error:
         return GossipxError(f"{target}: it cannot be written ({error}); make room, or give --no-save-model")
     except GossipxError as error:
@@ -87,6 +90,12 @@ def average(models: Sequence[Path]) -> Iterator[tuple[str, Tensor]]:
             for file in files[1:]:
                 total += file.get_tensor(name)
             yield name, (total / len(files)).to(first.dtype)
+
+
+def iteration_of(model: Path) -> int:
+    """How many iterations a model that a run has left has seen; 0 where its file does not say."""
+    with _opened(model) as file:
+        return int((file.metadata() or {}).get(ITERATION, 0))
 
 
 def is_sound(model: Path) -> bool:

@@ -274,6 +274,13 @@ class Peer:
         """
         self._life.finish()
 
+    def leave_at_exit(self) -> None:
+        """A script that ends without a word of this peer has not trained to its end: it leaves then.
+
+        For loops of others, which do not tell of a failure that the script has caught.
+        """
+        self._life.finishes_at_exit = False
+
     def leave(self) -> None:
         """Take no further part, without a finish, and tell the others."""
         self._life.leave()

@@ -16,7 +16,13 @@ from gossipx.errors import GossipxError, UsageError
 
 
 class Ends(Protocol):
-    """A peer, as far as a process's end goes."""
+    """A peer, as far as a process's end goes.
+
+    Attributes:
+        finishes_at_exit: whether a script that ends without a word of it has trained to its end.
+    """
+
+    finishes_at_exit: bool
 
     def finish(self) -> None:
         """Training is over."""
@@ -128,7 +134,7 @@ def _at_exit() -> None:
         _thread.join()  # it trains, and ends as the script has it
     for peer in list(_open):
         try:
-            if getattr(sys, "last_value", None) is None and not _failed:
+            if peer.finishes_at_exit and getattr(sys, "last_value", None) is None and not _failed:
                 peer.finish()
             else:
                 peer.leave()

@@ -71,6 +71,7 @@ class GossipCallback(TrainerCallback):
         optimizer = getattr(kwargs["optimizer"], "optimizer", kwargs["optimizer"])  # of Accelerate's wrapper
         self.peer = self._joining.join(kwargs["model"], optimizer, None if kept is None else json.loads(kept))
         self.peer.copy_state()
+        self.peer.leave_at_exit()  # the Trainer tells nobody that a training has failed
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Keep the state where the Trainer writes it, as a checkpoint may come next."""

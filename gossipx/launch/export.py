@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from gossipx import config, stored
@@ -11,6 +11,7 @@ from gossipx.drive.checkpoints import store_of
 from gossipx.errors import UsageError
 from gossipx.launch.directory import CONFIG_FILE, HOSTS_FILE, run_directory
 from gossipx.launch.hosts import read_hosts
+from gossipx.metrics import summary
 from gossipx.specs import rank_of, suggest
 
 SUFFIX = ".safetensors"
@@ -19,8 +20,8 @@ SUFFIX = ".safetensors"
 def export(run: str, target: Path, logdir: Path, peer: str | None = None, overwrite: bool = False) -> str:
     """Write the average of the peers' models to a file.
 
-    It is of the final models; of a run that has left none, of the newest checkpoint that all peers have, else of each
-    peer's newest.
+    It is of the final models of the peers that finished. Of a run that has left none, or has gone on since, it is of the
+    newest checkpoint that all peers have, else of each peer's newest.
 
     Args:
         run: its directory, or its name in ``logdir``.
@@ -43,7 +44,7 @@ def export(run: str, target: Path, logdir: Path, peer: str | None = None, overwr
     _check_target(target, overwrite)
     names = [line.name for line in read_hosts(path / HOSTS_FILE)]
     ranks = range(len(names)) if peer is None else [rank_of(peer, "--peer", names)]
-    files, of = _models(path, ranks)
+    files, of = _models(path, ranks, () if peer is not None else _lost(path, names))
     sound = [file for file in files if models.is_sound(file)]
     if not sound:
         raise UsageError("all models of this run hold NaN: it has diverged", path)
@@ -69,14 +70,27 @@ def _check_target(target: Path, overwrite: bool) -> None:
         raise UsageError("it is there already: give --overwrite, or another --to", target)
 
 
-def _models(path: Path, ranks: Sequence[int]) -> tuple[list[Path], str]:
+def _lost(path: Path, names: Sequence[str]) -> Collection[int]:
+    """Ranks that did not finish, as far as the run has told."""
+    if not (path / summary.FILE).is_file():
+        return ()
+    lost = summary.read(path).lost
+    return [rank for rank, name in enumerate(names) if name in lost]
+
+
+def _models(path: Path, ranks: Sequence[int], lost: Collection[int]) -> tuple[list[Path], str]:
     """The models of these peers, and of when they are."""
-    final: Mapping[int, Path] = {rank: models.file_of(path, rank) for rank in ranks}
-    there = [file for file in final.values() if file.is_file()]
-    if there:  # a peer that was lost has none
-        return there, "as of the end"
     stores = {rank: store_of(path, rank) for rank in ranks}
     whole = {rank: store.whole() for rank, store in stores.items()}
+    final: Mapping[int, Path] = {rank: models.file_of(path, rank) for rank in ranks if rank not in lost}
+    there = [
+        file
+        for rank, file in final.items()
+        # A model that is older than a checkpoint is of an end from which the run has gone on.
+        if file.is_file() and models.iteration_of(file) >= max(whole[rank], default=0)
+    ]
+    if there:
+        return there, "as of the end"
     lacking = [str(rank) for rank, found in whole.items() if not found]
     if lacking:
         told = f"no final models, and peers {', '.join(lacking)} have no checkpoints"

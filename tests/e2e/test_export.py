@@ -90,6 +90,33 @@ def test_a_run_that_was_stopped_gives_the_average_of_its_newest_checkpoints(two:
         torch.testing.assert_close(mean, (kept[0][name] + kept[1][name]) / 2)
 
 
+def test_what_a_run_has_gone_on_from_is_not_its_end(two: Folder) -> None:
+    """Peers end at 10 and go on, and one of them is killed: what it has left is of before."""
+    script = """
+model = nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+until, dies = int(sys.argv[2]), sys.argv[3:]
+with gossipx.join(model, optimizer) as peer:
+    train(peer, model, optimizer, until)
+    if dies == [str(peer.rank)]:
+        while not (FOLDER / f"x/peer-0{peer.rank}/checkpoints/{until:08d}/manifest.json").exists():
+            pass
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+    begin = ("--policy", "never", "--checkpoint-every", "5", "--peer-timeout", "5", two.script(script), two.path)
+    run = two.run(*begin, "10")
+    before = [run.model(rank) for rank in (0, 1)]
+    resume = ("-m", "gossipx", "run", "--logdir", two.path, "--resume", "x", "train.py", two.path)
+    two.start(*resume, "15", "0").end()
+    ended = export(two, "x", "--to", "one.safetensors")
+    assert ended.code == 0 and "the average of 1 models, as of the end" in ended.output, ended.shown
+    found = load_file(two.path / "one.safetensors")
+    assert all(torch.equal(found[name], tensor) for name, tensor in run.model(1).items())
+    assert not torch.equal(found["weight"], before[1]["weight"])
+    ended = export(two, "x", "--to", "own.safetensors", "--peer", "0")
+    assert "as of iteration 15" in ended.output, ended.shown
+
+
 def test_a_run_without_any_model_says_how_there_is_one(two: Folder) -> None:
     two.run("--iterations", "5", "--no-save-model")
     assert "have no checkpoints: runs leave models at their end, or by --checkpoint-every" in one_line(

@@ -260,6 +260,34 @@ def test_a_loop_of_others_gossips_and_goes_on_from_its_own_checkpoint(two: Folde
     assert all(told.get("saved", True) for told in here)
 
 
+@pytest.mark.parametrize("name", ["lightning", "transformers"])
+def test_a_training_that_fails_is_none_that_ends_well(two: Folder, name: str) -> None:
+    """Also where the script has caught its failure and goes on to its own end."""
+    if importlib.util.find_spec(name) is None:
+        pytest.skip(f"{name} is not installed")
+    whole, call = LOOPS[name], {"lightning": "fit(2)", "transformers": "train(2)"}[name]
+    fails = f"""
+def broken(*given, **named):
+    if PEER == 1 and gossip.peer.iteration == 3:
+        raise ArithmeticError("of one's own")
+
+
+Began.on_train_batch_start = Began.on_step_begin = broken
+try:
+    {call}
+except ArithmeticError:
+    told["caught"] = gossip.peer.iteration
+(FOLDER / f"{{PEER}}.json").write_text(json.dumps(told))
+"""
+    script = two.script(BEGIN + whole[: whole.index("first = ")] + fails)
+    one, other = (two.start(script, two.path, str(peer), "1") for peer in range(2))
+    assert other.end().code == 0 and two.told(1)["caught"] == 3
+    ended = one.end()
+    assert ended.code == 0 and "caught" not in two.told(0), ended.shown
+    assert "peer 1 has left" in ended.output + ended.errors, ended.shown
+    assert "no longer waiting" not in ended.output + ended.errors, ended.shown
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LOOPS)
 def test_so_it_does_with_two_processes_a_peer(two: Folder, name: str) -> None:

@@ -233,9 +233,32 @@ def test_sigterm_to_the_run_asks_all_to_leave(place: Any) -> None:
     assert all((here.path / "x" / f"peer-{rank:02d}" / "model.safetensors").exists() for rank in (0, 1))
 
 
-def test_no_peer_outlives_a_run_that_is_killed(place: Any) -> None:
+@pytest.mark.parametrize(
+    "deaf",
+    [
+        pytest.param("", id="trains"),
+        pytest.param("queue.Queue().get()", id="waits"),
+        pytest.param("signal.signal(signal.SIGINT, signal.SIG_IGN)", id="ignores"),
+    ],
+)
+def test_no_peer_outlives_a_run_that_is_killed(place: Any, deaf: str) -> None:
+    """Whatever its script makes of an interruption, and whatever it waits for."""
     here = place(2)
-    run, peers = training(here, "--iterations", "100000")
+    script = f"""
+import queue
+model = nn.Linear(4, 50)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+with gossipx.join(model, optimizer) as peer:
+    train(peer, model, optimizer, 20)
+    print("so far", flush=True)
+    {deaf}
+    train(peer, model, optimizer, 10**9)
+"""
+    run = here.start_run(here.script(script), here.path)
+    for _ in here.names:
+        run.line("so far")
+    peers = children(run.pid)
+    assert len(peers) == 2
     ends = [os.pidfd_open(pid) for pid in peers.values()]
     os.kill(run.pid, signal.SIGKILL)
     for end in ends:
