@@ -20,10 +20,14 @@ from gossipx import config
 from gossipx.cli import words
 from gossipx.errors import GossipxError, UsageError
 from gossipx.launch.directory import run_directory
-from gossipx.launch.environment import ENV_DEBUG, ENV_MASTER, ENV_RANK, ENV_SIZE
+from gossipx.launch.environment import ENV_DEBUG
+from gossipx.launch.world import with_options
 from gossipx.metrics import summary
 from gossipx.metrics.compare import Row, compare
 from gossipx.settings import KEYS, Key
+
+_HELP: tuple[type[BaseException], ...] = tuple(filter(None, [getattr(click.exceptions, "NoArgsIsHelpError", None)]))
+"""With what click, from 8.2 on, shows the help of a group that is given no command."""
 
 
 @contextlib.contextmanager
@@ -37,9 +41,9 @@ def _one_line(ctx: click.Context) -> Iterator[None]:
         print(error, file=sys.stderr)
         sys.exit(error.exit_code)
     except click.UsageError as error:
-        text = error.format_message().removesuffix(".")
-        if "\n" in text:  # a group without a command: it is the help
+        if isinstance(error, _HELP):
             raise
+        text = " ".join(error.format_message().split()).removesuffix(".")
         print(f"{text} (see {(error.ctx or ctx).command_path} --help)", file=sys.stderr)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
@@ -182,10 +186,7 @@ def run(
             raise UsageError(f"{option} is of --dry-run: add that, or leave it out")
     if dry_run and resume is not None:
         raise UsageError("--dry-run shows what a new run would be: leave --resume out")
-    started = {ENV_RANK: rank, ENV_SIZE: size, ENV_MASTER: master}
-    environ = {**os.environ, **{name: str(value) for name, value in started.items() if value is not None}}
-    if rank is not None and not environ.get(ENV_SIZE):
-        raise UsageError(f"--rank {rank} is of a run where one process is one peer: give --size, too")
+    environ = with_options(os.environ, rank, size, master)
     if resume is not None:
         from gossipx.launch.resume import settings_of
 

@@ -38,6 +38,7 @@ def completion(ctx: click.Context, shell: str) -> None:
     """Print a script that has the shell complete commands, options and their values.
 
     \b
+    mkdir -p ~/.local/share/bash-completion/completions ~/.zfunc ~/.config/fish/completions
     gossipx completion bash > ~/.local/share/bash-completion/completions/gossipx
     gossipx completion zsh > ~/.zfunc/_gossipx
     gossipx completion fish > ~/.config/fish/completions/gossipx.fish

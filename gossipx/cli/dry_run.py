@@ -44,7 +44,7 @@ def _peers(found: DryRun) -> Table:
     title = f"{found.name}: {len(found.peers)} peers, {here} of them here. Nothing was started or written"
     table = Table(title=title, title_justify="left")
     for heading in ("rank", "name", "address", "device", "part", "where"):
-        table.add_column(heading, justify="right" if heading == "rank" else "left")
+        table.add_column(heading, justify="right" if heading == "rank" else "left", overflow="fold")
     for peer in found.peers:
         where = "here" if peer.here else "elsewhere"
         table.add_row(str(peer.rank), peer.name, peer.address, peer.device, peer.part, where)
@@ -55,7 +55,7 @@ def _traffic(found: DryRun) -> Table:
     of = "" if found.model.is_known else ", for each MB of model"
     title = f"Traffic of {found.iterations:,} iterations{of}; {found.how}"
     table = Table(title=title, title_justify="left")
-    table.add_column("")
+    table.add_column("", overflow="fold")
     for heading in ("times a peer", "MB each way", "of the busiest", f"s of {found.link}"):
         table.add_column(heading, justify="right")
     table.add_column("known from")

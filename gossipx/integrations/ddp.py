@@ -123,8 +123,8 @@ class Joining:
 class GroupPeer:
     """A peer that is a group of processes with equal models, or one process; made by :func:`join`.
 
-    Use it as a context manager, as :class:`gossipx.Peer`. All of it but :meth:`log`, :meth:`leave`, :meth:`leave_at_exit` and
-    :meth:`close` is for all processes of the group together.
+    Use it as a context manager, as :class:`gossipx.Peer`. All of it but :meth:`log`, :meth:`leave`,
+    :meth:`leave_at_exit` and :meth:`close` is for all processes of the group together.
 
     Attributes:
         rank: of the peer, the same in all processes of the group.

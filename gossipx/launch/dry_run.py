@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,13 +13,11 @@ from torch import nn
 from gossipx import build, codecs, layout, policies
 from gossipx.build.server import codec_of
 from gossipx.errors import UsageError
-from gossipx.launch import traffic
-from gossipx.launch.directory import SCRIPT_FILE, check_name
+from gossipx.launch import earlier, traffic
+from gossipx.launch.directory import check_name
 from gossipx.launch.start import Checked, by_servers, check, goes_by
-from gossipx.launch.traffic import Count, Seen
+from gossipx.launch.traffic import Count
 from gossipx.launch.world import World, check_size
-from gossipx.metrics import summary
-from gossipx.metrics.summary import Summary
 from gossipx.server.placement import Table
 from gossipx.settings import RunConfig
 from gossipx.tasks.data import TASKS, load
@@ -210,7 +207,7 @@ def _rounds(
     beside = [BESIDE] if own != policies.parse(BESIDE) else []  # it may be written tau:period=10
     for spec in (*beside, settings.sync.policy):
         policy = policies.parse(spec)
-        found = traffic.counts(policy, iterations, of, _seen(settings, script, policy))
+        found = traffic.counts(policy, iterations, of, earlier.seen(settings, script, policy))
         counted += [(spec, count) for count in found]
     return models * model.encoded_bytes, counted
 
@@ -380,29 +377,3 @@ def _topology(settings: RunConfig, checked: Checked) -> Analysis | None:
     hosts = [peer.host for peer in checked.peers]
     graph = build.schedule(settings, len(hosts), hosts).topology
     return analyse(graph, settings.sync.schedule, settings.sync.weights, seed=settings.run.seed)
-
-
-def _seen(settings: RunConfig, script: list[str], policy: policies.Policy) -> Seen | None:
-    """What runs in ``logdir`` that trained the same under the same policy have needed."""
-    often: dict[str, float] = {}
-    for file in sorted(Path(settings.run.logdir).glob(f"*/{summary.FILE}")):
-        try:
-            found = summary.read(file)
-            same = policies.parse(found.policy) == policy
-        except UsageError:  # of another version, or under a policy that is not installed any more
-            continue
-        done = [count for count in found.retrievals if count is not None]
-        if same and done and found.iterations and _is_alike(found, file.parent, settings, script):
-            often[found.name] = sum(done) / len(done) / found.iterations
-    return Seen(tuple(often), min(often.values()), max(often.values())) if often else None
-
-
-def _is_alike(found: Summary, directory: Path, settings: RunConfig, script: list[str]) -> bool:
-    """Whether a run trained what this one would."""
-    if not script:
-        return (found.task, found.model) == (settings.task.task, settings.task.model)
-    try:
-        noted = json.loads((directory / SCRIPT_FILE).read_bytes())
-    except (OSError, ValueError):  # it had none, or somebody has put something else there
-        return False
-    return isinstance(noted, list) and noted[:1] == [str(Path(script[0]).absolute())]

@@ -20,8 +20,8 @@ SUFFIX = ".safetensors"
 def export(run: str, target: Path, logdir: Path, peer: str | None = None, overwrite: bool = False) -> str:
     """Write the average of the peers' models to a file.
 
-    It is of the final models of the peers that finished. Of a run that has left none, or has gone on since, it is of the
-    newest checkpoint that all peers have, else of each peer's newest.
+    It is of the final models of the peers that finished. Of a run that has left none, or has gone on since, it is of
+    the newest checkpoint that all peers have, else of each peer's newest.
 
     Args:
         run: its directory, or its name in ``logdir``.

@@ -19,6 +19,8 @@ from gossipx.settings import RunConfig
 
 INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 """Where Kubernetes notes which pod of an Indexed Job a pod is."""
+ANYWHERE = ("0.0.0.0", "::", "[::]")
+"""What --bind says of all of a machine's addresses."""
 RUNS = "/runs"
 """Where a claim is mounted in a pod."""
 _LONGEST_LABEL = 63
@@ -94,7 +96,7 @@ def slurm(job: Job, time: str | None = None, partition: str | None = None) -> st
         ]
     lines += [
         "# A task that fails, or a node, does not end the others; nor does the end of the first.",
-        f"exec srun --kill-on-bad-exit=0 --no-kill --wait=0 --cpus-per-task={threads} \\",
+        f"exec srun --export=ALL --kill-on-bad-exit=0 --no-kill --wait=0 --cpus-per-task={threads} \\",
         f"    {shlex.join(_command(job, several=job.nodes > 1))}",
     ]
     return "\n".join(lines) + "\n"
@@ -142,9 +144,13 @@ def _check(job: Job, several: bool) -> None:
     """``several``: whether peers are on several machines, or in containers of their own."""
     if job.settings.run.peers is not None:
         raise UsageError("--peers lists peers, and here their number says who they are: leave it out")
-    bind = job.settings.exchange.bind
+    bind, advertise = job.settings.exchange.bind, job.settings.exchange.advertise
     if several and "bind" in job.given and is_loopback(bind):
         raise UsageError(f"--bind {bind} is each machine alone, and peers are on several: leave it out")
+    one = advertise if advertise is not None else bind if "bind" in job.given and bind not in ANYWHERE else None
+    if several and one is not None:
+        option = "--advertise" if one is advertise else "--bind"
+        raise UsageError(f"{option} {one} is one machine's, and peers are on several: leave it out")
 
 
 def _runs(job: Job, claim: str | None) -> tuple[str, list[str]]:

@@ -273,11 +273,14 @@ class _Run:
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        """Ctrl-C stops every peer at once, a second one without grace; SIGTERM asks them to leave."""
-        before = {
-            number: signal.signal(number, handler)
-            for number, handler in ((signal.SIGINT, self._interrupted), (signal.SIGTERM, self._terminated))
-        }
+        """Ctrl-C stops every peer at once, a second one without grace; SIGTERM asks them to leave.
+
+        Caffe's solvers take a snapshot at SIGHUP.
+        """
+        handlers = {signal.SIGINT: self._interrupted, signal.SIGTERM: self._terminated}
+        if self._settings.task.solver is not None and not self._script:
+            handlers[signal.SIGHUP] = self._hung_up
+        before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
         try:
             yield
         finally:
@@ -291,6 +294,11 @@ class _Run:
     def _terminated(self, number: int, frame: FrameType | None) -> None:
         self._stop_by = time.monotonic() + self._settings.exchange.peer_timeout + INTERRUPT_GRACE
         self._send(signal.SIGTERM)
+
+    def _hung_up(self, number: int, frame: FrameType | None) -> None:
+        for rank, child in self._children.items():
+            if self._standings[rank].state == "train":
+                child.signal(number)
 
     # --- figures ------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from gossipx.metrics import curves, plot
 from gossipx.metrics.plot import Drawn, Graph
 from gossipx.metrics.summary import Summary
 from gossipx.settings import RunConfig
+
+log = logging.getLogger("gossipx")
 
 
 def draw(runs: Sequence[tuple[Path, Summary]], target: Path) -> None:
@@ -56,9 +59,13 @@ def graph_of(settings: RunConfig, names: tuple[str, ...]) -> Graph:
         return Graph("hub", names, tuple((one, hub.rank) for one in ranks if one != hub.rank), centres=(hub.rank,))
     if settings.sync.exchange == "waves":
         return Graph("waves", names, tuple((one, other) for one in ranks for other in ranks if one < other))
-    made = topology.load(settings.sync.topology, len(names), settings.run.seed)
-    edges = tuple((one, other) for one in ranks for other in made.neighbours[one])
     title = Path(settings.sync.topology).name
+    try:
+        made = topology.load(settings.sync.topology, len(names), settings.run.seed)
+    except UsageError as error:  # the run had its file, which need not be where this is called
+        log.warning("%s: the picture has no edges of it", error)
+        return Graph(f"{title} (not found)", names, ())
+    edges = tuple((one, other) for one in ranks for other in made.neighbours[one])
     return Graph(title, names, edges if made.directed else _once(edges), made.directed)
 
 

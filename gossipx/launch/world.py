@@ -91,6 +91,26 @@ def _check_own_rank(given: Mapping[str, str], found: World) -> None:
         )
 
 
+def with_options(environ: Mapping[str, str], rank: int | None, size: int | None, master: str | None) -> dict[str, str]:
+    """The environment with what the command line says in its place: ``--rank``, ``--size``, ``--master``.
+
+    Raises:
+        UsageError: they do not go together, or with what the environment says; names the option.
+    """
+    options = {ENV_RANK: ("--rank", rank), ENV_SIZE: ("--size", size), ENV_MASTER: ("--master", master)}
+    merged = {**environ, **{name: str(value) for name, (_, value) in options.items() if value is not None}}
+    if rank is not None or size is not None:
+        rank_from, size_from = (
+            name if options[name][1] is None and environ.get(name) else options[name][0]
+            for name in (ENV_RANK, ENV_SIZE)
+        )
+        said = {rank_from: merged.get(ENV_RANK), size_from: merged.get(ENV_SIZE)}
+        _rank_of_size({name: value for name, value in said.items() if value}, rank_from, size_from)
+    if master is not None:
+        _host_and_port(master, "--master")
+    return merged
+
+
 def why_none(environ: Mapping[str, str]) -> str:
     """What a user who expected a world should do, as the end of a message; empty: nothing hints at one."""
     if environ.get("SLURM_JOB_ID"):
@@ -216,7 +236,7 @@ def _world(
     their_port = _number(given, "MASTER_PORT", 1, 65_535)
     master, master_from = None, ENV_MASTER
     if ENV_MASTER in given:
-        master, own_port = _host_and_port(given[ENV_MASTER])
+        master, own_port = _host_and_port(given[ENV_MASTER], ENV_MASTER)
         port = own_port or (None if agent else their_port) or port  # the agent listens at its own
         agent = False
     else:
@@ -254,10 +274,10 @@ def _number(given: Mapping[str, str], name: str, least: int, most: int) -> int |
     return int(text)
 
 
-def _host_and_port(text: str) -> tuple[str, int | None]:
+def _host_and_port(text: str, name: str) -> tuple[str, int | None]:
     match = re.fullmatch(r"(\[[^\]\s]+\]|[^:\[\]\s]+)(?::(\d{1,5}))?", text)
     if match is None or (match[2] and not 1 <= int(match[2]) <= 65_535):
-        raise UsageError(f"{ENV_MASTER} is {text[:50]!r}, and not host[:port] (an IPv6 address stands in brackets)")
+        raise UsageError(f"{name} is {text[:50]!r}, and not host[:port] (an IPv6 address stands in brackets)")
     return match[1].strip("[]"), int(match[2]) if match[2] else None
 
 

@@ -33,6 +33,10 @@ class Band:
     most: Values
 
 
+NOTHING = Band(*(np.empty(0) for _ in range(4)))
+"""Of a figure that nobody has recorded."""
+
+
 @dataclass(frozen=True)
 class Curves:
     """What is drawn of a run.
@@ -49,7 +53,9 @@ class Curves:
 
 
 def read(directory: Path) -> Curves:
-    """The curves of a run's peers, but for those that were lost before the first evaluation.
+    """The curves of a run's peers; those of accuracy are empty if no peer has evaluated its model.
+
+    A peer that was lost before its first evaluation, where others have made one, is left out.
 
     Args:
         directory: the run's.
@@ -58,22 +64,23 @@ def read(directory: Path) -> Curves:
         UsageError: there are none.
     """
     peers = [_scalars(one) for one in sorted(directory.glob("peer-*")) if any(one.glob("events.out.tfevents.*"))]
-    peers = [one for one in peers if {"test/accuracy", "comm/bytes_received", "sync/retrievals"} <= one.keys()]
+    peers = [one for one in peers if {"comm/bytes_received", "sync/retrievals"} <= one.keys()]
     if not peers:
-        told = "its peers have left no curves of test/accuracy: name a run that has evaluated its model"
-        raise UsageError(f"nothing to plot: {told}", directory)
-    accuracy = [one["test/accuracy"] for one in peers]
-    traffic = [one["comm/bytes_received"] for one in peers]
+        raise UsageError("nothing to plot: its peers have left no curves of sync/retrievals", directory)
+    tested = [one for one in peers if "test/accuracy" in one]
+    retrievals = [one["sync/retrievals"] for one in tested or peers]
+    taken = _band(retrievals, [one.iterations for one in retrievals])
+    if not tested:
+        return Curves(NOTHING, NOTHING, taken)
+    accuracy = [one["test/accuracy"] for one in tested]
+    traffic = [one["comm/bytes_received"] for one in tested]
     megabytes = [
         np.interp(seen.iterations, sent.iterations, sent.values) / 1e6
         for seen, sent in zip(accuracy, traffic, strict=True)
     ]
-    began = min(float(one.moments[0]) for peer in peers for one in peer.values())
+    began = min(float(one.moments[0]) for peer in tested for one in peer.values())
     seconds = [one.moments - began for one in accuracy]
-    retrievals = [one["sync/retrievals"] for one in peers]
-    return Curves(
-        _band(accuracy, megabytes), _band(accuracy, seconds), _band(retrievals, [one.iterations for one in retrievals])
-    )
+    return Curves(_band(accuracy, megabytes), _band(accuracy, seconds), taken)
 
 
 def _scalars(directory: Path) -> dict[str, Series]:

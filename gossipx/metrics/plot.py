@@ -19,7 +19,7 @@ STYLES = ("-", "--", ":", "-.")
 NAMED = 12
 """Peers up to which the nodes of a graph that stands alone have names beside them; those of more would cover it."""
 NUMBERED = 40
-"""Peers up to which nodes have their ranks in them."""
+"""Peers up to which the nodes of a graph that stands alone have their ranks in them; half as many beside others."""
 GRAPHS = 4
 """Graphs that are drawn; the title says how many there are more."""
 LONGEST = 44
@@ -90,7 +90,7 @@ def draw(runs: Sequence[Drawn], target: Path) -> None:
         for panel, title in zip(panels, ("Accuracy by traffic", "Accuracy by time", "Retrievals"), strict=True):
             panel.set_title(title)
         handles = panels[0].get_lines()
-        labels = [_short(f"{run.name}: {run.by}") for run in runs]
+        labels = [_labelled(run) for run in runs]
         columns = max(1, min(len(runs), 3))
         figure.legend(handles, labels, loc="outside upper center", ncols=columns, frameon=False)
         _graphs(figure, cells[1, 1], list(dict.fromkeys(run.graph for run in runs)))
@@ -122,13 +122,15 @@ def _graphs(figure: Any, cell: Any, graphs: Sequence[Graph]) -> None:
     places = cell.subgridspec(math.ceil(len(shown) / columns), columns)
     for number, graph in enumerate(shown):
         panel = figure.add_subplot(places[number // columns, number % columns])
-        _graph(panel, graph, has_names=len(shown) == 1 and len(graph.names) <= NAMED)
+        alone = len(shown) == 1
+        has_numbers = len(graph.names) <= NUMBERED // (1 if alone else 2)
+        _graph(panel, graph, has_names=alone and len(graph.names) <= NAMED, has_numbers=has_numbers)
         panel.set_title(f"{graph.title}, {len(graph.names)} peers")
         if number == GRAPHS - 1 and len(graphs) > GRAPHS:
             panel.text(0.5, -0.05, f"and {len(graphs) - GRAPHS} more", ha="center", transform=panel.transAxes)
 
 
-def _graph(panel: Any, graph: Graph, has_names: bool) -> None:
+def _graph(panel: Any, graph: Graph, has_names: bool, has_numbers: bool) -> None:
     """Nodes have their ranks in them; names beside them where there is room."""
     import networkx as nx
 
@@ -143,7 +145,7 @@ def _graph(panel: Any, graph: Graph, has_names: bool) -> None:
     look = {"alpha": max(0.08, min(0.6, 40 / max(len(graph.edges), 1))), "node_size": size}
     nx.draw_networkx_edges(drawn, places, ax=panel, **look, **({"arrowsize": 8} if graph.directed else {}))
     nx.draw_networkx_nodes(drawn, places, ax=panel, node_size=size, node_color=colours, linewidths=0)
-    if len(drawn) <= NUMBERED:
+    if has_numbers:
         nx.draw_networkx_labels(drawn, places, ax=panel, font_size=7, font_color="white")
     for rank, (x, y) in places.items() if has_names else ():
         side = "left" if x > 0.1 else "right" if x < -0.1 else "center"
@@ -154,9 +156,16 @@ def _graph(panel: Any, graph: Graph, has_names: bool) -> None:
             ha=side,
             va="center",
         )
-    panel.margins(0.6 if has_names else 0.2, 0.25)
+    # Nodes lie within a circle of 1. Limits of their own would leave no height to those of a graph that is a line.
+    panel.set_xlim(-1.6 if has_names else -1.2, 1.6 if has_names else 1.2)
+    panel.set_ylim(-1.3, 1.3)
     panel.set_aspect("equal")
     panel.set_axis_off()
+
+
+def _labelled(run: Drawn) -> str:
+    """What a run goes by, whole if that fits: it is what runs differ in."""
+    return _short(f"{_short(run.name, max(LONGEST - len(run.by) - 2, LONGEST // 3))}: {run.by}")
 
 
 def _short(text: str, most: int = LONGEST) -> str:

@@ -88,7 +88,8 @@ def test_a_hub_that_is_killed_blocks_nobody(tmp_path: Path, lost: str, code: int
     run = Run(tmp_path / "x", ended)
     assert run.summary["lost"] == [here.names[0]]
     assert all(accuracy > 0.6 for accuracy in run.summary["test_accuracy"][1:])
-    assert max(differences(run.model(1), run.model(2)).values()) <= 1e-5, f"without a centre, the mean of all: {ended.shown}"
+    # Without a centre, the mean of all.
+    assert max(differences(run.model(1), run.model(2)).values()) <= 1e-5, ended.shown
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,13 @@ def test_nothing_that_looks_like_a_command_escapes_the_tests(page: Path) -> None
         assert one.language != "toml" or one.file, f"{one.place}: the first line of a TOML file is '# NAME.toml'"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_no_line_of_prose_is_taken_for_a_comment(page: Path) -> None:
+    """MyST leaves out a line that begins with a percent sign, and says nothing."""
+    prose = re.sub(r"^ *```.*?^ *```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    assert not re.findall(r"^\s*%.*$", prose, re.MULTILINE)
+
+
 def options(command: click.Command) -> Iterator[str]:
     for parameter in command.params:
         yield from (*parameter.opts, *parameter.secondary_opts)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from gossipx import config, policies
+from gossipx import build, config, policies
 from gossipx.arena import ParameterArena
 from gossipx.cli import main
 from gossipx.errors import UsageError
@@ -92,6 +92,12 @@ def test_what_looks_at_weights_is_told_by_the_paper_by_runs_and_by_bounds() -> N
     assert (other.least, other.most) == (25.0, 53.2)
     run, _ = traffic.counts(adaptive, 5000, "alexnet", Seen(("mine", "yours"), 0.01, 0.02))
     assert (run.least, run.most) == (50, 100) and "mine, yours" in run.known
+    eager, _ = traffic.counts(policies.parse("adaptive:max_silence=10"), 5000, "alexnet", None)
+    assert (eager.least, eager.most) == (500, 500), "kept to what is sure"
+    never, _ = traffic.counts(policies.parse("adaptive:warmup=5000"), 5000, "alexnet", None)
+    assert (never.least, never.most) == (0, 0)
+    (bounds,) = traffic.counts(policies.parse("adaptive:threshold=9"), 5000, "alexnet", None)
+    assert bounds.known == "at least, at most", "the paper has no such threshold"
     (travel,) = traffic.counts(policies.parse("travel:distance=2,max_silence=100"), 5000, "lenet", None)
     assert (travel.least, travel.most) == (50, 5000)
 
@@ -233,20 +239,27 @@ def test_the_finish_is_an_agreement_or_the_centre(place: Path, settings: dict[st
 def test_runs_of_the_same_kind_are_what_an_estimate_rests_on(place: Path) -> None:
     figures = {field.name: [1.0, 1.0] for field in dataclasses.fields(Summary) if field.type == "Figures"}
     plain = {"codec": "none", "seed": 0, "peers": 2, "task": "fashion-mnist", "partition": "iid", "lost": []}
-    for name, model, policy, iterations, retrievals in (
-        ("one", "lenet", "adaptive:threshold=0.025", 1000, [10.0, 30.0]),
-        ("two", "lenet", "adaptive:threshold=0.025", 2000, [80.0, None]),
-        ("other-policy", "lenet", "adaptive:threshold=0.1", 1000, [500.0, 500.0]),
-        ("other-model", "convnet", "adaptive:threshold=0.025", 1000, [600.0, 600.0]),
+    default = "adaptive:threshold=0.025"
+    for name, given, policy, iterations, retrievals in (
+        ("one", {}, default, 1000, [10.0, 30.0]),
+        ("two", {}, default, 500, [20.0, None]),
+        ("other-policy", {}, "adaptive:threshold=0.1", 1000, [500.0, 500.0]),
+        ("other-model", {"model": "convnet"}, default, 1000, [600.0, 600.0]),
+        ("other-rate", {"base_lr": 0.5}, default, 1000, [600.0, 600.0]),
+        ("other-mode", {"mode": "push"}, default, 1000, [600.0, 600.0]),
+        ("around-a-hub", {"hub": "0"}, default, 1000, [600.0, 600.0]),
     ):
-        given = {**figures, **plain, "name": name, "model": model, "policy": policy, "iterations": iterations}
+        model = given.get("model", "lenet")
+        kept = {**figures, **plain, "name": name, "model": model, "policy": policy, "iterations": iterations}
         told = {"retrievals": retrievals, "consensus_accuracy": None, "wall_seconds": 1.0}
         (place / "runs" / name).mkdir(parents=True)
-        Summary(**{**given, **told}).write(place / "runs" / name)
+        Summary(**{**kept, **told}).write(place / "runs" / name)
+        run = build.effective(config.resolve({"policy": policy, **given}), 4, has_script=False)
+        (place / "runs" / name / "config.toml").write_text(config.dump(run))
     (place / "runs" / "broken").mkdir()
     (place / "runs" / "broken" / "summary.json").write_text("{")
     _, seen, bounds = look(policy="adaptive", iterations=500).traffic
-    assert seen.known == "as in one, two" and seen.exchanges == (10.0, 20.0)
+    assert seen.known == "as in one of 1,000 iterations, two" and seen.exchanges == (10.0, 20.0)
     assert bounds.exchanges == (0, 500)
 
 

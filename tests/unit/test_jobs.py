@@ -46,7 +46,7 @@ def test_a_slurm_script() -> None:
     subprocess.run(["bash", "-n"], input=done.stdout, text=True, check=True, timeout=60)
     command = shlex.split(done.stdout.partition("exec ")[2])
     srun, run = command[: command.index("gossipx")], command[command.index("gossipx") :]
-    assert {"--kill-on-bad-exit=0", "--no-kill", "--wait=0", "--cpus-per-task=3"} <= set(srun)
+    assert {"--export=ALL", "--kill-on-bad-exit=0", "--no-kill", "--wait=0", "--cpus-per-task=3"} <= set(srun)
     assert run == ["gossipx", "run", "--bind", "0.0.0.0", *rest]
     secret = re.search(r"^GOSSIPX_SECRET=.*$", done.stdout, re.MULTILINE)
     assert secret is not None
@@ -137,6 +137,9 @@ def test_settings_that_are_given_hold() -> None:
         (["slurm", "--time", "١٢"], "--time"),
         (["slurm", "--name", "é"], "--name 'é'"),
         (["slurm", "--nodes", "2", "--", "--bind", "127.0.0.1"], "--bind 127.0.0.1 is each machine alone"),
+        (["slurm", "--nodes", "2", "--", "--bind", "10.0.0.1"], "--bind 10.0.0.1 is one machine's"),
+        (["slurm", "--nodes", "2", "--", "--advertise", "n1"], "--advertise n1 is one machine's"),
+        (["kubernetes", "--peers", "2", "--image", "x", "--", "--advertise", "n1"], "--advertise n1 is one machine's"),
         (["slurm", "--", "--dry-run"], "--dry-run is not for a job"),
         (["slurm", "--", "--rank", "0"], "--rank is not for a job"),
         (["slurm", "--nodes", "2", "--", "--min-peers", "9"], "--min-peers 9 is more than the 2 peers"),

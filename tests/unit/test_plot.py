@@ -13,6 +13,7 @@ from gossipx import config
 from gossipx.errors import UsageError
 from gossipx.launch.plot import graph_of
 from gossipx.metrics import TensorBoardRecorder, curves, plot
+from gossipx.metrics.curves import NOTHING, Curves
 from gossipx.metrics.plot import Drawn, Graph
 
 NAMES = ("a", "b", "c", "d")
@@ -86,6 +87,43 @@ def test_a_picture_holds_what_it_is_of_and_is_the_same_each_time(tmp_path: Path)
     with Image.open(tmp_path / "one.png") as picture:
         assert picture.size == (1650, 1140)
         assert len(picture.convert("RGB").getcolors(1 << 24)) > 50
+
+
+@pytest.mark.parametrize(
+    ("names", "edges", "centres"),
+    [("ab", ((0, 1),), ()), ("ab", ((0, 1),), (0,)), ("abc", ((0, 1), (0, 2)), (0,)), ("a", (), ())],
+)
+def test_a_graph_that_lies_on_a_line_is_drawn(
+    tmp_path: Path, names: str, edges: tuple[tuple[int, int], ...], centres: tuple[int, ...]
+) -> None:
+    """All nodes in their colours, in the panel on the lower right."""
+    run = Drawn("run", "tau:10", curves.read(written(tmp_path)), Graph("full", tuple(names), edges, False, centres))
+    plot.draw([run], tmp_path / "one.png")
+    with Image.open(tmp_path / "one.png") as picture:
+        panel = np.asarray(picture.convert("RGB"))[600:, 850:]
+    blue, red = ((panel == colour).all(-1).sum() for colour in ((0x00, 0x72, 0xB2), (0xD5, 0x5E, 0x00)))
+    node = 300  # pixels of one, less its number
+    assert blue > node * (len(names) - len(centres)) and (red > node * len(centres) or not centres)
+
+
+def test_a_run_without_accuracies_has_its_retrievals_drawn(tmp_path: Path) -> None:
+    found = curves.read(written(tmp_path / "run", tests=()))
+    np.testing.assert_allclose(found.retrievals.mean, [0, 1.5, 3, 4.5])
+    assert found.by_megabytes.x.size == found.by_seconds.x.size == 0
+    plot.draw([Drawn("run", "tau:10", found, Graph("full", ("a", "b"), ((0, 1),)))], tmp_path / "one.png")
+
+
+def test_a_topology_file_that_is_gone_leaves_the_rest(caplog: pytest.LogCaptureFixture) -> None:
+    graph = graph_of(config.resolve({"topology": "gone.edges"}), NAMES)
+    assert (graph.title, graph.edges, graph.names) == ("gone.edges (not found)", (), NAMES)
+    assert "gone.edges: no such topology file" in caplog.text
+
+
+def test_of_a_long_name_the_policy_is_left() -> None:
+    label = plot._labelled(
+        Drawn("n" * 60, "adaptive:threshold=0.02", Curves(NOTHING, NOTHING, NOTHING), Graph("", (), ()))
+    )
+    assert label.endswith("…: adaptive:threshold=0.02") and len(label) == plot.LONGEST
 
 
 def test_targets_that_cannot_be_are_told_before_anything_is_read(tmp_path: Path) -> None:

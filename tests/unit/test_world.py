@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gossipx.errors import UsageError
-from gossipx.launch.world import DEFAULT_PORT, PORTS, find, hostnames, rank_among
+from gossipx.launch.world import DEFAULT_PORT, PORTS, find, hostnames, rank_among, with_options
 
 TORCHRUN = {
     "RANK": "3",
@@ -183,6 +183,35 @@ def test_on_one_machine_all_meet_on_its_loopback() -> None:
 def test_what_does_not_go_together_is_told_by_name(environ: dict[str, str], told: str) -> None:
     with pytest.raises(UsageError) as caught:
         find(environ)
+    assert told in str(caught.value) and "\n" not in str(caught.value)
+
+
+Options = tuple[int | None, int | None, str | None]
+
+
+def test_options_come_first() -> None:
+    world = find(with_options(OWN, 0, None, "head:9"))
+    assert world is not None and (world.rank, world.size, world.master, world.port) == (0, 2, "head", 9)
+    assert find(with_options({}, None, None, None)) is None
+
+
+@pytest.mark.parametrize(
+    ("environ", "options", "told"),
+    [
+        ({}, (1, None, None), "--rank is set and --size is not"),
+        (TORCHRUN, (None, 2, None), "--size is set and --rank is not"),
+        ({}, (2, 2, None), "--rank is 2, and with --size 2 ranks are 0 to 1"),
+        (OWN, (2, None, None), "--rank is 2, and with GOSSIPX_SIZE 2 ranks are 0 to 1"),
+        (OWN, (None, 1, None), "GOSSIPX_RANK is 1, and with --size 1 ranks are 0 to 0"),
+        ({}, (0, 70_000, None), "--size is '70000', and not an integer from 1"),
+        ({}, (0, 2, "x:99999"), "--master is 'x:99999', and not host[:port]"),
+    ],
+)
+def test_options_that_do_not_go_together_are_told_as_options(
+    environ: dict[str, str], options: Options, told: str
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        with_options(environ, *options)
     assert told in str(caught.value) and "\n" not in str(caught.value)
 
 
