@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     from gossipx import codecs, parts, policies
     from gossipx.comm import CommManager
     from gossipx.drive.peer import Peer
-    from gossipx.launch.attach import attach
+    from gossipx.launch.attach import attach, get_solver
     from gossipx.launch.join import join
     from gossipx.launch.modular import initialize
-    from gossipx.solver.solver import Solver, get_solver
+    from gossipx.solver.solver import Solver
     from gossipx.sync import SyncManager
 
 __all__ = [
@@ -38,7 +38,7 @@ _HOMES = {
     "Solver": "gossipx.solver.solver",
     "SyncManager": "gossipx.sync",
     "attach": "gossipx.launch.attach",
-    "get_solver": "gossipx.solver.solver",
+    "get_solver": "gossipx.launch.attach",
     "initialize": "gossipx.launch.modular",
     "join": "gossipx.launch.join",
 }

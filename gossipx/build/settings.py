@@ -33,6 +33,9 @@ def effective(config: RunConfig, size: int, has_script: bool) -> RunConfig:
     Raises:
         UsageError: a value that would be refused when peers start, so that it is refused before any does.
     """
+    if has_script and config.task.solver is not None:
+        told = "is of the built-in task, and a script calls gossipx.get_solver: leave one out"
+        raise UsageError(f"--solver {config.task.solver} {told}")
     if not has_script:
         config = _with_preset(config)
         if config.task.solver is not None:

@@ -1,4 +1,4 @@
-"""``gossipx.attach``: makes a Caffe-style solver a peer, whoever wrote it.
+"""``gossipx.get_solver``: Caffe's solver by its file; ``gossipx.attach``: makes a solver a peer, whoever wrote it.
 
 What is asked of a solver is ``net.params``, layers' names with lists of blobs, whose ``data`` and ``diff`` are arrays
 of numpy's: pycaffe's solvers have it, and so may a loop that is written by hand. Models are exchanged between two
@@ -9,10 +9,11 @@ gradients leave in ``on_gradients_ready``, and its tables come in before the nex
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -25,6 +26,8 @@ from gossipx.launch.environment import progress
 from gossipx.launch.join import join, settings_of
 from gossipx.launch.modular import OptimizerOf
 from gossipx.policies import Observation, Policy
+from gossipx.solver import prototxt
+from gossipx.solver.net import Objective
 from gossipx.solver.solver import Solver
 
 
@@ -89,7 +92,7 @@ class Blobs(nn.Module):
             if place not in places:
                 places.add(place)
                 parameter = nn.Parameter(torch.from_numpy(np.array(values, order="C")))
-                self.register_parameter(f"{layer}[{number}]".replace(".", "_"), parameter)
+                self.register_parameter(_name(layer, number), parameter)
                 self._pairs.append((layer, number, parameter))
         if not self._pairs:
             raise UsageError("the solver's net.params holds no blobs: nothing to exchange")
@@ -100,23 +103,44 @@ class Blobs(nn.Module):
                 yield layer, number, blob
 
     def to_arena(self) -> None:
-        """Have the arena hold the solver's values, if these are newer."""
+        """Have the arena hold the solver's values, if these are newer.
+
+        Raises:
+            UsageError: a blob that has another shape by now; so do the others here.
+        """
         if self.head is Head.AT_SOLVER:
             for layer, number, parameter in self._pairs:
-                np.copyto(parameter.detach().numpy(), self._net.params[layer][number].data)
+                np.copyto(parameter.detach().numpy(), self._part("data", layer, number, parameter))
             self.head = Head.SYNCED
 
     def to_solver(self) -> None:
         """Have the solver hold the arena's values, if these are newer."""
         if self.head is Head.AT_ARENA:
             for layer, number, parameter in self._pairs:
-                np.copyto(self._net.params[layer][number].data, parameter.detach().numpy())
+                np.copyto(self._part("data", layer, number, parameter), parameter.detach().numpy())
             self.head = Head.SYNCED
 
     def gradients(self) -> Iterator[tuple[int, torch.Tensor]]:
         """What the blobs have as ``diff``, by the number of the table."""
-        for table, (layer, number, _) in enumerate(self._pairs):
-            yield table, torch.from_numpy(np.ascontiguousarray(self._net.params[layer][number].diff))
+        for table, (layer, number, parameter) in enumerate(self._pairs):
+            diff = self._part("diff", layer, number, parameter)
+            yield table, torch.from_numpy(np.ascontiguousarray(diff))
+
+    def _part(self, part: str, layer: str, number: int, parameter: nn.Parameter) -> NDArray[Any]:
+        """A blob's ``data`` or ``diff``, which the solver may have put anew; numpy would stretch a smaller one."""
+        array: Any = getattr(self._net.params[layer][number], part)
+        if not isinstance(array, np.ndarray) or array.shape != parameter.shape:
+            given = f"of shape {list(array.shape)}" if isinstance(array, np.ndarray) else type(array).__name__
+            raise UsageError(
+                f"blob {layer}[{number}]: its {part} is {given}, and its data was of shape {list(parameter.shape)}"
+                " when it was attached: write into the array that is there"
+            )
+        return array
+
+
+def _name(layer: str, number: int) -> str:
+    """A blob's among a module's parameters, whose names hold no dots: each blob has one of its own."""
+    return f"{layer}[{number}]".replace("%", "%25").replace(".", "%2E")
 
 
 def _checked(values: object, called: str) -> NDArray[Any]:
@@ -182,6 +206,20 @@ class AttachedPeer:
             self.peer.__exit__(kind, error, trace)
 
 
+def get_solver(path: str | Path, *, net: nn.Module, loss: Objective, train: Iterable[Any], **options: Any) -> Solver:
+    """A solver by its ``solver.prototxt``.
+
+    Args:
+        path: a text file of Caffe's SolverParameter. What has no meaning here, such as its net, is warned about.
+        net, loss, train, options: as for :class:`gossipx.Solver`.
+
+    Raises:
+        UsageError: as :class:`gossipx.Solver`; or a file that cannot be read, by line and column.
+    """
+    progress()  # from here on, under a run, an error is one line
+    return Solver(prototxt.read(Path(path)), net=net, loss=loss, train=train, **options)
+
+
 def attach(
     solver: HasNet,
     *,
@@ -210,7 +248,8 @@ def attach(
         evaluate: gives the accuracy of the net of the solver that it is given, from 0 to 1.
 
     Raises:
-        UsageError: as :func:`gossipx.join`; no net, or blobs that cannot be exchanged.
+        UsageError: as :func:`gossipx.join`; no net, blobs that cannot be exchanged, or an add_callback that is not
+            pycaffe's.
         GossipxError: as :func:`gossipx.join`.
     """
     progress()  # from here on, under a run, an error is one line
@@ -252,6 +291,7 @@ def _attach_own(
 def _attach_blobs(
     solver: HasNet, optimizer: OptimizerOf | None, evaluate: Callable[[Any], float] | None, options: dict[str, Any]
 ) -> AttachedPeer:
+    add_callback = _add_callback(solver)
     blobs = Blobs(solver.net)
     made = None if optimizer is None else optimizer(list(blobs.parameters()))
 
@@ -289,12 +329,28 @@ def _attach_blobs(
     peer = join(blobs, made, evaluate=None if evaluate is None else judge, **options)
     settle()
     attached = AttachedPeer(peer, exchange if made is None else push_and_pull, settle)
-    add_callback = getattr(solver, "add_callback", None)
     if add_callback is not None and made is None:
         add_callback(attached.on_start, attached.on_gradients_ready)
     elif add_callback is not None:
         add_callback(pull, push)
     return attached
+
+
+def _add_callback(solver: HasNet) -> Callable[[Callable[[], None], Callable[[], None]], object] | None:
+    """What takes callbacks, if anything does; it is called once the others are there, and looked at before that."""
+    found: Any = getattr(solver, "add_callback", None)
+    if found is None:
+        return None
+    try:
+        inspect.signature(found).bind(_nothing, _nothing)
+    except ValueError:  # pycaffe's is compiled, and tells nothing of its arguments
+        pass
+    except TypeError:
+        raise UsageError(
+            f"{type(solver).__name__}.add_callback is not pycaffe's add_callback(on_start, on_gradients_ready):"
+            " have it take both, or rename it and call step() after each update"
+        ) from None
+    return cast("Callable[[Callable[[], None], Callable[[], None]], object]", found)
 
 
 def _nothing() -> None:

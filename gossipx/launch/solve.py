@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -54,6 +55,8 @@ def train(
         evaluate: gives a model's accuracy on all of them.
     """
     assert run.task.solver is not None and run.task.batch_size is not None
+    # To the run's processes it asks for a snapshot: outside of training there is none to take, and nothing to end.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     own = directory_of(directory, rank)
     own.mkdir(exist_ok=True)
     given = prototxt.read(solvers.find(run.task.solver))
@@ -61,6 +64,7 @@ def train(
     param = dataclasses.replace(
         given,
         max_iter=run.run.iterations,
+        given=given.given | {"max_iter"},
         snapshot_prefix=str(prefix),
         solver_mode="CPU",
         random_seed=-1,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 from gossipx.errors import UsageError
 from gossipx.solver.optimizers import TYPES
@@ -26,28 +27,46 @@ LEAST: dict[str, float] = {
 """The least that a field may be."""
 
 
-def check(param: SolverParameter, tests: int) -> None:
+def check(param: SolverParameter, tests: int, of: str = "the run") -> None:
     """See that training can begin.
 
     Args:
         param: the parameters.
         tests: how many sets of test batches there are.
+        of: what has them, for messages.
 
     Raises:
         UsageError: the first field that it cannot begin with: the file, line and column, and what would be right.
     """
-    for field, told in _mistakes(param, tests):
+    for field, told in _mistakes(param, tests, of):
         raise param.error(field, told)
 
 
-def _mistakes(param: SolverParameter, tests: int) -> Iterator[tuple[str, str]]:
+def check_length(param: SolverParameter) -> None:
+    """See that training without a run, whose length would be the solver's, has the length that its rates need.
+
+    Raises:
+        UsageError: it has none.
+    """
+    if param.lr_policy == "poly" and "max_iter" not in param.given:
+        raise param.error("max_iter", _lacking(param))
+
+
+def _lacking(param: SolverParameter) -> str:
+    return f'it is missing, and lr_policy: "{param.lr_policy}" needs it'
+
+
+def _mistakes(param: SolverParameter, tests: int, of: str) -> Iterator[tuple[str, str]]:
     yield from _names(param)
     for field, least in LEAST.items():
         if not getattr(param, field) >= least:  # NaN is no number either
             yield field, f"{getattr(param, field):g} is less than {least:g}"
     yield from _rate(param)
     yield from _of_type(param)
-    yield from _tests(param, tests)
+    yield from _tests(param, tests, of)
+    for name in param.weight_files:
+        if not Path(name).is_file():  # the empty name is no file, either
+            yield "weights", f"there is no file '{name}'"
 
 
 def _names(param: SolverParameter) -> Iterator[tuple[str, str]]:
@@ -66,15 +85,20 @@ def _names(param: SolverParameter) -> Iterator[tuple[str, str]]:
 
 
 def _rate(param: SolverParameter) -> Iterator[tuple[str, str]]:
-    if "base_lr" not in param.places:
+    if "base_lr" not in param.given:
         yield "base_lr", "it is missing"
     for field in NEEDS[param.lr_policy]:
-        if field not in param.places:
-            yield field, f'it is missing, and lr_policy: "{param.lr_policy}" needs it'
+        if field not in param.given:
+            yield field, _lacking(param)
     if "stepsize" in NEEDS[param.lr_policy] and param.stepsize < 1:
         yield "stepsize", f"{param.stepsize} is less than 1"
     if list(param.stepvalue) != sorted(set(param.stepvalue)):
         yield "stepvalue", f"they do not ascend: {', '.join(map(str, param.stepvalue))}"
+    if param.lr_policy == "poly":
+        if not param.power >= 0:
+            yield "power", f'{param.power:g} is less than 0, and lr_policy: "poly" raises 0 to it at max_iter'
+        if "max_iter" in param.given and param.max_iter < 1:
+            yield "max_iter", f'{param.max_iter} is less than 1, and lr_policy: "poly" divides by it'
 
 
 def _of_type(param: SolverParameter) -> Iterator[tuple[str, str]]:
@@ -88,9 +112,9 @@ def _of_type(param: SolverParameter) -> Iterator[tuple[str, str]]:
         yield "momentum2", f"{param.momentum2:g} is not from 0 to below 1"
 
 
-def _tests(param: SolverParameter, tests: int) -> Iterator[tuple[str, str]]:
+def _tests(param: SolverParameter, tests: int, of: str) -> Iterator[tuple[str, str]]:
     if len(param.test_iter) != tests:
-        yield "test_iter", f"it is given {len(param.test_iter)} times, once a test net, and test= has {tests} of them"
+        yield "test_iter", f"it is given {len(param.test_iter)} times, once a test net, and {of} has {tests} of them"
     if tests and not param.test_interval:
         yield "test_interval", "it is missing, and there is a net to test"
     if any(count < 1 for count in param.test_iter):

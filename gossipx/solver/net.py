@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,11 +13,14 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from gossipx.errors import UsageError
+from gossipx.layout import plain_name
 
 Objective = Callable[[Any, Any], Tensor]
 """The loss of a module's output and the batch's y."""
 Score = Callable[[Any, Any], Any]
 """A figure of a module's output and the batch's y, such as an accuracy: what float() takes."""
+_NO_PAIRS = (Mapping, Set, Tensor, np.ndarray, str, bytes)
+"""Two of what these hold would be taken for x and y: names of a dict's entries, rows of a tensor."""
 
 
 class Batches:
@@ -26,12 +29,26 @@ class Batches:
     Args:
         source: any iterable of pairs that can be begun again: a list, a DataLoader, not a generator.
         called: how messages name it.
+
+    Raises:
+        UsageError: it is nothing that can be gone through.
     """
 
     def __init__(self, source: Iterable[Any], called: str):
+        given: Any = source
+        if not isinstance(given, Iterable) and not hasattr(given, "__getitem__"):  # a torch Dataset has this alone
+            raise UsageError(
+                f"{called} is of type {type(given).__name__}, and is to be batches (x, y): give a list or a DataLoader"
+            )
         self._source = source
         self._called = called
         self._open: Iterator[Any] | None = None
+
+    def warnings(self) -> list[str]:
+        """A line for whoever gives what ends once and for all; what never ends, such as samples that are drawn, may."""
+        if not isinstance(self._source, Iterator):
+            return []
+        return [f"{self._called} can be gone through only once, and then training fails: give a list or a DataLoader"]
 
     def next(self) -> tuple[Any, Any]:
         """The next batch.
@@ -46,6 +63,8 @@ class Batches:
         if batch is None:
             raise UsageError(f"{self._called} holds no batch, or cannot be begun again: give a list or a DataLoader")
         try:
+            if isinstance(batch, _NO_PAIRS):
+                raise TypeError
             x, y = batch
         except (TypeError, ValueError):
             raise UsageError(f"{self._called} gives {type(batch).__name__}, and a batch is a pair (x, y)") from None
@@ -137,12 +156,12 @@ class Net:
         for name, layer in module.named_modules():
             own = [Blob(one) for one in layer.parameters(recurse=False) if one.requires_grad]
             if own:
-                self.params[name or self.name] = own
+                self.params[plain_name(f"{name}.").removesuffix(".") or self.name] = own
 
     @property
     def name(self) -> str:
         """Of its module's class."""
-        return type(self.module).__name__
+        return type(getattr(self.module, "_orig_mod", self.module)).__name__  # torch.compile wraps it
 
     @property
     def outputs(self) -> list[str]:
@@ -156,7 +175,7 @@ class Net:
             Its outputs by name.
 
         Raises:
-            UsageError: there is no batch, or the loss is not one number.
+            UsageError: there is no batch, or the loss or a score is not one number.
         """
         self.bring()
         device = next(self.module.parameters()).device
@@ -168,23 +187,29 @@ class Net:
             given = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise UsageError(f"the loss is {given}, and is to be a tensor of one number: loss(module(x), y)")
         with torch.no_grad():
-            figures = {name: float(score(made, y)) for name, score in self._scores.items()}
+            figures = {name: _figure(name, score(made, y)) for name, score in self._scores.items()}
         self._objective = loss if self._trains else None
         figures["loss"] = float(loss.detach())
         self.blobs = {name: Output(np.asarray(figures[name], np.float32)) for name in self.outputs}
         return {name: blob.data for name, blob in self.blobs.items()}
 
     def backward(self) -> None:
-        """Add the gradients of the last forward pass's loss to those that are there."""
+        """Add the gradients of the last forward pass's loss to those that are there.
+
+        Raises:
+            UsageError: there was none, or its loss does not come from the module.
+        """
         if self._objective is None:
             raise UsageError("backward comes after forward, once each")
+        if not self._objective.requires_grad:
+            raise UsageError("loss= gives a tensor that has no gradient: it is made of module(x), and not detached")
         self._objective.backward()  # type: ignore[no-untyped-call]
         self._objective = None
 
     def clear_param_diffs(self) -> None:
-        """Forget all gradients."""
+        """Set all gradients to zero, where they lie: arrays of them that somebody holds stay those of the net."""
         self.bring()
-        self.module.zero_grad(set_to_none=True)
+        self.module.zero_grad(set_to_none=False)
 
     def bring(self) -> None:
         """Have the module hold what was written to blobs whose memory is not its own."""
@@ -205,6 +230,18 @@ def _mode(module: nn.Module, trains: bool) -> Iterator[None]:
     finally:
         for one, mode in modes:
             one.training = mode
+
+
+def _figure(name: str, value: Any) -> float:
+    """A score's value as a number."""
+    given = type(value).__name__
+    try:
+        if not isinstance(value, Tensor) or value.numel() == 1:
+            return float(value)
+        given = f"a tensor of {list(value.shape)}"
+    except (TypeError, ValueError):
+        pass
+    raise UsageError(f"scores['{name}'] gives {given}, and is to give one number")
 
 
 def _on(device: torch.device, part: Any) -> Any:

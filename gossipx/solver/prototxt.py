@@ -112,6 +112,11 @@ class SolverParameter:
     places: Mapping[str, tuple[int, int]] = field(default_factory=dict, compare=False, repr=False)
     path: Path | None = field(default=None, compare=False, repr=False)
 
+    @property
+    def weight_files(self) -> tuple[str, ...]:
+        """What ``weights`` names, each of which may be a list with commas."""
+        return tuple(name.strip() for listed in self.weights for name in listed.split(","))
+
     def error(self, name: str, message: str) -> UsageError:
         """An error about a field, to raise: with its line and column if the text sets it, else of the file alone."""
         line, column = self.places.get(name, (None, None))
@@ -131,11 +136,11 @@ def read(path: Path) -> SolverParameter:
     """
     try:
         text = path.read_text(encoding="utf-8-sig")  # Windows' editors put a byte order mark first
-    except FileNotFoundError as error:
-        raise UsageError("no such solver file", path) from error
+    except FileNotFoundError:
+        raise UsageError("no such solver file", path) from None
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise UsageError(f"cannot read the solver: {reason}", path) from error
+        raise UsageError(f"cannot read the solver: {reason}", path) from None
     return parse(text, path)
 
 
@@ -151,7 +156,7 @@ def parse(text: str, path: Path | None = None) -> SolverParameter:
     try:
         text_format.Parse(text, message)
     except text_format.ParseError as error:
-        raise fault(error, text, "SolverParameter", path) from error
+        raise fault(error, text, "SolverParameter", path) from None  # protobuf's own words say no more
     where = _where(text)
     for missing in message.FindInitializationErrors():
         raise UsageError(f"{missing} is missing", path, *where[missing.split(".")[0].split("[")[0]])

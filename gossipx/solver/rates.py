@@ -48,10 +48,10 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "exp": ("gamma",),
     "inv": ("gamma", "power"),
     "multistep": ("gamma", "stepvalue"),
-    "poly": ("power", "max_iter"),
+    "poly": ("power",),
     "sigmoid": ("gamma", "stepsize"),
 }
-"""Fields that a policy cannot do without."""
+"""Fields that a policy cannot do without; ``poly`` also needs a length, which may be the run's."""
 
 
 def learning_rate(param: SolverParameter, iteration: int) -> float:

@@ -28,20 +28,26 @@ class Requests:
 
     @contextlib.contextmanager
     def caught(self) -> Iterator[None]:
-        """While this lasts signals are requests. On other threads than the main one none can be caught."""
+        """While this lasts signals are requests. On other threads than the main one none can be caught.
+
+        Raises:
+            KeyboardInterrupt: SIGINT came when nobody looked at requests any more.
+        """
         if self._catching or threading.current_thread() is not threading.main_thread():
             yield
             return
-        self.stop, self._catching = False, True
+        self._catching = True
         before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGHUP)}
         try:
             signal.signal(signal.SIGINT, self._on_interrupt)
             signal.signal(signal.SIGHUP, self._on_hangup)
             yield
         finally:
-            self._catching = False
             for number, handler in before.items():
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)
+            stopped, self.stop, self._catching = self.stop, False, False
+        if stopped:
+            raise KeyboardInterrupt
 
     def _on_interrupt(self, number: int, frame: FrameType | None) -> None:
         if self.stop:

@@ -6,6 +6,7 @@ iteration, the solver's type and the name of the file with the weights, which li
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,10 +44,9 @@ def probe(prefix: Path) -> None:
     Raises:
         OSError: they cannot.
     """
-    trial = prefix.with_name(f"{prefix.name}_iter_0.tempfile")
-    with trial.open("wb"):
+    # Other peers of the script may try the same prefix at the same moment: each has a file of its own.
+    with tempfile.NamedTemporaryFile(dir=prefix.parent, prefix=f"{prefix.name}_", suffix=".tempfile"):
         pass
-    trial.unlink()
 
 
 def save(prefix: Path, iteration: int, module: nn.Module, optimizer: CaffeOptimizer) -> tuple[Path, Path]:
@@ -128,10 +128,10 @@ def _read(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         with safe_open(file, "pt") as opened:
             return {name: opened.get_tensor(name) for name in opened.keys()}, opened.metadata() or {}  # noqa: SIM118
     except OSError as error:
-        raise UsageError(f"it cannot be read ({error.strerror or error})", file) from error
+        raise UsageError(f"it cannot be read ({error.strerror or error})", file) from None
     except SafetensorError as error:
         told = "Caffe's own binary files are not read" if file.suffix in (".caffemodel", STATE, ".h5") else "damaged?"
-        raise UsageError(f"this is no safetensors file ({error}): {told}", file) from error
+        raise UsageError(f"this is no safetensors file ({error}): {told}", file) from None
 
 
 def _parameters(module: nn.Module) -> dict[str, nn.Parameter]:

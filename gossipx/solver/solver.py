@@ -19,8 +19,8 @@ from torch import nn
 
 from gossipx.errors import UsageError
 from gossipx.layout import plain_name
-from gossipx.solver import log, prototxt, snapshots
-from gossipx.solver.checks import check
+from gossipx.solver import log, snapshots
+from gossipx.solver.checks import check, check_length
 from gossipx.solver.net import Batches, Net, Objective, Score
 from gossipx.solver.optimizers import DEFAULTS, TYPES, CaffeOptimizer
 from gossipx.solver.prototxt import SolverParameter
@@ -31,7 +31,7 @@ Callback = Callable[[], object]
 
 
 class Solver:
-    """Trains a module as a solver file says; see :func:`get_solver`.
+    """Trains a module as a solver file says; see :func:`gossipx.get_solver`.
 
     Args:
         param: the solver file's parameters.
@@ -73,26 +73,30 @@ class Solver:
         stream: TextIO | None = None,
     ):
         tests = _tests(test)
-        check(param, len(tests))
+        check(param, len(tests), "test=")
+        check_length(param)
+        _check_arguments(net, scores)
         self.param = param
         self.iter = 0
         self.snapshot_prefix = snapshots.prefix_of(param.snapshot_prefix, param.path)
         self._log = log.to_stream(sys.stderr if stream is None else stream)
-        for warning in param.warnings():
+        data, *test_data = [Batches(one, called) for called, one in [("train=", train), *tests]]
+        for warning in [*param.warnings(), *(line for one in (data, *test_data) for line in one.warnings())]:
             self._log.warning(warning)
         if param.random_seed >= 0:
             torch.manual_seed(param.random_seed)
         self._place(net)
-        self.net = Net(net, loss, Batches(train, "train="), {}, trains=True)
-        self.test_nets = [Net(net, loss, Batches(one, called), scores or {}, trains=False) for called, one in tests]
+        self.net = Net(net, loss, data, {}, trains=True)
+        self.test_nets = [Net(net, loss, one, scores or {}, trains=False) for one in test_data]
         self.optimizer = self._make_optimizer(net, lr_mult or {}, decay_mult or {})
         self.results: tuple[int, list[dict[str, float]]] = (-1, [])
         self.settle: Callback = lambda: None
         self._callbacks: list[tuple[Callback, Callback]] = []
         self._requests = Requests()
         self._losses: list[float] = []
-        self._probe()
-        for file in (name.strip() for listed in param.weights for name in listed.split(",")):
+        if param.snapshot:
+            self._probe()
+        for file in param.weight_files:
             self._log.info(f"Finetuning from {file}")
             snapshots.load_weights(Path(file), net)
 
@@ -124,13 +128,12 @@ class Solver:
         return TYPES[self.param.type](made, **settings)
 
     def _probe(self) -> None:
-        if not self.param.snapshot:
-            return
+        """See before hours of training that snapshots can be written."""
         try:
             snapshots.probe(self.snapshot_prefix)
         except OSError as error:
             told = f"snapshots cannot be written to {self.snapshot_prefix} ({error.strerror})"
-            raise self.param.error("snapshot_prefix", told) from error
+            raise self.param.error("snapshot_prefix", told) from None
 
     # --- pycaffe's surface --------------------------------------------------------------------------
 
@@ -151,10 +154,12 @@ class Solver:
 
         Raises:
             KeyboardInterrupt: after SIGINT, and the snapshot that it asks for.
-            UsageError: no ``max_iter``; or as :meth:`restore` and :meth:`step`.
+            UsageError: no ``max_iter``, snapshots that cannot be written; or as :meth:`restore` and :meth:`step`.
         """
-        if "max_iter" not in self.param.places:
+        if "max_iter" not in self.param.given:
             raise self.param.error("max_iter", "it is missing, and solve trains until it is reached")
+        if self.param.snapshot_after_train:
+            self._probe()
         self._log.info(f"Solving {self.net.name}")
         self._log.info(f"Learning Rate Policy: {self.param.lr_policy}")
         if resume is not None:
@@ -365,19 +370,6 @@ class Solver:
         raise KeyboardInterrupt
 
 
-def get_solver(path: str | Path, *, net: nn.Module, loss: Objective, train: Iterable[Any], **options: Any) -> Solver:
-    """A solver by its ``solver.prototxt``.
-
-    Args:
-        path: a text file of Caffe's SolverParameter. What has no meaning here, such as its net, is warned about.
-        net, loss, train, options: as for :class:`Solver`.
-
-    Raises:
-        UsageError: as :class:`Solver`; or a file that cannot be read, by line and column.
-    """
-    return Solver(prototxt.read(Path(path)), net=net, loss=loss, train=train, **options)
-
-
 def _tests(test: Iterable[Any] | Mapping[str, Iterable[Any]] | None) -> list[tuple[str, Iterable[Any]]]:
     """The data of each test net, and how messages call them."""
     if test is None:
@@ -385,6 +377,15 @@ def _tests(test: Iterable[Any] | Mapping[str, Iterable[Any]] | None) -> list[tup
     if isinstance(test, Mapping):
         return [(f"test={{'{name}'}}", batches) for name, batches in test.items()]
     return [("test=", test)]
+
+
+def _check_arguments(net: object, scores: Mapping[str, Score] | None) -> None:
+    if not isinstance(net, nn.Module):
+        raise UsageError(f"net= is of type {type(net).__name__}, and is to be a torch module")
+    if not any(one.requires_grad for one in net.parameters()):
+        raise UsageError("net= has no parameters that are trained: none requires_grad")
+    if "loss" in (scores or {}):
+        raise UsageError("scores= names one 'loss', as the objective is called: give it another name")
 
 
 def _factor(given: Mapping[str, float], name: str) -> float:

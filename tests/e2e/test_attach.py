@@ -232,3 +232,20 @@ def test_what_cannot_be_attached_is_told(two: Folder) -> None:
     ):
         ended = two.start_run(*RUN, two.script(NUMPY + line), two.path, name=f"x{abs(hash(line))}").end()
         assert told in one_line(ended, 2)
+
+
+TYPO = """
+(FOLDER / "typo.prototxt").write_text('base_lr: 0.1\\n  lr_polycy: "fixed"\\n')
+gossipx.get_solver(FOLDER / "typo.prototxt", net=nn.Linear(4, 2), loss=nn.functional.cross_entropy, train=[])
+"""
+
+
+def test_a_typo_in_a_scripts_solver_file_is_one_line_under_a_run(two: Folder) -> None:
+    """With its line and column, and exit code 2; a script by itself raises it."""
+    script = two.script(TYPO)
+    told = f"{two.path}/typo.prototxt:2:3: unknown field 'lr_polycy' (did you mean 'lr_policy'?)"
+    assert two.refused(*RUN, script, two.path) == told
+    ended = two.start(script, two.path).end()
+    assert ended.code == 1, ended.shown
+    assert ended.errors.splitlines()[-1] == f"gossipx.errors.UsageError: {told}"
+    assert ended.errors.count("Traceback") == 1, ended.shown  # and nothing of protobuf's own error

@@ -64,6 +64,55 @@ def test_a_mistake_in_the_file_is_one_line_with_its_place(two: Folder) -> None:
     assert not (two.path / "x").exists()
 
 
+LENGTHLESS = """
+net: "lenet" base_lr: 0.01 lr_policy: "poly" power: 1 display: 2 snapshot_prefix: "s"
+"""
+
+
+def test_iterations_are_the_length_of_a_file_without_one(two: Folder) -> None:
+    """Also that of lr_policy poly: base_lr (1 - i / max_iter)."""
+    (two.path / "long.prototxt").write_text(LENGTHLESS)
+    assert two.run("--solver", "long.prototxt", "--iterations", "8").summary["iterations"] == 8
+    log = (two.path / "x" / "peer-01" / "caffe.log").read_text()
+    assert re.findall(r"Iteration (\d+), lr = ([\d.]+)", log) == [
+        ("0", "0.01"), ("2", "0.0075"), ("4", "0.005"), ("6", "0.0025")
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (
+            "test_iter: [1, 2] test_interval: 1",
+            "3:1: test_iter: it is given 2 times, once a test net, and the run has 1",
+        ),
+        ('weights: "gone.safetensors"', "3:1: weights: there is no file 'gone.safetensors'"),
+        ('weights: ""', "3:1: weights: there is no file ''"),
+    ],
+    ids=["two test nets", "no weights", "weights without a name"],
+)
+def test_what_a_file_asks_for_in_vain_is_told_before_the_start(two: Folder, text: str, told: str) -> None:
+    (two.path / "asks.prototxt").write_text(LENGTHLESS + text)
+    assert f"asks.prototxt:{told}" in two.refused("--solver", "asks.prototxt")
+    assert not (two.path / "x").exists()
+
+
+def test_sighup_has_each_peer_take_a_snapshot_and_the_run_goes_on(two: Folder) -> None:
+    """Sent to the command, which is whose number a user knows."""
+    (two.path / "s.prototxt").write_text(SOLVER.replace("snapshot: 30", ""))
+    process = two.start_run("--solver", "s.prototxt", "--iterations", "100000", "--policy", "never")
+    process.line(r"train [1-9].*train [1-9]")
+    process.signal(signal.SIGHUP)
+    own = [two.path / "x" / f"peer-{rank:02d}" for rank in (0, 1)]
+    while not all(list(one.glob("lenet_iter_*.solverstate")) for one in own):
+        process.line("train")
+    taken = max(int(re.sub(r"\D", "", one.stem)) for place in own for one in place.glob("lenet_iter_*.solverstate"))
+    while min(int(done) for done in re.findall(r"train (\d+)/", process.line("train"))) <= taken:
+        pass
+    process.signal(signal.SIGINT)
+    assert process.end().code == 130
+
+
 def test_ctrl_c_leaves_a_snapshot_of_each_peer(two: Folder) -> None:
     process = two.start_run("--solver", "solver.prototxt", "--iterations", "100000", "--policy", "never")
     process.line(r"train [1-9]")

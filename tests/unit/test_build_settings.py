@@ -128,3 +128,9 @@ def test_what_is_named_instead_goes_with_the_run(given: dict[str, Any]) -> None:
     assert named == ["fp16", "bf16", "int8", "uint8-minmax", "natural"]
     for codec in named:
         effective(codec=codec, references=0, **given)
+
+
+def test_a_script_has_a_solver_of_its_own() -> None:
+    assert refused(has_script=True, solver="convnet") == (
+        "--solver convnet is of the built-in task, and a script calls gossipx.get_solver: leave one out"
+    )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import re
 import signal
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -185,6 +187,35 @@ def test_blobs_are_the_weights_themselves(tmp_path: Path):
     assert solver.test_nets == []
 
 
+def test_a_gradient_that_is_held_stays_the_nets(tmp_path: Path):
+    """pycaffe's memory stays where it is; so do sums of several passes, and what a clear leaves."""
+    solver = Made(tmp_path).solver
+    held = solver.net.params["0"][0].diff
+    solver.net.forward()
+    solver.net.backward()
+    first = held.copy()
+    assert first.any()
+    solver.net.clear_param_diffs()
+    assert not held.any()
+    solver.step(2)
+    np.testing.assert_array_equal(held, solver.net.module[0].weight.grad.numpy())
+    assert held.any()
+    held[...] = 1
+    before = solver.net.params["0"][0].data.copy()
+    solver.apply_update()
+    np.testing.assert_allclose(solver.net.params["0"][0].data, before - 0.1, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("net", "names", "called"),
+    [(module(), ["0", "2"], "Sequential"), (nn.Linear(3, 2), ["Linear"], "Linear")],
+    ids=["layers", "one layer"],
+)
+def test_a_compiled_net_has_the_names_of_the_plain_one(tmp_path: Path, net: nn.Module, names: list[str], called: str):
+    solver = Made(tmp_path, net=torch.compile(net, backend="eager")).solver
+    assert (list(solver.net.params), solver.net.name) == (names, called)
+
+
 def test_apply_update_by_gradients_of_ones_own(tmp_path: Path):
     solver = Made(tmp_path, "momentum: 0.5").solver
     before = solver.net.params["2"][1].data.copy()
@@ -314,9 +345,34 @@ def test_where_snapshots_lie(tmp_path: Path, given: str, stem: str):
     assert made.solver.snapshot() == tmp_path / f"{stem}_iter_0.solverstate"
 
 
-def test_snapshots_that_cannot_be_written_are_told_before_training(tmp_path: Path):
-    with pytest.raises(UsageError, match=r"solver\.prototxt:6:\d+: snapshot_prefix: snapshots cannot be written"):
-        Made(tmp_path, f'snapshot: 1\nsnapshot_prefix: "{tmp_path}/none/s"')
+@pytest.mark.parametrize("text", ["snapshot: 1 snapshot_after_train: false", ""], ids=["now and then", "at the end"])
+def test_snapshots_that_cannot_be_written_are_told_before_training(tmp_path: Path, text: str):
+    with pytest.raises(UsageError, match=r"solver\.prototxt:6:1: snapshot_prefix: snapshots cannot be written") as told:
+        Made(tmp_path, f'{text}\nsnapshot_prefix: "{tmp_path}/none/s"').solver.solve()
+    assert told.value.__suppress_context__  # what the system said is in the line
+    Made(tmp_path, f'snapshot_after_train: false\nsnapshot_prefix: "{tmp_path}/none/s"').solver.solve()
+    Made(tmp_path, f'snapshot_prefix: "{tmp_path}/none/s"').solver.step(1)  # which writes none
+
+
+def test_peers_that_try_one_prefix_have_each_a_file_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Two that try at the same moment; and nothing of it is left."""
+    tried: list[str] = []
+    make = tempfile.NamedTemporaryFile
+
+    def twice(**given: Any) -> Any:
+        if not tried:
+            tried.append("other")
+            Made(tmp_path, f'snapshot: 9\nsnapshot_prefix: "{tmp_path}/s"')
+        made = make(**given)
+        tried.append(made.name)
+        return made
+
+    others = tmp_path / "s_iter_0.tempfile"
+    others.touch()
+    monkeypatch.setattr(tempfile, "NamedTemporaryFile", twice)
+    Made(tmp_path, f'snapshot: 9\nsnapshot_prefix: "{tmp_path}/s"')
+    assert len(set(tried)) == 3
+    assert {file.name for file in tmp_path.iterdir()} == {"solver.prototxt", others.name}
 
 
 # --- signals ------------------------------------------------------------------------------------------
@@ -343,6 +399,31 @@ def test_sigint_stops_after_the_iteration_and_a_snapshot(tmp_path: Path):
     assert (tmp_path / "s_iter_3.solverstate").exists()
     assert made.lines[-1] == "Optimization stopped early."
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_after_a_stop_the_solver_tests_as_ever(tmp_path: Path):
+    """What SIGINT asked for is done: nothing of it is left for a test after it."""
+    text = f'test_iter: 1\ntest_interval: 100\nsnapshot_prefix: "{tmp_path}/s"'
+    made = Made(tmp_path, text, test=batches())
+    send(signal.SIGINT)(made.solver)
+    with pytest.raises(KeyboardInterrupt):
+        made.solver.solve()
+    told = len(made.lines)
+    with contextlib.suppress(KeyboardInterrupt):  # which would end the tests, too
+        made.solver.test()
+    assert made.solver.results[1][0].keys() == {"loss"}
+    assert made.solver.results[0] == 3
+    assert not [line for line in made.lines[told:] if "Snapshotting" in line]
+
+
+def test_a_sigint_that_nobody_looks_for_any_more_is_not_lost(tmp_path: Path):
+    """It comes while the last snapshot is written: that is finished, and what comes after the solver is not begun."""
+    solver = Made(tmp_path, f'snapshot_prefix: "{tmp_path}/s"').solver
+    solver.settle = lambda: os.kill(os.getpid(), signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        solver.solve()
+    assert solver.iter == 6
+    assert (tmp_path / "s_iter_6.solverstate").exists()
 
 
 def test_a_second_sigint_stops_at_once(tmp_path: Path):
@@ -376,6 +457,8 @@ def test_sighup_has_a_snapshot_taken_and_training_goes_on(tmp_path: Path):
         ('type: "RMSProp" rms_decay: 1', "5:17: rms_decay: 1 is not from 0 to below 1"),
         ('regularization_type: "L3"', "5:1: regularization_type: unknown regularization_type 'L3'"),
         ("test_iter: 5 test_interval: 1", "5:1: test_iter: it is given 1 times, once a test net, and test= has 0"),
+        ('weights: "none.safetensors"', "5:1: weights: there is no file 'none.safetensors'"),
+        ('weights: ""', "5:1: weights: there is no file ''"),
     ],
 )
 def test_parameters_that_cannot_be_are_told_by_place(tmp_path: Path, text: str, told: str):
@@ -391,6 +474,9 @@ def test_parameters_that_cannot_be_are_told_by_place(tmp_path: Path, text: str, 
         ('base_lr: 1 max_iter: 5 lr_policy: "step" gamma: 0.1', 'stepsize: it is missing, and lr_policy: "step" needs'),
         ('base_lr: 1 lr_policy: "step" gamma: 0.1 stepsize: 0', "stepsize: 0 is less than 1"),
         ('base_lr: 1 lr_policy: "multistep" gamma: 1 stepvalue: [5, 3]', "stepvalue: they do not ascend: 5, 3"),
+        ('base_lr: 1 lr_policy: "poly" power: 1', 'max_iter: it is missing, and lr_policy: "poly" needs it'),
+        ('base_lr: 1 lr_policy: "poly" power: 1 max_iter: 0', ":1:39: max_iter: 0 is less than 1"),
+        ('base_lr: 1 lr_policy: "poly" power: -2 max_iter: 5', ":1:30: power: -2 is less than 0"),
     ],
 )
 def test_rates_that_cannot_be_are_told(tmp_path: Path, text: str, told: str):
@@ -410,6 +496,50 @@ def test_arguments_that_cannot_be_are_told(tmp_path: Path):
         Made(tmp_path, loss=lambda output, y: output[:, 0]).solver.step(1)
     with pytest.raises(UsageError, match=r"lr_mult: '\*.bais' matches none of the parameters: 0.weight, 0.bias"):
         Made(tmp_path, lr_mult={"*.bais": 2})
+    with pytest.raises(UsageError, match="train= is of type int, and is to be batches"):
+        Made(tmp_path, train=5)
+    with pytest.raises(UsageError, match="net= has no parameters that are trained"):
+        Made(tmp_path, net=module().requires_grad_(False))
+    with pytest.raises(UsageError, match="net= is of type str, and is to be a torch module"):
+        Made(tmp_path, net="lenet")
+    with pytest.raises(UsageError, match=r"loss= gives a tensor that has no gradient: it is made of module\(x\)"):
+        Made(tmp_path, loss=lambda output, y: output.detach().sum()).solver.step(1)
+    with pytest.raises(UsageError, match="scores= names one 'loss'"):
+        Made(tmp_path, scores={"loss": right})
+
+
+@pytest.mark.parametrize(
+    ("batch", "called"),
+    [({"x": 1, "y": 2}, "dict"), (torch.zeros(2, 3), "Tensor"), (np.zeros((2, 3)), "ndarray"), ("xy", "str")],
+    ids=["a dict", "a tensor", "an array", "a text"],
+)
+def test_what_has_two_parts_and_is_no_pair_is_told(tmp_path: Path, batch: object, called: str):
+    with pytest.raises(UsageError, match=rf"train= gives {called}, and a batch is a pair \(x, y\)"):
+        Made(tmp_path, train=[batch]).solver.step(1)
+
+
+@pytest.mark.parametrize(
+    ("score", "given"),
+    [
+        (lambda output, y: output, r"a tensor of \[8, 2\]"),
+        (lambda output, y: None, "NoneType"),
+        (lambda output, y: output.numpy(), "ndarray"),
+    ],
+)
+def test_a_score_that_is_not_one_number_is_told(tmp_path: Path, score: Callable[..., object], given: str):
+    made = Made(tmp_path, "test_iter: 1\ntest_interval: 1", test=batches(), scores={"mine": score})
+    with pytest.raises(UsageError, match=rf"scores\['mine'\] gives {given}, and is to give one number"):
+        made.solver.test()
+
+
+def test_batches_that_can_be_had_only_once_are_warned_about(tmp_path: Path):
+    """Once, by name; a generator may well be without end."""
+    both = {"easy": batches(), "hard": iter(batches())}
+    made = Made(tmp_path, "test_iter: [1, 1]\ntest_interval: 3", train=(one for one in batches() * 9), test=both)
+    made.solver.solve()
+    told = [line.split(" can be")[0] for line in made.lines if "can be gone through only once" in line]
+    assert told == ["train=", "test={'hard'}"]
+    assert made.solver.iter == 6
 
 
 def test_multipliers_of_single_parameters(tmp_path: Path):
