@@ -15,6 +15,7 @@ from rich.table import Table
 
 from gossipx.cli.commands import FloatRange, debug, option
 from gossipx.cli.tables import show
+from gossipx.errors import UsageError
 from gossipx.settings import KEYS
 
 if TYPE_CHECKING:
@@ -34,16 +35,14 @@ def _settings(command: Any) -> Any:
 
 
 @click.command("doctor", context_settings={"allow_interspersed_args": False})
-@click.option("--peers", required=True, type=click.Path(path_type=Path), help="The hosts file: a line a host.")
+@click.option("--peers", type=click.Path(), help="The hosts file, a line a host. Needed here or in the --config file.")
 @click.option("--wait", type=FloatRange(0, 3600), default=15.0, show_default=True, help="Seconds for other hosts.")
 @click.option("--config", "config_file", type=click.Path(path_type=Path), help="A TOML file of a run's settings.")
 @_settings
 @click.option("--json", "as_json", is_flag=True, help="For programs.")
 @debug
 @click.argument("script", nargs=-1, type=click.UNPROCESSED, metavar="[SCRIPT [ARGS]...]")
-def doctor(
-    peers: Path, wait: float, config_file: Path | None, as_json: bool, script: tuple[str, ...], **settings: Any
-) -> None:
+def doctor(wait: float, config_file: Path | None, as_json: bool, script: tuple[str, ...], **settings: Any) -> None:
     """Look at the machines of a run: names, ports, versions, clocks, devices, who reaches whom and how fast.
 
     Start the same command on each host, with the hosts file and the --bind, --secret-file or --tls-... of the run. The
@@ -59,10 +58,11 @@ def doctor(
 
     given = config.load(config_file) if config_file else {}
     resolved = config.resolve(given, settings)
+    if resolved.run.peers is None:
+        raise UsageError("who the peers are is not given: --peers hosts.txt, or peers = in [run] of the --config file")
     looks_at_model = bool(script) or config_file is not None or any(settings[name] for name in ("model", "task"))
-    report = examine(
-        resolved, peers, list(script) if looks_at_model else None, wait, lambda line: print(line, file=sys.stderr)
-    )
+    asked = list(script) if looks_at_model else None
+    report = examine(resolved, Path(resolved.run.peers), asked, wait, lambda line: print(line, file=sys.stderr))
     if as_json:
         print(json.dumps(_plain(report), indent=2))
     else:

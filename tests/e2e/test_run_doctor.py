@@ -116,6 +116,21 @@ def test_a_run_that_goes_on_is_asked_for_its_model_and_left_alone(place: Folder)
     assert going.end().code == 0
 
 
+@pytest.mark.parametrize("has_secret", [True, False], ids=["its secret is not known here", "it has none"])
+def test_a_run_of_another_secret_is_not_to_be_stopped(place: Folder, has_secret: bool) -> None:
+    secret = ("--secret-file", a_secret(place.path / "secret"))
+    going = place.start_run(*(secret if has_secret else ()), place.script(JOINS_AND_WAITS), place.path)
+    going.line("ready")
+    found = findings(start(place, "--wait", SHORT, *(() if has_secret else secret)).end(), 5)
+    (line,) = lines(found, "fail", "ports")
+    assert (
+        "a gossipx run with another secret listens there" in line and "give the doctor that run's --secret-file" in line
+    )
+    assert len(failures(found)) == 1 and "stop" not in line and "another port" not in line
+    (place.path / "go").touch()
+    assert going.end().code == 0
+
+
 JOINS = """
 model = nn.Linear(int(sys.argv[1]), 1)
 with gossipx.join(model, torch.optim.SGD(model.parameters(), 0.1)) as peer:

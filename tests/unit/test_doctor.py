@@ -135,7 +135,8 @@ def test_two_names_of_one_address() -> None:
     ("port", "level", "words"),
     [
         (Port(1, "taken", "nginx (pid 7)"), "fail", ("port 29400 of b is taken by nginx (pid 7)", "another port")),
-        (Port(1, "taken"), "fail", ("taken by another program",)),
+        (Port(1, "taken"), "fail", ("taken by another program: if it is a run", "--tls-cert", "; else stop that")),
+        (Port(1, "doctor", "python (pid 7)"), "fail", ("another gossipx doctor python (pid 7)",)),
         (Port(1, "refused", "cannot listen at b:80: not allowed; choose a port from 1024 on"), "fail", ("b: ", "1024")),
     ],
 )
@@ -151,6 +152,40 @@ def test_a_port_that_a_run_holds_is_no_failure() -> None:
         case, "ports"
     )
     assert exit_code(verdicts(case)) == 0
+
+
+@pytest.mark.parametrize(
+    ("state", "cause", "code", "words"),
+    [
+        ("authorised", "this run has a secret", 5, ("a gossipx run with another secret", "that run's --secret-file")),
+        ("version", "it speaks version 3", 1, ("a gossipx run of another version", "by the gossipx that has started")),
+        ("peers", "this is x, not b-0", 1, ("a gossipx run of another hosts file", "another port")),
+    ],
+)
+def test_a_run_that_holds_ports_and_cannot_be_asked_is_told_once(
+    state: str, cause: str, code: int, words: tuple[str, ...]
+) -> None:
+    """And nobody is told to stop it."""
+    case = but(well(2, 2), 1, ports=tuple(Port(rank, state, f"python (pid {rank})", cause) for rank in (2, 3)))
+    for source, rank in ((0, 2), (0, 3), (1, 2), (1, 3)):
+        case = failed(case, source, rank, state, cause)
+    the_one(case, "fail", "ports", "ports 29400-29401 of b", cause, "python (pid 2), python (pid 3)", *words)
+    ((_, text),) = told(case, "ports")
+    assert "stop" not in text and told(case, "reach") == []
+    assert exit_code(verdicts(case)) == code
+
+
+def test_a_program_on_a_port_with_another_certificate_need_not_be_a_run() -> None:
+    case = replace(but(well(), 1, ports=(Port(1, "authorised", "nginx (pid 7)", "not of a CA"),)), tls=True)
+    the_one(
+        case, "fail", "ports", "a program with another certificate", "nginx (pid 7)", "if it is a run", "--tls-cert"
+    )
+
+
+def test_who_is_not_authorised_is_told_though_the_port_seemed_to_be_another_programs() -> None:
+    case = failed(but(well(), 1, ports=(Port(1, "taken"),)), 0, 1, "authorised", "the secrets differ")
+    the_one(case, "fail", "reach", "not authorised: the secrets differ")
+    assert exit_code(verdicts(case)) == 5
 
 
 @pytest.mark.parametrize(
@@ -208,7 +243,6 @@ def test_a_doctor_that_answers_and_whose_findings_do_not_come() -> None:
 @pytest.mark.parametrize(
     ("changed", "level", "words"),
     [
-        ({"protocol": 5}, "fail", ("protocol differs: 4 on a; 5 on b",)),
         ({"gossipx": "1.1"}, "warn", ("gossipx differs: 1.0 on a; 1.1 on b",)),
         ({"torch": "2.9.0+cu128"}, "warn", ("torch differs: 2.13.0 on a; 2.9.0 on b",)),
         ({"torch": "2.13.0+cu128"}, "ok", ("gossipx 1.0 (protocol 4)",)),
@@ -273,11 +307,24 @@ def test_models() -> None:
 def test_devices() -> None:
     missing = Device(1, "cuda:1", False, "device= 'cuda:1': 1 devices of type cuda are here; cpu always is")
     the_one(but(well(), 1, devices=(missing,)), "fail", "devices", "b: device= 'cuda:1'")
+    ((_, text),) = told(but(well(), 1, devices=(missing,)), "devices")
+    assert text.endswith("correct --device there"), "the line names none"
+    lines = [replace(host, peers=tuple(replace(peer, device="cuda:1") for peer in host.peers)) for host in well().hosts]
+    named = replace(but(well(), 1, devices=(missing,)), hosts=lines)
+    the_one(named, "fail", "devices", "correct device= in the hosts file")
     shared = Device(1, "cuda:0", True, "H200, 139 GiB, shared by 2 lines")
     assert "warn" in [level for level, _ in told(but(well(), 1, devices=(shared,)), "devices")]
     assert ("warn", "b has 2 CUDA devices that no line uses (H200, 139 GiB): add device=cuda:0 to its line") in told(
         but(well(), 1, accelerators=("H200, 139 GiB",) * 2), "devices"
     )
+
+
+def test_what_lines_of_one_host_share_of_a_device_is_told_once() -> None:
+    case = well(2, 2)
+    missing = [Device(rank, "cuda:0", False, "--device 'cuda:0': 0 devices are here") for rank in (2, 3)]
+    the_one(but(case, 1, devices=tuple(missing)), "fail", "devices", "b: --device 'cuda:0'")
+    shared = tuple(Device(rank, "cuda:0", True, "H200, shared by 2 lines") for rank in (2, 3))
+    assert [level for level, _ in told(but(case, 1, devices=shared), "devices")] == ["ok", "warn"]
 
 
 # --- findings ---------------------------------------------------------------------------------------
@@ -361,6 +408,42 @@ def test_names_are_looked_up_and_those_that_fail_say_why() -> None:
     assert machine.is_here("127.0.0.1") and not machine.is_here("192.0.2.1")
 
 
+def test_a_device_that_is_not_here_is_told_by_where_it_was_named() -> None:
+    lines = tuple(
+        PeerLine(rank, "a", 29400 + rank, device, f"a-{rank}", 1) for rank, device in enumerate((None, "cuda:98"))
+    )
+    found, _, _ = machine.devices(Host(0, "a", lines), "cuda:99")
+    assert not any(device.there for device in found)
+    assert found[0].text.startswith("--device 'cuda:99'") and found[1].text.startswith("device= 'cuda:98'")
+
+
+def test_another_version_of_the_protocol_is_told_once(tmp_path: Path) -> None:
+    """By the port that it holds here, and by the way to where it listens."""
+    with contextlib.ExitStack() as stack:
+        here = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        port = here.getsockname()[1]
+        there = stack.enter_context(socket.create_server(("127.0.0.2", port)))
+        for server in (here, there):
+            threading.Thread(target=speak_another_version, args=(server,), daemon=True).start()
+        file = tmp_path / "hosts.txt"
+        file.write_text(f"127.0.0.1:{port}\n127.0.0.2:{port}\n")
+        report = examine(RunConfig(exchange=ExchangeSettings(advertise="127.0.0.1")), file, None, 0.0, print)
+    seen = "the other side speaks version 3 of the protocol, this side version 4"
+    texts = {verdict.about: f"{verdict.text}: {verdict.advice}" for verdict in report.verdicts}
+    assert texts["reach"] == f"127.0.0.1 → 127.0.0.2:{port}: {seen}: install the same gossipx on both"
+    assert texts["ports"].startswith(
+        f"port {port} of 127.0.0.1: a gossipx run of another version listens there ({seen}"
+    )
+    assert report.exit_code == 1
+
+
+def speak_another_version(server: socket.socket) -> None:
+    with contextlib.suppress(OSError), contextlib.ExitStack() as open_ones:
+        while True:
+            accepted = open_ones.enter_context(server.accept()[0])
+            accepted.sendall(b"GSPX\x00\x03")
+
+
 @pytest.mark.parametrize(
     ("text", "advertise", "cause"),
     [
@@ -374,6 +457,20 @@ def test_what_a_run_would_refuse_is_refused(tmp_path: Path, text: str, advertise
     settings = RunConfig(exchange=ExchangeSettings(advertise=advertise))
     with pytest.raises(UsageError, match=cause):
         examine(settings, tmp_path / "hosts.txt", None, 0.0, print)
+
+
+def test_the_hosts_file_is_named_by_option_or_in_the_config_file(tmp_path: Path) -> None:
+    for name in ("one", "other"):
+        (tmp_path / f"{name}.txt").write_text("192.0.2.1\n")
+    (tmp_path / "run.toml").write_text(f"[run]\npeers = '{tmp_path}/one.txt'\n")
+    by_file = ["doctor", "--config", str(tmp_path / "run.toml")]
+    for command, cause in (
+        (by_file, f"{tmp_path}/one.txt: no line is this machine"),
+        ([*by_file, "--peers", f"{tmp_path}/other.txt"], f"{tmp_path}/other.txt: no line is this machine"),
+        (["doctor"], "who the peers are is not given: --peers hosts.txt"),
+    ):
+        ended = CliRunner().invoke(main, command)
+        assert ended.exit_code == 2 and ended.stderr.startswith(cause), ended.output
 
 
 def test_the_command_prints_a_verdict_a_line_and_json_for_programs(tmp_path: Path) -> None:

@@ -88,14 +88,17 @@ class Port:
     """Where a peer of this host would listen.
 
     Attributes:
-        state: "open": the doctor listens there; "run": a peer of a run does; "taken": something else; "refused": the
-            system does not let it listen there.
+        state: "open": the doctor listens there; "run": a peer of a run does; "doctor": another doctor; "authorised",
+            "version", "peers": a gossipx that did not say which, by the outcome of asking it; "taken": something else;
+            "refused": the system does not let it listen there.
         text: who has taken it, or what the system says.
+        cause: what came of asking.
     """
 
     rank: int
     state: str
     text: str = ""
+    cause: str = ""
 
 
 @dataclass(frozen=True)
@@ -128,6 +131,8 @@ class Reached:
 
 TALKED = {"ok", "foreign", "authorised", "version", "peers", "other"}
 """Outcomes of who has been talked to: that it is not there a little later, as it has ended, tells less."""
+UNASKED = {"authorised", "version", "peers"}
+"""Outcomes of a gossipx that does not say what it is."""
 
 
 @dataclass(frozen=True)

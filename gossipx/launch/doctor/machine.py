@@ -88,14 +88,14 @@ def devices(host: Host, default: str) -> tuple[tuple[Device, ...], tuple[str, ..
     found = []
     for peer in host.peers:
         name = peer.device or default
-        there, text = _described(name)
+        there, text = _described(name, "device=" if peer.device else "--device")
         shared = there and users[name] > 1 and name.partition(":")[0] != "cpu"
         found.append(Device(peer.rank, name, there, f"{text}, shared by {users[name]} lines" if shared else text))
     return tuple(found), _accelerators(), _driver()
 
 
-def _described(name: str) -> tuple[bool, str]:
-    """Whether a device is here, and what it is or why it is not."""
+def _described(name: str, option: str) -> tuple[bool, str]:
+    """Whether a device is here, and what it is or why it is not; ``option`` has named it."""
     if name == "cpu":  # torch, which takes seconds to import, is not needed
         return True, f"{len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()} cores"
     import torch
@@ -104,7 +104,7 @@ def _described(name: str) -> tuple[bool, str]:
     from gossipx.errors import UsageError
 
     try:
-        check_device(name, "device=")
+        check_device(name, option)
     except UsageError as error:
         return False, str(error)
     device = torch.device(name)

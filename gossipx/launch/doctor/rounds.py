@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from gossipx.errors import GossipxError
-from gossipx.launch.doctor.findings import TALKED, Host, Name, Port, Reached, Row, Way, merge, turns
+from gossipx.launch.doctor.findings import TALKED, UNASKED, Host, Name, Port, Reached, Row, Way, merge, turns
 from gossipx.launch.doctor.station import Station
 from gossipx.launch.doctor.visit import TURN, Guest, reach, visit
 from gossipx.settings import ExchangeSettings
@@ -78,11 +78,9 @@ class Rounds:
             return port
         peer = self._guest.peers[port.rank]
         found = reach(self._guest, peer, self._addresses(self._host))
-        if found.facts is None:
-            return port
-        if found.facts.role == "run":
-            return replace(port, state="run")
-        return replace(port, text=" ".join(("another gossipx doctor", port.text)).strip())
+        if found.facts is not None:
+            return replace(port, state="run" if found.facts.role == "run" else "doctor")
+        return replace(port, state=found.outcome, cause=found.text) if found.outcome in UNASKED else port
 
     def _addresses(self, host: Host) -> tuple[str, ...]:
         return next((one for one in self.row.names if one.host == host.number), Name(host.number, ())).addresses

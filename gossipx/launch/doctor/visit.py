@@ -232,8 +232,9 @@ def reach(guest: Guest, to: PeerLine, addresses: Sequence[str]) -> Reached:
     except PeerFaultError as error:
         if isinstance(error, PeerTimeoutError) and failed:  # one of its addresses, which came first, took all the time
             return Reached(to.rank, failed[0][0], told)
-        # What follows a semicolon is advice, as a run would give it.
-        cause = str(error).removeprefix("refused: ").removeprefix("not authorised: ").partition(";")[0]
+        # What follows a semicolon is advice, as a run would give it; of another version, what follows a colon.
+        end = ":" if isinstance(error, frames.VersionError) else ";"
+        cause = str(error).removeprefix("refused: ").removeprefix("not authorised: ").partition(end)[0]
         return Reached(to.rank, _outcome(error), fit(cause))
 
 

@@ -23,19 +23,18 @@ UNEVEN = 3.0
 
 
 def versions(case: Case) -> list[Verdict]:
-    """gossipx, its protocol and torch are the same everywhere."""
+    """gossipx and torch are the same everywhere; with whoever speaks another protocol nothing is compared."""
     found = []
-    for what, level, advice in (
-        ("protocol", "fail", "install the same gossipx on all hosts"),
-        ("gossipx", "warn", "install the same gossipx on all hosts"),
-        ("torch", "warn", "install the same torch on all hosts: models and their random numbers may differ"),
+    for what, advice in (
+        ("gossipx", "install the same gossipx on all hosts"),
+        ("torch", "install the same torch on all hosts: models and their random numbers may differ"),
     ):
         by: dict[str, list[int]] = defaultdict(list)
         for host, facts in _processes(case):
             by[str(getattr(facts, what)).partition("+")[0]].append(host)
         if len(by) > 1:
             listed = "; ".join(f"{version} on {case.names(hosts)}" for version, hosts in by.items())
-            found.append(Verdict(level, "versions", f"{what} differs: {listed}", advice))
+            found.append(Verdict("warn", "versions", f"{what} differs: {listed}", advice))
     if found:
         return found
     told = [
@@ -209,13 +208,15 @@ def models(case: Case) -> list[Verdict]:
 
 def devices(case: Case) -> list[Verdict]:
     """Each line's device is there, and its alone."""
-    found = []
+    found: list[Verdict] = []
     seen: dict[str, list[int]] = defaultdict(list)
     for row in case.in_order():
         name = case.name(row.host)
+        named = {peer.rank for peer in case.hosts[row.host].peers if peer.device}
         for device in row.devices:
             if not device.there:
-                found.append(Verdict("fail", "devices", f"{name}: {device.text}", "correct device= in the hosts file"))
+                advice = "correct device= in the hosts file" if device.rank in named else "correct --device there"
+                found.append(Verdict("fail", "devices", f"{name}: {device.text}", advice))
             elif "shared by" in device.text:
                 text = f"{name}: {device.device} ({device.text})"
                 found.append(Verdict("warn", "devices", text, "give each line a device of its own"))
@@ -226,9 +227,9 @@ def devices(case: Case) -> list[Verdict]:
             text = f"{name} has {unused} CUDA devices that no line uses ({row.accelerators[0]})"
             found.append(Verdict("warn", "devices", text, "add device=cuda:0 to its line"))
     if any(verdict.level == "fail" for verdict in found) or not seen:
-        return found
+        return list(dict.fromkeys(found))  # several lines of a host may say the same
     listed = "; ".join(f"{device} on {case.names(hosts)}" for device, hosts in seen.items())
-    return [Verdict("ok", "devices", listed), *found]
+    return [Verdict("ok", "devices", listed), *dict.fromkeys(found)]
 
 
 def _span(low: float, high: float, unit: str) -> str:

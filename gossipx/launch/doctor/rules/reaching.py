@@ -6,7 +6,7 @@ import ipaddress
 from collections import defaultdict
 from collections.abc import Iterable
 
-from gossipx.launch.doctor.findings import Host, Reached
+from gossipx.launch.doctor.findings import UNASKED, Host, Port, Reached
 from gossipx.launch.doctor.rules.case import Case, Verdict
 
 
@@ -74,27 +74,70 @@ def _same(case: Case, meant: dict[int, dict[int, frozenset[str]]]) -> list[Verdi
 
 def ports(case: Case) -> list[Verdict]:
     """Each line's port can be listened at."""
-    found = []
+    found = _unasked(case)
     runs = []
     opened = 0
     for row in case.in_order():
         numbers = {peer.rank: peer.port for peer in case.hosts[row.host].peers}
         for port in row.ports:
             number, name = numbers.get(port.rank, 0), case.name(row.host)
-            if port.state == "taken":
-                text = f"port {number} of {name} is taken by {port.text or 'another program'}"
-                found.append(Verdict("fail", "ports", text, "stop that, or give the line another port"))
+            if port.state in ("taken", "doctor"):
+                found.append(_taken(f"port {number} of {name}", port))
             elif port.state == "refused":
                 found.append(Verdict("fail", "ports", f"{name}: {port.text}"))
             elif port.state == "run":
                 runs.append(f"{number} of {name}")
-            else:
+            elif port.state == "open":
                 opened += 1
     if runs:
         text = f"{'port' if len(runs) == 1 else 'ports'} {', '.join(runs)}: a run goes on there"
         found.append(Verdict("note", "ports", text, "it was asked what it is, and not measured with"))
     if opened and not any(verdict.level == "fail" for verdict in found):
         found.insert(0, Verdict("ok", "ports", f"{_count(opened, 'port')} free on {_heard(case)}"))
+    return found
+
+
+def _taken(place: str, port: Port) -> Verdict:
+    advice = "stop that, or give the line another port"
+    if port.state == "doctor":
+        who = " ".join(("another gossipx doctor", port.text)).strip()
+    else:  # a run does not answer if one side alone has TLS
+        who = port.text or "another program"
+        advice = f"if it is a run, give the doctor its --tls-cert, --tls-key and --tls-ca, or none; else {advice}"
+    return Verdict("fail", "ports", f"{place} is taken by {who}", advice)
+
+
+# Who holds a port and does not say what it is, and what is to be done.
+_HOLDERS = {
+    "authorised": (
+        "a gossipx run with another secret",
+        "give the doctor that run's --secret-file, or none if it has none",
+    ),
+    "version": ("a gossipx run of another version", "start the doctor by the gossipx that has started that run"),
+    "peers": ("a gossipx run of another hosts file", "give the doctor that run's, or the line another port"),
+}
+# Whoever speaks TLS may have a certificate.
+_CERTIFIED = (
+    "a program with another certificate",
+    "if it is a run, give the doctor its --tls-cert, --tls-key and --tls-ca; else stop it, or give another port",
+)
+
+
+def _unasked(case: Case) -> list[Verdict]:
+    """Ports that are held by a gossipx which does not tell this one what it is; those of a host and cause in one."""
+    alike: dict[tuple[int, str, str], list[Port]] = defaultdict(list)
+    for row in case.in_order():
+        for port in row.ports:
+            if port.state in UNASKED:
+                alike[row.host, port.state, port.cause].append(port)
+    found = []
+    for (host, state, cause), held in alike.items():
+        numbers = {peer.rank: peer.port for peer in case.hosts[host].peers}
+        who, advice = _CERTIFIED if case.tls and state == "authorised" else _HOLDERS[state]
+        seen = "; ".join(filter(None, (cause, ", ".join(dict.fromkeys(port.text for port in held if port.text)))))
+        place = f"{'port' if len(held) == 1 else 'ports'} {_spans(numbers.get(port.rank, 0) for port in held)}"
+        text = f"{place} of {case.name(host)}: {who} listens there ({seen})"
+        found.append(Verdict("fail", "ports", text, advice, 5 if state == "authorised" else 1))
     return found
 
 
@@ -117,7 +160,7 @@ _NOT_HEARD_OF = {
 _ANYWAY = {
     "foreign": "stop what listens there, or give the line another port; or one side alone has TLS",
     "authorised": "give every host the same --secret-file, or certificates of one CA for its host in the file",
-    "version": "install the same gossipx on both: pip install gossipx==VERSION",
+    "version": "install the same gossipx on both",
     "peers": "give every host the same hosts file",
     "other": "a port is forwarded to another machine, or two machines have one address: see the hosts file",
     "local": "this machine lacks what it takes: see ulimit -n",
@@ -160,9 +203,10 @@ def reach(case: Case) -> list[Verdict]:
 
 
 def _is_told(case: Case, host: Host, one: Reached) -> bool:
-    """Whether the rule of ports has said it: its own host could not listen there."""
+    """Whether the rule of ports has said it: its own host could not listen there, and knows no less of who does."""
     row = case.rows.get(host.number)
-    return row is not None and any(port.rank == one.rank and port.state in ("taken", "refused") for port in row.ports)
+    states = {"doctor", "refused", one.outcome if one.outcome in UNASKED else "taken"}
+    return row is not None and any(port.rank == one.rank and port.state in states for port in row.ports)
 
 
 def _failure(case: Case, host: Host, outcome: str, seen: list[tuple[int, Reached]]) -> Verdict:
