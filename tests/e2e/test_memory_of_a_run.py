@@ -17,7 +17,7 @@ SCRIPT = resident.__file__
 
 
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
-@pytest.mark.parametrize("peers", [2, 4])
+@pytest.mark.parametrize("peers", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_at_most_two_snapshots_and_one_model_that_comes_in(tmp_path: Path, transport: str, peers: int) -> None:
     """Whatever the number of neighbours; 40 MB a model, pulled whenever the last pull is mixed."""
     with folder(tmp_path, peers) as here:

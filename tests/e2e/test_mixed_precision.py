@@ -28,8 +28,8 @@ tell(peer, dtype=str(model[0].weight.dtype))
     "options",
     [
         ("--delta", "sampled", "--policy", "tau:5"),
-        ("--delta", "exact", "--policy", "tau:20", "--exchange", "waves"),
-        ("--delta", "sampled", "--policy", "tau:5", "--mode", "pushpull"),
+        pytest.param(("--delta", "exact", "--policy", "tau:20", "--exchange", "waves"), marks=pytest.mark.slow),
+        pytest.param(("--delta", "sampled", "--policy", "tau:5", "--mode", "pushpull"), marks=pytest.mark.slow),
     ],
     ids=["pulls", "waves", "pairs"],
 )

@@ -40,9 +40,9 @@ def test_four_peers_exchange_and_agree(tmp_path: Path, mode: str, blocking: bool
     ("mode", "codec", "fewer"),
     [
         ("pull", ("--codec", "3lc:residual=0.3"), 3),
-        ("push", ("--codec", "int8", "--references", "0"), 3),
-        ("pushpull", ("--codec", "int8+zlib", "--references", "2"), 3),
-        ("pull", ("--codec", "moniqua:theta=0.5", "--references", "0"), 3),
+        pytest.param("push", ("--codec", "int8", "--references", "0"), 3, marks=pytest.mark.slow),
+        pytest.param("pushpull", ("--codec", "int8+zlib", "--references", "2"), 3, marks=pytest.mark.slow),
+        pytest.param("pull", ("--codec", "moniqua:theta=0.5", "--references", "0"), 3, marks=pytest.mark.slow),
         ("pull", ("--codec", "3lc:small=100", "--mixing", "choco:gamma=0.2"), 10),
     ],
 )

@@ -80,7 +80,7 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 # --- bit for bit --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("finish", ["none", "consensus"])
+@pytest.mark.parametrize("finish", ["none", pytest.param("consensus", marks=pytest.mark.slow)])
 def test_with_never_a_run_that_was_killed_ends_bit_for_bit_as_one_that_was_not(place: Any, finish: str) -> None:
     """[29] Data order across epochs, the rate's steps, momenta: all as if nothing had been. Figures are the run's."""
     here = place(2)
@@ -204,7 +204,7 @@ def test_parts_of_a_scripts_own_go_on_and_the_script_need_not_be_named_again(pla
 # --- what is left of one ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("damage", ["cut short", "altered"])
+@pytest.mark.parametrize("damage", [pytest.param("cut short", marks=pytest.mark.slow), "altered"])
 def test_a_checkpoint_that_is_cut_short_or_altered_is_named_and_the_one_before_is_used(place: Any, damage: str) -> None:
     """[29, 30] As a peer that is killed while it writes leaves it; or a disk that has lost a bit."""
     here = place(2)

@@ -47,10 +47,16 @@ def test_a_wrong_codec_is_told(tmp_path: Path) -> None:
     [
         ("--servers", "0"),
         ("--servers", "0,1", "--push-codec", "int8:block=256", "--pull-codec", "bf16", "--sync", "asp"),
-        ("--servers", "0,2", "--sync", "ssp:staleness=2", "--pulls", "soft", "--placement", "sliced"),
+        pytest.param(
+            ("--servers", "0,2", "--sync", "ssp:staleness=2", "--pulls", "soft", "--placement", "sliced"),
+            marks=pytest.mark.slow,
+        ),
         ("--servers", "1", "--servers-only", "--sync", "hybrid:step=1/lr", "--no-wait-free"),
-        ("--servers", "0,1", "--sync", "bsp|asp", "--bucket", "0", "--no-overlap", "--transport", "tcp"),
-        ("--servers", "0,1,2", "--sync", "drop:n=2", "--apply", "tick"),
+        pytest.param(
+            ("--servers", "0,1", "--sync", "bsp|asp", "--bucket", "0", "--no-overlap", "--transport", "tcp"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(("--servers", "0,1,2", "--sync", "drop:n=2", "--apply", "tick"), marks=pytest.mark.slow),
         ("--mode", "server", "--sync", "pssp:staleness=1,alpha=significance"),
     ],
     ids=lambda options: " ".join(options[:4]),

@@ -38,7 +38,7 @@ def same(whole: Run, other: Run, workers: list[int]) -> None:
         assert max(differences(whole.model(rank), other.model(rank)).values()) == 0, rank
 
 
-@pytest.mark.parametrize(("servers", "workers"), [("0", [1, 2]), ("0,1", [2])])
+@pytest.mark.parametrize(("servers", "workers"), [("0", [1, 2]), pytest.param("0,1", [2], marks=pytest.mark.slow)])
 def test_a_replica_takes_its_place(tmp_path: Path, servers: str, workers: list[int]) -> None:
     options = (*BRIEF, "--servers", servers, "--server-replicas", "1", "--iterations", "1200")
     with folder(tmp_path, 3) as here:
@@ -115,7 +115,12 @@ class Gate:
 
 @pytest.mark.parametrize(
     ("servers", "then", "held"),
-    [("0", "0,2", "shard 0"), ("0,2", "2", "shard 0"), ("2,0", "2,0,1", "shard 0"), ("2", "0", "")],
+    [
+        ("0", "0,2", "shard 0"),
+        pytest.param("0,2", "2", "shard 0", marks=pytest.mark.slow),
+        pytest.param("2,0", "2,0,1", "shard 0", marks=pytest.mark.slow),
+        ("2", "0", ""),
+    ],
     ids=["a-new-one", "one-that-stays", "the-first-of-three", "one-that-is-none-any-more"],
 )
 def test_it_comes_back_after_the_servers_were_changed(tmp_path: Path, servers: str, then: str, held: str) -> None:
