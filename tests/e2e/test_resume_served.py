@@ -37,7 +37,11 @@ def killed_after(here: Folder, process: Process, iteration: int, shards: int = 1
     process.end()
 
 
-@pytest.mark.parametrize("options", [(), ("--servers-only",), ("--push-codec", "3lc:1.75")], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [(), pytest.param(("--servers-only",), marks=pytest.mark.slow), ("--push-codec", "3lc:1.75")],
+    ids=str,
+)
 def test_bsp_goes_on_bit_for_bit(tmp_path: Path, options: tuple[str, ...]) -> None:  # [29] [39]
     """Workers and shards go on from one iteration, and from there on every sum is the same.
 
@@ -172,7 +176,14 @@ def test_bsp_goes_on_bit_for_bit_from_checkpoints_by_the_clock_on_the_wall(tmp_p
         assert max(differences(whole.model(rank), cut.model(rank)).values()) == 0, rank
 
 
-@pytest.mark.parametrize("servers", [("0",), ("0,1",), ("0", "--servers-only", "--server-replicas", "1")])
+@pytest.mark.parametrize(
+    "servers",
+    [
+        pytest.param(("0",), marks=pytest.mark.slow),
+        ("0,1",),
+        pytest.param(("0", "--servers-only", "--server-replicas", "1"), marks=pytest.mark.slow),
+    ],
+)
 def test_sigterm_keeps_shards_without_checkpoint_every(tmp_path: Path, servers: tuple[str, ...]) -> None:
     """Its tables and momenta go on, wherever each worker was by then."""
     options = ("--eval-interval", "0", "--log-interval", "1", "--peer-timeout", "10", "--servers", *servers)
@@ -215,7 +226,7 @@ def hub_of(store: Store) -> dict[str, Any]:
     return {} if found is None else unpack(found.parts["hub"])
 
 
-@pytest.mark.parametrize("only", [False, True])
+@pytest.mark.parametrize("only", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_hub_goes_on_with_its_centre(tmp_path: Path, only: bool) -> None:  # [38]
     with folder(tmp_path, 3) as here:
         options = ("--hub", "0", "--policy", "tau:5", "--iterations", "400", *(["--hub-only"] if only else []))
