@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -203,22 +203,18 @@ class Codec(abc.ABC):
 
     @classmethod
     @abc.abstractmethod
-    def _read(cls, opened: Opened) -> Any:
-        """Check the encoded tensors of a frame; what :meth:`_write` wants of them.
+    def _read(cls, opened: Opened, near: Sequence[Tensor] | None) -> Any:
+        """Check all encoded tensors of a frame and return what :meth:`_write` needs of them.
+
+        It is the one check between a peer's bytes and loops that look at no end, with and without ``near``.
+
+        Args:
+            near: values near each encoded tensor's, flat, float32.
 
         Raises:
             ProtocolError: one is malformed, or can be decoded near other values alone.
+            TooFarError: the values are not near.
         """
-
-    @classmethod
-    def _read_near(cls, opened: Opened, near: Tensor, starts: Array) -> Any:
-        """The same, near values in a float32 vector that lie in order from ``starts`` on.
-
-        Raises:
-            ProtocolError: one is malformed.
-            TooFarError: these are not near.
-        """
-        return cls._read(opened)
 
     @classmethod
     @abc.abstractmethod
@@ -237,7 +233,7 @@ def decode(frame: Buffer, limit: int = LIMIT) -> Tensor:
     """
     opened = open_frame(frame, limit)
     tensors = opened.held.tensors
-    read = _kind(opened)._read(opened)
+    read = _kind(opened)._read(opened, None)
     try:
         out = torch.empty(tensors.shapes[0] if tensors.single else (tensors.length,), dtype=tensors.dtype)
     except RuntimeError as error:  # no elements, and yet a dimension that torch has no number for
@@ -286,10 +282,12 @@ def read_into(
 
     opened = open_frame(frame, max(out.numel(), 1) * 16, check)
     kind, starts = _kind(opened), np.array((want or opened.held.tensors).starts, np.int64)
-    if near is None:
-        read = kind._read(opened)
-    else:
-        read = kind._read_near(opened, near.detach().reshape(-1).float(), starts[opened.held.encoded])
+    values = None
+    if near is not None:
+        flat, encoded = near.detach().reshape(-1).float(), opened.held.encoded
+        places = zip(starts[encoded].tolist(), opened.held.counts.tolist(), strict=True)
+        values = [flat[start : start + count] for start, count in places]
+    read = kind._read(opened, values)
 
     def write(add: bool) -> None:
         to = out.detach()

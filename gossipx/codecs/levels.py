@@ -115,7 +115,7 @@ class Int8(Codec):
         return np.concatenate((np.frombuffer(struct.pack("<I", self.block), np.uint8), as_bytes(scales), data))
 
     @classmethod
-    def _read(cls, opened: Opened) -> None:
+    def _read(cls, opened: Opened, near: Sequence[Tensor] | None) -> None:
         bad = compiled().levels_fit(opened.body, opened.offsets, opened.held.counts)
         if bad >= 0:
             raise ProtocolError(f"tensor {opened.held.encoded[bad]} of a codec's frame is no int8 of its size")

@@ -76,6 +76,20 @@ def magnitude_of(value: Any) -> Any:
 
 
 @loop
+def check_ends(body: Array, offsets: Array, out: Array, starts: Array, counts: Array) -> None:
+    """Refuse tensors that do not lie within the arrays: the loops look at no end.
+
+    Raises:
+        IndexError: one does not.
+    """
+    for number in range(len(counts)):
+        if not 0 <= offsets[number] <= offsets[number + 1] <= len(body):
+            raise IndexError("a tensor's bytes lie outside its frame")
+        if not (counts[number] >= 0 and 0 <= starts[number] <= len(out) - counts[number]):
+            raise IndexError("a tensor's values lie outside the vector they are decoded into")
+
+
+@loop
 def word_at(body: Array, at: int) -> Any:
     bits = np.uint32(0)
     for byte in range(4):

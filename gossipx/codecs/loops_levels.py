@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from gossipx.codecs.loops import ONE, ZERO, Array, loop, part_of, peak, value_of, word_at
+from gossipx.codecs.loops import ONE, ZERO, Array, check_ends, loop, part_of, peak, value_of, word_at
 
 _ROUNDING = np.float32(1.5 * 2**23)
 """Added and taken away again, it rounds what is small against it to integers, half to even."""
@@ -87,6 +87,7 @@ def levels_fit(body: Array, offsets: Array, counts: Array) -> int:
 @loop
 def levels_into(body: Array, offsets: Array, counts: Array, out: Array, starts: Array, add: bool) -> None:
     """Decode all tensors of which :func:`levels_fit`, one behind ``starts`` each."""
+    check_ends(body, offsets, out, starts, counts)
     for number in range(len(counts)):
         begin, start, count = offsets[number], starts[number], counts[number]
         if begin == offsets[number + 1]:

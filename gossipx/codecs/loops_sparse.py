@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from gossipx.codecs.loops import Array, loop, magnitude_of, part_of, peak, value_of, word_at
+from gossipx.codecs.loops import Array, check_ends, loop, magnitude_of, part_of, peak, value_of, word_at
 
 CHUNK = 4096
 """Values that are marked at once, a multiple of 8: with the error kept for them, they stay in the nearest cache."""
@@ -354,6 +354,7 @@ def _has(bits: Array, count: int, many: int) -> bool:
 @loop
 def sparse_into(body: Array, offsets: Array, counts: Array, out: Array, starts: Array, add: bool) -> None:
     """Decode all tensors of which :func:`sparse_fits`, one behind ``starts`` each; adds to what came alone."""
+    check_ends(body, offsets, out, starts, counts)
     places = np.empty(_most_told(offsets, counts) + CHUNK, np.int64)
     for number in range(len(counts)):
         begin, stop, count = offsets[number], offsets[number + 1], counts[number]
@@ -395,6 +396,11 @@ def _set_bits(bits: Array, first: int, places: Array) -> int:
 
 @loop
 def _put(body: Array, values: int, places: Array, out: Array) -> None:
+    highest = -1
+    for place in places:
+        highest = max(highest, place)
+    if highest >= len(out) or values + 4 * len(places) > len(body):
+        raise IndexError("a tensor's values lie outside its frame or its vector")
     for number in range(len(places)):
         value = np.int32(word_at(body, values + 4 * number)).view(np.float32)
         out[np.uintp(places[np.uintp(number)])] += value

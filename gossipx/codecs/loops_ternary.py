@@ -11,6 +11,7 @@ from gossipx.codecs.loops import (
     REGISTER,
     ZERO,
     Array,
+    check_ends,
     loop,
     lowest,
     part_of,
@@ -285,6 +286,7 @@ def _until(body: Array, sizes: int, each: int, passes: int, at: int, stop: int) 
 @loop
 def three_lc_into(body: Array, offsets: Array, counts: Array, out: Array, starts: Array, add: bool) -> None:
     """Decode all tensors of which :func:`three_lc_fits`, one behind ``starts`` each."""
+    check_ends(body, offsets, out, starts, counts)
     for number in range(len(counts)):
         begin, stop = offsets[number], offsets[number + 1]
         if begin == stop:

@@ -75,27 +75,18 @@ class PerTensor(Codec):
         return end
 
     @classmethod
-    def _read(cls, opened: Opened) -> list[Tensor | None]:
-        return [
-            cls._values(opened.body[begin:end], opened.held.tensors.shapes[number], count, torch.device("cpu"))
-            if end > begin
-            else None
-            for (begin, end), number, count in zip(
-                pairwise(opened.offsets.tolist()), opened.held.encoded, opened.held.counts.tolist(), strict=True
-            )
-        ]
-
-    @classmethod
-    def _read_near(cls, opened: Opened, near: Tensor, starts: Array) -> list[Tensor | None]:
+    def _read(cls, opened: Opened, near: Sequence[Tensor] | None) -> list[Tensor | None]:
         held = opened.held
-        return [
-            cls._values_near(opened.body[begin:end], held.tensors.shapes[number], near[start : start + count])
-            if end > begin
-            else None
-            for (begin, end), number, start, count in zip(
-                pairwise(opened.offsets.tolist()), held.encoded, starts.tolist(), held.counts.tolist(), strict=True
-            )
-        ]
+        read: list[Tensor | None] = []
+        for number, (begin, end) in enumerate(pairwise(opened.offsets.tolist())):
+            data, shape = opened.body[begin:end], held.tensors.shapes[held.encoded[number]]
+            if begin == end:
+                read.append(None)
+            elif near is None:
+                read.append(cls._values(data, shape, int(held.counts[number]), torch.device("cpu")))
+            else:
+                read.append(cls._values_near(data, shape, near[number]))
+        return read
 
     @classmethod
     def _write(cls, opened: Opened, read: list[Tensor | None], out: Tensor, starts: Array, add: bool) -> None:

@@ -67,7 +67,7 @@ class _Sparse(PerTensor):
         return torch.zeros(count, dtype=torch.float32, device=device).index_copy_(0, places, sent)
 
     @classmethod
-    def _read(cls, opened: Opened) -> list[Tensor | None]:
+    def _read(cls, opened: Opened, near: Sequence[Tensor] | None) -> list[Tensor | None]:
         bad = compiled().sparse_fits(opened.body, opened.offsets, opened.held.counts)
         if bad >= 0:
             raise ProtocolError(f"tensor {opened.held.encoded[bad]} of a codec's frame is no few values of its size")

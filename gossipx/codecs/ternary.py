@@ -140,7 +140,7 @@ class ThreeLC(Codec):
         return np.concatenate((np.frombuffer(begin, np.uint8), *codes))
 
     @classmethod
-    def _read(cls, opened: Opened) -> Any:
+    def _read(cls, opened: Opened, near: Sequence[Tensor] | None) -> Any:
         bad = compiled().three_lc_fits(opened.body, opened.offsets, opened.held.counts)
         if bad >= 0:
             raise ProtocolError(f"tensor {opened.held.encoded[bad]} of a codec's frame is no 3LC of its size")

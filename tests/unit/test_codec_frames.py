@@ -9,6 +9,7 @@ import sys
 import tracemalloc
 import zlib
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,11 @@ from gossipx.errors import ProtocolError
 
 LIMIT = 2**20
 LOOPS = (loops_levels, loops_sparse, loops_ternary)
-OUT = torch.ones(200)
+GUARDED = torch.ones(2 * 4096 + 200)
+OUT = GUARDED[4096:-4096]
+"""What frames are decoded into; what lies around it must not change."""
+BESIDE = normal(200, seed=1)
+"""Values that are said to be near."""
 EXPECTED = (None, Tensors(((30,), (40,)), torch.float32, (10, 50)))
 """Of a vector of that length: what fills it, and two tensors that lie in it; both are among those that are encoded."""
 
@@ -47,13 +52,14 @@ def sealed(frame: bytes | bytearray) -> bytes:
 
 def survives(frame: bytes) -> bool:
     """Whether it decodes; if it does, within the limit. Into a vector it is added, or leaves that as it was."""
-    for expected in EXPECTED:
+    for expected, near in product(EXPECTED, (None, BESIDE)):
         try:
-            decode_into(frame, OUT, add=True, tensors=expected)
+            decode_into(frame, OUT, add=True, tensors=expected, near=near)
         except ProtocolError:
             assert bool((OUT == 1).all())
         else:
             OUT.fill_(1)
+        assert bool((GUARDED == 1).all())
     try:
         values = decode(frame, LIMIT)
     except ProtocolError as error:
@@ -94,6 +100,33 @@ def mutated(frame: bytes, draws: np.random.Generator) -> bytes:
         else:
             del body[place : place + int(draws.integers(1, 9))]
     return sealed(body)
+
+
+def test_a_bitmap_with_bits_behind_the_last_value_is_refused() -> None:
+    """Fault 43: seven bits of padding, which stood for values behind the vector, with and without near values."""
+    frame = bytearray(a_frame("topk:ratio=0.5", 5121))
+    guarded = torch.ones(4096 + 5121 + 4096)
+    out, near = guarded[4096:-4096], normal(5121, seed=1)
+    opened = frames.open_frame(bytes(frame))
+    last = len(frame) - len(opened.body) + int(opened.offsets[0]) + 8 + (5121 + 7) // 8 - 1
+    frame[last] |= 0xFE
+    for given in (None, near):
+        with pytest.raises(ProtocolError, match="is no few values of its size"):
+            decode_into(sealed(frame), out, near=given)
+        assert bool((guarded == 1).all())
+
+
+def test_loops_refuse_tensors_outside_their_arrays() -> None:
+    """Fault 43: had the check before them missed one."""
+    body, out = np.zeros(64, np.uint8), np.zeros(8, np.float32)
+    for loop in (loops_levels.levels_into, loops_sparse.sparse_into, loops_ternary.three_lc_into):
+        for offsets, start in (([0, 65], 0), ([0, 9], 1), ([0, 9], -1), ([9, 0], 0)):
+            with pytest.raises(IndexError, match="lie outside"):
+                loop(body, np.array(offsets), np.array([8]), out, np.array([start]), False)
+    body[0], body[8:10] = 4, (0b111, 0b10000000)  # of 10 values 4, the last of them at place 15
+    ends, counts, starts = np.array([0, 26]), np.array([10]), np.array([0])
+    with pytest.raises(IndexError, match="lie outside"):
+        loops_sparse.sparse_into(body, ends, counts, np.zeros(10, np.float32), starts, False)
 
 
 SMALL = ((1,), (9,), (70,), (200,), (30, 40), (12, 0, 5))
