@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
-
 from gossipx.errors import UsageError
 from gossipx.settings import ExchangeSettings
 
@@ -19,6 +17,10 @@ def check_device(name: str, option: str, file: Path | None = None, line: int | N
     Raises:
         UsageError: it is none, or is not here.
     """
+    if name == "cpu":
+        return
+    import torch
+
     try:
         device = torch.device(name)
     except RuntimeError:
@@ -44,6 +46,8 @@ def check_transport(exchange: ExchangeSettings, device: str | None) -> None:
     """
     transport = exchange.transport
     if transport == "gloo" or transport == "nccl":
+        import torch
+
         from gossipx.transports import process_group
 
         process_group.check(transport, None if device is None else torch.device(device))

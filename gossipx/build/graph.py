@@ -12,7 +12,7 @@ from gossipx.topology import schedules, weights
 from gossipx.topology.schedules import Schedule
 
 
-def schedule(config: RunConfig, size: int, hosts: Sequence[str] = ()) -> Schedule:
+def build_schedule(config: RunConfig, size: int, hosts: Sequence[str] = ()) -> Schedule:
     """The schedule over the run's graph.
 
     Args:

@@ -13,7 +13,7 @@ EASGD_BETA = 0.9
 """β of Zhang et al., whose α is β/p."""
 
 
-def elastic(config: RunConfig, names: Sequence[str]) -> ElasticSettings | None:
+def elastic_settings(config: RunConfig, names: Sequence[str]) -> ElasticSettings | None:
     """How workers and the hub go together; None: there is no hub.
 
     Args:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from gossipx import codecs
+from gossipx.build.server_settings import server_ranks, sync_models
 from gossipx.checkpoint import Every
 from gossipx.errors import UsageError
 from gossipx.layout import norms, plain_name
@@ -21,8 +22,7 @@ from gossipx.server.clock import Clock
 from gossipx.server.layout import Layouts
 from gossipx.server.placement import Partition, Placement, Table
 from gossipx.server.settings import ServerSettings as Settings
-from gossipx.settings import RunConfig, ServerSettings
-from gossipx.specs import rank_of
+from gossipx.settings import RunConfig
 from gossipx.storage.client import Client
 from gossipx.storage.coding import Coding
 from gossipx.storage.desk import Desk
@@ -72,48 +72,6 @@ class Served:
     sync: str
 
 
-def servers(config: RunConfig, names: Sequence[str]) -> tuple[int, ...] | None:
-    """The ranks that hold shards, by shard; None: the run has no parameter server.
-
-    Raises:
-        UsageError: one that is no peer, or settings that do not go with servers.
-    """
-    given, usual = config.server, ServerSettings()
-    if given.servers is None and config.sync.mode != "server":
-        for name in ServerSettings.__dataclass_fields__:
-            if getattr(given, name) != getattr(usual, name):
-                raise UsageError(
-                    f"--{name.replace('_', '-')} is of a parameter server: name its peers by --servers, or leave it out"
-                )
-        return None
-    ranks = tuple(rank_of(name.strip(), "--servers", names) for name in (given.servers or "0").split(","))
-    if len(set(ranks)) < len(ranks):
-        raise UsageError(f"--servers {given.servers} names a peer twice")
-    if given.servers_only and len(ranks) == len(names):
-        raise UsageError("--servers-only leaves no peer that trains: give more peers, or leave it out")
-    if config.hub.hub is not None:
-        raise UsageError("--hub and --servers are two ways to train around a server: leave one out")
-    sync_models(config, len(ranks), None)
-    return ranks
-
-
-def sync_models(config: RunConfig, shards: int, own: Parts | None) -> list[models.SyncModel]:
-    """The sync model of each shard.
-
-    Raises:
-        UsageError: not one for all or one each, or one that its gradients cannot be applied by.
-    """
-    if own is not None and own.sync is not None:
-        made = [own.sync] if isinstance(own.sync, models.SyncModel) else list(own.sync)
-    else:
-        made = [models.parse(spec) for spec in config.server.sync.split("|")]
-    if len(made) not in (1, shards):
-        raise UsageError(f"--sync gives {len(made)} sync models for {shards} shards: one for all, or one each")
-    for model in made:
-        models.application(model, config.server.apply)
-    return made * shards if len(made) == 1 else made
-
-
 def serve(
     config: RunConfig,
     names: Sequence[str],
@@ -127,7 +85,7 @@ def serve(
     Raises:
         UsageError: settings that do not fit, no optimizer, or one that servers cannot have, too.
     """
-    ranks = servers(config, names)
+    ranks = server_ranks(config, names)
     if ranks is None:
         return None
     if optimizer is None:
@@ -142,7 +100,7 @@ def serve(
         given.bucket,
     )
     layout = layouts.make(ranks)
-    syncs = sync_models(config, len(ranks), own)
+    syncs = sync_models(config, len(ranks), own.sync)
     rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
     rate = rates[0] if rates else None
     holders = _holders(ranks, given.server_replicas, len(names))
@@ -185,14 +143,6 @@ def serve(
     desk = Desk(client, stores, parameters, optimizer, places)
     desk.mover = Mover(rank, layouts, layout, store_of)
     return Served(settings, tables, clocks, desk, _alike(config, ranks, own), _told(config, own))
-
-
-def codec_of(config: RunConfig) -> str:
-    """What the codecs of a run are called in its summary."""
-    if config.sync.codec != "none":
-        return codecs.describe(codecs.parse(config.sync.codec))
-    push, pull = (codecs.describe(codecs.parse(one)) for one in (config.server.push_codec, config.server.pull_codec))
-    return push if push == pull else f"push {push}, pull {pull}"
 
 
 def _coding(

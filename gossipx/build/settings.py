@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from typing import TYPE_CHECKING
 
-from gossipx import codecs, mixing, policies
-from gossipx.build.graph import schedule
+from gossipx import mixing, policies
+from gossipx.build.graph import build_schedule
 from gossipx.errors import UsageError
 from gossipx.settings import ExchangeSettings, RunConfig, SyncSettings
-from gossipx.solver import checks, prototxt
+from gossipx.solver import prototxt
 from gossipx.tasks import solvers
 from gossipx.tasks.presets import PRESETS
+
+if TYPE_CHECKING:
+    from gossipx.codecs import Codec
 
 log = logging.getLogger("gossipx")
 
@@ -23,7 +27,7 @@ SAID_ELSEWHERE = {
 """Fields of a solver file that options of the run stand for."""
 
 
-def effective(config: RunConfig, size: int, has_script: bool) -> RunConfig:
+def effective_config(config: RunConfig, size: int, has_script: bool) -> RunConfig:
     """The configuration with the model's preset filled in where nothing was given.
 
     Args:
@@ -44,13 +48,15 @@ def effective(config: RunConfig, size: int, has_script: bool) -> RunConfig:
     if list(steps) != sorted(steps):
         raise UsageError(f"--lr-steps do not ascend: {', '.join(map(str, steps))}")
     policies.parse(config.sync.policy)
-    schedule(config, size)
+    build_schedule(config, size)
     check_exchange(config)
     return config
 
 
 def _check_solver(given: str) -> None:
     """Refuse a solver file that the built-in task cannot be trained by; warn of what it says to nobody."""
+    from gossipx.solver import checks  # and torch
+
     param = prototxt.read(solvers.find(given))
     checks.check(param, min(len(param.test_iter), 1))
     ignored = {**prototxt.WITHOUT_MEANING, **SAID_ELSEWHERE}
@@ -121,21 +127,21 @@ def _check_codec(config: RunConfig) -> None:
     """Refuse a codec that does not go with what it is of, or with how models are exchanged."""
     sync, usual = config.sync, SyncSettings()
     server = config.server
-    for option, given in (("--push-codec", server.push_codec), ("--pull-codec", server.pull_codec)):
-        if codecs.parse(given).near:
+    push, pull, codec = map(_codec, (server.push_codec, server.pull_codec, sync.codec))
+    for option, given, made in (("--push-codec", server.push_codec, push), ("--pull-codec", server.pull_codec, pull)):
+        if made is not None and made.near:
             raise UsageError(f"{option} {given} is of models that peers exchange with each other: give it as --codec")
-    if codecs.parse(server.pull_codec).gradients_only:
+    if pull is not None and pull.gradients_only:
         raise UsageError(f"--pull-codec {server.pull_codec} is for gradients alone: give it as --push-codec")
-    if server.rescale_error and not codecs.parse(server.push_codec).feedback:
+    if server.rescale_error and (push is None or not push.feedback):
         raise UsageError("--rescale-error is of a --push-codec with error feedback: give one, or leave it out")
-    codec = codecs.parse(sync.codec)
     if mixing.parse(sync.mixing).public:
         told = f"--mixing {sync.mixing} mixes what a codec makes of"
-        if codec == codecs.NoCodec() or not sync.references:
+        if codec is None or not sync.references:
             raise UsageError(f"{told} differences: give --codec, such as 3lc, and --references, or leave --mixing out")
         if sync.mode != "pull":
             raise UsageError(f"{told} models that are pulled: leave it out, or --mode {sync.mode}")
-    if codec == codecs.NoCodec():
+    if codec is None:
         if sync.references != usual.references:
             raise UsageError(f"--references {sync.references} is of --codec: give one, or leave it out")
         return
@@ -149,6 +155,8 @@ def _check_codec(config: RunConfig) -> None:
     if codec.gradients_only:
         raise UsageError(f"{told} is for gradients alone, as servers are pushed: leave it out")
     if not sync.references and not codec.alone:
+        from gossipx import codecs
+
         raise UsageError(
             f"{told} leaves too much of a model out to be used without references: give --references, or one of"
             f" {', '.join(codecs.alone(near=config.hub.hub is None and sync.mode != 'push'))}"
@@ -159,6 +167,16 @@ def _check_codec(config: RunConfig) -> None:
         raise UsageError(f"{told} is recovered near the model that asked for it: leave it out, or --mode push")
     if sync.references and codec.near:
         raise UsageError(f"{told} is of models, and with references differences are encoded: give --references 0")
+
+
+def _codec(spec: str) -> Codec | None:
+    """Return the codec that a spec means, or None for ``none``, which needs neither the codecs nor torch."""
+    if spec == "none":
+        return None
+    from gossipx import codecs
+
+    made = codecs.parse(spec)
+    return None if made == codecs.NoCodec() else made
 
 
 def check_exchange(config: RunConfig) -> None:

@@ -51,7 +51,8 @@ def list_command(as_json: bool) -> None:
     gossipx topology list
     gossipx topology list --json
     """
-    from gossipx.topology import GENERATORS, shipped
+    from gossipx.topology import shipped
+    from gossipx.topology.generators import GENERATORS
     from gossipx.topology.graphs import described
     from gossipx.topology.schedules import SCHEDULES
 

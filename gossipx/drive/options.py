@@ -20,6 +20,7 @@ class PeerOptions:
     Attributes:
         name: this peer's.
         policy: in words.
+        codec: as its spec.
         directory: the run's; None: nothing is written.
         log_interval: iterations between two records of the figures of every step.
         distance_interval: iterations between two estimates of the consensus distance (Eq. 8).
@@ -38,6 +39,7 @@ class PeerOptions:
     by_label: bool = False
     save_model: bool = True
     under_run: bool = False
+    codec: str = "none"
 
     def part(self, dataset: Dataset[Any], rank: int) -> list[int]:
         """The indices of a peer's samples of a data set.

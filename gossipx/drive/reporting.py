@@ -201,6 +201,7 @@ class Reporter:
         return {
             "name": self._options.name,
             "policy": self._options.policy,
+            "codec": self._options.codec,
             "iterations": self._arena.step,
             "retrievals": sync.retrievals,
             "taken_in": self._role.taken_in,

@@ -10,8 +10,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from gossipx import build, codecs, layout, policies
-from gossipx.build.server import codec_of
+from gossipx import codecs, layout, policies
+from gossipx.build.graph import build_schedule
+from gossipx.build.hub import elastic_settings
+from gossipx.build.peer import codec_of
+from gossipx.build.server_settings import server_ranks
 from gossipx.errors import UsageError
 from gossipx.launch import earlier, traffic
 from gossipx.launch.directory import check_name
@@ -193,12 +196,12 @@ def _rounds(
     settings, size = checked.settings, len(checked.peers)
     names = [peer.name for peer in checked.peers]
     iterations = settings.run.iterations
-    servers = build.servers(settings, names)
+    servers = server_ranks(settings, names)
     if servers is not None:
         return _served(settings, servers, module, model, size), [
             (goes_by(settings), Count("each iteration", iterations, iterations))
         ]
-    hub = build.elastic(settings, names)
+    hub = elastic_settings(settings, names)
     hosts = [peer.host for peer in checked.peers]
     models = traffic.gossip(settings, hosts) if hub is None else traffic.around_hub(hub.rank, size)
     of = None if module is None else settings.task.model
@@ -245,7 +248,7 @@ def _finish(settings: RunConfig, names: Sequence[str], nbytes: int) -> float | N
         return None
     if settings.sync.finish == "none":
         return 0.0
-    hub = build.elastic(settings, names)
+    hub = elastic_settings(settings, names)
     size = len(names)
     return nbytes * (float(traffic.agreement(size).sum()) if hub is None else size - 1) / size
 
@@ -324,8 +327,8 @@ def _encoded(codec: codecs.Codec, module: nn.Module | None, exchanged: int) -> t
 def _peers(checked: Checked) -> list[PeerPlan]:
     settings = checked.settings
     names = [peer.name for peer in checked.peers]
-    hub = build.elastic(settings, names)
-    servers = build.servers(settings, names) or ()
+    hub = elastic_settings(settings, names)
+    servers = server_ranks(settings, names) or ()
 
     def part(rank: int) -> str:
         if hub is not None and rank == hub.rank:
@@ -354,8 +357,8 @@ def _machines(checked: Checked) -> list[int]:
 
 
 def _how(settings: RunConfig, names: Sequence[str]) -> str:
-    hub = build.elastic(settings, names)
-    servers = build.servers(settings, names)
+    hub = elastic_settings(settings, names)
+    servers = server_ranks(settings, names)
     sync = settings.sync
     if servers is not None:
         return f"servers {', '.join(names[rank] for rank in servers)}: pushed to and pulled from in each iteration"
@@ -375,5 +378,5 @@ def _topology(settings: RunConfig, checked: Checked) -> Analysis | None:
     if aside or len(checked.peers) > LARGEST:
         return None
     hosts = [peer.host for peer in checked.peers]
-    graph = build.schedule(settings, len(hosts), hosts).topology
+    graph = build_schedule(settings, len(hosts), hosts).topology
     return analyse(graph, settings.sync.schedule, settings.sync.weights, seed=settings.run.seed)

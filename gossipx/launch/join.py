@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from gossipx import build, config, policies
+from gossipx import config, policies
 from gossipx.arena import ParameterArena
+from gossipx.build.peer import Place, build_peer
 from gossipx.build.server import Parts
 from gossipx.drive import process
 from gossipx.drive.peer import Peer
@@ -91,7 +92,7 @@ def join(
         raise SystemExit(0)
     with contextlib.ExitStack() as until_started:
         place = _place(run, peers, rank, told, under_run, until_started)
-        peer = build.peer(model, optimizer, run, place, own, evaluate, parts)
+        peer = build_peer(model, optimizer, run, place, own, evaluate, parts)
         peer.start()
     if not peer.trains:
         peer.finish()
@@ -148,7 +149,7 @@ def _place(
     told: Progress,
     under_run: bool,
     until_started: contextlib.ExitStack,
-) -> build.Place:
+) -> Place:
     """Where this process stands: by a hosts file, or else by what torchrun and its like tell.
 
     Args:
@@ -163,7 +164,7 @@ def _place(
         lines = read_hosts(file)
         rank = _by_run(len(lines)) if under_run else _by_hosts(run, file, lines, rank, os.environ)
     directory = Path(run.run.logdir) / (run.run.name or "joined")
-    return build.Place(
+    return Place(
         rank=rank,
         names=tuple(line.name for line in lines),
         addresses=tuple(Address(line.host, line.port) for line in lines),

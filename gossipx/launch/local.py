@@ -10,15 +10,13 @@ import os
 import selectors
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from gossipx.build.server import codec_of
 from gossipx.errors import UsageError
 from gossipx.launch.children import Child, command_of
-from gossipx.launch.crew import from_world
 from gossipx.launch.directory import HOSTS_FILE
 from gossipx.launch.environment import (
     ENV_CONFIG,
@@ -81,6 +79,8 @@ def launch(
     """
     hosts, world = who(hosts, environ)
     if world is not None:
+        from gossipx.launch.crew import from_world  # and torch, whose store is where the processes meet
+
         start = from_world(given, world, hosts, script, resumes)
     else:
         assert hosts is not None
@@ -318,8 +318,8 @@ class _Run:
         done = [report["iterations"] for report in reports if report and "iterations" in report]
         return Summary(
             name=settings.run.name,
-            policy=next((report["policy"] for report in reports if report and "policy" in report), goes_by(settings)),
-            codec=codec_of(settings),
+            policy=_reported("policy", reports, goes_by(settings)),
+            codec=_reported("codec", reports, settings.sync.codec),
             seed=settings.run.seed,
             peers=len(self._peers),
             task=settings.task.task if built_in else None,
@@ -345,3 +345,8 @@ class _Run:
         path = self._directory.path
         tell(f"{path / SUMMARY_FILE} is written; compare runs: gossipx compare {path} ...")
         tell(f"curves: tensorboard --logdir {self._settings.run.logdir}")
+
+
+def _reported(key: str, reports: Sequence[Mapping[str, Any] | None], configured: str) -> str:
+    """Return what peers say of themselves: a script may have brought an object that no setting names."""
+    return next((str(report[key]) for report in reports if report and key in report), configured)

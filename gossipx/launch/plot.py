@@ -6,7 +6,9 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from gossipx import build, config, topology
+from gossipx import config, topology
+from gossipx.build.hub import elastic_settings
+from gossipx.build.server_settings import server_ranks
 from gossipx.errors import UsageError
 from gossipx.launch.directory import CONFIG_FILE, HOSTS_FILE
 from gossipx.launch.hosts import read_hosts
@@ -50,11 +52,11 @@ def graph_of(settings: RunConfig, names: tuple[str, ...]) -> Graph:
         names: of its peers, by rank.
     """
     ranks = range(len(names))
-    around = build.servers(settings, names)
+    around = server_ranks(settings, names)
     if around is not None:
         edges = tuple((one, other) for other in around for one in ranks if one != other)
         return Graph("parameter server", names, _once(edges), centres=around)
-    hub = build.elastic(settings, names)
+    hub = elastic_settings(settings, names)
     if hub is not None:
         return Graph("hub", names, tuple((one, hub.rank) for one in ranks if one != hub.rank), centres=(hub.rank,))
     if settings.sync.exchange == "waves":

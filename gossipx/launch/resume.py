@@ -9,7 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gossipx import build, config
+from gossipx import config
+from gossipx.build.server_settings import server_ranks
 from gossipx.drive.checkpoints import store_of
 from gossipx.drive.shards import servers_of, store_of_shard
 from gossipx.errors import UsageError
@@ -109,7 +110,7 @@ def check(settings: RunConfig, names: Sequence[str], here: list[int], has_script
     """
     assert settings.run.name is not None
     path = Path(settings.run.logdir) / settings.run.name
-    servers = build.servers(settings, names)
+    servers = server_ranks(settings, names)
     if servers is not None:
         found, at, then = _served(path, settings, servers, here)
         if then != servers:

@@ -10,9 +10,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from gossipx import access, build
+from gossipx import access
+from gossipx.build.devices import check_device, check_transport
+from gossipx.build.hub import elastic_settings
+from gossipx.build.server_settings import server_ranks
+from gossipx.build.settings import effective_config
 from gossipx.errors import UsageError
-from gossipx.launch import resume
 from gossipx.launch.children import script_exists
 from gossipx.launch.directory import RunDirectory
 from gossipx.launch.hosts import PeerLine, bind_host, local_ranks, read_hosts
@@ -76,7 +79,11 @@ def from_hosts(given: RunConfig, hosts: Path, script: list[str], resumes: bool) 
     checked = check(given, hosts, script)
     settings, peers, here = checked.settings, checked.peers, checked.here
     names = [peer.name for peer in peers]
-    at, settings = resume.check(settings, names, here, bool(script)) if resumes else (None, settings)
+    at: int | None = None
+    if resumes:
+        from gossipx.launch import resume  # and torch, which reads checkpoints
+
+        at, settings = resume.check(settings, names, here, bool(script))
     directory = RunDirectory(settings, hosts.read_bytes(), script, goes_on=resumes)
     return Start(settings, directory, peers, here, resumes, at, checked.notice)
 
@@ -125,7 +132,7 @@ def presets(given: RunConfig, size: int, script: Sequence[str], hosts: Path | No
     """
     if given.sync.min_peers > size:
         raise UsageError(f"--min-peers {given.sync.min_peers} is more than the {size} peers here", hosts)
-    return build.effective(given, size, bool(script))
+    return effective_config(given, size, bool(script))
 
 
 def check_names(settings: RunConfig, peers: Sequence[PeerLine]) -> None:
@@ -135,8 +142,8 @@ def check_names(settings: RunConfig, peers: Sequence[PeerLine]) -> None:
         UsageError: they are not.
     """
     names = [peer.name for peer in peers]
-    build.elastic(settings, names)
-    build.servers(settings, names)
+    elastic_settings(settings, names)
+    server_ranks(settings, names)
 
 
 def check_here(settings: RunConfig, own: Sequence[PeerLine], script: list[str], hosts: Path | None) -> str | None:
@@ -157,10 +164,10 @@ def check_here(settings: RunConfig, own: Sequence[PeerLine], script: list[str], 
         access.grant(settings.exchange, bind)
         uncovered = uncovered or access.uncovered(settings.exchange, bind)
         if peer.device is None:
-            build.check_device(settings.run.device, "--device")
+            check_device(settings.run.device, "--device")
         else:
-            build.check_device(peer.device, "device=", hosts, peer.line)
-        build.check_transport(settings.exchange, None if script else peer.device or settings.run.device)
+            check_device(peer.device, "device=", hosts, peer.line)
+        check_transport(settings.exchange, None if script else peer.device or settings.run.device)
     check_script(script)
     return uncovered
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gossipx import build
+from gossipx.build.graph import build_schedule
 from gossipx.policies import Adaptive, Never, Policy, Random, Tau
 from gossipx.server import placement
 from gossipx.server.placement import Table, bytes_by_server, checked
@@ -112,7 +112,7 @@ def gossip(settings: RunConfig, hosts: Sequence[str]) -> Matrix:
     sync, size = settings.sync, len(hosts)
     if sync.exchange == "waves":
         return agreement(size)
-    pulled = traffic_of(build.schedule(settings, size, hosts))
+    pulled = traffic_of(build_schedule(settings, size, hosts))
     return {"push": pulled.T, "pushpull": pulled + pulled.T}.get(sync.mode, pulled)
 
 

@@ -6,23 +6,16 @@ In every format nodes are ranks, 0 to n − 1, an edge's ``weight`` is its facto
 
 from __future__ import annotations
 
-import json
 import sysconfig
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
-
-import networkx as nx
 
 from gossipx.errors import UsageError
 from gossipx.specs import suggest
-from gossipx.topology.graphs import GENERATORS, Topology, generate, neighbours_of
-from gossipx.topology.tables import drawn_in_toml
+from gossipx.topology.graphs import PLAIN, Topology, generate, neighbours_of
 
-_FOREIGN = (LookupError, TypeError, ValueError, AttributeError, nx.NetworkXException)
-"""What networkx raises for a file that is not what its name says."""
+_ENDINGS = (".edges", ".graphml", ".json", ".toml")
 _SHOWN = 8
 """Ranks that a message lists at most."""
 
@@ -60,7 +53,7 @@ def shipped() -> dict[str, Path]:
     found: dict[str, Path] = {}
     for place in places:
         for path in sorted(place.glob("*")):
-            if path.suffix in (".edges", ".toml", *_READERS) and path.is_file():
+            if path.suffix in _ENDINGS and path.is_file():
                 found.setdefault(path.stem, path)
     return found
 
@@ -68,6 +61,10 @@ def shipped() -> dict[str, Path]:
 def _path_of(name: str) -> Path | None:
     """The file that is meant; None: a generator is."""
     word = name.partition(":")[0].strip()
+    if word in PLAIN:
+        return None
+    from gossipx.topology.generators import GENERATORS
+
     if word in GENERATORS:
         return None
     if Path(name).is_file():
@@ -95,6 +92,9 @@ def _read(path: Path, name: str, size: int | None, seed: int) -> Topology:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise UsageError(f"cannot read the topology: {reason}", file=path) from error
+    from gossipx.topology.formats import READERS  # networkx, which most runs do not need
+    from gossipx.topology.tables import drawn_in_toml
+
     if path.suffix == ".toml":
         drawing = drawn_in_toml(text, path)
         if isinstance(drawing.graph, str):
@@ -102,7 +102,7 @@ def _read(path: Path, name: str, size: int | None, seed: int) -> Topology:
         else:
             made = _of_graph(drawing.graph, path, name, size)
         return replace(made, name=name, schedule=drawing.schedule)
-    return _of_graph(_READERS.get(path.suffix, _edge_list)(text, path), path, name, size)
+    return _of_graph(READERS.get(path.suffix, READERS[".edges"])(text, path), path, name, size)
 
 
 def _of_graph(graph: Any, path: Path, name: str, size: int | None) -> Topology:
@@ -134,7 +134,8 @@ def _of_graph(graph: Any, path: Path, name: str, size: int | None) -> Topology:
 
 
 def _sites(graph: Any, path: Path) -> tuple[int, ...]:
-    given = nx.get_node_attributes(graph, "site")
+    given = dict(graph.nodes(data="site"))
+    given = {node: site for node, site in given.items() if site is not None}
     if not given:
         return ()
     missing = [rank for rank in range(len(graph)) if rank not in given]
@@ -142,62 +143,3 @@ def _sites(graph: Any, path: Path) -> tuple[int, ...]:
         raise UsageError(f"some nodes have a site, and node {missing[0]} has none", file=path)
     words = [str(given[rank]) for rank in range(len(graph))]
     return tuple(words.index(word) for word in words)
-
-
-# --- formats --------------------------------------------------------------------------------------
-
-
-def _edge_list(text: str, path: Path) -> Any:
-    graph = nx.Graph()
-    for number, line in enumerate(text.splitlines(), 1):
-        words = line.partition("#")[0].split()
-        if not words:
-            continue
-        try:
-            edge = nx.parse_edgelist([" ".join(words)], nodetype=int, data=(("weight", float),)[: len(words) - 2])
-        except _FOREIGN:
-            edge = nx.Graph()
-        if not len(edge):  # also what networkx passes over: a word alone
-            wanted = "not an edge list: two ranks a line, and a weight if need be, such as '0 1' or '0 1 0.5'"
-            raise UsageError(wanted, file=path, line=number)
-        graph.update(edge)
-    return graph
-
-
-def _graphml(text: str, path: Path) -> Any:
-    try:
-        graph = nx.parse_graphml(text, node_type=int)
-    except ElementTree.ParseError as error:
-        raise UsageError(f"not XML: {error}", file=path, line=error.position[0]) from None
-    except _FOREIGN as error:
-        raise UsageError(f"not GraphML whose nodes are ranks: {_told(error)}", file=path) from None
-    return _simple(graph)
-
-
-def _node_link(text: str, path: Path) -> Any:
-    wanted = 'node-link JSON is {"nodes": [{"id": 0}, …], "edges": [{"source": 0, "target": 1}, …]}'
-    try:
-        data = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise UsageError(f"not JSON: {error.msg}", file=path, line=error.lineno) from None
-    except (RecursionError, ValueError):  # a number of thousands of digits
-        raise UsageError(f"not a graph: {wanted}", file=path) from None
-    try:
-        graph = nx.node_link_graph(data, edges="links" if "links" in data else "edges")
-    except _FOREIGN as error:
-        raise UsageError(f"not a graph ({_told(error)}): {wanted}", file=path) from None
-    return _simple(graph)
-
-
-def _simple(graph: Any) -> Any:
-    """Without parallel edges."""
-    return nx.DiGraph(graph) if graph.is_directed() else nx.Graph(graph)
-
-
-def _told(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return f"no {text}" if isinstance(error, KeyError) else text
-
-
-_READERS: dict[str, Callable[[str, Path], Any]] = {".graphml": _graphml, ".json": _node_link}
-"""Formats by ending, TOML aside; any other file is an edge list."""

@@ -14,8 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import final
 
-import networkx as nx
-
 from gossipx import specs
 from gossipx.topology.graphs import Topology
 
@@ -227,6 +225,8 @@ def _matchings(topology: Topology) -> tuple[tuple[int | None, ...], ...]:
     one-peer exponential graph (Ying et al. 2021, Eq. 7).
     """
     size, directed = topology.size, topology.directed
+    import networkx as nx  # only for this schedule
+
     left = nx.empty_graph(size)  # so that each matching looks at who pulls in the order of ranks
     for rank in range(size):
         for other in topology.in_turn(rank):

@@ -20,7 +20,7 @@ import networkx as nx
 from gossipx import specs, toml
 from gossipx.errors import UsageError
 from gossipx.topology import schedules
-from gossipx.topology.graphs import GENERATORS
+from gossipx.topology.generators import GENERATORS
 
 _KEYS = dict.fromkeys(("generator", "parameters", "edges", "directed", "sites", "schedule"))
 

@@ -11,8 +11,9 @@ import pytest
 from managers import HERE, LONG, soon
 from torch import nn
 
-from gossipx import build, config
+from gossipx import config
 from gossipx.actor import Answer, Received
+from gossipx.build.peer import Place, build_peer
 from gossipx.drive.peer import Peer
 from gossipx.drive.progress import Progress
 from gossipx.errors import GossipxError, PeerTimeoutError, PeerUnreachableError
@@ -38,9 +39,9 @@ def make() -> Iterator[Make]:
     names = tuple(f"peer-{rank}" for rank in range(SIZE))
 
     def made(rank: int = 0, **settings: Any) -> Peer:
-        place = build.Place(rank, names, addresses, HERE, "the same list", None, Progress(None), False)
+        place = Place(rank, names, addresses, HERE, "the same list", None, Progress(None), False)
         given = config.resolve({"policy": "never", "peer_timeout": 20.0, "transport": "tcp", **settings})
-        peer = build.peer(nn.Linear(VALUES, 1, bias=False), None, given, place)
+        peer = build_peer(nn.Linear(VALUES, 1, bias=False), None, given, place)
         undo.callback(peer.close)
         peer._role.stages.stage = Stage.TRAIN
         return peer

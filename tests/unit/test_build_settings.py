@@ -8,7 +8,8 @@ import pytest
 from torch import nn
 
 import gossipx
-from gossipx import build, config
+from gossipx import config
+from gossipx.build.settings import effective_config
 from gossipx.errors import UsageError
 from gossipx.settings import RunConfig
 from gossipx.tasks.presets import PRESETS
@@ -29,7 +30,7 @@ OF_PEERS = [
 
 
 def effective(has_script: bool = False, **given: Any) -> RunConfig:
-    return build.effective(config.resolve(given), SIZE, has_script)
+    return effective_config(config.resolve(given), SIZE, has_script)
 
 
 def refused(**given: Any) -> str:
@@ -56,7 +57,7 @@ def test_servers_refuse_no_default(model: str, has_script: bool) -> None:
     same = {"policy": "adaptive", "mode": "pull", "exchange": "pulls", "topology": "full", "weights": "uniform"}
     for given in ({}, {**same, "mixing": "average:beta=0.5"}, {"mode": "server"}, {"policy": "never"}):
         made = effective(has_script, servers="0", model=model, **given)
-        build.effective(made, SIZE, has_script)
+        effective_config(made, SIZE, has_script)
 
 
 @pytest.mark.parametrize("given", OF_PEERS)

@@ -11,8 +11,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from gossipx.cli import main
-from gossipx.topology import GENERATORS, shipped
+from gossipx.topology import shipped
 from gossipx.topology.analysis import LARGEST
+from gossipx.topology.generators import GENERATORS
 from gossipx.topology.schedules import SCHEDULES
 
 

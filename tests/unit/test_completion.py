@@ -22,7 +22,7 @@ from gossipx.settings import KEYS, Key
 from gossipx.tasks import partition
 from gossipx.tasks.data import TASKS
 from gossipx.tasks.models import UNTRAINED
-from gossipx.topology import GENERATORS
+from gossipx.topology.generators import GENERATORS
 from gossipx.topology.schedules import SCHEDULES
 
 SECONDS = 60.0

@@ -13,8 +13,9 @@ from managers import HERE
 from sides import Side, side, values
 from torch import nn
 
-from gossipx import build, config
+from gossipx import config
 from gossipx.actor import Effect, Received
+from gossipx.build.peer import Place, build_peer
 from gossipx.checkpoint import CheckpointError, Store
 from gossipx.drive import shards
 from gossipx.drive.progress import Progress
@@ -167,10 +168,10 @@ def test_a_damaged_checkpoint_costs_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("keep", [1, 3])
 def test_as_many_are_kept_as_of_peers(tmp_path: Path, keep: int) -> None:
     """``--keep-checkpoints``, in a peer that is put together as in a run."""
-    place = build.Place(0, ("a",), (HERE,), HERE, "the same list", tmp_path, Progress(None), False)
+    place = Place(0, ("a",), (HERE,), HERE, "the same list", tmp_path, Progress(None), False)
     given = config.resolve({"servers": "0", "policy": "never", "keep_checkpoints": keep, "checkpoint_every": "1"})
     module = nn.Linear(4, 3)
-    peer = build.peer(module, torch.optim.SGD(module.parameters(), lr=0.1), given, place)
+    peer = build_peer(module, torch.optim.SGD(module.parameters(), lr=0.1), given, place)
     try:
         keeper, desk, exchange = peer._driver.tables.keeper, peer._driver.transfers.desk, peer._role.exchange
         assert keeper is not None and desk is not None and isinstance(exchange, ServerMode)

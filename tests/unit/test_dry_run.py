@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from gossipx import build, config, policies
+from gossipx import config, policies
 from gossipx.arena import ParameterArena
+from gossipx.build.settings import effective_config
 from gossipx.cli import main
 from gossipx.errors import UsageError
 from gossipx.launch import traffic
@@ -254,7 +255,7 @@ def test_runs_of_the_same_kind_are_what_an_estimate_rests_on(place: Path) -> Non
         told = {"retrievals": retrievals, "consensus_accuracy": None, "wall_seconds": 1.0}
         (place / "runs" / name).mkdir(parents=True)
         Summary(**{**kept, **told}).write(place / "runs" / name)
-        run = build.effective(config.resolve({"policy": policy, **given}), 4, has_script=False)
+        run = effective_config(config.resolve({"policy": policy, **given}), 4, has_script=False)
         (place / "runs" / name / "config.toml").write_text(config.dump(run))
     (place / "runs" / "broken").mkdir()
     (place / "runs" / "broken" / "summary.json").write_text("{")

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gossipx.errors import UsageError
-from gossipx.topology import GENERATORS, Topology, load
+from gossipx.topology import Topology, load
+from gossipx.topology.generators import GENERATORS
 
 SPECS = [
     *(name for name in GENERATORS if name != "erdos-renyi"),

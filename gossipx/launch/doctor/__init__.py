@@ -170,10 +170,10 @@ class _Model:
 
 
 def _model(settings: RunConfig, peers: Sequence[PeerLine], file: Path, host: Host, script: list[str]) -> _Model:
-    from gossipx import build  # and torch with it, which takes as long as all the rest
+    from gossipx.build.settings import effective_config
     from gossipx.launch.doctor.model import manifest
 
-    complete = build.effective(settings, len(peers), bool(script))
+    complete = effective_config(settings, len(peers), bool(script))
     complete = replace(complete, exchange=access.absolute(complete.exchange))
     first = host.peers[0]
     what = script[0] if script else f"{complete.task.model} for {complete.task.task}"
