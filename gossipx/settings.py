@@ -43,7 +43,7 @@ def _policy(spec: str) -> None:
 
     if ":" in spec:  # a bare name may get its values from the model's preset
         policies.parse(spec)
-    else:
+    elif spec.strip() not in policies.BUILT_IN:
         known_word("policy", spec.strip(), policies.names())
 
 
@@ -85,6 +85,8 @@ def _placement(spec: str) -> None:
 
 
 def _codec(spec: str) -> None:
+    if spec == "none":  # the default, for which no torch is imported
+        return
     from gossipx import codecs
 
     codecs.parse(spec)

@@ -11,9 +11,10 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 READ = 1 << 16
+Spawn: TypeAlias = Callable[..., "subprocess.Popen[bytes]"]
 
 
 class Child:
@@ -24,6 +25,7 @@ class Child:
         environment: of the process, beside this pipe's number under ``progress_variable``.
         on_line: told of each line that it prints, without the line's end.
         on_word: told of each JSON object on its pipe.
+        spawn: starts the process; called as :class:`subprocess.Popen` is.
     """
 
     def __init__(
@@ -33,12 +35,13 @@ class Child:
         progress_variable: str,
         on_line: Callable[[str], None],
         on_word: Callable[[dict[str, Any]], None],
+        spawn: Spawn = subprocess.Popen,
     ):
         reading, writing = os.pipe()
         with contextlib.ExitStack() as undo:
             undo.callback(os.close, reading)
             try:
-                self.process = subprocess.Popen(
+                self.process = spawn(
                     command,
                     env={**environment, progress_variable: str(writing)},
                     pass_fds=(writing,),

@@ -9,6 +9,7 @@ import contextlib
 import os
 import selectors
 import signal
+import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from types import FrameType
 from typing import Any
 
 from gossipx.errors import UsageError
-from gossipx.launch.children import Child, command_of
+from gossipx.launch.children import Child, Spawn, command_of
 from gossipx.launch.directory import HOSTS_FILE
 from gossipx.launch.environment import (
     ENV_CONFIG,
@@ -58,7 +59,12 @@ def who(hosts: Path | None, environ: Mapping[str, str]) -> tuple[Path | None, Wo
 
 
 def launch(
-    given: RunConfig, hosts: Path | None, script: list[str], environ: Mapping[str, str], resumes: bool = False
+    given: RunConfig,
+    hosts: Path | None,
+    script: list[str],
+    environ: Mapping[str, str],
+    resumes: bool = False,
+    spawn: Spawn = subprocess.Popen,
 ) -> int:
     """Run the peers of this machine to their end, or the one that this process is under torchrun, srun or mpirun.
 
@@ -68,6 +74,7 @@ def launch(
         script: a user's script and its arguments; empty: the built-in task.
         environ: what torchrun, srun or mpirun tells this process, and GOSSIPX_RANK and its like before them.
         resumes: the run of that name goes on from its checkpoints; see :mod:`gossipx.launch.resume`.
+        spawn: starts the process of a peer; called as :class:`subprocess.Popen` is.
 
     Returns:
         The exit code: 0 if a peer finished and its script ended well, 1 if none did, 2, 4 or 5 if a peer ended so,
@@ -86,7 +93,7 @@ def launch(
         assert hosts is not None
         start = from_hosts(given, hosts, script, resumes)
     try:
-        return _Run(start, script).go(start.notice)
+        return _Run(start, script, spawn).go(start.notice)
     finally:
         start.directory.release()
 
@@ -94,7 +101,8 @@ def launch(
 class _Run:
     """The peers of this machine, from their start to their end."""
 
-    def __init__(self, start: Start, script: list[str]) -> None:
+    def __init__(self, start: Start, script: list[str], spawn: Spawn) -> None:
+        self._spawn = spawn
         self._settings = settings = start.settings
         self._directory = start.directory
         self._peers = peers = start.peers
@@ -174,6 +182,7 @@ class _Run:
             ENV_PROGRESS,
             on_line=lambda line: self._printed(name, line),
             on_word=lambda word: self._told(rank, word),
+            spawn=self._spawn,
         )
         child.register(selector)
         self._children[rank] = child

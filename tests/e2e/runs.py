@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 import torch
+from forks import client as forks
 from safetensors.torch import load_file
 
 LONG = 240.0  # seconds: ends a test that hangs; a run takes a few, on a machine with nothing else to do
@@ -83,37 +84,56 @@ class Ended:
 class Process:
     """A process whose output can be waited for, line by line.
 
+    Args:
+        command: what ``python`` is to run.
+        fresh: start an interpreter, where imports or the environment are the subject; else fork one that has loaded
+            gossipx.
+
     Attributes:
         output: the lines of its standard output so far.
     """
 
-    def __init__(self, command: Sequence[str | Path], cwd: Path):
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("GOSSIPX_")}
-        self._process = subprocess.Popen(
-            [sys.executable, *map(str, command)],
-            cwd=cwd,
-            env={**environment, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "80"},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+    def __init__(self, command: Sequence[str | Path], cwd: Path, fresh: bool = False):
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("GOSSIPX_")}
+        environment = {**kept, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "80"}
+        whole = [sys.executable, *map(str, command)]
+        self._process: forks.Process | subprocess.Popen[str]
+        if fresh:
+            self._process = subprocess.Popen(
+                whole,
+                cwd=cwd,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            streams: tuple[Any, Any] = self._process.stdout, self._process.stderr
+        else:
+            pipes = os.pipe(), os.pipe()
+            with Path(os.devnull).open() as nothing:
+                files = (nothing.fileno(), pipes[0][1], pipes[1][1])
+                self._process = forks.Process(forks.place(), whole, cwd, environment, files)
+            for _, writing in pipes:
+                os.close(writing)
+            streams = os.fdopen(pipes[0][0]), os.fdopen(pipes[1][0])
         self.pid = self._process.pid
         self.output: list[str] = []
         self._errors: list[str] = []
         self._lines: queue.Queue[str | None] = queue.Queue()
         self._readers = [
             threading.Thread(target=self._read, args=part, daemon=True)
-            for part in ((self._process.stdout, self.output, True), (self._process.stderr, self._errors, False))
+            for part in ((streams[0], self.output, True), (streams[1], self._errors, False))
         ]
         for reader in self._readers:
             reader.start()
 
     def _read(self, pipe: Any, into: list[str], is_output: bool) -> None:
-        for line in pipe:
-            into.append(line)
-            if is_output:
-                self._lines.put(line)
+        with pipe:
+            for line in pipe:
+                into.append(line)
+                if is_output:
+                    self._lines.put(line)
         if is_output:
             self._lines.put(None)
 
@@ -179,20 +199,20 @@ class Folder:
         self.hosts.write_text("".join(f"{name}\n" for name in self.names))
         self._processes: list[Process] = []
 
-    def start(self, *command: str | Path) -> Process:
-        """Start ``python COMMAND`` in the folder."""
-        process = Process(command, self.path)
+    def start(self, *command: str | Path, fresh: bool = False) -> Process:
+        """Start ``python COMMAND`` in the folder; ``fresh``: as a new interpreter."""
+        process = Process(command, self.path, fresh)
         self._processes.append(process)
         return process
 
-    def start_run(self, *options: str | Path, name: str = "x") -> Process:
+    def start_run(self, *options: str | Path, name: str = "x", fresh: bool = False) -> Process:
         """Start ``gossipx run`` with ``options``, whose last may be a script with its arguments."""
         start = ("-m", "gossipx", "run", "--peers", self.hosts, "--logdir", self.path, "--name", name)
-        return self.start(*start, *options)
+        return self.start(*start, *options, fresh=fresh)
 
-    def run(self, *options: str | Path, name: str = "x", tracebacks: int = 0) -> Run:
+    def run(self, *options: str | Path, name: str = "x", tracebacks: int = 0, fresh: bool = False) -> Run:
         """Run ``gossipx run`` to its end, which is to be exit code 0."""
-        ended = self.start_run(*options, name=name).end()
+        ended = self.start_run(*options, name=name, fresh=fresh).end()
         assert ended.code == 0, ended.shown
         assert (ended.output + ended.errors).count("Traceback") == tracebacks, ended.shown
         return Run(self.path / name, ended)
@@ -277,10 +297,12 @@ def children(parent: int) -> dict[int, int]:
         with contextlib.suppress(OSError):
             if int(stat_fields(directory)[1]) != parent:
                 continue
-            variables = (directory / "environ").read_bytes().split(b"\0")
-            rank = next((one for one in variables if one.startswith(b"GOSSIPX_RANK=")), None)
-            if rank is not None:
-                found[int(rank.partition(b"=")[2])] = int(directory.name)
+            name, _, rank = (directory / "comm").read_text().strip().partition(" ")
+            if name != "peer":  # not forked
+                variables = (directory / "environ").read_bytes().split(b"\0")
+                rank = next((one[13:].decode() for one in variables if one.startswith(b"GOSSIPX_RANK=")), "")
+            if rank:
+                found[int(rank)] = int(directory.name)
     return found
 
 

@@ -1,0 +1,185 @@
+"""A Python process that is forked instead of started, with the interface of :class:`subprocess.Popen`."""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import contextlib
+import gc
+import importlib.util
+import inspect
+import io
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import types
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+_ARGUMENTS = list(inspect.signature(subprocess.Popen._execute_child).parameters)[1:]
+_KEPT: list[Any] = []
+"""What the child takes over and must not close: the numbers of these files are those of others there."""
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGALRM)
+
+
+def is_python(command: Sequence[str]) -> bool:
+    """Return whether a command can be forked: this interpreter, and a module, code or a script to run."""
+    return len(command) > 1 and command[0] == sys.executable and (command[1] in ("-m", "-c") or command[1][0] != "-")
+
+
+class Forked(subprocess.Popen[Any]):
+    """``python -m MODULE``, ``python -c CODE`` or ``python SCRIPT`` as a fork of this process, which has no threads."""
+
+    def _execute_child(self, *given: Any, **named: Any) -> None:
+        call = {**dict(zip(_ARGUMENTS, given, strict=False)), **named}
+        files = [call["p2cread"], call["c2pwrite"], call["errwrite"]]
+        assert threading.active_count() == 1, threading.enumerate()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                _become(call, files)
+            finally:
+                os._exit(70)  # unreachable but for an error in this file, which was printed
+        self.pid = pid
+        self._child_created = True
+        pipes = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+        self._close_pipe_fds(*(call[name] for name in pipes))  # type: ignore[attr-defined]
+
+
+def _become(call: Mapping[str, Any], files: Sequence[int]) -> NoReturn:
+    """Turn this fork into the process that was asked for, and end with it."""
+    for number in SIGNALS:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    signal.set_wakeup_fd(-1)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    if call["start_new_session"]:
+        os.setsid()
+    for number, file in enumerate(files):
+        if file not in (-1, number):
+            os.dup2(file, number)
+    _close_all_but(call["pass_fds"])
+    if call["cwd"] is not None:
+        os.chdir(call["cwd"])
+    environment = os.environ if call["env"] is None else dict(call["env"])
+    os.environ.clear()
+    os.environ.update(environment)
+    gc.freeze()  # what the parent has left is not collected here: its files' numbers are those of others now
+    _streams()
+    logging.root.handlers.clear()
+    _name_it()
+    command = [os.fspath(argument) for argument in call["args"]]
+    sys.exit = _exit
+    _set_threads()
+    os._exit(_run(command[1:]))
+
+
+_exit = sys.exit
+
+
+def _close_all_but(kept: Iterable[int]) -> None:
+    begin = 3
+    for number in sorted(kept):
+        os.closerange(begin, number)
+        begin = number + 1
+    os.closerange(begin, os.sysconf("SC_OPEN_MAX") if os.sysconf("SC_OPEN_MAX") < 2**16 else 2**16)
+
+
+def _streams() -> None:
+    _KEPT.extend((sys.stdin, sys.stdout, sys.stderr, sys.__stdin__, sys.__stdout__, sys.__stderr__))
+    unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
+    sys.stdin = sys.__stdin__ = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, closefd=False)), "utf-8")
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        raw: Any = io.FileIO(number, "w", closefd=False)
+        errors = "strict" if number == 1 else "backslashreplace"
+        is_line_buffered = number == 2 or os.isatty(number)
+        stream = io.TextIOWrapper(
+            raw if unbuffered else io.BufferedWriter(raw),
+            "utf-8",
+            errors,
+            line_buffering=is_line_buffered,
+            write_through=unbuffered,
+        )
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
+def _name_it() -> None:
+    """Have ``/proc/PID/comm`` say which peer it is: ``/proc/PID/environ`` stays as the server was started."""
+    rank = os.environ.get("GOSSIPX_RANK")
+    with contextlib.suppress(OSError):
+        Path("/proc/self/comm").write_text("python" if rank is None else f"peer {rank}")
+
+
+def _set_threads() -> None:
+    import torch
+
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+
+
+def _run(arguments: Sequence[str]) -> int:
+    """Run a module, code or a script as the interpreter does, and return the exit code."""
+    main = types.ModuleType("__main__")
+    main.__dict__["__builtins__"] = builtins
+    sys.modules["__main__"] = main
+    code = 0
+    try:
+        exec(_code(arguments, main), main.__dict__)
+    except SystemExit as error:
+        code = _exit_code(error.code)
+    except BaseException as error:
+        code = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
+        # Without the frames of this file.
+        sys.excepthook(type(error), error, error.__traceback__ and error.__traceback__.tb_next)
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    if code == -signal.SIGINT:  # as the interpreter ends of an interrupt that nobody has caught
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    return code & 0xFF
+
+
+def _code(arguments: Sequence[str], main: types.ModuleType) -> types.CodeType:
+    kind = arguments[0]
+    if kind == "-c":
+        sys.argv, sys.path[0] = ["-c", *arguments[2:]], ""
+        return compile(arguments[1], "<string>", "exec")
+    _add_path()
+    if kind == "-m":
+        sys.path[0] = str(Path.cwd())
+        name = arguments[1]
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = importlib.util.find_spec(f"{name}.__main__")
+        assert spec is not None and spec.loader is not None and spec.origin is not None, name
+        sys.argv = [spec.origin, *arguments[2:]]
+        main.__spec__, main.__file__, main.__package__ = spec, spec.origin, spec.parent
+        code = spec.loader.get_code(spec.name)  # type: ignore[attr-defined]
+        assert isinstance(code, types.CodeType)
+        return code
+    script = Path(kind)
+    sys.argv, sys.path[0] = list(arguments), str(script.resolve().parent)
+    main.__file__ = kind
+    return compile(script.read_bytes(), kind, "exec")
+
+
+def _add_path() -> None:
+    """The folders of PYTHONPATH, behind that of the script, as a new interpreter has them."""
+    given = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
+    sys.path[1:1] = [part for part in given if part not in sys.path]
+
+
+def _exit_code(code: object) -> int:
+    if code is None:
+        return 0
+    if isinstance(code, int):
+        return code
+    print(code, file=sys.stderr)
+    return 1
