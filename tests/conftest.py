@@ -1,6 +1,7 @@
 """What holds for all tests: property tests draw the same examples every time, and no test asserts a time.
 
-Those marked ``cuda`` are skipped where there is no such device; ``bin/gpu-check`` runs them.
+Property tests draw 30 examples, or as many as each says, and with ``--hypothesis-profile all`` 100. Those marked
+``cuda`` are skipped where there is no such device; ``bin/gpu-check`` runs them.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-settings.register_profile("gossipx", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+COMMON = settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("all", COMMON)
+settings.register_profile("gossipx", COMMON, max_examples=30)
 settings.load_profile("gossipx")
 
 

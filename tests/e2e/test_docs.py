@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from forks import client as forks
 from pages import HOUSE, PAGES, Example, examples
 
 LONG = 150.0  # seconds an example: ends one that hangs; they take up to ten
@@ -50,11 +51,8 @@ def ports() -> Iterator[int]:
 
 def environment() -> dict[str, str]:
     """``gossipx`` and ``python`` are those that run this test, with the tree that it stands in."""
-    scripts = Path(sys.executable).parent
-    if not (scripts / "gossipx").exists():
-        pytest.skip(f"gossipx is not installed beside {sys.executable}")
     kept = {name: value for name, value in os.environ.items() if not name.startswith("GOSSIPX_")}
-    path = f"{scripts}{os.pathsep}{kept.get('PATH', '')}"
+    path = os.pathsep.join([str(forks.commands()), str(Path(sys.executable).parent), kept.get("PATH", "")])
     return kept | {"PATH": path, "PYTHONPATH": str(HOUSE), "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
 
 
@@ -67,7 +65,7 @@ def run(example: Example, first_port: int, folder: Path) -> None:
     if example.language == "python":
         script = folder / f"line_{example.line}.py"
         script.write_text(text, encoding="utf-8")
-        command = [sys.executable, script.name]
+        command = ["python", script.name]
     else:
         command = ["bash", "-e", "-o", "pipefail", "-c", text]
     output = folder / ".output"

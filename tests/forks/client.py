@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import select
+import shlex
 import shutil
 import signal
 import socket
@@ -45,6 +46,24 @@ def place() -> str:
 
     atexit.register(end)
     return where
+
+
+@functools.cache
+def commands() -> Path:
+    """Return a folder with ``gossipx`` and ``python`` whose processes this server forks."""
+    folder = Path(place()).parent / "bin"
+    folder.mkdir()
+    forked = shlex.join([sys.executable, "-I", "-S", str(TESTS / "forks" / "command.py"), place(), sys.executable])
+    python = shlex.quote(sys.executable)
+    scripts = {
+        "gossipx": f'exec {forked} -m gossipx "$@"',
+        # An interpreter's own options are for a new one.
+        "python": f'case "${{1--}}" in -m | -c | [!-]*) exec {forked} "$@" ;; *) exec {python} "$@" ;; esac',
+    }
+    for name, text in scripts.items():
+        (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+        (folder / name).chmod(0o755)
+    return folder
 
 
 class Process:

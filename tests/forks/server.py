@@ -47,6 +47,7 @@ LONGEST = 1 << 20
 def load() -> None:
     """Import all of gossipx and what it uses."""
     import gossipx
+    from gossipx.settings import TaskSettings
 
     for name in LOADED:
         if name != "gossipx.__main__":
@@ -55,8 +56,10 @@ def load() -> None:
         if not module.name.startswith(NOT_LOADED):
             importlib.import_module(module.name)
 
-    from gossipx.launch import local
+    from gossipx.launch import local, train
 
+    train.load = functools.cache(train.load)
+    train.load(TaskSettings().task, None)  # the built-in data, which a peer needs a quarter of a second to unpack
     local.launch = functools.partial(local.launch, spawn=Forked)  # type: ignore[assignment]
 
 
