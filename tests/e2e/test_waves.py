@@ -21,7 +21,7 @@ def four(tmp_path: Path) -> Iterator[Folder]:
 WATCHED = """
 import hashlib
 import gossipx.arena
-import gossipx.build
+import gossipx.build.peer
 import gossipx.pool
 
 made, waves = [], []
@@ -37,7 +37,7 @@ class Arena(gossipx.arena.ParameterArena):
         now = self.snapshot()
         waves.append(hashlib.sha256(now.buffer.view).hexdigest())
         now.release()
-gossipx.build.ParameterArena = Arena
+gossipx.build.peer.ParameterArena = Arena
 
 model = nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 1)).double()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
