@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from gossipx.messages import RecordRequest
+from gossipx.server_messages import RecordRequest
 
 Pieces = tuple[tuple[int, int, int], ...]
 """Of tables: the number of one, the first element, and the one behind the last."""

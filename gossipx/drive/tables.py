@@ -11,7 +11,8 @@ from gossipx.drive.shards import ShardKeeper
 from gossipx.drive.transfers import Transfers
 from gossipx.errors import GossipxError
 from gossipx.memory import Source
-from gossipx.messages import CopyReply, NotReadyReply, Reply, TablesReply
+from gossipx.messages import NotReadyReply, Reply
+from gossipx.server_messages import CopyReply, TablesReply
 from gossipx.storage.desk import Desk
 from gossipx.table_effects import (
     ApplyBuffer,

@@ -29,20 +29,22 @@ from gossipx.incoming import Incoming
 from gossipx.memory import Source
 from gossipx.messages import (
     CarryingRequest,
-    CopyRequest,
     ElasticRequest,
-    GradientRequest,
     InitialRequest,
     ModelReply,
     ModelRequest,
     PullRequest,
-    RangesRequest,
-    RecordRequest,
     Reply,
     Request,
+    TakeRequest,
+)
+from gossipx.server_messages import (
+    CopyRequest,
+    GradientRequest,
+    RangesRequest,
+    RecordRequest,
     TablesReply,
     TablesRequest,
-    TakeRequest,
 )
 from gossipx.snapshots import Snapshot
 from gossipx.storage.desk import Copy, Desk, Gradient

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gossipx.actor import Answer, Effect, Forget, Note, Received
-from gossipx.messages import BusyReply, CopyRequest, NotReadyReply, RecordRequest, Reply, ServerRequest, WaitingRequest
+from gossipx.messages import BusyReply, NotReadyReply, Reply
 from gossipx.peer.exchange import Ground
 from gossipx.server.replica import FOLLOW, Replica, Standby
 from gossipx.server.shard import Shard
+from gossipx.server_messages import CopyRequest, RecordRequest, ServerRequest, WaitingRequest
 
 
 class Copies:

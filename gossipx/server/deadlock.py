@@ -13,9 +13,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from gossipx.actor import Effect, Forget
-from gossipx.messages import Reply, WaitingReply, WaitingRequest
+from gossipx.messages import Reply
 from gossipx.peer.exchange import Ground
 from gossipx.server.shard import Shard
+from gossipx.server_messages import WaitingReply, WaitingRequest
 
 
 @dataclass

@@ -11,7 +11,8 @@ import dataclasses
 from collections.abc import Sequence
 
 from gossipx.actor import Answer, Effect
-from gossipx.messages import GradientRequest, Happening, RecordRequest
+from gossipx.fields import Happening
+from gossipx.server_messages import GradientRequest, RecordRequest
 from gossipx.table_effects import Record
 
 MOST = 500

@@ -24,25 +24,20 @@ from gossipx.messages import (
     BusyReply,
     CarryingRequest,
     CentreRequest,
-    CopyReply,
     ElasticRequest,
-    GradientRequest,
     InitialRequest,
     ModelReply,
     ModelRequest,
     PairRequest,
     PullRequest,
     PushRequest,
-    RangesRequest,
-    RecordRequest,
     Reply,
     RoundRequest,
-    ServerRequest,
     Stage,
-    TablesReply,
     TakeRequest,
 )
 from gossipx.peer import PeerRole
+from gossipx.server_messages import CopyReply, GradientRequest, RangesRequest, RecordRequest, ServerRequest, TablesReply
 from gossipx.sim.models import Exchange, Retrieval, SimModels
 from gossipx.sim.tables import SimTables
 from gossipx.storage.client import Client

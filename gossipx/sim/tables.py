@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Hashable
 
 from gossipx import actor, table_effects
-from gossipx.messages import (
+from gossipx.server_messages import (
     CopyReply,
     CopyRequest,
     GradientRequest,

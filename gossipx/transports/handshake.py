@@ -13,6 +13,7 @@ from gossipx.errors import (
     ProtocolError,
     StrangerError,
 )
+from gossipx.fields import MAX_TEXT
 from gossipx.transports import Certified, checkup
 from gossipx.transports.link import Link
 from gossipx.wire import (
@@ -34,7 +35,6 @@ from gossipx.wire import (
     frames,
     objection,
 )
-from gossipx.wire.kinds import MAX_TEXT
 
 
 def prove(link: Link, secret: auth.Secret, me: Hello, to: str, deadline: float) -> None:

@@ -5,12 +5,13 @@ What peers say to each other over it is in :mod:`gossipx.messages`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import Protocol, runtime_checkable
+from typing import Annotated, Protocol, runtime_checkable
 
 from gossipx.errors import NotAuthorisedError, ProtocolError, RefusedError, UsageError
+from gossipx.fields import MAX_RANKS, Key, Rank, Report, Text, Texts, integer, kind, octets, one_of
 from gossipx.memory import copy
 from gossipx.messages import (
     AcceptReply,
@@ -18,36 +19,49 @@ from gossipx.messages import (
     BusyReply,
     CarryingReply,
     CentreRequest,
-    CopyReply,
-    CopyRequest,
     ElasticRequest,
-    GradientRequest,
     HereReply,
     InitialRequest,
     LeaveRequest,
     ModelReply,
     NotReadyReply,
     PairRequest,
+    PullRequest,
+    PushRequest,
+    Reply,
+    Request,
+    RoundRequest,
+    SettleRequest,
+    TakeRequest,
+)
+from gossipx.server_messages import (
+    CopyReply,
+    CopyRequest,
+    GradientRequest,
     PauseRequest,
     PlacedReply,
     PlaceRequest,
     PrepareRequest,
-    PullRequest,
-    PushRequest,
     RangesRequest,
     RecordRequest,
-    RoundRequest,
     ServersRequest,
-    SettleRequest,
     SwitchRequest,
     TablesReply,
     TablesRequest,
-    TakeRequest,
     WaitingReply,
     WaitingRequest,
 )
 
+# Bytes of a manifest: some 200,000 tensors, and what a stranger's peer can make us allocate.
+MAX_DESCRIPTION = 16 * 2**20
+# Bytes that one frame of a checkup brings along: enough to fill a link of 10 Gbit/s for longer than its round trip.
+MAX_LOAD = 16 * 2**20
+CHECKUP_PARTS = ("facts", "peers", "turn", "load", "findings")
+MAX_NOTE = 4096  # bytes; gloo has 170, NCCL 128
+_Load = Annotated[int, integer(0, MAX_LOAD)]
 
+
+@kind(1)
 @dataclass(frozen=True)
 class Hello:
     """The first frame on a connection: who opens it.
@@ -60,14 +74,15 @@ class Hello:
         settings: by option, those that all peers of a run must have alike.
     """
 
-    rank: int
-    name: str
-    size: int
-    peers: str
-    model: str
-    settings: Mapping[str, str] = field(default_factory=dict)
+    rank: Rank
+    name: Text
+    size: Annotated[int, integer(1, MAX_RANKS)]
+    peers: Text
+    model: Text
+    settings: Texts = field(default_factory=dict)
 
 
+@kind(2)
 @dataclass(frozen=True)
 class Welcome:
     """Answers :class:`Hello`; where ``model`` differs from the opener's, it may only ask for the
@@ -79,13 +94,14 @@ class Welcome:
             reach it with memory to share.
     """
 
-    rank: int
-    name: str
-    model: str
-    machine: str = ""
-    local: str = ""
+    rank: Rank
+    name: Text
+    model: Text
+    machine: Text = ""
+    local: Text = ""
 
 
+@kind(6)
 @dataclass(frozen=True)
 class Open:
     """The first frame of all where the run has a secret; see :mod:`gossipx.wire.auth`.
@@ -96,59 +112,67 @@ class Open:
         opener, answerer: names of the two.
     """
 
-    nonce: str
-    run: str
-    opener: str
-    answerer: str
+    nonce: Key
+    run: Text
+    opener: Text
+    answerer: Text
 
 
+@kind(7)
 @dataclass(frozen=True)
 class Challenge:
     """Answers :class:`Open` by the answerer's nonce, which is all that a stranger learns."""
 
-    nonce: str
+    nonce: Key
 
 
+@kind(8)
 @dataclass(frozen=True)
 class Proof:
     """Proves that the opener knows the secret, 64 hexadecimal digits."""
 
-    proof: str
+    proof: Key
 
 
+@kind(9)
 @dataclass(frozen=True)
 class Accepted:
     """Answers :class:`Proof` by the answerer's own. All frames after this one are authenticated."""
 
-    proof: str
+    proof: Key
 
 
+@kind(10)
 @dataclass(frozen=True)
 class NotAuthorised:
     """Who opened the connection is no member of the run; it will be closed. A stranger is not told more than that."""
 
-    reason: str
+    reason: Text
 
 
+@kind(3)
 @dataclass(frozen=True)
 class Refused:
     """The connection will be closed; ``reason`` is one line for a person."""
 
-    reason: str
+    reason: Text
 
 
+@kind(4)
 @dataclass(frozen=True)
 class DescribeRequest:
     """Asks for the manifest of the model."""
 
 
+@kind(5, payload=MAX_DESCRIPTION)
 @dataclass(frozen=True)
 class Description:
     """The manifest, one line a tensor, is the payload of ``size`` bytes of UTF-8."""
 
-    size: int
+    size: Annotated[int, integer(0, MAX_DESCRIPTION)]
 
 
+@kind(49, payload=MAX_LOAD)
 @dataclass(frozen=True)
 class CheckupRequest:
     """Asks what a checkup of the machines (``gossipx doctor``) wants to know; may be the first frame, in Hello's place.
@@ -163,12 +187,13 @@ class CheckupRequest:
         back: bytes of payload that are wanted in return, of a load.
     """
 
-    name: str
-    part: str
-    size: int = 0
-    back: int = 0
+    name: Text
+    part: Annotated[str, one_of(CHECKUP_PARTS)]
+    size: _Load = 0
+    back: _Load = 0
 
 
+@kind(50, payload=MAX_LOAD)
 @dataclass(frozen=True)
 class CheckupReply:
     """Answers :class:`CheckupRequest`.
@@ -178,15 +203,17 @@ class CheckupReply:
         size: bytes of the payload that comes along.
     """
 
-    report: Mapping[str, object] = field(default_factory=dict)
-    size: int = 0
+    report: Report = field(default_factory=dict)
+    size: _Load = 0
 
 
+@kind(11)
 @dataclass(frozen=True)
 class Taken:
     """The model that was asked for has arrived whole: its bytes need not be kept any longer."""
 
 
+@kind(12)
 @dataclass(frozen=True)
 class CarrierRequest:
     """Asks that both build a way for models beside this connection.
@@ -195,9 +222,10 @@ class CarrierRequest:
         kind: of it, such as "gloo".
     """
 
-    kind: str
+    kind: Text
 
 
+@kind(13)
 @dataclass(frozen=True)
 class Noted:
     """What one side tells the other while they build: both have the ``value`` of ``key`` then.
@@ -206,22 +234,25 @@ class Noted:
         value: bytes, as hexadecimal digits.
     """
 
-    key: str
-    value: str
+    key: Text
+    value: Annotated[str, octets(MAX_NOTE)]
 
 
+@kind(14)
 @dataclass(frozen=True)
 class CarrierReply:
     """Who says so has built its end."""
 
 
+@kind(15)
 @dataclass(frozen=True)
 class NoCarrierReply:
     """Who says so cannot build its end; the connection is of no more use."""
 
-    reason: str
+    reason: Text
 
 
+@kind(48)
 @dataclass(frozen=True)
 class Carried:
     """The payload that went beside the connection is whole.
@@ -230,7 +261,7 @@ class Carried:
         digest: what its check ends in, as hexadecimal digits.
     """
 
-    digest: str
+    digest: Annotated[str, octets(32)]
 
 
 Message = (
@@ -252,37 +283,8 @@ Message = (
     | CarrierReply
     | NoCarrierReply
     | Carried
-    | InitialRequest
-    | PullRequest
-    | PushRequest
-    | PairRequest
-    | TakeRequest
-    | SettleRequest
-    | RoundRequest
-    | ElasticRequest
-    | CentreRequest
-    | GradientRequest
-    | TablesRequest
-    | SwitchRequest
-    | WaitingRequest
-    | RecordRequest
-    | CopyRequest
-    | ServersRequest
-    | PauseRequest
-    | PrepareRequest
-    | RangesRequest
-    | PlaceRequest
-    | PlacedReply
-    | WaitingReply
-    | TablesReply
-    | CopyReply
-    | ArriveRequest
-    | LeaveRequest
-    | ModelReply
-    | AcceptReply
-    | BusyReply
-    | HereReply
-    | NotReadyReply
+    | Request
+    | Reply
 )
 
 # Which replies answer which request.
@@ -406,11 +408,6 @@ def gather(parts: Iterable[memoryview], sink: Sink, look: Callable[[memoryview],
 # the message is not wanted.
 Expect = Callable[[Message, int], "Sink | None"]
 
-# Bytes of a manifest: some 200,000 tensors, and what a stranger's peer can make us allocate.
-MAX_DESCRIPTION = 16 * 2**20
-# Bytes that one frame of a checkup brings along: enough to fill a link of 10 Gbit/s for longer than its round trip.
-MAX_LOAD = 16 * 2**20
-CHECKUP_PARTS = ("facts", "peers", "turn", "load", "findings")
 # Characters of a foreign line that a message shows.
 _SHOWN = 200
 

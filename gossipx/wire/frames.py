@@ -22,7 +22,7 @@ A payload that lies beside the connection comes another way (:mod:`gossipx.trans
 its metadata: the receiver reads it from memory that both share, or it is carried by what they built, and then Carried
 tells what its check ends in.
 
-Nothing is unpickled or evaluated. Every length is checked against a bound of its kind, from :mod:`gossipx.wire.kinds`,
+Nothing is unpickled or evaluated. Every length is checked against a bound of its kind, as declared with the message,
 before anything is allocated, and a payload goes straight into the room that its receiver provides.
 """
 
@@ -37,9 +37,10 @@ from typing import Protocol, TypeAlias
 import xxhash
 
 from gossipx.errors import ProtocolError
+from gossipx.fields import MAX_METADATA, kind_of
 from gossipx.memory import PIECE, Look, Source
 from gossipx.wire import Expect, Message, Sink
-from gossipx.wire.kinds import KINDS, MAX_METADATA, NUMBERS, message_of, metadata_of
+from gossipx.wire.kinds import KINDS, message_of, metadata_of
 
 MAGIC = b"GSPX"
 VERSION = 4
@@ -115,8 +116,7 @@ def encode(
     Raises:
         ValueError: at once, not when iterated: the message is not one that a peer would accept.
     """
-    number = NUMBERS[type(message)]
-    kind = KINDS[number]
+    kind = kind_of(type(message))
     metadata = metadata_of(message)
     size = 0 if payload is None else payload.view.nbytes
     if len(metadata) > kind.metadata or size > kind.payload:
@@ -124,7 +124,7 @@ def encode(
             f"{kind.message.__name__} with {len(metadata)} bytes of metadata and {size} of payload:"
             f" at most {kind.metadata} and {kind.payload} can be sent"
         )
-    header = _HEADER.pack(MAGIC, VERSION, number | beside * _BESIDE, request, len(metadata), size)
+    header = _HEADER.pack(MAGIC, VERSION, kind.number | beside * _BESIDE, request, len(metadata), size)
     check = checks()
     check.update(header + metadata)
     head = header + check.digest() + metadata

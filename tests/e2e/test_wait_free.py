@@ -19,10 +19,10 @@ import gossipx
 from gossipx.actor import Effect, Received
 from gossipx.drive.peer import Peer
 from gossipx.errors import UsageError
-from gossipx.messages import TablesRequest
 from gossipx.server.decisions import Part
 from gossipx.server.mode import ServerMode
 from gossipx.server.shard import Shard
+from gossipx.server_messages import TablesRequest
 from runs import free_ports
 
 STEPS = 6

@@ -15,15 +15,7 @@ from toy import TIMEOUT, bound, ended, make, sgd
 
 from gossipx import mixing, policies, topology
 from gossipx.actor import Effect, Event, Failed, Fault, JoinRun, Mix, Mixed, Received, Replied, Restored, Send, StepDone
-from gossipx.messages import (
-    AcceptReply,
-    ArriveRequest,
-    HereReply,
-    ModelReply,
-    PushRequest,
-    SettleRequest,
-    Stage,
-)
+from gossipx.messages import AcceptReply, ArriveRequest, HereReply, ModelReply, PushRequest, SettleRequest, Stage
 from gossipx.peer import PeerRole, PeerSettings
 from gossipx.sim import SimPeer, World
 from gossipx.sync import SyncManager

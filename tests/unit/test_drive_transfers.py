@@ -15,7 +15,7 @@ from gossipx.actor import Event, Failed, Fault, Replied, Send
 from gossipx.arena import ParameterArena
 from gossipx.codecs.changes import FULL
 from gossipx.drive.transfers import Transfers
-from gossipx.messages import TablesReply, TablesRequest
+from gossipx.server_messages import TablesReply, TablesRequest
 from gossipx.storage.coding import Coding
 from gossipx.table_effects import Asked
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import io
 import json
@@ -11,6 +12,7 @@ import pickle
 import re
 import struct
 import tracemalloc
+from typing import Annotated, get_args
 
 import pytest
 import xxhash
@@ -19,6 +21,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gossipx.errors import ProtocolError, UsageError
+from gossipx.fields import MAX_METADATA, SMALL_METADATA, kind_of
+from gossipx.fields import kind as declare
 from gossipx.memory import Source
 from gossipx.messages import (
     LAST_WAVE,
@@ -27,37 +31,40 @@ from gossipx.messages import (
     ArriveRequest,
     BusyReply,
     CentreRequest,
-    CopyReply,
-    CopyRequest,
     ElasticRequest,
-    GradientRequest,
     HereReply,
     InitialRequest,
     LeaveRequest,
     ModelReply,
     NotReadyReply,
     PairRequest,
+    PullRequest,
+    PushRequest,
+    RoundRequest,
+    SettleRequest,
+    Stage,
+    TakeRequest,
+)
+from gossipx.server_messages import (
+    CopyReply,
+    CopyRequest,
+    GradientRequest,
     PauseRequest,
     PlacedReply,
     PlaceRequest,
     PrepareRequest,
-    PullRequest,
-    PushRequest,
     RangesRequest,
     RecordRequest,
-    RoundRequest,
     ServersRequest,
-    SettleRequest,
-    Stage,
     SwitchRequest,
     TablesReply,
     TablesRequest,
-    TakeRequest,
     WaitingReply,
     WaitingRequest,
 )
 from gossipx.wire import (
     ANSWERS,
+    MAX_NOTE,
     Bytes,
     Carried,
     CarrierReply,
@@ -90,7 +97,7 @@ from gossipx.wire.frames import (
     VersionError,
     encode,
 )
-from gossipx.wire.kinds import MAX_METADATA, MAX_NOTE, SMALL_METADATA, metadata_of
+from gossipx.wire.kinds import KINDS, metadata_of
 
 ranks = st.integers(0, 65_535)
 ascending = st.sets(ranks, min_size=1, max_size=20).map(lambda found: tuple(sorted(found)))
@@ -428,7 +435,31 @@ def test_figures_that_are_not_finite_go_as_none() -> None:
     assert frame.message == HereReply(Stage.DONE, {"loss": None, "rates": [1.0, None, None]})
 
 
+# --- what is declared ---------------------------------------------------------------------------
+
+
+def test_every_kind_has_a_number_of_its_own_and_a_check_for_each_field() -> None:
+    assert len(KINDS) == len(get_args(Message))
+    for number, kind in KINDS.items():
+        assert kind == kind_of(kind.message) and kind.number == number
+        assert list(kind.checks) == [field.name for field in dataclasses.fields(kind.message)]
+
+
+@pytest.mark.parametrize("unchecked", [int, Annotated[int, "a count"], "tuple[int, ...]"])
+def test_a_field_whose_type_names_no_check_cannot_be_declared(unchecked: object) -> None:
+    message = dataclasses.make_dataclass("Unchecked", [("field", unchecked)])
+    with pytest.raises(TypeError, match="Unchecked: the type of field names no check"):
+        declare(99)(message)
+
+
 # --- what is refused ----------------------------------------------------------------------------
+
+# No float holds an integer of 401 digits.
+SIGNIFICANCE = b'{"shard":0,"bucket":0,"incarnation":1,"progress":0,"significance":%s,"patience":1,"epoch":0,"base":0}'
+GROUP = (
+    b'{"shard":0,"bucket":0,"incarnation":1,"progress":0,"parts":[],"settings":[{"lr":%s}],"patience":1,"epoch":0,'
+    b'"keep":0}'
+)
 
 
 @pytest.mark.parametrize(
@@ -478,6 +509,8 @@ def test_figures_that_are_not_finite_go_as_none() -> None:
         (19, b'{"stage":5,"report":{"a":1,"a":2}}'),
         (19, b'{"stage":5,"report":' + b'{"a":' * 90_000 + b"1" + b"}" * 90_000 + b"}"),
         (19, b'{"stage":5,"report":{"a":' + b"[" * 200_000 + b"]" * 200_000 + b"}}"),
+        (28, SIGNIFICANCE % (b"1" + b"0" * 400)),
+        (27, GROUP % (b"1" + b"0" * 400)),
         (34, b'{"reason":"' + b"a" * 1001 + b'"}'),
         (34, b'{"reason":"two\\nlines"}'),
         (34, b'{"reason":"\\u001b[31m"}'),

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from gossipx.errors import ProtocolError
+from gossipx.fields import MAX_RANKS, MAX_TEXT
 from gossipx.launch.hosts import PeerLine
-from gossipx.wire.kinds import MAX_RANKS, MAX_TEXT
 
 MOST_MANIFEST = 2**20
 """Characters of a model's description that go along; the digest of a larger one still does."""
