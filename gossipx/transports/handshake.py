@@ -31,10 +31,9 @@ from gossipx.wire import (
     Refused,
     Welcome,
     auth,
-    difference,
     frames,
-    objection,
 )
+from gossipx.wire.agreement import difference, objection
 
 
 def prove(link: Link, secret: auth.Secret, me: Hello, to: str, deadline: float) -> None:

@@ -81,11 +81,9 @@ from gossipx.wire import (
     Taken,
     Welcome,
     answer_to,
-    difference,
-    manifest_bytes,
     no_payload,
-    objection,
 )
+from gossipx.wire.agreement import difference, manifest_bytes, objection
 from gossipx.wire.frames import (
     CHECKSUMS,
     HEADER_BYTES,

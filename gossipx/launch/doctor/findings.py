@@ -277,5 +277,5 @@ def _value(name: str, hint: Any, plain: Any) -> Any:
 
 
 def _is_fit(name: str, text: str) -> bool:
-    # It ends up on terminals. The manifest is shown by gossipx.wire.difference, which sees to that.
+    # It ends up on terminals. The manifest is shown by gossipx.wire.agreement.difference, which sees to that.
     return len(text) <= MOST_MANIFEST if name == "manifest" else len(text) <= MAX_TEXT and text.isprintable()
