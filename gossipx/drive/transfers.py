@@ -9,11 +9,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from gossipx.actor import Event, Failed, Fault, Replied, Send
+from gossipx.actor import Event, Failed, Fault, Replied
 from gossipx.arena import ParameterArena
 from gossipx.coded import Bringing, Coded, Taking
 from gossipx.comm import CommManager
 from gossipx.drive.lane import Lane
+from gossipx.effects import Send
 from gossipx.errors import (
     CancelledError,
     GossipxError,

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
-from gossipx.actor import Answer, ChangeServers, Effect, Forget, Note, Received, Switched
+from gossipx.actor import ChangeServers, Received
+from gossipx.effects import Answer, Effect, Forget, Note, Switched
 from gossipx.errors import UsageError
 from gossipx.messages import AcceptReply, BusyReply, NotReadyReply, Reply, Stage
 from gossipx.peer.exchange import Ground

@@ -4,19 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gossipx.actor import (
-    CameBack,
-    ChangeServers,
-    Effect,
-    Mix,
-    Note,
-    Prepared,
-    Received,
-    Resume,
-    SetTimer,
-    Stop,
-    SwitchSync,
-)
+from gossipx.actor import CameBack, ChangeServers, Prepared, Received, SwitchSync
+from gossipx.effects import Effect, Mix, Note, Resume, SetTimer, Stop
 from gossipx.messages import ArriveRequest, NotReadyReply, Reply, Stage
 from gossipx.peer.exchange import Exchange, Ground
 from gossipx.peer.pulls import Pulls

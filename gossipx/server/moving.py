@@ -25,7 +25,8 @@ from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
-from gossipx.actor import Answer, Effect, Forget, Note, Prepared, Received, Resume, Stop, Wait
+from gossipx.actor import Prepared, Received
+from gossipx.effects import Answer, Effect, Forget, Note, Resume, Stop, Wait
 from gossipx.errors import UsageError
 from gossipx.messages import AcceptReply, BusyReply, NotReadyReply, Reply
 from gossipx.peer.exchange import Ground

@@ -13,7 +13,8 @@ import json
 from collections import deque
 from collections.abc import Sequence
 
-from gossipx.actor import Answer, Effect, Forget, Keep, Received, SetTimer
+from gossipx.actor import Received
+from gossipx.effects import Answer, Effect, Forget, Keep, SetTimer
 from gossipx.messages import AcceptReply, NotReadyReply, Reply
 from gossipx.peer.exchange import Ground
 from gossipx.peer.membership import REST_FIRST, REST_LONGEST

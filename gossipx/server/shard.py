@@ -14,7 +14,8 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gossipx.actor import Answer, Effect, Forget, Keep, Note, Received
+from gossipx.actor import Received
+from gossipx.effects import Answer, Effect, Forget, Keep, Note
 from gossipx.errors import UsageError
 from gossipx.messages import AcceptReply, BusyReply, NotReadyReply, Reply
 from gossipx.peer.requests import Requests

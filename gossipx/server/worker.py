@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from gossipx.actor import Cancel, Effect, Forget, Send, SetTimer
+from gossipx.effects import Cancel, Effect, Forget, Send, SetTimer
 from gossipx.messages import AcceptReply, BusyReply, Reply
 from gossipx.peer.exchange import Ground
 from gossipx.peer.membership import REST_FIRST

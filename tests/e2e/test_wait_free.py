@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 import gossipx
-from gossipx.actor import Effect, Received
+from gossipx.actor import Received
 from gossipx.drive.peer import Peer
+from gossipx.effects import Effect
 from gossipx.errors import UsageError
 from gossipx.server.decisions import Part
 from gossipx.server.mode import ServerMode

@@ -14,8 +14,9 @@ import served
 import torch
 import toy
 
-from gossipx.actor import Answer, CameBack, Effect, Event, Received
+from gossipx.actor import CameBack, Event, Received
 from gossipx.build.server import Parts
+from gossipx.effects import Answer, Effect
 from gossipx.messages import Stage
 from gossipx.server.conditions import Conditions, Pull, View
 from gossipx.server.mode import ServerMode
