@@ -1,14 +1,40 @@
-"""Effects that roles ask for on the tables of a parameter server; see :mod:`gossipx.actor` for all others."""
+"""Effects on the tables of a parameter server, which roles ask of their driver; others are in :mod:`gossipx.effects`.
+
+Parts of ``gossipx/server`` ask for them. The driver hands them to its tables, which do one after the other on a thread
+of their own, so that an answer gives a bucket as it is after all that was asked for before.
+
+==============  ===============================  =====================================================================
+effect          asked for by                     what the driver does
+==============  ===============================  =====================================================================
+ApplyGradient   the shard                        one optimizer step; tells GradientPoisoned if it holds NaN or Inf
+BufferGradient  the shard                        adds to the shard's buffer; tells the same
+ApplyBuffer     the shard                        one optimizer step with the buffer
+Share           the replica's sender             has a gradient go along with another request
+Record          the shard's records              writes to the journal
+TakeCopy        the replica                      replaces its tables by a copy
+KeepShard       the shard                        takes a checkpoint
+ComeBack        the holding of shards            reads checkpoint and journal; tells CameBack
+FillTables      the shard                        begins with the values of our model
+Fetch           the worker                       has training wait for buckets before it uses them
+Unchanged       the worker                       has training use buckets as they are
+Fetched         the worker                       puts a pulled bucket in its place
+PrepareTables   the migration                    makes the tables of a new layout
+TakeRanges      the migration                    fills in values that have moved here
+TellPrepared    the migration                    tells Prepared
+PlaceTables     the migration                    replaces the old layout by the new one
+DropTables      the migration                    drops the tables of a layout that was given up
+==============  ===============================  =====================================================================
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from gossipx.messages import RecordRequest
+from gossipx.server_messages import RecordRequest
 
 Pieces = tuple[tuple[int, int, int], ...]
-"""Of tables: the number of one, the first element, and the one behind the last."""
+"""Of tables: the number of one, the first element, and the one after the last."""
 
 
 @dataclass(frozen=True)
@@ -44,14 +70,14 @@ class BufferGradient:
 
 @dataclass(frozen=True)
 class ApplyBuffer:
-    """One optimizer step on a shard with the mean of what its gradient buffer holds, which is empty then."""
+    """One optimizer step on a shard with the mean of its gradient buffer, which is empty then."""
 
     shard: int
 
 
 @dataclass(frozen=True)
 class Share:
-    """The gradient that was kept under ``ticket`` is known under ``other``, too: our request that brings it along."""
+    """Hold the gradient that was kept under ``ticket`` under ``other``, too: our request that brings it along."""
 
     ticket: int
     other: int
@@ -59,7 +85,7 @@ class Share:
 
 @dataclass(frozen=True)
 class Record:
-    """Write what has happened to a shard into its journal, before anything that is asked for after it is done.
+    """Write what has happened to a shard into its journal, before anything else that is asked for later is done.
 
     Attributes:
         ticket: the gradient that goes with it was kept under this; None: none does.
@@ -71,7 +97,7 @@ class Record:
 
 @dataclass(frozen=True)
 class TakeCopy:
-    """The tables of a shard are those that came under ``ticket``. Then forget the ticket."""
+    """Replace the tables of a shard by those that came under ``ticket``. Then forget the ticket."""
 
     ticket: int
     shard: int
@@ -96,7 +122,7 @@ class ComeBack:
     """Bring a shard's tables back as its checkpoints and journals have them; :class:`~gossipx.actor.CameBack` tells.
 
     Attributes:
-        epoch: of the layout that it is a shard of, by which this peer goes.
+        epoch: of the layout that it belongs to, which is this peer's.
     """
 
     shard: int
@@ -105,39 +131,39 @@ class ComeBack:
 
 @dataclass(frozen=True)
 class FillTables:
-    """The tables of a shard begin with the values of our own model."""
+    """Begin the tables of a shard with the values of our own model."""
 
     shard: int
 
 
 @dataclass(frozen=True)
 class Fetch:
-    """These buckets, each a shard and a number, are to be fetched before their tables are used again."""
+    """Have these buckets, each a shard and a number, fetched before their tables are used again."""
 
     buckets: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
 class Unchanged:
-    """These buckets are not fetched after all: their tables are used as they are."""
+    """Do not fetch these buckets after all: their tables are used as they are."""
 
     buckets: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
 class Fetched:
-    """What came under ``ticket`` is to be used from now on. Then forget the ticket."""
+    """Use the bucket that came under ``ticket`` from now on. Then forget the ticket."""
 
     ticket: int
 
 
 @dataclass(frozen=True)
 class PrepareTables:
-    """Make the tables that lie here by a layout that is to be, and fill in what lies here already.
+    """Make the tables that lie here by a new layout, and fill in what lies here already.
 
     Attributes:
         epoch: of that layout.
-        servers: by shard, the rank that is to hold it.
+        servers: by shard, the rank that holds it then.
     """
 
     epoch: int
@@ -146,7 +172,7 @@ class PrepareTables:
 
 @dataclass(frozen=True)
 class TakeRanges:
-    """What came under ``ticket`` belongs to these pieces of the tables that are being prepared. Then forget it."""
+    """Fill these pieces of the tables that are being prepared with what came under ``ticket``. Then forget it."""
 
     ticket: int
     pieces: Pieces
@@ -154,16 +180,16 @@ class TakeRanges:
 
 @dataclass(frozen=True)
 class TellPrepared:
-    """Tell :class:`~gossipx.actor.Prepared` once all of these tables is done that was asked for before."""
+    """Tell :class:`~gossipx.actor.Prepared` once all is done that was asked for before."""
 
     epoch: int
 
 
 @dataclass(frozen=True)
 class PlaceTables:
-    """Go over to a layout: to the shards that were prepared for it, and to its buckets of what this peer trains with.
+    """Replace the layout: use the shards that were prepared for it, and its buckets of what this peer trains with.
 
-    If none were prepared, what is to lie here has yet to come back (:class:`ComeBack`).
+    If none were prepared, the shards that belong here have yet to come back (:class:`ComeBack`).
 
     Attributes:
         epoch: of that layout.
@@ -176,7 +202,7 @@ class PlaceTables:
 
 @dataclass(frozen=True)
 class DropTables:
-    """The tables that were prepared are not needed."""
+    """Drop the tables that were prepared."""
 
 
 MoveEffect = PrepareTables | TakeRanges | TellPrepared | PlaceTables | DropTables

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gossipx.messages import GradientRequest, TablesReply
 from gossipx.server import placement
 from gossipx.server.buckets import Bucket, buckets
 from gossipx.server.placement import Partition, Placement, Table
+from gossipx.server_messages import GradientRequest, TablesReply
 from gossipx.storage.client import Client
 from gossipx.storage.coding import Coding
 from gossipx.storage.desk import Desk

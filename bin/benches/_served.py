@@ -17,9 +17,10 @@ from _far import HERE, SECONDS, manager
 from _report import figure
 from torch import nn
 
-from gossipx.actor import Answer, Answered, Capture, Effect, Forget, Received
+from gossipx.actor import Answered, Received
 from gossipx.arena import ParameterArena
 from gossipx.comm import CommManager
+from gossipx.effects import Answer, Capture, Effect, Forget
 from gossipx.memory import Memory
 from gossipx.messages import PullRequest, Request
 from gossipx.peer.giving import Giving

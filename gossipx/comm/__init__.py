@@ -30,7 +30,8 @@ from gossipx.transports import Address, Carriers, Transport, tcp, unix
 from gossipx.transports.links import Links
 from gossipx.transports.pace import Pace
 from gossipx.transports.trust import Trust
-from gossipx.wire import Fitting, Hello, Sink, auth, manifest_bytes
+from gossipx.wire import Fitting, Hello, Sink, auth
+from gossipx.wire.agreement import manifest_bytes
 
 # Seconds that close() gives its threads: it wakes all but those in a callback or in connect.
 _CLOSE = 5.0

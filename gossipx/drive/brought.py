@@ -11,7 +11,8 @@ from gossipx.coded import Bringing
 from gossipx.drive.transfers import Transfer, Transfers
 from gossipx.errors import LocalFaultError, ProtocolError
 from gossipx.incoming import Incoming
-from gossipx.messages import CarryingRequest, ElasticRequest, GradientRequest, RecordRequest
+from gossipx.messages import CarryingRequest, ElasticRequest
+from gossipx.server_messages import GradientRequest, RecordRequest
 from gossipx.storage.desk import Gradient
 from gossipx.wire import Room
 

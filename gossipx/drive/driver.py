@@ -18,34 +18,16 @@ from concurrent.futures import Future
 from typing import Any
 
 from gossipx.actor import (
-    Adopt,
-    Answer,
     Answered,
-    Cancel,
-    Capture,
     ChangeServers,
-    Effect,
     Event,
-    Forget,
-    Given,
-    Keep,
-    Merge,
     Merged,
-    Mix,
     Mixed,
-    Note,
     Poisoned,
     Received,
     Restored,
-    Resume,
-    Send,
-    SetTimer,
-    Stop,
-    Switched,
     SwitchSync,
-    TakeIn,
     TimerFired,
-    Wait,
 )
 from gossipx.arena import ParameterArena
 from gossipx.comm import CommManager
@@ -54,6 +36,26 @@ from gossipx.drive.held import Held, Retrieval
 from gossipx.drive.tables import TableWork
 from gossipx.drive.timers import Timers
 from gossipx.drive.transfers import Transfers
+from gossipx.effects import (
+    Adopt,
+    Answer,
+    Cancel,
+    Capture,
+    Effect,
+    Forget,
+    Given,
+    Keep,
+    Merge,
+    Mix,
+    Note,
+    Resume,
+    Send,
+    SetTimer,
+    Stop,
+    Switched,
+    TakeIn,
+    Wait,
+)
 from gossipx.errors import (
     GossipxError,
     LocalFaultError,

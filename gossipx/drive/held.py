@@ -83,7 +83,7 @@ class Held:
             return None if held is None else held.now.hold()
 
     def merge(self, transfer: Transfer, into: int, own: float, theirs: float) -> bool | None:
-        """Merge a model into the one held under ``into``; see :class:`gossipx.actor.Merge`.
+        """Merge a model into the one held under ``into``; see :class:`gossipx.effects.Merge`.
 
         Outside the training thread, and with no lock: no weights are touched, and nobody else merges into it meanwhile.
 
@@ -114,7 +114,7 @@ class Held:
         return True
 
     def take_in(self, ticket: int, training: bool) -> list[Retrieval]:
-        """Put what is held in the captured model's place; see :class:`gossipx.actor.TakeIn`.
+        """Put what is held in the captured model's place; see :class:`gossipx.effects.TakeIn`.
 
         Args:
             training: whether the run is at that, and not at its end.

@@ -19,11 +19,12 @@ from gossipx.checkpoint import KEEP, Checkpoint, CheckpointError, Store, journal
 from gossipx.checkpoint.journal import Journal
 from gossipx.drive.lane import LONGEST, Lane
 from gossipx.errors import UsageError
-from gossipx.messages import RecordRequest
+from gossipx.fields import kind_of
 from gossipx.server.shard import NEXT_RECORD, Shard
+from gossipx.server_messages import RecordRequest
 from gossipx.storage.desk import Desk, Gradient
 from gossipx.table_effects import ApplyBuffer, ApplyGradient, BufferGradient
-from gossipx.wire.kinds import KINDS, NUMBERS, message_of, metadata_of
+from gossipx.wire.kinds import message_of, metadata_of
 
 log = logging.getLogger("gossipx")
 
@@ -171,7 +172,7 @@ class ShardKeeper:
         """
         directory, last = self._stores[shard].directory.parent, clock
         for number, (begun, words, content) in enumerate(journal.read(directory, clock), first):
-            record = message_of(KINDS[NUMBERS[RecordRequest]], words)
+            record = message_of(kind_of(RecordRequest), words)
             assert isinstance(record, RecordRequest)
             if (record.copy, record.number) != (self._epoch, number):
                 told = "shard %d: no journal has what happened between clocks %d and %d: all since is lost"

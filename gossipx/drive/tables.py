@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from gossipx.actor import Answer, CameBack, Event, GradientPoisoned, Prepared
+from gossipx.actor import CameBack, Event, GradientPoisoned, Prepared
 from gossipx.drive.lane import Lane
 from gossipx.drive.shards import ShardKeeper
 from gossipx.drive.transfers import Transfers
+from gossipx.effects import Answer
 from gossipx.errors import GossipxError
 from gossipx.memory import Source
-from gossipx.messages import CopyReply, NotReadyReply, Reply, TablesReply
+from gossipx.messages import NotReadyReply, Reply
+from gossipx.server_messages import CopyReply, TablesReply
 from gossipx.storage.desk import Desk
 from gossipx.table_effects import (
     ApplyBuffer,

@@ -9,11 +9,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from gossipx.actor import Event, Failed, Fault, Replied, Send
+from gossipx.actor import Event, Failed, Fault, Replied
 from gossipx.arena import ParameterArena
 from gossipx.coded import Bringing, Coded, Taking
 from gossipx.comm import CommManager
 from gossipx.drive.lane import Lane
+from gossipx.effects import Send
 from gossipx.errors import (
     CancelledError,
     GossipxError,
@@ -29,20 +30,22 @@ from gossipx.incoming import Incoming
 from gossipx.memory import Source
 from gossipx.messages import (
     CarryingRequest,
-    CopyRequest,
     ElasticRequest,
-    GradientRequest,
     InitialRequest,
     ModelReply,
     ModelRequest,
     PullRequest,
-    RangesRequest,
-    RecordRequest,
     Reply,
     Request,
+    TakeRequest,
+)
+from gossipx.server_messages import (
+    CopyRequest,
+    GradientRequest,
+    RangesRequest,
+    RecordRequest,
     TablesReply,
     TablesRequest,
-    TakeRequest,
 )
 from gossipx.snapshots import Snapshot
 from gossipx.storage.desk import Copy, Desk, Gradient

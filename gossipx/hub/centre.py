@@ -14,7 +14,8 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from gossipx.actor import Answer, Capture, Effect, Keep, Merge, Merged, Received
+from gossipx.actor import Merged, Received
+from gossipx.effects import Answer, Capture, Effect, Keep, Merge
 from gossipx.messages import CentreRequest, ElasticRequest, ModelReply, NotReadyReply
 from gossipx.peer.requests import Requests
 

@@ -14,7 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from gossipx.actor import Adopt, Answer, Cancel, Effect, Forget, Merged, Mix, Note, Received, Resume, Stop, Wait
+from gossipx.actor import Merged, Received
+from gossipx.effects import Adopt, Answer, Cancel, Effect, Forget, Mix, Note, Resume, Stop, Wait
 from gossipx.hub.centre import Centre
 from gossipx.messages import (
     BusyReply,

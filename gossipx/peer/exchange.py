@@ -24,23 +24,8 @@ import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-from gossipx.actor import (
-    Answer,
-    Answered,
-    CameBack,
-    Capture,
-    ChangeServers,
-    Effect,
-    Forget,
-    Merged,
-    Mix,
-    Prepared,
-    Received,
-    Resume,
-    SetTimer,
-    Switched,
-    SwitchSync,
-)
+from gossipx.actor import Answered, CameBack, ChangeServers, Merged, Prepared, Received, SwitchSync
+from gossipx.effects import Answer, Capture, Effect, Forget, Mix, Resume, SetTimer, Switched
 from gossipx.messages import (
     AcceptReply,
     BusyReply,

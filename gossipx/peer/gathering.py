@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 
-from gossipx.actor import Answered, Effect, Note, Received, Send, SetTimer
+from gossipx.actor import Answered, Received
+from gossipx.effects import Effect, Note, Send, SetTimer
 from gossipx.messages import ArriveRequest, HereReply, Stage
 from gossipx.peer.membership import Membership
 from gossipx.peer.requests import Requests

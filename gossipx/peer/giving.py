@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable
 
-from gossipx.actor import Answer, Answered, Received
+from gossipx.actor import Answered, Received
+from gossipx.effects import Answer
 from gossipx.messages import ModelReply, PullRequest, TakeRequest
 from gossipx.peer.membership import Membership
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from gossipx.actor import Effect, Forget, Resume, Stop
+from gossipx.effects import Effect, Forget, Resume, Stop
 from gossipx.messages import ArriveRequest, InitialRequest, Stage
 from gossipx.peer.gathering import Gathering
 from gossipx.peer.membership import Membership

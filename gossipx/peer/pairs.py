@@ -15,7 +15,8 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-from gossipx.actor import Capture, Effect, Forget, Mix, Received, Resume, SetTimer, Wait
+from gossipx.actor import Received
+from gossipx.effects import Capture, Effect, Forget, Mix, Resume, SetTimer, Wait
 from gossipx.messages import (
     AcceptReply,
     ExchangeRequest,

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from gossipx.actor import Cancel, Effect, Forget, Mix, Resume, Send, SetTimer, Wait
+from gossipx.effects import Cancel, Effect, Forget, Mix, Resume, Send, SetTimer, Wait
 from gossipx.messages import BusyReply, ModelReply, NotReadyReply, PullRequest, Reply
 from gossipx.mixing import Mixing
 from gossipx.peer.exchange import Ground

@@ -19,7 +19,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 
-from gossipx.actor import Answered, Capture, Effect, Forget, Given, Mix, Received, Resume, SetTimer, Wait
+from gossipx.actor import Answered, Received
+from gossipx.effects import Capture, Effect, Forget, Given, Mix, Resume, SetTimer, Wait
 from gossipx.messages import (
     AcceptReply,
     ExchangeRequest,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gossipx.actor import Send
+from gossipx.effects import Send
 from gossipx.messages import Request
 
 

@@ -15,66 +15,47 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gossipx.actor import (
-    Adopt,
-    Answer,
     Answered,
     CameBack,
     ChangeServers,
-    Effect,
     Event,
     Failed,
     Fault,
     FiguresReady,
-    Forget,
     GradientPoisoned,
     GradientsReady,
     JoinRun,
     LeaveRun,
     Merged,
     Mixed,
-    Note,
     Poisoned,
     Prepared,
     Received,
     Replied,
     Restored,
-    Resume,
     StepDone,
-    Stop,
-    Switched,
     SwitchSync,
     TimerFired,
     TrainingEnded,
-    Wait,
 )
+from gossipx.effects import Adopt, Answer, Effect, Forget, Note, Resume, Stop, Switched, Wait
 from gossipx.messages import (
     LAST_WAVE,
     ArriveRequest,
     CentreRequest,
-    CopyRequest,
     ElasticRequest,
-    GradientRequest,
     HereReply,
     InitialRequest,
     LeaveRequest,
     ModelReply,
     NotReadyReply,
-    PauseRequest,
-    PlaceRequest,
-    PrepareRequest,
     PullRequest,
-    RangesRequest,
-    RecordRequest,
     Reply,
     Request,
     RoundRequest,
-    ServersRequest,
     SettleRequest,
     Stage,
-    SwitchRequest,
-    TablesRequest,
     TakeRequest,
-    WaitingRequest,
 )
 from gossipx.mixing import Average, Mixing
 from gossipx.peer.exchange import Exchange, Ground
@@ -92,6 +73,19 @@ from gossipx.peer.stages import Stages
 from gossipx.peer.training import UNSOUND, Training
 from gossipx.peer.wave import TIMER, Wave
 from gossipx.peer.waves import Waves
+from gossipx.server_messages import (
+    CopyRequest,
+    GradientRequest,
+    PauseRequest,
+    PlaceRequest,
+    PrepareRequest,
+    RangesRequest,
+    RecordRequest,
+    ServersRequest,
+    SwitchRequest,
+    TablesRequest,
+    WaitingRequest,
+)
 from gossipx.sync import SyncManager
 from gossipx.topology import Topology
 from gossipx.topology.schedules import Random, Schedule

@@ -19,7 +19,8 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable
 
-from gossipx.actor import Answer, Answered, Capture, Effect, Forget, Received
+from gossipx.actor import Answered, Received
+from gossipx.effects import Answer, Capture, Effect, Forget
 from gossipx.messages import BusyReply, ModelReply, PullRequest
 from gossipx.peer.giving import Giving
 from gossipx.peer.requests import Requests

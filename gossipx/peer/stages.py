@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from gossipx.actor import Effect, Received, Resume, Wait
+from gossipx.actor import Received
+from gossipx.effects import Effect, Resume, Wait
 from gossipx.messages import LAST_WAVE, ArriveRequest, LeaveRequest, RoundRequest, Stage
 from gossipx.peer.exchange import Exchange
 from gossipx.peer.gathering import Gathering

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 
-from gossipx.actor import Effect, Note, Received, Restored, Resume, StepDone, Wait
+from gossipx.actor import Received, Restored, StepDone
+from gossipx.effects import Effect, Note, Resume, Wait
 from gossipx.messages import ArriveRequest, Stage
 from gossipx.peer.exchange import Exchange, Ground
 from gossipx.peer.gathering import Gathering

@@ -16,7 +16,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
-from gossipx.actor import Answer, Answered, Capture, Effect, Forget, Merge, Note, Received, SetTimer
+from gossipx.actor import Answered, Received
+from gossipx.effects import Answer, Capture, Effect, Forget, Merge, Note, SetTimer
 from gossipx.messages import LAST_WAVE, HereReply, ModelReply, NotReadyReply, RoundRequest, Stage
 from gossipx.peer.requests import Requests
 from gossipx.topology import Meeting, agreement_meeting, agreement_rounds

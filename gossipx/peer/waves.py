@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-from gossipx.actor import Answer, Effect, Forget, Received, TakeIn
+from gossipx.actor import Received
+from gossipx.effects import Answer, Effect, Forget, TakeIn
 from gossipx.messages import LAST_WAVE, MAX_WAVE, NotReadyReply, RoundRequest
 from gossipx.peer.membership import Membership
 from gossipx.peer.requests import Requests

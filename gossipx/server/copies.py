@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gossipx.actor import Answer, Effect, Forget, Note, Received
-from gossipx.messages import BusyReply, CopyRequest, NotReadyReply, RecordRequest, Reply, ServerRequest, WaitingRequest
+from gossipx.actor import Received
+from gossipx.effects import Answer, Effect, Forget, Note
+from gossipx.messages import BusyReply, NotReadyReply, Reply
 from gossipx.peer.exchange import Ground
 from gossipx.server.replica import FOLLOW, Replica, Standby
 from gossipx.server.shard import Shard
+from gossipx.server_messages import CopyRequest, RecordRequest, ServerRequest, WaitingRequest
 
 
 class Copies:

@@ -12,10 +12,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from gossipx.actor import Effect, Forget
-from gossipx.messages import Reply, WaitingReply, WaitingRequest
+from gossipx.effects import Effect, Forget
+from gossipx.messages import Reply
 from gossipx.peer.exchange import Ground
 from gossipx.server.shard import Shard
+from gossipx.server_messages import WaitingReply, WaitingRequest
 
 
 @dataclass

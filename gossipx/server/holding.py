@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from gossipx.actor import CameBack, Effect, Resume, Stop
+from gossipx.actor import CameBack
+from gossipx.effects import Effect, Resume, Stop
 from gossipx.messages import Reply
 from gossipx.peer.exchange import Ground
 from gossipx.server.clock import Clock

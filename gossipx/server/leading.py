@@ -10,22 +10,14 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
-from gossipx.actor import Answer, ChangeServers, Effect, Forget, Note, Received, Switched
+from gossipx.actor import ChangeServers, Received
+from gossipx.effects import Answer, Effect, Forget, Note, Switched
 from gossipx.errors import UsageError
-from gossipx.messages import (
-    AcceptReply,
-    BusyReply,
-    NotReadyReply,
-    PauseRequest,
-    PlaceRequest,
-    PrepareRequest,
-    Reply,
-    ServersRequest,
-    Stage,
-)
+from gossipx.messages import AcceptReply, BusyReply, NotReadyReply, Reply, Stage
 from gossipx.peer.exchange import Ground
 from gossipx.server.layout import Layout, order
 from gossipx.server.moving import NOT_READY, UNDER_WAY, Moving
+from gossipx.server_messages import PauseRequest, PlaceRequest, PrepareRequest, ServersRequest
 
 TABLES = 4
 """Times as long as a model may take, that all tables may take to come to where they are to be: Adam keeps two numbers

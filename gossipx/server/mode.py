@@ -4,40 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gossipx.actor import (
-    CameBack,
-    ChangeServers,
-    Effect,
-    Mix,
-    Note,
-    Prepared,
-    Received,
-    Resume,
-    SetTimer,
-    Stop,
-    SwitchSync,
-)
-from gossipx.messages import (
-    ArriveRequest,
-    CopyRequest,
-    GradientRequest,
-    MoveRequest,
-    NotReadyReply,
-    PauseRequest,
-    PlacedReply,
-    PlaceRequest,
-    PrepareRequest,
-    RangesRequest,
-    RecordRequest,
-    Reply,
-    ServerRequest,
-    ServersRequest,
-    Stage,
-    SwitchRequest,
-    TablesRequest,
-    WaitingReply,
-    WaitingRequest,
-)
+from gossipx.actor import CameBack, ChangeServers, Prepared, Received, SwitchSync
+from gossipx.effects import Effect, Mix, Note, Resume, SetTimer, Stop
+from gossipx.messages import ArriveRequest, NotReadyReply, Reply, Stage
 from gossipx.peer.exchange import Exchange, Ground
 from gossipx.peer.pulls import Pulls
 from gossipx.server.clock import Clock
@@ -52,6 +21,23 @@ from gossipx.server.settings import ServerSettings
 from gossipx.server.shard import Shard
 from gossipx.server.switching import Switching
 from gossipx.server.worker import AGAIN, Worker
+from gossipx.server_messages import (
+    CopyRequest,
+    GradientRequest,
+    MoveRequest,
+    PauseRequest,
+    PlacedReply,
+    PlaceRequest,
+    PrepareRequest,
+    RangesRequest,
+    RecordRequest,
+    ServerRequest,
+    ServersRequest,
+    SwitchRequest,
+    TablesRequest,
+    WaitingReply,
+    WaitingRequest,
+)
 
 WATCH = "watch"
 """The timer of the next look at those that pulls wait for."""

@@ -25,26 +25,24 @@ from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
-from gossipx.actor import Answer, Effect, Forget, Note, Prepared, Received, Resume, Stop, Wait
+from gossipx.actor import Prepared, Received
+from gossipx.effects import Answer, Effect, Forget, Note, Resume, Stop, Wait
 from gossipx.errors import UsageError
-from gossipx.messages import (
-    AcceptReply,
-    BusyReply,
+from gossipx.messages import AcceptReply, BusyReply, NotReadyReply, Reply
+from gossipx.peer.exchange import Ground
+from gossipx.server.holding import Holding
+from gossipx.server.layout import Batch, Layout, Layouts
+from gossipx.server.worker import Worker
+from gossipx.server_messages import (
     GradientRequest,
-    NotReadyReply,
     PauseRequest,
     PlacedReply,
     PlaceRequest,
     PrepareRequest,
     RangesRequest,
-    Reply,
     TablesReply,
     TablesRequest,
 )
-from gossipx.peer.exchange import Ground
-from gossipx.server.holding import Holding
-from gossipx.server.layout import Batch, Layout, Layouts
-from gossipx.server.worker import Worker
 from gossipx.table_effects import DropTables, PlaceTables, PrepareTables, TakeRanges, TellPrepared
 
 AT_A_TIME = 2

@@ -10,8 +10,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from gossipx.actor import Answer, Effect
-from gossipx.messages import GradientRequest, Happening, RecordRequest
+from gossipx.effects import Answer, Effect
+from gossipx.fields import Happening
+from gossipx.server_messages import GradientRequest, RecordRequest
 from gossipx.table_effects import Record
 
 MOST = 500

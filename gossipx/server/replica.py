@@ -13,19 +13,14 @@ import json
 from collections import deque
 from collections.abc import Sequence
 
-from gossipx.actor import Answer, Effect, Forget, Keep, Received, SetTimer
-from gossipx.messages import (
-    AcceptReply,
-    CopyReply,
-    CopyRequest,
-    NotReadyReply,
-    RecordRequest,
-    Reply,
-)
+from gossipx.actor import Received
+from gossipx.effects import Answer, Effect, Forget, Keep, SetTimer
+from gossipx.messages import AcceptReply, NotReadyReply, Reply
 from gossipx.peer.exchange import Ground
 from gossipx.peer.membership import REST_FIRST, REST_LONGEST
 from gossipx.server.records import Records
 from gossipx.server.shard import Shard
+from gossipx.server_messages import CopyReply, CopyRequest, RecordRequest
 from gossipx.table_effects import ApplyGradient, BufferGradient, Share, TakeCopy
 
 RECORDS, FOLLOW = "records", "follow"

@@ -14,18 +14,10 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gossipx.actor import Answer, Effect, Forget, Keep, Note, Received
+from gossipx.actor import Received
+from gossipx.effects import Answer, Effect, Forget, Keep, Note
 from gossipx.errors import UsageError
-from gossipx.messages import (
-    AcceptReply,
-    BusyReply,
-    GradientRequest,
-    NotReadyReply,
-    RecordRequest,
-    Reply,
-    TablesReply,
-    TablesRequest,
-)
+from gossipx.messages import AcceptReply, BusyReply, NotReadyReply, Reply
 from gossipx.peer.requests import Requests
 from gossipx.server import decisions
 from gossipx.server.clock import Clock
@@ -33,6 +25,7 @@ from gossipx.server.conditions import SyncModel
 from gossipx.server.decisions import Decision, Fate
 from gossipx.server.models import describe, parse
 from gossipx.server.records import MOST, Journal, Records
+from gossipx.server_messages import GradientRequest, RecordRequest, TablesReply, TablesRequest
 from gossipx.table_effects import ApplyBuffer, ApplyGradient, Asked, BufferGradient, FillTables, KeepShard
 
 NEXT_RECORD = "next_record"

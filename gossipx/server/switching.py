@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from gossipx.actor import Answer, Effect, Forget, Received, Switched, SwitchSync
+from gossipx.actor import Received, SwitchSync
+from gossipx.effects import Answer, Effect, Forget, Switched
 from gossipx.errors import UsageError
-from gossipx.messages import AcceptReply, NotReadyReply, Reply, SwitchRequest
+from gossipx.messages import AcceptReply, NotReadyReply, Reply
 from gossipx.peer.exchange import Ground
 from gossipx.server.models import parse
 from gossipx.server.shard import Shard
+from gossipx.server_messages import SwitchRequest
 
 
 class Switching:

@@ -12,12 +12,13 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from gossipx.actor import Cancel, Effect, Forget, Send, SetTimer
-from gossipx.messages import MEASURED, AcceptReply, BusyReply, GradientRequest, Reply, TablesReply, TablesRequest
+from gossipx.effects import Cancel, Effect, Forget, Send, SetTimer
+from gossipx.messages import AcceptReply, BusyReply, Reply
 from gossipx.peer.exchange import Ground
 from gossipx.peer.membership import REST_FIRST
 from gossipx.server.conditions import SyncModel
 from gossipx.server.models import parse
+from gossipx.server_messages import MEASURED, GradientRequest, TablesReply, TablesRequest
 from gossipx.table_effects import Fetch, Fetched, Unchanged
 
 AGAIN = "again"

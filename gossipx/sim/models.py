@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from gossipx import actor
+from gossipx import actor, effects
 from gossipx.arena import ParameterArena
 from gossipx.coded import Bringing, Taking
 from gossipx.drift import DriftReference
@@ -20,7 +20,7 @@ from gossipx.snapshots import Captured, Snapshot
 class Exchange:
     """A request of ours: open until it is answered or has failed, kept until it is forgotten."""
 
-    send: actor.Send
+    send: effects.Send
     began: float
     incoming: Incoming | None
     open: bool = True
@@ -82,7 +82,7 @@ class SimModels:
         """Hold the model as of the last step boundary."""
         self.held[ticket] = Captured(self._arena.snapshot())
 
-    def base(self, send: actor.Send) -> Snapshot | None:
+    def base(self, send: effects.Send) -> Snapshot | None:
         """What the model that is asked for is compared with, held; None: it is kept as it comes."""
         match send.request:
             case TakeRequest():
@@ -129,7 +129,7 @@ class SimModels:
             base = self.held[exchange.send.ticket].base.buffer if own else None
             self.reference.move(exchange.incoming.buffer, share, base)
 
-    def merge(self, exchange: Exchange, merge: actor.Merge, now: float) -> None:
+    def merge(self, exchange: Exchange, merge: effects.Merge, now: float) -> None:
         """Merge a model into a held one."""
         held = self.held[merge.into]
         assert exchange.incoming is not None

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from gossipx import actor
+from gossipx import actor, effects
 from gossipx.actor import Fault
 from gossipx.arena import ParameterArena
 from gossipx.buffers import typed
@@ -24,25 +24,20 @@ from gossipx.messages import (
     BusyReply,
     CarryingRequest,
     CentreRequest,
-    CopyReply,
     ElasticRequest,
-    GradientRequest,
     InitialRequest,
     ModelReply,
     ModelRequest,
     PairRequest,
     PullRequest,
     PushRequest,
-    RangesRequest,
-    RecordRequest,
     Reply,
     RoundRequest,
-    ServerRequest,
     Stage,
-    TablesReply,
     TakeRequest,
 )
 from gossipx.peer import PeerRole
+from gossipx.server_messages import CopyReply, GradientRequest, RangesRequest, RecordRequest, ServerRequest, TablesReply
 from gossipx.sim.models import Exchange, Retrieval, SimModels
 from gossipx.sim.tables import SimTables
 from gossipx.storage.client import Client
@@ -260,55 +255,55 @@ class SimPeer:
         self._handling = False
         self._go_on()
 
-    def _carry_out(self, effect: actor.Effect) -> None:
+    def _carry_out(self, effect: effects.Effect) -> None:
         now = self._world.now
         if self.tables is not None and self.tables.carry_out(effect):
             return
         match effect:
-            case actor.Send():
+            case effects.Send():
                 self._send(effect)
-            case actor.Cancel(ticket):
+            case effects.Cancel(ticket):
                 self.fail(ticket, Fault.CANCELLED)
-            case actor.Answer(begins=begins) if begins > now:
+            case effects.Answer(begins=begins) if begins > now:
                 self._later(begins, lambda: self._answer(effect))
-            case actor.Answer():
+            case effects.Answer():
                 self._answer(effect)
-            case actor.Keep(key, ticket):
+            case effects.Keep(key, ticket):
                 self._exchanges[ticket] = self._brought.pop(key)
-            case actor.Capture(ticket, _):
+            case effects.Capture(ticket, _):
                 self.models.capture(ticket)
-            case actor.Merge():
+            case effects.Merge():
                 self.models.merge(self._exchanges[effect.ticket], effect, now)
                 self._forget(effect.ticket)
-            case actor.TakeIn(ticket):
+            case effects.TakeIn(ticket):
                 self.models.take_in(ticket)
                 self._forget(ticket)
-            case actor.Mix(ticket, share):
+            case effects.Mix(ticket, share):
                 self.models.mix(ticket, self._exchanges[ticket], share, now)
                 self._forget(ticket)
-            case actor.Adopt(ticket, step):
+            case effects.Adopt(ticket, step):
                 self.models.adopt(ticket, self._exchanges[ticket], self.arena.step if step is None else step)
                 self.begin_codec()
                 self._forget(ticket)
-            case actor.Forget(ticket):
+            case effects.Forget(ticket):
                 self._forget(ticket)
-            case actor.Given(ticket):
+            case effects.Given(ticket):
                 self.models.given(ticket)
                 self._forget(ticket)
-            case actor.SetTimer(name, at):
+            case effects.SetTimer(name, at):
                 self._timers[name] = at
                 self._later(at, lambda: self._fire(name, at))
-            case actor.Wait():
+            case effects.Wait():
                 self._waits_since = now if self._waits_since is None else self._waits_since
-            case actor.Resume():
+            case effects.Resume():
                 if self._waits_since is not None and self._phase == "train":
                     self.blocked_seconds += now - self._waits_since
                 self._waits_since = None
-            case actor.Switched(_, problem):
+            case effects.Switched(_, problem):
                 self._note(problem or "has had the sync model switched")
-            case actor.Note(_, text):
+            case effects.Note(_, text):
                 self._note(text)
-            case actor.Stop(reason):
+            case effects.Stop(reason):
                 self._note(f"must stop: {reason}")
                 self.reason = self.reason or reason
 
@@ -331,7 +326,7 @@ class SimPeer:
 
     # --- requests of its own ----------------------------------------------------------------------------
 
-    def _send(self, send: actor.Send) -> None:
+    def _send(self, send: effects.Send) -> None:
         incoming = taking = None
         brought = bytearray()
         if isinstance(send.request, ModelRequest):
@@ -372,7 +367,7 @@ class SimPeer:
         self._world.carry(self, send.to, len(brought), lambda: self._arrive(send, brought))
         self._later(send.deadline, lambda: self.fail(send.ticket, Fault.TIMEOUT))
 
-    def _arrive(self, send: actor.Send, brought: bytearray) -> None:
+    def _arrive(self, send: effects.Send, brought: bytearray) -> None:
         """Our request is at the other's address, with what it brings."""
         other = self._world.peers.get(send.to)
         if other is None or other.down_since is not None:
@@ -450,7 +445,7 @@ class SimPeer:
 
     # --- requests of others -----------------------------------------------------------------------------
 
-    def receive(self, sender: SimPeer, send: actor.Send, brought: bytearray) -> None:
+    def receive(self, sender: SimPeer, send: effects.Send, brought: bytearray) -> None:
         """A request is here."""
         self._requests += 1
         key = self._requests
@@ -476,14 +471,14 @@ class SimPeer:
                 except ProtocolError as error:
                     self._note(f"leaves out what {sender.rank} brings: {error}")
                     incoming.release()
-                    self._answer(actor.Answer(key, BusyReply(), now + send.request.patience))
+                    self._answer(effects.Answer(key, BusyReply(), now + send.request.patience))
                     return
                 self._brought[key] = exchange
             self._tell(actor.Received(sender.rank, key, send.request))
 
         self._later(self._world.now, told)
 
-    def _answer(self, answer: actor.Answer) -> None:
+    def _answer(self, answer: effects.Answer) -> None:
         requester, ticket = self._requesters.pop(answer.key)
         if self.tables is not None:
             self.tables.drop(answer.key)

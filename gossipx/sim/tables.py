@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Hashable
 
-from gossipx import actor, table_effects
-from gossipx.messages import (
+from gossipx import actor, effects, table_effects
+from gossipx.server_messages import (
     CopyReply,
     CopyRequest,
     GradientRequest,
@@ -40,7 +40,7 @@ class SimTables:
 
     # --- requests ---------------------------------------------------------------------------------
 
-    def outgoing(self, send: actor.Send) -> tuple[actor.Send, bytearray]:
+    def outgoing(self, send: effects.Send) -> tuple[effects.Send, bytearray]:
         """A request as it leaves, and what it brings."""
         request = send.request
         if isinstance(request, GradientRequest):
@@ -81,11 +81,11 @@ class SimTables:
 
     # --- effects ----------------------------------------------------------------------------------
 
-    def carry_out(self, effect: actor.Effect) -> bool:
+    def carry_out(self, effect: effects.Effect) -> bool:
         """Do what is about tables; whether it was that."""
         desk = self.desk
         match effect:
-            case actor.Keep(key, ticket) if key in self._brought:
+            case effects.Keep(key, ticket) if key in self._brought:
                 self._kept[ticket] = self._brought.pop(key)
             case table_effects.Share(ticket, other):
                 self._kept[other] = self._kept[ticket].hold()
@@ -134,7 +134,9 @@ class SimTables:
         if gradient := self._kept.pop(ticket, None):
             gradient.release()
 
-    def answer(self, answer: actor.Answer, reply: TablesReply | CopyReply) -> tuple[TablesReply | CopyReply, bytearray]:
+    def answer(
+        self, answer: effects.Answer, reply: TablesReply | CopyReply
+    ) -> tuple[TablesReply | CopyReply, bytearray]:
         """An answer as it leaves, and what it brings."""
         if isinstance(reply, CopyReply):
             assert answer.copies is not None

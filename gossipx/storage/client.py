@@ -14,10 +14,11 @@ from torch import Tensor
 
 from gossipx.buffers import typed
 from gossipx.errors import UsageError
+from gossipx.fields import Parts
 from gossipx.memory import Memory, Source
-from gossipx.messages import MEASURED, Parts, TablesRequest
 from gossipx.server.buckets import Bucket
 from gossipx.server.placement import Partition
+from gossipx.server_messages import MEASURED, TablesRequest
 from gossipx.storage.coding import Coding, Pushing, Spread, tell_lost
 from gossipx.storage.parts import (
     ApplyBuffer,

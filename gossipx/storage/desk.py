@@ -17,8 +17,9 @@ from gossipx import kernels
 from gossipx.checkpoint import from_bytes, to_bytes
 from gossipx.errors import GossipxError, ProtocolError, UsageError
 from gossipx.memory import PIECE, Memory, Source
-from gossipx.messages import CarryingReply, CopyReply, GradientRequest, RecordRequest
+from gossipx.messages import CarryingReply
 from gossipx.server.placement import Partition
+from gossipx.server_messages import CopyReply, GradientRequest, RecordRequest
 from gossipx.storage.client import Client
 from gossipx.storage.moving import Mover, Prepared, Ranges, pack
 from gossipx.storage.rooms import Settings

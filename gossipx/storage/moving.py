@@ -17,10 +17,11 @@ from torch import Tensor
 from gossipx.buffers import typed
 from gossipx.errors import ProtocolError, UsageError
 from gossipx.memory import copy
-from gossipx.messages import CarryingReply, TablesReply
+from gossipx.messages import CarryingReply
 from gossipx.server.buckets import Bucket
 from gossipx.server.layout import Layout, Layouts, common
 from gossipx.server.placement import Partition
+from gossipx.server_messages import TablesReply
 from gossipx.storage.client import Client
 from gossipx.storage.parts import raw
 from gossipx.storage.rooms import Settings

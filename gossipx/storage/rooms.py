@@ -10,9 +10,11 @@ from gossipx.codecs import Tensors
 from gossipx.codecs.base import read_into
 from gossipx.codecs.changes import FULL, checksum
 from gossipx.errors import ProtocolError
+from gossipx.fields import Parts
 from gossipx.memory import Memory, Source, copy
-from gossipx.messages import CarryingReply, Parts, TablesReply
+from gossipx.messages import CarryingReply
 from gossipx.server.placement import Partition
+from gossipx.server_messages import TablesReply
 from gossipx.storage.coding import Pushing
 from gossipx.storage.parts import ApplyBuffer, TransmitBuffer
 from gossipx.wire import Bytes, Sink

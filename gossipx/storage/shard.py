@@ -18,10 +18,11 @@ from gossipx.buffers import typed
 from gossipx.codecs import decode_into
 from gossipx.codecs.changes import FULL, Changes
 from gossipx.errors import ProtocolError, UsageError
+from gossipx.fields import Parts
 from gossipx.memory import Memory, Source, copy
-from gossipx.messages import GradientRequest, Parts, RecordRequest
 from gossipx.server.buckets import Bucket
 from gossipx.server.placement import Partition
+from gossipx.server_messages import GradientRequest, RecordRequest
 from gossipx.storage.coding import Coding
 from gossipx.storage.parts import Replaceable, Storages, load_states, states_of
 from gossipx.storage.rooms import check_sizes

@@ -13,6 +13,7 @@ from gossipx.errors import (
     ProtocolError,
     StrangerError,
 )
+from gossipx.fields import MAX_TEXT
 from gossipx.transports import Certified, checkup
 from gossipx.transports.link import Link
 from gossipx.wire import (
@@ -30,11 +31,9 @@ from gossipx.wire import (
     Refused,
     Welcome,
     auth,
-    difference,
     frames,
-    objection,
 )
-from gossipx.wire.kinds import MAX_TEXT
+from gossipx.wire.agreement import difference, objection
 
 
 def prove(link: Link, secret: auth.Secret, me: Hello, to: str, deadline: float) -> None:

@@ -20,6 +20,7 @@ from gossipx.errors import (
     PeerUnreachableError,
     ProtocolError,
 )
+from gossipx.fields import MAX_METADATA, SMALL_METADATA
 from gossipx.memory import PIECE, Look, Source
 from gossipx.messages import CarryingReply, CarryingRequest
 from gossipx.transports import Carrier, Carriers, Certified, SharesMemory, Stream
@@ -39,7 +40,6 @@ from gossipx.wire import (
     auth,
     frames,
     gather,
-    kinds,
     no_payload,
 )
 
@@ -91,7 +91,7 @@ class Link:
         self._memory = TheirMemory()
         self.checks: frames.Checks = frames.Unchecked if isinstance(stream, Certified) else frames.CHECKSUMS
         self._owner = owner
-        self._decoder = frames.Decoder(no_payload, kinds.SMALL_METADATA)
+        self._decoder = frames.Decoder(no_payload, SMALL_METADATA)
         self._decoder.use(self.checks)
         self.opened: Open | None = None
 
@@ -321,7 +321,7 @@ class Link:
 
     def admitted(self) -> None:
         """The other side is no stranger any more: it may say more at a time."""
-        self._decoder.most = kinds.MAX_METADATA
+        self._decoder.most = MAX_METADATA
 
     def read_out(self, deadline: float) -> None:
         """Read and drop whatever comes, until the other side closes or the deadline."""

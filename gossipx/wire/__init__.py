@@ -1,16 +1,19 @@
-"""The wire: frames (:mod:`gossipx.wire.frames`), and here what a connection itself says.
+"""Messages of a connection itself, the table of answers, and the sinks that take payloads in.
 
-What peers say to each other over it is in :mod:`gossipx.messages`.
+A connection says who its two ends are before it carries the messages of peers (:mod:`gossipx.messages`). Frames, which
+hold both, are in :mod:`gossipx.wire.frames`. The reader and the writer of these messages is
+:mod:`gossipx.transports`: ``handshake`` from Hello or Open to Description, ``checkup`` for ``gossipx doctor``, ``link``
+for Taken and what a carrier beside the connection needs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from itertools import zip_longest
-from typing import Protocol, runtime_checkable
+from typing import Annotated, Protocol, runtime_checkable
 
-from gossipx.errors import NotAuthorisedError, ProtocolError, RefusedError, UsageError
+from gossipx.errors import NotAuthorisedError, ProtocolError, RefusedError
+from gossipx.fields import MAX_RANKS, Key, Rank, Report, Text, Texts, integer, kind, octets, one_of
 from gossipx.memory import copy
 from gossipx.messages import (
     AcceptReply,
@@ -18,36 +21,49 @@ from gossipx.messages import (
     BusyReply,
     CarryingReply,
     CentreRequest,
-    CopyReply,
-    CopyRequest,
     ElasticRequest,
-    GradientRequest,
     HereReply,
     InitialRequest,
     LeaveRequest,
     ModelReply,
     NotReadyReply,
     PairRequest,
+    PullRequest,
+    PushRequest,
+    Reply,
+    Request,
+    RoundRequest,
+    SettleRequest,
+    TakeRequest,
+)
+from gossipx.server_messages import (
+    CopyReply,
+    CopyRequest,
+    GradientRequest,
     PauseRequest,
     PlacedReply,
     PlaceRequest,
     PrepareRequest,
-    PullRequest,
-    PushRequest,
     RangesRequest,
     RecordRequest,
-    RoundRequest,
     ServersRequest,
-    SettleRequest,
     SwitchRequest,
     TablesReply,
     TablesRequest,
-    TakeRequest,
     WaitingReply,
     WaitingRequest,
 )
 
+# Bytes of a manifest: some 200,000 tensors, and what a stranger's peer can make us allocate.
+MAX_DESCRIPTION = 16 * 2**20
+# Bytes that one frame of a checkup brings along: enough to fill a link of 10 Gbit/s for longer than its round trip.
+MAX_LOAD = 16 * 2**20
+CHECKUP_PARTS = ("facts", "peers", "turn", "load", "findings")
+MAX_NOTE = 4096  # bytes; gloo has 170, NCCL 128
+_Load = Annotated[int, integer(0, MAX_LOAD)]
 
+
+@kind(1)
 @dataclass(frozen=True)
 class Hello:
     """The first frame on a connection: who opens it.
@@ -60,17 +76,18 @@ class Hello:
         settings: by option, those that all peers of a run must have alike.
     """
 
-    rank: int
-    name: str
-    size: int
-    peers: str
-    model: str
-    settings: Mapping[str, str] = field(default_factory=dict)
+    rank: Rank
+    name: Text
+    size: Annotated[int, integer(1, MAX_RANKS)]
+    peers: Text
+    model: Text
+    settings: Texts = field(default_factory=dict)
 
 
+@kind(2)
 @dataclass(frozen=True)
 class Welcome:
-    """Answers :class:`Hello`; where ``model`` differs from the opener's, it may only ask for the
+    """Answers :class:`Hello`. If ``model`` differs from the opener's, the opener may only ask for the
     :class:`Description`.
 
     Attributes:
@@ -79,13 +96,14 @@ class Welcome:
             reach it with memory to share.
     """
 
-    rank: int
-    name: str
-    model: str
-    machine: str = ""
-    local: str = ""
+    rank: Rank
+    name: Text
+    model: Text
+    machine: Text = ""
+    local: Text = ""
 
 
+@kind(6)
 @dataclass(frozen=True)
 class Open:
     """The first frame of all where the run has a secret; see :mod:`gossipx.wire.auth`.
@@ -96,132 +114,147 @@ class Open:
         opener, answerer: names of the two.
     """
 
-    nonce: str
-    run: str
-    opener: str
-    answerer: str
+    nonce: Key
+    run: Text
+    opener: Text
+    answerer: Text
 
 
+@kind(7)
 @dataclass(frozen=True)
 class Challenge:
-    """Answers :class:`Open` by the answerer's nonce, which is all that a stranger learns."""
+    """Answers :class:`Open` by the answerer's nonce. A stranger learns no more than that."""
 
-    nonce: str
+    nonce: Key
 
 
+@kind(8)
 @dataclass(frozen=True)
 class Proof:
     """Proves that the opener knows the secret, 64 hexadecimal digits."""
 
-    proof: str
+    proof: Key
 
 
+@kind(9)
 @dataclass(frozen=True)
 class Accepted:
     """Answers :class:`Proof` by the answerer's own. All frames after this one are authenticated."""
 
-    proof: str
+    proof: Key
 
 
+@kind(10)
 @dataclass(frozen=True)
 class NotAuthorised:
-    """Who opened the connection is no member of the run; it will be closed. A stranger is not told more than that."""
+    """The opener is no member of the run; the connection will be closed. A stranger is told no more than that."""
 
-    reason: str
+    reason: Text
 
 
+@kind(3)
 @dataclass(frozen=True)
 class Refused:
     """The connection will be closed; ``reason`` is one line for a person."""
 
-    reason: str
+    reason: Text
 
 
+@kind(4)
 @dataclass(frozen=True)
 class DescribeRequest:
     """Asks for the manifest of the model."""
 
 
+@kind(5, payload=MAX_DESCRIPTION)
 @dataclass(frozen=True)
 class Description:
-    """The manifest, one line a tensor, is the payload of ``size`` bytes of UTF-8."""
+    """The manifest, one line per tensor; the payload of ``size`` bytes of UTF-8."""
 
-    size: int
+    size: Annotated[int, integer(0, MAX_DESCRIPTION)]
 
 
+@kind(49, payload=MAX_LOAD)
 @dataclass(frozen=True)
 class CheckupRequest:
-    """Asks what a checkup of the machines (``gossipx doctor``) wants to know; may be the first frame, in Hello's place.
+    """A question of ``gossipx doctor``; may be the first frame, in Hello's place.
 
-    A peer of a run answers for "facts" alone, and does not take who asks for a member.
+    A peer of a run answers for "facts" alone, and does not take the opener for a member.
 
     Attributes:
-        name: of the peer for whose line it is asked.
-        part: "facts" of who answers; the "peers" that its hosts file lists; "turn": that nobody else measures with it
+        name: of the peer whose line of the hosts file it concerns.
+        part: "facts" of the answerer; the "peers" that its hosts file lists; "turn": that nobody else measures with it
             while this connection lasts; "load": nothing, but bytes; "findings" of both, so far.
         size: bytes of the payload that comes along.
         back: bytes of payload that are wanted in return, of a load.
     """
 
-    name: str
-    part: str
-    size: int = 0
-    back: int = 0
+    name: Text
+    part: Annotated[str, one_of(CHECKUP_PARTS)]
+    size: _Load = 0
+    back: _Load = 0
 
 
+@kind(50, payload=MAX_LOAD)
 @dataclass(frozen=True)
 class CheckupReply:
     """Answers :class:`CheckupRequest`.
 
     Attributes:
-        report: figures by name; an empty one: it cannot be done now.
+        report: figures by name; an empty one: this is not possible now.
         size: bytes of the payload that comes along.
     """
 
-    report: Mapping[str, object] = field(default_factory=dict)
-    size: int = 0
+    report: Report = field(default_factory=dict)
+    size: _Load = 0
 
 
+@kind(11)
 @dataclass(frozen=True)
 class Taken:
-    """The model that was asked for has arrived whole: its bytes need not be kept any longer."""
+    """The requested model has arrived whole: the sender may release its bytes."""
 
 
+@kind(12)
 @dataclass(frozen=True)
 class CarrierRequest:
-    """Asks that both build a way for models beside this connection.
+    """Asks that both sides build a carrier for models beside this connection.
 
     Attributes:
-        kind: of it, such as "gloo".
+        kind: of the carrier, such as "gloo".
     """
 
-    kind: str
+    kind: Text
 
 
+@kind(13)
 @dataclass(frozen=True)
 class Noted:
-    """What one side tells the other while they build: both have the ``value`` of ``key`` then.
+    """Tells the other side the ``value`` of ``key`` while both build a carrier.
 
     Attributes:
         value: bytes, as hexadecimal digits.
     """
 
-    key: str
-    value: str
+    key: Text
+    value: Annotated[str, octets(MAX_NOTE)]
 
 
+@kind(14)
 @dataclass(frozen=True)
 class CarrierReply:
-    """Who says so has built its end."""
+    """The sender has built its end of the carrier."""
 
 
+@kind(15)
 @dataclass(frozen=True)
 class NoCarrierReply:
-    """Who says so cannot build its end; the connection is of no more use."""
+    """The sender cannot build its end of the carrier; the connection is of no more use."""
 
-    reason: str
+    reason: Text
 
 
+@kind(48)
 @dataclass(frozen=True)
 class Carried:
     """The payload that went beside the connection is whole.
@@ -230,7 +263,7 @@ class Carried:
         digest: what its check ends in, as hexadecimal digits.
     """
 
-    digest: str
+    digest: Annotated[str, octets(32)]
 
 
 Message = (
@@ -252,37 +285,8 @@ Message = (
     | CarrierReply
     | NoCarrierReply
     | Carried
-    | InitialRequest
-    | PullRequest
-    | PushRequest
-    | PairRequest
-    | TakeRequest
-    | SettleRequest
-    | RoundRequest
-    | ElasticRequest
-    | CentreRequest
-    | GradientRequest
-    | TablesRequest
-    | SwitchRequest
-    | WaitingRequest
-    | RecordRequest
-    | CopyRequest
-    | ServersRequest
-    | PauseRequest
-    | PrepareRequest
-    | RangesRequest
-    | PlaceRequest
-    | PlacedReply
-    | WaitingReply
-    | TablesReply
-    | CopyReply
-    | ArriveRequest
-    | LeaveRequest
-    | ModelReply
-    | AcceptReply
-    | BusyReply
-    | HereReply
-    | NotReadyReply
+    | Request
+    | Reply
 )
 
 # Which replies answer which request.
@@ -318,7 +322,7 @@ ANSWERS: dict[type, tuple[type, ...]] = {
 
 
 class Sink(Protocol):
-    """Takes a payload in, piece by piece, so that what is done with a piece finds it in the processor's cache.
+    """Takes a payload in, piece by piece: each piece is processed while it is in the processor's cache.
 
     Attributes:
         nbytes: of the whole payload.
@@ -328,57 +332,57 @@ class Sink(Protocol):
     def nbytes(self) -> int: ...
 
     def room(self, start: int) -> memoryview:
-        """Where the bytes from ``start`` on belong, as many as are wanted before :meth:`filled` is told."""
+        """Return where the bytes from ``start`` on belong, as many as come before the next :meth:`filled`."""
 
     def filled(self, start: int) -> None:
-        """The room from ``start`` on is full."""
+        """Process the room from ``start`` on, which is full."""
 
     def take(self, start: int, view: memoryview) -> None:
-        """The bytes from ``start`` on, any number of them, lie in ``view``, beside the connection."""
+        """Take the bytes from ``start`` on, any number of them, from ``view``, which lies beside the connection."""
 
 
 @runtime_checkable
 class Fitting(Protocol):
-    """A sink that is made when it is known what comes."""
+    """A sink that is made once the reply is known."""
 
     @property
     def nbytes(self) -> int: ...
 
     def fit(self, reply: CarryingReply) -> Sink:
-        """What takes in what ``reply`` brings; ProtocolError if it is not what was asked for."""
+        """Return the sink for the payload of ``reply``; ProtocolError if that is not what was asked for."""
 
 
 class Room(Sink, Protocol):
-    """Where what another peer brings is taken in; its memory is to be given back."""
+    """A sink for the payload of another peer's request; its memory must be released."""
 
     def release(self) -> None:
-        """Give it back: nothing more will come."""
+        """Release the memory: nothing more will come."""
 
 
 class Bytes:
-    """A buffer that is to be filled exactly, as a :class:`Sink`."""
+    """A :class:`Sink` that fills a buffer exactly."""
 
     def __init__(self, view: memoryview):
         self.view = view.cast("B") if view.nbytes else view
         self.nbytes = view.nbytes
 
     def room(self, start: int) -> memoryview:
-        """All that is left of the buffer."""
+        """Return the rest of the buffer."""
         return self.view[start:]
 
     def filled(self, start: int) -> None:
-        """Nothing is to be done with it."""
+        """Do nothing: the bytes are where they belong."""
 
     def take(self, start: int, view: memoryview) -> None:
-        """Copy them."""
+        """Copy the bytes."""
         copy(view, self.view[start : start + len(view)])
 
 
 def gather(parts: Iterable[memoryview], sink: Sink, look: Callable[[memoryview], None]) -> None:
-    """Let ``sink`` take all its bytes from where they lie in parts.
+    """Let ``sink`` take all its bytes, which come in parts.
 
     Args:
-        parts: as many bytes as the sink takes, in order; each is done with when the next is asked for.
+        parts: as many bytes as the sink takes, in order; each is done with before the next is asked for.
         look: sees all bytes in order, before they are taken.
     """
     start = had = 0  # of the piece, and how much of it lies in its room already
@@ -402,25 +406,17 @@ def gather(parts: Iterable[memoryview], sink: Sink, look: Callable[[memoryview],
             start, had = start + len(room), 0
 
 
-# Tells, of a message and its request id, what its payload must fill exactly; None: no payload. Raises ProtocolError if
-# the message is not wanted.
+# Given a message and its request id, returns the sink that its payload must fill exactly; None: no payload. Raises
+# ProtocolError if the message is not wanted.
 Expect = Callable[[Message, int], "Sink | None"]
-
-# Bytes of a manifest: some 200,000 tensors, and what a stranger's peer can make us allocate.
-MAX_DESCRIPTION = 16 * 2**20
-# Bytes that one frame of a checkup brings along: enough to fill a link of 10 Gbit/s for longer than its round trip.
-MAX_LOAD = 16 * 2**20
-CHECKUP_PARTS = ("facts", "peers", "turn", "load", "findings")
-# Characters of a foreign line that a message shows.
-_SHOWN = 200
 
 
 def no_payload(message: Message, request: int) -> None:
-    """Expects any message, without a payload."""
+    """Expect any message, without a payload."""
 
 
 def answer_to(asked: Message, number: int, payload: Sink | Fitting | None) -> Expect:
-    """Expects an answer to ``asked``, sent as request ``number``.
+    """Return what expects an answer to ``asked``, sent as request ``number``.
 
     Args:
         payload: filled by a reply that brings something; a Description gets a buffer of the size that it tells, and so
@@ -443,55 +439,3 @@ def answer_to(asked: Message, number: int, payload: Sink | Fitting | None) -> Ex
         return payload.fit(message) if isinstance(payload, Fitting) else payload
 
     return expect
-
-
-def objection(own: Hello, theirs: Hello, names: Sequence[str]) -> str | None:
-    """Why ``theirs`` may not connect to ``own``, in one line; None if it may.
-
-    Another model is no objection yet: its opener may ask for the :class:`Description`.
-
-    Args:
-        names: of the run's peers, by rank.
-    """
-    if (theirs.peers, theirs.size) != (own.peers, own.size):
-        return (
-            f"the hosts files of {theirs.name} ({theirs.size} peers) and {own.name}"
-            f" ({own.size} peers) differ; give every peer the same"
-        )
-    if theirs.rank == own.rank:
-        return f"rank {own.rank} is this peer itself; start each line of the hosts file once"
-    if theirs.rank >= own.size or theirs.name != names[theirs.rank]:
-        return f"{theirs.name} is not rank {theirs.rank} of this run"
-    for option in sorted(own.settings.keys() | theirs.settings.keys()):
-        has = [f"{one.settings.get(option, 'none')} at {one.name}" for one in (theirs, own)]
-        if own.settings.get(option) != theirs.settings.get(option):
-            return f"{option} is {' and '.join(has)}; give every peer the same"
-    return None
-
-
-def manifest_bytes(lines: Sequence[str]) -> bytes:
-    """A model's manifest, one line a tensor, as it is sent and digested.
-
-    Raises:
-        UsageError: it is larger than can be sent.
-    """
-    manifest = "\n".join(lines).encode()
-    if len(manifest) > MAX_DESCRIPTION:
-        raise UsageError(
-            f"the model has too many tensors: their descriptions take {len(manifest)} bytes, at"
-            f" most {MAX_DESCRIPTION} can be compared with other peers"
-        )
-    return manifest
-
-
-def difference(own: bytes, theirs: bytes) -> str:
-    """The first tensor in which two manifests differ, as each has it, in one line."""
-    lines = [manifest.decode(errors="replace").split("\n") for manifest in (own, theirs)]
-    for index, (mine, other) in enumerate(zip_longest(*lines, fillvalue="no such tensor")):
-        if mine != other:
-            return f"tensor {index} is {_shown(mine)} here and {_shown(other)} there"
-    return "yet their descriptions are the same"
-
-
-def _shown(line: str) -> str:
-    return "'" + "".join(c if c.isprintable() else "?" for c in line[:_SHOWN]) + "'"

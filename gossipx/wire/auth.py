@@ -1,5 +1,6 @@
-"""Who belongs to a run that has a shared secret: a challenge both ways, then a MAC on everything. Bytes and messages
-in, bytes and messages out; no socket, and no randomness but the nonces that it is given.
+"""Authentication of a run that has a shared secret: a challenge both ways, then a MAC on everything.
+
+It keeps strangers out of a run. It opens no socket, and takes its nonces as arguments.
 
 ::
 
@@ -15,8 +16,8 @@ salt, expanded over a label that names the purpose and the side, the protocol's 
 them is thus an HMAC-SHA256 over all of these, and none can stand for another: a proof that is sent back is the wrong
 side's, one that is repeated belongs to other nonces.
 
-The opener proves first, as anybody may connect, while only who holds a peer's address can be connected to. A stranger
-who connects learns nothing but a nonce.
+The opener proves first: anybody may connect, while only the holder of a peer's address can be connected to. A stranger
+that connects learns nothing but a nonce.
 
 A frame's parts are its header with the metadata, and its payload. Each ends in the HMAC-SHA256 of a number that counts
 the parts sent in this direction of this connection, and the part: nothing can be changed, left out, repeated, moved,
@@ -35,14 +36,14 @@ from gossipx.errors import NotAuthorisedError, ProtocolError, StrangerError
 from gossipx.wire import Accepted, Challenge, Open, Proof, frames
 
 NONCE_BYTES = 32
-"""Of each side's nonce: what :func:`os.urandom` is to be asked for."""
+"""Length of each side's nonce, which must come from :func:`os.urandom`."""
 REFUSAL = "the secrets differ; give every peer of the run the same"
-"""All that who cannot prove the secret is told."""
+"""All that a peer is told which cannot prove the secret."""
 
 
 @dataclass(frozen=True, repr=False)
 class Secret:
-    """What all peers of a run know and nobody else; its value is never shown."""
+    """Known to all peers of a run and to nobody else; its value is never shown."""
 
     value: bytes
 
@@ -69,7 +70,7 @@ class MacChecks:
         self._count = 0
 
     def __call__(self) -> frames.Check:
-        """The next part's."""
+        """Return the check of the next part."""
         check = self._keyed.copy()
         check.update(self._count.to_bytes(8, "big"))
         self._count += 1
@@ -78,7 +79,7 @@ class MacChecks:
 
 @dataclass(frozen=True)
 class Session:
-    """What follows from a handshake, for one side.
+    """The result of a handshake, for one side.
 
     Attributes:
         sending, receiving: checks of all further frames.
@@ -96,7 +97,7 @@ class Opener:
     Args:
         secret: shared by the run.
         run: its id.
-        name: of this peer; ``to``: of the one that is meant to answer.
+        name: of this peer; ``to``: of the peer that should answer.
         nonce: fresh, of NONCE_BYTES.
 
     Attributes:
@@ -109,15 +110,15 @@ class Opener:
         self._keys: _Keys | None = None
 
     def challenged(self, challenge: Challenge) -> Proof:
-        """The answerer's nonce has come; the proof that answers it."""
+        """Take the answerer's nonce and return the proof that answers it."""
         self._keys = _Keys(self._secret, self.opened, challenge.nonce)
         return Proof(self._keys.derive(b"proof", Side.OPENER).hex())
 
     def accepted(self, accepted: Accepted) -> Session:
-        """The answerer's proof has come.
+        """Take the answerer's proof.
 
         Raises:
-            StrangerError: it is none; who knows the secret would have refused ours.
+            StrangerError: it proves nothing; a peer that knows the secret would have refused ours.
         """
         keys = _known(self._keys)
         if not keys.proves(accepted.proof, Side.ANSWERER):
@@ -139,17 +140,17 @@ class Answerer:
         self._keys: _Keys | None = None
 
     def opened(self, opened: Open) -> Challenge:
-        """Somebody claims to be ``opened.opener``; the challenge to prove it."""
+        """Return the challenge to prove that the other side is ``opened.opener``, as it claims."""
         self._keys = _Keys(self._secret, opened, self._nonce)
         return Challenge(self._nonce)
 
     def proven(self, proof: Proof) -> tuple[Accepted, Session]:
-        """The opener's proof has come; the answer to it, after which all frames are authenticated.
+        """Take the opener's proof and return the answer to it, after which all frames are authenticated.
 
-        Whether ``session.opened`` is meant for this peer is then still to be looked at: see :func:`misdirected`.
+        The caller must still check that ``session.opened`` is meant for this peer: see :func:`misdirected`.
 
         Raises:
-            NotAuthorisedError: it is none. The opener may be told :data:`REFUSAL`.
+            NotAuthorisedError: it proves nothing. The opener may be told :data:`REFUSAL`.
         """
         keys = _known(self._keys)
         if not keys.proves(proof.proof, Side.OPENER):
@@ -158,9 +159,9 @@ class Answerer:
 
 
 def misdirected(opened: Open, name: str) -> str | None:
-    """Why a proven ``opened`` is none for the peer of this name, in one line; None if it is for it.
+    """Return why a proven ``opened`` is not meant for the peer of this name, in one line; None if it is.
 
-    Without this look, a connection to one peer could be carried to another, or back to the one that opened it.
+    Without this check, a connection to one peer could be carried to another, or back to the one that opened it.
     """
     if opened.answerer == name:
         return None
@@ -168,14 +169,14 @@ def misdirected(opened: Open, name: str) -> str | None:
 
 
 class _Keys:
-    """All that is derived for one connection; ``nonce`` is the answerer's."""
+    """Derives keys and proofs of one connection; ``nonce`` is the answerer's."""
 
     def __init__(self, secret: Secret, opened: Open, nonce: str):
         self._opened = opened
         self._extracted = _hmac(bytes.fromhex(opened.nonce + nonce), secret.value)
 
     def derive(self, purpose: bytes, side: Side) -> bytes:
-        """32 bytes for one purpose of one side: HKDF's first and only block."""
+        """Return 32 bytes for one purpose of one side: HKDF's first and only block."""
         version = frames.VERSION.to_bytes(2, "big")
         names = (self._opened.run.encode(), self._opened.opener.encode(), self._opened.answerer.encode())
         parts = (b"gossipx", purpose, side.value, version, *names)

@@ -1,4 +1,4 @@
-"""The protocol between peers: bytes in, events out; no socket, no clock.
+"""Frames of the protocol between peers: bytes in, messages out; no socket, no clock.
 
 A frame, all numbers big-endian::
 
@@ -14,15 +14,14 @@ A frame, all numbers big-endian::
     28+C+M      P  payload: raw bytes
   28+C+M+P      C  check of the payload; left out where P is 0
 
-A check is the XXH3-64 of its part (C = 8), which finds accidents and is no protection from an attacker; where the run
-has a secret, from the handshake on, it is a MAC (C = 32, :mod:`gossipx.wire.auth`). Over TLS, each of whose records has
-a tag that finds any change, there is none (C = 0).
+A check is the XXH3-64 of its part (C = 8). It finds accidents and is no protection from an attacker. Where the run has
+a secret, it is a MAC from the handshake on (C = 32, :mod:`gossipx.wire.auth`). Over TLS there is none (C = 0): the tag
+of each record finds any change.
 
 A payload that lies beside the connection comes another way (:mod:`gossipx.transports.beside`), and the frame ends with
-its metadata: the receiver reads it from memory that both share, or it is carried by what they built, and then Carried
-tells what its check ends in.
+its metadata. The receiver reads the payload from shared memory, or a carrier brings it and Carried tells its digest.
 
-Nothing is unpickled or evaluated. Every length is checked against a bound of its kind, from :mod:`gossipx.wire.kinds`,
+Nothing is unpickled or evaluated. Every length is checked against a bound of its kind, as declared with the message,
 before anything is allocated, and a payload goes straight into the room that its receiver provides.
 """
 
@@ -37,23 +36,24 @@ from typing import Protocol, TypeAlias
 import xxhash
 
 from gossipx.errors import ProtocolError
+from gossipx.fields import MAX_METADATA, kind_of
 from gossipx.memory import PIECE, Look, Source
 from gossipx.wire import Expect, Message, Sink
-from gossipx.wire.kinds import KINDS, MAX_METADATA, NUMBERS, message_of, metadata_of
+from gossipx.wire.kinds import KINDS, message_of, metadata_of
 
 MAGIC = b"GSPX"
 VERSION = 4
-# Of the kind: the payload lies beside the connection.
+# The bit of the kind that says that the payload lies beside the connection.
 _BESIDE = 0x8000
 
 Buffers = list[bytes | memoryview]
 Part: TypeAlias = tuple[Buffers, Look | None]
-"""What is to be sent in one call, and who is to be told of all of it as it goes out, before the next is asked for."""
+"""Buffers to send in one call, and a function that must see all of them as they go out, before the next part."""
 
 _START = struct.Struct("!4sH")
 _HEADER = struct.Struct("!4sHHQIQ")
 HEADER_BYTES = _HEADER.size
-"""What follows is a check, whose length is the connection's."""
+"""A check follows, whose length depends on the connection."""
 
 
 class Check(Protocol):
@@ -67,24 +67,24 @@ class Check(Protocol):
         """Look at the next piece."""
 
     def digest(self) -> bytes:
-        """What the part ends in."""
+        """Return the digest of the part."""
 
 
 Checks = Callable[[], Check]
-"""Makes the check of each part of each frame: two a frame with a payload, one a frame without, in their order."""
+"""Makes the check of each part of each frame in order: two for a frame with a payload, one for a frame without."""
 CHECKSUMS: Checks = xxhash.xxh3_64
 
 
 class Unchecked:
-    """The :class:`Check` of what is checked below: looks at nothing."""
+    """The :class:`Check` of a connection whose transport checks all bytes: looks at nothing."""
 
     digest_size = 0
 
     def update(self, piece: bytes | memoryview, /) -> None:
-        """Nothing is looked at."""
+        """Do nothing."""
 
     def digest(self) -> bytes:
-        """Of no bytes."""
+        """Return no bytes."""
         return b""
 
 
@@ -102,21 +102,20 @@ def encode(
     checks: Checks = CHECKSUMS,
     beside: bool = False,
 ) -> Iterator[Part]:
-    """The frame of ``message``, in parts to send in turn; the payload is never copied.
+    """Return the frame of ``message``, in parts to send in turn; the payload is never copied.
 
     Args:
-        message: what to say.
+        message: of a declared kind.
         request: id of the request, 0 to 2⁶⁴ − 1.
         payload: must not change until its last piece is sent.
-        checks: of the connection and direction that it goes out by, as MACs count: what is encoded must be sent, whole
-            and before the next is encoded.
+        checks: of the connection and direction. MACs count, so this frame must be sent whole before the next is
+            encoded.
         beside: whether the payload lies beside the connection, and is no part of the frame.
 
     Raises:
         ValueError: at once, not when iterated: the message is not one that a peer would accept.
     """
-    number = NUMBERS[type(message)]
-    kind = KINDS[number]
+    kind = kind_of(type(message))
     metadata = metadata_of(message)
     size = 0 if payload is None else payload.view.nbytes
     if len(metadata) > kind.metadata or size > kind.payload:
@@ -124,7 +123,7 @@ def encode(
             f"{kind.message.__name__} with {len(metadata)} bytes of metadata and {size} of payload:"
             f" at most {kind.metadata} and {kind.payload} can be sent"
         )
-    header = _HEADER.pack(MAGIC, VERSION, number | beside * _BESIDE, request, len(metadata), size)
+    header = _HEADER.pack(MAGIC, VERSION, kind.number | beside * _BESIDE, request, len(metadata), size)
     check = checks()
     check.update(header + metadata)
     head = header + check.digest() + metadata
@@ -157,7 +156,7 @@ class Frame:
 
     Attributes:
         payload: the sink that ``expect`` gave; None where the frame has none.
-        beside: whether that is still to be filled, from beside the connection.
+        beside: whether the payload has yet to come, from beside the connection.
     """
 
     request: int
@@ -167,14 +166,14 @@ class Frame:
 
 
 class Decoder:
-    """Frames from bytes. Put bytes into :meth:`next_buffer`, tell :meth:`received` how many.
+    """Makes frames from bytes. Put bytes into :meth:`next_buffer`, tell :meth:`received` how many.
 
     Args:
         expect: asked before a payload is accepted; may be changed between two frames.
 
     Attributes:
         in_payload: whether the next bytes are a payload's.
-        most: bytes of metadata that are allocated; as long as the other side is a stranger, SMALL_METADATA.
+        most: bytes of metadata that may be allocated; SMALL_METADATA as long as the other side is a stranger.
     """
 
     def __init__(self, expect: Expect, most: int = MAX_METADATA):
@@ -195,31 +194,31 @@ class Decoder:
         self._await(memoryview(self._header), Decoder._header_whole)
 
     def part(self) -> Check:
-        """Looks at what comes next, beside the connection, as at the next part of a frame; between two frames only."""
+        """Return the check of the next part, which comes beside the connection; between two frames only."""
         check, self._check = self._check, self._checks()
         return check
 
     @property
     def coming(self) -> Message:
-        """Whose payload comes in, as long as one does."""
+        """The message whose payload comes in, as long as one does."""
         return self._frame.message
 
     def next_buffer(self) -> memoryview:
-        """Where the next bytes belong; never empty. Raises the ProtocolError that came before."""
+        """Return where the next bytes belong; never empty. Raises the ProtocolError that came before."""
         if self._broken is not None:
             raise self._broken
         return self._view[self._filled :]
 
     def look(self, part: memoryview) -> None:
-        """Check a part of a payload ahead of :meth:`received`: it lies in :meth:`next_buffer`, after the last."""
+        """Check a part of a payload ahead of :meth:`received`: it lies in :meth:`next_buffer` after the last part."""
         self._check.update(part)
         self._seen += len(part)
 
     def received(self, count: int) -> Frame | None:
-        """Take ``count`` bytes as put into :meth:`next_buffer`; the frame, if they end one.
+        """Take ``count`` bytes as put into :meth:`next_buffer`; return the frame, if they end one.
 
         Raises:
-            ProtocolError: they are not what the protocol allows; the decoder is of no more use.
+            ProtocolError: they are not what the protocol allows; the decoder must not be used again.
         """
         arrived = self.next_buffer()[:count]
         if not 0 < count == len(arrived):
@@ -234,7 +233,7 @@ class Decoder:
             raise
 
     def _await(self, view: memoryview, whole: Callable[[Decoder], Frame | None]) -> None:
-        # A function, as a method of ours would hold us, and with us what came in last, until a gc run.
+        # A function: a bound method would hold this decoder, and with it the last payload, until a gc run.
         self._view, self._filled, self._whole = view, 0, whole
 
     def _check_start(self) -> None:

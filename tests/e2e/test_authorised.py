@@ -22,10 +22,11 @@ from certificates import Authority
 from test_comm import LONG, Heard, Host, Run, frame, knock, read_frame
 
 from gossipx.errors import GossipxError, NotAuthorisedError, ProtocolError, StrangerError
+from gossipx.fields import SMALL_METADATA, kind_of
 from gossipx.messages import HereReply, LeaveRequest, ModelReply, PullRequest, RoundRequest, Stage
 from gossipx.transports import Address, handshake
 from gossipx.transports.link import Link
-from gossipx.wire import Challenge, Hello, NotAuthorised, Open, Proof, Refused, frames, kinds
+from gossipx.wire import Challenge, Hello, NotAuthorised, Open, Proof, Refused, frames
 from gossipx.wire.auth import Secret
 from runs import open_files
 
@@ -200,10 +201,10 @@ def test_a_stranger_cannot_make_a_peer_allocate(start: Start, heard: Heard, secr
     """Of the kinds that are large among members, too."""
     b = start(2).host(1, secret=secret)
     with knock(b) as stream:
-        kind = kinds.NUMBERS[RoundRequest]
-        stream.sendall(frames._HEADER.pack(b"GSPX", frames.VERSION, kind, 0, kinds.SMALL_METADATA + 1, 0) + bytes(8))
+        kind = kind_of(RoundRequest).number
+        stream.sendall(frames._HEADER.pack(b"GSPX", frames.VERSION, kind, 0, SMALL_METADATA + 1, 0) + bytes(8))
         assert everything(stream) == b""
-    assert f"at most {kinds.SMALL_METADATA}" in heard.wait("RoundRequest announced").getMessage()
+    assert f"at most {SMALL_METADATA}" in heard.wait("RoundRequest announced").getMessage()
 
 
 # --- men in the middle --------------------------------------------------------------------------

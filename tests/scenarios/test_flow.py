@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from toy import SIZE, TIMEOUT, bound, ended, maker, until, world
 
-from gossipx.actor import Send
+from gossipx.effects import Send
 from gossipx.messages import PullRequest
 from gossipx.peer.serving import GIVING, SAVED
 from gossipx.sim import Network, World

@@ -14,12 +14,14 @@ import served
 import torch
 import toy
 
-from gossipx.actor import Answer, CameBack, Effect, Event, Received
+from gossipx.actor import CameBack, Event, Received
 from gossipx.build.server import Parts
-from gossipx.messages import Stage, TablesReply, TablesRequest
+from gossipx.effects import Answer, Effect
+from gossipx.messages import Stage
 from gossipx.server.conditions import Conditions, Pull, View
 from gossipx.server.mode import ServerMode
 from gossipx.server.shard import Shard
+from gossipx.server_messages import TablesReply, TablesRequest
 from gossipx.sim import Network, World
 from gossipx.table_effects import KeepShard
 

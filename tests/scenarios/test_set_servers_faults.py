@@ -10,8 +10,8 @@ import served
 import torch
 import toy
 
-from gossipx.actor import Effect
 from gossipx.build.server import Parts
+from gossipx.effects import Effect
 from gossipx.messages import Stage
 from gossipx.server.holding import Holding
 from gossipx.server.mode import ServerMode

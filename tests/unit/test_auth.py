@@ -16,9 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gossipx.errors import NotAuthorisedError, ProtocolError, StrangerError
+from gossipx.fields import SMALL_METADATA
 from gossipx.memory import Source
 from gossipx.messages import ModelReply, NotReadyReply, PullRequest
-from gossipx.wire import Accepted, Bytes, Challenge, Message, Open, Proof, frames, kinds
+from gossipx.wire import Accepted, Bytes, Challenge, Message, Open, Proof, frames
 from gossipx.wire.auth import Answerer, MacChecks, Opener, Secret, Session, misdirected
 
 SECRET = Secret(b"sixteen bytes or more of it")
@@ -279,8 +280,8 @@ def test_a_checksum_is_no_mac() -> None:
 
 
 def test_a_stranger_cannot_ask_for_more_than_the_small_bound() -> None:  # [14]
-    decoder = frames.Decoder(lambda message, request: None, kinds.SMALL_METADATA)
-    header = frames._HEADER.pack(frames.MAGIC, frames.VERSION, 18, 0, kinds.SMALL_METADATA + 1, 0) + bytes(8)
+    decoder = frames.Decoder(lambda message, request: None, SMALL_METADATA)
+    header = frames._HEADER.pack(frames.MAGIC, frames.VERSION, 18, 0, SMALL_METADATA + 1, 0) + bytes(8)
     decoder.next_buffer()[: len(header)] = header
-    with pytest.raises(ProtocolError, match=str(kinds.SMALL_METADATA)):
+    with pytest.raises(ProtocolError, match=str(SMALL_METADATA)):
         decoder.received(len(header))

@@ -12,10 +12,11 @@ from managers import HERE, LONG, soon
 from torch import nn
 
 from gossipx import config
-from gossipx.actor import Answer, Received
+from gossipx.actor import Received
 from gossipx.build.peer import Place, build_peer
 from gossipx.drive.peer import Peer
 from gossipx.drive.progress import Progress
+from gossipx.effects import Answer
 from gossipx.errors import GossipxError, PeerTimeoutError, PeerUnreachableError
 from gossipx.messages import AcceptReply, BusyReply, ModelReply, PullRequest, PushRequest, Reply, Request, Stage
 from gossipx.peer.serving import GIVING, SAVED

@@ -14,12 +14,13 @@ from sides import Side, side, values
 from torch import nn
 
 from gossipx import config
-from gossipx.actor import Effect, Received
+from gossipx.actor import Received
 from gossipx.build.peer import Place, build_peer
 from gossipx.checkpoint import CheckpointError, Store
 from gossipx.drive import shards
 from gossipx.drive.progress import Progress
 from gossipx.drive.shards import ShardKeeper
+from gossipx.effects import Effect
 from gossipx.peer.requests import Requests
 from gossipx.server.clock import Clock
 from gossipx.server.mode import ServerMode

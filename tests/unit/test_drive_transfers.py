@@ -11,11 +11,12 @@ from sides import Side, side
 from torch import nn
 
 from gossipx import codecs
-from gossipx.actor import Event, Failed, Fault, Replied, Send
+from gossipx.actor import Event, Failed, Fault, Replied
 from gossipx.arena import ParameterArena
 from gossipx.codecs.changes import FULL
 from gossipx.drive.transfers import Transfers
-from gossipx.messages import TablesReply, TablesRequest
+from gossipx.effects import Send
+from gossipx.server_messages import TablesReply, TablesRequest
 from gossipx.storage.coding import Coding
 from gossipx.table_effects import Asked
 

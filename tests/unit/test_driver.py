@@ -12,33 +12,14 @@ import torch
 from torch import nn
 
 from gossipx import codecs
-from gossipx.actor import (
-    Answer,
-    Answered,
-    Cancel,
-    Capture,
-    Effect,
-    Event,
-    Failed,
-    Fault,
-    Forget,
-    Given,
-    JoinRun,
-    Keep,
-    Merge,
-    Merged,
-    Mix,
-    Mixed,
-    Received,
-    Replied,
-    Send,
-)
+from gossipx.actor import Answered, Event, Failed, Fault, JoinRun, Merged, Mixed, Received, Replied
 from gossipx.arena import ParameterArena
 from gossipx.buffers import HostBuffer
 from gossipx.codecs.changes import FULL
 from gossipx.coded import Coded, ElasticCodec, ModelCodec
 from gossipx.drive.driver import Driver
 from gossipx.drive.held import Retrieval
+from gossipx.effects import Answer, Cancel, Capture, Effect, Forget, Given, Keep, Merge, Mix, Send
 from gossipx.errors import CancelledError
 from gossipx.incoming import Incoming
 from gossipx.messages import (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import io
 import json
@@ -11,6 +12,7 @@ import pickle
 import re
 import struct
 import tracemalloc
+from typing import Annotated, get_args, get_type_hints
 
 import pytest
 import xxhash
@@ -18,67 +20,46 @@ from framed import joined
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gossipx import fields
 from gossipx.errors import ProtocolError, UsageError
+from gossipx.fields import MAX_METADATA, SMALL_METADATA, kind_of
+from gossipx.fields import kind as declare
 from gossipx.memory import Source
 from gossipx.messages import (
     LAST_WAVE,
     MAX_WAVE,
-    AcceptReply,
+    AnyStage,
+    AnyWave,
     ArriveRequest,
-    BusyReply,
-    CentreRequest,
-    CopyReply,
-    CopyRequest,
-    ElasticRequest,
-    GradientRequest,
     HereReply,
-    InitialRequest,
     LeaveRequest,
     ModelReply,
     NotReadyReply,
-    PairRequest,
-    PauseRequest,
-    PlacedReply,
-    PlaceRequest,
-    PrepareRequest,
+    PastWave,
     PullRequest,
     PushRequest,
-    RangesRequest,
-    RecordRequest,
     RoundRequest,
-    ServersRequest,
-    SettleRequest,
     Stage,
-    SwitchRequest,
-    TablesReply,
-    TablesRequest,
-    TakeRequest,
-    WaitingReply,
-    WaitingRequest,
+)
+from gossipx.server_messages import (
+    CopyReply,
 )
 from gossipx.wire import (
     ANSWERS,
+    MAX_NOTE,
     Bytes,
     Carried,
-    CarrierReply,
-    CarrierRequest,
     CheckupReply,
     CheckupRequest,
-    DescribeRequest,
     Description,
     Hello,
     Message,
-    NoCarrierReply,
     Noted,
     Refused,
-    Taken,
-    Welcome,
     answer_to,
-    difference,
-    manifest_bytes,
     no_payload,
-    objection,
 )
+from gossipx.wire.agreement import difference, manifest_bytes, objection
 from gossipx.wire.frames import (
     CHECKSUMS,
     HEADER_BYTES,
@@ -90,15 +71,10 @@ from gossipx.wire.frames import (
     VersionError,
     encode,
 )
-from gossipx.wire.kinds import MAX_METADATA, MAX_NOTE, SMALL_METADATA, metadata_of
+from gossipx.wire.kinds import KINDS, metadata_of
 
 ranks = st.integers(0, 65_535)
-ascending = st.sets(ranks, min_size=1, max_size=20).map(lambda found: tuple(sorted(found)))
-placed = st.lists(ranks, min_size=1, max_size=20, unique=True).map(tuple)
 counts = st.integers(0, 2**63 - 1)
-sections = st.lists(counts, max_size=8).map(tuple)
-seconds = st.floats(0, 604_800, exclude_min=True)
-parts = st.lists(st.tuples(st.integers(0, 65_536), st.integers(0, 2**40)), max_size=5).map(tuple)
 groups = st.lists(
     st.dictionaries(st.sampled_from(["lr", "momentum"]), st.floats(allow_nan=False, allow_infinity=False)), max_size=3
 ).map(tuple)
@@ -110,131 +86,58 @@ figures = st.one_of(
     st.floats(allow_nan=False, allow_infinity=False),
     lines,
 )
-reports = st.dictionaries(lines, figures | st.lists(figures, max_size=5), max_size=8)
 happenings = st.lists(
     lines | st.integers(-(2**63) + 1, 2**63 - 1) | st.floats(allow_nan=False, allow_infinity=False),
     min_size=1,
     max_size=4,
 ).map(tuple)
-standing = {"stage": st.sampled_from(Stage), "report": reports, "wave": st.integers(0, MAX_WAVE)}
-messages = st.one_of(
-    st.builds(
-        Hello,
-        rank=ranks,
-        name=lines,
-        size=st.integers(1, 65_536),
-        peers=lines,
-        model=lines,
-        settings=st.dictionaries(lines, lines, max_size=16),
-    ),
-    st.builds(Welcome, rank=ranks, name=lines, model=lines),
-    st.builds(Refused, reason=lines),
-    st.just(DescribeRequest()),
-    st.builds(Description, size=st.just(0)),
-    st.just(InitialRequest()),
-    st.builds(PullRequest, step=counts, patience=seconds, bases=sections),
-    st.builds(
-        RoundRequest,
-        wave=st.integers(1, MAX_WAVE) | st.just(LAST_WAVE),
-        round=counts,
-        members=st.sets(ranks, max_size=20).map(lambda found: tuple(sorted(found))),
-    ),
-    st.builds(ArriveRequest, incarnation=counts, **standing),
-    st.just(LeaveRequest()),
-    st.builds(PushRequest, incarnation=counts, number=counts),
-    st.builds(PairRequest, incarnation=counts, number=counts),
-    st.builds(
-        ElasticRequest,
-        incarnation=counts,
-        number=counts,
-        step=counts,
-        patience=seconds,
-        bases=sections,
-        sizes=sections,
-    ),
-    st.builds(CentreRequest, patience=seconds),
-    st.builds(SwitchRequest, shard=ranks, sync=lines, apply=lines, pulls=lines),
-    st.builds(TablesReply, clock=counts, parts=parts, sync=lines, keep=counts),
-    st.builds(ServersRequest, number=counts, servers=ascending, patience=seconds),
-    st.builds(PauseRequest, epoch=counts, servers=placed, patience=seconds),
-    st.builds(
-        PrepareRequest, epoch=counts, state=st.text('{}[]":,0123456789', max_size=50), sync=lines, patience=seconds
-    ),
-    st.builds(RangesRequest, epoch=counts, batch=counts, sync=lines, patience=seconds),
-    st.builds(PlaceRequest, epoch=counts, servers=placed, decided=counts),
-    st.builds(PlacedReply, epoch=counts, servers=placed, decided=counts),
-    st.builds(
-        TablesRequest,
-        shard=ranks,
-        bucket=st.integers(-1, 2**63 - 1),
-        incarnation=counts,
-        progress=st.integers(-1, 2**63 - 1),
-        significance=st.floats(0, 1e300),
-        patience=seconds,
-        epoch=counts,
-    ),
-    st.builds(
-        GradientRequest,
-        shard=ranks,
-        bucket=counts,
-        incarnation=counts,
-        progress=counts,
-        parts=parts,
-        settings=groups,
-        patience=seconds,
-        epoch=counts,
-        keep=counts,
-    ),
-    st.builds(WaitingRequest, shard=ranks),
-    st.builds(WaitingReply, workers=st.lists(st.tuples(ranks, counts), max_size=5).map(tuple)),
-    st.builds(
-        RecordRequest,
-        shard=ranks,
-        copy=counts,
-        number=counts,
-        happened=st.lists(happenings, max_size=5).map(tuple),
-        bucket=st.integers(-1, 2**63 - 1),
-        progress=st.integers(-1, 2**63 - 1),
-        parts=parts,
-        settings=groups,
-        patience=seconds,
-    ),
-    st.builds(CopyRequest, shard=ranks, incarnation=counts, copy=st.integers(-1, 2**63 - 1), patience=seconds),
-    st.builds(
-        CopyReply,
-        incarnation=counts,
-        copy=counts,
-        state=st.text('{}[]":,0123456789', max_size=50),
-        size=st.integers(0, 2**40),
-    ),
-    st.builds(TakeRequest, incarnation=counts, number=counts, bases=sections),
-    st.builds(SettleRequest, incarnation=counts, number=counts, taken=st.booleans()),
-    st.builds(
-        ModelReply,
-        step=counts,
-        weight=st.floats(0, 65_536, exclude_min=True) | st.integers(1, 65_536),
-        bases=sections,
-        sizes=sections,
-    ),
-    st.just(AcceptReply()),
-    st.just(BusyReply()),
-    st.builds(HereReply, **standing),
-    st.builds(NotReadyReply, reason=lines),
-    st.just(Taken()),
-    st.builds(CarrierRequest, kind=lines),
-    st.builds(Noted, key=lines, value=st.binary(max_size=MAX_NOTE).map(bytes.hex)),
-    st.just(CarrierReply()),
-    st.builds(NoCarrierReply, reason=lines),
-    st.builds(Carried, digest=st.binary(max_size=32).map(bytes.hex)),
-    st.builds(
-        CheckupRequest,
-        name=lines,
-        part=st.sampled_from(["facts", "peers", "turn", "load", "findings"]),
-        size=st.just(0),
-        back=st.integers(0, 2**24),
-    ),
-    st.builds(CheckupReply, report=reports, size=st.just(0)),
-)
+words = st.text('{}[]":,0123456789', max_size=50)
+FITS: dict[object, st.SearchStrategy[object]] = {
+    fields.Rank: ranks,
+    fields.Ranks: st.sets(ranks, max_size=20).map(lambda found: tuple(sorted(found))),
+    fields.Servers: st.lists(ranks, min_size=1, max_size=20, unique=True).map(tuple),
+    fields.Count: counts,
+    fields.CountOrNone: st.integers(-1, 2**63 - 1),
+    fields.Seconds: st.floats(0, 604_800, exclude_min=True),
+    fields.FromZero: st.floats(0, 1e300),
+    fields.Weight: st.floats(0, 65_536, exclude_min=True) | st.integers(1, 65_536),
+    fields.Flag: st.booleans(),
+    fields.Text: lines,
+    fields.Ascii: words,
+    fields.Key: st.binary(min_size=32, max_size=32).map(bytes.hex),
+    fields.Texts: st.dictionaries(lines, lines, max_size=16),
+    fields.Report: st.dictionaries(lines, figures | st.lists(figures, max_size=5), max_size=8),
+    fields.Sections: st.lists(counts, max_size=8).map(tuple),
+    fields.Groups: groups,
+    fields.Parts: st.lists(st.tuples(st.integers(0, 65_536), st.integers(0, 2**40)), max_size=5).map(tuple),
+    fields.Happenings: st.lists(happenings, max_size=5).map(tuple),
+    fields.Workers: st.lists(st.tuples(ranks, counts), max_size=5).map(tuple),
+    AnyStage: st.sampled_from(Stage),
+    AnyWave: st.integers(1, MAX_WAVE) | st.just(LAST_WAVE),
+    PastWave: st.integers(0, MAX_WAVE),
+}
+"""What a field of each type may hold."""
+OWN: dict[tuple[type, str], st.SearchStrategy[object]] = {
+    (Hello, "size"): st.integers(1, 65_536),
+    (Description, "size"): st.integers(0, 2**24),
+    (CopyReply, "size"): st.integers(0, 2**40),
+    (Noted, "value"): st.binary(max_size=MAX_NOTE).map(bytes.hex),
+    (Carried, "digest"): st.binary(max_size=32).map(bytes.hex),
+    (CheckupRequest, "part"): st.sampled_from(["facts", "peers", "turn", "load", "findings"]),
+    (CheckupRequest, "size"): st.integers(0, 2**24),
+    (CheckupRequest, "back"): st.integers(0, 2**24),
+    (CheckupReply, "size"): st.integers(0, 2**24),
+}
+"""What fields may hold that are declared with a bound of their own."""
+
+
+def any_of(message: type[Message]) -> st.SearchStrategy[Message]:
+    hints = get_type_hints(message, include_extras=True)
+    given = {name: OWN[message, name] if (message, name) in OWN else FITS[hint] for name, hint in hints.items()}
+    return st.builds(message, **given)
+
+
+messages = st.one_of([any_of(message) for message in get_args(Message)])
 
 
 def whole(message: Message, request: int = 0, payload: memoryview | None = None) -> bytes:
@@ -428,7 +331,31 @@ def test_figures_that_are_not_finite_go_as_none() -> None:
     assert frame.message == HereReply(Stage.DONE, {"loss": None, "rates": [1.0, None, None]})
 
 
+# --- what is declared ---------------------------------------------------------------------------
+
+
+def test_every_kind_has_a_number_of_its_own_and_a_check_for_each_field() -> None:
+    assert len(KINDS) == len(get_args(Message))
+    for number, kind in KINDS.items():
+        assert kind == kind_of(kind.message) and kind.number == number
+        assert list(kind.checks) == [field.name for field in dataclasses.fields(kind.message)]
+
+
+@pytest.mark.parametrize("unchecked", [int, Annotated[int, "a count"], "tuple[int, ...]"])
+def test_a_field_whose_type_names_no_check_cannot_be_declared(unchecked: object) -> None:
+    message = dataclasses.make_dataclass("Unchecked", [("field", unchecked)])
+    with pytest.raises(TypeError, match="Unchecked: the type of field names no check"):
+        declare(99)(message)
+
+
 # --- what is refused ----------------------------------------------------------------------------
+
+# No float holds an integer of 401 digits.
+SIGNIFICANCE = b'{"shard":0,"bucket":0,"incarnation":1,"progress":0,"significance":%s,"patience":1,"epoch":0,"base":0}'
+GROUP = (
+    b'{"shard":0,"bucket":0,"incarnation":1,"progress":0,"parts":[],"settings":[{"lr":%s}],"patience":1,"epoch":0,'
+    b'"keep":0}'
+)
 
 
 @pytest.mark.parametrize(
@@ -478,6 +405,8 @@ def test_figures_that_are_not_finite_go_as_none() -> None:
         (19, b'{"stage":5,"report":{"a":1,"a":2}}'),
         (19, b'{"stage":5,"report":' + b'{"a":' * 90_000 + b"1" + b"}" * 90_000 + b"}"),
         (19, b'{"stage":5,"report":{"a":' + b"[" * 200_000 + b"]" * 200_000 + b"}}"),
+        (28, SIGNIFICANCE % (b"1" + b"0" * 400)),
+        (27, GROUP % (b"1" + b"0" * 400)),
         (34, b'{"reason":"' + b"a" * 1001 + b'"}'),
         (34, b'{"reason":"two\\nlines"}'),
         (34, b'{"reason":"\\u001b[31m"}'),

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gossipx.actor import Answer, Answered, Capture, Effect, Forget, Received
+from gossipx.actor import Answered, Received
+from gossipx.effects import Answer, Capture, Effect, Forget
 from gossipx.messages import BusyReply, ModelReply, PullRequest
 from gossipx.peer.giving import Giving
 from gossipx.peer.membership import Membership

@@ -10,8 +10,9 @@ from hypothesis import given, strategies
 from sides import CODED, FLOATS, LaterPieceFirst, OptimizerOf, side, values
 
 from gossipx.errors import ProtocolError
-from gossipx.messages import GradientRequest, ModelReply, TablesReply
+from gossipx.messages import ModelReply
 from gossipx.server.placement import Placement
+from gossipx.server_messages import GradientRequest, TablesReply
 from gossipx.storage.parts import Storages, TransmitBuffer, raw
 from gossipx.storage.rooms import LARGEST
 

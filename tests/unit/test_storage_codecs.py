@@ -16,9 +16,9 @@ from gossipx import codecs
 from gossipx.codecs import Tensors, decode
 from gossipx.codecs.changes import FULL, Changes, checksum
 from gossipx.errors import ProtocolError, UsageError
-from gossipx.messages import TablesReply
 from gossipx.server.buckets import Bucket
 from gossipx.server.placement import Partition
+from gossipx.server_messages import TablesReply
 from gossipx.storage.coding import Coding
 from gossipx.table_effects import Asked
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 
 from gossipx import policies
-from gossipx.actor import Answer, Answered, Capture, Effect, Forget, Merge, Note, Received, Send, SetTimer
+from gossipx.actor import Answered, Received
+from gossipx.effects import Answer, Capture, Effect, Forget, Merge, Note, Send, SetTimer
 from gossipx.messages import LAST_WAVE, MAX_WAVE, HereReply, ModelReply, NotReadyReply, RoundRequest, Stage
 from gossipx.peer.membership import Membership
 from gossipx.peer.requests import Requests

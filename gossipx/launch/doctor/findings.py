@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from gossipx.errors import ProtocolError
+from gossipx.fields import MAX_RANKS, MAX_TEXT
 from gossipx.launch.hosts import PeerLine
-from gossipx.wire.kinds import MAX_RANKS, MAX_TEXT
 
 MOST_MANIFEST = 2**20
 """Characters of a model's description that go along; the digest of a larger one still does."""
@@ -277,5 +277,5 @@ def _value(name: str, hint: Any, plain: Any) -> Any:
 
 
 def _is_fit(name: str, text: str) -> bool:
-    # It ends up on terminals. The manifest is shown by gossipx.wire.difference, which sees to that.
+    # It ends up on terminals. The manifest is shown by gossipx.wire.agreement.difference, which sees to that.
     return len(text) <= MOST_MANIFEST if name == "manifest" else len(text) <= MAX_TEXT and text.isprintable()

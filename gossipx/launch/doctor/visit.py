@@ -25,6 +25,7 @@ from gossipx.errors import (
     RefusedError,
     StrangerError,
 )
+from gossipx.fields import MAX_TEXT
 from gossipx.launch.doctor.findings import Facts, Reached, Row, Way, dump, load
 from gossipx.launch.hosts import PeerLine
 from gossipx.memory import PIECE, Source
@@ -32,7 +33,6 @@ from gossipx.transports import Address, handshake
 from gossipx.transports.link import Link
 from gossipx.transports.links import Links
 from gossipx.wire import MAX_LOAD, Bytes, CheckupReply, CheckupRequest, Hello, frames
-from gossipx.wire.kinds import MAX_TEXT
 
 CONNECT = 3.0
 """Seconds for a connection, and for an answer on it: ten times what a path around the world takes, and time for one

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from gossipx.launch.doctor.findings import Facts, Row, Way
 from gossipx.launch.doctor.rules.case import Case, Verdict
 from gossipx.launch.doctor.rules.reaching import MTU
-from gossipx.wire import difference
+from gossipx.wire.agreement import difference
 
 CLOCK = 1.0
 """Seconds that clocks may differ by: curves of TensorBoard, which are drawn over wall time, still lie on each other."""
