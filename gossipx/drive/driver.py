@@ -179,9 +179,9 @@ class Driver:
             return "no answer within peer_timeout"
 
     def counted(self) -> dict[str, tuple[int, float]]:
-        """What a hub or the shards here have counted by now; see :attr:`gossipx.peer.exchange.Exchange.counted`."""
+        """Return what a hub or the shards here have counted by now; see ``ServerRole.counted``."""
         with self._lock:
-            return self.role.counted
+            return self.role.server.counted
 
     @property
     def stranger(self) -> NotAuthorisedError | RefusedError | None:

@@ -153,7 +153,7 @@ class Reporter:
             step=self._arena.step,
             loss=self._last.get("train/loss"),
             accuracy=self._last.get("test/accuracy"),
-            retrievals=self._role.sync.retrievals if self._role.trains else self._role.taken_in,
+            retrievals=self._role.sync.retrievals if self._role.trains else self._role.server.taken_in,
             bytes=self._comm.bytes_received,
         )
 
@@ -203,8 +203,8 @@ class Reporter:
             "policy": self._options.policy,
             "iterations": self._arena.step,
             "retrievals": sync.retrievals,
-            "taken_in": self._role.taken_in,
-            "delayed_pulls": self._role.delayed_pulls,
+            "taken_in": self._role.server.taken_in,
+            "delayed_pulls": self._role.server.delayed_pulls,
             "bytes_received": figures.received(figures.bytes_at_end),
             "bytes_sent": figures.before.bytes_sent + self._comm.bytes_sent,
             "finish_bytes": figures.finish_bytes,
