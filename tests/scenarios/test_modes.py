@@ -212,7 +212,7 @@ def test_what_comes_while_others_are_mixed_is_for_the_next_boundary():
     pushes.mixed(first.ticket)
     assert pushes.mix(at_boundary=True) is None
     pushes.boundary(made.now)
-    assert pushes.mix(8, at_boundary=True) is not None and late.way is Way.MIXING
+    assert pushes.mix(at_boundary=True) is not None and late.way is Way.MIXING
 
 
 def test_of_one_sender_one_push_comes_in_at_a_time():
