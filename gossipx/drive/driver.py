@@ -310,14 +310,9 @@ class Driver:
                 return None
 
     def begin_codec(self) -> None:
-        """All peers begin with the model as it is now; unless it has made steps: then they have begun already."""
-        codec = self.transfers.codec
-        if codec is not None and self.arena.step:
-            codec.begin(None)
-        elif codec is not None:
-            snapshot = self.arena.snapshot()
-            codec.begin(snapshot.buffer.vectors)
-            snapshot.release()
+        """Begin with the model as it is now, like all peers."""
+        if self.transfers.codec is not None:
+            self.transfers.codec.begin_from(self.arena)
 
     def _answer(self, answer: Answer, snapshot: Snapshot | None) -> None:
         assert self.comm is not None

@@ -2,9 +2,9 @@
 
 A peer's life: JOINING (it has no model yet) → START (waits for the others) → TRAIN → FINISH (waits for the others) →
 AGREE (averages in pairs, the last wave) → DONE (tells its figures) → LEFT. The role passes on what happens to its
-parts, each of which decides one matter: what comes after the stage that it is in (stages), who is waited for
-(gathering), where a first model comes from (joining), what follows at step boundaries (training), and how models go
-from peer to peer (pulls, an exchange of pushes or pairs, waves, serving).
+parts, each of which decides one matter: what follows in the stage that it is in (stages), who is waited for
+(gathering), where a first model comes from (joining), what follows at step boundaries (training), how models go from
+peer to peer (an exchange, waves, serving), and what a hub or a server does for all (server).
 """
 
 from __future__ import annotations
@@ -136,8 +136,8 @@ class PeerRole:
         self.pulls = Pulls(self._ground, self.mixing, self.shares)
         self.exchange = self._made_exchange()
         self.server = self.exchange if isinstance(self.exchange, ServerRole) else ServerRole()
-        in_waves = settings.exchange == "waves"
-        self.training = Training(self._ground, self.gathering, self.exchange, self.waves, in_waves)
+        waves = self.waves, settings.exchange == "waves"
+        self.training = Training(self._ground, self.gathering, self.exchange, *waves)
         parts = self.gathering, self.joining, self.training, self.waves, self.exchange, self.server
         self.stages = Stages(self.incarnation, settings, self.members, self._requests, *parts)
 
@@ -197,14 +197,6 @@ class PeerRole:
             case LeaveRun():
                 self._leaving = True
                 return [Wait(), *self.server.hand_over_all(now)]
-            case _:
-                return self._served(event, now)
-
-    def _served(
-        self, event: GradientsReady | SwitchSync | ChangeServers | Prepared | CameBack, now: float
-    ) -> list[Effect]:
-        """Handle an event that only a server or its workers have."""
-        match event:
             case GradientsReady(buckets):
                 return self.server.gradients_ready(buckets, now)
             case SwitchSync():
@@ -397,11 +389,11 @@ class PeerRole:
             return self.gathering.again(int(rank), now) or self.server.look(now)
         if what == GATHER:
             return self.stages.late(now) if self.gathering.on else []
-        if what in self.exchange.timers and self.stage is not Stage.LEFT:
+        if self.stage is Stage.LEFT:
+            return []
+        if what in self.exchange.timers:
             return self.exchange.timer(name, now)
-        if what == TIMER and self.stage is not Stage.LEFT:
-            return self.waves.timer(now)
-        return []
+        return self.waves.timer(now) if what == TIMER else []
 
     def _enough(self) -> list[Effect]:
         alive = self.members.alive()
@@ -409,7 +401,7 @@ class PeerRole:
             return []
         return [Stop(f"{alive} of {self.size} peers left, fewer than min_peers = {self.settings.min_peers}"), Resume()]
 
-    # --- training ---------------------------------------------------------------------------------
+    # --- models that have come --------------------------------------------------------------------
 
     def _mixed(self, ticket: int, now: float) -> list[Effect]:
         if self.stage is Stage.LEFT:
@@ -438,11 +430,8 @@ class PeerRole:
         """A model of ``sender`` cannot be used: count it, and ask it for none for a while."""
         self.poisoned += 1
         self.members.others[sender].aside_until = now + self.settings.peer_timeout
-        return Note(
-            "poisoned", f"the model of peer {sender} holds NaN or Inf: not mixed, and it is set aside for a while"
-        )
-
-    # --- waves ------------------------------------------------------------------------------------
+        text = f"the model of peer {sender} holds NaN or Inf: not mixed, and it is set aside for a while"
+        return Note("poisoned", text)
 
     def _meeting(self, ticket: int) -> Wave | None:
         """The wave, if ``ticket`` is our request of the round that it is in."""
@@ -456,6 +445,5 @@ class PeerRole:
         if wave is None:  # it was given up meanwhile
             return []
         if not event.sound:
-            self.poisoned += 1
-            self.members.others[wave.partner].aside_until = now + self.settings.peer_timeout
+            self._set_aside(wave.partner, now)
         return wave.was_merged(event.sound, now)
