@@ -148,7 +148,7 @@ def build_peer(
         exchange_of=_exchange_of(hub, served),
     )
     driver = Driver(role, arena, config.exchange.max_served)
-    driver.transfers.desk = None if served is None else served.desk
+    driver.tables.transfers.desk = None if served is None else served.desk
     driver.transfers.codec = _model_codec(config, arena, module, place.rank, hub)
     if sync.init == "first" and not place.resumes:
         driver.begin_codec()

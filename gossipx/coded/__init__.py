@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from gossipx.arena import ParameterArena
 from gossipx.coded.elastic import Bringing, ElasticCodec
 from gossipx.coded.models import ModelCodec
 from gossipx.coded.taking import Taking
@@ -36,6 +37,15 @@ class Coded:
         self.models.begin(model)
         if self.elastic is not None:
             self.elastic.begin(model)
+
+    def begin_from(self, arena: ParameterArena) -> None:
+        """Begin with the model as it is now; one that has made steps is not the model that all peers begin with."""
+        if arena.step:
+            self.begin(None)
+            return
+        snapshot = arena.snapshot()
+        self.begin(snapshot.buffer.vectors)
+        snapshot.release()
 
     def taking(self, to: int, request: Request, incoming: Incoming) -> Taking | None:
         """Takes in the answer to a request; None: it comes as it lies in memory."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable
 
 from gossipx.arena import ParameterArena
 from gossipx.coded import Bringing
+from gossipx.drive.table_transfers import TableTransfers
 from gossipx.drive.transfers import Transfer, Transfers
 from gossipx.errors import LocalFaultError, ProtocolError
 from gossipx.incoming import Incoming
@@ -37,13 +38,15 @@ class Brought:
 
     Args:
         arena: whose models they are.
-        transfers: of the peer, with its tables; what is kept goes there.
+        transfers: of the peer; models that are kept go there.
+        tables: of the peer; gradients that are kept go there.
         places: models that others may bring at a time; who brings more waits.
     """
 
-    def __init__(self, arena: ParameterArena, transfers: Transfers, places: int):
+    def __init__(self, arena: ParameterArena, transfers: Transfers, tables: TableTransfers, places: int):
         self._arena = arena
         self._transfers = transfers
+        self._tables = tables
         self._brought: dict[Hashable, Transfer | Gradient] = {}  # by the key of the request
         self._places = threading.BoundedSemaphore(places)
 
@@ -56,7 +59,7 @@ class Brought:
         """
         room: Room | None = None
         if isinstance(request, GradientRequest | RecordRequest):
-            desk = self._transfers.desk
+            desk = self._tables.desk
             if desk is None:
                 raise ProtocolError("it brought a gradient, and this peer is no server")
             room = desk.room_for(request)
@@ -94,7 +97,11 @@ class Brought:
 
     def keep(self, key: Hashable, ticket: int) -> None:
         """What ``key`` has brought is under ``ticket`` from now on."""
-        self._transfers.keep(ticket, self._brought.pop(key))
+        brought = self._brought.pop(key)
+        if isinstance(brought, Gradient):
+            self._tables.keep(ticket, brought)
+        else:
+            self._transfers.keep(ticket, brought)
 
     def drop(self, key: Hashable) -> None:
         """What ``key`` has brought is not needed, if it is not kept."""

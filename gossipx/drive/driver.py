@@ -33,6 +33,8 @@ from gossipx.arena import ParameterArena
 from gossipx.comm import CommManager
 from gossipx.drive.brought import Brought
 from gossipx.drive.held import Held, Retrieval
+from gossipx.drive.outbox import Outbox
+from gossipx.drive.table_transfers import TableRequest
 from gossipx.drive.tables import TableWork
 from gossipx.drive.timers import Timers
 from gossipx.drive.transfers import Transfers
@@ -99,7 +101,8 @@ class Driver:
         places: models that others may bring at a time.
 
     Attributes:
-        transfers: requests on their way.
+        outbox: requests on their way.
+        transfers: models on their way.
         brought: what others bring with theirs.
         held: captured models.
         tables: what is done to tables of a parameter server.
@@ -115,9 +118,10 @@ class Driver:
         self.error: GossipxError | None = None
         self.committing = threading.Lock()
         self.held = Held(arena, role.sync.policy.uses_drift)
-        self.transfers = Transfers(arena, role.rank, self.tell, self._note, self.fail)
-        self.brought = Brought(arena, self.transfers, places)
-        self.tables = TableWork(role.rank, self.transfers, self.tell, self._give)
+        self.outbox = Outbox(role.rank, self.tell, self._note, self.fail)
+        self.transfers = Transfers(arena, self.outbox)
+        self.tables = TableWork(role.rank, self.outbox, self.tell, self._give)
+        self.brought = Brought(arena, self.transfers, self.tables.transfers, places)
         self._lock = threading.Lock()
         self._may_go_on = threading.Event()
         self._may_go_on.set()
@@ -130,11 +134,11 @@ class Driver:
     @property
     def comm(self) -> CommManager | None:
         """Made with ``on_request`` = :meth:`received` and ``room_for`` = that of :attr:`brought`."""
-        return self.transfers.comm
+        return self.outbox.comm
 
     @comm.setter
     def comm(self, comm: CommManager | None) -> None:
-        self.transfers.comm = comm
+        self.outbox.comm = comm
 
     # --- events -------------------------------------------------------------------------------------
 
@@ -181,9 +185,9 @@ class Driver:
             return "no answer within peer_timeout"
 
     def counted(self) -> dict[str, tuple[int, float]]:
-        """What a hub or the shards here have counted by now; see :attr:`gossipx.peer.exchange.Exchange.counted`."""
+        """Return what a hub or the shards here have counted by now; see ``ServerRole.counted``."""
         with self._lock:
-            return self.role.counted
+            return self.role.server.counted
 
     @property
     def stranger(self) -> NotAuthorisedError | RefusedError | None:
@@ -223,7 +227,7 @@ class Driver:
         with self._lock:
             self._closed = True
         self._timers.close()
-        self.transfers.close()
+        self.outbox.close()
         self.tables.close()
         self.on_retrieval = lambda retrieval: None  # who is told holds us
 
@@ -249,9 +253,9 @@ class Driver:
             case Keep(key, ticket):
                 self.brought.keep(key, ticket)
             case Cancel(ticket):
-                self.transfers.give_up(ticket)
+                self.outbox.give_up(ticket)
             case Send():
-                self.transfers.expect(effect)
+                self.tables.transfers.expect(effect)
             case Answer() if self.tables.answers(effect):
                 self.tables.answer(effect)
             case _ if isinstance(effect, TableEffect):
@@ -260,10 +264,12 @@ class Driver:
 
     def _carry_out(self, effect: Effect, given: Snapshot | None) -> None:
         match effect:
+            case Send() if isinstance(effect.request, TableRequest):
+                self.tables.transfers.send(effect)
             case Send():
                 self.transfers.send(effect, self._base(effect))
             case Cancel(ticket):
-                self.transfers.cancel(ticket)
+                self.outbox.cancel(ticket)
             case Answer():
                 self._answer(effect, given)
             case Merge():
@@ -285,7 +291,7 @@ class Driver:
             case Given(ticket):
                 self.held.given(ticket)
             case Fetched(ticket) if not self.tables.raw_pulls:
-                self.transfers.fetched(ticket)
+                self.tables.transfers.fetched(ticket)
             case Switched(number, problem):
                 self._switches.pop(number).set_result(problem)
             case SetTimer(name, at):
@@ -306,14 +312,9 @@ class Driver:
                 return None
 
     def begin_codec(self) -> None:
-        """All peers begin with the model as it is now; unless it has made steps: then they have begun already."""
-        codec = self.transfers.codec
-        if codec is not None and self.arena.step:
-            codec.begin(None)
-        elif codec is not None:
-            snapshot = self.arena.snapshot()
-            codec.begin(snapshot.buffer.vectors)
-            snapshot.release()
+        """Begin with the model as it is now, like all peers."""
+        if self.transfers.codec is not None:
+            self.transfers.codec.begin_from(self.arena)
 
     def _answer(self, answer: Answer, snapshot: Snapshot | None) -> None:
         assert self.comm is not None
@@ -358,7 +359,7 @@ class Driver:
         if snapshot.settled or answer.differs is not None:  # what this is for is merged next, which waits, too
             give()
         else:  # at the next step boundary, and not in the training thread
-            snapshot.when_settled(lambda: self.transfers.post(give))
+            snapshot.when_settled(lambda: self.outbox.post(give))
 
     def _coded(self, answer: Answer, reply: ModelReply, snapshot: Snapshot) -> tuple[ModelReply, Source]:
         """A model as it is given, and the reply that goes with it."""
@@ -401,7 +402,9 @@ class Driver:
 
     def _forget(self, ticket: int) -> None:
         self.held.forget(ticket)
+        self.outbox.forget(ticket)
         self.transfers.forget(ticket)
+        self.tables.transfers.forget(ticket)
 
     def _note(self, topic: str, text: str) -> None:
         now = time.monotonic()

@@ -85,7 +85,7 @@ class Reporter:
             scalar("sync/retrievals", self._role.sync.retrievals, step)
             scalar("comm/bytes_received", figures.received(self._comm.bytes_received), step)
             scalar("time/blocked_fraction", figures.fraction(figures.blocked), step)
-            if self._driver.transfers.desk is not None:
+            if self._driver.tables.transfers.desk is not None:
                 scalar("time/tables_fraction", figures.fraction(figures.waited), step)
             self.record_counted()
         if step % options.distance_interval == 0 and figures.squared_distances:
@@ -153,7 +153,7 @@ class Reporter:
             step=self._arena.step,
             loss=self._last.get("train/loss"),
             accuracy=self._last.get("test/accuracy"),
-            retrievals=self._role.sync.retrievals if self._role.trains else self._role.taken_in,
+            retrievals=self._role.sync.retrievals if self._role.trains else self._role.server.taken_in,
             bytes=self._comm.bytes_received,
         )
 
@@ -204,8 +204,8 @@ class Reporter:
             "codec": self._options.codec,
             "iterations": self._arena.step,
             "retrievals": sync.retrievals,
-            "taken_in": self._role.taken_in,
-            "delayed_pulls": self._role.delayed_pulls,
+            "taken_in": self._role.server.taken_in,
+            "delayed_pulls": self._role.server.delayed_pulls,
             "bytes_received": figures.received(figures.bytes_at_end),
             "bytes_sent": figures.before.bytes_sent + self._comm.bytes_sent,
             "finish_bytes": figures.finish_bytes,

@@ -100,7 +100,11 @@ class TrainingState:
         parts[RANDOM] = _random(self._device)
         if self._optimizer is not None:
             parts[OPTIMIZER] = pack(self._optimizer.state_dict(), OPTIMIZER)
-        if (desk := driver.transfers.desk) is not None and driver.role.trains and (kept := desk.client.state_dict()):
+        if (
+            (desk := driver.tables.transfers.desk) is not None
+            and driver.role.trains
+            and (kept := desk.client.state_dict())
+        ):
             parts[TABLES] = pack(kept, TABLES)
         with driver.committing:
             snapshot = arena.snapshot(whole=True)
@@ -144,7 +148,7 @@ class TrainingState:
                 self._optimizer.load_state_dict(unpack(checkpoint.parts[OPTIMIZER]))
             except (ValueError, KeyError) as error:
                 raise UsageError(f"the checkpoint is of another optimizer: {error}", checkpoint.path) from error
-        if (desk := driver.transfers.desk) is not None and TABLES in checkpoint.parts:
+        if (desk := driver.tables.transfers.desk) is not None and TABLES in checkpoint.parts:
             try:
                 desk.client.load_state_dict(unpack(checkpoint.parts[TABLES]))
             except (UsageError, ValueError) as error:

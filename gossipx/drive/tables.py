@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 from gossipx.actor import CameBack, Event, GradientPoisoned, Prepared
 from gossipx.drive.lane import Lane
+from gossipx.drive.outbox import Outbox, nothing
 from gossipx.drive.shards import ShardKeeper
-from gossipx.drive.transfers import Transfers
+from gossipx.drive.table_transfers import TableTransfers
 from gossipx.effects import Answer
 from gossipx.errors import GossipxError
 from gossipx.memory import Source
@@ -41,34 +42,31 @@ Give = Callable[[Answer, Reply, Source | None, Callable[[], None]], None]
 """Gives an answer with its payload, and says when that is not read any more."""
 
 
-def nothing(*told: object) -> None:
-    """What is to be done once a payload of nobody else's is sent, or when all is over."""
-
-
 class TableWork:
     """Carries out effects on tables.
 
     Args:
         rank: one's own, for the thread's name.
-        transfers: of the peer, with its tables.
+        outbox: of the peer.
         tell: told of what has come of it.
         give: gives an answer.
 
     Attributes:
+        transfers: tables on their way.
         keeper: of shards' checkpoints; set by the caller where there are any.
     """
 
-    def __init__(self, rank: int, transfers: Transfers, tell: Callable[[Event], None], give: Give):
+    def __init__(self, rank: int, outbox: Outbox, tell: Callable[[Event], None], give: Give):
         self.keeper: ShardKeeper | None = None
-        self._lane = Lane(f"gossipx-tables-{rank}", transfers.spoilt)
-        self._transfers = transfers
+        self.transfers = TableTransfers(outbox)
+        self._lane = Lane(f"gossipx-tables-{rank}", self.transfers.spoilt)
         self._tell = tell
         self._give = give
 
     @property
     def _desk(self) -> Desk:
-        assert self._transfers.desk is not None
-        return self._transfers.desk
+        assert self.transfers.desk is not None
+        return self.transfers.desk
 
     @property
     def raw_pulls(self) -> bool:
@@ -94,21 +92,21 @@ class TableWork:
                 desk.client.unchanged(buckets)
             case Fetched(ticket):
                 if self.raw_pulls:  # else they are decoded, by the thread that was told of them
-                    self._transfers.fetched(ticket)
+                    self.transfers.fetched(ticket)
             case ApplyGradient(ticket, scale):
-                gradient = self._transfers.gradient(ticket)
+                gradient = self.transfers.gradient(ticket)
                 put(lambda: self._left_out(desk.apply(gradient, scale)))
             case BufferGradient(ticket):
-                added = self._transfers.gradient(ticket)
+                added = self.transfers.gradient(ticket)
                 put(lambda: self._left_out(desk.buffer(added)))
             case ApplyBuffer(shard):
                 put(lambda: desk.apply_buffer(shard))
             case FillTables(shard):
                 put(lambda: desk.fill(shard))
             case Share(ticket, other):
-                self._transfers.share(ticket, other)
+                self.transfers.share(ticket, other)
             case TakeCopy(ticket, shard):
-                copy = self._transfers.copy(ticket)
+                copy = self.transfers.copy(ticket)
                 put(lambda: desk.take_copy(shard, copy))
             case Record() | KeepShard() | ComeBack():
                 if self.keeper is not None:
@@ -123,7 +121,7 @@ class TableWork:
     def _keep(self, keeper: ShardKeeper, effect: Record | KeepShard | ComeBack) -> None:
         match effect:
             case Record(record, ticket):
-                gradient = None if ticket is None else self._transfers.held_gradient(ticket)
+                gradient = None if ticket is None else self.transfers.held_gradient(ticket)
                 self._lane.put(lambda: keeper.record(record, gradient))
             case KeepShard(shard, clock, state):
                 self._lane.put(lambda: keeper.keep(shard, clock, state))
@@ -137,7 +135,7 @@ class TableWork:
             case PrepareTables(epoch, servers):
                 put(lambda: desk.prepare(epoch, servers))
             case TakeRanges(ticket, pieces):
-                ranges = self._transfers.ranges(ticket)
+                ranges = self.transfers.ranges(ticket)
                 put(lambda: desk.take(ranges, pieces))
             case TellPrepared(epoch):
                 put(lambda: self._tell(Prepared(epoch, self._unwritten() or desk.prepared())))

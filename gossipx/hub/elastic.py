@@ -11,6 +11,7 @@ The hub may train, too. It then is its own worker, by the same messages.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Literal
 
@@ -27,6 +28,7 @@ from gossipx.messages import (
 )
 from gossipx.peer.exchange import Exchange, Ground
 from gossipx.peer.pulls import Pulls
+from gossipx.peer.server_role import ServerRole
 
 
 @dataclass(frozen=True)
@@ -57,11 +59,11 @@ class _Elastic:
     mixing: bool = False
 
 
-class Elastic(Exchange):
+class Elastic(Exchange, ServerRole):
     """One peer's exchanges with the hub, and, on the hub, what it holds for the others."""
 
     takes = (ElasticRequest, CentreRequest)
-    timers = ()
+    timers = Pulls.timers
 
     def __init__(self, ground: Ground, pulls: Pulls, settings: ElasticSettings):
         super().__init__(ground)
@@ -69,7 +71,7 @@ class Elastic(Exchange):
         self._settings = settings
         self._is_hub = ground.rank == settings.rank
         self.centre = Centre(ground.requests, settings.share) if self._is_hub else None
-        self._step = 0
+        self._numbers = itertools.count(1)
         self._ends_at_once = self._is_hub and not settings.trains
         self._initial: list[Received] = []  # these wait for our own model to become the centre
         self._current: _Elastic | None = None
@@ -78,11 +80,11 @@ class Elastic(Exchange):
 
     @property
     def captured(self) -> int | None:
-        return self._current.ticket if self._current else self._pulls.ticket
+        return self._current.ticket if self._current else self._pulls.captured
 
     @property
     def over(self) -> bool:
-        return self._current is None and self._pulls.ticket is None
+        return self._current is None and self._pulls.over
 
     @property
     def attends(self) -> bool:
@@ -99,12 +101,12 @@ class Elastic(Exchange):
         hub = self._ground.members.others.get(self._settings.rank)
         if hub is not None and not hub.may_be_asked(now):
             if self._settings.lost == "gossip":
-                return self._pulls.begin(self._step, now)
+                return self._pulls.begin(now)
             self._ground.sync.skipped += 1
             return []
         self._ground.sync.requested()
         patience = self._patience()
-        request = ElasticRequest(self._ground.incarnation, next(self._numbers), self._step, patience)
+        request = ElasticRequest(self._ground.incarnation, next(self._numbers), self._ground.step, patience)
         send = self._ground.requests.send(self._settings.rank, request, now, now + patience)
         self._current = _Elastic(send.ticket)
         return [Wait(), send] if self._ground.blocking else [send]
@@ -140,27 +142,24 @@ class Elastic(Exchange):
         assert current is not None
         return [Forget(current.ticket), *self._nowhere(fault)]
 
-    def mix(self, step: int, at_boundary: bool) -> Mix | None:
-        self._step = step
-        if not (at_boundary or self._ending or self._ground.blocking):
-            return None
+    def mix(self, at_boundary: bool) -> Mix | None:
         current = self._current
         if current is None:
-            return self._pulls.mix(step)
-        if not current.taken or current.mixing:
+            return self._pulls.mix(at_boundary)
+        if not (at_boundary or self._ending or self._ground.blocking) or not current.taken or current.mixing:
             return None
         current.mixing = True
         return Mix(current.ticket, self._settings.alpha)
 
     def mixed(self, ticket: int) -> bool:
-        if self._current is not None and self._current.ticket == ticket:
-            self._current = None
-            self._ground.sync.completed()
-            return True
-        ours = self._pulls.ticket == ticket
-        if ours:
-            self._pulls.mixed(ticket)
-        return ours
+        if self._current is None or self._current.ticket != ticket:
+            return self._pulls.mixed(ticket)
+        self._current = None
+        self._ground.sync.completed()
+        return True
+
+    def timer(self, name: str, now: float) -> list[Effect]:
+        return self._pulls.timer(name, now)
 
     # --- the hub ----------------------------------------------------------------------------------
 
@@ -184,9 +183,6 @@ class Elastic(Exchange):
             return [self._answer(event.key, NotReadyReply("the last model that it brought held NaN or Inf"), now)]
         return self.centre.requested(event, now)
 
-    def offered(self, event: Received, now: float) -> list[Effect]:
-        return self.requested(event, now)
-
     def merged(self, event: Merged, now: float) -> list[Effect] | None:
         sender = self.centre.merging if self.centre else None
         taken = self.centre.merged(event, now) if self.centre else None
@@ -201,12 +197,6 @@ class Elastic(Exchange):
         self._initial.append(event)
         return self._ask_for_centre(now) if self._asking is None else []
 
-    def give_up(self, now: float) -> list[Effect]:
-        return []
-
-    def ask_again(self, now: float) -> list[Effect]:
-        return []
-
     def left(self, rank: int, now: float) -> list[Effect]:
         return self.lost(rank, now)
 
@@ -219,15 +209,10 @@ class Elastic(Exchange):
 
     def end(self, now: float) -> list[Effect]:
         self._ending = True
-        effects: list[Effect] = []
-        if self._pulls.end(self._step) is None:
-            effects += self._pulls.leave()
-        if self._current is None:
-            self._ground.sync.abandoned(failed=False)
-        return effects
+        return self._pulls.end(now)
 
     def drop(self, now: float) -> list[Effect]:
-        dropped = self._pulls.drop()
+        dropped = self._pulls.drop(now)
         current, self._current = self._current, None
         if current is not None:
             open_still = self._ground.requests.is_open(current.ticket)

@@ -1,58 +1,30 @@
-"""Exchanges that are more than one pull: what pushes and pairs have in common.
+"""The interface of exchanges: what a policy that fires begins, and how it proceeds.
 
-One peer offers and thereby begins; the other, when it has room, takes the model that is offered. Each exchange has one
-who decides whether it stands, the one who began it: so it happens for both or for neither, whatever is lost, repeated
-or late on the way between them::
-
-    PushRequest, PairRequest   began → other   an offer; Accept, or Busy: the one who began chooses another at once
-    TakeRequest                other → began   its model comes, as it was when the exchange was entered
-    SettleRequest              other → began   "I have it": from Accept on, the exchange stands
-
-Until it is settled nothing is mixed, and whoever began may give up at any time: it then refuses to settle. Requests may
-be repeated: each names the offer by the incarnation and number of the one who began, and an offer stands once. The
-other is in doubt only while its SettleRequest has no answer. It asks again until there is one, or whoever began is
-gone: taken without an answer, a model would stand for one of two alone. That of a pair, which may stand still, asks for
-as long as a model may take and peer_timeout more, and then takes it so.
+Each mode of gossip, and a hub or a parameter server, implements it, so that training follows one course in all of them.
 """
 
 from __future__ import annotations
 
 import abc
-import enum
-import itertools
-import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass
 
-from gossipx.actor import Answered, CameBack, ChangeServers, Merged, Prepared, Received, SwitchSync
-from gossipx.effects import Answer, Capture, Effect, Forget, Mix, Resume, SetTimer, Switched
-from gossipx.messages import (
-    AcceptReply,
-    BusyReply,
-    ExchangeRequest,
-    ModelReply,
-    NotReadyReply,
-    PairRequest,
-    Reply,
-    SettleRequest,
-    Stage,
-    TakeRequest,
-)
+from gossipx.actor import Answered, Received
+from gossipx.effects import Answer, Effect, Mix, Resume
+from gossipx.messages import Reply
 from gossipx.peer.giving import Giving
-from gossipx.peer.membership import REST_FIRST, Membership
+from gossipx.peer.membership import Membership
 from gossipx.peer.requests import Requests
 from gossipx.sync import SyncManager
 
-OFFER_SHARE = 1 / 10
-"""Share of peer_timeout (3 s of 30 s) within which an offer is answered, and whether a push stands: messages are small,
-and nothing is fetched for them."""
-OFFER, SETTLE = "offer", "settle"
-"""Timers: the exchange that we began is given up; it is asked again whether that of another stands."""
 
-
-@dataclass(frozen=True)
+@dataclass
 class Ground:
-    """What exchanges and pulls stand on: parts of their peer's role; its peer_timeout, and whether exchanges block."""
+    """What the parts of a role share: its other parts, its peer_timeout, and whether exchanges block.
+
+    Attributes:
+        step: iterations that our model has seen.
+    """
 
     rank: int
     incarnation: int
@@ -62,159 +34,29 @@ class Ground:
     giving: Giving
     requests: Requests
     sync: SyncManager
-
-
-class Way(enum.Enum):
-    """How far a model that another offered has come."""
-
-    COMING = "it is being fetched"
-    SETTLING = "it is here; whether the exchange stands is asked"
-    STANDS = "it is to be mixed at the next step boundary"
-    MIXING = "it is being mixed"
-    OVER = "it is not coming, or is mixed"
-
-
-class Taking:
-    """A model that another peer offered, from its acceptance to the mix. Methods say what is to be done.
-
-    Attributes:
-        sender: who offered.
-        ticket: of our request for it, under which our own model is captured, too, where that goes the other way.
-        reply: it came with this.
-        way: how far it has come.
-    """
-
-    def __init__(self, ground: Ground, offer: Received):
-        assert isinstance(offer.request, ExchangeRequest)
-        self.sender = offer.sender
-        self.ticket = 0
-        self.reply = ModelReply(0)
-        self.way = Way.COMING
-        self._incarnation, self._number = offer.request.incarnation, offer.request.number
-        self._ground = ground
-        self._fetching = False  # our TakeRequest has no answer yet
-        self._settling: int | None = None  # the ticket of our open SettleRequest
-        self._crosses = isinstance(offer.request, PairRequest)  # our model goes the other way
-        self._until = math.inf  # from then on it is decided without an answer,
-        self._in_vain = math.inf  # and from then on that of a pair
-
-    @property
-    def in_doubt(self) -> bool:
-        """Whether it is here, but its sender has fallen silent before it said whether the exchange stands."""
-        return self.way is Way.SETTLING and self._ground.members.others[self.sender].lost
-
-    def is_of(self, offer: Received) -> bool:
-        """Whether ``offer`` is the one that this came of, repeated."""
-        assert isinstance(offer.request, ExchangeRequest)
-        name = offer.request.incarnation, offer.request.number
-        return (offer.sender, *name) == (self.sender, self._incarnation, self._number)
-
-    def start(self, now: float) -> list[Effect]:
-        """Ask for the model."""
-        take = TakeRequest(self._incarnation, self._number)
-        deadline = now + self._ground.members.patience(self.sender)
-        send = self._ground.requests.send(self.sender, take, now, deadline)
-        self.ticket, self._fetching = send.ticket, True
-        return [Capture(send.ticket), send] if self._crosses else [send]
-
-    def awaits(self, ticket: int) -> bool:
-        """Whether ``ticket`` is that of an open request of this."""
-        return ticket == self._settling or (ticket == self.ticket and self.way is Way.COMING)
-
-    def replied(self, ticket: int, reply: Reply, now: float) -> list[Effect]:
-        """One of its requests was answered."""
-        if ticket == self._settling:
-            self._settling = None
-            if isinstance(reply, AcceptReply):
-                self.way = Way.STANDS
-                return []
-            return self.forget()
-        self._fetching = False
-        if isinstance(reply, ModelReply):
-            self.reply = reply
-            self.way = Way.SETTLING
-            return self._settle(now)
-        return self.forget()
-
-    def failed(self, ticket: int, now: float) -> list[Effect]:
-        """One of its requests was not answered."""
-        if ticket == self.ticket:
-            self._fetching = False
-            return self.decline(now)
-        self._settling = None
-        sender = self._ground.members.others[self.sender]
-        if sender.gone or now >= self._until or (self._crosses and (sender.lost or now >= self._in_vain)):
-            # Nobody is left to say. Mixed, no weight is lost with a sender that died after it gave some away. Who
-            # waits for the other of a pair is in no other exchange, and may stand still: it does not wait for good for
-            # one that is silent, nor for one that is heard and does not hear.
-            self.way = Way.STANDS
-            return []
-        # At the end others wait for us no longer than peer_timeout: no long rests any more.
-        rest = sender.rests_until if self._until == math.inf else now + REST_FIRST * self._ground.timeout
-        return [SetTimer(SETTLE, min(rest, self._until, self._in_vain))]
-
-    def ask_again(self, now: float) -> list[Effect]:
-        """Ask whether it stands, if that is to be known and not being asked."""
-        return self._settle(now) if self.way is Way.SETTLING and self._settling is None else []
-
-    def end(self, now: float) -> list[Effect]:
-        """Training has ended: a model that is not here is not waited for; of one that is, it is asked again at once.
-
-        And so for peer_timeout more, as long as others wait for us; once if its sender was silent for so long before.
-        """
-        if self.way is Way.COMING:
-            return self.decline(now)
-        if self.way is not Way.SETTLING:
-            return []
-        lost = self._ground.members.others[self.sender].lost
-        self._until = now if lost else now + self._ground.timeout
-        return self._settle(now)
-
-    def decline(self, now: float) -> list[Effect]:
-        """It cannot be taken: the one who offered it need not wait."""
-        told = SettleRequest(self._incarnation, self._number, taken=False)
-        send = self._ground.requests.send(self.sender, told, now, now + self._ground.timeout * OFFER_SHARE)
-        return [*self.forget(), send]
-
-    def forget(self) -> list[Effect]:
-        """It is of no more interest; where it is still being fetched, its answer is forgotten when it comes."""
-        self.way = Way.OVER
-        self._settling = None
-        return [] if self._fetching else [Forget(self.ticket)]
-
-    def _settle(self, now: float) -> list[Effect]:
-        request = SettleRequest(self._incarnation, self._number, taken=True)
-        patience = self._ground.timeout * OFFER_SHARE
-        if self._crosses:  # it is answered when our model is there: as long as that may take
-            patience = self._ground.members.patience(self.sender, given=True)
-            self._in_vain = min(self._in_vain, now + patience + self._ground.timeout)
-        send = self._ground.requests.send(self.sender, request, now, min(now + patience, self._in_vain))
-        self._settling = send.ticket
-        return [send]
+    step: int = 0
 
 
 class Exchange(abc.ABC):
-    """All exchanges of one peer in one mode. Each method says what is to be done.
+    """All exchanges of one peer in one mode. Each method returns the effects to carry out.
 
     Attributes:
-        takes: the kinds of requests that it answers.
+        takes: the kinds of requests that it sends and answers.
         timers: names of its timers.
         weight: push-sum's w of our own model; 1 without push-sum.
-        last: the partner of the last exchange that we have begun, or of the last pair; None: of none yet.
+        last: the partner of the last exchange that we have begun, or of the last pair; None: there was none yet.
     """
 
     takes: tuple[type, ...] = ()
-    timers: tuple[str, ...] = (OFFER, SETTLE)
+    timers: tuple[str, ...] = ()
     weight: float = 1.0
 
     def __init__(self, ground: Ground):
         self._ground = ground
-        self._numbers = itertools.count(1)
-        self._settled: dict[int, int] = {}  # the last offer of ours that stands, by who took it
         self.last: int | None = None
         self._ending = False  # no exchange begins any more
 
-    # --- what differs -----------------------------------------------------------------------------
+    # --- in every mode ------------------------------------------------------------------------------
 
     @property
     @abc.abstractmethod
@@ -224,218 +66,75 @@ class Exchange(abc.ABC):
     @property
     @abc.abstractmethod
     def over(self) -> bool:
-        """Nothing is under way that is to be waited for."""
+        """Whether the end of training has nothing to wait for."""
 
     @abc.abstractmethod
     def begin(self, now: float) -> list[Effect]:
-        """The policy has decided to exchange, and no decision of before is under way."""
-
-    @abc.abstractmethod
-    def offered(self, event: Received, now: float) -> list[Effect]:
-        """Another offers."""
-
-    @abc.abstractmethod
-    def requested(self, event: Received, now: float) -> list[Effect]:
-        """Another asks for a model of an exchange (TakeRequest), or whether it stands (SettleRequest)."""
+        """Begin an exchange: the policy has fired, and nothing that it began before is under way."""
 
     @abc.abstractmethod
     def replied(self, ticket: int, to: int, reply: Reply, now: float) -> list[Effect]:
-        """A request of an exchange was answered."""
+        """Handle the reply to a request of an exchange."""
 
     @abc.abstractmethod
     def failed(self, ticket: int, now: float) -> list[Effect]:
-        """A request of an exchange was not answered, or by a model that holds NaN or Inf."""
+        """Handle a request of an exchange that has no answer, or a model that holds NaN or Inf."""
 
     @abc.abstractmethod
-    def give_up(self, now: float) -> list[Effect]:
-        """The time of the exchange that we began is over."""
-
-    @abc.abstractmethod
-    def ask_again(self, now: float) -> list[Effect]:
-        """A rest is over, after a peer did not say whether its exchange stands."""
-
-    @abc.abstractmethod
-    def left(self, rank: int, now: float) -> list[Effect]:
-        """Another peer has left."""
-
-    @abc.abstractmethod
-    def mix(self, step: int, at_boundary: bool) -> Mix | None:
-        """The model that is to be mixed now, if one is.
+    def mix(self, at_boundary: bool) -> Mix | None:
+        """Return the model to mix now, if there is one; each is returned once.
 
         Args:
-            step: iterations that we have done.
             at_boundary: a step was just done; otherwise training may be in the middle of one.
         """
 
     @abc.abstractmethod
     def mixed(self, ticket: int) -> bool:
-        """A model is mixed; returns whether it was one of these."""
+        """Close the exchange whose model is mixed now; return whether it was one of these."""
 
     @abc.abstractmethod
     def end(self, now: float) -> list[Effect]:
-        """Training has ended: give up what may be given up; the rest is to be waited for until it is :attr:`over`."""
+        """Give up what may be given up, since training has ended; it waits for the rest until this is :attr:`over`."""
 
     @abc.abstractmethod
     def drop(self, now: float) -> list[Effect]:
-        """The model is no more what it was, or we leave: nothing of what is under way is mixed."""
+        """Mix nothing of what is under way: our model was replaced, or we leave."""
 
-    def unsound(self, now: float) -> list[Effect]:
-        """A step is done after which our own model holds NaN or Inf."""
-        return self.drop(now)
+    # --- in some modes ------------------------------------------------------------------------------
 
-    # --- what a hub or a server adds ----------------------------------------------------------------
-
-    @property
-    def taken_in(self) -> int:
-        """Models of others that were taken into what is held for all."""
-        return 0
-
-    @property
-    def delayed_pulls(self) -> int:
-        """Pulls of tables that had to wait here."""
-        return 0
-
-    @property
-    def counted(self) -> dict[str, tuple[int, float]]:
-        """What is counted here for all: by its tag, the iteration that who trains has come to, and the figure."""
-        return {}
-
-    @property
-    def gives(self) -> bool:
-        """Whether our own model is one that others may pull."""
-        return True
-
-    def begun(self, now: float) -> list[Effect]:
-        """All have come to START."""
-        return []
-
-    def merged(self, event: Merged, now: float) -> list[Effect] | None:
-        """A model was merged into a held one; None: none of these."""
-        return None
-
-    def before_giving(self, event: Received, now: float) -> list[Effect] | None:
-        """Another asks for a model to begin with; None: ours may be given as it is."""
-        return None
-
-    def lost(self, rank: int, now: float) -> list[Effect]:
-        """Another peer is lost."""
-        return []
-
-    def look(self, now: float) -> list[Effect]:
-        """Another peer has told how far it has come."""
-        return []
-
-    def gradients_ready(self, buckets: Sequence[tuple[int, int]], now: float) -> list[Effect]:
-        """Gradients of ours have been made."""
-        return []
-
-    def came_back(self, event: CameBack, now: float) -> list[Effect]:
-        """A shard's tables are back."""
-        return []
-
-    def switch(self, event: SwitchSync, now: float) -> list[Effect]:
-        """Somebody asks for another sync model."""
-        return [Switched(event.number, "this run has no parameter server")]
-
-    def change(self, event: ChangeServers, now: float) -> list[Effect]:
-        """Somebody asks for other servers."""
-        return [Switched(event.number, "this run has no parameter server")]
-
-    def prepared(self, event: Prepared, now: float) -> list[Effect]:
-        """Tables that are to lie here have come, or cannot."""
-        return []
-
-    def hand_over_all(self, now: float) -> list[Effect]:
-        """We are asked to leave: have others hold what they need of us first, for as long as :attr:`stays`."""
-        return []
-
-    @property
-    def stays(self) -> bool:
-        """Whether what others need of us is still being handed over."""
-        return False
-
-    @property
-    def attends(self) -> bool:
-        """Whether others need this peer until the end of their training, however long that takes."""
-        return False
-
-    @property
-    def awaits_all(self) -> bool:
-        """Whether what the run ends with is there only once all have trained, however long that takes."""
-        return False
-
-    @property
-    def keep_at(self) -> int:
-        """The iteration after which a checkpoint is to be taken, where others say so."""
-        return 0
-
-    def agree(self, now: float) -> list[Effect] | None:
-        """All have come to the finish: take the model that the run ends with; None: that is the mean of all."""
-        return None
-
-    @property
-    def forsaken(self) -> int | None:
-        """Who was to give the model that the run ends with, and does not: it ends with the mean of the others'."""
-        return None
-
-    def adopted(self, ticket: int, now: float) -> list[Effect] | None:
-        """A model was adopted; None: none of these."""
-        return None
-
-    # --- what does not differ -----------------------------------------------------------------------
-
-    def boundary(self, now: float) -> list[Effect]:
-        """A step is done."""
+    def requested(self, event: Received, now: float) -> list[Effect]:
+        """Handle a request of one of the kinds in :attr:`takes`."""
         return []
 
     def answered(self, event: Answered, now: float) -> list[Effect]:
-        """An answer was handed over, or not."""
+        """Note that an answer was handed over, or was not."""
         return []
 
+    def left(self, rank: int, now: float) -> list[Effect]:
+        """Note that another peer has left."""
+        return []
+
+    def boundary(self, now: float) -> list[Effect]:
+        """Note that a step is done."""
+        return []
+
+    def unsound(self, now: float) -> list[Effect]:
+        """Note that a step is done after which our own model holds NaN or Inf."""
+        return self.drop(now)
+
     def timer(self, name: str, now: float) -> list[Effect]:
-        """One of our timers fired."""
-        return self.give_up(now) if name == OFFER else self.ask_again(now)
+        """Handle one of :attr:`timers`."""
+        return []
 
-    def _draw(
-        self, now: float, tried: frozenset[int] = frozenset(), fault: bool = False, given: bool = False
-    ) -> int | None:
-        """A random neighbour that trains, as far as is known, and may be asked now.
-
-        Args:
-            tried: those that were asked for this decision already.
-            fault: one of these failed, rather than said no.
-            given: a model is to go to it, rather than to come from it.
-        """
-        others = self._ground.members.others
-        besides = {rank for rank, other in others.items() if other.stage is not None and other.stage > Stage.TRAIN}
-        if tried and not fault and self.last is not None:
-            # Where all are busy nearly always, the one who is free is the last partner, and pairs or rings would stay
-            # by themselves for good.
-            besides.add(self.last)
-        return self._ground.members.draw(now, besides=tried | besides, again=bool(tried), given=given)
+    # --- for implementations ------------------------------------------------------------------------
 
     def _nowhere(self, fault: bool) -> list[Effect]:
-        """The decision cannot be carried out; ``fault``: a neighbour failed, rather than all said no."""
+        """Give up what the policy decided; ``fault``: a neighbour failed, rather than all said no."""
         if fault:
             self._ground.sync.abandoned()
         else:
             self._ground.sync.found_nobody()
         return [Resume()] if self._ground.blocking else []
 
-    def _has_settled(self, event: Received) -> bool:
-        """Whether ``event`` asks again about an offer of ours that stands."""
-        assert isinstance(event.request, ExchangeRequest)
-        number = event.request.number
-        return event.request.incarnation == self._ground.incarnation and self._settled.get(event.sender) == number
-
     def _answer(self, key: Hashable, reply: Reply, now: float) -> Answer:
         return Answer(key, reply, now + self._ground.timeout)
-
-    def _accept(self, key: Hashable, now: float) -> Answer:
-        return self._answer(key, AcceptReply(), now)
-
-    def _busy(self, key: Hashable, now: float) -> Answer:
-        return self._answer(key, BusyReply(), now)
-
-    def _refuse(self, key: Hashable, now: float) -> Answer:
-        return self._answer(key, NotReadyReply("there is no such exchange any more"), now)

@@ -27,7 +27,8 @@ from gossipx.messages import (
     SettleRequest,
     TakeRequest,
 )
-from gossipx.peer.exchange import OFFER, OFFER_SHARE, Exchange, Ground, Taking, Way
+from gossipx.peer.exchange import Ground
+from gossipx.peer.offers import OFFER, OFFER_SHARE, Offers, Taking, Way
 
 SHARE = 0.5
 """Of the other's model: any other would leave the two apart."""
@@ -62,7 +63,7 @@ class _Begun:
     way: Way = Way.COMING
 
 
-class Pairs(Exchange):
+class Pairs(Offers):
     """One peer's pairwise averaging: at most one of an exchange that it began and one that another did."""
 
     takes = (PairRequest, TakeRequest, SettleRequest)
@@ -122,9 +123,7 @@ class Pairs(Exchange):
             *(self._busy(event.key, now) for event in held),
         ]
 
-    def offered(self, event: Received, now: float) -> list[Effect]:
-        if not isinstance(event.request, PairRequest):
-            return [self._answer(event.key, NotReadyReply("it averages pairs: give all peers the same --mode"), now)]
+    def _offered(self, event: Received, now: float) -> list[Effect]:
         if self._ending:
             return [self._refuse(event.key, now)]
         if self._taking:
@@ -200,6 +199,8 @@ class Pairs(Exchange):
         return self._elsewhere(now) if begun and begun.partner == rank and begun.way is Way.COMING else []
 
     def requested(self, event: Received, now: float) -> list[Effect]:
+        if isinstance(event.request, PairRequest):
+            return self._offered(event, now)
         assert isinstance(event.request, ExchangeRequest)
         begun, request = self._begun, event.request
         if self._taking and self._taking.is_of(event) and isinstance(request, TakeRequest):
@@ -272,7 +273,7 @@ class Pairs(Exchange):
         self._ground.sync.abandoned(failed=failed)
         return [*effects, Resume()] if self._ground.blocking and not self._ending else effects
 
-    def mix(self, step: int, at_boundary: bool) -> Mix | None:
+    def mix(self, at_boundary: bool) -> Mix | None:
         if not (at_boundary or self._ending or self._ground.blocking):
             return None
         current = self._taking or self._begun

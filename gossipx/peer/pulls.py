@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from gossipx.effects import Cancel, Effect, Forget, Mix, Resume, Send, SetTimer, Wait
+from gossipx.effects import Cancel, Effect, Forget, Mix, Send, SetTimer, Wait
 from gossipx.messages import BusyReply, ModelReply, NotReadyReply, PullRequest, Reply
 from gossipx.mixing import Mixing
-from gossipx.peer.exchange import Ground
+from gossipx.peer.exchange import Exchange, Ground
 
 BUSY = "busy"
 """The timer of a blocking pull that found all neighbours busy."""
@@ -24,7 +24,7 @@ BUSY_REST = 1 / 10_000
 
 @dataclass
 class _Pull:
-    """A pull under way. ``reply`` is there once the model has arrived and waits for a step boundary."""
+    """A pull under way. ``reply`` is there once the model has arrived and waits to be mixed."""
 
     ticket: int
     to: int
@@ -32,112 +32,108 @@ class _Pull:
     fault: bool  # one of those that were tried failed, rather than said no
     decided: float  # when the policy has fired
     reply: ModelReply | None = None
+    mixing: bool = False
 
 
-class Pulls:
-    """One peer's pulls, one at a time. Each method says what is to be done.
+class Pulls(Exchange):
+    """One peer's pulls, one at a time: the exchange of plain gossip.
 
     Args:
         mixing: the share of a model that has come.
-        shares: by rank of who gives it, what that is multiplied by; 1 where none is given.
-        peer_timeout: seconds.
+        shares: by rank of the peer that gives it, what that is multiplied by; 1 where none is given.
     """
 
-    def __init__(self, ground: Ground, mixing: Mixing, shares: Mapping[int, float], peer_timeout: float):
-        self._ground = ground
+    timers = (BUSY,)
+
+    def __init__(self, ground: Ground, mixing: Mixing, shares: Mapping[int, float]):
+        super().__init__(ground)
         self._mixing = mixing
         self._shares = shares
-        self._busy_rest = BUSY_REST * peer_timeout
-        self._ending = False  # no other neighbour is asked any more
         self._pull: _Pull | None = None
 
     @property
-    def ticket(self) -> int | None:
-        """Of the pull under way, until its model is mixed."""
+    def captured(self) -> int | None:
         return None if self._pull is None else self._pull.ticket
+
+    @property
+    def over(self) -> bool:
+        return self._pull is None
 
     # --- asking -----------------------------------------------------------------------------------
 
-    def begin(self, step: int, now: float) -> list[Effect]:
-        """The policy has decided to pull, and no pull is under way; ``step``: iterations that we have done."""
+    def begin(self, now: float) -> list[Effect]:
         to = self._ground.members.draw(now)
         if to is None:
             self._ground.sync.skipped += 1
             return []
         self._ground.sync.requested()
-        request = self._ask(to, frozenset(), False, now, step, now)
+        request = self._ask(to, frozenset(), False, now, now)
         return [Wait(), request] if self._ground.blocking else [request]
 
-    def _ask(self, to: int, tried: frozenset[int], fault: bool, decided: float, step: int, now: float) -> Send:
+    def _ask(self, to: int, tried: frozenset[int], fault: bool, decided: float, now: float) -> Send:
         patience = self._ground.members.patience(to)
-        send = self._ground.requests.send(to, PullRequest(step, patience), now, now + patience)
+        send = self._ground.requests.send(to, PullRequest(self._ground.step, patience), now, now + patience)
         self._pull = _Pull(send.ticket, to, tried | {to}, fault, decided)
         return send
 
-    def _elsewhere(self, step: int, now: float, fault: bool = True) -> list[Effect]:
-        """The pull came to nothing, by a fault or since the other is busy: another neighbour, if there is one."""
+    def _elsewhere(self, now: float, fault: bool = True) -> list[Effect]:
+        """Ask another neighbour, if there is one: the pull came to nothing, by a fault or since the other is busy."""
         pull = self._pull
         assert pull is not None
         fault = fault or pull.fault
         to = self._ground.members.draw(now, besides=pull.tried, again=True)
         if to is not None and not self._ending:
-            return [self._ask(to, pull.tried, fault, pull.decided, step, now)]
+            return [self._ask(to, pull.tried, fault, pull.decided, now)]
         longest = max(self._ground.timeout, self._ground.members.patience(pull.to))
         waits = self._ground.blocking and not fault and now - pull.decided < longest
-        if waits and not self._ending:  # Algorithm 2 does not go on without a model
-            return [SetTimer(BUSY, now + self._busy_rest)]
+        if waits and not self._ending:  # Algorithm 2 does not continue without a model
+            return [SetTimer(BUSY, now + BUSY_REST * self._ground.timeout)]
         self._pull = None
-        if fault:
-            self._ground.sync.abandoned()
-        else:
-            self._ground.sync.found_nobody()
-        return [Resume()] if self._ground.blocking else []
+        return self._nowhere(fault)
 
-    def timer(self, step: int, now: float) -> list[Effect]:
-        """All neighbours were busy a moment ago, and training waits."""
+    def timer(self, name: str, now: float) -> list[Effect]:
+        """Ask again: all neighbours were busy a moment ago, and training waits."""
         if self._pull is None or self._ending:
             return []
         self._pull.tried = frozenset()
-        return self._elsewhere(step, now, fault=False)
+        return self._elsewhere(now, fault=False)
 
     # --- what comes of it -------------------------------------------------------------------------
 
-    def replied(self, ticket: int, to: int, reply: Reply, step: int, now: float) -> list[Effect]:
-        """A PullRequest was answered."""
+    def replied(self, ticket: int, to: int, reply: Reply, now: float) -> list[Effect]:
         if isinstance(reply, NotReadyReply):
             self._ground.members.rest(to, now)
-            return self.failed(ticket, step, now)
+            return self.failed(ticket, now)
         pull = self._pull
         if pull is None or pull.ticket != ticket:  # it is no longer of interest
             return [Forget(ticket)]
-        if isinstance(reply, BusyReply):
-            return [Forget(ticket), *self._elsewhere(step, now, fault=False)]
-        if not isinstance(reply, ModelReply):
-            return [Forget(ticket)]
-        pull.reply = reply
-        mix = self.mix(step) if self._ground.blocking else None
-        return [] if mix is None else [mix]
+        if isinstance(reply, ModelReply):
+            pull.reply = reply
+            return []
+        return [Forget(ticket), *(self._elsewhere(now, fault=False) if isinstance(reply, BusyReply) else [])]
 
-    def failed(self, ticket: int, step: int, now: float) -> list[Effect]:
-        """A PullRequest was not answered, or not by a model that is fit to be mixed."""
-        forget = Forget(ticket)
-        return [forget, *self._elsewhere(step, now)] if ticket == self.ticket else [forget]
+    def failed(self, ticket: int, now: float) -> list[Effect]:
+        return [Forget(ticket), *(self._elsewhere(now) if ticket == self.captured else [])]
 
-    def mix(self, step: int) -> Mix | None:
-        """The model that has come, to be mixed now that our own has seen ``step`` iterations; None if none has."""
+    def mix(self, at_boundary: bool) -> Mix | None:
         pull = self._pull
-        if pull is None or pull.reply is None:
+        if pull is None or pull.reply is None or pull.mixing:
             return None
-        return Mix(pull.ticket, self._mixing.share(step, pull.reply.step) * self._shares.get(pull.to, 1.0))
+        if not (at_boundary or self._ending or self._ground.blocking):
+            return None
+        pull.mixing = True
+        share = self._mixing.share(self._ground.step, pull.reply.step)
+        return Mix(pull.ticket, share * self._shares.get(pull.to, 1.0))
 
-    def mixed(self, ticket: int) -> None:
-        """The model under ``ticket`` is mixed."""
-        if ticket == self.ticket:
-            self._ground.sync.completed()
+    def mixed(self, ticket: int) -> bool:
+        if ticket != self.captured:
+            return False
+        self._ground.sync.completed()
         self._pull = None
+        return True
 
     def poisoned(self) -> int:
-        """The model that was to be mixed holds NaN or Inf, and was not; returns whose it is."""
+        """Close the pull whose model holds NaN or Inf; return the peer that gave it."""
         pull, self._pull = self._pull, None
         assert pull is not None
         self._ground.sync.abandoned()
@@ -145,21 +141,18 @@ class Pulls:
 
     # --- the end ----------------------------------------------------------------------------------
 
-    def end(self, step: int) -> Mix | None:
-        """Training has ended: mix the model that is here; if there is none, :meth:`leave`."""
+    def end(self, now: float) -> list[Effect]:
         self._ending = True
-        return self.mix(step)
+        return [] if self._pull and self._pull.reply else self.drop(now)
 
-    def drop(self) -> list[Effect]:
-        """The model is no more what it was, and what is under way would add its difference to the one of before."""
-        pull = self._pull
-        return [Forget(pull.ticket), *self._give_up()] if pull and pull.reply else self._give_up()
+    def unsound(self, now: float) -> list[Effect]:
+        return []  # the model that comes may still be mixed after a step that is sound again
 
-    def leave(self) -> list[Effect]:
-        """Pull nothing any more."""
-        self._ending = True
-        return self._give_up()
-
-    def _give_up(self) -> list[Effect]:
+    def drop(self, now: float) -> list[Effect]:
         pull, self._pull = self._pull, None
-        return [Cancel(pull.ticket)] if pull and self._ground.requests.is_open(pull.ticket) else []
+        if pull is None:
+            return []
+        self._ground.sync.abandoned(failed=False)
+        if pull.reply:
+            return [] if pull.mixing else [Forget(pull.ticket)]
+        return [Cancel(pull.ticket)] if self._ground.requests.is_open(pull.ticket) else []

@@ -32,7 +32,8 @@ from gossipx.messages import (
     TakeRequest,
 )
 from gossipx.mixing import Mixing
-from gossipx.peer.exchange import OFFER, OFFER_SHARE, Exchange, Ground, Taking, Way
+from gossipx.peer.exchange import Ground
+from gossipx.peer.offers import OFFER, OFFER_SHARE, Offers, Taking, Way
 
 LEAST_WEIGHT = 2.0**-20
 """A peer whose push-sum weight is below this gives none away until it has received some: its own training would hardly
@@ -69,7 +70,7 @@ class _Offer:
     given: bool = False
 
 
-class Pushes(Exchange):
+class Pushes(Offers):
     """One peer's pushes, and what others push to it.
 
     Args:
@@ -141,6 +142,8 @@ class Pushes(Exchange):
         return self._elsewhere(now) if self._offer and self._offer.to == rank else []
 
     def requested(self, event: Received, now: float) -> list[Effect]:
+        if isinstance(event.request, PushRequest):
+            return self._offered(event, now)
         assert isinstance(event.request, ExchangeRequest)
         offer, request = self._offer, event.request
         name = event.sender, request.incarnation, request.number
@@ -179,9 +182,7 @@ class Pushes(Exchange):
 
     # --- others' come in --------------------------------------------------------------------------
 
-    def offered(self, event: Received, now: float) -> list[Effect]:
-        if not isinstance(event.request, PushRequest):
-            return [self._answer(event.key, NotReadyReply("it pushes: give all peers the same --mode"), now)]
+    def _offered(self, event: Received, now: float) -> list[Effect]:
         if self._ending:
             return [self._refuse(event.key, now)]
         if any(taking.is_of(event) for taking in self._takings):
@@ -225,7 +226,7 @@ class Pushes(Exchange):
     def ask_again(self, now: float) -> list[Effect]:
         return [effect for taking in self._takings for effect in taking.ask_again(now)]
 
-    def mix(self, step: int, at_boundary: bool) -> Mix | None:
+    def mix(self, at_boundary: bool) -> Mix | None:
         mixing = any(taking.way is Way.MIXING for taking in self._takings)
         some = self._takings if self._ending else self._due
         taking = next((taking for taking in some if taking.way is Way.STANDS), None)
@@ -236,7 +237,7 @@ class Pushes(Exchange):
         if self._push_sum:
             return Mix(taking.ticket, given / (self.weight + given))
         factor = self._shares.get(taking.sender, 1.0)
-        return Mix(taking.ticket, factor * self._mixing.share(step, taking.reply.step))
+        return Mix(taking.ticket, factor * self._mixing.share(self._ground.step, taking.reply.step))
 
     def mixed(self, ticket: int) -> bool:
         taking = next((taking for taking in self._takings if taking.ticket == ticket), None)

@@ -2,9 +2,9 @@
 
 A peer's life: JOINING (it has no model yet) → START (waits for the others) → TRAIN → FINISH (waits for the others) →
 AGREE (averages in pairs, the last wave) → DONE (tells its figures) → LEFT. The role passes on what happens to its
-parts, each of which decides one matter: what comes after the stage that it is in (stages), who is waited for
-(gathering), where a first model comes from (joining), what follows at step boundaries (training), and how models go
-from peer to peer (pulls, an exchange of pushes or pairs, waves, serving).
+parts, each of which decides one matter: what follows in the stage that it is in (stages), who is waited for
+(gathering), where a first model comes from (joining), what follows at step boundaries (training), how models go from
+peer to peer (an exchange, waves, serving), and what a hub or a server does for all (server).
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ from gossipx.actor import (
     TimerFired,
     TrainingEnded,
 )
-from gossipx.effects import Adopt, Answer, Effect, Forget, Note, Resume, Stop, Switched, Wait
+from gossipx.effects import Adopt, Answer, Effect, Forget, Note, Resume, Stop, Wait
 from gossipx.messages import (
     LAST_WAVE,
     ArriveRequest,
-    CentreRequest,
     ElasticRequest,
     HereReply,
     InitialRequest,
     LeaveRequest,
     ModelReply,
     NotReadyReply,
+    PairRequest,
     PullRequest,
+    PushRequest,
     Reply,
     Request,
     RoundRequest,
-    SettleRequest,
     Stage,
     TakeRequest,
 )
@@ -64,28 +64,16 @@ from gossipx.peer.giving import Giving
 from gossipx.peer.joining import Joining
 from gossipx.peer.membership import Membership
 from gossipx.peer.pairs import Pairs
-from gossipx.peer.pulls import BUSY, Pulls
+from gossipx.peer.pulls import Pulls
 from gossipx.peer.pushes import Pushes
 from gossipx.peer.requests import Requests
+from gossipx.peer.server_role import ServerRole
 from gossipx.peer.serving import Serving
 from gossipx.peer.settings import PeerSettings
 from gossipx.peer.stages import Stages
 from gossipx.peer.training import UNSOUND, Training
 from gossipx.peer.wave import TIMER, Wave
 from gossipx.peer.waves import Waves
-from gossipx.server_messages import (
-    CopyRequest,
-    GradientRequest,
-    PauseRequest,
-    PlaceRequest,
-    PrepareRequest,
-    RangesRequest,
-    RecordRequest,
-    ServersRequest,
-    SwitchRequest,
-    TablesRequest,
-    WaitingRequest,
-)
 from gossipx.sync import SyncManager
 from gossipx.topology import Topology
 from gossipx.topology.schedules import Random, Schedule
@@ -137,70 +125,61 @@ class PeerRole:
         self.joining = Joining(self.rank, self.members, self._requests, self.gathering, settings, self._model_timeout)
         self.waves = Waves(self.rank, self.members, self._requests, self.sync, timeout)
         own = self.rank, self.incarnation, timeout, settings.blocking
-        ground = Ground(*own, self.members, self.giving, self._requests, self.sync)
-        self.pulls = Pulls(ground, self.mixing, self.shares, timeout)
-        self.exchange: Exchange | None = None  # of a mode in which an exchange is more than one pull
+        self._ground = Ground(*own, self.members, self.giving, self._requests, self.sync)
+        self.pulls = Pulls(self._ground, self.mixing, self.shares)
+        self.exchange = self._made_exchange()
+        self.server = self.exchange if isinstance(self.exchange, ServerRole) else ServerRole()
+        waves = self.waves, settings.exchange == "waves"
+        self.training = Training(self._ground, self.gathering, self.exchange, *waves)
+        parts = self.gathering, self.joining, self.training, self.waves, self.exchange, self.server
+        self.stages = Stages(self.incarnation, settings, self.members, self._requests, *parts)
+
+    def _made_exchange(self) -> Exchange:
+        settings = self.settings
         if self.exchange_of is not None:
-            self.exchange = self.exchange_of(ground, self.pulls)
-        elif settings.mode == "push":
-            self.exchange = Pushes(ground, self.mixing, self.shares, settings.push_sum, settings.max_pushes)
-        elif settings.mode == "pushpull":
-            self.exchange = Pairs(ground)
-        in_waves = settings.exchange == "waves"
-        self.training = Training(ground, self.gathering, self.pulls, self.exchange, self.waves, in_waves)
-        parts = self.members, self._requests, self.gathering, self.joining, self.training, self.waves, self.exchange
-        self.stages = Stages(self.incarnation, settings, *parts)
+            return self.exchange_of(self._ground, self.pulls)
+        if settings.mode == "push":
+            return Pushes(self._ground, self.mixing, self.shares, settings.push_sum, settings.max_pushes)
+        return Pairs(self._ground) if settings.mode == "pushpull" else self.pulls
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Take one event in and say what is to be done about it, in order."""
-        effects = self._handle(event, now)
-        if self._leaving and not (self.exchange and self.exchange.stays):
+        effects = [*self._handle(event, now), *self.stages.follow(now)]
+        if self._leaving and not self.server.stays:
             self._leaving = False
-            effects = [*effects, *self.stages.leave(now)]
+            effects += self.stages.leave(now)
         return effects
 
     def _handle(self, event: Event, now: float) -> list[Effect]:
         match event:
-            case GradientsReady(buckets):
-                return self.exchange.gradients_ready(buckets, now) if self.exchange else []
-            case SwitchSync(number):
-                nothing: list[Effect] = [Switched(number, "this run has no parameter server")]
-                return self.stages.exchanged(self.exchange.switch(event, now), now) if self.exchange else nothing
-            case ChangeServers(number):
-                none: list[Effect] = [Switched(number, "this run has no parameter server")]
-                return self.stages.exchanged(self.exchange.change(event, now), now) if self.exchange else none
-            case Prepared():
-                return self.stages.exchanged(self.exchange.prepared(event, now), now) if self.exchange else []
             case StepDone():
-                return self.stages.trained(self.training.step_done(event, now), now)
+                return self.training.step_done(event, now)
             case Received():
                 return self._received(event, now)
             case Replied():
                 return self._replied(event, now)
             case Failed():
                 return self._failed(event, now)
-            case Mixed():
-                return self._mixed(event.ticket, now)
-            case Poisoned():
-                return self._poisoned(event.ticket, now)
-            case CameBack():
-                return self.stages.exchanged(self.exchange.came_back(event, now), now) if self.exchange else []
-            case GradientPoisoned(sender):
-                self.poisoned += 1
-                return [Note("poisoned", f"a gradient of peer {sender} holds NaN or Inf: it is left out")]
-            case Merged():
-                return self._merged(event, now)
             case Answered():
                 return self._answered(event, now)
             case TimerFired():
                 return self._timer(event.name, now)
+            case Mixed():
+                return self._mixed(event.ticket, now)
+            case Merged():
+                return self._merged(event, now)
+            case Poisoned():
+                return self._poisoned(event.ticket, now)
+            case GradientPoisoned(sender):
+                self.poisoned += 1
+                return [Note("poisoned", f"a gradient of peer {sender} holds NaN or Inf: it is left out")]
             case JoinRun(resumed):
                 self.joining.others_begin = resumed is False
                 # With --init own, too: one that is started again takes a model of those that train.
                 has_model = resumed or self.size == 1
                 return [Wait(), *self.stages.gather(Stage.START if has_model else Stage.JOINING, now)]
             case TrainingEnded(agrees):
-                return self.stages.trained(self.training.ended(agrees, now), now)
+                return self.training.ended(agrees, now)
             case FiguresReady():
                 self.stages.report = event.report
                 return [Wait(), *self.stages.gather(Stage.DONE, now)]
@@ -210,7 +189,17 @@ class PeerRole:
                 return self.training.restored(event, now)
             case LeaveRun():
                 self._leaving = True
-                return [Wait(), *self.exchange.hand_over_all(now)] if self.exchange else []
+                return [Wait(), *self.server.hand_over_all(now)]
+            case GradientsReady(buckets):
+                return self.server.gradients_ready(buckets, now)
+            case SwitchSync():
+                return self.server.switch(event, now)
+            case ChangeServers():
+                return self.server.change(event, now)
+            case Prepared():
+                return self.server.prepared(event, now)
+            case CameBack():
+                return self.server.came_back(event, now)
 
     @property
     def stage(self) -> Stage:
@@ -225,36 +214,19 @@ class PeerRole:
     @property
     def pulling(self) -> int | None:
         """The ticket of the pull, or of the wave while training, that is under way, or of our captured model."""
-        if self.exchange:
-            return self.exchange.captured
-        if self.pulls.ticket is None and self.waves.current is not None and self.stage is Stage.TRAIN:
+        if self.exchange.captured is None and self.waves.current is not None and self.stage is Stage.TRAIN:
             return self.waves.current.ticket
-        return self.pulls.ticket
+        return self.exchange.captured
 
     @property
     def weight(self) -> float:
         """Push-sum's w of our own model; 1 without push-sum."""
-        return self.exchange.weight if self.exchange else 1.0
+        return self.exchange.weight
 
     @property
     def trains(self) -> bool:
         """Whether this peer trains, or only serves those that do."""
-        return self.exchange is None or self.exchange.gives
-
-    @property
-    def taken_in(self) -> int:
-        """Models of others that were taken into what this peer holds for all."""
-        return self.exchange.taken_in if self.exchange else 0
-
-    @property
-    def delayed_pulls(self) -> int:
-        """Pulls that had to wait at the shards that this peer holds."""
-        return self.exchange.delayed_pulls if self.exchange else 0
-
-    @property
-    def counted(self) -> dict[str, tuple[int, float]]:
-        """What a hub or the shards here have counted; see :attr:`gossipx.peer.exchange.Exchange.counted`."""
-        return self.exchange.counted if self.exchange else {}
+        return self.server.gives
 
     @property
     def rounds_lost(self) -> int:
@@ -265,15 +237,14 @@ class PeerRole:
     def draws(self) -> dict[str, Any]:
         """What decides whom we turn to next, as plain data: the generator, and what is known of the others' speed."""
         version, words, gauss = self.rng.getstate()
-        last = self.exchange.last if self.exchange else None
-        return {"rng": [version, list(words), gauss], "members": self.members.state_dict(), "last": last}
+        members, last = self.members.state_dict(), self.exchange.last
+        return {"rng": [version, list(words), gauss], "members": members, "last": last}
 
     def _load_draws(self, draws: dict[str, Any]) -> None:
         version, words, gauss = draws["rng"]
         self.rng.setstate((version, tuple(words), gauss))
         self.members.load_state_dict(draws["members"])
-        if self.exchange:
-            self.exchange.last = draws["last"]
+        self.exchange.last = draws["last"]
 
     def missing(self) -> list[int]:
         """Ranks whose final figures have not come."""
@@ -289,15 +260,18 @@ class PeerRole:
                 self.gathering.arrived(event, self.stage)
                 self.waves.heard_of(event.request.wave)
                 here = HereReply(self.stage, self.report, self.waves.latest)
-                return [self._answer(event.key, here, now), *self.stages.look(now)]
+                return [self._answer(event.key, here, now), *self.server.look(now)]
             case LeaveRequest():
                 self.members.others[event.sender].stage = Stage.LEFT
-                left: list[Effect] = [self._answer(event.key, HereReply(self.stage), now)]
-                left.append(Note("left", f"peer {event.sender} has left"))
-                if self.exchange and self.stage is not Stage.LEFT:
-                    left += self.stages.exchanged(self.exchange.left(event.sender, now), now)
-                in_wave = self.stages.waved(self.waves.gone(event.sender, now), now)
-                return [*left, *in_wave, *self._enough(), *self.stages.look(now)]
+                left = [] if self.stage is Stage.LEFT else self.exchange.left(event.sender, now)
+                return [
+                    self._answer(event.key, HereReply(self.stage), now),
+                    Note("left", f"peer {event.sender} has left"),
+                    *left,
+                    *self.waves.gone(event.sender, now),
+                    *self._enough(),
+                    *self.server.look(now),
+                ]
             case RoundRequest():
                 return self.stages.round_requested(event, event.request, now)
             case InitialRequest() | PullRequest() if self.stage in (Stage.JOINING, Stage.LEFT):
@@ -305,39 +279,21 @@ class PeerRole:
             case InitialRequest() | PullRequest() if not self.training.sound:
                 return [self._answer(event.key, NotReadyReply(UNSOUND), now)]
             case InitialRequest():
-                held = self.exchange.before_giving(event, now) if self.exchange else None
+                held = self.server.before_giving(event, now)
                 given = self._answer(event.key, ModelReply(self.training.step), now, whole=True)
                 return [given] if held is None else held
-            case PullRequest() if self.exchange and not self.exchange.gives:
+            case PullRequest() if not self.server.gives:
                 return [self._answer(event.key, NotReadyReply("it does not train, it only serves"), now)]
             case PullRequest():
                 trains = self.stage is Stage.TRAIN and not self.settings.blocking
                 return self.serving.requested(event, self.training.step, now, trains)
-            case _ if self.exchange is None or not isinstance(event.request, self.exchange.takes):
+            case _ if not isinstance(event.request, self.exchange.takes):
                 refusal = NotReadyReply("it exchanges models in another way: give all peers the same --mode")
                 return [self._answer(event.key, refusal, now)]
-            case (
-                TakeRequest()
-                | SettleRequest()
-                | ElasticRequest()
-                | CentreRequest()
-                | GradientRequest()
-                | TablesRequest()
-                | SwitchRequest()
-                | WaitingRequest()
-                | RecordRequest()
-                | CopyRequest()
-                | ServersRequest()
-                | PauseRequest()
-                | PrepareRequest()
-                | RangesRequest()
-                | PlaceRequest()
-            ):
-                return self.stages.exchanged(self.exchange.requested(event, now), now)
-            case _ if self.stage is not Stage.TRAIN or not self.training.sound:
+            case PushRequest() | PairRequest() if self.stage is not Stage.TRAIN or not self.training.sound:
                 return [self._answer(event.key, NotReadyReply("it does not train now"), now)]
             case _:
-                return self.stages.exchanged(self.exchange.offered(event, now), now)
+                return self.exchange.requested(event, now)
 
     def _answer(self, key: Hashable, reply: Reply, now: float, whole: bool = False) -> Answer:
         return Answer(key, reply, now + (self._model_timeout if whole else self.settings.peer_timeout), whole)
@@ -352,21 +308,20 @@ class PeerRole:
             case ArriveRequest(), HereReply():
                 self.gathering.replied(to, request, event.reply)
                 self.waves.heard_of(event.reply.wave)
-                return self.stages.look(now)
+                return self.server.look(now)
             case InitialRequest(), ModelReply(step) if self.joining.awaits(event.ticket):
-                self.training.step = step
+                self._ground.step = step
                 return [Adopt(event.ticket, step)]
             case PullRequest(), _:
-                pulled = self.pulls.replied(event.ticket, to, event.reply, self.training.step, now)
-                return self.stages.pulled(pulled, now)
+                return self.pulls.replied(event.ticket, to, event.reply, now)
             case RoundRequest(), ModelReply(_, weight) if wave := self._meeting(event.ticket):
-                return self.stages.waved(wave.taken(weight, now), now)
+                return wave.taken(weight, now)
             case RoundRequest(), NotReadyReply():  # which says nothing about later waves
                 return self._came_to_nothing(event.ticket, to, request, now)
             case LeaveRequest(), _:
                 return self.stages.gone_if_told()
-            case _ if self.exchange and isinstance(request, self.exchange.takes):
-                return self.stages.exchanged(self.exchange.replied(event.ticket, to, event.reply, now), now)
+            case _ if isinstance(request, self.exchange.takes):
+                return self.exchange.replied(event.ticket, to, event.reply, now)
             case _, NotReadyReply() if not isinstance(request, ArriveRequest):
                 self.members.rest(to, now)
                 return self._came_to_nothing(event.ticket, to, request, now)
@@ -385,30 +340,30 @@ class PeerRole:
         other = self.members.others[to]
         if isinstance(request, ArriveRequest) and other.stage is Stage.DONE and event.fault is Fault.UNREACHABLE:
             other.knows = True  # it goes once it knows everybody's figures
-            return self.stages.look(now)
+            return self.server.look(now)
         if isinstance(request, MEASURED) and event.fault is Fault.TIMEOUT:
             self.members.was_late(to)
         if self.members.failed(to, event.fault, now):
             effects.append(Note("lost", f"peer {to} is lost: {event.fault.value}"))
             effects += self._enough()
-            effects += self.exchange.lost(to, now) if self.exchange else []
+            effects += self.server.lost(to, now)
         elif not isinstance(request, ArriveRequest):
             effects.append(Note("fault", f"a request to peer {to} failed: {event.fault.value}"))
         return effects + self._came_to_nothing(event.ticket, to, request, now)
 
     def _came_to_nothing(self, ticket: int, to: int, request: Request, now: float) -> list[Effect]:
-        """Our request got no useful answer; what now?"""
+        """Continue without a useful answer to our request."""
         match request:
             case ArriveRequest():
-                return [*self.gathering.failed(to), *self.stages.look(now)]
+                return [*self.gathering.failed(to), *self.server.look(now)]
             case InitialRequest():
                 return self.joining.failed(ticket, to, now)
             case PullRequest():
-                return self.stages.pulled(self.pulls.failed(ticket, self.training.step, now), now)
+                return self.pulls.failed(ticket, now)
             case RoundRequest() if wave := self._meeting(ticket):
-                return self.stages.waved([Forget(ticket), *wave.partner_lost(now)], now)
-            case _ if self.exchange and isinstance(request, self.exchange.takes):
-                return self.stages.exchanged(self.exchange.failed(ticket, now), now)
+                return [Forget(ticket), *wave.partner_lost(now)]
+            case _ if isinstance(request, self.exchange.takes):
+                return self.exchange.failed(ticket, now)
             case _:
                 return [Forget(ticket)]
 
@@ -416,26 +371,22 @@ class PeerRole:
         self.gathering.answered(event)
         self.giving.answered(event, now)
         if served := self.serving.answered(event):
-            return [*served, *self.stages.look(now)]
+            return served
         if (wave := self.waves.answering(event.key)) and self.stage is not Stage.LEFT:
-            return self.stages.waved(wave.answered(event, now), now)
-        if self.exchange and self.stage is Stage.TRAIN:
-            return self.stages.exchanged(self.exchange.answered(event, now), now)
-        return self.stages.look(now)
+            return wave.answered(event, now)
+        return self.exchange.answered(event, now) if self.stage is Stage.TRAIN else self.server.look(now)
 
     def _timer(self, name: str, now: float) -> list[Effect]:
         what, _, rank = name.partition(" ")
         if what == ANNOUNCE:
-            return self.gathering.again(int(rank), now) or self.stages.look(now)
+            return self.gathering.again(int(rank), now) or self.server.look(now)
         if what == GATHER:
             return self.stages.late(now) if self.gathering.on else []
-        if what == BUSY:
-            return self.pulls.timer(self.training.step, now)
-        if self.exchange and what in self.exchange.timers and self.stage is not Stage.LEFT:
-            return self.stages.exchanged(self.exchange.timer(name, now), now)
-        if what == TIMER and self.stage is not Stage.LEFT:
-            return self.stages.waved(self.waves.timer(now), now)
-        return []
+        if self.stage is Stage.LEFT:
+            return []
+        if what in self.exchange.timers:
+            return self.exchange.timer(name, now)
+        return self.waves.timer(now) if what == TIMER else []
 
     def _enough(self) -> list[Effect]:
         alive = self.members.alive()
@@ -443,18 +394,19 @@ class PeerRole:
             return []
         return [Stop(f"{alive} of {self.size} peers left, fewer than min_peers = {self.settings.min_peers}"), Resume()]
 
-    # --- training ---------------------------------------------------------------------------------
+    # --- models that have come --------------------------------------------------------------------
 
     def _mixed(self, ticket: int, now: float) -> list[Effect]:
         if self.stage is Stage.LEFT:
             return []
         if self.joining.adopted(ticket):
             return self.stages.gather(Stage.START, now)
-        if self.exchange and (adopted := self.exchange.adopted(ticket, now)) is not None:
-            return self.stages.adopted(adopted, now)
+        if (adopted := self.server.adopted(ticket, now)) is not None:
+            over = self.waves.leave(now, "it has the hub's centre") if self.stage is Stage.AGREE else []
+            return [*adopted, *over]  # where that is what the run ends with, there is no last wave
         if self.stage is Stage.AGREE and self.waves.is_taken_in(ticket):
             return [Resume()]
-        return self.stages.trained(self.training.mixed(ticket, now), now)
+        return self.training.mixed(ticket, now)
 
     def _poisoned(self, ticket: int, now: float) -> list[Effect]:
         if self.stage is Stage.LEFT:
@@ -463,32 +415,28 @@ class PeerRole:
         if (giver := self.joining.poisoned(ticket)) is not None:
             note = self._set_aside(giver, now)
             later = self.gathering.tell_later(giver, self.members.others[giver].aside_until)
-            return [note, later, *self.stages.look(now)]
+            return [note, later, *self.server.look(now)]
         note = self._set_aside(self.pulls.poisoned(), now)
-        return [note, *self.stages.trained(self.training.go_on(now), now)]
+        return [note, *self.training.go_on(now)]
 
     def _set_aside(self, sender: int, now: float) -> Note:
         """A model of ``sender`` cannot be used: count it, and ask it for none for a while."""
         self.poisoned += 1
         self.members.others[sender].aside_until = now + self.settings.peer_timeout
-        return Note(
-            "poisoned", f"the model of peer {sender} holds NaN or Inf: not mixed, and it is set aside for a while"
-        )
-
-    # --- waves ------------------------------------------------------------------------------------
+        text = f"the model of peer {sender} holds NaN or Inf: not mixed, and it is set aside for a while"
+        return Note("poisoned", text)
 
     def _meeting(self, ticket: int) -> Wave | None:
         """The wave, if ``ticket`` is our request of the round that it is in."""
         return None if self.stage is Stage.LEFT else self.waves.meeting(ticket)
 
     def _merged(self, event: Merged, now: float) -> list[Effect]:
-        if self.exchange and (taken := self.exchange.merged(event, now)) is not None:
+        if (taken := self.server.merged(event, now)) is not None:
             self.poisoned += not event.sound
             return taken
         wave = self._meeting(event.ticket)
         if wave is None:  # it was given up meanwhile
             return []
         if not event.sound:
-            self.poisoned += 1
-            self.members.others[wave.partner].aside_until = now + self.settings.peer_timeout
-        return self.stages.waved(wave.was_merged(event.sound, now), now)
+            self._set_aside(wave.partner, now)
+        return wave.was_merged(event.sound, now)

@@ -1,4 +1,4 @@
-"""Training: what a peer does at its step boundaries, and what follows from an exchange or a wave that has gone on.
+"""Training: what a peer does at its step boundaries, and what follows from its exchanges and waves.
 
 At a boundary a model that has come is mixed first, and only then the policy decides on the step. While training waits
 (``blocking``), and at its end, models are mixed as soon as they are there. The end waits for a model that is here to be
@@ -14,88 +14,68 @@ from gossipx.effects import Effect, Note, Resume, Wait
 from gossipx.messages import ArriveRequest, Stage
 from gossipx.peer.exchange import Exchange, Ground
 from gossipx.peer.gathering import Gathering
-from gossipx.peer.pulls import Pulls
 from gossipx.peer.waves import Waves
 
 UNSOUND = "its model holds NaN or Inf"
 
 
 class Training:
-    """One peer's training, between START and FINISH. Each method says what is to be done; then ask :meth:`is_over`.
+    """One peer's training, between START and FINISH. Each method returns the effects to carry out.
 
     Args:
-        gathering: the role's; ``pulls``, ``exchange`` (None: pulls) and ``waves`` too.
+        ground: of the role; ``gathering``, ``exchange`` and ``waves`` are the role's too.
         in_waves: a policy that fires begins a wave, rather than an exchange.
 
     Attributes:
-        step: iterations that our model has seen.
-        sound: whether it is finite: no other is given.
+        sound: whether our model is finite: no other is given.
+        over: whether training has ended, and nothing is under way that its end waited for.
     """
 
-    def __init__(
-        self,
-        ground: Ground,
-        gathering: Gathering,
-        pulls: Pulls,
-        exchange: Exchange | None,
-        waves: Waves,
-        in_waves: bool,
-    ):
-        self.step = 0
+    def __init__(self, ground: Ground, gathering: Gathering, exchange: Exchange, waves: Waves, in_waves: bool):
         self.sound = True
+        self.over = False
         self._ground = ground
         self._gathering = gathering
-        self._pulls = pulls
         self._exchange = exchange
         self._waves = waves
         self._in_waves = in_waves
         self._undecided: StepDone | None = None  # a step that is decided on after the mix
         self._ending = False  # training has ended, but for what is under way
-        self._over = False
 
-    def is_over(self) -> bool:
-        """Whether training has ended, and nothing is under way that its end waited for; said once."""
-        over, self._over = self._over, False
-        return over
+    @property
+    def step(self) -> int:
+        """Iterations that our model has seen."""
+        return self._ground.step
 
     def begin(self, now: float) -> list[Effect]:
-        """All have come to START."""
-        begun = self._exchange.begun(now) if self._exchange else []
-        return [*begun, *(self.go_on(now) if self._ground.blocking else [Resume(), *self._join_wave(now)])]
+        """Begin, as all have come to START."""
+        return self.go_on(now) if self._ground.blocking else [Resume(), *self._waves.join(self.step, now)]
 
     # --- a step is done ---------------------------------------------------------------------------
 
     def step_done(self, event: StepDone, now: float) -> list[Effect]:
         """Mix what has come; then, or at once if nothing has, decide."""
-        self.step = event.step
+        self._ground.step = event.step
         was, self.sound = self.sound, math.isfinite(event.delta)
         if not self.sound:
             # Nothing is pulled into it; the policy's state stays fit for a loop that goes back to a sound model.
             text = f"own model holds NaN or Inf since iteration {event.step}: it is not given to others; a lower"
             told: list[Effect] = [Note("diverged", f"{text} learning rate may help")] if was else []
-            dropped = self._exchange.unsound(now) if self._exchange else []
-            return [*told, *dropped, *self._waves.give_up(UNSOUND, now)]
-        if self._exchange:
-            entered = self._exchange.boundary(now)
-            if mix := self._exchange.mix(self.step, at_boundary=True):
-                self._undecided = event
-                return [*entered, mix]
-            return [*entered, *self._decide(event, now)]
-        if mix := self._pulls.mix(self.step):
+            return [*told, *self._exchange.unsound(now), *self._waves.give_up(UNSOUND, now)]
+        entered = self._exchange.boundary(now)
+        if mix := self._exchange.mix(at_boundary=True):
             self._undecided = event
-            return [mix]
+            return [*entered, mix]
         if self._waves.over:
             self._undecided = event
-            return self._waves.take_in()
-        return self._decide(event, now)
+            return [*entered, *self._waves.take_in()]
+        return [*entered, *self._decide(event, now)]
 
     def _decide(self, event: StepDone, now: float) -> list[Effect]:
         wanted = self._ground.sync.step(event.step, event.delta, event.drift)
         if self._in_waves:
             return self._begin_wave(wanted, now)
-        if not wanted:
-            return []
-        return self._exchange.begin(now) if self._exchange else self._pulls.begin(self.step, now)
+        return self._exchange.begin(now) if wanted else []
 
     def _begin_wave(self, wanted: bool, now: float) -> list[Effect]:
         """At a step boundary: take part in what others have begun, or begin one if the policy wants it."""
@@ -109,32 +89,23 @@ class Training:
             begun = self._waves.start(self.step, now)
             self._ground.sync.skipped += not begun
         waiting: list[Effect] = [Wait()] if begun and self._ground.blocking else []
-        return self.waved([*waiting, *begun, *asking], now)
+        return [*waiting, *begun, *asking]
 
-    def _join_wave(self, now: float) -> list[Effect]:
-        return self.waved(self._waves.join(self.step, now), now)
+    # --- what follows -----------------------------------------------------------------------------
 
-    # --- what has gone on -------------------------------------------------------------------------
-
-    def exchanged(self, effects: list[Effect]) -> list[Effect]:
-        """An exchange has gone on: may it be mixed now, or is it over, for which the end of training waited?"""
-        assert self._exchange is not None
-        if mix := self._exchange.mix(self.step, at_boundary=False):
-            return [*effects, mix]
-        if self._ending and self._exchange.over:
-            self._end()
-        return effects
-
-    def waved(self, effects: list[Effect], now: float) -> list[Effect]:
-        """A wave may be over now: take its mean in at once if training waits, else at the next step boundary."""
+    def follow(self, now: float) -> list[Effect]:
+        """Return what follows between two steps from what has happened; nothing once all that follows is done."""
+        if mix := self._exchange.mix(at_boundary=False):
+            return [mix]
         wave = self._waves.current
-        if wave is None or not self._waves.over:
-            return effects
-        merged = wave.merged > 0
-        if merged and not (self._ground.blocking or self._ending):
-            return effects
-        effects = effects + self._waves.take_in()
-        return effects if merged else effects + self.go_on(now)
+        if wave is None:
+            if self._ending and self._exchange.over:
+                self._ending, self.over = False, True
+            return []
+        if not self._waves.over or (wave.merged and not (self._ground.blocking or self._ending)):
+            return []  # the mean of a wave is taken in at the next step boundary, unless training waits for it
+        taken = self._waves.take_in()
+        return taken if wave.merged else [*taken, *self.go_on(now)]
 
     def round_requested(self, event: Received, begun: bool, now: float) -> list[Effect]:
         """Another asks for our model in a wave; ``begun``: all have come to START."""
@@ -145,67 +116,46 @@ class Training:
         effects = self._waves.requested(event, self.step, now)
         # A peer that waits for its waves begins them between two steps alone.
         at_once = begun and not self._ground.blocking
-        return self.waved(effects + (self._waves.join(self.step, now) if at_once else []), now)
+        return [*effects, *(self._waves.join(self.step, now) if at_once else [])]
 
     def mixed(self, ticket: int, now: float) -> list[Effect]:
-        """A model is mixed, or the mean of a wave taken in."""
-        if self._waves.is_taken_in(ticket):
-            return self.go_on(now)
-        if self._exchange:
-            return self.go_on(now) if self._exchange.mixed(ticket) else []
-        self._pulls.mixed(ticket)
-        return self.go_on(now)
+        """Continue after a model was mixed, or the mean of a wave taken in."""
+        return self.go_on(now) if self._waves.is_taken_in(ticket) or self._exchange.mixed(ticket) else []
 
     def go_on(self, now: float) -> list[Effect]:
-        """Nothing is being mixed any more: what waited for that comes now."""
+        """Do what waited for the mix that is over now."""
         if self._ending:
-            if self._exchange:
-                return self.exchanged([])
-            self._end()
             return []
-        if self._undecided and self._exchange and (mix := self._exchange.mix(self.step, at_boundary=True)):
+        if self._undecided and (mix := self._exchange.mix(at_boundary=True)):
             return [mix]
         event, self._undecided = self._undecided, None
         if event:
             return self._decide(event, now)
-        joined = self._join_wave(now)
+        joined = self._waves.join(self.step, now)
         return joined if joined or not self._ground.blocking else [Resume()]
 
     def restored(self, event: Restored, now: float) -> list[Effect]:
-        """The model is another one now."""
-        self.step = event.step
-        if self._exchange:
-            dropped = self._exchange.drop(now)
-            self._exchange.weight = event.weight
-            self._ground.sync.load_state_dict(event.sync)
-            return dropped
+        """Continue from another model."""
+        self._ground.step = event.step
+        dropped = [*self._exchange.drop(now), *self._waves.give_up("its model was set anew", now)]
+        self._exchange.weight = event.weight
         self._ground.sync.load_state_dict(event.sync)
-        return [*self._pulls.drop(), *self._waves.give_up("its model was set anew", now)]
+        return dropped
 
     # --- the end ----------------------------------------------------------------------------------
 
     def ended(self, agrees: bool, now: float) -> list[Effect]:
-        """The last iteration is done; ``agrees``: the model is still one that can be averaged with others."""
+        """End: the last iteration is done; ``agrees``: the model is still one that can be averaged with others."""
         self.sound = self.sound and agrees
         self._ending = True
-        if self._exchange:
-            return [Wait(), *self.exchanged(self._exchange.end(now))]
-        if mix := self._pulls.end(self.step):
-            return [Wait(), mix]
-        dropped = self._pulls.leave()
+        ended = self._exchange.end(now)
+        # The others count on us in a wave.
         wave = self._waves.join(self.step, now) if self.sound else self._waves.give_up(UNSOUND, now)
-        if self._waves.current is not None:  # the others count on us in it
-            return self.waved([Wait(), *dropped, *wave], now)
-        self._ground.sync.abandoned(failed=False)
-        self._end()
-        return [Wait(), *dropped, *wave]
-
-    def _end(self) -> None:
-        self._ending, self._over = False, True
+        return [Wait(), *ended, *wave]
 
     def leave(self, now: float) -> list[Effect]:
         """Take part in no exchange any more. Models that still come are forgotten."""
         self._ending = False
-        dropped = self._pulls.leave()
+        dropped = self._exchange.drop(now)
         self._ground.sync.abandoned(failed=False)
-        return self._exchange.drop(now) if self._exchange else dropped
+        return dropped

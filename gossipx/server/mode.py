@@ -9,6 +9,7 @@ from gossipx.effects import Effect, Mix, Note, Resume, SetTimer, Stop
 from gossipx.messages import ArriveRequest, NotReadyReply, Reply, Stage
 from gossipx.peer.exchange import Exchange, Ground
 from gossipx.peer.pulls import Pulls
+from gossipx.peer.server_role import ServerRole
 from gossipx.server.clock import Clock
 from gossipx.server.copies import Copies
 from gossipx.server.deadlock import Deadlocks
@@ -45,7 +46,7 @@ LOOK = 1 / 4
 """Share of peer_timeout between two looks: one that is silent is lost soon after peer_timeout has passed."""
 
 
-class ServerMode(Exchange, Home):
+class ServerMode(Exchange, ServerRole, Home):
     """One peer of a run with a parameter server.
 
     Args:
@@ -125,6 +126,7 @@ class ServerMode(Exchange, Home):
 
     @property
     def keep_at(self) -> int:
+        """The iteration after which a checkpoint is to be taken, where servers say so; 0: none yet."""
         return self.worker.keep_at
 
     @property
@@ -244,7 +246,7 @@ class ServerMode(Exchange, Home):
             return [*effects, Resume()]
         return [*effects, *self.look(now)] if self._ending else effects
 
-    def mix(self, step: int, at_boundary: bool) -> Mix | None:
+    def mix(self, at_boundary: bool) -> Mix | None:
         return None
 
     def mixed(self, ticket: int) -> bool:
@@ -285,9 +287,6 @@ class ServerMode(Exchange, Home):
         if shard.begun and event.sender not in self._training() and isinstance(request, TablesRequest):
             return shard.give(event, now)
         return self._watched(shard.requested(event, now), now)
-
-    def offered(self, event: Received, now: float) -> list[Effect]:
-        return self.requested(event, now)
 
     # --- members ------------------------------------------------------------------------------------
 
@@ -395,12 +394,6 @@ class ServerMode(Exchange, Home):
     def beginning(self) -> list[Shard]:
         """Shards that are this peer's to begin with: they may be brought back before it joins."""
         return [*self.shards.values(), *(one.shard for one in self.replicas.values() if one.begins)]
-
-    def give_up(self, now: float) -> list[Effect]:
-        return []
-
-    def ask_again(self, now: float) -> list[Effect]:
-        return []
 
     # --- the end ----------------------------------------------------------------------------------
 

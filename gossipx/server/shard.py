@@ -148,7 +148,7 @@ class Shard:
 
     @property
     def counted(self) -> dict[str, tuple[int, float]]:
-        """Its clock, delayed pulls (DPRs), gradients taken in; see :attr:`gossipx.peer.exchange.Exchange.counted`."""
+        """Its clock, delayed pulls (DPRs), gradients taken in; see ``ServerRole.counted``."""
         clock = self.clock
         furthest = max([clock.clock, *(progress + 1 for progress in clock.progress.values())])
         figures = {"clock": clock.clock, "delayed_pulls": clock.counts.delayed, "gradients": clock.counts.gradients}

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from gossipx.actor import ChangeServers, Fault, SwitchSync
 from gossipx.sim.network import Network
 from gossipx.sim.peer import SimPeer
+from gossipx.sim.requests import SimRequests
 
 EVENTS = 10_000_000
 """More events than this in one run mean that it goes round in circles: a run of 100 peers has about 100,000."""
@@ -146,7 +147,7 @@ class World:
 
     # --- for peers ----------------------------------------------------------------------------------
 
-    def carry(self, sender: SimPeer, to: int, nbytes: int, deliver: Callable[[], None]) -> None:
+    def carry(self, sender: SimRequests, to: int, nbytes: int, deliver: Callable[[], None]) -> None:
         """Take a message to ``to``: ``deliver`` is called when its last byte is there, if ever."""
         sent = self.now
         if to == sender.rank:
@@ -171,7 +172,7 @@ class World:
         for one in times:
             self.at(one.arrives, arrive)
 
-    def end(self, peer: SimPeer, what: str) -> None:
+    def end(self, peer: SimRequests, what: str) -> None:
         """``peer`` is no more: its connections close, and whoever waits for its answer hears of that."""
         if peer.down_since is not None:
             return
@@ -181,7 +182,7 @@ class World:
             for ticket in other.waiting_for(peer.rank):
                 self.refuse(other, ticket, peer.rank)
 
-    def refuse(self, requester: SimPeer, ticket: int, by: int) -> None:
+    def refuse(self, requester: SimRequests, ticket: int, by: int) -> None:
         """Tell ``requester``, one delay from now, that nothing answers at the address of ``by``."""
 
         def hear() -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from toy import SIZE, TIMEOUT, Point, bound, ended, maker, models, until
 
 from gossipx.messages import Stage
-from gossipx.peer.exchange import Way
+from gossipx.peer.offers import Way
 from gossipx.peer.pushes import LEAST_WEIGHT
 from gossipx.sim import Network, SimPeer, World
 from gossipx.topology import Topology

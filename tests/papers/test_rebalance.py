@@ -95,9 +95,9 @@ def test_the_sync_model_goes_along_as_it_was_switched() -> None:
 def test_what_peers_have_taken_in_is_counted_on() -> None:
     """Pushes that shards took in before and after: each once, wherever it was."""
     made = changed(served.world(3, servers="0,1"))
-    counted = [peer.role.taken_in for peer in made.peers.values()]
+    counted = [peer.role.server.taken_in for peer in made.peers.values()]
     stayed = served.ended(served.world(3, servers="2"))
-    assert counted[0] < counted[2] < stayed.peers[2].role.taken_in == 3 * served.ITERATIONS
+    assert counted[0] < counted[2] < stayed.peers[2].role.server.taken_in == 3 * served.ITERATIONS
 
 
 # --- what moves --------------------------------------------------------------------------------------------

@@ -46,9 +46,9 @@ def test_a_worker_that_dies_without_a_word_is_not_waited_for_beyond_peer_timeout
     torch.testing.assert_close(made.peers[1].weights(), made.peers[HUB].centre(), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("lost", ["gossip", "wait"])
-def test_the_hub_dies_and_nothing_blocks(lost: str) -> None:  # [38]
-    made = toy.world(4, 0, Network(delay=0.1), hub=settings(lost), policy="tau:2", blocking=lost == "wait")
+@pytest.mark.parametrize(("lost", "blocking"), [("gossip", False), ("gossip", True), ("wait", True)])
+def test_the_hub_dies_and_nothing_blocks(lost: str, blocking: bool) -> None:  # [38]
+    made = toy.world(4, 0, Network(delay=0.1), hub=settings(lost), policy="tau:2", blocking=blocking)
     made.crash(HUB, 6.5)
     toy.ended(made, toy.bound(4, waits=4))
     assert made.fired["crash"] == 1

@@ -16,7 +16,7 @@ from toy import ITERATIONS, SIZE, TIMEOUT, alone, before, bound, ended, maker, m
 
 from gossipx.actor import Fault
 from gossipx.messages import Stage
-from gossipx.peer.exchange import Way
+from gossipx.peer.offers import Way
 from gossipx.sim import Network, SimPeer, World
 from gossipx.sim.network import Journey
 from gossipx.topology import Topology
@@ -208,11 +208,11 @@ def test_what_comes_while_others_are_mixed_is_for_the_next_boundary():
     (first,) = pushes._takings
     pushes.boundary(made.now)
     pushes._takings.append(late := copy(first))
-    assert pushes.mix(7, at_boundary=True) is not None
+    assert pushes.mix(at_boundary=True) is not None
     pushes.mixed(first.ticket)
-    assert pushes.mix(7, at_boundary=True) is None
+    assert pushes.mix(at_boundary=True) is None
     pushes.boundary(made.now)
-    assert pushes.mix(8, at_boundary=True) is not None and late.way is Way.MIXING
+    assert pushes.mix(at_boundary=True) is not None and late.way is Way.MIXING
 
 
 def test_of_one_sender_one_push_comes_in_at_a_time():

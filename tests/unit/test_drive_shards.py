@@ -174,7 +174,7 @@ def test_as_many_are_kept_as_of_peers(tmp_path: Path, keep: int) -> None:
     module = nn.Linear(4, 3)
     peer = build_peer(module, torch.optim.SGD(module.parameters(), lr=0.1), given, place)
     try:
-        keeper, desk, exchange = peer._driver.tables.keeper, peer._driver.transfers.desk, peer._role.exchange
+        keeper, desk, exchange = peer._driver.tables.keeper, peer._driver.tables.transfers.desk, peer._role.exchange
         assert keeper is not None and desk is not None and isinstance(exchange, ServerMode)
         desk.fill(0)
         for clock in range(5):

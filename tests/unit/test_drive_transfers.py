@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 import torch
 from sides import Side, side
-from torch import nn
 
 from gossipx import codecs
 from gossipx.actor import Event, Failed, Fault, Replied
-from gossipx.arena import ParameterArena
 from gossipx.codecs.changes import FULL
-from gossipx.drive.transfers import Transfers
+from gossipx.drive.outbox import Outbox
+from gossipx.drive.table_transfers import TableTransfers
 from gossipx.effects import Send
 from gossipx.server_messages import TablesReply, TablesRequest
 from gossipx.storage.coding import Coding
@@ -47,15 +46,15 @@ def test_tables_that_cannot_be_decoded_are_as_an_answer_that_did_not_come(damage
     events: list[Event] = []
     notes: list[str] = []
     failures: list[Exception] = []
-    transfers = Transfers(
-        ParameterArena(nn.Linear(2, 2)), 0, events.append, lambda _, text: notes.append(text), failures.append
-    )
-    transfers.comm, transfers.desk = Comm(), here.desk  # type: ignore[assignment]
+    outbox = Outbox(0, events.append, lambda _, text: notes.append(text), failures.append)
+    transfers = TableTransfers(outbox)
+    comm = Comm()
+    outbox.comm, transfers.desk = comm, here.desk  # type: ignore[assignment]
     try:
         send = Send(7, 1, TablesRequest(0, 0, 1, 1, 0.0, 5.0), 1e9)
         transfers.expect(send)
-        transfers.send(send, None)
-        told, sink, done = transfers.comm.sent.get(timeout=30)  # type: ignore[attr-defined]
+        transfers.send(send)
+        told, sink, done = comm.sent.get(timeout=30)
         base = here.client.base((0, 0))
         assert told.base == base != FULL
         given = here.desk.encode(Asked(0, 0, base=base))
@@ -64,7 +63,7 @@ def test_tables_that_cannot_be_decoded_are_as_an_answer_that_did_not_come(damage
         sink.fit(reply).take(0, memoryview(damaged(content) if damage else content))
         done(reply)
     finally:
-        transfers.close()
+        outbox.close()
     assert not failures
     assert here.client._rooms[0, 0].apply.view.tobytes() == before  # until the role has said what becomes of it
     if damage:

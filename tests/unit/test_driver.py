@@ -157,7 +157,7 @@ def in_midst():
 def answered(bench: Bench) -> None:
     """The outbox has done all that it was given so far."""
     done = threading.Event()
-    bench.driver.transfers.post(done.set)
+    bench.driver.outbox.post(done.set)
     assert done.wait(10)
 
 
@@ -208,7 +208,7 @@ def test_a_request_may_be_cancelled_while_another_thread_is_about_to_send_it(ben
     answered(bench)
     assert bench.role.told[-1] == Failed(5, Fault.CANCELLED) and not bench.comm.requests
     bench.do(Forget(5))
-    assert not bench.driver.transfers._cancelled
+    assert not bench.driver.outbox._cancelled
 
 
 def test_who_waits_for_a_boundary_that_does_not_come_is_told(in_midst: Bench):
