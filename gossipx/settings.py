@@ -27,13 +27,7 @@ def setting(
     common: Group | None = None,
     metavar: str | None = None,
 ) -> Any:
-    """Declare a setting: its default, what it means, its limits and what else is checked.
-
-    Args:
-        peers: how many peers it names, by name or number: one (1) or several (2).
-        common: the heading under which ``gossipx run --help`` shows it. None: only ``--help-all`` does.
-        metavar: the word for its value in help. None: that of its type.
-    """
+    """Declare a setting: its default, help and limits, and the other attributes of a :class:`Key`."""
     meta = {"help": help, "least": least, "most": most, "check": check, "peers": peers}
     return field(default=default, metadata={**meta, "common": common, "metavar": metavar})
 
@@ -174,11 +168,7 @@ class TaskSettings:
     """What is trained; the TOML table ``[task]``. What is not given is the model's preset (Table I for its models)."""
 
     task: str = setting(
-        "fashion-mnist",
-        "Data set: fashion-mnist, mnist or cifar10.",
-        check=_task,
-        common="Training",
-        metavar="NAME",
+        "fashion-mnist", "Data set: fashion-mnist, mnist or cifar10.", check=_task, common="Training", metavar="NAME"
     )
     data_dir: str | None = setting(
         None, "Directory with the full data set's files; fashion-mnist needs none.", metavar="DIR"
@@ -306,9 +296,7 @@ class ServerSettings:
         check=_sync_model,
     )
     sync_plan: str | None = setting(
-        None,
-        "Other sync models, each with the clock from which on: 500=ssp:staleness=3;2000=asp.",
-        check=_plan,
+        None, "Other sync models, each with the clock from which on: 500=ssp:staleness=3;2000=asp.", check=_plan
     )
     pulls: Literal["lazy", "soft"] = setting(
         "lazy", "When a pull that was delayed is answered: when the clock has passed it, or at the soft barrier."
@@ -382,10 +370,7 @@ class ExchangeSettings:
         1, "Pushes that are taken in at a time, each into the memory of a model; others go to another peer.", 1, 64
     )
     serve_share: float = setting(
-        0.03,
-        "Share of training that answering pulls may take; who asks more often waits. 1: no limit.",
-        0.001,
-        1,
+        0.03, "Share of training that answering pulls may take; who asks more often waits. 1: no limit.", 0.001, 1
     )
     peer_timeout: float = setting(30.0, "Seconds after which another peer is no longer waited for.", 0.1, 86_400)
     rendezvous_timeout: float = setting(
@@ -456,12 +441,8 @@ def _keys() -> dict[str, Key]:
             choices = get_args(kind) if get_origin(kind) is Literal else ()
             many = get_origin(kind) is tuple
             plain = str if choices else float if many else kind
-            meta = one.metadata
-            limits = meta["least"], meta["most"], meta["check"]
-            numbers = meta["peers"] > 0 or (plain is str and int in get_args(hints[one.name]))
-            shown = one.default, meta["help"]
-            extra = meta["peers"], meta["common"], meta["metavar"]
-            keys[one.name] = Key(table, one.name, plain, choices, many, *shown, *limits, numbers, *extra)
+            numbers = one.metadata["peers"] > 0 or (plain is str and int in get_args(hints[one.name]))
+            keys[one.name] = Key(table, one.name, plain, choices, many, one.default, numbers=numbers, **one.metadata)
     return keys
 
 
