@@ -16,7 +16,7 @@ from sphinx.application import Sphinx
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from gossipx.settings import KEYS  # of the tree that these pages stand in
+from gossipx.cli.options import RunCommand, by_heading, by_table  # of the tree that these pages stand in
 
 project = "gossipx"
 version = release = installed("gossipx")
@@ -67,18 +67,32 @@ def _examples(app: Sphinx, ctx: click.Context, lines: list[str]) -> None:
     lines[:] = [*shown, ""]
 
 
-def _by_table(app: Sphinx, ctx: click.Context, lines: list[str]) -> None:
-    """Settings of a run by the TOML table that they stand in; what all commands have is told once, at the top."""
-    options: dict[str, list[str]] = {"": []}
-    tables = {name.replace("_", "-"): key.table for name, key in KEYS.items()} if ctx.command.name == "run" else {}
-    into = options[""]
+def _options(app: Sphinx, ctx: click.Context, lines: list[str]) -> None:
+    """Show the common options of a run first, then all by TOML table. --debug is told once, at the top."""
+    told: dict[str, list[str]] = {}
     for line in lines:
         if line.startswith(".. option:: "):
-            name = line.split()[2].strip(",").removeprefix("--")
-            into = [] if name == "debug" and ctx.parent else options.setdefault(tables.get(name, ""), [])
+            into = told.setdefault(line.split()[2].strip(","), [])
         into.append(line)
-    headed = [[f"**[{table}]**", "", *told] if table else told for table, told in options.items()]
-    lines[:] = [line for told in headed for line in told]
+    if ctx.parent:
+        told.pop("--debug", None)
+    if isinstance(ctx.command, RunCommand):
+        lines[:] = _common(ctx.command, ctx)
+        for heading, options in by_table(ctx.command, ctx).items():
+            lines += [f"**{heading}**", "", *(line for one in options for line in told.get(one.opts[0], ()))]
+    else:
+        lines[:] = [line for one in told.values() for line in one]
+
+
+def _common(command: click.Command, ctx: click.Context) -> list[str]:
+    """List the common options under their headings, each with a link to its entry in the full list."""
+    lines = []
+    for heading, options in by_heading(command, ctx).items():
+        shown = [one for one in options if one in command.params]  # sphinx-click has no entry for click's own --help
+        lines += [f"**{heading}**", ""]
+        lines += [f"- :option:`{one.opts[0]} <{ctx.command_path} {one.opts[0]}>`: {one.help}" for one in shown]
+        lines.append("")
+    return [*lines, "All options, settings by their TOML table:", ""]
 
 
 def _words(app: Sphinx, page: nodes.document) -> None:
@@ -93,4 +107,4 @@ def setup(app: Sphinx) -> None:
     app.connect("doctree-read", _words)
     app.connect("sphinx-click-process-description", _examples)
     app.connect("sphinx-click-process-epilog", _examples)
-    app.connect("sphinx-click-process-options", _by_table)
+    app.connect("sphinx-click-process-options", _options)

@@ -13,6 +13,9 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from gossipx.specs import known_word
 
+Group = Literal["Peers", "Exchange", "Training", "Run"]
+"""Headings of the common options in ``gossipx run --help``, in order."""
+
 
 def setting(
     default: Any,
@@ -21,13 +24,12 @@ def setting(
     most: float | None = None,
     check: Callable[[str], object] | None = None,
     peers: Literal[0, 1, 2] = 0,
+    common: Group | None = None,
+    metavar: str | None = None,
 ) -> Any:
-    """A setting: its default, what it means, the least and the most that make sense, and what else is looked at.
-
-    ``peers``: it names one peer (1) or several (2), by name or number.
-    """
+    """Declare a setting: its default, help and limits, and the other attributes of a :class:`Key`."""
     meta = {"help": help, "least": least, "most": most, "check": check, "peers": peers}
-    return field(default=default, metadata=meta)
+    return field(default=default, metadata={**meta, "common": common, "metavar": metavar})
 
 
 MOST_ITERATIONS = 10**12
@@ -127,17 +129,29 @@ class RunSettings:
     """The run as a whole; the TOML table ``[run]``."""
 
     peers: str | None = setting(
-        None, "The hosts file, a line a host. Needed here or in the --config file, but under torchrun, srun and mpirun."
+        None,
+        "The hosts file, one line per host. Needed here or in the --config file, except under torchrun or srun.",
+        common="Peers",
+        metavar="FILE",
     )
     name: str | None = setting(
-        None, "Name of the run, its directory under logdir. Default: the policy's, with a number."
+        None,
+        "Name of the run and of its directory in --logdir. Default: the policy's, with a number.",
+        common="Run",
+        metavar="NAME",
     )
-    logdir: str = setting("runs", "Directory of runs; point TensorBoard at it.")
+    logdir: str = setting("runs", "Directory of runs; point TensorBoard at it.", common="Run", metavar="DIR")
     overwrite: bool = setting(False, "Replace a run of the same name.")
-    seed: int = setting(0, "Seed of everything random: data split, batches, weights, draws.", 0, 2**32 - 1)
-    iterations: int = setting(3000, "Iterations a peer; with --solver its max_iter.", 1, MOST_ITERATIONS)
+    seed: int = setting(
+        0, "Seed of everything random: data split, batches, weights, draws.", 0, 2**32 - 1, common="Run"
+    )
+    iterations: int = setting(
+        3000, "Iterations per peer. Default with --solver: its max_iter.", 1, MOST_ITERATIONS, common="Training"
+    )
     threads: int = setting(1, "Computing threads a peer; with one a core, peers on one machine do not fight.", 1, 1024)
-    device: str = setting("cpu", "Device to train on; a device= in the hosts file comes first.")
+    device: str = setting(
+        "cpu", "Device to train on, unless the hosts file has a device=.", common="Training", metavar="DEVICE"
+    )
     log_interval: int = setting(10, "Iterations between two records of loss and delta.", 1, MOST_ITERATIONS)
     eval_interval: int = setting(
         250, "Iterations between two test accuracies while training; 0: none.", 0, MOST_ITERATIONS
@@ -155,9 +169,19 @@ class RunSettings:
 class TaskSettings:
     """What is trained; the TOML table ``[task]``. What is not given is the model's preset (Table I for its models)."""
 
-    task: str = setting("fashion-mnist", "Data set: fashion-mnist, mnist or cifar10.", check=_task)
-    data_dir: str | None = setting(None, "Directory with the full data set's files; fashion-mnist needs none.")
-    model: str = setting("lenet", "lenet, convnet, resnet20, resnet56, resnet110, alexnet or googlenet.", check=_model)
+    task: str = setting(
+        "fashion-mnist", "Data set: fashion-mnist, mnist or cifar10.", check=_task, common="Training", metavar="NAME"
+    )
+    data_dir: str | None = setting(
+        None, "Directory with the full data set's files; fashion-mnist needs none.", metavar="DIR"
+    )
+    model: str = setting(
+        "lenet",
+        "Model: lenet, convnet, resnet20, resnet56, resnet110, alexnet or googlenet.",
+        check=_model,
+        common="Training",
+        metavar="NAME",
+    )
     solver: str | None = setting(
         None,
         "Train by a Caffe solver file, solver.prototxt, or by one that is here: alexnet, convnet, googlenet.",
@@ -178,7 +202,11 @@ class SyncSettings:
     """When and with whom models are exchanged; the TOML table ``[sync]``."""
 
     policy: str = setting(
-        "adaptive", "never, tau:N, random:p, adaptive:threshold, travel:distance, drift:distance.", check=_policy
+        "adaptive",
+        "When to exchange: never, tau:N, random:p, adaptive:threshold, travel:distance, drift:distance.",
+        check=_policy,
+        common="Exchange",
+        metavar="SPEC",
     )
     mode: Literal["pull", "push", "pushpull", "server"] = setting(
         "pull",
@@ -257,8 +285,10 @@ class ServerSettings:
 
     servers: str | None = setting(
         None,
-        "Peers that hold the parameter server's shards, by name or number: 0,1. All train by what these hold.",
+        "Train by a parameter server whose shards these peers hold, by name or number: 0,1.",
         peers=2,
+        common="Exchange",
+        metavar="PEERS",
     )
     servers_only: bool = setting(False, "Servers serve the others, and do not train.")
     sync: str = setting(
@@ -268,9 +298,7 @@ class ServerSettings:
         check=_sync_model,
     )
     sync_plan: str | None = setting(
-        None,
-        "Other sync models, each with the clock from which on: 500=ssp:staleness=3;2000=asp.",
-        check=_plan,
+        None, "Other sync models, each with the clock from which on: 500=ssp:staleness=3;2000=asp.", check=_plan
     )
     pulls: Literal["lazy", "soft"] = setting(
         "lazy", "When a pull that was delayed is answered: when the clock has passed it, or at the soft barrier."
@@ -309,16 +337,28 @@ class ServerSettings:
 class ExchangeSettings:
     """How peers reach each other; the TOML table ``[exchange]``."""
 
-    bind: str = setting("127.0.0.1", "Address to listen on; anything but loopback needs a secret or TLS.")
+    bind: str = setting(
+        "127.0.0.1",
+        "Address to listen on; anything but loopback needs a secret or TLS.",
+        common="Peers",
+        metavar="ADDRESS",
+    )
     advertise: str | None = setting(
         None, "This machine's host in the hosts file, where it cannot be told by itself; or what others reach it by."
     )
     secret_file: str | None = setting(
-        None, "File of 16 bytes or more that all peers share and nobody else can read. Or GOSSIPX_SECRET has them."
+        None,
+        "Secret that all peers share, 16 bytes or more, in a file that nobody else can read. Or set GOSSIPX_SECRET.",
+        common="Peers",
+        metavar="FILE",
     )
-    tls_cert: str | None = setting(None, "Mutual TLS instead: PEM file of this machine's certificate ...")
-    tls_key: str | None = setting(None, "... of its private key ...")
-    tls_ca: str | None = setting(None, "... and of the CA that has signed those of all peers; see gossipx certs new.")
+    tls_cert: str | None = setting(
+        None, "Mutual TLS instead of a secret: PEM file of this machine's certificate.", metavar="FILE"
+    )
+    tls_key: str | None = setting(None, "With --tls-cert: PEM file of its private key.", metavar="FILE")
+    tls_ca: str | None = setting(
+        None, "With --tls-cert: PEM file of the CA that signed all peers' certificates.", metavar="FILE"
+    )
     transport: Literal["auto", "tcp", "shm", "gloo", "nccl"] = setting(
         "auto",
         "How models travel: in shared memory between peers of one machine, else over TCP; or always one of them;"
@@ -332,10 +372,7 @@ class ExchangeSettings:
         1, "Pushes that are taken in at a time, each into the memory of a model; others go to another peer.", 1, 64
     )
     serve_share: float = setting(
-        0.03,
-        "Share of training that answering pulls may take; who asks more often waits. 1: no limit.",
-        0.001,
-        1,
+        0.03, "Share of training that answering pulls may take; who asks more often waits. 1: no limit.", 0.001, 1
     )
     peer_timeout: float = setting(30.0, "Seconds after which another peer is no longer waited for.", 0.1, 86_400)
     rendezvous_timeout: float = setting(
@@ -371,6 +408,8 @@ class Key:
         check: refuses a value by a UsageError; None: limits say it all.
         numbers: it is text, and may be given as a number where that has a type, in TOML and in Python.
         peers: it is text that names peers, 1: one, 2: several, which may be given as a list; 0: it names none.
+        common: the heading of ``gossipx run --help`` that it stands under; None: only ``--help-all`` shows it.
+        metavar: the word for its value in help; None: that of its type.
     """
 
     table: str
@@ -385,6 +424,8 @@ class Key:
     check: Callable[[str], object] | None
     numbers: bool = False
     peers: int = 0
+    common: Group | None = None
+    metavar: str | None = None
 
     @property
     def option(self) -> str:
@@ -402,11 +443,8 @@ def _keys() -> dict[str, Key]:
             choices = get_args(kind) if get_origin(kind) is Literal else ()
             many = get_origin(kind) is tuple
             plain = str if choices else float if many else kind
-            meta = one.metadata
-            limits = meta["least"], meta["most"], meta["check"]
-            numbers = meta["peers"] > 0 or (plain is str and int in get_args(hints[one.name]))
-            shown = one.default, meta["help"]
-            keys[one.name] = Key(table, one.name, plain, choices, many, *shown, *limits, numbers, meta["peers"])
+            numbers = one.metadata["peers"] > 0 or (plain is str and int in get_args(hints[one.name]))
+            keys[one.name] = Key(table, one.name, plain, choices, many, one.default, numbers=numbers, **one.metadata)
     return keys
 
 

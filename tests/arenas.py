@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 
+import torch
+from torch import Tensor, nn
+
 from gossipx.arena import ParameterArena
 from gossipx.incoming import Incoming
 from gossipx.snapshots import Snapshot
@@ -34,3 +37,43 @@ def mix(arena: ParameterArena, model: bytes, share: float, base: Snapshot | None
         arena.commit(incoming.buffer, share)
     incoming.release()
     return distance
+
+
+class Net(nn.Module):
+    """A bit of everything that is laid out in ways of its own."""
+
+    def __init__(self, seed: int = 0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.conv = nn.Conv2d(3, 5, 3, padding=1).to(memory_format=torch.channels_last)
+        self.norm = nn.BatchNorm2d(5)
+        self.body = nn.Linear(5, 7)
+        self.head = nn.Linear(7, 2).double()
+        self.frozen = nn.Parameter(torch.randn(4), requires_grad=False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        features = self.norm(self.conv(images)).mean((2, 3))
+        return self.head(torch.tanh(self.body(features)).double())
+
+
+def train(module: nn.Module, optimizer: torch.optim.Optimizer, seed: int = 0) -> None:
+    images = torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(seed))
+    optimizer.zero_grad()
+    module(images).square().sum().backward()
+    optimizer.step()
+
+
+def model_of(arena: ParameterArena, whole: bool = False) -> bytes:
+    """A model as it goes over the wire."""
+    snapshot = arena.snapshot(whole)
+    model = bytes(snapshot.buffer.view)
+    snapshot.release()
+    return model
+
+
+def values(module: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in module.state_dict().items()}
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import queue
+import socket
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from certificates import Authority, Identity
+from framed import joined
 
 from gossipx.comm import CommManager
 from gossipx.errors import GossipxError
@@ -20,7 +23,7 @@ from gossipx.memory import Memory, Source
 from gossipx.messages import CarryingRequest, HereReply, ModelReply, PullRequest, Reply, Request, Stage
 from gossipx.transports import Address
 from gossipx.transports.process_group import ProcessGroups
-from gossipx.wire import Bytes, Room
+from gossipx.wire import Bytes, Hello, Room, frames
 from gossipx.wire.auth import Secret
 
 HERE = Address("127.0.0.1", 0)
@@ -192,3 +195,75 @@ def settings_of(way: str, folder: Path, rank: int = 0) -> dict[str, Any]:
     if "nccl" in way:
         settings["carriers"] = ProcessGroups("nccl", torch.device("cuda", rank % 2))
     return settings
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[[int], Run]]:
+    """Makes runs; all end with the test and leave no thread."""
+    with runs() as make:
+        yield make
+
+
+@pytest.fixture
+def two(start: Callable[[int], Run]) -> tuple[Host, Host]:
+    run = start(2)
+    return run.host(0), run.host(1)
+
+
+class Heard(logging.Handler):
+    """Log records of gossipx, to be waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: queue.Queue[logging.LogRecord] = queue.Queue()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.put(record)
+
+    def wait(self, text: str, failed: bool = False) -> logging.LogRecord:
+        while True:
+            record = self.records.get(timeout=LONG)
+            assert failed or record.exc_info is None
+            if text in record.getMessage():
+                return record
+
+
+@pytest.fixture
+def heard() -> Iterator[Heard]:
+    handler, log = Heard(), logging.getLogger("gossipx")
+    level = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.DEBUG)
+    yield handler
+    log.setLevel(level)
+    log.removeHandler(handler)
+
+
+def knock(host: Host) -> socket.socket:
+    address = host.comm.address
+    return socket.create_connection((address.host, address.port), timeout=LONG)
+
+
+def frame(message: Any, number: int = 0) -> bytes:
+    return joined(frames.encode(message, number))
+
+
+def read_frame(stream: socket.socket, payload: Bytes | None = None) -> frames.Frame | None:
+    """The next frame; None at the end of the stream."""
+    decoder = frames.Decoder(lambda message, request: payload)
+    while True:
+        count = stream.recv_into(decoder.next_buffer())
+        if not count:
+            return None
+        found = decoder.received(count)
+        if found is not None:
+            return found
+
+
+def introduced(host: Host, rank: int, names: Sequence[str]) -> socket.socket:
+    """A connection past its handshake, by someone who says he is ``rank``."""
+    stream = knock(host)
+    model = host.comm._member.me.model
+    stream.sendall(frame(Hello(rank, names[rank], len(names), "the same list", model)))
+    assert read_frame(stream) is not None
+    return stream

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from gossipx import codecs, mixing, policies
-from gossipx.access import grant
+from gossipx.access import Access, grant
 from gossipx.actor import GradientsReady
 from gossipx.arena import ParameterArena
 from gossipx.build.graph import build_schedule
@@ -105,100 +105,163 @@ def build_peer(
         UsageError: settings that do not fit, or a parameter that cannot be joined.
     """
     granted = grant(config.exchange, place.bind.host)
-    size = len(place.names)
-    run, sync = config.run, config.sync
-    max_rate = None if config.exchange.max_rate is None else parse_rate(config.exchange.max_rate)
     check_exchange(config)
     hub = elastic_settings(config, place.names)
-    by_servers = server_ranks(config, place.names) is not None
-    # Servers keep what others are given, so that no copy of a boundary is needed.
-    sampled = sync.delta == "sampled" or by_servers
-    drawn = random.Random(f"delta {run.seed} {place.rank}").getrandbits(64) if sampled else None
-    arena = ParameterArena(module, mix_buffers=sync.buffers == "mix", sampled=drawn)
+    arena = _arena(config, place, module)
     served = serve(config, place.names, place.rank, module, optimizer, parts or Parts())
+    turns = build_schedule(config, len(place.names), [address.host for address in place.addresses])
+    plan = _Plan(module, optimizer, config, place, policy, hub, served, turns)
+    driver = _driver(plan, arena)
+    comm = driver.comm = _comm(plan, driver, granted)
+    options = _options(plan)
+    if served is not None and place.directory is not None:
+        _keep_shards(driver, served, place, config.run.keep_checkpoints)
+    checkpoints = _checkpoints(plan, driver, options)
+    recorder = _recorder(plan, None if checkpoints.found is None else checkpoints.found.iteration)
+    backward = None if served is None else _backward(module, driver, served, config.server.wait_free)
+    reporter = Reporter(module, driver, comm, recorder, place.progress, options, evaluate)
+    return Peer(module, optimizer, driver, comm, reporter, checkpoints, options, backward)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """The inputs of the steps below, each of which makes one part of a peer.
+
+    Attributes:
+        policy: a user's own, in place of the configured one.
+        hub: None: the run has no hub.
+        served: None: the run has no parameter server.
+        turns: who exchanges with whom, and when.
+    """
+
+    module: nn.Module
+    optimizer: torch.optim.Optimizer | None
+    config: RunConfig
+    place: Place
+    policy: Policy | None
+    hub: ElasticSettings | None
+    served: Served | None
+    turns: Schedule
+
+    @property
+    def max_rate(self) -> float | None:
+        """Bytes a second that models may take of a network; None: no limit."""
+        given = self.config.exchange.max_rate
+        return None if given is None else parse_rate(given)
+
+
+def _arena(config: RunConfig, place: Place, module: nn.Module) -> ParameterArena:
+    # Servers keep what others are given, so that no copy of a boundary is needed.
+    sampled = config.sync.delta == "sampled" or server_ranks(config, place.names) is not None
+    drawn = random.Random(f"delta {config.run.seed} {place.rank}").getrandbits(64) if sampled else None
+    return ParameterArena(module, mix_buffers=config.sync.buffers == "mix", sampled=drawn)
+
+
+def _driver(plan: _Plan, arena: ParameterArena) -> Driver:
+    """Put the role into its driver, with the codec of models and the tables of a server."""
+    config, place = plan.config, plan.place
+    driver = Driver(_role(plan, arena.nbytes()), arena, config.exchange.max_served)
+    driver.tables.transfers.desk = None if plan.served is None else plan.served.desk
+    driver.transfers.codec = _model_codec(config, arena, plan.module, place.rank, plan.hub)
+    if config.sync.init == "first" and not place.resumes:
+        driver.begin_codec()
+    return driver
+
+
+def _role(plan: _Plan, model_bytes: int) -> PeerRole:
+    config, place, turns = plan.config, plan.place, plan.turns
+    sync = config.sync
+    policy = policies.parse("never") if plan.served else plan.policy or policies.parse(sync.policy)
     # Each peer draws from generators of its own; the split of the data is the same for all.
-    rng = random.Random(f"peer {run.seed} {place.rank}")
-    turns = build_schedule(config, size, [address.host for address in place.addresses])
-    role = PeerRole(
+    rng = random.Random(f"peer {config.run.seed} {place.rank}")
+    return PeerRole(
         rank=place.rank,
-        size=size,
-        sync=SyncManager(
-            policies.parse("never") if served else policy or policies.parse(sync.policy), rng.getrandbits(64)
-        ),
+        size=len(place.names),
+        sync=SyncManager(policy, rng.getrandbits(64)),
         topology=turns.topology,
         rng=rng,
         incarnation=secrets.randbits(48),
         mixing=mixing.parse(sync.mixing),
-        settings=PeerSettings(
-            peer_timeout=config.exchange.peer_timeout,
-            model_timeout=MODEL_SLACK * arena.nbytes() / min(SLOWEST, max_rate or SLOWEST),
-            max_served=config.exchange.max_served,
-            max_pushes=config.exchange.max_pushes,
-            serve_share=config.exchange.serve_share,
-            exchange=sync.exchange,
-            mode="pull" if sync.mode == "server" else sync.mode,
-            push_sum=sync.weights == "push-sum",
-            blocking=sync.blocking,
-            finish=sync.finish,
-            init=sync.init,
-            min_peers=sync.min_peers,
-        ),
+        settings=_role_settings(config, model_bytes, plan.max_rate),
         schedule=turns,
         shares=weights.shares(sync.weights, turns, place.rank, pushed=sync.mode == "push"),
-        exchange_of=_exchange_of(hub, served),
+        exchange_of=_exchange_of(plan.hub, plan.served),
     )
-    driver = Driver(role, arena, config.exchange.max_served)
-    driver.tables.transfers.desk = None if served is None else served.desk
-    driver.transfers.codec = _model_codec(config, arena, module, place.rank, hub)
-    if sync.init == "first" and not place.resumes:
-        driver.begin_codec()
-    comm = driver.comm = CommManager(
+
+
+def _role_settings(config: RunConfig, model_bytes: int, max_rate: float | None) -> PeerSettings:
+    sync, exchange = config.sync, config.exchange
+    return PeerSettings(
+        peer_timeout=exchange.peer_timeout,
+        model_timeout=MODEL_SLACK * model_bytes / min(SLOWEST, max_rate or SLOWEST),
+        max_served=exchange.max_served,
+        max_pushes=exchange.max_pushes,
+        serve_share=exchange.serve_share,
+        exchange=sync.exchange,
+        mode="pull" if sync.mode == "server" else sync.mode,
+        push_sum=sync.weights == "push-sum",
+        blocking=sync.blocking,
+        finish=sync.finish,
+        init=sync.init,
+        min_peers=sync.min_peers,
+    )
+
+
+def _comm(plan: _Plan, driver: Driver, granted: Access) -> CommManager:
+    """Connect the driver to the other peers."""
+    exchange, place = plan.config.exchange, plan.place
+    return CommManager(
         rank=place.rank,
         names=place.names,
         addresses=place.addresses,
         bind=place.bind,
         peers_digest=place.digest,
-        settings=_alike(config, turns, hub, served),
-        manifest=arena.manifest,
+        settings=_alike(plan.config, plan.turns, plan.hub, plan.served),
+        manifest=driver.arena.manifest,
         on_request=driver.received,
         room_for=driver.brought.room_for,
-        peer_timeout=config.exchange.peer_timeout,
-        max_rate=max_rate,
+        peer_timeout=exchange.peer_timeout,
+        max_rate=plan.max_rate,
         transport=granted.transport,
         secret=granted.secret,
         share_memory=granted.share_memory,
-        only_memory=config.exchange.transport == "shm",
-        carriers=_carriers(config.exchange, module),
+        only_memory=exchange.transport == "shm",
+        carriers=_carriers(exchange, plan.module),
     )
-    split = partition.parse(config.task.partition)
-    options = PeerOptions(
+
+
+def _options(plan: _Plan) -> PeerOptions:
+    run, place = plan.config.run, plan.place
+    split = partition.parse(plan.config.task.partition)
+    if plan.served is not None:
+        policy = plan.served.sync
+    else:
+        policy = plan.config.sync.policy if plan.policy is None else policies.describe(plan.policy)
+    return PeerOptions(
         name=place.names[place.rank],
         directory=place.directory,
         log_interval=run.log_interval,
-        distance_interval=sync.distance_interval,
-        split=lambda labels: split.split(labels, size, run.seed),
+        distance_interval=plan.config.sync.distance_interval,
+        split=lambda labels: split.split(labels, len(place.names), run.seed),
         by_label=split.by_label,
-        policy=served.sync if served else sync.policy if policy is None else policies.describe(policy),
+        policy=policy,
         save_model=run.save_model,
         under_run=place.under_run,
-        codec=codec_of(config),
+        codec=codec_of(plan.config),
     )
-    if served is not None and place.directory is not None:
-        _keep_shards(driver, served, place, run.keep_checkpoints)
-    about = {"--policy": options.policy.partition(":")[0], "peers": size, "--seed": run.seed}
-    checkpoints = Checkpoints(
+
+
+def _checkpoints(plan: _Plan, driver: Driver, options: PeerOptions) -> Checkpoints:
+    run, place = plan.config.run, plan.place
+    about = {"--policy": options.policy.partition(":")[0], "peers": len(place.names), "--seed": run.seed}
+    return Checkpoints(
         None if place.directory is None else store_of(place.directory, place.rank, run.keep_checkpoints),
         Every.parse(str(run.checkpoint_every)),
-        TrainingState(module, optimizer, driver, about),
+        TrainingState(plan.module, plan.optimizer, driver, about),
         place.resumes,
         place.resumes_at,
         _told_to_keep(driver),
     )
-    goes_on_from = None if checkpoints.found is None else checkpoints.found.iteration
-    recorder = _recorder(config, place, served is not None, goes_on_from)
-    backward = None if served is None else _backward(module, driver, served, config.server.wait_free)
-    reporter = Reporter(module, driver, comm, recorder, place.progress, options, evaluate)
-    return Peer(module, optimizer, driver, comm, reporter, checkpoints, options, backward)
 
 
 def codec_of(config: RunConfig) -> str:
@@ -294,7 +357,8 @@ def _carriers(exchange: ExchangeSettings, module: nn.Module) -> Carriers | None:
     return process_group.ProcessGroups(transport, next(module.parameters()).device)
 
 
-def _recorder(config: RunConfig, place: Place, is_served: bool, goes_on_from: int | None) -> Recorder:
+def _recorder(plan: _Plan, goes_on_from: int | None) -> Recorder:
+    config, place = plan.config, plan.place
     if place.directory is None:
         return NullRecorder()
     settings = {
@@ -304,6 +368,6 @@ def _recorder(config: RunConfig, place: Place, is_served: bool, goes_on_from: in
         if isinstance(value, str | int | float | bool)
     }
     hparams = {**settings, "rank": place.rank}
-    around = {"gossipx: hub": config.hub.hub is not None, "gossipx: servers": is_served}
+    around = {"gossipx: hub": config.hub.hub is not None, "gossipx: servers": plan.served is not None}
     parts = ["gossipx", *(part for part, there in around.items() if there)]
     return TensorBoardRecorder(models.directory_of(place.directory, place.rank), hparams, parts, goes_on_from)

@@ -22,7 +22,7 @@ from gossipx.server.clock import Clock
 from gossipx.server.layout import Layouts
 from gossipx.server.placement import Partition, Placement, Table
 from gossipx.server.settings import ServerSettings as Settings
-from gossipx.settings import RunConfig
+from gossipx.settings import RunConfig, ServerSettings
 from gossipx.storage.client import Client
 from gossipx.storage.coding import Coding
 from gossipx.storage.desk import Desk
@@ -91,58 +91,73 @@ def serve(
     if optimizer is None:
         raise UsageError("in server mode the servers make the optimizer's steps: give gossipx.join the optimizer")
     tables = [(plain_name(name), one) for name, one in module.named_parameters() if one.requires_grad]
-    parameters = [parameter for _, parameter in tables]
-    given = config.server
-    layouts = Layouts(
+    layouts = _layouts(tables, config.server, own)
+    rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+    settings = _settings(config, layouts, ranks, len(names), rates[0] if rates else None, own)
+    here = [index for index, able in enumerate(settings.holders) if rank in able]
+    groups = {id(one): number for number, group in enumerate(optimizer.param_groups) for one in group["params"]}
+    numbers = [groups.get(id(one), -1) for _, one in tables]
+    coding = _coding(config, own.storages, module, tables, numbers, rank)
+    layout, parameters = settings.layout, [one for _, one in tables]
+
+    def store_of(partitions: Sequence[Partition], cut: Sequence[Bucket]) -> ShardStore:
+        return ShardStore(partitions, cut, parameters, numbers, optimizer, own.storages, coding)
+
+    stores = {index: store_of(layout.placed[index], layout.cut[index]) for index in here}
+    client = Client(parameters, layout.placed, layout.cut, own.storages, coding)
+    desk = Desk(client, stores, parameters, optimizer, max(8, 2 * len(names)))
+    desk.mover = Mover(rank, layouts, layout, store_of)
+    clocks = {index: settings.clock_of(index) for index in here}
+    return Served(settings, tables, clocks, desk, _alike(config, ranks, own), _told(config, own))
+
+
+def _layouts(tables: Sequence[tuple[str, nn.Parameter]], given: ServerSettings, own: Parts) -> Layouts:
+    """Return the layouts of the tables, one for each set of servers."""
+    return Layouts(
         [Table(name, parameter.numel()) for name, parameter in tables],
         own.placement or placement.parse(given.placement),
-        lambda table: (parameters[table].dtype, parameters[table].element_size()),
+        lambda table: (tables[table][1].dtype, tables[table][1].element_size()),
         given.bucket,
     )
+
+
+def _settings(
+    config: RunConfig, layouts: Layouts, ranks: Sequence[int], size: int, rate: float | None, own: Parts
+) -> Settings:
+    """Return the settings of the role in server mode.
+
+    Args:
+        ranks: the servers', by shard.
+        size: peers in the run.
+        rate: the learning rate at the start; None: the optimizer has none.
+    """
+    given = config.server
     layout = layouts.make(ranks)
     syncs = sync_models(config, len(ranks), own.sync)
-    rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
-    rate = rates[0] if rates else None
-    holders = _holders(ranks, given.server_replicas, len(names))
-    later = plan.parse(given.sync_plan or "", rate)
     every = Every.parse(str(config.run.checkpoint_every))
 
     def clock_of(index: int) -> Clock:
         model = syncs[index % len(syncs)]
         model = model.resolved(rate) if model.needs_rate and rate is not None else model
         rng = random.Random(f"shard {config.run.seed} {index}")
-        return Clock(model, given.apply, given.pulls, settings.workers(len(names)), rng)
+        return Clock(model, given.apply, given.pulls, settings.workers(size), rng)
 
     settings = Settings(
         layouts=layouts,
         layout=layout,
         clock_of=clock_of,
-        holders=holders,
+        holders=_holders(ranks, given.server_replicas, size),
         fixed=_fixed(config, own.storages),
         trains=not given.servers_only,
         overlap=given.overlap,
         lost=given.server_lost,
-        plans=(later,) * len(ranks),
+        plans=(plan.parse(given.sync_plan or "", rate),) * len(ranks),
         rate=rate,
         every=(every.iterations, every.seconds),
         syncs=tuple(syncs),
         journals=bool(every) and given.journal and not given.server_replicas,
     )
-    groups = {id(one): number for number, group in enumerate(optimizer.param_groups) for one in group["params"]}
-    numbers = [groups.get(id(parameter), -1) for parameter in parameters]
-    coding = _coding(config, own.storages, module, tables, numbers, rank)
-
-    def store_of(partitions: Sequence[Partition], cut: Sequence[Bucket]) -> ShardStore:
-        return ShardStore(partitions, cut, parameters, numbers, optimizer, own.storages, coding)
-
-    here = [index for index, able in enumerate(holders) if rank in able]
-    clocks = {index: clock_of(index) for index in here}
-    stores = {index: store_of(layout.placed[index], layout.cut[index]) for index in here}
-    client = Client(parameters, layout.placed, layout.cut, own.storages, coding)
-    places = max(8, 2 * len(names))
-    desk = Desk(client, stores, parameters, optimizer, places)
-    desk.mover = Mover(rank, layouts, layout, store_of)
-    return Served(settings, tables, clocks, desk, _alike(config, ranks, own), _told(config, own))
+    return settings
 
 
 def _coding(

@@ -18,13 +18,14 @@ from rich.table import Table
 
 from gossipx import config
 from gossipx.cli import words
+from gossipx.cli.options import Option, RunCommand, help_all, help_for, option
 from gossipx.errors import GossipxError, UsageError
 from gossipx.launch.directory import run_directory
 from gossipx.launch.environment import ENV_DEBUG
 from gossipx.launch.world import with_options
 from gossipx.metrics import summary
 from gossipx.metrics.compare import Row, compare
-from gossipx.settings import KEYS, Key
+from gossipx.settings import KEYS
 
 _HELP: tuple[type[BaseException], ...] = tuple(filter(None, [getattr(click.exceptions, "NoArgsIsHelpError", None)]))
 """With what click, from 8.2 on, shows the help of a group that is given no command."""
@@ -44,7 +45,8 @@ def _one_line(ctx: click.Context) -> Iterator[None]:
         if isinstance(error, _HELP):
             raise
         text = " ".join(error.format_message().split()).removesuffix(".")
-        print(f"{text} (see {(error.ctx or ctx).command_path} --help)", file=sys.stderr)
+        place = error.ctx or ctx
+        print(f"{text} (see {place.command_path} {help_for(error, place.command)})", file=sys.stderr)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)
@@ -98,43 +100,28 @@ def main() -> None:
     """
 
 
-class _Run(click.Command):
-    """Its help has the settings by the tables that they stand in."""
-
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        groups: dict[str, list[tuple[str, str]]] = {}
-        for parameter in self.get_params(ctx):
-            record = parameter.get_help_record(ctx)
-            if record is not None and isinstance(parameter, click.Option):
-                key = KEYS.get(parameter.name or "")
-                groups.setdefault(f"Settings, [{key.table}] in TOML" if key else "Options", []).append(record)
-        for heading, records in groups.items():
-            with formatter.section(heading):
-                formatter.write_dl(records)
-
-
-def option(key: Key) -> Callable[[Any], Any]:
-    names = f"{key.option}/--no-{key.name.replace('_', '-')}" if key.kind is bool else key.option
-    default = "" if key.default is None else f"  [default: {str(key.default).lower()}]"
-    kind: Any = (
-        click.Choice(key.choices) if key.choices else str if key.many else None if key.kind is bool else key.kind
-    )
-    text = key.help + default
-    return click.option(names, key.name, default=None, type=kind, help=text, shell_complete=words.of_setting(key))
-
-
 def _all_settings(command: Callable[..., None]) -> Callable[..., None]:
     for key in reversed(KEYS.values()):
         command = option(key)(command)
     return command
 
 
-@main.command(cls=_Run, context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False})
-@click.option("--config", "config_file", type=click.Path(path_type=Path), help="A TOML file of these settings.")
+@main.command(cls=RunCommand, context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False})
+@click.option(
+    "--config",
+    "config_file",
+    cls=Option,
+    common="Run",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="A TOML file of these settings; options given here override it.",
+)
 @click.option(
     "--resume",
+    cls=Option,
+    common="Run",
     metavar="RUN",
-    help="Go on with a run, by its name or directory, from its checkpoints.",
+    help="Resume a run, by its name or directory, from its checkpoints.",
     shell_complete=words.runs(),
 )
 @click.option("--dry-run", is_flag=True, help="Show who would take part and what would be sent, and start nothing.")
@@ -148,6 +135,7 @@ def _all_settings(command: Callable[..., None]) -> Callable[..., None]:
 @click.option("--master", metavar="HOST[:PORT]", help="Where their rank 0 is.  [default: GOSSIPX_MASTER]")
 @_all_settings
 @debug
+@help_all
 @click.argument(
     "script",
     nargs=-1,
@@ -171,19 +159,26 @@ def run(
     """Train the built-in task, or your own SCRIPT, as every peer of this machine.
 
     \b
+    # the built-in task on this machine, by four peers
     echo 'localhost slots=4' > hosts.txt
     gossipx run --peers hosts.txt --policy adaptive
+    # your own script, with its arguments
     gossipx run --peers hosts.txt --policy tau:10 train.py --epochs 3
+    # several machines: the same command on each
+    gossipx run --peers hosts.txt --bind 0.0.0.0 --secret-file secret train.py
+    # from its checkpoints
     gossipx run --resume tau
+    # peers, topology and expected traffic; starts nothing
     gossipx run --peers hosts.txt --policy adaptive --dry-run --link 100mbit
+    # started by torchrun or SLURM: each process is one peer
     torchrun --nproc-per-node 4 --no-python gossipx run --policy adaptive
     srun gossipx run --policy adaptive
     """
     from gossipx.launch.local import launch, who
 
-    for option, is_given in (("--link", link), ("--model-size", model_size), ("--json", as_json)):
+    for name, is_given in (("--link", link), ("--model-size", model_size), ("--json", as_json)):
         if is_given and not dry_run:
-            raise UsageError(f"{option} is of --dry-run: add that, or leave it out")
+            raise UsageError(f"{name} is of --dry-run: add that, or leave it out")
     if dry_run and resume is not None:
         raise UsageError("--dry-run shows what a new run would be: leave --resume out")
     environ = with_options(os.environ, rank, size, master)

@@ -13,7 +13,8 @@ import click
 from rich.console import RenderableType
 from rich.table import Table
 
-from gossipx.cli.commands import FloatRange, debug, option
+from gossipx.cli.commands import FloatRange, debug
+from gossipx.cli.options import option
 from gossipx.cli.tables import show
 from gossipx.errors import UsageError
 from gossipx.settings import KEYS

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from torch import nn
-from torch.utils.data import Dataset, Subset
-
 from gossipx.errors import UsageError
-from gossipx.integrations.ddp import GroupPeer, Joining, PolicyLike
+from gossipx.integrations.callback import PeerCallback
 
 try:
     from lightning.pytorch.callbacks import Callback
@@ -24,7 +19,7 @@ KNOWN = {"SingleDeviceStrategy", "DDPStrategy"}
 """Strategies under which each process holds the whole model."""
 
 
-class GossipCallback(Callback):
+class GossipCallback(PeerCallback, Callback):
     """Make a Lightning training a peer; nothing else changes.
 
     ``fit`` joins before its first batch and ends with the finish. Under DDP the processes of a fit are one peer. With
@@ -42,26 +37,8 @@ class GossipCallback(Callback):
         peer: the peer, from the first batch on.
     """
 
-    def __init__(
-        self,
-        *,
-        peers: str | Path | None = None,
-        policy: PolicyLike = None,
-        rank: int | None = None,
-        evaluate: Callable[[nn.Module], float] | None = None,
-        config_file: str | Path | None = None,
-        accuracy: str | None = None,
-        **settings: Any,
-    ):
-        self.peer: GroupPeer | None = None
-        self._joining = Joining(peers, policy, rank, evaluate, config_file, settings)
-        self._accuracy = accuracy
-        self._loaded: dict[str, Any] | None = None
-        self._every = 1
-
-    def shard(self, dataset: Dataset[Any]) -> Subset[Any]:
-        """This peer's part of a data set, by the run's ``partition``: for the DataLoader, before ``fit``."""
-        return self._joining.shard(dataset)
+    _loaded: dict[str, Any] | None = None
+    _every = 1
 
     # --- what Lightning calls -----------------------------------------------------------------------
 
@@ -87,13 +64,7 @@ class GossipCallback(Callback):
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Record the accuracy."""
-        if self.peer is not None and self._accuracy in trainer.callback_metrics:
-            self.peer.log("test/accuracy", trainer.callback_metrics[self._accuracy])
-
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """The finish, while the module is still where it was trained."""
-        if self.peer is not None:
-            self.peer.finish()
+        self._record_accuracy(trainer.callback_metrics)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """The training failed: the other peers go on without this one."""

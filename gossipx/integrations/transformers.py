@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
-
-from torch import nn
-from torch.utils.data import Dataset, Subset
 
 from gossipx.errors import UsageError
 from gossipx.integrations.accelerate import check_whole
-from gossipx.integrations.ddp import GroupPeer, Joining, PolicyLike
+from gossipx.integrations.callback import PeerCallback
 
 try:
     from transformers import TrainerCallback
@@ -23,7 +18,7 @@ KEPT = "gossipx"
 """Where the Trainer's state holds gossipx's."""
 
 
-class GossipCallback(TrainerCallback):
+class GossipCallback(PeerCallback, TrainerCallback):
     """Make a training by the Hugging Face Trainer a peer; nothing else changes.
 
     ``train`` joins before its first batch and ends with the finish. Under DDP the processes of a training are one peer.
@@ -40,25 +35,6 @@ class GossipCallback(TrainerCallback):
     Attributes:
         peer: the peer, from the first batch on.
     """
-
-    def __init__(
-        self,
-        *,
-        peers: str | Path | None = None,
-        policy: PolicyLike = None,
-        rank: int | None = None,
-        evaluate: Callable[[nn.Module], float] | None = None,
-        config_file: str | Path | None = None,
-        accuracy: str | None = None,
-        **settings: Any,
-    ):
-        self.peer: GroupPeer | None = None
-        self._joining = Joining(peers, policy, rank, evaluate, config_file, settings)
-        self._accuracy = accuracy
-
-    def shard(self, dataset: Dataset[Any]) -> Subset[Any]:
-        """This peer's part of a data set, by the run's ``partition``: for the Trainer's ``train_dataset``."""
-        return self._joining.shard(dataset)
 
     # --- what the Trainer calls ---------------------------------------------------------------------
 
@@ -85,10 +61,4 @@ class GossipCallback(TrainerCallback):
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
         """Record the accuracy."""
-        if self.peer is not None and self._accuracy in (metrics or {}):
-            self.peer.log("test/accuracy", metrics[self._accuracy])
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The finish."""
-        if self.peer is not None:
-            self.peer.finish()
+        self._record_accuracy(metrics)

@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import managers
 import pytest
-import test_comm
 from certificates import Authority
-from test_comm import LONG, Heard, Host, Run, frame, knock, read_frame
+from managers import LONG, Heard, Host, Run, frame, knock, read_frame
 
 from gossipx.errors import GossipxError, NotAuthorisedError, ProtocolError, StrangerError
 from gossipx.fields import SMALL_METADATA, kind_of
@@ -30,7 +30,7 @@ from gossipx.wire import Challenge, Hello, NotAuthorised, Open, Proof, Refused, 
 from gossipx.wire.auth import Secret
 from runs import open_files
 
-start, heard = test_comm.start, test_comm.heard
+start, heard = managers.start, managers.heard
 SECRET, WRONG = Secret(b"the secret of these tests"), Secret(b"another one, of somebody else")
 Start = Callable[[int], Run]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-import json
 import os
 import random
 import signal
@@ -13,20 +12,16 @@ import socket
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from emulated import EmulatedNetwork, Host, NetworkUnavailableError, lacking, sweep
+from emulated import EmulatedNetwork, NetworkUnavailableError, lacking, sweep
 from emulated.namespaces import names
 from emulated.runs import train
-from emulated.shaping import TokenBucket
+from transfers import FRAME, RECEIVER, SINK, SOURCE, ask, gets_the_rate, python, result, transfer
 
 from runs import LONG, is_running
-
-FRAME = 1514 / 1448
-"""Bytes of an Ethernet frame to those of TCP's payload in it: a link's rate is of frames."""
 
 
 @pytest.fixture
@@ -37,120 +32,6 @@ def here() -> None:
 
 
 needs_network = pytest.mark.usefixtures("here")
-
-
-def python(host: Host, text: str, *arguments: object) -> subprocess.Popen[str]:
-    """Run a program on a host."""
-    command = [sys.executable, "-c", textwrap.dedent(text), *map(str, arguments)]
-    return host.popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-
-def ask(process: subprocess.Popen[str]) -> Any:
-    """The next line of JSON that a program prints."""
-    assert process.stdout is not None
-    return json.loads(process.stdout.readline())
-
-
-def result(process: subprocess.Popen[str]) -> Any:
-    """The JSON that a program prints, whose end is waited for."""
-    output, _ = process.communicate(timeout=LONG)
-    assert process.returncode == 0
-    return json.loads(output)
-
-
-RECEIVER = """
-    import hashlib, json, selectors, socket, sys, time
-    room = bytearray(1 << 20)
-    senders, count = map(int, sys.argv[1:])
-    with socket.create_server(("0.0.0.0", 5000)) as server, selectors.DefaultSelector() as ready:
-        print("true", flush=True)
-        connections = [server.accept()[0] for _ in range(senders)]
-        began = time.monotonic()
-        for connection in connections:
-            ready.register(connection, selectors.EVENT_READ)
-            connection.send(b"!")
-        got, parts = 0, []
-        while got < count and ready.get_map():
-            for key, _ in ready.select():
-                length = key.fileobj.recv_into(room)
-                if not length:
-                    ready.unregister(key.fileobj)
-                parts.append(room[:length])
-                got += length
-        seconds = time.monotonic() - began
-        print(json.dumps({"seconds": seconds, "got": got, "digest": hashlib.sha256(b"".join(parts)).hexdigest()}))
-"""
-"""Gives a number of senders the word, and receives ``count`` bytes from all together, or to their end."""
-
-SENDER = """
-    import random, socket, sys
-    to, count, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    data = random.Random(seed).randbytes(count)
-    with socket.create_connection((to, 5000)) as connection:
-        connection.recv(1)
-        try:
-            connection.sendall(data)
-        except (BrokenPipeError, ConnectionResetError):
-            pass  # it has what it counts
-"""
-
-
-SINK = """
-    import socket
-    with socket.create_server(("0.0.0.0", 5000)) as server:
-        print("true", flush=True)
-        with server.accept()[0] as connection:
-            while connection.recv(1 << 20):
-                pass
-"""
-SOURCE = """
-    import json, selectors, socket, sys, time
-    count = int(sys.argv[1])
-    connections = [socket.create_connection((to, 5000)) for to in sys.argv[2:]]
-    began = time.monotonic()
-    with selectors.DefaultSelector() as ready:
-        for connection in connections:
-            connection.setblocking(False)
-            ready.register(connection, selectors.EVENT_WRITE, [memoryview(bytes(count))])
-        while ready.get_map():
-            for key, _ in ready.select():
-                left = key.data
-                left[0] = left[0][key.fileobj.send(left[0][:1 << 16]) :]
-                if not left[0]:
-                    ready.unregister(key.fileobj)
-    for connection in connections:
-        connection.setblocking(True)
-        connection.shutdown(socket.SHUT_WR)
-        connection.recv(1)  # it has everything, and has closed
-    print(json.dumps({"seconds": time.monotonic() - began, "got": count * len(connections)}))
-"""
-"""Sends ``count`` bytes to each of a number of sinks at once, until all have them."""
-
-
-def transfer(to: Host, senders: Sequence[Host], count: int) -> Any:
-    """What the receiver tells of ``count`` bytes from all senders together, each ready to send as many."""
-    receiver = python(to, RECEIVER, len(senders), count)
-    assert ask(receiver)
-    for seed, sender in enumerate(senders):
-        python(sender, SENDER, to.address, count, seed)
-    told = result(receiver)
-    assert told["got"] >= count
-    return told
-
-
-def share_of_rate(told: Any, bucket: TokenBucket) -> float:
-    """What a transfer got of a link's rate. The bucket is full at first, and lets that much through at once."""
-    return (told["got"] * FRAME - bucket.burst) * 8 / told["seconds"] / bucket.rate
-
-
-def gets_the_rate(bucket: TokenBucket, transferred: Callable[[], Any], tries: int = 3) -> bool:
-    """Whether one of so many transfers gets 90 % of the rate: the machine may have other work. None may get more."""
-    for _ in range(tries):
-        share = share_of_rate(transferred(), bucket)
-        assert share <= 1.01
-        if share >= 0.9:
-            return True
-    return False
 
 
 # --- rate -------------------------------------------------------------------------------------------
@@ -290,6 +171,7 @@ UDP_RECEIVER = """
             received += 1
         print(json.dumps(received))
 """
+
 UDP_SENDER = """
     import socket, sys
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
@@ -342,6 +224,7 @@ def test_without_loss_none_is_lost() -> None:
 
 
 # --- nothing is left --------------------------------------------------------------------------------
+
 
 OWNER = """
     import signal, subprocess, sys, threading

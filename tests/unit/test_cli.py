@@ -10,6 +10,7 @@ import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from click.testing import CliRunner, Result
@@ -18,7 +19,7 @@ from gossipx.cli import main
 from gossipx.launch.environment import ENV_DEBUG
 from gossipx.metrics import Summary
 from gossipx.metrics.summary import FILE
-from gossipx.settings import KEYS
+from gossipx.settings import KEYS, Group
 
 
 @pytest.fixture
@@ -96,11 +97,42 @@ def test_the_commands_are_listed_and_explained() -> None:
 
 
 def test_every_setting_is_an_option_of_run() -> None:
-    result = gossipx("run", "--help")
+    result = gossipx("run", "--help-all")
+    assert result.exit_code == 0
     options = set(re.findall(r"--[\w-]+", result.stdout))
     assert {key.option for key in KEYS.values()} | {"--peers", "--config"} <= options
     # Frozen names: the design, "Public surface".
     assert {"--logdir", "--name", "--overwrite", "--seed", "--iterations", "--bind", "--peer-timeout"} <= options
+
+
+def test_the_help_of_run_shows_the_common_options_alone_under_their_headings() -> None:
+    result = gossipx("run", "--help")
+    shown = {
+        heading: re.findall(r"^  (?:-h, )?(--[\w-]+)", text, re.MULTILINE)
+        for heading, text in re.findall(r"^(\w+):\n((?:  .*\n)+)", result.stdout, re.MULTILINE)
+    }
+    assert list(shown) == [*get_args(Group), "Help"]
+    assert shown.pop("Help") == ["--help", "--help-all"]
+    assert {"--config", "--resume"} < set(shown["Run"])
+    for heading, options in shown.items():
+        declared = {key.option for key in KEYS.values() if key.common == heading}
+        assert declared == set(options) - {"--config", "--resume"}
+    assert 10 <= sum(map(len, shown.values())) <= 15
+
+
+@pytest.mark.parametrize(
+    ("arguments", "help"),
+    [
+        (["--seed", "one"], "--help"),
+        (["--peers"], "--help"),
+        (["--finish", "never"], "--help-all"),
+        (["--mixing"], "--help-all"),
+        (["--polcy", "never"], "--help-all"),
+        (["--rank", "-1"], "--help-all"),
+    ],
+)
+def test_an_error_names_the_help_that_shows_its_option(place: Path, arguments: list[str], help: str) -> None:
+    assert one_line(gossipx("run", *arguments)).endswith(f"(see gossipx run {help})")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,56 @@
+"""The part that the callbacks of Lightning and the Hugging Face Trainer share.
+
+Both frameworks drive a training by calling methods of a callback; only the names and arguments of these differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.utils.data import Dataset, Subset
+
+from gossipx.integrations.ddp import GroupPeer, Joining, PolicyLike
+
+
+class PeerCallback:
+    """Make each training of a framework a peer; its callback inherits from this and from the framework's base.
+
+    Args:
+        peers, policy, rank, config_file, settings: as for :func:`gossipx.join`.
+        evaluate: gives the model's accuracy from 0 to 1, for the figures before and after the finish.
+        accuracy: name of a metric of the framework, to be recorded as ``test/accuracy``.
+
+    Attributes:
+        peer: the peer, from the first batch on.
+    """
+
+    def __init__(
+        self,
+        *,
+        peers: str | Path | None = None,
+        policy: PolicyLike = None,
+        rank: int | None = None,
+        evaluate: Callable[[nn.Module], float] | None = None,
+        config_file: str | Path | None = None,
+        accuracy: str | None = None,
+        **settings: Any,
+    ):
+        self.peer: GroupPeer | None = None
+        self._joining = Joining(peers, policy, rank, evaluate, config_file, settings)
+        self._accuracy = accuracy
+
+    def shard(self, dataset: Dataset[Any]) -> Subset[Any]:
+        """Return this peer's part of a data set by the run's ``partition``, for use before the training begins."""
+        return self._joining.shard(dataset)
+
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+        """Run the finish, while the module is still where it was trained."""
+        if self.peer is not None:
+            self.peer.finish()
+
+    def _record_accuracy(self, metrics: Any) -> None:
+        if self.peer is not None and self._accuracy in (metrics or {}):
+            self.peer.log("test/accuracy", metrics[self._accuracy])

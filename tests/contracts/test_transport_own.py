@@ -1,0 +1,408 @@
+"""What TCP and TLS each do beyond the contract of transports.
+
+Numbers in brackets are rows of the project's fault list.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import os
+import random
+import re
+import resource
+import socket
+import ssl
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import streamed
+from certificates import Authority
+from streamed import LONG, SHORT, Beside, read, soon
+
+from gossipx.errors import (
+    GossipxError,
+    NotAuthorisedError,
+    PeerTimeoutError,
+    PeerUnreachableError,
+    ProtocolError,
+    StrangerError,
+)
+from gossipx.transports import Address, Certified, Stream, Transport, tcp
+
+tls, beside = streamed.tls, streamed.beside
+
+
+# --- TCP ----------------------------------------------------------------------------------------
+
+
+def test_addresses_read_as_people_write_them() -> None:
+    assert str(Address("node1", 7000)) == "node1:7000"
+    assert str(Address("fe80::1", 7000)) == "[fe80::1]:7000"
+
+
+def test_ipv6() -> None:
+    try:
+        listening = tcp.listen(Address("::1", 0))
+    except GossipxError as error:
+        pytest.skip(f"this machine has no IPv6: {error}")
+    assert str(listening.address).startswith("[::1]:")
+    ours = tcp.connect(listening.address, soon())
+    theirs = listening.accept()
+    ours.send([b"six"], soon())
+    assert read(theirs, 3) == b"six"
+    for each in (ours, theirs):
+        each.abort()
+    listening.close()
+
+
+def test_an_address_of_another_machine_cannot_be_listened_at() -> None:
+    with pytest.raises(GossipxError, match=r"192\.0\.2\.1:0: this machine has no such address"):
+        tcp.listen(Address("192.0.2.1", 0))
+
+
+def test_a_half_closed_peer_can_still_be_answered() -> None:  # [7]
+    listening = tcp.listen(Address("127.0.0.1", 0))
+    with socket.create_connection((listening.address.host, listening.address.port)) as peer:
+        stream = listening.accept()
+        peer.shutdown(socket.SHUT_WR)
+        with pytest.raises(PeerUnreachableError, match="closed the connection"):
+            read(stream, 1)
+        stream.send([b"answer"], soon())
+        assert peer.recv(6) == b"answer"
+    stream.abort()
+    listening.close()
+
+
+def test_a_reset_connection_is_unreachable() -> None:
+    listening = tcp.listen(Address("127.0.0.1", 0))
+    peer = socket.create_connection((listening.address.host, listening.address.port))
+    stream = listening.accept()
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+    peer.close()
+    with pytest.raises(PeerUnreachableError, match="lost the connection"):
+        read(stream, 1)
+    stream.abort()
+    listening.close()
+
+
+def test_a_name_that_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:  # [35]
+    def unknown(host: str, *rest: object, **named: object) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    with pytest.raises(PeerUnreachableError, match="no address is known for node9:7000"):
+        tcp.connect(Address("node9", 7000), soon())
+
+
+def test_a_look_up_that_hangs_keeps_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    over = threading.Event()
+
+    def hang(*given: object, flags: int = 0, **named: object) -> None:
+        if not flags:
+            over.wait(LONG)
+        raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+
+    monkeypatch.setattr(socket, "getaddrinfo", hang)
+    with pytest.raises(PeerTimeoutError, match="node9:7000"):
+        tcp.connect(Address("node9", 7000), soon(SHORT))
+    over.set()
+
+
+def test_a_listener_that_never_accepts_keeps_the_deadline() -> None:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen(0)
+        place = Address(*listening.getsockname())
+        waiting = [socket.socket() for _ in range(4)]  # more than its queue takes
+        for each in waiting:
+            each.setblocking(False)
+            assert each.connect_ex((place.host, place.port)) in (0, errno.EINPROGRESS)
+        with pytest.raises(PeerTimeoutError, match=str(place)):
+            tcp.connect(place, soon(SHORT))
+        for each in waiting:
+            each.close()
+
+
+def test_a_socket_connected_to_itself_is_nobody() -> None:
+    with socket.socket() as alone:
+        alone.bind(("127.0.0.1", 0))
+        place = alone.getsockname()
+        with pytest.raises(ConnectionRefusedError):
+            tcp._connect(alone, place, Address(*place), soon())
+
+
+def test_out_of_descriptors_accepting_fails_and_recovers() -> None:  # [40]
+    listening = tcp.listen(Address("127.0.0.1", 0))
+    peer = socket.create_connection((listening.address.host, listening.address.port))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.dup(0)
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
+    try:
+        with pytest.raises(GossipxError, match="Too many open files"):
+            listening.accept()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    stream = listening.accept()
+    peer.sendall(b"here")
+    assert read(stream, 4) == b"here"
+    stream.abort()
+    peer.close()
+    listening.close()
+
+
+# --- TLS ----------------------------------------------------------------------------------------
+
+
+def meeting(
+    server: Transport, client: Transport, beside: Beside, by: str = "127.0.0.1"
+) -> tuple[Stream | str, Stream | str]:
+    """Each side's stream after one byte both ways, or what it was refused by; ``by``: the server's name to clients."""
+    listening = server.listen(Address("127.0.0.1", 0))
+    streams: list[Stream] = []
+
+    def talk(make: Callable[[], Stream]) -> Stream | str:
+        try:
+            streams.append(stream := make())
+            stream.send([b"."], soon())
+            read(stream, 1)
+        except (NotAuthorisedError, StrangerError) as error:
+            for each in streams:
+                each.abort()
+            assert error.exit_code == 5
+            assert "\n" not in str(error)
+            return str(error)
+        return stream
+
+    connecting = beside(talk, lambda: client.connect(Address(by, listening.address.port), soon()))
+    accepted = talk(listening.accept)
+    connected = connecting.result(LONG)
+    listening.close()
+    for each in streams:
+        each.abort()
+    return accepted, connected
+
+
+@dataclass(frozen=True)
+class Bad:
+    """What is wrong with a certificate, and how both sides put it where the client has it, and where the server."""
+
+    of_client: tuple[str, str]
+    of_server: tuple[str, str]
+
+
+BAD = {
+    "expired": Bad(
+        ("certificate of 127.0.0.1:.* has expired", "says that the certificate of this peer has expired"),
+        ("says that the certificate of this peer has expired", "certificate of 127.0.0.1:.* has expired"),
+    ),
+    "foreign": Bad(
+        (
+            "was not signed by a CA in --tls-ca",
+            "(does not know the CA that signed|refuses) the certificate of this peer",
+        ),
+        (
+            "(does not know the CA that signed|refuses) the certificate of this peer",
+            "was not signed by a CA in --tls-ca",
+        ),
+    ),
+    "for another use": Bad(
+        (
+            "is not for this use: it needs both",
+            "refuses the certificate of this peer: it needs serverAuth and clientAuth",
+        ),
+        (
+            "refuses the certificate of this peer: it needs serverAuth and clientAuth",
+            "is not for this use: it needs both",
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("whose", ["client", "server"])
+@pytest.mark.parametrize("name", ["a foreign CA", "tests' CA"])
+@pytest.mark.parametrize("what", BAD)
+def test_a_bad_certificate_is_refused_and_both_say_why(  # [20]
+    what: str, name: str, whose: str, tmp_path: Path, beside: Beside
+) -> None:
+    authority, foreign = Authority(tmp_path / "own"), Authority(tmp_path / "foreign", name)
+    good = authority.issue()
+    bad = {
+        "expired": lambda: authority.issue(days=-1),
+        "foreign": lambda: dataclasses.replace(foreign.issue(), authority=authority.file),
+        "for another use": lambda: authority.issue(uses=("server" if whose == "client" else "client",)),
+    }[what]()
+    server, client = (good, bad) if whose == "client" else (bad, good)
+    told = meeting(server.transport(), client.transport(), beside)
+    for text, pattern in zip(told, BAD[what].of_client if whose == "client" else BAD[what].of_server, strict=True):
+        assert isinstance(text, str)
+        assert re.search(pattern, text), told
+
+
+def test_a_client_without_a_certificate_is_refused_and_both_say_so(tmp_path: Path, beside: Beside) -> None:  # [20]
+    good = Authority(tmp_path).issue()
+    client = good.transport()
+    client._client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    client._client.load_verify_locations(good.authority)
+    accepted, connected = meeting(good.transport(), client, beside)
+    assert re.search("127.0.0.1:.* gave no certificate", str(accepted))
+    assert "asks for a certificate, and this peer gave none" in str(connected)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.2", "localhost", "*.0.0.1", "node1"])
+def test_a_certificate_for_another_host_is_refused_by_who_connects(  # [20]
+    host: str, tmp_path: Path, beside: Beside
+) -> None:
+    authority = Authority(tmp_path)
+    accepted, connected = meeting(authority.issue(host).transport(), authority.issue().transport(), beside)
+    assert "is not for '127.0.0.1', the host in the hosts file" in str(connected)
+    assert "refuses the certificate of this peer: is it for its host in the hosts file?" in str(accepted)
+
+
+def test_a_common_name_is_no_host_to_who_connects(tmp_path: Path, beside: Beside) -> None:  # [20]
+    """A certificate that names its host as the subject only, as were made before alternative names."""
+    authority = Authority(tmp_path)
+    server, client = authority.issue("localhost", alternative=False), authority.issue()
+    told = meeting(server.transport(), client.transport(), beside, by="localhost")
+    assert "is not for 'localhost', the host in the hosts file" in str(told[1])
+    accepted, _ = meeting(client.transport(), server.transport(), beside)
+    assert isinstance(accepted, Certified)
+    assert not accepted.speaks_for("localhost")
+
+
+def test_who_accepts_can_ask_for_whom_the_certificate_is(tmp_path: Path, beside: Beside) -> None:
+    authority = Authority(tmp_path)
+    for host, also in (("node1", "NODE1"), ("fd00::7", "fd00:0:0:0:0:0:0:7"), ("10.0.0.7", "10.0.0.7")):
+        accepted, _ = meeting(authority.issue().transport(), authority.issue(host).transport(), beside)
+        assert isinstance(accepted, Certified)
+        assert accepted.speaks_for(host)
+        assert accepted.speaks_for(also)
+        assert not any(accepted.speaks_for(other) for other in ("node", "node12", "10.0.0.70", "fd00::70", "", "*"))
+
+
+STRANGERS = {
+    "HTTP": b"GET / HTTP/1.1\r\n\r\n",
+    "a peer without TLS": b"GSPX\0\1" + bytes(60),
+    "random": random.Random(0).randbytes(100),
+    "zeros": bytes(100),
+}
+
+
+@pytest.mark.parametrize("first", STRANGERS.values(), ids=STRANGERS)
+def test_who_speaks_no_tls_is_refused(tls: Transport, beside: Beside, first: bytes) -> None:  # [15]
+    listening = tls.listen(Address("127.0.0.1", 0))
+    with socket.create_connection((listening.address.host, listening.address.port)) as peer:
+        stream = listening.accept()
+        peer.sendall(first)
+        peer.shutdown(socket.SHUT_WR)
+        with pytest.raises((ProtocolError, PeerUnreachableError), match="TLS"):
+            read(stream, 1)
+    stream.abort()
+    listening.close()
+
+
+def test_an_older_tls_is_refused(tmp_path: Path, beside: Beside) -> None:  # [16]
+    good = Authority(tmp_path).issue()
+    listening = good.transport().listen(Address("127.0.0.1", 0))
+    old = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    old.maximum_version = ssl.TLSVersion.TLSv1_2
+    old.load_cert_chain(good.certificate, good.key)
+    old.load_verify_locations(good.authority)
+
+    def connect() -> None:
+        with socket.create_connection((listening.address.host, listening.address.port)) as peer:
+            old.wrap_socket(peer, server_hostname="127.0.0.1")
+
+    connecting = beside(connect)
+    stream = listening.accept()
+    with pytest.raises(ProtocolError, match=r"does not speak TLS 1\.3 as it should \(unsupported protocol\)"):
+        read(stream, 1)
+    stream.abort()
+    with pytest.raises(ssl.SSLError, match="PROTOCOL_VERSION"):
+        connecting.result(LONG)
+    listening.close()
+
+
+def test_a_listener_without_tls_is_told_from_one_that_is_gone(tls: Transport, beside: Beside) -> None:
+    listening = tcp.listen(Address("127.0.0.1", 0))
+    connecting = beside(tls.connect, listening.address, soon())
+    listening.accept().abort()
+    with pytest.raises(PeerUnreachableError, match="in the TLS handshake"):
+        connecting.result(LONG)
+    listening.close()
+
+
+def test_a_stranger_that_says_nothing_holds_up_nobody_and_has_a_deadline(  # [25]
+    tls: Transport, beside: Beside
+) -> None:
+    listening = tls.listen(Address("127.0.0.1", 0))
+    with socket.create_connection((listening.address.host, listening.address.port)):
+        silent = listening.accept()
+        connecting = beside(tls.connect, listening.address, soon())
+        stream = listening.accept()
+        stream.send([b"a"], soon())
+        assert read(connecting.result(LONG), 1) == b"a"
+        with pytest.raises(PeerTimeoutError):
+            read(silent, 1, soon(SHORT))
+    with pytest.raises(PeerTimeoutError):
+        tls.connect(listening.address, soon(SHORT))
+    for each in (silent, stream, connecting.result()):
+        each.abort()
+    listening.close()
+
+
+def test_what_a_sender_writes_before_it_closes_is_not_lost(tls: Transport, beside: Beside) -> None:  # [42]
+    """The client has read nothing when it closes: tickets that lay unread would make TCP take its bytes back."""
+    data = os.urandom(3_000_000)
+    listening = tls.listen(Address("127.0.0.1", 0))
+
+    def write_and_close() -> None:
+        stream = tls.connect(listening.address, soon())
+        stream.send([data], soon())
+        stream.abort()
+
+    for _ in range(5):
+        writing = beside(write_and_close)
+        stream = listening.accept()
+        assert read(stream, len(data)) == data
+        writing.result(LONG)
+        stream.abort()
+    listening.close()
+
+
+def test_a_byte_changed_on_the_way_ends_the_stream(tls: Transport, beside: Beside) -> None:  # [12]
+    listening, changing = tls.listen(Address("127.0.0.1", 0)), tcp.listen(Address("127.0.0.1", 0))
+
+    def pass_on(source: Stream, target: Stream, change: threading.Event) -> None:
+        room = memoryview(bytearray(100_000))
+        with contextlib.suppress(PeerUnreachableError):
+            while True:
+                count = source.receive_into(room, soon())
+                if change.is_set():
+                    room[count - 1] ^= 1
+                target.send([room[:count]], soon())
+
+    connecting = beside(tls.connect, changing.address, soon())
+    middle = changing.accept(), tcp.connect(listening.address, soon())
+    change, never = threading.Event(), threading.Event()
+    passing = [beside(pass_on, *middle, change), beside(pass_on, *reversed(middle), never)]
+    theirs = listening.accept()
+    first = beside(read, theirs, 5)
+    ours = connecting.result(LONG)
+    ours.send([b"right"], soon())
+    assert first.result(LONG) == b"right"
+    change.set()
+    ours.send([b"wrong"], soon())
+    with pytest.raises(ProtocolError, match="bad record mac"):
+        read(theirs, 1)
+    for each in (ours, theirs, *middle):
+        each.abort()
+    for each in passing:
+        each.result(LONG)
+    for each in (listening, changing):
+        each.close()

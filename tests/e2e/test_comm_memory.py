@@ -1,0 +1,256 @@
+"""CommManagers on one machine: models in shared memory.
+
+Numbers in brackets are rows of the project's fault list.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import managers
+import pytest
+from managers import LONG, SHORT, Host, Model, Run, frame, introduced, read_frame, shares_memory, soon
+
+from gossipx.errors import GossipxError, LocalFaultError, PeerUnreachableError, ProtocolError, UsageError
+from gossipx.memory import PIECE, Memory
+from gossipx.messages import ModelReply, PullRequest, Reply
+from gossipx.transports import Address, tcp, unix
+from gossipx.transports.link import Link
+from gossipx.wire import Bytes, Sink
+
+start, two, heard = managers.start, managers.two, managers.heard
+
+
+# --- memory that both share ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def beside(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The payloads that came beside their connections, by their sizes."""
+    taken: list[int] = []
+    take = Link._take_beside
+
+    def taking(link: Link, sink: Sink, deadline: float) -> None:
+        taken.append(sink.nbytes)
+        take(link, sink, deadline)
+
+    monkeypatch.setattr(Link, "_take_beside", taking)
+    return taken
+
+
+@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize("size", [0, 1, PIECE, 3 * PIECE + 5])
+def test_models_on_one_machine_go_through_shared_memory(
+    start: Callable[[int], Run], beside: list[int], share: bool, size: int
+) -> None:
+    run = start(2)
+    a, b = run.host(0, share_memory=share), run.host(1)
+    for round in range(3):
+        model = os.urandom(size)
+        b.serve(model)
+        room = bytearray(size)
+        assert a.ask(1, PullRequest(round, 30.0), room).get(timeout=LONG) == ModelReply(round)
+        assert bytes(room) == model
+        assert b.answered.get(timeout=LONG) is True
+    assert beside == ([size] * 3 if share and size and sys.platform == "linux" else [])
+    assert a.comm.bytes_received >= 3 * size
+    assert b.comm.bytes_sent >= 3 * size
+
+
+def test_a_model_that_is_no_shared_memory_goes_over_the_connection(
+    start: Callable[[int], Run], beside: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gossipx.memory._create", lambda size: None)
+    run = start(2)
+    a, b = run.host(0), run.host(1)
+    b.serve(b"1234")
+    room = bytearray(4)
+    assert a.ask(1, PullRequest(1, 30.0), room).get(timeout=LONG) == ModelReply(1)
+    assert (bytes(room), beside) == (b"1234", [])
+
+
+def _short(size: int) -> int:
+    memory = Memory(size)
+    assert memory.descriptor is not None
+    return os.dup(memory.descriptor)
+
+
+@shares_memory
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda: os.memfd_create("loose", os.MFD_ALLOW_SEALING), "stays as it is"),  # [1] it could be cut short
+        (lambda: os.open(__file__, os.O_RDONLY), "cannot be mapped"),
+        (lambda: os.open(os.devnull, os.O_RDONLY), "stays as it is"),
+        (lambda: _short(3), "stays as it is"),  # [24] less than was announced
+    ],
+)
+def test_a_descriptor_of_something_else_is_refused(two: tuple[Host, Host], make: Callable[[], int], told: str) -> None:
+    a, b = two
+    descriptor = make()
+    model = Model(b"12345678")
+    model.descriptor = descriptor
+    room = bytearray(8)
+    results = a.ask(1, PullRequest(1, 30.0), room)
+    _, key, _ = b.received.get(timeout=LONG)
+    b.comm.answer(key, ModelReply(1), payload=model, deadline=soon(), done=b.answered.put)
+    error = results.get(timeout=LONG)
+    assert isinstance(error, ProtocolError)
+    assert told in str(error)
+    assert b.answered.get(timeout=LONG) is False
+    assert bytes(room) == bytes(8)
+    os.close(descriptor)
+
+
+@shares_memory
+def test_a_model_that_is_read_past_the_givers_deadline_is_not_taken(two: tuple[Host, Host]) -> None:  # [3]
+    """It may change from then on: the other side was stopped meanwhile, say, and reads what is there now."""
+    a, b = two
+    late = threading.Event()
+
+    class Stopped(Bytes):
+        def take(self, start: int, view: memoryview) -> None:
+            late.wait(LONG)
+            super().take(start, view)
+
+    results: queue.Queue[Reply | GossipxError] = queue.Queue()
+    sink = Stopped(memoryview(bytearray(8)))
+    a.comm.request(1, PullRequest(1, 30.0), deadline=soon(), payload=sink, done=results.put)
+    _, key, _ = b.received.get(timeout=LONG)
+    b.comm.answer(key, ModelReply(1), payload=Model(b"12345678"), deadline=soon(SHORT), done=b.answered.put)
+    assert b.answered.get(timeout=LONG) is False
+    late.set()
+    error = results.get(timeout=LONG)
+    assert isinstance(error, PeerUnreachableError)
+
+
+@shares_memory
+def test_who_comes_while_a_peer_starts_shares_memory_with_it(
+    start: Callable[[int], Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A peer that tells of its Unix socket already listens at it."""
+    run = start(2)
+    a = run.host(0)
+    listen = unix.listen
+    asked: list[queue.Queue[Reply | GossipxError]] = []
+
+    def known(bind: Address) -> tcp.TcpListener:
+        listener = tcp.listen(bind)
+        run.addresses[1] = listener.address
+        return listener
+
+    def late(address: Address) -> Any:
+        asked.append(a.ask(1, PullRequest(1, 30.0), bytearray(4)))
+        with pytest.raises(queue.Empty):
+            asked[0].get(timeout=SHORT)
+        return listen(address)
+
+    monkeypatch.setattr(unix, "listen", late)
+    b = run.host(1, transport=SimpleNamespace(listen=known, connect=tcp.connect))
+    _, key, _ = b.received.get(timeout=LONG)
+    b.answer(key, ModelReply(1), b"1234")
+    assert asked[0].get(timeout=LONG) == ModelReply(1)
+    assert a.comm._asking._apart == set()
+
+
+def shares(a: Host, beside: list[int]) -> bool:
+    """Whether a model that ``a`` pulls from peer 1 comes in memory that both share."""
+    before = len(beside)
+    assert a.ask(1, PullRequest(1, 30.0), bytearray(4)).get(timeout=LONG) == ModelReply(1)
+    return len(beside) > before
+
+
+@shares_memory
+@pytest.mark.parametrize("only_memory", [True, False])
+def test_a_peer_that_dies_before_it_is_reached_by_its_name_is_unreachable_and_no_mistake(  # [1] [36]
+    start: Callable[[int], Run], beside: list[int], monkeypatch: pytest.MonkeyPatch, only_memory: bool
+) -> None:
+    run = start(2)
+    a, b = run.host(0, only_memory=only_memory), run.host(1)
+    connect = unix.connect
+
+    def dying(address: Address, deadline: float) -> unix.UnixStream:
+        b.comm.close()
+        return connect(address, deadline)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(unix, "connect", dying)
+        error = a.ask(1, PullRequest(1, 30.0), bytearray(4)).get(timeout=LONG)
+    assert isinstance(error, PeerUnreachableError)
+    run.host(1, bind=b.comm.address).serve(b"1234")
+    assert shares(a, beside), "what is there now has not been out of reach"
+
+
+@shares_memory
+def test_with_a_peer_in_another_namespace_memory_is_tried_once_until_it_starts_anew(  # [36]
+    start: Callable[[int], Run], beside: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = start(3)
+    a, b, strict = run.host(0), run.host(1), run.host(2, only_memory=True)
+    b.serve(b"1234")
+    tried: list[Address] = []
+    connect = unix.connect
+
+    def elsewhere(address: Address, deadline: float) -> unix.UnixStream:
+        tried.append(address)
+        return connect(Address(f"{address.host}-elsewhere", 0), deadline)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(unix, "connect", elsewhere)
+        assert not shares(a, beside)
+        for link in a.comm._member.links._idle[1]:
+            link.stream.abort()  # so that the next request needs a connection of its own
+        assert not shares(a, beside)
+        assert len(tried) == 1
+        error = strict.ask(1, PullRequest(1, 30.0), bytearray(4)).get(timeout=LONG)
+        assert isinstance(error, UsageError)
+        assert "no memory can be shared with peer-01, as --transport shm wants: use auto" in str(error)
+    b.comm.close()
+    run.host(1, bind=b.comm.address).serve(b"1234")
+    assert shares(a, beside)
+
+
+@shares_memory
+def test_what_keeps_a_peer_from_its_name_for_a_moment_ends_one_request(  # [40]
+    start: Callable[[int], Run], beside: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = start(2)
+    a, b = run.host(0, only_memory=True), run.host(1)
+    b.serve(b"1234")
+
+    def lacking(address: Address, deadline: float) -> unix.UnixStream:
+        raise LocalFaultError("no file descriptor is left")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(unix, "connect", lacking)
+        assert isinstance(a.ask(1, PullRequest(1, 30.0), bytearray(4)).get(timeout=LONG), LocalFaultError)
+    assert shares(a, beside)
+
+
+def test_an_answer_that_begins_later_is_not_sent_before(start: Callable[[int], Run]) -> None:
+    run = start(2)
+    a, b = run.host(0), run.host(1)
+    asked = a.ask(1, PullRequest(1, 30.0), bytearray(4))
+    _, key, _ = b.received.get(timeout=LONG)
+    begins = time.monotonic() + 0.2
+    b.answer(key, ModelReply(1), b"1234", begins=begins)
+    assert asked.get(timeout=LONG) == ModelReply(1)
+    assert time.monotonic() >= begins
+
+
+def test_a_peer_that_does_not_tell_that_it_has_a_model_has_not_got_it(start: Callable[[int], Run]) -> None:  # [42]
+    run = start(2)
+    a = run.host(0)
+    with introduced(a, 1, run.names) as stream:
+        stream.sendall(frame(PullRequest(1, 30.0), 5))
+        _, key, _ = a.received.get(timeout=LONG)
+        a.answer(key, ModelReply(1), b"1234")
+        assert read_frame(stream, Bytes(memoryview(bytearray(4)))) is not None
+    assert a.answered.get(timeout=LONG) is False

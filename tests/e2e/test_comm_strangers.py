@@ -1,0 +1,275 @@
+"""CommManagers over real sockets: which connections they let in, and how many.
+
+Numbers in brackets are rows of the project's fault list.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import queue
+import resource
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import managers
+import pytest
+from managers import LONG, MANIFEST, SHORT, Heard, Host, Run, frame, introduced, knock, read_frame, soon
+
+from gossipx.errors import CancelledError, GossipxError, ModelMismatchError, ProtocolError, RefusedError
+from gossipx.messages import HereReply, LeaveRequest, ModelReply, PullRequest, Stage
+from gossipx.transports import Address
+from gossipx.wire import Bytes, Hello, Refused, frames
+
+start, two, heard = managers.start, managers.two, managers.heard
+
+
+# --- who is let in ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [b"GET / HTTP/1.1\r\nHost: a\r\n\r\n", bytes(100), b"GSPX" + frames.VERSION.to_bytes(2, "big") + b"\xff" * 50],
+)
+def test_garbage_is_closed_quietly(two: tuple[Host, Host], heard: Heard, garbage: bytes) -> None:
+    """[15]"""
+    a, b = two
+    with knock(b) as stream:
+        stream.sendall(garbage)
+        with contextlib.suppress(ConnectionResetError):
+            assert stream.recv(100) == b""
+    assert heard.wait("the connection from 127.0.0.1").levelno == logging.DEBUG
+    b.serve(b"")
+    assert a.ask(1, LeaveRequest()).get(timeout=LONG) == HereReply(Stage.TRAIN)
+
+
+def test_another_version_is_told_ours_in_a_frame(two: tuple[Host, Host]) -> None:  # [16]
+    with knock(two[0]) as stream:
+        hello = bytearray(frame(Hello(1, "peer-01", 2, "the same list", "m")))
+        hello[4:6] = b"\x00\x63"
+        stream.sendall(hello)
+        refused = read_frame(stream)
+    assert refused is not None
+    assert isinstance(refused.message, Refused)
+    assert "version 99" in refused.message.reason
+    assert f"version {frames.VERSION}" in refused.message.reason
+
+
+def test_a_client_of_another_version_names_both(start: Callable[[int], Run]) -> None:  # [16]
+    run = start(2)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        run.addresses[1] = Address(*listening.getsockname())
+        results = run.host(0).ask(1, LeaveRequest())
+        stream, _ = listening.accept()
+        with stream:
+            refused = bytearray(frame(Refused("what a newer version says")))
+            refused[4:6] = b"\x00\x63"
+            stream.sendall(refused)
+            error = results.get(timeout=LONG)
+    assert isinstance(error, ProtocolError)
+    assert "version 99 " in str(error)
+    assert f"version {frames.VERSION}:" in str(error)
+
+
+def test_another_hosts_file_is_refused(start: Callable[[int], Run]) -> None:
+    run = start(2)
+    a = run.host(0)
+    run.host(1, peers_digest="another list")
+    error = a.ask(1, LeaveRequest()).get(timeout=LONG)
+    assert isinstance(error, ProtocolError)
+    assert "hosts files of peer-00 (2 peers) and peer-01 (2 peers) differ" in str(error)
+
+
+def test_settings_that_must_be_alike_are_compared(start: Callable[[int], Run]) -> None:
+    run = start(3)
+    hosts = [run.host(rank, settings={"--mode": mode}) for rank, mode in enumerate(("push", "pull", "push"))]
+    for asking, other in ((0, 1), (1, 0)):
+        error = hosts[asking].ask(other, LeaveRequest()).get(timeout=LONG)
+        assert isinstance(error, ProtocolError)
+        assert "--mode is " in str(error) and "; give every peer the same" in str(error)
+    assert hosts[0].comm.trust.doubt is not None and not hosts[0].comm.trust.is_outcast, "by one of two"
+    asked = hosts[0].ask(2, LeaveRequest())
+    _, key, _ = hosts[2].received.get(timeout=LONG)
+    hosts[2].answer(key, HereReply(Stage.TRAIN))
+    assert asked.get(timeout=LONG) == HereReply(Stage.TRAIN)
+
+
+def test_a_long_reason_is_told_in_part(start: Callable[[int], Run]) -> None:
+    run = start(2)
+    hosts = [run.host(rank, settings={"--a": str(rank) * 1000}) for rank in range(2)]
+    error = hosts[0].ask(1, LeaveRequest()).get(timeout=LONG)
+    assert isinstance(error, RefusedError)
+    assert str(error).startswith("peer-01: refused: --a is 0000")
+
+
+def test_a_cancelled_request_is_told_of_though_the_system_has_no_thread_left(
+    start: Callable[[int], Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_left(*given: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("gossipx.comm.asking.tell_aside", none_left)
+    run = start(2)
+    a, b = run.host(0), run.host(1)
+    for _ in range(20):
+        results: queue.Queue[Any] = queue.Queue()
+        sink = Bytes(memoryview(bytearray(4)))
+        a.comm.request(1, PullRequest(1, 30.0), deadline=soon(), payload=sink, done=results.put)()
+        assert isinstance(results.get(timeout=LONG), CancelledError)
+        assert results.empty()
+    b.serve(b"four")
+    room = bytearray(4)
+    assert a.ask(1, PullRequest(1, 30.0), room).get(timeout=LONG) == ModelReply(1)
+
+
+def test_another_peer_at_the_address_is_refused(start: Callable[[int], Run]) -> None:
+    run = start(3)
+    a, b = run.host(0), run.host(1)
+    run.addresses[2] = b.comm.address
+    assert "answers peer-01, rank 1, not rank 2" in str(a.ask(2, LeaveRequest()).get(timeout=LONG))
+    run.addresses[2] = a.comm.address
+    assert "is this peer itself" in str(a.ask(2, LeaveRequest()).get(timeout=LONG))
+
+
+def test_another_model_names_the_first_tensor(start: Callable[[int], Run]) -> None:  # [21]
+    run = start(2)
+    a = run.host(0)
+    b = run.host(1, manifest=[MANIFEST[0], "bias float32 (11,) (1,)"])
+    for asking, other in ((a, 1), (b, 0)):
+        error = asking.ask(other, PullRequest(1, 30.0), bytearray(4)).get(timeout=LONG)
+        assert isinstance(error, ModelMismatchError)
+        assert error.exit_code == 2
+    assert str(error) == (
+        "peer-00: its model differs: tensor 1 is 'bias float32 (11,) (1,)' here and 'bias float32 (10,) (1,)' there;"
+        " build the same model on every host"
+    )
+    assert a.received.empty()
+    assert b.received.empty()
+
+
+def test_a_peer_of_another_model_is_not_served(start: Callable[[int], Run]) -> None:
+    run = start(2)
+    a = run.host(0)
+    with knock(a) as stream:
+        stream.sendall(frame(Hello(1, "peer-01", 2, "the same list", "another model")))
+        assert read_frame(stream) is not None
+        stream.sendall(frame(PullRequest(1, 30.0), 1))
+        refused = read_frame(stream)
+    assert refused is not None
+    assert refused.message == Refused("the models differ")
+    assert a.received.empty()
+
+
+def test_only_requests_are_served(start: Callable[[int], Run], heard: Heard) -> None:
+    run = start(2)
+    a = run.host(0)
+    with introduced(a, 1, run.names) as stream:
+        stream.sendall(frame(HereReply(Stage.DONE)))
+        assert read_frame(stream) is None
+    heard.wait("it sent HereReply, not a request")
+    with knock(a) as stream:
+        stream.sendall(frame(LeaveRequest()))
+        assert read_frame(stream) is None
+    heard.wait("it began with LeaveRequest, not Hello")
+    assert a.received.empty()
+
+
+# --- too much of everything ---------------------------------------------------------------------
+
+
+def test_idle_strangers_are_shown_the_door_in_time(start: Callable[[int], Run]) -> None:  # [25]
+    b = start(2).host(1, peer_timeout=SHORT)
+    strangers = [knock(b) for _ in range(20)]
+    for stranger in strangers:
+        with stranger:
+            assert stranger.recv(1) == b""
+
+
+def test_a_request_that_trickles_in_is_given_up(start: Callable[[int], Run]) -> None:  # [8]
+    run = start(2)
+    b = run.host(1, peer_timeout=SHORT)
+    with introduced(b, 0, run.names) as stream:
+        stream.sendall(frame(LeaveRequest())[:10])
+        assert stream.recv(1) == b""
+
+
+def test_above_the_cap_the_oldest_stranger_is_closed(start: Callable[[int], Run], heard: Heard) -> None:  # [25]
+    run = start(3)
+    # Without memory to share each has one connection, rather than another one for a moment.
+    a, b, c = (run.host(rank, share_memory=False, **more) for rank, more in enumerate(({}, {"max_connections": 3}, {})))
+    b.serve(b"")
+    assert a.ask(1, LeaveRequest()).get(timeout=LONG) == HereReply(Stage.TRAIN)
+    strangers = [knock(b) for _ in range(2)]
+    for _ in range(20):
+        strangers.append(knock(b))
+        with strangers.pop(0) as oldest:
+            assert oldest.recv(1) == b""
+    assert heard.wait("3 connections are open").levelno == logging.WARNING
+    # The peer that was there before is served on, and one that comes now is served, too.
+    assert a.ask(1, LeaveRequest()).get(timeout=LONG) == HereReply(Stage.TRAIN)
+    assert c.ask(1, LeaveRequest()).get(timeout=LONG) == HereReply(Stage.TRAIN)
+    for stranger in strangers:
+        stranger.close()
+    while not heard.records.empty():
+        assert heard.records.get().levelno == logging.DEBUG  # the warning came once
+
+
+def test_of_those_who_have_not_said_who_they_are_32_stay_where_there_is_room_for_more(  # [25]
+    start: Callable[[int], Run], heard: Heard
+) -> None:
+    """What is kept free for peers is not given to strangers while there are few peers."""
+    run = start(3)
+    a, b = run.host(0, share_memory=False), run.host(1)
+    b.serve(b"")
+    with contextlib.ExitStack() as undo:
+        strangers = [undo.enter_context(knock(b)) for _ in range(40)]
+        for oldest in strangers[:8]:
+            assert oldest.recv(1) == b""
+        assert "32 connections are open" in heard.wait("connections are open").getMessage()
+        assert a.ask(1, LeaveRequest()).get(timeout=LONG) == HereReply(Stage.TRAIN)
+        assert strangers[8].recv(1) == b"", "for the peer that came"
+        for other in strangers[9:]:
+            other.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                other.recv(1)
+
+
+def test_without_room_for_a_stranger_a_new_connection_is_closed(start: Callable[[int], Run]) -> None:  # [25]
+    run = start(2)
+    # Without memory to share there is one connection, rather than another one for a moment.
+    a, b = run.host(0, share_memory=False), run.host(1, max_connections=1)
+    b.serve(b"")
+    assert a.ask(1, LeaveRequest()).get(timeout=LONG) == HereReply(Stage.TRAIN)
+    with knock(b) as stream:
+        assert stream.recv(1) == b""
+    assert a.ask(1, LeaveRequest()).get(timeout=LONG) == HereReply(Stage.TRAIN)
+
+
+def test_out_of_descriptors_then_well_again(  # [40]
+    start: Callable[[int], Run], heard: Heard
+) -> None:
+    b = start(2).host(1)
+    place = b.comm.address
+    with socket.socket() as stranger:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        lowest = os.dup(0)
+        os.close(lowest)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
+        try:
+            stranger.settimeout(LONG)
+            stranger.connect((place.host, place.port))
+            warning = heard.wait(os.strerror(errno.EMFILE))
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert warning.levelno == logging.WARNING
+        stranger.sendall(frame(Hello(0, "peer-00", 2, "another list", "m")))
+        assert read_frame(stranger) is not None
+
+
+def test_the_port_in_use_is_named(two: tuple[Host, Host], start: Callable[[int], Run]) -> None:
+    place = two[0].comm.address  # [33]
+    with pytest.raises(GossipxError, match=f"{place}.* in use"):
+        start(2).host(0, bind=place)

@@ -1,0 +1,348 @@
+"""Averaged pairs, and faults of pushes and pairs, in virtual time.
+
+Numbers in brackets are rows of the project's fault list.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from modes import PAIRS, PUSH, PUSH_SUM, agree, both_ways, every_mode, nothing_left, slow
+from toy import SIZE, TIMEOUT, alone, before, bound, ended, maker, models, sgd, until, within, world
+
+from gossipx.actor import Fault
+from gossipx.messages import Stage
+from gossipx.sim import Network, SimPeer, World
+from gossipx.sim.network import Journey
+from gossipx.topology import Topology
+
+
+def ring(size: int, ahead: int = 1) -> Topology:
+    """Each peer reaches one other alone."""
+    return Topology("ring of choices", tuple(((rank + ahead) % size,) for rank in range(size)))
+
+
+def transcript(made: World, *words: str) -> list[str]:
+    """What was said and done of ``words``, with ranks."""
+    return [f"{entry.rank} {entry.what}" for entry in made.log if entry.what.startswith(words)]
+
+
+# --- pairs ------------------------------------------------------------------------------------------
+
+
+def whole_numbers(rank: int) -> torch.nn.Module:
+    """A model whose values, and halves of their differences, are exact in float32."""
+    module = torch.nn.Linear(SIZE, 1, bias=False)
+    generator = torch.Generator().manual_seed(rank)
+    module.weight.data.copy_(torch.randint(-(2**18), 2**18, (1, SIZE), generator=generator).float())
+    return module
+
+
+def walking(peer: SimPeer) -> None:
+    """An own step of a whole number, by which sums can be told exactly."""
+    next(peer.module.parameters()).data.add_(1.0)
+
+
+@both_ways
+@pytest.mark.parametrize("size", [2, 3, 5, 6])
+def test_an_averaged_pair_leaves_its_sum_as_it_was(size: int, blocking: bool):
+    """Exactly: what one gains the other loses. So the sum of all models is that of their own steps."""
+    network = Network(bandwidth=4 * SIZE * 4, delay=0.05)
+    made = World(0, network)
+    for rank in range(size):
+        given = {"module": whole_numbers(rank), "gradient_step": walking, "init": "own", "finish": "none"}
+        pace = 1 + 0.07 * rank
+        options = {"policy": "random:p=0.5", "iterations": 9, "compute": pace, "blocking": blocking, **given, **PAIRS}
+        made.start(rank, maker(rank, size, **options))
+    ended(made, bound(size, 9, 2.0, waits=9))
+    start = torch.stack([whole_numbers(rank).weight.double().flatten() for rank in range(size)])
+    assert sum(peer.role.sync.retrievals for peer in made.peers.values()) >= 2 * size
+    assert not torch.equal(models(made), start + 9)
+    assert torch.equal(models(made).sum(0), start.sum(0) + 9 * size)
+
+
+def test_both_end_equal_where_exchanges_block():
+    """The one that is asked enters at a step boundary too, and both stand still until they are equal."""
+    made = World(0, Network(bandwidth=4 * SIZE, delay=0.01))
+    made.start(0, maker(0, 2, policy="tau:3", iterations=4, blocking=True, init="own", **PAIRS))
+    made.start(1, maker(1, 2, policy="never", iterations=4, blocking=True, init="own", compute=1.3, **PAIRS))
+    for rank in (0, 1):
+        until(made, rank, "mixes")
+    assert [entry.what for entry in made.log if entry.rank == 1][-3:] == ["step 3", "takes from 0", "mixes 0"]
+    mean = (alone(0, 3) + alone(1, 3)) / 2
+    torch.testing.assert_close(models(made), mean.expand(2, -1), rtol=1e-6, atol=1e-6)
+    ended(made, bound(2, 4, 1.3))
+    asker, asked = made.peers[0], made.peers[1]
+    assert asker.blocked_seconds > 1.9 and 1.0 < asked.blocked_seconds < 1.5, "one waits for the other's step as well"
+
+
+def test_two_that_choose_each_other_are_one_exchange():
+    """[27] That which the lower rank began; the higher one's decision is served by it."""
+    made = world(2, network=Network(bandwidth=4 * SIZE * 8), policy="tau:4", iterations=5, **PAIRS)
+    made.run(4.5)
+    said = transcript(made, "asks", "takes", "mixes")[1:]  # after 1 has asked for a model to begin with
+    assert sorted(said[:2]) == ["0 asks 1 to pair", "1 asks 0 to pair"]
+    assert said[2:] == ["1 takes from 0", "0 takes from 1"]
+    ended(made, bound(2, 5))
+    assert [(peer.role.sync.retrievals, peer.role.sync.skipped) for peer in made.peers.values()] == [(1, 0)] * 2
+
+
+@both_ways
+@pytest.mark.parametrize("ahead", [1, -1])
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 6])
+def test_rings_of_choices(size: int, ahead: int, blocking: bool):
+    """[27] A asks B, B asks C, ... and the last asks A, all at one moment: some pair, the others are told at once."""
+    options = {"policy": "tau:1", "iterations": 6, "blocking": blocking, **PAIRS}
+    made = world(size, graph=ring(size, ahead), **options)
+    ended(made, bound(size, 6))
+    assert made.now < 6 + 1 + 2 * blocking, "nobody waits for a deadline, at most for another's step"
+    assert not any("TIMEOUT" in entry.what for entry in made.log)
+    for peer in made.peers.values():
+        sync = peer.role.sync
+        assert sync.failed == 0
+        assert sync.retrievals + sync.skipped >= 5, "each decision was served or is counted as skipped"
+    assert sum(peer.role.sync.retrievals for peer in made.peers.values()) >= 2 * 5, "one pair an iteration at least"
+    agree(made, list(range(size)))
+
+
+@settings(max_examples=150)
+@given(
+    size=st.integers(2, 7),
+    seed=st.integers(0, 10_000),
+    blocking=st.booleans(),
+    delay=st.sampled_from([0.0, 0.001, 0.3, 1.5]),
+    jitter=st.sampled_from([0.0, 0.7]),
+    bandwidth=st.sampled_from([4.0 * SIZE, 1e9]),
+    data=st.data(),
+)
+def test_no_choices_lead_to_a_deadlock(size, seed, blocking, delay, jitter, bandwidth, data):
+    """[27] Any graph of choices, any delays: no deadline ends a wait, and nobody stands still for good."""
+    others = [[other for other in range(size) if other != rank] for rank in range(size)]
+    choices = tuple(tuple(sorted(data.draw(st.sets(st.sampled_from(some), min_size=1)))) for some in others)
+    network = Network(bandwidth=bandwidth, delay=delay, jitter=jitter)
+    options = {"policy": "random:p=0.7", "iterations": 5, "blocking": blocking, "peer_timeout": 200.0, **PAIRS}
+    made = world(size, seed, network, graph=Topology("any", choices), **options)
+    ended(made, 200.0)  # before any deadline of 200 s, and of 20 s for offers that do not block
+    assert not any("TIMEOUT" in entry.what or "no longer waiting" in entry.what for entry in made.log)
+    agree(made, list(range(size)))
+
+
+# --- faults -----------------------------------------------------------------------------------------
+
+
+def crash_in_mid_exchange(who: int, mode: dict[str, Any], blocking: bool) -> World:
+    """Of two, 0 alone begins exchanges; ``who`` crashes in the midst of the first."""
+    options = {"policy": "tau:9", "iterations": 14, "blocking": blocking, "init": "own", **mode}
+    made = World(0, slow())
+    made.start(0, maker(0, 2, **options))
+    made.start(1, maker(1, 2, **{**options, "policy": "never"}))
+    until(made, 1, "takes from 0")
+    made.crash(who, made.now + 0.5)
+    ended(made, bound(2, 14))
+    assert made.fired["crash"] == 1
+    return made
+
+
+@pytest.mark.parametrize("mode", [PUSH, PUSH_SUM, PAIRS], ids=["push", "push-sum", "pushpull"])
+@both_ways
+def test_crash_of_the_partner_in_mid_exchange(mode: dict[str, Any], blocking: bool):
+    """[1, 2] No model is partly applied: the survivor is, bit for bit, where it would have been alone."""
+    made = crash_in_mid_exchange(1, mode, blocking)
+    peer = made.peers[0]
+    assert (peer.role.sync.retrievals, peer.role.sync.failed) == (0, 1)
+    assert torch.equal(peer.before_finish, alone(0, 14))
+    assert peer.role.weight == 1.0
+    assert made.now < 14 + 3 * TIMEOUT
+    nothing_left(made)
+
+
+@pytest.mark.parametrize("mode", [PUSH, PUSH_SUM, PAIRS], ids=["push", "push-sum", "pushpull"])
+@both_ways
+def test_crash_of_the_one_who_began_in_mid_exchange(mode: dict[str, Any], blocking: bool):
+    """[1, 2]"""
+    made = crash_in_mid_exchange(0, mode, blocking)
+    peer = made.peers[1]
+    assert peer.role.sync.retrievals == 0
+    assert torch.equal(peer.before_finish, alone(1, 14))
+    nothing_left(made)
+
+
+def test_after_a_crash_another_is_pushed_to():
+    """[1, 10]"""
+    made = until(world(4, network=slow(), policy="tau:9", **PUSH), 0, "pushes")
+    first = int(made.lines(0, "pushes to")[0].split()[2])
+    made.crash(first, made.now + 0.5)
+    ended(made, bound(4))
+    second = made.lines(0, "pushes to")[1].split()[2]
+    assert str(first) != second and made.lines(int(second), "mixes 0")
+
+
+@every_mode
+def test_model_with_nan_is_not_mixed(mode: dict[str, Any]):
+    """[22] Refused before the other side counts on it, counted, its sender set aside; no weight is lost by it."""
+    made = world(3, policy="tau:2", iterations=30, **mode)
+    made.poison(1, 4.0, 20.0)
+    ended(made, bound(3, 30, waits=2))
+    assert made.fired["poison"] > 0
+    hurt = [made.peers[rank] for rank in (0, 2)]
+    assert sum(peer.role.poisoned for peer in hurt) > 0
+    assert models(made).isfinite().all()
+    assert math.fsum(peer.role.weight for peer in made.peers.values()) == 3.0
+    agree(made, [0, 1, 2])
+    nothing_left(made)
+
+
+@every_mode
+@both_ways
+def test_peer_whose_own_model_becomes_nan(mode: dict[str, Any], blocking: bool):
+    """[22] It neither gives nor takes from then on; the others end with their average."""
+
+    def diverges(peer: SimPeer) -> None:
+        sgd(peer.module)
+        if peer.rank == 1 and peer.arena.step == 7:
+            next(peer.module.parameters()).data[3] = math.nan
+
+    made = world(4, policy="tau:2", iterations=30, blocking=blocking, gradient_step=diverges, **mode)
+    ended(made, bound(4, 30, waits=2))
+    assert len([line for line in made.lines(1) if "own model holds NaN" in line]) == 1
+    assert not [entry for entry in made.log if entry.time > 9 and entry.what in ("mixes 1", "takes from 1")]
+    assert models(made, [0, 2, 3]).isfinite().all()
+    agree(made, [0, 2, 3])
+
+
+@every_mode
+@both_ways
+def test_a_peer_leaves(mode: dict[str, Any], blocking: bool):
+    """[4] It finishes its step, tells the others, and is in no exchange from then on."""
+    made = world(4, network=Network(bandwidth=4 * SIZE * 2), policy="tau:2", blocking=blocking, **mode)
+    made.leave(2, 12.5)
+    ended(made, bound(4, waits=2))
+    assert made.lines(2)[-1] == "has left"
+    left = [0, 1, 3]
+    went = next(entry.time for entry in made.log if entry.what == "has left")
+    late = [entry for entry in made.log if entry.time > went + 0.01]
+    assert not [entry for entry in late if entry.what in ("pushes to 2", "takes from 2", "asks 2 to pair")]
+    assert all(made.peers[rank].role.members.others[2].stage is Stage.LEFT for rank in left)
+    agree(made, left)
+
+
+@every_mode
+def test_late_joiner_takes_a_model_before_it_contributes(mode: dict[str, Any]):
+    """[37]"""
+    made = world(4, absent=[3], policy="tau:2", **mode)
+    made.start(3, maker(3, 4, policy="tau:2", **mode), at=12.0)
+    ended(made, bound(4, waits=1))
+    life = made.lines(3)
+    assert life.index("adopts the model of 0") < life.index("is TRAIN")
+    taken = [entry.time for entry in made.log if entry.what in ("mixes 3", "takes from 3")]
+    assert taken and min(taken) > 12
+    agree(made, [0, 1, 2, 3])
+
+
+@every_mode
+@both_ways
+def test_partition_that_heals(mode: dict[str, Any], blocking: bool):
+    """[5]"""
+    made = world(4, policy="tau:3", iterations=40, blocking=blocking, peer_timeout=4.0, **mode)
+    made.network.cut([0, 1], [2, 3], 5.0, 25.0)
+    ended(made, bound(4, 40, waits=8))
+    assert made.fired["cut"] > 0
+    for rank, peer in made.peers.items():
+        assert {entry.sender for entry in peer.retrievals if entry.time < 25} & ({0, 1} if rank < 2 else {2, 3})
+        assert any(entry.time > 28 for entry in peer.retrievals)
+    if not blocking:
+        agree(made, [0, 1, 2, 3])
+
+
+@both_ways
+def test_nobody_waits_for_good_for_one_that_is_heard_and_does_not_hear(blocking: bool):
+    """[5] Of a pair, the one who was asked has the model when all that it says begins to be lost; the other talks."""
+    options = {"iterations": 200, "blocking": blocking, "peer_timeout": 4.0, "init": "own", **PAIRS}
+    made = World(0, Network(delay=0.1))
+    made.start(0, maker(0, 2, **{**options, "policy": "tau:2"}))
+    made.start(1, maker(1, 2, **{**options, "policy": "never"}))
+    until(made, 1, "takes from 0")
+    made.network.cut([1], [0], made.now + 0.15, one_way=True)
+    began, done = made.now, made.peers[1].arena.step
+    made.run(began + 40.0)
+    assert made.fired["cut"] > 0
+    assert not made.peers[1].role.members.others[0].lost, "it was heard"
+    assert made.lines(1, "mixes 0")
+    assert made.peers[1].arena.step > done + 10, "training went on"
+
+
+@every_mode
+@pytest.mark.parametrize("seed", range(4))
+def test_lost_repeated_and_overtaking_messages(seed: int, mode: dict[str, Any]):
+    """[26] No exchange happens by halves or twice: the averages of models stay averages, and the run ends."""
+    network = Network(loss=0.02, repeat=0.2, jitter=0.8)
+    made = world(4, seed, network, policy="tau:2", iterations=60, peer_timeout=15.0, **mode)
+    ended(made, bound(4, 60, waits=8))
+    assert made.fired["lost"] > 0 and made.fired["repeated"] > 0
+    assert all(peer.role.sync.retrievals > 3 for peer in made.peers.values())
+    assert within(models(made), before(made))
+    nothing_left(made)
+
+
+@every_mode
+def test_paused_peer_comes_back(mode: dict[str, Any]):
+    """[3]"""
+    made = world(4, policy="tau:2", iterations=80, peer_timeout=5.0, **mode)
+    made.pause(2, 10.5, 40.5)
+    ended(made, bound(4, 80, waits=8))
+    assert made.fired["pause"] == 1
+    assert any(entry.what in ("mixes 2", "takes from 2") for entry in made.log if entry.time > 41)
+    assert made.peers[2].arena.step == 80
+
+
+def test_peers_of_different_modes_train_on():
+    """A mistake of whoever starts them: nothing is exchanged that only one side knows, and each says so."""
+    made = World(0)
+    for rank, mode in enumerate([{}, PUSH, PAIRS]):
+        made.start(rank, maker(rank, 3, policy="tau:4", **mode))
+    ended(made, bound(3))
+    assert {sender for peer in (made.peers[1], made.peers[2]) for sender in peer.retrievals} == set()
+    agree(made, [0, 1, 2])
+
+
+class SettleLost(Network):
+    """Of what 1 says to 0 in the sixth second, all but models is lost: that is whether the pair stands."""
+
+    def send(self, sender: int, receiver: int, nbytes: int, now: float, rng: Any) -> Journey:
+        journey = super().send(sender, receiver, nbytes, now, rng)
+        return replace(journey, lost=True) if sender == 1 and not nbytes and 5.45 < now < 6.0 else journey
+
+
+def test_a_pair_that_one_side_has_given_up_as_training_ends_is_of_neither():
+    """[26] The one that was asked does not know: it asks again before it mixes, so that the sum stays as it was."""
+    made = World(0, SettleLost(delay=0.1))
+    for rank, policy in enumerate(("tau:5", "never")):
+        options = {"module": whole_numbers(rank), "gradient_step": walking, "init": "own", "finish": "none", **PAIRS}
+        made.start(rank, maker(rank, 2, policy=policy, iterations=6, **options))
+    ended(made, bound(2, 6))
+    assert made.fired["lost"] == 1
+    start = torch.stack([whole_numbers(rank).weight.double().flatten() for rank in range(2)])
+    assert torch.equal(models(made), start + 6)
+
+
+def test_room_that_a_fault_of_the_sender_took_is_free_again():
+    """[8] A transfer that is too slow ends at its deadline on both sides, and the next push finds room."""
+    made = World(0, Network(bandwidth=4 * SIZE / 100))
+    made.start(
+        0, maker(0, 3, policy="tau:5", iterations=40, init="own", graph=Topology("x", ((2,), (2,), (0,))), **PUSH)
+    )
+    made.start(1, maker(1, 3, policy="never", iterations=40, init="own", **PUSH))
+    made.start(2, maker(2, 3, policy="never", iterations=40, init="own", **PUSH))
+    until(made, 2, "takes from 0")
+    made.run(made.now + TIMEOUT + 0.5)
+    assert made.lines(2, f"has no answer of 0: {Fault.TIMEOUT.name}")
+    assert made.peers[0].role.sync.failed == 1
+    made.network = made.network.__class__()
+    ended(made, bound(3, 40))
+    assert made.peers[2].role.sync.retrievals > 0

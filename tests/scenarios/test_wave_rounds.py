@@ -1,0 +1,197 @@
+"""Waves in virtual time: a few rounds in a row that leave all who take part with the mean of their models.
+
+Numbers in brackets are rows of the project's fault list. Tracked models are float64, so that sums and means can be told
+from nearly equal ones.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from toy import SIZE, Point, before, bound, ended, models, sgd, spread, until, world
+from wave_worlds import EXACT, Tracked, conserved, counts, rounds_lost, start, waves
+
+from gossipx import policies
+from gossipx.sim import Network, SimPeer, World
+
+# --- without faults -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", range(1, 10))
+def test_a_blocking_wave_leaves_all_with_the_exact_mean(size: int):
+    """As if all models were averaged in one place every five iterations, for any number of peers; the same bits."""
+    tracked = Tracked()
+    made = ended(tracked.world(size, policy="tau:5", blocking=True, iterations=15), bound(size, 15))
+    replicas = [Point(rank).double() for rank in range(size)]
+    for rank, replica in enumerate(replicas):
+        replica.x.data.copy_(start())
+        replica.target = Point(rank).target.double()
+    for _ in range(3):
+        for replica in replicas:
+            for _ in range(5):
+                sgd(replica)
+        mean = torch.stack([replica.x.detach() for replica in replicas]).mean(0)
+        for replica in replicas:
+            replica.x.data.copy_(mean)
+    torch.testing.assert_close(models(made), mean.expand(size, -1), **EXACT)
+    assert torch.equal(models(made), models(made)[:1].expand(size, -1))
+    assert all(waves(made, rank) in ([1, 2, 3], []) for rank in range(size))
+    assert rounds_lost(made) == 0
+    conserved(made, tracked)
+
+
+@pytest.mark.parametrize("size", [2, 4, 5, 8])
+def test_the_finish_leaves_the_same_bits_with_all(size: int):
+    made = ended(world(size, policy="tau:5", exchange="waves"), bound(size))
+    assert torch.equal(models(made), models(made)[:1].expand(size, -1))
+    torch.testing.assert_close(models(made), before(made).mean(0).expand(size, -1), rtol=1e-5, atol=1e-6)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    size=st.integers(2, 9),
+    paces=st.lists(st.floats(0.4, 3.0), min_size=9, max_size=9),
+    delay=st.floats(0, 0.5),
+    policy=st.sampled_from(["tau:1", "tau:3", "random:p=0.3", "travel:0.2"]),
+    blocking=st.booleans(),
+)
+def test_the_sum_of_all_models_is_kept_while_they_train(
+    size: int, paces: list[float], delay: float, policy: str, blocking: bool
+):
+    """Whoever starts when, however fast: a wave moves nothing but differences between models."""
+    tracked, made = Tracked(), World(0, Network(bandwidth=8 * SIZE / 0.1, delay=delay))
+    for rank, pace in enumerate(paces[:size]):
+        mean = policies.parse(policy)
+
+        def until_20(o: policies.Observation, mean: policies.Policy = mean, pace: float = pace) -> bool:
+            return o.step * pace < 20 and mean.decide(mean.init(), o)[0]
+
+        steps = math.ceil(40 / pace)
+        tracked.start(
+            made, rank, size, policy=until_20, iterations=steps, compute=pace, blocking=blocking, peer_timeout=1e3
+        )
+    ended(made, 1e5)
+    assert min(counts(made)) > 0
+    assert blocking or rounds_lost(made) == 0  # blocked peers are late, and some have ended before others start a wave
+    if rounds_lost(made) == 0:
+        conserved(made, tracked)
+
+
+def test_training_goes_on_in_a_wave():
+    """A model takes two steps' time, so that a wave of two rounds lasts for five; nobody stands still for it."""
+    tracked = Tracked()
+    made = ended(tracked.world(4, Network(bandwidth=8 * SIZE / 2), policy="tau:10", iterations=20), bound(4))
+    for peer in made.peers.values():
+        assert peer.blocked_seconds == 0 and peer.arena.step == 20
+        life = [line for line in made.lines(peer.rank) if line.startswith(("step", "meets", "takes"))]
+        assert life.index("takes the mean in") - life.index("step 10") > 5
+    conserved(made, tracked)
+
+
+def test_own_steps_in_a_wave_are_kept():
+    """After the wave each has the mean of the captured models, and the steps that it made since."""
+    tracked = Tracked()
+    made = tracked.world(4, Network(bandwidth=8 * SIZE / 2), policy="tau:10", iterations=19)
+    until(made, 0, "step 10")
+    made.run(limit=made.now + 0.0005)  # less than a message takes
+    captured = models(made)
+    tracked.own = {rank: torch.zeros(SIZE, dtype=torch.float64) for rank in range(4)}
+    made.run(limit=made.now + 8)
+    assert [len(made.lines(rank, "takes the mean in")) for rank in range(4)] == [1] * 4
+    own = torch.stack([tracked.own[rank] for rank in range(4)])
+    assert own.abs().max() > 0.05
+    torch.testing.assert_close(models(made), captured.mean(0) + own, **EXACT)
+
+
+@pytest.mark.parametrize("size", range(2, 10))
+def test_one_starts_and_all_hear_of_it(size: int):
+    """Whoever it is, also one that only gives in the first round."""
+    for starter in range(size):
+        tracked = Tracked()
+        made = World(0)
+        for rank in range(size):
+            tracked.start(made, rank, size, policy="tau:10" if rank == starter else "never", iterations=14)
+        ended(made, bound(size, 14))
+        assert all(count > 0 for count in counts(made))
+        assert rounds_lost(made) == 0 and made.now < 15
+        assert {line for rank in range(size) for line in map(str, waves(made, rank))} == {"1"}
+        for peer in made.peers.values():
+            assert peer.role.sync.failed == 0
+        conserved(made, tracked)
+
+
+@pytest.mark.parametrize("starters", [(0, 3), (1, 2), (0, 1, 2, 3), (2, 6), tuple(range(7))])
+def test_waves_that_start_together_are_one(starters: tuple[int, ...]):
+    """Two at once, in different corners, or all: one number, one mean, and each model once on each way."""
+    size = 7 if len(starters) == 7 or 6 in starters else 4
+    tracked = Tracked()
+    made = World(0)
+    for rank in range(size):
+        tracked.start(made, rank, size, policy="tau:10" if rank in starters else "never", iterations=14)
+    ended(made, bound(size, 14))
+    assert {number for rank in range(size) for number in waves(made, rank)} == {1}
+    assert counts(made) == [3, 3, 3, 2, 1, 1, 1] if size == 7 else counts(made) == [2] * 4
+    conserved(made, tracked)
+
+
+def test_peers_that_count_nearly_alike_do_not_each_start_a_wave():
+    """A wave every 20 iterations of the fastest, however far the others are behind; each counts from the last wave."""
+    slow = {0: 1.0, 1: 1.3, 2: 1.73, 3: 2.2, 4: 1.11}
+    made = world(5, slow=slow, policy="tau:20", iterations=300, exchange="waves")
+    made.run(299.0)
+    assert waves(made, 0) == list(range(1, 300 // 20))
+    assert [len(waves(made, rank)) for rank in range(5)] == [14] * 5
+
+
+def test_a_wave_counts_once_for_the_policy():
+    """Δ_r and the way travelled begin anew for all, whoever started; a policy that fires meanwhile is skipped."""
+    made = World(0)
+    tracked = Tracked()
+    for rank in range(2):
+        tracked.start(made, rank, 2, policy="tau:10" if rank else "tau:6", iterations=9, model_timeout=60.0)
+    until(made, 0, "step 2")
+    made.network.bandwidth = 8 * SIZE / 20.0  # the wave outlasts the training
+    ended(made, bound(2, 9, waits=5))
+    assert waves(made, 0) == waves(made, 1) == [1]
+    assert [peer.role.sync.skipped for peer in made.peers.values()] == [0, 0]
+    busy = world(2, network=Network(bandwidth=4 * SIZE / 4.5), policy="tau:1", exchange="waves", iterations=11)
+    ended(busy, bound(2))
+    for peer in busy.peers.values():
+        assert peer.role.sync.skipped >= 4 and len(waves(busy, peer.rank)) <= 3
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+@pytest.mark.parametrize("policy", ["adaptive:threshold=0.02", "travel:distance=1", "drift:distance=1", "random:p=0.3"])
+def test_any_policy_starts_waves(policy: str, blocking: bool):
+    made = ended(world(4, policy=policy, blocking=blocking, exchange="waves", iterations=40), bound(4, 40))
+    apart = ended(world(4, policy="never", iterations=40), bound(4, 40))
+    assert not any(made.lines(rank, "pulls") for rank in range(4))
+    assert min(counts(made)) > 0
+    assert spread(before(made)) < spread(before(apart))
+    for peer in made.peers.values():
+        assert len(peer.retrievals) == peer.role.sync.retrievals
+        assert peer.bytes_received == peer.role.sync.retrievals * peer.arena.nbytes()
+
+
+@pytest.mark.parametrize("slow", [{}, {1: 1.7}])
+def test_own_steps_alone_are_drift_from_a_wave(slow: dict[int, float]):
+    """What a wave brings is none: x_r is the mean that it gave."""
+    way, begun = [torch.zeros(SIZE).double() for _ in range(2)], [0, 0]
+
+    def step(peer: SimPeer) -> None:
+        rank, retrievals = peer.rank, peer.role.sync.retrievals
+        if retrievals > begun[rank]:
+            begun[rank], way[rank] = retrievals, torch.zeros(SIZE).double()
+        drift = peer.models.drift()
+        assert drift is not None and abs(drift - way[rank].norm()) < 1e-5
+        was = peer.weights()
+        sgd(peer.module)
+        way[rank] += peer.weights() - was
+
+    options = {"policy": "drift:distance=0.5", "blocking": True, "exchange": "waves"}
+    ended(world(2, slow=slow, iterations=60, gradient_step=step, **options), bound(2, 120))
+    assert min(begun) > 5

@@ -1,0 +1,73 @@
+"""Worlds whose peers exchange by waves.
+
+Their models are float64, so that sums and means can be told from nearly equal ones.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor
+from toy import SIZE, Point, make, models, sgd
+
+from gossipx.sim import Network, SimPeer, World
+
+EXACT = {"rtol": 0.0, "atol": 1e-12}
+NO_FINISH = {"exchange": "waves", "finish": "none"}
+
+
+class Tracked:
+    """Makes peers whose model is float64, and keeps what each peer's own steps have added to it."""
+
+    def __init__(self) -> None:
+        self.own: dict[int, Tensor] = {}
+
+    def start(self, made: World, rank: int, size: int, at: float = 0.0, **options: Any) -> None:
+        def fresh(incarnation: int) -> SimPeer:
+            self.own[rank] = torch.zeros(SIZE, dtype=torch.float64)
+            module = Point(rank).double()
+            module.target = module.target.double()
+            return make(rank, size, incarnation, module=module, gradient_step=self.step, **{**NO_FINISH, **options})
+
+        made.start(rank, fresh, at)
+
+    def step(self, peer: SimPeer) -> None:
+        was = peer.weights()
+        sgd(peer.module)
+        self.own[peer.rank] += peer.weights() - was
+
+    def world(
+        self, size: int, network: Network | None = None, slow: dict[int, float] | None = None, **options: Any
+    ) -> World:
+        made = World(0, network)
+        for rank in range(size):
+            self.start(made, rank, size, **{"compute": (slow or {}).get(rank, 1.0), **options})
+        return made
+
+
+def start() -> Tensor:
+    """What all begin with: peer 0's weights."""
+    return Point(0).double().x.detach()
+
+
+def conserved(made: World, tracked: Tracked) -> None:
+    """The sum of all models has changed by what their own steps added, and by nothing else."""
+    size = len(made.peers)
+    expected = size * start() + sum(tracked.own.values())
+    torch.testing.assert_close(models(made).sum(0), expected, **EXACT)
+
+
+def waves(made: World, rank: int) -> list[int]:
+    """Numbers of the waves that ``rank`` asked others in, in their order."""
+    numbers = [int(line.rsplit(" ", 1)[1]) for line in made.lines(rank, "meets") if " of wave " in line]
+    return [number for number, _ in itertools.groupby(numbers)]
+
+
+def counts(made: World) -> list[int]:
+    return [made.peers[rank].role.sync.retrievals for rank in sorted(made.peers)]
+
+
+def rounds_lost(made: World) -> int:
+    return sum(peer.role.waves.lost for peer in made.peers.values())

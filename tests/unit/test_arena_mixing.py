@@ -1,0 +1,348 @@
+"""The arena: mixing, adopting and merging models."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from arenas import Net, mix, mix_in, model_of, same, train, values
+from torch import nn
+from torch.nn.utils import prune
+
+from gossipx.arena import ParameterArena
+from gossipx.buffers import HostBuffer, typed
+from gossipx.errors import UsageError
+from gossipx.incoming import Incoming
+
+
+def received(arena: ParameterArena, other: ParameterArena) -> HostBuffer:
+    """The other's model as it comes over the wire, kept as it is."""
+    buffer = arena.pool.buffer()
+    buffer.view[:] = model_of(other)
+    return buffer
+
+
+def adopt(arena: ParameterArena, other: ParameterArena, step: int) -> bool:
+    incoming = Incoming(arena, None, whole=True)
+    incoming.take(0, memoryview(bytearray(model_of(other, whole=True))))
+    taken = arena.adopt(incoming.buffer, step)
+    incoming.release()
+    return taken
+
+
+# --- mixing -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", [mix, mix_in], ids=["pulled", "pushed"])
+@pytest.mark.parametrize("share", [0.5, 0.25, 1.0])
+def test_mixing_is_between_the_two_models(share: float, way: Callable[[ParameterArena, bytes, float], float]):
+    module, other = Net(0), Net(1)
+    mine, theirs = values(module), values(other)
+    arena, their_arena = ParameterArena(module), ParameterArena(other)
+    distance = way(arena, model_of(their_arena), share)
+    after = values(module)
+    for name in ("conv.weight", "norm.running_mean", "body.bias", "head.weight"):
+        torch.testing.assert_close(after[name], (1 - share) * mine[name] + share * theirs[name], rtol=1e-6, atol=1e-6)
+    assert torch.equal(after["frozen"], mine["frozen"])
+    trained = [name for name, p in module.named_parameters() if p.requires_grad]
+    expected = math.sqrt(sum(float((mine[n].double() - theirs[n].double()).square().sum()) for n in trained))
+    assert distance == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("mixed", [True, False])
+def test_batchnorm_statistics_are_mixed_or_stay_local(mixed: bool):
+    modules = [Net(0), Net(0)]
+    modules[1].norm.running_mean.fill_(4.0)
+    arena, other = [ParameterArena(module, mix_buffers=mixed) for module in modules]
+    before = modules[0].norm.running_var.clone()
+    mix(arena, model_of(other), 0.5)
+    assert torch.equal(modules[0].norm.running_mean, torch.full((5,), 2.0 if mixed else 0.0))
+    assert torch.equal(modules[0].norm.running_var, before)
+    adopt(arena, other, 7)
+    assert torch.equal(modules[0].norm.running_mean, torch.full((5,), 4.0)), "a joining peer takes them in any case"
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", ["conv.weight", "head.bias", "norm.running_var"])
+@pytest.mark.parametrize("with_base", [False, True])
+def test_mixing_is_all_or_nothing(name: str, value: float, with_base: bool):
+    """Whatever tensor holds it, of the first or the last dtype: no other is touched either."""
+    module, other = Net(0), Net(1)
+    tensor = other.state_dict()[name]
+    tensor[(-1,) * tensor.dim()] = value
+    arena, their_arena = ParameterArena(module), ParameterArena(other)
+    before = values(module)
+    base = arena.snapshot() if with_base else None
+    if with_base:
+        arena.step_done()
+    assert math.isnan(mix(arena, model_of(their_arena), 0.5, base))
+    assert math.isnan(mix_in(arena, model_of(their_arena), 0.5))
+    assert same(values(module), before)
+
+
+def test_models_that_were_pushed_enter_one_after_the_other():
+    """Each is weighed against the model as the one before has left it: so push-sum's Σ w z stays as it is."""
+    modules = [Net(seed) for seed in range(3)]
+    first, second, third = (values(module) for module in modules)
+    arena, *others = (ParameterArena(module) for module in modules)
+    arena.step_done()
+    mix_in(arena, model_of(others[0]), 0.5)  # of weights 1 and 1,
+    mix_in(arena, model_of(others[1]), 0.75)  # then of 2 and 6
+    after = values(modules[0])
+    for name in ("conv.weight", "norm.running_mean", "body.bias", "head.weight"):
+        mean = (first[name] + second[name] + 6 * third[name]) / 8
+        torch.testing.assert_close(after[name], mean, rtol=1e-5, atol=1e-6)
+
+
+def test_mixing_with_a_base_keeps_the_progress_made_since():
+    module, other = Net(0), Net(1)
+    arena, their_arena = ParameterArena(module), ParameterArena(other)
+    base = arena.snapshot()
+    at_request, theirs = values(module), values(other)
+    train(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    arena.step_done()
+    progressed = values(module)
+    mix(arena, model_of(their_arena), 0.5, base)
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            expected = progressed[name] + 0.5 * (theirs[name] - at_request[name])
+            torch.testing.assert_close(parameter.detach(), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_masks_of_minus_infinity_do_not_keep_models_apart():
+    """A causal mask is a float buffer with −∞ in it, on both sides."""
+
+    def masked(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        module = nn.Linear(3, 3)
+        module.register_buffer("mask", torch.full((3, 3), -math.inf).triu(1))
+        return module
+
+    module, other = masked(0), masked(1)
+    mask, expected = module.mask.clone(), (module.weight + other.weight).detach() / 2
+    arena, their_arena = ParameterArena(module), ParameterArena(other)
+    assert mix(arena, model_of(their_arena), 0.5) > 0
+    assert torch.equal(module.mask, mask)
+    torch.testing.assert_close(module.weight.detach(), expected)
+
+
+def test_enormous_values_are_refused_and_raise_nothing():
+    module, other = nn.Linear(2, 2).double(), nn.Linear(2, 2).double()
+    other.weight.data.fill_(1e200)
+    arena, their_arena = ParameterArena(module), ParameterArena(other)
+    before = values(module)
+    assert math.isnan(mix(arena, model_of(their_arena), 0.5))
+    assert same(values(module), before)
+
+
+def test_a_whole_model_is_adopted():
+    module, other = Net(0), Net(1)
+    arena, their_arena = ParameterArena(module), ParameterArena(other)
+    assert adopt(arena, their_arena, 12)
+    theirs = values(other)
+    for name, tensor in values(module).items():
+        if tensor.is_floating_point():
+            assert torch.equal(tensor, theirs[name]), name
+    assert (arena.step, arena.snapshot().step) == (12, 12)
+
+
+def test_a_model_with_nan_is_not_adopted():
+    module, other = Net(0), Net(1)
+    other.head.weight.data[0, 0] = math.nan
+    arena, their_arena = ParameterArena(module), ParameterArena(other)
+    before = values(module)
+    assert not adopt(arena, their_arena, 12)
+    assert same(values(module), before) and arena.step == 0
+
+
+def test_distance_to_a_reference():
+    module, other = Net(0), Net(1)
+    arena, their_arena = ParameterArena(module), ParameterArena(other)
+    reference = arena.pool.buffer()
+    reference.view[:] = model_of(their_arena)
+    far = arena.distance(reference)
+    assert far == pytest.approx(mix(arena, model_of(their_arena), 0.5), rel=1e-6)
+    assert arena.distance(arena.snapshot().buffer) == 0.0
+
+
+# --- what is not added up -----------------------------------------------------------------------------
+
+
+def test_statistics_move_towards_the_others_and_stay_possible():
+    """A variance that fell by much since the request is not made negative by a difference to what it was then."""
+    module = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    arena = ParameterArena(module)
+    base, model = arena.snapshot(), model_of(arena)
+    module[1].running_var.fill_(0.01)
+    module[1].running_mean.fill_(3.0)
+    weight = module[0].weight.detach().clone()
+    arena.step_done()
+    mix(arena, model, 0.5, base)
+    assert module[1].running_var.tolist() == pytest.approx([0.505] * 3)  # halfway from 0.01 to 1
+    assert module[1].running_mean.tolist() == pytest.approx([1.5] * 3)
+    assert torch.equal(module[0].weight, weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.float8_e4m3fn])
+def test_frozen_values_of_any_dtype_are_carried(dtype: torch.dtype):
+    module = nn.Linear(2, 3)
+    module.codes = nn.Parameter(torch.ones(5).to(dtype), requires_grad=False)
+    module.register_buffer("scales", torch.ones(4).to(dtype))
+    arena = ParameterArena(module)
+    with torch.no_grad():
+        module.weight.add_(1.0)
+    assert arena.step_done() == pytest.approx(math.sqrt(6))
+    base = arena.snapshot()
+    assert mix(arena, model_of(arena), 0.5) == 0.0
+    assert adopt(arena, arena, 7)
+    assert arena.distance(base.buffer) == 0.0
+    assert module.codes.float().tolist() == [1.0] * 5
+
+
+def test_8_bit_weights_are_refused_by_name():
+    module = nn.Linear(2, 3)
+    module.weight = nn.Parameter(module.weight.detach().to(torch.float8_e4m3fn))
+    with pytest.raises(UsageError, match=r"parameter 'weight' cannot be joined: it is trained as torch\.float8"):
+        ParameterArena(module)
+
+
+def assigned(module: nn.Module) -> None:
+    module.load_state_dict({name: tensor.clone() for name, tensor in module.state_dict().items()}, assign=True)
+
+
+def unfrozen(module: nn.Module) -> None:
+    module[0].weight.requires_grad_(True)
+
+
+@pytest.mark.parametrize("mix_buffers", [True, False])
+def test_what_is_not_trained_may_be_replaced(mix_buffers: bool):
+    """Buffers that forward passes make anew are as good as local; pruning renames what is trained."""
+    module = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    arena = ParameterArena(module, mix_buffers)
+    module[1].running_mean = module[1].running_mean + 1.0
+    prune.identity(module[0], "weight")
+    arena.check(module)
+
+
+def test_an_infinite_buffer_stays_and_spreads_no_nan():
+    """A least value seen, say, that begins at infinity."""
+    module = nn.Linear(2, 3)
+    module.register_buffer("least", torch.tensor([math.inf, math.inf, 1.0]))
+    arena = ParameterArena(module)
+    model = bytearray(model_of(arena))
+    sent = typed(memoryview(model), torch.float32)
+    sent[arena.sections[0].trainable :][:3] = torch.tensor([math.inf, 5.0, 3.0])
+    assert mix(arena, bytes(model), 0.5) == 0.0
+    assert module.least.tolist() == [math.inf, math.inf, 2.0]
+
+
+def grown(module: nn.Module) -> None:
+    module.append(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (assigned, "'0.bias' lies in other memory"),
+        (nn.Module.double, "'0.bias' lies in other memory"),
+        (unfrozen, "'0.weight' is trained, which was frozen"),
+        (grown, "'2.weight' was added to the model"),
+    ],
+)
+def test_a_model_that_is_changed_under_the_arena_is_noticed(change: Callable[[nn.Module], object], told: str):
+    module = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    module[0].weight.requires_grad_(False)
+    arena = ParameterArena(module)
+    arena.check(module)
+    arena.check(torch.compile(module, backend="eager"))
+    change(module)
+    with pytest.raises(UsageError, match=told):
+        arena.check(module)
+
+
+# --- merging, as waves do -----------------------------------------------------------------------------
+
+
+def merged(arena: ParameterArena, other: ParameterArena, own: int, theirs: int) -> HostBuffer:
+    """What both hold after a round: the other's model as it comes over the wire, ours merged into it."""
+    held, buffer = arena.snapshot(), received(arena, other)
+    assert arena.merge(buffer, held.buffer, own, theirs) > 0
+    held.release()
+    return buffer
+
+
+@pytest.mark.parametrize(("own", "theirs"), [(1, 1), (2, 1), (3, 4), (5, 2)])
+def test_both_merge_to_the_same_bits_and_to_the_weighted_mean(own: int, theirs: int):
+    one, other = ParameterArena(Net(1)), ParameterArena(Net(2))
+    ours, as_theirs = merged(one, other, own, theirs), merged(other, one, theirs, own)
+    for mine, of_it, a, b in zip(
+        ours.vectors, as_theirs.vectors, one.snapshot().vectors, other.snapshot().vectors, strict=True
+    ):
+        assert torch.equal(mine, of_it)
+        mean = (own * a.double() + theirs * b.double()) / (own + theirs)
+        torch.testing.assert_close(mine.double(), mean, rtol=1e-6, atol=1e-7)
+
+
+def test_a_mean_of_all_is_taken_as_it_is():
+    one, other = ParameterArena(Net(1)), ParameterArena(Net(2))
+    for mine, theirs in zip(merged(one, other, 0, 3).vectors, other.snapshot().vectors, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("name", ["body.weight", "head.bias", "norm.running_var"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_model_that_is_not_finite_is_not_merged(name: str, value: float):
+    arena, other = ParameterArena(Net(1)), Net(2)
+    their_arena = ParameterArena(other)
+    other.state_dict()[name].view(-1)[-1] = value
+    their_arena.set_boundary(1)
+    held = arena.snapshot()
+    before = bytes(held.buffer.view)
+    assert math.isnan(arena.merge(received(arena, their_arena), held.buffer, 1, 1))
+    assert bytes(held.buffer.view) == before, "what is held stays"
+
+
+def test_without_a_step_since_the_capture_exactly_the_mean_is_taken_in():
+    module = Net(1)
+    arena, other = ParameterArena(module), ParameterArena(Net(2))
+    captured = arena.snapshot()
+    mean = arena.held(merged(arena, other, 1, 1), captured.step)
+    frozen = module.frozen.clone()
+    arena.take_in(mean, captured)
+    for mine, wanted in zip(arena.snapshot().vectors, mean.vectors, strict=True):
+        assert torch.equal(mine, wanted)
+    assert torch.equal(module.frozen, frozen)
+
+
+def test_own_steps_since_the_capture_are_kept():
+    module = Net(1)
+    arena, other = ParameterArena(module), ParameterArena(Net(2))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    captured = arena.snapshot()
+    before = [vector.clone() for vector in captured.vectors]
+    mean = arena.held(merged(arena, other, 1, 1), captured.step)
+    train(module, optimizer)
+    arena.step_done()
+    own = [section.storage[: section.trainable].clone() for section in arena.sections]
+    arena.take_in(mean, captured)
+    for section, mine, base, wanted in zip(arena.sections, own, before, mean.vectors, strict=True):
+        cut = section.trainable
+        assert cut == 0 or not torch.equal(mine, base[:cut])
+        torch.testing.assert_close(section.storage[:cut], wanted[:cut] + (mine - base[:cut]), rtol=1e-5, atol=1e-6)
+        assert torch.equal(section.storage[cut : section.mixed], wanted[cut : section.mixed]), "statistics as merged"
+
+
+def test_masks_of_minus_infinity_do_not_hinder_a_wave():
+    class Masked(nn.Module):
+        def __init__(self, value: float):
+            super().__init__()
+            self.weight = nn.Parameter(torch.full((3,), value))
+            self.register_buffer("mask", torch.tensor([0.0, -math.inf, value]))
+
+    module = Masked(1.0)
+    arena, other = ParameterArena(module), ParameterArena(Masked(3.0))
+    captured = arena.snapshot()
+    arena.take_in(arena.held(merged(arena, other, 1, 1), 0), captured)
+    assert module.weight.tolist() == [2.0] * 3 and module.mask.tolist() == [0.0, -math.inf, 2.0]

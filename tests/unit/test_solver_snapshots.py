@@ -1,0 +1,320 @@
+"""Caffe's solver over a torch module: snapshots, signals, and what it refuses."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import signal
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from solving import BASICS, Made, batches, module, right, weights
+from torch import nn
+
+import gossipx
+from gossipx.errors import UsageError
+from gossipx.solver.solver import Solver
+
+# --- snapshots ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("type_", ["SGD", "Nesterov", "AdaGrad", "RMSProp", "AdaDelta", "Adam"])
+def test_a_restored_solver_goes_on_as_if_it_had_never_stopped(tmp_path: Path, type_: str):
+    momentum = "" if type_ in ("AdaGrad", "RMSProp") else "momentum: 0.9"
+    text = f'type: "{type_}"\n{momentum}\nweight_decay: 0.01\nsnapshot: 3\nsnapshot_prefix: "{tmp_path}/s"'
+    whole = Made(tmp_path, text).solver
+    whole.step(6)
+    rest = Made(tmp_path, text, net=module(9), train=batches()[3:] + batches()[:3]).solver
+    rest.restore(tmp_path / "s_iter_3.solverstate")
+    assert rest.iter == 3
+    rest.step(3)
+    assert torch.equal(weights(rest), weights(whole))
+
+
+def test_what_cannot_be_restored_changes_nothing(tmp_path: Path):
+    made = Made(tmp_path, f'snapshot_prefix: "{tmp_path}/s"')
+    state = made.solver.snapshot()
+    other = Made(tmp_path, 'type: "Adam"').solver
+    before = weights(other)
+    wider = Made(tmp_path, net=nn.Linear(3, 5)).solver
+    (tmp_path / "junk.solverstate").write_bytes(b"\x0a\x03junk")
+    weight_file = state.with_suffix(".safetensors")
+    for solver, file, told in (
+        (other, state, "it is of a solver of type SGD, and this one is Adam"),
+        (wider, state, "none of its tensors is of this net"),
+        (other, tmp_path / "none.solverstate", "it cannot be read"),
+        (other, tmp_path / "junk.solverstate", "Caffe's own binary files are not read"),
+        (other, weight_file, "this is no solver's state"),
+    ):
+        with pytest.raises(UsageError, match=f"^{re.escape(str(file))}: .*{re.escape(told)}|{re.escape(told)}"):
+            solver.restore(file)
+    weight_file.unlink()
+    with pytest.raises(UsageError, match="it cannot be read"):
+        Made(tmp_path).solver.restore(state)
+    assert torch.equal(weights(other), before)
+    assert other.iter == 0
+
+
+def test_finetuning_takes_weights_by_name(tmp_path: Path):
+    first = Made(tmp_path, f'snapshot_prefix: "{tmp_path}/s"').solver
+    first.step(2)
+    first.snapshot()
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2), nn.Linear(2, 2))
+    tuned = Made(tmp_path, f'weights: "{tmp_path}/s_iter_2.safetensors"', net=net).solver
+    assert torch.equal(weights(tuned)[: len(weights(first))], weights(first))
+    with pytest.raises(UsageError, match=r"'0.bias' is \[4\] there, and \[5\] here"):
+        Made(tmp_path, f'weights: "{tmp_path}/s_iter_2.safetensors"', net=nn.Sequential(nn.Linear(3, 5)))
+
+
+@pytest.mark.parametrize(
+    ("given", "stem"), [("", "solver"), ("{}/", "solver"), ("{}", "solver"), ("{}/named", "named")]
+)
+def test_where_snapshots_lie(tmp_path: Path, given: str, stem: str):
+    prefix = given.format(tmp_path)
+    made = Made(tmp_path, f'snapshot_prefix: "{prefix}"' if given else "")
+    assert made.solver.snapshot() == tmp_path / f"{stem}_iter_0.solverstate"
+
+
+@pytest.mark.parametrize("text", ["snapshot: 1 snapshot_after_train: false", ""], ids=["now and then", "at the end"])
+def test_snapshots_that_cannot_be_written_are_told_before_training(tmp_path: Path, text: str):
+    with pytest.raises(UsageError, match=r"solver\.prototxt:6:1: snapshot_prefix: snapshots cannot be written") as told:
+        Made(tmp_path, f'{text}\nsnapshot_prefix: "{tmp_path}/none/s"').solver.solve()
+    assert told.value.__suppress_context__  # what the system said is in the line
+    Made(tmp_path, f'snapshot_after_train: false\nsnapshot_prefix: "{tmp_path}/none/s"').solver.solve()
+    Made(tmp_path, f'snapshot_prefix: "{tmp_path}/none/s"').solver.step(1)  # which writes none
+
+
+def test_peers_that_try_one_prefix_have_each_a_file_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Two that try at the same moment; and nothing of it is left."""
+    tried: list[str] = []
+    make = tempfile.NamedTemporaryFile
+
+    def twice(**given: Any) -> Any:
+        if not tried:
+            tried.append("other")
+            Made(tmp_path, f'snapshot: 9\nsnapshot_prefix: "{tmp_path}/s"')
+        made = make(**given)
+        tried.append(made.name)
+        return made
+
+    others = tmp_path / "s_iter_0.tempfile"
+    others.touch()
+    monkeypatch.setattr(tempfile, "NamedTemporaryFile", twice)
+    Made(tmp_path, f'snapshot: 9\nsnapshot_prefix: "{tmp_path}/s"')
+    assert len(set(tried)) == 3
+    assert {file.name for file in tmp_path.iterdir()} == {"solver.prototxt", others.name}
+
+
+# --- signals ------------------------------------------------------------------------------------------
+
+
+def send(number: int, times: int = 1, at: int = 2) -> Callable[[Solver], None]:
+    def arm(solver: Solver) -> None:
+        def ready() -> None:
+            if solver.iter == at:
+                for _ in range(times):
+                    os.kill(os.getpid(), number)
+
+        solver.add_callback(lambda: None, ready)
+
+    return arm
+
+
+def test_sigint_stops_after_the_iteration_and_a_snapshot(tmp_path: Path):
+    made, before = Made(tmp_path, f'snapshot_prefix: "{tmp_path}/s"'), signal.getsignal(signal.SIGINT)
+    send(signal.SIGINT)(made.solver)
+    with pytest.raises(KeyboardInterrupt):
+        made.solver.solve()
+    assert made.solver.iter == 3
+    assert (tmp_path / "s_iter_3.solverstate").exists()
+    assert made.lines[-1] == "Optimization stopped early."
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_after_a_stop_the_solver_tests_as_ever(tmp_path: Path):
+    """What SIGINT asked for is done: nothing of it is left for a test after it."""
+    text = f'test_iter: 1\ntest_interval: 100\nsnapshot_prefix: "{tmp_path}/s"'
+    made = Made(tmp_path, text, test=batches())
+    send(signal.SIGINT)(made.solver)
+    with pytest.raises(KeyboardInterrupt):
+        made.solver.solve()
+    told = len(made.lines)
+    with contextlib.suppress(KeyboardInterrupt):  # which would end the tests, too
+        made.solver.test()
+    assert made.solver.results[1][0].keys() == {"loss"}
+    assert made.solver.results[0] == 3
+    assert not [line for line in made.lines[told:] if "Snapshotting" in line]
+
+
+def test_a_sigint_that_nobody_looks_for_any_more_is_not_lost(tmp_path: Path):
+    """It comes while the last snapshot is written: that is finished, and what comes after the solver is not begun."""
+    solver = Made(tmp_path, f'snapshot_prefix: "{tmp_path}/s"').solver
+    solver.settle = lambda: os.kill(os.getpid(), signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        solver.solve()
+    assert solver.iter == 6
+    assert (tmp_path / "s_iter_6.solverstate").exists()
+
+
+def test_a_second_sigint_stops_at_once(tmp_path: Path):
+    made = Made(tmp_path, f'snapshot_prefix: "{tmp_path}/s"')
+    send(signal.SIGINT, times=2)(made.solver)
+    with pytest.raises(KeyboardInterrupt):
+        made.solver.solve()
+    assert made.solver.iter == 2
+    assert not list(tmp_path.glob("s_iter*"))
+
+
+def test_sighup_has_a_snapshot_taken_and_training_goes_on(tmp_path: Path):
+    made = Made(tmp_path, f'snapshot_prefix: "{tmp_path}/s"\nsnapshot_after_train: false')
+    send(signal.SIGHUP)(made.solver)
+    made.solver.solve()
+    assert made.solver.iter == 6
+    assert [file.name for file in sorted(tmp_path.glob("s_iter*.solverstate"))] == ["s_iter_3.solverstate"]
+
+
+# --- what is refused ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ('type: "Adamm"', "5:1: type: unknown type 'Adamm' (did you mean 'Adam'?)"),
+        ("iter_size: 0", "5:1: iter_size: 0 is less than 1"),
+        ("momentum: -0.5", "5:1: momentum: -0.5 is less than 0"),
+        ("momentum: nan", "5:1: momentum: nan is less than 0"),
+        ('type: "AdaGrad" momentum: 0.9', "5:17: momentum: AdaGrad has none: leave it out"),
+        ('type: "RMSProp" rms_decay: 1', "5:17: rms_decay: 1 is not from 0 to below 1"),
+        ('regularization_type: "L3"', "5:1: regularization_type: unknown regularization_type 'L3'"),
+        ("test_iter: 5 test_interval: 1", "5:1: test_iter: it is given 1 times, once a test net, and test= has 0"),
+        ('weights: "none.safetensors"', "5:1: weights: there is no file 'none.safetensors'"),
+        ('weights: ""', "5:1: weights: there is no file ''"),
+    ],
+)
+def test_parameters_that_cannot_be_are_told_by_place(tmp_path: Path, text: str, told: str):
+    with pytest.raises(UsageError, match=re.escape(f"{tmp_path}/solver.prototxt:{told}")):
+        Made(tmp_path, text)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("max_iter: 5 base_lr: 1", "lr_policy: it is missing: one of fixed, step"),
+        ('max_iter: 5 lr_policy: "fixed"', "base_lr: it is missing"),
+        ('base_lr: 1 max_iter: 5 lr_policy: "step" gamma: 0.1', 'stepsize: it is missing, and lr_policy: "step" needs'),
+        ('base_lr: 1 lr_policy: "step" gamma: 0.1 stepsize: 0', "stepsize: 0 is less than 1"),
+        ('base_lr: 1 lr_policy: "multistep" gamma: 1 stepvalue: [5, 3]', "stepvalue: they do not ascend: 5, 3"),
+        ('base_lr: 1 lr_policy: "poly" power: 1', 'max_iter: it is missing, and lr_policy: "poly" needs it'),
+        ('base_lr: 1 lr_policy: "poly" power: 1 max_iter: 0', ":1:39: max_iter: 0 is less than 1"),
+        ('base_lr: 1 lr_policy: "poly" power: -2 max_iter: 5', ":1:30: power: -2 is less than 0"),
+    ],
+)
+def test_rates_that_cannot_be_are_told(tmp_path: Path, text: str, told: str):
+    (tmp_path / "s.prototxt").write_text(text)
+    with pytest.raises(UsageError, match=re.escape(told)):
+        gossipx.get_solver(tmp_path / "s.prototxt", net=module(), loss=nn.functional.cross_entropy, train=batches())
+
+
+def test_arguments_that_cannot_be_are_told(tmp_path: Path):
+    with pytest.raises(UsageError, match="test= holds no batch, or cannot be begun again"):
+        Made(tmp_path, "test_iter: 1\ntest_interval: 1", test=iter(())).solver.test()
+    with pytest.raises(UsageError, match="train= holds no batch, or cannot be begun again"):
+        Made(tmp_path, train=iter(batches())).solver.step(5)
+    with pytest.raises(UsageError, match=r"train= gives Tensor, and a batch is a pair \(x, y\)"):
+        Made(tmp_path, train=[torch.zeros(4, 3)]).solver.step(1)
+    with pytest.raises(UsageError, match=r"the loss is \[8\], and is to be a tensor of one number"):
+        Made(tmp_path, loss=lambda output, y: output[:, 0]).solver.step(1)
+    with pytest.raises(UsageError, match=r"lr_mult: '\*.bais' matches none of the parameters: 0.weight, 0.bias"):
+        Made(tmp_path, lr_mult={"*.bais": 2})
+    with pytest.raises(UsageError, match="train= is of type int, and is to be batches"):
+        Made(tmp_path, train=5)
+    with pytest.raises(UsageError, match="net= has no parameters that are trained"):
+        Made(tmp_path, net=module().requires_grad_(False))
+    with pytest.raises(UsageError, match="net= is of type str, and is to be a torch module"):
+        Made(tmp_path, net="lenet")
+    with pytest.raises(UsageError, match=r"loss= gives a tensor that has no gradient: it is made of module\(x\)"):
+        Made(tmp_path, loss=lambda output, y: output.detach().sum()).solver.step(1)
+    with pytest.raises(UsageError, match="scores= names one 'loss'"):
+        Made(tmp_path, scores={"loss": right})
+
+
+@pytest.mark.parametrize(
+    ("batch", "called"),
+    [({"x": 1, "y": 2}, "dict"), (torch.zeros(2, 3), "Tensor"), (np.zeros((2, 3)), "ndarray"), ("xy", "str")],
+    ids=["a dict", "a tensor", "an array", "a text"],
+)
+def test_what_has_two_parts_and_is_no_pair_is_told(tmp_path: Path, batch: object, called: str):
+    with pytest.raises(UsageError, match=rf"train= gives {called}, and a batch is a pair \(x, y\)"):
+        Made(tmp_path, train=[batch]).solver.step(1)
+
+
+@pytest.mark.parametrize(
+    ("score", "given"),
+    [
+        (lambda output, y: output, r"a tensor of \[8, 2\]"),
+        (lambda output, y: None, "NoneType"),
+        (lambda output, y: output.numpy(), "ndarray"),
+    ],
+)
+def test_a_score_that_is_not_one_number_is_told(tmp_path: Path, score: Callable[..., object], given: str):
+    made = Made(tmp_path, "test_iter: 1\ntest_interval: 1", test=batches(), scores={"mine": score})
+    with pytest.raises(UsageError, match=rf"scores\['mine'\] gives {given}, and is to give one number"):
+        made.solver.test()
+
+
+def test_batches_that_can_be_had_only_once_are_warned_about(tmp_path: Path):
+    """Once, by name; a generator may well be without end."""
+    both = {"easy": batches(), "hard": iter(batches())}
+    made = Made(tmp_path, "test_iter: [1, 1]\ntest_interval: 3", train=(one for one in batches() * 9), test=both)
+    made.solver.solve()
+    told = [line.split(" can be")[0] for line in made.lines if "can be gone through only once" in line]
+    assert told == ["train=", "test={'hard'}"]
+    assert made.solver.iter == 6
+
+
+def test_multipliers_of_single_parameters(tmp_path: Path):
+    made = Made(tmp_path, lr_mult={"*.bias": 2, "0.weight": 0})
+    factors = {
+        tuple(one.shape): group["lr_mult"] for group in made.solver.optimizer.param_groups for one in group["params"]
+    }
+    assert factors == {(4, 3): 0, (4,): 2, (2, 4): 1, (2,): 2}
+
+
+def test_several_test_nets(tmp_path: Path):
+    both = {"easy": batches(1), "hard": batches(2, seed=3)}
+    made = Made(tmp_path, "test_iter: 1\ntest_iter: 2\ntest_interval: 2", test=both)
+    assert [sorted(means) for means in made.solver.test()] == [["loss"], ["loss"]]
+    assert [line for line in made.lines if "Testing" in line] == [f"Iteration 0, Testing net (#{n})" for n in (0, 1)]
+
+
+def test_without_a_gpu_the_solver_says_that_it_trains_without(tmp_path: Path):
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    (tmp_path / "s.prototxt").write_text(BASICS.replace("solver_mode: CPU\n", ""))  # GPU is Caffe's default
+    stream = io.StringIO()
+    gossipx.get_solver(
+        tmp_path / "s.prototxt", net=module(), loss=nn.functional.cross_entropy, train=batches(), stream=stream
+    )
+    assert re.match(r"W\d{4} .*\] solver_mode: GPU: there is no CUDA device", stream.getvalue())
+
+
+@pytest.mark.cuda
+def test_on_a_gpu_the_net_is_moved_there_and_blobs_follow(tmp_path: Path):
+    (tmp_path / "s.prototxt").write_text(BASICS.replace("solver_mode: CPU\n", ""))
+    net = module()
+    solver = gossipx.get_solver(
+        tmp_path / "s.prototxt", net=net, loss=nn.functional.cross_entropy, train=batches(), stream=io.StringIO()
+    )
+    assert {one.device.type for one in net.parameters()} == {"cuda"}
+    solver.net.params["0"][0].data[...] = 0.25
+    solver.step(1)
+    moved = solver.net.params["0"][0].data
+    np.testing.assert_array_equal(moved, net[0].weight.detach().cpu().numpy())
+    assert 0 < abs(float(moved.mean()) - 0.25) < 0.1

@@ -1,0 +1,292 @@
+"""A clock when things change: workers that come and go, switches of the sync model, checkpoints."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from dataclasses import dataclass
+
+import pytest
+from shards import Run
+
+from gossipx.errors import UsageError
+from gossipx.server.clock import ApplyBuffer, Clock, Pulls, Release, Tick
+from gossipx.server.conditions import Apply, Conditions, Pull, SyncModel, View
+from gossipx.server.models import ASP, BSP, DSPS, SSP, parse
+
+# --- who is there -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", ["bsp", "asp", "ssp:0", "dsps", "drop:2", "pssp:0,p=1", "hybrid:step=2"])
+@pytest.mark.parametrize("pulls", ["lazy", "soft"])
+def test_one_worker_never_waits(spec: str, pulls: str):
+    run = Run(spec, [7], pulls=pulls)
+    for _ in range(9):
+        run.iterate(7)
+    assert run.clock.clock == 9 and run.clock.counts.delayed == 0 and len(run.applied) == 9
+
+
+@pytest.mark.parametrize("spec", ["bsp", "asp", "drop:2", "hybrid:step=2"])
+def test_nobody_there_is_no_reason_to_tick(spec: str):
+    run = Run(spec, range(2))
+    run.iterate(0)
+    run.lose(0)
+    run.lose(1)
+    assert run.clock.clock == 0 and run.clock.holding_up == [] and run.clock.waiting == []
+    assert run.clock.view() == View(0, 0, 0, -1, -1, 0, 1)
+    run.switch("asp")
+    assert len(run.applied) == 1 and run.clock.clock == 0, "the push of who is gone is not lost"
+    run.join(5)
+    run.iterate(5)
+    assert run.clock.clock == 1
+
+
+def test_a_condition_that_always_holds_ends_at_the_fastest():
+    clock = Clock(Conditions(pull=lambda seen, pull: True, push=lambda seen: True), workers=range(3))
+    assert clock.pushed(1, 4) == [Tick(tick) for tick in range(1, 6)]
+    assert clock.pushed(0, 1) == [] and clock.lost(1) == [] and clock.clock == 5
+
+
+def test_who_joins_starts_at_the_clock():
+    run = Run("bsp", range(2))
+    for _ in range(3):
+        run.iterate(0)
+        run.iterate(1)
+    run.iterate(0)
+    run.join(9)
+    assert run.clock.progress == {0: 3, 1: 2, 9: 2}
+    assert run.clock.pull(9, 2, "its first") == [Release("its first")]
+    run.iterate(1)
+    assert run.clock.clock == 3 and run.clock.holding_up == [9], "it is waited for from now on"
+    run.iterate(9)
+    assert run.clock.clock == 4
+
+
+def test_conditions_are_looked_at_when_somebody_joins():
+    at_least_two = Conditions(pull=lambda seen, pull: seen.workers >= 2, push=lambda seen: seen.workers >= 2)
+    clock = Clock(at_least_two, pulls="soft", workers=[0])
+    assert clock.pushed(0, 0) == [] and clock.pull(0, 0, "pull") == []
+    assert clock.joined(1) == [Tick(1), Release("pull")]
+
+
+def test_who_is_lost_is_not_waited_for():
+    run = Run("ssp:1", range(3))
+    for rank in (0, 0, 1, 1):
+        run.iterate(rank)
+    assert run.clock.holding_up == [2] and run.able == [2]
+    run.lose(2)
+    assert run.events[-4:] == ["tick 1", "tick 2", "answer 0 1", "answer 1 1"]
+
+
+def test_pulls_of_who_is_lost_are_forgotten():
+    run = Run("bsp", range(3))
+    run.iterate(0)
+    run.iterate(1)
+    run.lose(1)
+    assert run.clock.waiting == [(0, 0)]
+    run.iterate(2)
+    assert run.events == ["tick 1", "answer 0 0", "answer 2 0"]
+    assert run.steps[0][0] == 1 / 3, "what it pushed is in the mean"
+
+
+def test_a_push_of_who_is_lost_stands_for_nobody():
+    run = Run("drop:2", range(4))
+    run.iterate(0)
+    run.lose(0)
+    run.iterate(1)
+    assert run.clock.clock == 0 and run.clock.view().pushed == 1
+    run.iterate(2)
+    assert run.clock.clock == 1
+
+    run = Run("hybrid:fixed=2", range(4))
+    run.iterate(0)
+    run.lose(0)
+    run.iterate(1)
+    assert run.steps == [] and run.clock.buffered == 2 and run.clock.view().buffered == 1
+    run.iterate(2)
+    assert run.steps[0][0] == 1 / 3
+
+    run.iterate(3)
+    run.lose(3)
+    run.join(3)
+    assert run.clock.pull(3, 0, "first") == [Release("first")], "nor for the one who comes back with its rank"
+
+
+def test_strangers_are_refused():
+    clock = Clock(BSP(), workers=[0])
+    for call in (
+        lambda: clock.push_part(1, 0),
+        lambda: clock.pushed(1, 0),
+        lambda: clock.pull(1, 0, "key"),
+    ):
+        with pytest.raises(ValueError, match="worker 1 has not joined"):
+            call()
+    with pytest.raises(ValueError, match="worker 0 has joined already"):
+        clock.joined(0)
+    assert clock.lost(1) == [], "to be told twice that one is gone is nothing"
+
+
+def test_who_holds_the_clock_up_slowest_first():
+    clock = Clock(parse("drop:2"), workers=range(4))
+    for worker, progress in ((0, 4), (1, 4), (2, 1)):
+        clock.pushed(worker, progress)
+    assert clock.clock == 5 and clock.holding_up == [3, 2, 0, 1]
+    clock.pushed(1, 5)
+    assert clock.holding_up == [3, 2, 0]
+
+
+# --- switches -----------------------------------------------------------------------------------------
+
+
+def test_a_switch_answers_by_the_new_condition_though_pulls_are_lazy():
+    run = Run("bsp", range(3))
+    for rank in (0, 1, 2, 0, 0, 1):
+        if rank in run.able:
+            run.iterate(rank)
+    assert run.clock.waiting == [(0, 1), (1, 1)]
+    run.switch("ssp:1")
+    assert run.clock.waiting == [] and run.clock.pulls is Pulls.LAZY
+    assert [len(messages) for _, messages in run.steps] == [3, 2], "the buffer that nothing fills any more is applied"
+    run.iterate(0)
+    assert run.clock.waiting == [(0, 2)]
+    run.switch("ssp:0", "push")
+    assert run.clock.waiting == [(0, 2)] and run.clock.epoch == 2, "what does not pass stays"
+    run.iterate(1)
+    run.iterate(2)
+    run.switch("bsp", pulls="soft")
+    assert run.clock.pulls is Pulls.SOFT and run.clock.waiting == [(0, 2), (1, 2)]
+    run.iterate(2)
+    assert run.clock.clock == 3 and run.clock.waiting == []
+
+
+def test_a_buffer_goes_on_where_the_new_way_fills_it_too():
+    run = Run("bsp", range(3))
+    run.iterate(0)
+    run.switch("ssp:0", "tick")
+    assert run.steps == [] and run.clock.buffered == 1
+    run.switch("hybrid:fixed=1")
+    assert len(run.steps) == 1 and run.able == [0, 1, 2], "K is reached at once"
+
+
+def test_a_switch_that_is_refused_changes_nothing():
+    clock = Clock(SSP(2), workers=[0])
+    before = clock.state_dict()
+    for switch in (
+        lambda: clock.switch(parse("hybrid")),
+        lambda: clock.switch(BSP(), "threshold"),
+        lambda: clock.switch(BSP(), pulls="hard"),
+    ):
+        with pytest.raises(UsageError):
+            switch()
+    assert clock.state_dict() == before and clock.model == SSP(2)
+
+
+def test_dsps_counts_from_the_switch():
+    run = Run("ssp:0", range(2), pulls="soft")
+    run.iterate(0)
+    run.switch("dsps:staleness=2,low=0,high=4,window=1")
+    run.iterate(1)
+    assert run.clock.state_dict()["model"]["staleness"] == 2, "the one delayed pull came before"
+
+
+# --- checkpoints --------------------------------------------------------------------------------------
+
+
+def test_workers_ask_again_after_a_restore():
+    run = Run("ssp:1", range(2), pulls="soft")
+    run.iterate(0)
+    run.iterate(0)
+    restored = Clock(SSP(1), pulls="soft", workers=[5])
+    restored.pushed(5, 1)
+    restored.lost(5)
+    restored.joined(0)
+    assert restored.pull(0, 9, "of before") == []
+    restored.load_state_dict(run.clock.state_dict())
+    assert restored.waiting == [] and restored.progress == {0: 1, 1: -1}
+    assert restored.pull(0, 1, "again") == []
+    assert restored.pushed(1, 0) == [Tick(1), Release("again")]
+
+
+def test_what_is_in_the_buffer_is_known_after_a_restore():
+    run = Run("bsp", range(2), tables=2)
+    run.send(0)
+    for complete in (1, 2):
+        restored = Clock(BSP())
+        restored.load_state_dict(run.clock.state_dict())
+        assert restored.switch(ASP())[0] == ApplyBuffer(1), f"{complete} of 2 messages"
+        if complete == 1:
+            run.send(0)
+
+
+def test_a_clock_is_restored_into_one_made_the_same():
+    state = Clock(SSP(1), "tick", "soft").state_dict()
+    for other in (Clock(SSP(2), "tick", "soft"), Clock(SSP(1), "push", "soft"), Clock(SSP(1), "tick", "lazy")):
+        with pytest.raises(UsageError, match=r"saved as 'ssp:staleness=1 tick soft'.*make it as saved, then switch"):
+            other.load_state_dict(state)
+
+
+def test_all_of_a_clock_is_restored():
+    run = Run("dsps:staleness=2,low=0,high=4,window=3", range(3), "tick", tables=2, seed=5)
+    for rank in (0, 1, 2, 0, 0, 0, 1):
+        if rank in run.able:
+            run.iterate(rank)
+    run.send(2)
+    run.switch("dsps:staleness=2,low=0,high=4,window=2", "tick")
+    for rank in (2, 1, 2, 1, 2, 1):
+        if rank in run.able:
+            run.iterate(rank)
+    state = json.loads(json.dumps(run.clock.state_dict()))
+    assert state["model"] != DSPS(2, 0, 4, 2).init() and run.clock.buffered
+    restored = Clock(run.clock.model, "tick", workers=[8], rng=random.Random(8))
+    restored.load_state_dict(state)
+    assert json.loads(json.dumps(restored.state_dict())) == state
+
+
+def test_a_models_state_is_the_checkpoints_own():
+    clock = Clock(DSPS(), workers=[0])
+    state = clock.state_dict()
+    state["model"]["staleness"] = 11
+    assert clock.state_dict()["model"]["staleness"] == 3
+
+
+def test_draws_are_the_generators_and_one_a_pull():
+    """Whatever the model, so that a switch or another model meets the same numbers."""
+    drawn = {}
+    for spec in ("asp", "bsp", "pssp"):
+        rng = random.Random(9)
+        clock = Clock(parse(spec), workers=[0], rng=rng)
+        for progress in range(5):
+            clock.pushed(0, progress)
+            clock.pull(0, progress, progress)
+        drawn[spec] = rng.random()
+    expected = random.Random(9)
+    assert set(drawn.values()) == {next(itertools.islice(iter(expected.random, None), 5, None))}
+
+
+def test_a_users_model_with_a_state_and_a_threshold():
+    """A subclass is asked with its state; its own threshold is its way to apply."""
+
+    @dataclass(frozen=True)
+    class TwoByTwo(SyncModel):
+        @property
+        def default_apply(self) -> Apply:
+            return Apply.THRESHOLD
+
+        def init(self) -> int:
+            return 0
+
+        def may_pull(self, state: int, view: View, pull: Pull) -> bool:
+            return pull.progress <= state
+
+        def may_apply(self, state: int, view: View) -> bool:
+            return view.buffered >= 2
+
+        def ticked(self, state: int, view: View, pulls: int, delayed: int) -> int:
+            return state + 2
+
+    run = Run(TwoByTwo(), [0], pulls="soft")
+    for _ in range(4):
+        run.iterate(0)
+    assert run.clock.state_dict()["model"] == 8
+    assert [len(messages) for _, messages in run.steps] == [2, 2]
