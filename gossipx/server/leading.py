@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from gossipx.actor import Answer, ChangeServers, Effect, Forget, Note, Received, Switched
 from gossipx.errors import UsageError
@@ -26,6 +27,7 @@ from gossipx.messages import (
 from gossipx.peer.exchange import Ground
 from gossipx.server.layout import Layout, order
 from gossipx.server.moving import NOT_READY, UNDER_WAY, Moving
+from gossipx.server.replies import Replies
 
 TABLES = 4
 """Times as long as a model may take, that all tables may take to come to where they are to be: Adam keeps two numbers
@@ -81,12 +83,14 @@ class Leading:
     """Changes that this peer leads, and those that it asks for.
 
     Args:
+        replies: takes the handlers of its requests.
         moving: its part in them.
         obstacle: why tables of this run cannot be moved, in one line; empty: they can.
     """
 
-    def __init__(self, ground: Ground, moving: Moving, obstacle: str):
+    def __init__(self, ground: Ground, replies: Replies, moving: Moving, obstacle: str):
         self._ground = ground
+        self._replies = replies
         self._moving = moving
         self._obstacle = obstacle
         self._led: _Led | None = None
@@ -147,19 +151,16 @@ class Leading:
     def _ask_leader(self, number: int, now: float) -> list[Effect]:
         wish, patience = self._wishes[number], self._ground.timeout
         request = ServersRequest(wish.number, wish.servers, patience)
-        send = self._ground.requests.send(self._moving.layout.servers[0], request, now, now + patience)
+        handler = partial(self._wish_answered, number)
+        send = self._replies.send(self._moving.layout.servers[0], request, now, now + patience, handler)
         self._tickets[send.ticket] = number
         return [send]
 
-    def wished(self, ticket: int) -> bool:
-        """Whether ``ticket`` is of a request for a change."""
-        return ticket in self._tickets
-
-    def wish_answered(self, ticket: int, reply: Reply, now: float) -> list[Effect]:
-        """The leader has told what came of a change, or that it goes on."""
-        number = self._tickets.pop(ticket)
-        if number not in self._wishes:
-            return [Forget(ticket)]
+    def _wish_answered(self, number: int, ticket: int, to: int, reply: Reply | None, now: float) -> list[Effect]:
+        """Handle the leader's word of what came of a change, or that it is still under way."""
+        del self._tickets[ticket]
+        if reply is None or number not in self._wishes:
+            return [Forget(ticket)]  # the leader is asked again at the next look
         if isinstance(reply, BusyReply):
             return [Forget(ticket), *self._ask_leader(number, now)]
         problem = reply.reason if isinstance(reply, NotReadyReply) else ""
@@ -167,11 +168,6 @@ class Leading:
             return [Forget(ticket)]  # it is asked for again at the next look
         del self._wishes[number]
         return [Forget(ticket), *self._came_to(number, problem)]
-
-    def wish_failed(self, ticket: int) -> list[Effect]:
-        """The leader has not answered: it is asked again at the next look."""
-        del self._tickets[ticket]
-        return [Forget(ticket)]
 
     # --- to lead one --------------------------------------------------------------------------------
 
@@ -228,32 +224,24 @@ class Leading:
                 request = PrepareRequest(led.epoch, led.state, led.sync, patience)
             else:
                 request = PlaceRequest(self._moving.epoch, self._moving.layout.servers, self._moving.decided)
-            send = self._ground.requests.send(rank, request, now, now + patience)
+            send = self._replies.send(rank, request, now, now + patience, self._answered)
             led.open[send.ticket] = rank
             effects.append(send)
         return effects
 
-    def awaits(self, ticket: int) -> bool:
-        """Whether ``ticket`` is of a request of the change that is led."""
-        return self._led is not None and ticket in self._led.open
-
-    def replied(self, ticket: int, reply: Reply, now: float) -> list[Effect]:
-        """A peer has answered."""
+    def _answered(self, ticket: int, to: int, reply: Reply | None, now: float) -> list[Effect]:
+        """Handle a peer's answer. One that has not answered is asked again at the next look, unless it is lost."""
         led = self._led
         assert led is not None
-        rank = led.open.pop(ticket)
+        del led.open[ticket]
+        if reply is None:
+            return [Forget(ticket), *self.look(now)]
         if isinstance(reply, NotReadyReply) and led.phase is not PlaceRequest:
-            return [Forget(ticket), *self._give_up(led, f"peer {rank}: {reply.reason}", now)]
+            return [Forget(ticket), *self._give_up(led, f"peer {to}: {reply.reason}", now)]
         if isinstance(reply, BusyReply):
             return [Forget(ticket), *self._ask(led, now)]
-        led.todo.discard(rank)
+        led.todo.discard(to)
         return [Forget(ticket), *self._go_on(led, now)]
-
-    def failed(self, ticket: int, now: float) -> list[Effect]:
-        """A peer has not answered: it is asked again at the next look, unless it is lost."""
-        assert self._led is not None
-        del self._led.open[ticket]
-        return [Forget(ticket), *self.look(now)]
 
     def look(self, now: float) -> list[Effect]:
         """A peer may have been lost, or have left."""
@@ -287,6 +275,7 @@ class Leading:
 
     def _give_up(self, led: _Led, problem: str, now: float) -> list[Effect]:
         """What was stands; those that do not hear of it ask."""
+        self._replies.forget(led.open)
         led.phase, led.todo, led.open = PlaceRequest, led.members - {self._ground.rank}, {}
         given_up = self._moving.give_up(now) if self._moving.busy else []
         told = self._ask(led, now)
@@ -294,6 +283,7 @@ class Leading:
 
     def _finish(self, led: _Led, problem: str) -> list[Effect]:
         self._led, self._last = None, (led.name, problem)
+        self._replies.forget(led.open)
         asker, led.asker = led.asker, None
         return [] if asker is None else [Answer(asker[0], _reply(problem), asker[1])]
 

@@ -25,6 +25,7 @@ from gossipx.messages import (
 from gossipx.peer.exchange import Ground
 from gossipx.peer.membership import REST_FIRST, REST_LONGEST
 from gossipx.server.records import Records
+from gossipx.server.replies import Handler, Replies
 from gossipx.server.shard import Shard
 from gossipx.table_effects import ApplyGradient, BufferGradient, Share, TakeCopy
 
@@ -40,23 +41,21 @@ class Standby(Records):
     Args:
         shard: its index.
         rank: of that peer.
+        replies, answered: the table of handlers, and that of its requests.
         alone: it is gone: nothing is kept for it until it asks for a copy.
     """
 
-    def __init__(self, shard: int, rank: int, ground: Ground, alone: bool = False):
+    def __init__(self, shard: int, rank: int, ground: Ground, replies: Replies, answered: Handler, alone: bool = False):
         super().__init__(shard)
         self.rank = rank
         self.wanted = not alone
         self._ground = ground
+        self._replies, self._answered = replies, answered
         self._follows = False
         self._unsafe: dict[int, tuple[RecordRequest, int | None]] = {}  # by number, with its gradient's ticket
         self._open: dict[int, int] = {}  # by ticket, the number of the record that is on its way
         self._rests = False
         self._held: deque[tuple[int, Answer]] = deque()  # answers, each with the last record that they tell of
-
-    def awaits(self, ticket: int) -> bool:
-        """Whether ``ticket`` is that of a record on its way."""
-        return ticket in self._open
 
     # --- records ----------------------------------------------------------------------------------
 
@@ -86,24 +85,19 @@ class Standby(Records):
             if number in under_way:
                 continue
             told = dataclasses.replace(record, patience=patience)
-            send = self._ground.requests.send(self.rank, told, now, now + patience)
+            send = self._replies.send(self.rank, told, now, now + patience, self._answered)
             self._open[send.ticket] = number
             effects += [send] if kept is None else [Share(kept, send.ticket), send]
         return effects
 
-    def replied(self, ticket: int, reply: Reply, now: float) -> list[Effect]:
-        """The replica has answered a record."""
+    def answered(self, ticket: int, reply: Reply | None, now: float) -> list[Effect]:
+        """Handle the replica's answer to a record."""
         number = self._open.pop(ticket)
         if not isinstance(reply, AcceptReply):
             return [Forget(ticket), *self._rest(now)]
         _, kept = self._unsafe.pop(number)
         done = [Forget(ticket)] if kept is None else [Forget(ticket), Forget(kept)]
         return [*done, *self._release()]
-
-    def failed(self, ticket: int, now: float) -> list[Effect]:
-        """The replica has not answered a record."""
-        self._open.pop(ticket)
-        return [Forget(ticket), *self._rest(now)]
 
     def _rest(self, now: float) -> list[Effect]:
         self._rests = True
@@ -158,7 +152,7 @@ class Standby(Records):
     def _forget(self) -> list[Effect]:
         kept = [Forget(ticket) for _, ticket in self._unsafe.values() if ticket is not None]
         self._unsafe.clear()
-        # What is on its way is of no interest; its answers are forgotten as they come.
+        self._replies.forget(self._open)
         self._open.clear()
         return list(kept)
 
@@ -169,45 +163,46 @@ class Replica:
     Args:
         shard: as it was made; it becomes the holder's.
         holder: its rank.
+        replies, answered: the table of handlers, and that of its requests.
         begins: nobody may hold the shard yet, and it is ours to begin with then.
 
     Attributes:
         incarnation: of the holder that the copy is of.
+        ticket: of the open request; None: none is.
     """
 
-    def __init__(self, shard: Shard, holder: int, ground: Ground, begins: bool = False):
+    def __init__(
+        self, shard: Shard, holder: int, ground: Ground, replies: Replies, answered: Handler, begins: bool = False
+    ):
         self.shard = shard
         self.holder = holder
         self.begins = begins
         self.incarnation = -1
         self._ground = ground
+        self._replies, self._answered = replies, answered
         self._copy = -1  # its number; −1: there is none
         self._number = 0  # of the next record
         self._ahead: dict[int, tuple[RecordRequest, int]] = {}  # by number, each with its gradient's ticket
-        self._ticket: int | None = None  # of the open request
+        self.ticket: int | None = None
 
     @property
     def has_copy(self) -> bool:
         """Whether it could hold the shard."""
         return self._copy >= 0
 
-    def awaits(self, ticket: int) -> bool:
-        """Whether ``ticket`` is that of its open request."""
-        return ticket == self._ticket
-
     def ask(self, now: float) -> list[Effect]:
         """Ask for a copy, or tell that it waits for records."""
-        if self._ticket is not None:
+        if self.ticket is not None:
             return []
         patience = self._ground.members.longest
         request = CopyRequest(self.shard.index, self._ground.incarnation, self._copy, patience)
-        send = self._ground.requests.send(self.holder, request, now, now + patience)
-        self._ticket = send.ticket
+        send = self._replies.send(self.holder, request, now, now + patience, self._answered)
+        self.ticket = send.ticket
         return [send]
 
-    def replied(self, ticket: int, reply: Reply, now: float) -> list[Effect]:
-        """The holder has answered."""
-        self._ticket = None
+    def answered(self, ticket: int, reply: Reply | None, now: float) -> list[Effect]:
+        """Handle the holder's answer."""
+        self.ticket = None
         effects: list[Effect] = []
         if isinstance(reply, CopyReply):
             self.shard.load_state_dict(json.loads(reply.state))
@@ -216,11 +211,6 @@ class Replica:
         else:
             effects.append(Forget(ticket))
         return [*effects, self._later(now)]
-
-    def failed(self, ticket: int, now: float) -> list[Effect]:
-        """The holder has not answered."""
-        self._ticket = None
-        return [Forget(ticket), self._later(now)]
 
     def _later(self, now: float) -> SetTimer:
         share = REST_LONGEST if self.has_copy else REST_FIRST
@@ -251,7 +241,7 @@ class Replica:
         return made if uses else [*made, Forget(ticket)]
 
     def end(self) -> list[Effect]:
-        """It is followed no more; what came out of turn was never answered for to a worker."""
+        """It is followed no more, or from another copy on; what came out of turn was never answered for to a worker."""
         dropped: list[Effect] = [Forget(ticket) for _, ticket in self._ahead.values()]
         self._ahead.clear()
         return dropped
