@@ -7,7 +7,7 @@ tables, or when it takes too long; then the old one stands. From then on it tell
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -25,6 +25,7 @@ from gossipx.messages import (
     Stage,
 )
 from gossipx.peer.exchange import Ground
+from gossipx.server.deferred import Deferred, defer, put_off
 from gossipx.server.layout import Layout, order
 from gossipx.server.moving import NOT_READY, UNDER_WAY, Moving
 from gossipx.server.replies import Replies
@@ -53,7 +54,7 @@ class _Led:
         todo: those that have not said yes.
         open: of these, by ticket, those that are being asked.
         until: it is given up if it takes longer.
-        asker: who is told what came of it: its key and deadline; None: it is to ask again.
+        asker: the request that is answered by what came of it; None: its sender is to ask again.
     """
 
     name: Name
@@ -66,8 +67,7 @@ class _Led:
     state: str = ""
     sync: str = ""
     open: dict[int, int] = field(default_factory=dict)
-    asker: tuple[Hashable, float] | None = None
-    asked_at: float = 0.0
+    asker: Deferred | None = None
 
 
 @dataclass
@@ -175,9 +175,9 @@ class Leading:
         """A change is asked for."""
         name, deadline = (event.sender, request.number), now + request.patience
         if self._led is not None and self._led.name == name:
-            put_off = self._put_off(self._led)
-            self._led.asker, self._led.asked_at = (event.key, deadline), now
-            return put_off
+            again = put_off(self._led.asker)
+            self._led.asker = defer(event.key, request.patience, now)
+            return again
         if self._last is not None and self._last[0] == name:
             return [Answer(event.key, _reply(self._last[1]), deadline)]
         problem = self._cannot_lead(request.servers)
@@ -193,7 +193,7 @@ class Leading:
         members.add(self._ground.rank)
         until = now + self._ground.members.longest
         self._led = _Led(name, epoch, layout, members, PauseRequest, set(members), until)
-        self._led.asker, self._led.asked_at = (event.key, deadline), now
+        self._led.asker = defer(event.key, request.patience, now)
         self._moving.begin(epoch, layout, self._ground.rank)
         return self._ask(self._led, now)
 
@@ -202,7 +202,7 @@ class Leading:
             return UNDER_WAY
         if self._moving.layout.servers[0] != self._ground.rank:
             return "the servers have just been changed: ask again"
-        if not self._moving.ready:
+        if not self._moving.home.holding.ready:
             return f"peer {self._ground.rank}: {NOT_READY}"
         if set(servers) == set(self._moving.layout.servers):
             return f"the servers are {_told(servers)} already"
@@ -265,12 +265,12 @@ class Leading:
         longest = self._ground.members.longest
         if led.phase is PauseRequest:
             led.phase, led.todo, led.until = PrepareRequest, set(led.layout.servers), now + TABLES * longest
-            led.state, led.sync = self._moving.handed_over()
+            led.state, led.sync = self._moving.home.holding.hand_over()
             return self._ask(led, now)
         if led.phase is PrepareRequest:
             led.phase, led.todo, led.until = PlaceRequest, led.members - {self._ground.rank}, now + longest
             told = f"the servers are {_told(sorted(led.layout.servers))} now, at epoch {led.epoch}"
-            return [Note("", told), *self._moving.stands(now), *self._ask(led, now), *self._go_on(led, now)]
+            return [Note("", told), *self._moving.stands(led.epoch, now), *self._ask(led, now), *self._go_on(led, now)]
         return self._finish(led, "")
 
     def _give_up(self, led: _Led, problem: str, now: float) -> list[Effect]:
@@ -284,12 +284,7 @@ class Leading:
     def _finish(self, led: _Led, problem: str) -> list[Effect]:
         self._led, self._last = None, (led.name, problem)
         self._replies.forget(led.open)
-        asker, led.asker = led.asker, None
-        return [] if asker is None else [Answer(asker[0], _reply(problem), asker[1])]
-
-    def _put_off(self, led: _Led) -> list[Effect]:
-        asker, led.asker = led.asker, None
-        return [] if asker is None else [Answer(asker[0], BusyReply(), asker[1])]
+        return [] if led.asker is None else [led.asker.answer(_reply(problem))]
 
     # --- now and then -------------------------------------------------------------------------------
 
@@ -311,8 +306,9 @@ class Leading:
             late = ", ".join(map(str, sorted(led.todo)))
             what = "paused" if led.phase is PauseRequest else "got its tables"
             return [*effects, *self._give_up(led, f"peer {late} has not {what} in time (--peer-timeout)", now)]
-        if led.asker is not None and now - led.asked_at >= self._ground.timeout / 2:
-            effects += self._put_off(led)
+        if led.asker is not None and led.asker.until <= now:
+            effects += put_off(led.asker)
+            led.asker = None
         return [*effects, *self._ask(led, now)]
 
 

@@ -27,7 +27,7 @@ from gossipx.peer.membership import REST_FIRST, REST_LONGEST
 from gossipx.server.records import Records
 from gossipx.server.replies import Handler, Replies
 from gossipx.server.shard import Shard
-from gossipx.table_effects import ApplyGradient, BufferGradient, Share, TakeCopy
+from gossipx.table_effects import Share, TakeCopy
 
 RECORDS, FOLLOW = "records", "follow"
 """Timers: records are sent again, the holder is asked again; each with a space and the shard's index."""
@@ -180,22 +180,21 @@ class Replica:
         self.incarnation = -1
         self._ground = ground
         self._replies, self._answered = replies, answered
-        self._copy = -1  # its number; −1: there is none
-        self._number = 0  # of the next record
+        shard.records = Records(shard.index, copy=-1)  # there is none
         self._ahead: dict[int, tuple[RecordRequest, int]] = {}  # by number, each with its gradient's ticket
         self.ticket: int | None = None
 
     @property
     def has_copy(self) -> bool:
         """Whether it could hold the shard."""
-        return self._copy >= 0
+        return self.shard.records.copy >= 0
 
     def ask(self, now: float) -> list[Effect]:
         """Ask for a copy, or tell that it waits for records."""
         if self.ticket is not None:
             return []
         patience = self._ground.members.longest
-        request = CopyRequest(self.shard.index, self._ground.incarnation, self._copy, patience)
+        request = CopyRequest(self.shard.index, self._ground.incarnation, self.shard.records.copy, patience)
         send = self._replies.send(self.holder, request, now, now + patience, self._answered)
         self.ticket = send.ticket
         return [send]
@@ -206,7 +205,7 @@ class Replica:
         effects: list[Effect] = []
         if isinstance(reply, CopyReply):
             self.shard.load_state_dict(json.loads(reply.state))
-            self._copy, self._number, self.incarnation, self.begins = reply.copy, 0, reply.incarnation, False
+            self.shard.records.copy, self.incarnation, self.begins = reply.copy, reply.incarnation, False
             effects += [*self.end(), TakeCopy(ticket, self.shard.index)]
         else:
             effects.append(Forget(ticket))
@@ -221,24 +220,18 @@ class Replica:
         record = event.request
         assert isinstance(record, RecordRequest)
         until = now + record.patience
-        if not self.has_copy or event.sender != self.holder or record.copy != self._copy:
+        if not self.has_copy or event.sender != self.holder or record.copy != self.shard.records.copy:
             return [Answer(event.key, NotReadyReply("it has not the copy that this goes on from"), until)]
         done = Answer(event.key, AcceptReply(), until)
-        if record.number < self._number or record.number in self._ahead:
+        if record.number < self.shard.records.number or record.number in self._ahead:
             return [done]
         ticket = self._ground.requests.ticket()
         self._ahead[record.number] = record, ticket
         effects: list[Effect] = [] if record.bucket < 0 else [Keep(event.key, ticket)]
         effects.append(done)
-        while self._number in self._ahead:
-            effects += self._follow(*self._ahead.pop(self._number))
-            self._number += 1
+        while self.shard.records.number in self._ahead:
+            effects += self.shard.follow(*self._ahead.pop(self.shard.records.number))
         return effects
-
-    def _follow(self, record: RecordRequest, ticket: int) -> list[Effect]:
-        made = self.shard.follow(record, ticket)
-        uses = any(isinstance(one, ApplyGradient | BufferGradient | Forget) and one.ticket == ticket for one in made)
-        return made if uses else [*made, Forget(ticket)]
 
     def end(self) -> list[Effect]:
         """It is followed no more, or from another copy on; what came out of turn was never answered for to a worker."""
