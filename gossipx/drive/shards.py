@@ -20,7 +20,7 @@ from gossipx.checkpoint.journal import Journal
 from gossipx.drive.lane import LONGEST, Lane
 from gossipx.errors import UsageError
 from gossipx.fields import kind_of
-from gossipx.server.shard import NEXT_RECORD, Shard
+from gossipx.server.shard import Shard
 from gossipx.server_messages import RecordRequest
 from gossipx.storage.desk import Desk, Gradient
 from gossipx.table_effects import ApplyBuffer, ApplyGradient, BufferGradient
@@ -199,11 +199,10 @@ class ShardKeeper:
         if not self._is_of_this_layout(state):
             return None  # the servers were changed since: what it had is of no use to those of now
         self._bring_back(index, found)
-        shard, number = self._fresh(index, self._servers), state[NEXT_RECORD]
+        shard = self._fresh(index, self._servers)
         shard.load_state_dict(state)
         clock = shard.clock.clock
-        for record, gradient in self.records(index, clock, number):
-            number = record.number + 1
+        for record, gradient in self.records(index, clock, shard.records.number):
             for effect in shard.follow(record, 0):
                 match effect:
                     case ApplyGradient(_, scale):
@@ -217,7 +216,7 @@ class ShardKeeper:
         self._begin_journal(index, last, after=last, goes_on=True)
         told = "shard %d comes back as it was when its server was killed, at clock %d"
         log.warning(told, index, shard.clock.clock)
-        return {**shard.state_dict(), NEXT_RECORD: number}
+        return shard.state_dict()
 
     def _is_of_this_layout(self, state: dict[str, Any]) -> bool:
         return [*state[SERVERS]] == [*self._servers] and state.get(EPOCH) == self._epoch
@@ -237,12 +236,11 @@ class ShardKeeper:
         state = unpack(found.parts[CLOCK])
         self._bring_back(shard.index, found)
         shard.resume(state)
-        shard.records.number = state[NEXT_RECORD]
         clock = shard.clock.clock
         if self._keeps_journals and self._is_of_this_layout(state):
             self._begin_journal(shard.index, clock, after=clock)
         elif self._keeps_journals:  # epochs count anew in a run that goes on
-            self.keep(shard.index, clock, {**shard.state_dict(), NEXT_RECORD: shard.records.number})
+            self.keep(shard.index, clock, shard.state_dict())
 
     def _bring_back(self, shard: int, found: Checkpoint) -> None:
         """A shard's tables are as they were."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from gossipx.actor import Received
 from gossipx.effects import Answer, Effect, Forget, Note
 from gossipx.messages import BusyReply, NotReadyReply, Reply
 from gossipx.peer.exchange import Ground
 from gossipx.server.replica import FOLLOW, Replica, Standby
+from gossipx.server.replies import Replies
 from gossipx.server.shard import Shard
 from gossipx.server_messages import CopyRequest, RecordRequest, ServerRequest, WaitingRequest
 
@@ -18,16 +20,28 @@ class Copies:
 
     Args:
         ground: of its role.
+        replies: takes the handlers of its requests.
         shards: that it holds; changed here.
+        training: gives the ranks that train.
 
     Attributes:
         replicas: shards that it follows, or of which it is not known yet who holds them.
     """
 
-    def __init__(self, ground: Ground, shards: dict[int, Shard]):
+    def __init__(
+        self, ground: Ground, replies: Replies, shards: dict[int, Shard], training: Callable[[], Sequence[int]]
+    ):
         self._ground = ground
+        self._replies = replies
         self._shards = shards
+        self._training = training
         self.replicas: dict[int, Replica] = {}
+
+    def follow(self, shard: Shard, holder: int, begins: bool = False) -> Replica:
+        """Follow a shard that another peer holds, or holds unless it is ours to begin with."""
+        answered = partial(self._copy_answered, shard.index)
+        self.replicas[shard.index] = Replica(shard, holder, self._ground, self._replies, answered, begins)
+        return self.replicas[shard.index]
 
     def begin(self, now: float) -> list[Effect]:
         """All have come to START: ask who holds what."""
@@ -39,12 +53,8 @@ class Copies:
 
     # --- what others ask --------------------------------------------------------------------------
 
-    def step_in(self, sender: int, request: ServerRequest, training: Sequence[int], now: float) -> list[Effect]:
-        """Hold the shard of a replica from now on, if its holder is gone and it is asked for.
-
-        Args:
-            training: ranks that train.
-        """
+    def step_in(self, sender: int, request: ServerRequest, now: float) -> list[Effect]:
+        """Hold the shard of a replica from now on, if its holder is gone and it is asked for."""
         replica = self.replicas.get(request.shard)
         if replica is None or isinstance(request, RecordRequest | WaitingRequest):
             return []
@@ -52,21 +62,23 @@ class Copies:
             other = sender == replica.holder and request.incarnation != replica.incarnation
             steps_in = other and replica.has_copy
         else:  # its own worker's word is not enough, if there are others: it may be we who are cut off
-            own, alone = self._ground.rank, set(training) <= {self._ground.rank}
+            own, alone = self._ground.rank, set(self._training()) <= {self._ground.rank}
             steps_in = self._ground.members.is_gone(replica.holder) and (sender != own or alone)
-        return self._hold(request.shard, training, now, alone=True) if steps_in else []
+        return self._hold(request.shard, now, alone=True) if steps_in else []
 
-    def _hold(self, index: int, training: Sequence[int], now: float, alone: bool = False) -> list[Effect]:
+    def _hold(self, index: int, now: float, alone: bool = False) -> list[Effect]:
         """A shard that was followed is held here from now on."""
         replica = self.replicas.pop(index)
+        self._replies.forget(() if replica.ticket is None else (replica.ticket,))
         shard = self._shards[index] = replica.shard
         alone = alone or self._ground.members.is_gone(replica.holder)
-        shard.records = Standby(index, replica.holder, self._ground, alone)
+        answered = partial(self._record_answered, index)
+        shard.records = Standby(index, replica.holder, self._ground, self._replies, answered, alone)
         told = f"shard {index} is held here from clock {shard.clock.clock} on: peer {replica.holder} is gone"
         note = [] if replica.begins else [Note("", told)]
         if not replica.has_copy:  # nobody has held it, as far as can be told
             return [*note, *shard.begin(now)]
-        return [*replica.end(), *note, *shard.hold(now), *shard.look(training)]
+        return [*replica.end(), *note, *shard.hold(now), *shard.look(self._training())]
 
     def recorded(self, event: Received, now: float) -> list[Effect]:
         """Another tells what has happened to a shard."""
@@ -89,38 +101,24 @@ class Copies:
 
     # --- what comes of its own requests -----------------------------------------------------------
 
-    def replied(self, ticket: int, reply: Reply, training: Sequence[int], now: float) -> list[Effect] | None:
-        """One of its requests was answered; None: it is none of these."""
-        for index in list(self._shards):
-            standby = self._standby(index)
-            if standby is not None and standby.awaits(ticket):
-                if isinstance(reply, BusyReply):
-                    return [Forget(ticket), *self._let_go(index, standby, now)]
-                return standby.replied(ticket, reply, now)
-        for index, replica in self.replicas.items():
-            if replica.awaits(ticket):
-                return [*replica.replied(ticket, reply, now), *self._may_begin(index, training, now)]
-        return None
+    def _record_answered(self, index: int, ticket: int, to: int, reply: Reply | None, now: float) -> list[Effect]:
+        """Handle the answer to a record of a shard that is held here."""
+        standby = self._standby(index)
+        assert standby is not None
+        if isinstance(reply, BusyReply):
+            return [Forget(ticket), *self._let_go(index, standby, now)]
+        return standby.answered(ticket, reply, now)
 
-    def failed(self, ticket: int, training: Sequence[int], now: float) -> list[Effect] | None:
-        """One of its requests was not answered; None: it is none of these."""
-        for index in self._shards:
-            standby = self._standby(index)
-            if standby is not None and standby.awaits(ticket):
-                return standby.failed(ticket, now)
-        for index, replica in self.replicas.items():
-            if replica.awaits(ticket):
-                return [*replica.failed(ticket, now), *self._may_begin(index, training, now)]
-        return None
-
-    def _may_begin(self, index: int, training: Sequence[int], now: float) -> list[Effect]:
-        """The other peer does not hold a shard that is ours to begin with."""
-        return self._hold(index, training, now) if self.replicas[index].begins else []
+    def _copy_answered(self, index: int, ticket: int, to: int, reply: Reply | None, now: float) -> list[Effect]:
+        """Handle the answer of the holder of a shard that is followed here; it may have to be held here."""
+        replica = self.replicas[index]
+        effects = replica.answered(ticket, reply, now)
+        return [*effects, *(self._hold(index, now) if replica.begins else [])]
 
     def _let_go(self, index: int, standby: Standby, now: float) -> list[Effect]:
         """The replica has taken the shard over: it is followed from now on."""
         shard = self._shards.pop(index)
-        replica = self.replicas[index] = Replica(shard, standby.rank, self._ground)
+        replica = self.follow(shard, standby.rank)
         told = f"shard {index} is held by peer {standby.rank} now, which had found this one gone"
         return [*standby.give_up(), *shard.let_go(), Note("", told), *replica.ask(now)]
 
@@ -136,10 +134,10 @@ class Copies:
                 effects += [*standby.gone(), Note("", told)]
         return effects
 
-    def due(self, what: str, index: int, training: Sequence[int], now: float) -> list[Effect]:
+    def due(self, what: str, index: int, now: float) -> list[Effect]:
         """A rest is over: who is followed is asked again, or records are sent again."""
         if what == FOLLOW:  # once nobody trains there is nothing to come
-            return self.replicas[index].ask(now) if index in self.replicas and training else []
+            return self.replicas[index].ask(now) if index in self.replicas and self._training() else []
         if standby := self._standby(index):
             standby.again()
         return []

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from gossipx.effects import Effect, Forget
 from gossipx.messages import Reply
 from gossipx.peer.exchange import Ground
+from gossipx.server.replies import Replies
 from gossipx.server.shard import Shard
 from gossipx.server_messages import WaitingReply, WaitingRequest
 
@@ -41,19 +43,17 @@ class Deadlocks:
 
     Args:
         ground: of the role.
+        replies: takes the handlers of its questions.
         shards: that lie here.
         holder: gives the rank that a shard is asked of.
     """
 
-    def __init__(self, ground: Ground, shards: Mapping[int, Shard], holder: Callable[[int], int]):
+    def __init__(self, ground: Ground, replies: Replies, shards: Mapping[int, Shard], holder: Callable[[int], int]):
         self._ground = ground
+        self._replies = replies
         self._shards = shards
         self._holder = holder
         self._rounds: dict[int, _Round] = {}
-
-    def awaits(self, ticket: int) -> bool:
-        """Whether ``ticket`` is that of an open question."""
-        return any(ticket in one.open for one in self._rounds.values())
 
     def look(self, size: int, now: float) -> list[Effect]:
         """After any event: ask where it is not known yet whether workers wait elsewhere.
@@ -77,30 +77,24 @@ class Deadlocks:
         asks: list[Effect] = []
         for other in set(range(size)) - set(self._shards):
             question = WaitingRequest(other)
-            send = self._ground.requests.send(self._holder(other), question, now, now + self._ground.timeout)
+            handler = partial(self._answered, index, begun)
+            send = self._replies.send(self._holder(other), question, now, now + self._ground.timeout, handler)
             begun.open.add(send.ticket)
             asks.append(send)
         return [*asks, *self._ended(index, begun)]
 
-    def replied(self, ticket: int, reply: Reply) -> list[Effect]:
-        """Another shard has answered."""
-        index, asked = self._of(ticket)
+    def _answered(
+        self, index: int, asked: _Round, ticket: int, to: int, reply: Reply | None, now: float
+    ) -> list[Effect]:
+        """Handle the answer of another shard's holder."""
+        asked.open.discard(ticket)
+        if self._rounds.get(index) is not asked:
+            return [Forget(ticket)]  # there is a later round
         if isinstance(reply, WaitingReply):
             asked.elsewhere.update(reply.workers)
         else:
             asked.whole = False
-        return [Forget(ticket), *self._ended(index, asked)]
-
-    def failed(self, ticket: int) -> list[Effect]:
-        """Another shard has not answered."""
-        _, asked = self._of(ticket)
-        asked.whole = False
-        return [Forget(ticket)]
-
-    def _of(self, ticket: int) -> tuple[int, _Round]:
-        index = next(index for index, one in self._rounds.items() if ticket in one.open)
-        self._rounds[index].open.discard(ticket)
-        return index, self._rounds[index]
+        return [Forget(ticket), *(self._ended(index, asked) if reply is not None else [])]
 
     def _ended(self, index: int, asked: _Round) -> list[Effect]:
         shard = self._shards.get(index)

@@ -13,7 +13,7 @@ from gossipx.server.clock import Clock
 from gossipx.server.layout import Layout
 from gossipx.server.records import Journal
 from gossipx.server.settings import ServerSettings
-from gossipx.server.shard import NEXT_RECORD, Shard
+from gossipx.server.shard import Shard
 from gossipx.table_effects import ComeBack
 
 
@@ -110,9 +110,8 @@ class Holding:
             reason = "the servers were changed, and no checkpoint here has the tables that this peer is to hold"
             return [Stop(reason), Resume()]
         if event.state is not None:
-            shard.load_state_dict(event.state)
             shard.records = Journal(shard.index, event.epoch)
-            shard.records.number = event.state[NEXT_RECORD]
+            shard.load_state_dict(event.state)
         return [*shard.begin(now), *shard.look(training)]
 
     # --- how they go on, here and elsewhere -------------------------------------------------------

@@ -7,16 +7,19 @@ tables, or when it takes too long; then the old one stands. From then on it tell
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from gossipx.actor import ChangeServers, Received
 from gossipx.effects import Answer, Effect, Forget, Note, Switched
 from gossipx.errors import UsageError
 from gossipx.messages import AcceptReply, BusyReply, NotReadyReply, Reply, Stage
 from gossipx.peer.exchange import Ground
+from gossipx.server.deferred import Deferred, defer, put_off
 from gossipx.server.layout import Layout, order
 from gossipx.server.moving import NOT_READY, UNDER_WAY, Moving
+from gossipx.server.replies import Replies
 from gossipx.server_messages import PauseRequest, PlaceRequest, PrepareRequest, ServersRequest
 
 TABLES = 4
@@ -43,7 +46,7 @@ class _Led:
         todo: those that have not said yes.
         open: of these, by ticket, those that are being asked.
         until: it is given up if it takes longer.
-        asker: who is told what came of it: its key and deadline; None: it is to ask again.
+        asker: the request that is answered by what came of it; None: its sender is to ask again.
     """
 
     name: Name
@@ -56,8 +59,7 @@ class _Led:
     state: str = ""
     sync: str = ""
     open: dict[int, int] = field(default_factory=dict)
-    asker: tuple[Hashable, float] | None = None
-    asked_at: float = 0.0
+    asker: Deferred | None = None
 
 
 @dataclass
@@ -73,12 +75,14 @@ class Leading:
     """Changes that this peer leads, and those that it asks for.
 
     Args:
+        replies: takes the handlers of its requests.
         moving: its part in them.
         obstacle: why tables of this run cannot be moved, in one line; empty: they can.
     """
 
-    def __init__(self, ground: Ground, moving: Moving, obstacle: str):
+    def __init__(self, ground: Ground, replies: Replies, moving: Moving, obstacle: str):
         self._ground = ground
+        self._replies = replies
         self._moving = moving
         self._obstacle = obstacle
         self._led: _Led | None = None
@@ -139,19 +143,16 @@ class Leading:
     def _ask_leader(self, number: int, now: float) -> list[Effect]:
         wish, patience = self._wishes[number], self._ground.timeout
         request = ServersRequest(wish.number, wish.servers, patience)
-        send = self._ground.requests.send(self._moving.layout.servers[0], request, now, now + patience)
+        handler = partial(self._wish_answered, number)
+        send = self._replies.send(self._moving.layout.servers[0], request, now, now + patience, handler)
         self._tickets[send.ticket] = number
         return [send]
 
-    def wished(self, ticket: int) -> bool:
-        """Whether ``ticket`` is of a request for a change."""
-        return ticket in self._tickets
-
-    def wish_answered(self, ticket: int, reply: Reply, now: float) -> list[Effect]:
-        """The leader has told what came of a change, or that it goes on."""
-        number = self._tickets.pop(ticket)
-        if number not in self._wishes:
-            return [Forget(ticket)]
+    def _wish_answered(self, number: int, ticket: int, to: int, reply: Reply | None, now: float) -> list[Effect]:
+        """Handle the leader's word of what came of a change, or that it is still under way."""
+        del self._tickets[ticket]
+        if reply is None or number not in self._wishes:
+            return [Forget(ticket)]  # the leader is asked again at the next look
         if isinstance(reply, BusyReply):
             return [Forget(ticket), *self._ask_leader(number, now)]
         problem = reply.reason if isinstance(reply, NotReadyReply) else ""
@@ -160,20 +161,15 @@ class Leading:
         del self._wishes[number]
         return [Forget(ticket), *self._came_to(number, problem)]
 
-    def wish_failed(self, ticket: int) -> list[Effect]:
-        """The leader has not answered: it is asked again at the next look."""
-        del self._tickets[ticket]
-        return [Forget(ticket)]
-
     # --- to lead one --------------------------------------------------------------------------------
 
     def asked(self, event: Received, request: ServersRequest, now: float) -> list[Effect]:
         """A change is asked for."""
         name, deadline = (event.sender, request.number), now + request.patience
         if self._led is not None and self._led.name == name:
-            put_off = self._put_off(self._led)
-            self._led.asker, self._led.asked_at = (event.key, deadline), now
-            return put_off
+            again = put_off(self._led.asker)
+            self._led.asker = defer(event.key, request.patience, now)
+            return again
         if self._last is not None and self._last[0] == name:
             return [Answer(event.key, _reply(self._last[1]), deadline)]
         problem = self._cannot_lead(request.servers)
@@ -189,7 +185,7 @@ class Leading:
         members.add(self._ground.rank)
         until = now + self._ground.members.longest
         self._led = _Led(name, epoch, layout, members, PauseRequest, set(members), until)
-        self._led.asker, self._led.asked_at = (event.key, deadline), now
+        self._led.asker = defer(event.key, request.patience, now)
         self._moving.begin(epoch, layout, self._ground.rank)
         return self._ask(self._led, now)
 
@@ -198,7 +194,7 @@ class Leading:
             return UNDER_WAY
         if self._moving.layout.servers[0] != self._ground.rank:
             return "the servers have just been changed: ask again"
-        if not self._moving.ready:
+        if not self._moving.home.holding.ready:
             return f"peer {self._ground.rank}: {NOT_READY}"
         if set(servers) == set(self._moving.layout.servers):
             return f"the servers are {_told(servers)} already"
@@ -220,32 +216,24 @@ class Leading:
                 request = PrepareRequest(led.epoch, led.state, led.sync, patience)
             else:
                 request = PlaceRequest(self._moving.epoch, self._moving.layout.servers, self._moving.decided)
-            send = self._ground.requests.send(rank, request, now, now + patience)
+            send = self._replies.send(rank, request, now, now + patience, self._answered)
             led.open[send.ticket] = rank
             effects.append(send)
         return effects
 
-    def awaits(self, ticket: int) -> bool:
-        """Whether ``ticket`` is of a request of the change that is led."""
-        return self._led is not None and ticket in self._led.open
-
-    def replied(self, ticket: int, reply: Reply, now: float) -> list[Effect]:
-        """A peer has answered."""
+    def _answered(self, ticket: int, to: int, reply: Reply | None, now: float) -> list[Effect]:
+        """Handle a peer's answer. One that has not answered is asked again at the next look, unless it is lost."""
         led = self._led
         assert led is not None
-        rank = led.open.pop(ticket)
+        del led.open[ticket]
+        if reply is None:
+            return [Forget(ticket), *self.look(now)]
         if isinstance(reply, NotReadyReply) and led.phase is not PlaceRequest:
-            return [Forget(ticket), *self._give_up(led, f"peer {rank}: {reply.reason}", now)]
+            return [Forget(ticket), *self._give_up(led, f"peer {to}: {reply.reason}", now)]
         if isinstance(reply, BusyReply):
             return [Forget(ticket), *self._ask(led, now)]
-        led.todo.discard(rank)
+        led.todo.discard(to)
         return [Forget(ticket), *self._go_on(led, now)]
-
-    def failed(self, ticket: int, now: float) -> list[Effect]:
-        """A peer has not answered: it is asked again at the next look, unless it is lost."""
-        assert self._led is not None
-        del self._led.open[ticket]
-        return [Forget(ticket), *self.look(now)]
 
     def look(self, now: float) -> list[Effect]:
         """A peer may have been lost, or have left."""
@@ -269,16 +257,17 @@ class Leading:
         longest = self._ground.members.longest
         if led.phase is PauseRequest:
             led.phase, led.todo, led.until = PrepareRequest, set(led.layout.servers), now + TABLES * longest
-            led.state, led.sync = self._moving.handed_over()
+            led.state, led.sync = self._moving.home.holding.hand_over()
             return self._ask(led, now)
         if led.phase is PrepareRequest:
             led.phase, led.todo, led.until = PlaceRequest, led.members - {self._ground.rank}, now + longest
             told = f"the servers are {_told(sorted(led.layout.servers))} now, at epoch {led.epoch}"
-            return [Note("", told), *self._moving.stands(now), *self._ask(led, now), *self._go_on(led, now)]
+            return [Note("", told), *self._moving.stands(led.epoch, now), *self._ask(led, now), *self._go_on(led, now)]
         return self._finish(led, "")
 
     def _give_up(self, led: _Led, problem: str, now: float) -> list[Effect]:
         """What was stands; those that do not hear of it ask."""
+        self._replies.forget(led.open)
         led.phase, led.todo, led.open = PlaceRequest, led.members - {self._ground.rank}, {}
         given_up = self._moving.give_up(now) if self._moving.busy else []
         told = self._ask(led, now)
@@ -286,12 +275,8 @@ class Leading:
 
     def _finish(self, led: _Led, problem: str) -> list[Effect]:
         self._led, self._last = None, (led.name, problem)
-        asker, led.asker = led.asker, None
-        return [] if asker is None else [Answer(asker[0], _reply(problem), asker[1])]
-
-    def _put_off(self, led: _Led) -> list[Effect]:
-        asker, led.asker = led.asker, None
-        return [] if asker is None else [Answer(asker[0], BusyReply(), asker[1])]
+        self._replies.forget(led.open)
+        return [] if led.asker is None else [led.asker.answer(_reply(problem))]
 
     # --- now and then -------------------------------------------------------------------------------
 
@@ -313,8 +298,9 @@ class Leading:
             late = ", ".join(map(str, sorted(led.todo)))
             what = "paused" if led.phase is PauseRequest else "got its tables"
             return [*effects, *self._give_up(led, f"peer {late} has not {what} in time (--peer-timeout)", now)]
-        if led.asker is not None and now - led.asked_at >= self._ground.timeout / 2:
-            effects += self._put_off(led)
+        if led.asker is not None and led.asker.until <= now:
+            effects += put_off(led.asker)
+            led.asker = None
         return [*effects, *self._ask(led, now)]
 
 

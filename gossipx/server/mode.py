@@ -18,6 +18,7 @@ from gossipx.server.layout import Layout
 from gossipx.server.leading import Leading
 from gossipx.server.moving import UNDER_WAY, Home, Moving
 from gossipx.server.replica import FOLLOW, RECORDS, Replica
+from gossipx.server.replies import Replies
 from gossipx.server.settings import ServerSettings
 from gossipx.server.shard import Shard
 from gossipx.server.switching import Switching
@@ -68,23 +69,26 @@ class ServerMode(Exchange, ServerRole, Home):
     def __init__(self, ground: Ground, pulls: Pulls, settings: ServerSettings, clocks: dict[int, Clock]):
         super().__init__(ground)
         self._settings = settings
+        self._replies = Replies(ground.requests)
         self.holding = Holding(ground, settings)
         self.shards = self.holding.shards
         self._trains = settings.trains or ground.rank not in settings.servers
         self.moving = Moving(ground, self, settings.layouts, settings.layout)
-        self.leading = Leading(ground, self.moving, settings.fixed)
-        self._copies = Copies(ground, self.shards)
+        self.leading = Leading(ground, self._replies, self.moving, settings.fixed)
+        self._copies = Copies(ground, self._replies, self.shards, self._training)
         for index, clock in clocks.items():
             shard = self.holding.make(index, clock, settings.layout)
             others = [rank for rank in settings.holders[index] if rank != ground.rank]
             if others:
                 begins = settings.holders[index][0] == ground.rank
-                self._copies.replicas[index] = Replica(shard, others[0], ground, begins)
+                self._copies.follow(shard, others[0], begins)
             else:
                 self.shards[index] = shard
-        self.worker = Worker(ground, settings.holders, settings.layout.buckets, settings.overlap, settings.syncs)
-        self._switching = Switching(ground, self.shards, self.worker.holder, settings.rate, self._hindered)
-        self._deadlocks = Deadlocks(ground, self.shards, self.worker.holder)
+        asking = ground, self._replies
+        shape = settings.holders, settings.layout.buckets
+        self.worker = Worker(*asking, self._worker_answered, *shape, settings.overlap, settings.syncs)
+        self._switching = Switching(*asking, self.shards, self.worker.holder, settings.rate, self._hindered)
+        self._deadlocks = Deadlocks(*asking, self.shards, self.worker.holder)
         self._agreeing = False
         self._watching = False
         self._sought = False  # a server is gone, and the others were asked whether there are others by now
@@ -169,38 +173,26 @@ class ServerMode(Exchange, ServerRole, Home):
         return self._gone_on(self.worker.gradients_ready(buckets, now), now)
 
     def replied(self, ticket: int, to: int, reply: Reply, now: float) -> list[Effect]:
-        if self._switching.awaits(ticket):
-            return self._switching.replied(ticket, reply)
-        if self._deadlocks.awaits(ticket):
-            return self._watched(self._deadlocks.replied(ticket, reply), now)
-        if self.leading.wished(ticket):
-            return self.leading.wish_answered(ticket, reply, now)
-        if self.leading.awaits(ticket):
-            return self._watched(self.leading.replied(ticket, reply, now), now)
-        if (copied := self._copies.replied(ticket, reply, self._training(), now)) is not None:
-            return self._watched(copied, now)
-        if not self.worker.awaits(ticket):  # it is of a change, or of a time before it held the shard, or no more did
-            told = [*self.moving.replied(ticket, to, reply, now), *self._made_sure(now)]
-            return self._watched([*told, *self._stopped()], now)
+        handled = self._replies.handle(ticket, reply, now)
+        if handled is None:  # it is of a change, or of no interest any more
+            handled = [*self.moving.replied(ticket, to, reply, now), *self._made_sure(now), *self._stopped()]
+        return self._watched(handled, now)
+
+    def failed(self, ticket: int, now: float) -> list[Effect]:
+        handled = self._replies.handle(ticket, None, now)
+        if handled is None:
+            handled = [*self.moving.failed(ticket), *self._stopped()]
+        return self._watched(handled, now)
+
+    def _worker_answered(self, ticket: int, to: int, reply: Reply | None, now: float) -> list[Effect]:
+        """Handle the answer to a push or a pull."""
         heard: list[Effect] = []
         if isinstance(reply, PlacedReply):  # before the worker, which goes on by what stands
             heard = self.moving.heard(to, reply.epoch, reply.servers, reply.decided, now)
-        return [*heard, *self._answered_all(self._gone_on(self.worker.replied(ticket, reply, now), now), now)]
-
-    def failed(self, ticket: int, now: float) -> list[Effect]:
-        if self._switching.awaits(ticket):
-            return self._switching.failed(ticket)
-        if self._deadlocks.awaits(ticket):
-            return self._deadlocks.failed(ticket)
-        if self.leading.wished(ticket):
-            return self.leading.wish_failed(ticket)
-        if self.leading.awaits(ticket):
-            return self._watched(self.leading.failed(ticket, now), now)
-        if (uncopied := self._copies.failed(ticket, self._training(), now)) is not None:
-            return self._watched(uncopied, now)
-        if not self.worker.awaits(ticket):
-            return [*self.moving.failed(ticket), *self._stopped()]
-        return [*self._gone_on(self.worker.failed(ticket, now), now), *self._unagreed(), *self._bereft(now)]
+        went = self._gone_on(self.worker.answered(ticket, reply, now), now)
+        if reply is None:
+            return [*went, *self._unagreed(), *self._bereft(now)]
+        return [*heard, *self._answered_all(went, now)]
 
     def _bereft(self, now: float) -> list[Effect]:
         """A server has not answered. If nobody is left that holds its shard, others may hold all by now."""
@@ -267,7 +259,7 @@ class ServerMode(Exchange, ServerRole, Home):
                 return self._watched(misplaced, now)
         if isinstance(request, RecordRequest):
             return self._copies.recorded(event, now)
-        effects = self._copies.step_in(event.sender, request, self._training(), now)
+        effects = self._copies.step_in(event.sender, request, now)
         shard = self.shards.get(request.shard)
         if shard is None:
             follows = request.shard in self._copies.replicas
@@ -322,7 +314,7 @@ class ServerMode(Exchange, ServerRole, Home):
         if what == AGAIN:
             return self.worker.again(int(shard), now)
         if what in (RECORDS, FOLLOW):
-            return self._watched(self._copies.due(what, int(shard), self._training(), now), now)
+            return self._watched(self._copies.due(what, int(shard), now), now)
         self._watching = False
         asked = self._ground.requests.asked(ArriveRequest)
         here = ArriveRequest(Stage.TRAIN if not self._ending else Stage.FINISH, self._ground.incarnation)

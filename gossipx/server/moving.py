@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import abc
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from gossipx.actor import Prepared, Received
@@ -30,6 +30,7 @@ from gossipx.effects import Answer, Effect, Forget, Note, Resume, Stop, Wait
 from gossipx.errors import UsageError
 from gossipx.messages import AcceptReply, BusyReply, NotReadyReply, Reply
 from gossipx.peer.exchange import Ground
+from gossipx.server.deferred import Deferred, defer, put_off
 from gossipx.server.holding import Holding
 from gossipx.server.layout import Batch, Layout, Layouts
 from gossipx.server.worker import Worker
@@ -72,15 +73,6 @@ class Home(abc.ABC):
 
 
 @dataclass
-class _Asked:
-    """A request that is answered later."""
-
-    key: Hashable
-    deadline: float
-    until: float  # then it is to be asked again
-
-
-@dataclass
 class _Change:
     """A change that this peer takes part in.
 
@@ -100,8 +92,8 @@ class _Change:
     layout: Layout
     leader: int
     batches: list[Batch]
-    pausing: _Asked | None = None
-    preparing: _Asked | None = None
+    pausing: Deferred | None = None
+    preparing: Deferred | None = None
     state: str = ""
     sync: str = ""
     asks: deque[int] = field(default_factory=deque)
@@ -120,6 +112,7 @@ class Moving:
 
     Attributes:
         layout, epoch: by which this peer goes.
+        home: the peer that takes part.
         decided: up to this epoch all changes are over, carried out or given up.
     """
 
@@ -128,10 +121,10 @@ class Moving:
         self.layouts = layouts
         self.epoch = self.decided = 0
         self._ground = ground
-        self._home = home
+        self.home = home
         self._change: _Change | None = None
         self._later: tuple[int, Layout] | None = None  # what stands; a worker goes over between two iterations
-        self._held: list[tuple[Received, _Asked]] = []
+        self._held: list[tuple[Received, Deferred]] = []
         self._blocked = False  # the training thread waits to begin an iteration's pushes
         self._heard: set[int] = set()  # ranks that have told what stands
 
@@ -144,11 +137,6 @@ class Moving:
     def frozen(self) -> bool:
         """Whether what lies here is being handed over."""
         return self._change is not None and self._change.frozen
-
-    @property
-    def ready(self) -> bool:
-        """Whether what lies here could be handed over."""
-        return self._home.holding.ready
 
     @property
     def placed(self) -> PlacedReply:
@@ -171,18 +159,18 @@ class Moving:
     def look(self, now: float) -> list[Effect]:
         """The worker has gone on: is it what a change waited for?"""
         change = self._change
-        if change is None or change.pausing is None or not self._home.worker.quiet:
+        if change is None or change.pausing is None or not self.home.worker.quiet:
             return []
         asked, change.pausing = change.pausing, None
-        return [Answer(asked.key, AcceptReply(), asked.deadline)]
+        return [asked.answer(AcceptReply())]
 
     def catch_up(self, now: float) -> list[Effect] | None:
         """Between two iterations: go over to what stands; None: this peer goes by it already."""
         if self._later is None:
             return None
         (epoch, layout), self._later = self._later, None
-        self._home.worker.stop()
-        return [*self._go_over(epoch, layout, "", now), *self._home.worker.begin(now)]
+        self.home.worker.stop()
+        return [*self._go_over(epoch, layout, "", now), *self.home.worker.begin(now)]
 
     # --- pushes and pulls -------------------------------------------------------------------------
 
@@ -190,16 +178,16 @@ class Moving:
         """What a push or a pull gets that cannot be dealt with now; None: it can."""
         heard: list[Effect] = []
         if request.epoch > self.epoch and self._is_ready_for(request.epoch):
-            heard = self._stands(request.epoch, now)
+            heard = self.stands(request.epoch, now)
         if request.epoch != self.epoch:
             behind = request.epoch < self.epoch
             reply = self.placed if behind else NotReadyReply("it has not heard of that layout yet")
             return [*heard, Answer(event.key, reply, now + request.patience)]
         if not self.frozen:
-            return [*heard, *self._home.requested(event, now)] if heard else None
+            return [*heard, *self.home.requested(event, now)] if heard else None
         if isinstance(request, GradientRequest):
             return [Answer(event.key, NotReadyReply("its tables are being moved"), now + request.patience)]
-        self._held.append((event, _asked(event.key, request.patience, now)))
+        self._held.append((event, defer(event.key, request.patience, now)))
         return []
 
     # --- requests ---------------------------------------------------------------------------------
@@ -224,14 +212,14 @@ class Moving:
         self._change = _Change(epoch, layout, leader, self.layouts.batches(self.layout, layout))
 
     def _pause(self, event: Received, request: PauseRequest, now: float) -> list[Effect]:
-        asked = _asked(event.key, request.patience, now)
+        asked = defer(event.key, request.patience, now)
         problem = self._takes_part(event.sender, request)
         if problem:
             return [Answer(event.key, NotReadyReply(problem), asked.deadline)]
         assert self._change is not None
-        put_off = _put_off(self._change.pausing)
+        again = put_off(self._change.pausing)
         self._change.pausing = asked
-        return [*put_off, *self.look(now)]
+        return [*again, *self.look(now)]
 
     def _takes_part(self, leader: int, request: PauseRequest) -> str:
         """See that we take part in a change; why not, or nothing."""
@@ -239,9 +227,9 @@ class Moving:
             return "" if (self._change.epoch, self._change.leader) == (request.epoch, leader) else UNDER_WAY
         if request.epoch <= self.decided:
             return "that change is over"
-        if self._later is not None or self._home.agreeing:
-            return "it trains no more" if self._home.agreeing else "it has not gone over to the last change yet"
-        if not self.ready:
+        if self._later is not None or self.home.agreeing:
+            return "it trains no more" if self.home.agreeing else "it has not gone over to the last change yet"
+        if not self.home.holding.ready:
             return NOT_READY
         try:
             self.begin(request.epoch, self.layouts.make(request.servers), leader)
@@ -250,21 +238,21 @@ class Moving:
         return ""
 
     def _prepare(self, event: Received, request: PrepareRequest, now: float) -> list[Effect]:
-        change, asked = self._change, _asked(event.key, request.patience, now)
+        change, asked = self._change, defer(event.key, request.patience, now)
         if change is None or (change.epoch, change.leader) != (request.epoch, event.sender):
             return [Answer(event.key, NotReadyReply("it takes part in no such change"), asked.deadline)]
         if change.ready:
             return [Answer(event.key, AcceptReply(), asked.deadline)]
-        put_off = _put_off(change.preparing)
+        again = put_off(change.preparing)
         change.preparing = asked
         if change.state:
-            return put_off
+            return again
         problem = self._differs(request.sync)
         if problem:
-            return [*put_off, *self._refuse(change, problem)]
+            return [*again, *self._refuse(change, problem)]
         change.state, change.sync, change.frozen = request.state, request.sync, True
         change.asks = deque(n for n, batch in enumerate(change.batches) if batch.target == self._ground.rank)
-        return [*put_off, PrepareTables(change.epoch, change.layout.servers), *self._fetch(change, now)]
+        return [*again, PrepareTables(change.epoch, change.layout.servers), *self._fetch(change, now)]
 
     def _fetch(self, change: _Change, now: float) -> list[Effect]:
         """Ask for what is to lie here."""
@@ -292,7 +280,7 @@ class Moving:
 
     def _differs(self, sync: str) -> str:
         """Why shards that lie here cannot become parts of others that go by ``sync``; empty: they can."""
-        other = sorted(self._home.holding.made - {sync})
+        other = sorted(self.home.holding.made - {sync})
         if not other:
             return ""
         return (
@@ -330,11 +318,11 @@ class Moving:
             return self._refuse(change, event.problem)
         change.ready = True
         asked, change.preparing = change.preparing, None
-        return [Answer(asked.key, AcceptReply(), asked.deadline)] if asked else []
+        return [asked.answer(AcceptReply())] if asked else []
 
     def _refuse(self, change: _Change, problem: str) -> list[Effect]:
         asked, change.preparing = change.preparing, None
-        return [Answer(asked.key, NotReadyReply(problem), asked.deadline)] if asked else []
+        return [asked.answer(NotReadyReply(problem))] if asked else []
 
     # --- what stands --------------------------------------------------------------------------------
 
@@ -343,7 +331,7 @@ class Moving:
         self._heard.add(sender)
         known, self.decided = self._change, max(self.decided, decided)
         if epoch > self.epoch and (self._later is None or epoch > self._later[0]):
-            return self._stands(epoch, now) if self._is_ready_for(epoch) else self._follow(epoch, servers, now)
+            return self.stands(epoch, now) if self._is_ready_for(epoch) else self._follow(epoch, servers, now)
         if known is not None and known.epoch <= decided:
             return self.give_up(now)
         return []
@@ -354,16 +342,7 @@ class Moving:
         serves = change is not None and self._ground.rank in change.layout.servers
         return change is not None and change.epoch == epoch and (change.ready or not serves)
 
-    def handed_over(self) -> tuple[str, str]:
-        """What the shards that are to be go on with."""
-        return self._home.holding.hand_over()
-
-    def stands(self, now: float) -> list[Effect]:
-        """The change that we lead is carried out."""
-        assert self._change is not None
-        return self._stands(self._change.epoch, now)
-
-    def _stands(self, epoch: int, now: float) -> list[Effect]:
+    def stands(self, epoch: int, now: float) -> list[Effect]:
         """The change that we take part in is carried out."""
         change, self._change = self._change, None
         assert change is not None
@@ -372,21 +351,21 @@ class Moving:
     def _follow(self, epoch: int, servers: tuple[int, ...], now: float) -> list[Effect]:
         """The others have gone over without us, as they thought us lost, or before we came again."""
         given_up = self.give_up(now) if self._change else []
-        if self._ground.rank in servers and not self._home.holding.comes_back:
+        if self._ground.rank in servers and not self.home.holding.comes_back:
             reason = "the servers were changed, and this peer has not got the tables that it is to hold"
             return [*given_up, Stop(reason), Resume()]
         self._later = epoch, self.layouts.make(servers)
-        self._home.worker.leave_out()
-        return given_up if self._home.worker.begun else [*given_up, *(self.catch_up(now) or [])]
+        self.home.worker.leave_out()
+        return given_up if self.home.worker.begun else [*given_up, *(self.catch_up(now) or [])]
 
     def _go_over(self, epoch: int, layout: Layout, state: str, now: float) -> list[Effect]:
         self.epoch, self.layout, self.decided = epoch, layout, max(self.decided, epoch)
         held, self._held = self._held, []
-        answers = [Answer(asked.key, self.placed, asked.deadline) for _, asked in held]
+        answers = [asked.answer(self.placed) for _, asked in held]
         return [
             PlaceTables(epoch, layout.servers),
             *answers,
-            *self._home.go_over(layout, epoch, state, self.placed, now),
+            *self.home.go_over(layout, epoch, state, self.placed, now),
         ]
 
     def give_up(self, now: float) -> list[Effect]:
@@ -398,16 +377,16 @@ class Moving:
         refusal = NotReadyReply("the change of the servers was given up")
         asked = [one for one in (change.pausing, change.preparing) if one is not None]
         return [
-            *(Answer(one.key, refusal, one.deadline) for one in asked),
+            *(one.answer(refusal) for one in asked),
             *([DropTables()] if change.state else []),
-            *(effect for event, _ in held for effect in self._home.requested(event, now)),
+            *(effect for event, _ in held for effect in self.home.requested(event, now)),
             *self._go_on(now),
         ]
 
     def _go_on(self, now: float) -> list[Effect]:
         """The training thread may begin what it waited to begin."""
         blocked, self._blocked = self._blocked, False
-        return [*self._home.worker.gradients_ready([], now), Resume()] if blocked else []
+        return [*self.home.worker.gradients_ready([], now), Resume()] if blocked else []
 
     # --- now and then -------------------------------------------------------------------------------
 
@@ -418,13 +397,13 @@ class Moving:
             return []
         effects: list[Effect] = []
         for name in ("pausing", "preparing"):
-            asked: _Asked | None = getattr(change, name)
+            asked: Deferred | None = getattr(change, name)
             if asked is not None and asked.until <= now:
                 setattr(change, name, None)
-                effects += _put_off(asked)
+                effects += put_off(asked)
         late = [asked for _, asked in self._held if asked.until <= now]
         self._held = [one for one in self._held if one[1] not in late]
-        effects += [effect for asked in late for effect in _put_off(asked)]
+        effects += [effect for asked in late for effect in put_off(asked)]
         if change.asks:
             effects += self._fetch(change, now)
         return [*effects, *self._ask_what_stands(change, now)]
@@ -463,11 +442,3 @@ class Moving:
         question = PlaceRequest(self.epoch, self.layout.servers, self.decided)
         deadline = now + self._ground.timeout
         return [self._ground.requests.send(to, question, now, deadline) for to in ranks if to not in asked]
-
-
-def _asked(key: Hashable, patience: float, now: float) -> _Asked:
-    return _Asked(key, now + patience, now + patience / 2)
-
-
-def _put_off(asked: _Asked | None) -> list[Effect]:
-    return [] if asked is None else [Answer(asked.key, BusyReply(), asked.deadline)]

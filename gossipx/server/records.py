@@ -24,14 +24,20 @@ class Records:
 
     Args:
         shard: its index.
+        copy: of the shard, that records count from: the epoch of a journal's layout, or the number of a replica's copy.
+
+    Attributes:
+        number: of the next record after that copy, to be made or to be followed.
     """
 
     wanted = False
     """Whether records are made at all."""
+    from_checkpoint = False
+    """Whether they are of use only with a checkpoint that they count from."""
 
-    def __init__(self, shard: int):
+    def __init__(self, shard: int, copy: int = 0):
         self.shard = shard
-        self.copy = 0  # the one that records count from
+        self.copy = copy
         self.number = 0
         self._happened: list[Happening] = []
 
@@ -68,17 +74,9 @@ class Records:
 
 
 class Journal(Records):
-    """Has records written down before anything is answered.
+    """Has records written down before anything is answered; they are of use to no other layout."""
 
-    Args:
-        epoch: of the layout that it is a shard of: records are of use to no other.
-    """
-
-    wanted = True
-
-    def __init__(self, shard: int, epoch: int = 0):
-        super().__init__(shard)
-        self.copy = epoch
+    wanted = from_checkpoint = True
 
     def taken(self, record: RecordRequest, ticket: int | None) -> list[Effect]:
         return [Record(record, ticket)]

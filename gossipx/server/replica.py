@@ -19,9 +19,10 @@ from gossipx.messages import AcceptReply, NotReadyReply, Reply
 from gossipx.peer.exchange import Ground
 from gossipx.peer.membership import REST_FIRST, REST_LONGEST
 from gossipx.server.records import Records
+from gossipx.server.replies import Handler, Replies
 from gossipx.server.shard import Shard
 from gossipx.server_messages import CopyReply, CopyRequest, RecordRequest
-from gossipx.table_effects import ApplyGradient, BufferGradient, Share, TakeCopy
+from gossipx.table_effects import Share, TakeCopy
 
 RECORDS, FOLLOW = "records", "follow"
 """Timers: records are sent again, the holder is asked again; each with a space and the shard's index."""
@@ -35,23 +36,21 @@ class Standby(Records):
     Args:
         shard: its index.
         rank: of that peer.
+        replies, answered: the table of handlers, and that of its requests.
         alone: it is gone: nothing is kept for it until it asks for a copy.
     """
 
-    def __init__(self, shard: int, rank: int, ground: Ground, alone: bool = False):
+    def __init__(self, shard: int, rank: int, ground: Ground, replies: Replies, answered: Handler, alone: bool = False):
         super().__init__(shard)
         self.rank = rank
         self.wanted = not alone
         self._ground = ground
+        self._replies, self._answered = replies, answered
         self._follows = False
         self._unsafe: dict[int, tuple[RecordRequest, int | None]] = {}  # by number, with its gradient's ticket
         self._open: dict[int, int] = {}  # by ticket, the number of the record that is on its way
         self._rests = False
         self._held: deque[tuple[int, Answer]] = deque()  # answers, each with the last record that they tell of
-
-    def awaits(self, ticket: int) -> bool:
-        """Whether ``ticket`` is that of a record on its way."""
-        return ticket in self._open
 
     # --- records ----------------------------------------------------------------------------------
 
@@ -81,24 +80,19 @@ class Standby(Records):
             if number in under_way:
                 continue
             told = dataclasses.replace(record, patience=patience)
-            send = self._ground.requests.send(self.rank, told, now, now + patience)
+            send = self._replies.send(self.rank, told, now, now + patience, self._answered)
             self._open[send.ticket] = number
             effects += [send] if kept is None else [Share(kept, send.ticket), send]
         return effects
 
-    def replied(self, ticket: int, reply: Reply, now: float) -> list[Effect]:
-        """The replica has answered a record."""
+    def answered(self, ticket: int, reply: Reply | None, now: float) -> list[Effect]:
+        """Handle the replica's answer to a record."""
         number = self._open.pop(ticket)
         if not isinstance(reply, AcceptReply):
             return [Forget(ticket), *self._rest(now)]
         _, kept = self._unsafe.pop(number)
         done = [Forget(ticket)] if kept is None else [Forget(ticket), Forget(kept)]
         return [*done, *self._release()]
-
-    def failed(self, ticket: int, now: float) -> list[Effect]:
-        """The replica has not answered a record."""
-        self._open.pop(ticket)
-        return [Forget(ticket), *self._rest(now)]
 
     def _rest(self, now: float) -> list[Effect]:
         self._rests = True
@@ -153,7 +147,7 @@ class Standby(Records):
     def _forget(self) -> list[Effect]:
         kept = [Forget(ticket) for _, ticket in self._unsafe.values() if ticket is not None]
         self._unsafe.clear()
-        # What is on its way is of no interest; its answers are forgotten as they come.
+        self._replies.forget(self._open)
         self._open.clear()
         return list(kept)
 
@@ -164,58 +158,53 @@ class Replica:
     Args:
         shard: as it was made; it becomes the holder's.
         holder: its rank.
+        replies, answered: the table of handlers, and that of its requests.
         begins: nobody may hold the shard yet, and it is ours to begin with then.
 
     Attributes:
         incarnation: of the holder that the copy is of.
+        ticket: of the open request; None: none is.
     """
 
-    def __init__(self, shard: Shard, holder: int, ground: Ground, begins: bool = False):
+    def __init__(
+        self, shard: Shard, holder: int, ground: Ground, replies: Replies, answered: Handler, begins: bool = False
+    ):
         self.shard = shard
         self.holder = holder
         self.begins = begins
         self.incarnation = -1
         self._ground = ground
-        self._copy = -1  # its number; −1: there is none
-        self._number = 0  # of the next record
+        self._replies, self._answered = replies, answered
+        shard.records = Records(shard.index, copy=-1)  # there is none
         self._ahead: dict[int, tuple[RecordRequest, int]] = {}  # by number, each with its gradient's ticket
-        self._ticket: int | None = None  # of the open request
+        self.ticket: int | None = None
 
     @property
     def has_copy(self) -> bool:
         """Whether it could hold the shard."""
-        return self._copy >= 0
-
-    def awaits(self, ticket: int) -> bool:
-        """Whether ``ticket`` is that of its open request."""
-        return ticket == self._ticket
+        return self.shard.records.copy >= 0
 
     def ask(self, now: float) -> list[Effect]:
         """Ask for a copy, or tell that it waits for records."""
-        if self._ticket is not None:
+        if self.ticket is not None:
             return []
         patience = self._ground.members.longest
-        request = CopyRequest(self.shard.index, self._ground.incarnation, self._copy, patience)
-        send = self._ground.requests.send(self.holder, request, now, now + patience)
-        self._ticket = send.ticket
+        request = CopyRequest(self.shard.index, self._ground.incarnation, self.shard.records.copy, patience)
+        send = self._replies.send(self.holder, request, now, now + patience, self._answered)
+        self.ticket = send.ticket
         return [send]
 
-    def replied(self, ticket: int, reply: Reply, now: float) -> list[Effect]:
-        """The holder has answered."""
-        self._ticket = None
+    def answered(self, ticket: int, reply: Reply | None, now: float) -> list[Effect]:
+        """Handle the holder's answer."""
+        self.ticket = None
         effects: list[Effect] = []
         if isinstance(reply, CopyReply):
             self.shard.load_state_dict(json.loads(reply.state))
-            self._copy, self._number, self.incarnation, self.begins = reply.copy, 0, reply.incarnation, False
+            self.shard.records.copy, self.incarnation, self.begins = reply.copy, reply.incarnation, False
             effects += [*self.end(), TakeCopy(ticket, self.shard.index)]
         else:
             effects.append(Forget(ticket))
         return [*effects, self._later(now)]
-
-    def failed(self, ticket: int, now: float) -> list[Effect]:
-        """The holder has not answered."""
-        self._ticket = None
-        return [Forget(ticket), self._later(now)]
 
     def _later(self, now: float) -> SetTimer:
         share = REST_LONGEST if self.has_copy else REST_FIRST
@@ -226,27 +215,21 @@ class Replica:
         record = event.request
         assert isinstance(record, RecordRequest)
         until = now + record.patience
-        if not self.has_copy or event.sender != self.holder or record.copy != self._copy:
+        if not self.has_copy or event.sender != self.holder or record.copy != self.shard.records.copy:
             return [Answer(event.key, NotReadyReply("it has not the copy that this goes on from"), until)]
         done = Answer(event.key, AcceptReply(), until)
-        if record.number < self._number or record.number in self._ahead:
+        if record.number < self.shard.records.number or record.number in self._ahead:
             return [done]
         ticket = self._ground.requests.ticket()
         self._ahead[record.number] = record, ticket
         effects: list[Effect] = [] if record.bucket < 0 else [Keep(event.key, ticket)]
         effects.append(done)
-        while self._number in self._ahead:
-            effects += self._follow(*self._ahead.pop(self._number))
-            self._number += 1
+        while self.shard.records.number in self._ahead:
+            effects += self.shard.follow(*self._ahead.pop(self.shard.records.number))
         return effects
 
-    def _follow(self, record: RecordRequest, ticket: int) -> list[Effect]:
-        made = self.shard.follow(record, ticket)
-        uses = any(isinstance(one, ApplyGradient | BufferGradient | Forget) and one.ticket == ticket for one in made)
-        return made if uses else [*made, Forget(ticket)]
-
     def end(self) -> list[Effect]:
-        """It is followed no more; what came out of turn was never answered for to a worker."""
+        """It is followed no more, or from another copy on; what came out of turn was never answered for to a worker."""
         dropped: list[Effect] = [Forget(ticket) for _, ticket in self._ahead.values()]
         self._ahead.clear()
         return dropped

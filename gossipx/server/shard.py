@@ -8,32 +8,29 @@ and never before the push of that iteration is complete here: in which order the
 from __future__ import annotations
 
 import contextlib
-import math
 from collections import deque
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gossipx.actor import Received
 from gossipx.effects import Answer, Effect, Forget, Keep, Note
 from gossipx.errors import UsageError
-from gossipx.messages import AcceptReply, BusyReply, NotReadyReply, Reply
+from gossipx.messages import AcceptReply, NotReadyReply, Reply
 from gossipx.peer.requests import Requests
 from gossipx.server import decisions
 from gossipx.server.clock import Clock
 from gossipx.server.conditions import SyncModel
 from gossipx.server.decisions import Decision, Fate
+from gossipx.server.deferred import Deferred, defer, put_off
+from gossipx.server.due import Due
 from gossipx.server.models import describe, parse
-from gossipx.server.records import MOST, Journal, Records
+from gossipx.server.records import MOST, Records
 from gossipx.server_messages import GradientRequest, RecordRequest, TablesReply, TablesRequest
 from gossipx.table_effects import ApplyBuffer, ApplyGradient, Asked, BufferGradient, FillTables, KeepShard
 
 NEXT_RECORD = "next_record"
-"""In a checkpoint's state: the number of the first record after it."""
-NOTICE = 2
-"""Ticks from when a checkpoint is due by the clock on the wall to when it is taken. With bsp all hear of it by then: at
-clock c the answers of that tick are given; those of the next tell workers, before they compute iteration c + 1, and
-their pushes of that tell the other shards, before these tick to c + 2."""
+"""In a shard's state: the number of the first record after it."""
 FURTHEST = 100_000
 """Iterations that a worker may go ahead by at once, where another shard's clock has gone on without it; each may be a
 tick."""
@@ -43,10 +40,8 @@ tick."""
 class _Waiting:
     """A pull of one bucket that is not answered yet."""
 
-    key: Hashable
+    deferred: Deferred
     asked: Asked
-    deadline: float
-    until: float = math.inf  # then it is to be asked for again
 
 
 @dataclass
@@ -83,7 +78,8 @@ class Shard:
         leads: it says when these seconds have passed, for all shards and workers.
 
     Attributes:
-        records: of what happens to it, for whoever is to hold it next.
+        records: of what happens to it, for the next that holds it.
+        restored: it continues from a state.
     """
 
     def __init__(
@@ -101,13 +97,8 @@ class Shard:
         self.records = Records(index)
         self._begins_by = clock.model
         self._plan = deque(plan)
-        self._every = every
-        self._leads = leads
-        self._keep_at = 0  # the clock of the next checkpoint that is due by seconds, or of the last
-        self._kept = 0  # the clock of the last checkpoint
-        self._handed = False  # that was of another layout: it would not do for this one
-        self._kept_at = 0.0
-        self._restored = False
+        self._due = Due(every, leads)
+        self.restored = False
         self._buckets = buckets
         self._requests = requests
         self._workers: dict[int, _Worker] = {}
@@ -116,20 +107,15 @@ class Shard:
 
     def begin(self, now: float) -> list[Effect]:
         """All have come to START: the tables begin with our own model's values."""
-        fill: list[Effect] = [] if self._restored else [FillTables(self.index)]
-        first = [] if self._restored else self.keep(now, first=isinstance(self.records, Journal))
+        fill: list[Effect] = [] if self.restored else [FillTables(self.index)]
+        first = [] if self.restored else self.keep(now, first=self.records.from_checkpoint)
         return [*fill, *first, *self.hold(now)]
 
     def hold(self, now: float) -> list[Effect]:
         """Answer workers from now on."""
-        self._begun, self._kept_at = True, now
+        self._begun, self._due.since = True, now
         early, self._early = self._early, []
         return [effect for event in early for effect in self.requested(event, now)]
-
-    @property
-    def restored(self) -> bool:
-        """Whether it goes on from a state."""
-        return self._restored
 
     @property
     def begun(self) -> bool:
@@ -163,24 +149,16 @@ class Shard:
             last, first: of the end of training, of its beginning, if there are to be any.
             leaves: its holder is about to leave: one in any case.
         """
-        ticks, seconds = self._every
-        clock = self.clock.clock
-        if seconds and self._leads and self._keep_at <= self._kept and now - self._kept_at >= seconds:
-            self._keep_at = clock + NOTICE
-        by_ticks = ticks and clock // ticks > self._kept // ticks
-        at_an_end = (last or first) and (ticks or seconds)
-        due = leaves or self._kept < self._keep_at <= clock or by_ticks or at_an_end
-        if (clock == self._kept and not (first or self._handed)) or not due:
+        if not self._due.take(self.clock.clock, now, last, first, leaves):
             return []
-        self._kept, self._kept_at, self._handed = clock, now, False
         # What the checkpoint has must not be in a record after it.
         made = self.records.made()
-        return [*made, KeepShard(self.index, clock, {**self.state_dict(), NEXT_RECORD: self.records.number})]
+        return [*made, KeepShard(self.index, self.clock.clock, self.state_dict())]
 
     def state_dict(self) -> dict[str, Any]:
         """All that the next decision depends on, as plain data that JSON can hold; pulls that wait are asked again."""
         workers = [[rank, one.incarnation, one.coming, sorted(one.have)] for rank, one in self._workers.items()]
-        return {"clock": self.clock.state_dict(), "workers": workers}
+        return {"clock": self.clock.state_dict(), "workers": workers, NEXT_RECORD: self.records.number}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what :meth:`state_dict` gave; the tables are those of that time."""
@@ -194,22 +172,26 @@ class Shard:
         self._workers = {
             rank: _Worker(incarnation, coming, set(have)) for rank, incarnation, coming, have in state["workers"]
         }
-        self._kept, self._restored = self.clock.clock, True
+        self.records.number = state[NEXT_RECORD]
+        self._due.kept, self.restored = self.clock.clock, True
 
     def resume(self, state: dict[str, Any]) -> None:
         """Go on from a checkpoint, together with all workers: they begin at its clock, wherever they were."""
         clock = state["clock"]["clock"][0]
         workers = [[rank, clock - 1, 0, None, False, False] for rank, *_ in state["clock"]["workers"]]
-        self.load_state_dict({"clock": {**state["clock"], "workers": workers}, "workers": []})
+        self.load_state_dict({**state, "clock": {**state["clock"], "workers": workers}, "workers": []})
 
     def follow(self, record: RecordRequest, ticket: int) -> list[Effect]:
         """Have happen what has happened to the shard that this is a copy of; what follows for its tables.
 
-        What has no sense (the record is another peer's) is left out.
+        So a replica follows its holder, and a shard that comes back its journal. What has no sense (the record is
+        another peer's) is left out.
 
         Args:
-            ticket: the record's gradient was kept under it.
+            record: the next one, by number.
+            ticket: the record's gradient was kept under it; it is used or forgotten.
         """
+        self.records.number = record.number + 1
         effects: list[Effect] = []
         for entry in record.happened:
             match entry:
@@ -226,13 +208,15 @@ class Shard:
                 case ("switch", str(sync), str(apply), str(pulls)):
                     with contextlib.suppress(UsageError):  # the holder could, unless its settings are others
                         effects += self._switched(parse(sync), apply, pulls)
-        return [one for one in effects if not isinstance(one, Answer | Note)]
+        made: list[Effect] = [one for one in effects if not isinstance(one, Answer | Note)]
+        uses = any(isinstance(one, ApplyGradient | BufferGradient | Forget) and one.ticket == ticket for one in made)
+        return made if uses else [*made, Forget(ticket)]
 
     # --- other servers ------------------------------------------------------------------------------
 
     def hand_over(self) -> dict[str, Any]:
         """What the shards of another layout go on with, as plain data, once no push is on its way."""
-        return {**self.state_dict(), "plan": len(self._plan), "kept": self._kept}
+        return {**self.state_dict(), NEXT_RECORD: 0, "plan": len(self._plan), "kept": self._due.kept}
 
     def take_over(self, state: dict[str, Any], now: float) -> list[Effect]:
         """Go on with what :meth:`hand_over` gave: workers push and pull on as they did.
@@ -243,15 +227,16 @@ class Shard:
         workers = [[rank, incarnation, -1, []] for rank, incarnation, *_ in state["workers"]]
         self.load_state_dict({**state, "workers": workers})
         self._plan = deque(plan)
-        self._kept, self._kept_at, self._handed, self._begun = state["kept"], now, True, True
-        return self.keep(now, first=True) if isinstance(self.records, Journal) else []
+        self._due.take_over(state["kept"], now)
+        self._begun = True
+        return self.keep(now, first=True) if self.records.from_checkpoint else []
 
     def close(self, reply: Reply, now: float) -> list[Effect]:
         """It lies here no more: pulls that wait are answered so."""
         waiting = [one for worker in self._workers.values() for pulls in worker.pulls.values() for one in pulls]
         early, self._early = self._early, []
         return [
-            *(Answer(one.key, reply, one.deadline) for one in waiting),
+            *(one.deferred.answer(reply) for one in waiting),
             *(Answer(event.key, reply, _patience(event, now)) for event in early),
         ]
 
@@ -267,7 +252,7 @@ class Shard:
         if not self._begun or request.bucket >= self._buckets:
             return [Answer(event.key, NotReadyReply("it has no such tables yet"), now + request.patience)]
         if isinstance(request, GradientRequest):
-            self._keep_at = max(self._keep_at, request.keep)
+            self._due.at = max(self._due.at, request.keep)
         effects: list[Effect] = []
         known = self._workers.get(event.sender)
         if known is None or known.incarnation != request.incarnation:
@@ -329,7 +314,7 @@ class Shard:
 
     def _pulled(self, event: Received, request: TablesRequest, now: float) -> list[Effect]:
         worker = self._workers[event.sender]
-        waiting = _Waiting(event.key, _asked(event), now + request.patience, now + request.patience / 2)
+        waiting = _Waiting(defer(event.key, request.patience, now), _asked(event))
         if request.progress <= worker.released:
             return [self._give(waiting)]
         worker.significance = request.significance
@@ -351,16 +336,15 @@ class Shard:
         """Answer a pull by what there is, to a peer that trains no more."""
         request = event.request
         assert isinstance(request, TablesRequest)
-        return [self._give(_Waiting(event.key, _asked(event), now + request.patience))]
+        return [self._give(_Waiting(Deferred(event.key, now + request.patience), _asked(event)))]
 
     def put_off(self, now: float) -> list[Effect]:
         """Pulls that have waited for long are to be asked for again: their senders see that we are still here."""
         effects: list[Effect] = []
         for worker in self._workers.values():
             for progress, pulls in worker.pulls.items():
-                late = [one for one in pulls if one.until <= now]
-                worker.pulls[progress] = [one for one in pulls if one.until > now]
-                effects += [Answer(one.key, BusyReply(), one.deadline) for one in late]
+                worker.pulls[progress] = [one for one in pulls if one.deferred.until > now]
+                effects += [off for one in pulls if one.deferred.until <= now for off in put_off(one.deferred)]
         return effects
 
     # --- members ----------------------------------------------------------------------------------
@@ -379,7 +363,7 @@ class Shard:
         """A worker's pulls are not waited for any more."""
         gone = [one for waiting in worker.pulls.values() for one in waiting]
         worker.pulls = {}
-        return [Answer(one.key, NotReadyReply("it is not waited for any more"), one.deadline) for one in gone]
+        return [one.deferred.answer(NotReadyReply("it is not waited for any more")) for one in gone]
 
     def _drop(self, worker: int) -> list[Effect]:
         known = self._workers.pop(worker, None)
@@ -443,9 +427,9 @@ class Shard:
 
     def _give(self, waiting: _Waiting) -> Answer:
         sync = "" if self.clock.model is self._begins_by else describe(self.clock.model)
-        reply = TablesReply(self.clock.clock, (), sync, self._keep_at)
+        reply = TablesReply(self.clock.clock, (), sync, self._due.at)
         tables = None if waiting.asked.bucket < 0 else waiting.asked
-        return Answer(waiting.key, reply, waiting.deadline, tables=tables)
+        return replace(waiting.deferred.answer(reply), tables=tables)
 
 
 def _asked(event: Received) -> Asked:

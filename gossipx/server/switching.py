@@ -10,6 +10,7 @@ from gossipx.errors import UsageError
 from gossipx.messages import AcceptReply, NotReadyReply, Reply
 from gossipx.peer.exchange import Ground
 from gossipx.server.models import parse
+from gossipx.server.replies import Replies
 from gossipx.server.shard import Shard
 from gossipx.server_messages import SwitchRequest
 
@@ -19,6 +20,7 @@ class Switching:
 
     Args:
         ground: of its role.
+        replies: takes the handlers of its requests.
         shards: that it holds.
         holder: gives the rank that a shard is asked of.
         rate: the learning rate, for sync models that go by it; None: it is not known.
@@ -28,12 +30,14 @@ class Switching:
     def __init__(
         self,
         ground: Ground,
+        replies: Replies,
         shards: Mapping[int, Shard],
         holder: Callable[[int], int],
         rate: float | None,
         hindered: Callable[[], str],
     ):
         self._ground = ground
+        self._replies = replies
         self._shards = shards
         self._holder, self._rate, self._hindered = holder, rate, hindered
         self._open: dict[int, int] = {}  # by ticket, the number of the switch
@@ -53,7 +57,8 @@ class Switching:
                 self._problems[event.number] = self._problems[event.number] or problem
                 continue
             request = SwitchRequest(index, event.sync, event.apply, event.pulls)
-            send = self._ground.requests.send(self._holder(index), request, now, now + self._ground.timeout)
+            until = now + self._ground.timeout
+            send = self._replies.send(self._holder(index), request, now, until, self._answered)
             self._open[send.ticket] = event.number
             effects.append(send)
         return [*effects, *self._done(event.number)]
@@ -78,19 +83,10 @@ class Switching:
         reply = NotReadyReply(problem) if problem else AcceptReply()
         return [*made, Answer(event.key, reply, now + self._ground.timeout)]
 
-    def awaits(self, ticket: int) -> bool:
-        """Whether ``ticket`` is that of an open request."""
-        return ticket in self._open
-
-    def replied(self, ticket: int, reply: Reply) -> list[Effect]:
-        """A server has answered."""
-        return self._answered(ticket, reply.reason if isinstance(reply, NotReadyReply) else "")
-
-    def failed(self, ticket: int) -> list[Effect]:
-        """A server has not answered."""
-        return self._answered(ticket, "a server does not answer")
-
-    def _answered(self, ticket: int, problem: str) -> list[Effect]:
+    def _answered(self, ticket: int, to: int, reply: Reply | None, now: float) -> list[Effect]:
+        """Handle a server's answer."""
+        problem = reply.reason if isinstance(reply, NotReadyReply) else ""
+        problem = "a server does not answer" if reply is None else problem
         number = self._open.pop(ticket)
         self._problems[number] = self._problems[number] or problem
         return [Forget(ticket), *self._done(number)]

@@ -22,10 +22,9 @@ from gossipx.server.placement import Partition
 from gossipx.server_messages import CopyReply, GradientRequest, RecordRequest
 from gossipx.storage.client import Client
 from gossipx.storage.moving import Mover, Prepared, Ranges, pack
-from gossipx.storage.rooms import Settings
+from gossipx.storage.rooms import Settings, Whole
 from gossipx.storage.shard import Given, ShardStore
 from gossipx.table_effects import Asked, Pieces
-from gossipx.wire import Bytes, Sink
 
 
 class Gradient:
@@ -92,32 +91,13 @@ COPY = 32
 three values of an optimizer's for each, and a gradient buffer in float64."""
 
 
-class Copy:
-    """Takes in a copy of a shard's tables; a :class:`gossipx.wire.Fitting`.
+class Copy(Whole):
+    """Takes in a copy of a shard's tables."""
 
-    Args:
-        most: bytes that it may have.
+    misfit = "it answered by what is no copy of the shard that was asked for"
 
-    Attributes:
-        view: its bytes, once they are here.
-    """
-
-    nbytes = 0
-
-    def __init__(self, most: int):
-        self._most = most
-        self.view = memoryview(bytearray())
-
-    def fit(self, reply: CarryingReply) -> Sink:
-        """What takes in what ``reply`` brings.
-
-        Raises:
-            ProtocolError: it is no copy, or larger than one of the shard can be.
-        """
-        if not isinstance(reply, CopyReply) or reply.size > self._most:
-            raise ProtocolError("it answered by what is no copy of the shard that was asked for")
-        self.view = memoryview(bytearray(reply.size))
-        return Bytes(self.view)
+    def size(self, reply: CarryingReply) -> int | None:
+        return reply.size if isinstance(reply, CopyReply) else None
 
 
 class Unwanted:
@@ -259,28 +239,26 @@ class Desk:
         Raises:
             ProtocolError: as :meth:`ShardStore.decode`.
         """
-        with contextlib.closing(gradient):
-            hosted, request = self._told(gradient)
-            decoded = self._sound(hosted, gradient)
-            if decoded is None:
-                return gradient.sender
-            hosted.store.apply(request.bucket, decoded, scale, hosted.settings)
-        return None
+        return self._take_in(
+            gradient, lambda hosted, number, decoded: hosted.store.apply(number, decoded, scale, hosted.settings)
+        )
 
     def buffer(self, gradient: Gradient) -> int | None:
         """Add it to the gradient buffer; returns and raises as :meth:`apply`."""
-        with contextlib.closing(gradient):
-            hosted, request = self._told(gradient)
-            decoded = self._sound(hosted, gradient)
-            if decoded is None:
-                return gradient.sender
-            hosted.store.add(request.bucket, decoded)
-        return None
+        return self._take_in(gradient, lambda hosted, number, decoded: hosted.store.add(number, decoded))
 
-    def _sound(self, hosted: _Hosted, gradient: Gradient) -> Tensor | None:
-        """What was pushed; None: it holds NaN or Inf, which would be in all models for good."""
-        decoded = hosted.store.decode(gradient.request, gradient.view)
-        return decoded if math.isfinite(kernels.squared_norm(decoded)) else None
+    def _take_in(self, gradient: Gradient, do: Callable[[_Hosted, int, Tensor], None]) -> int | None:
+        """Decode a gradient and ``do`` with it what is wanted, unless it holds NaN or Inf: all models would have it."""
+        with contextlib.closing(gradient):
+            request = gradient.request
+            hosted = self._hosted[request.shard]
+            if request.progress >= hosted.progress:
+                hosted.progress, hosted.settings = request.progress, request.settings
+            decoded = hosted.store.decode(request, gradient.view)
+            if not math.isfinite(kernels.squared_norm(decoded)):
+                return gradient.sender
+            do(hosted, request.bucket, decoded)
+        return None
 
     def apply_buffer(self, shard: int) -> None:
         """One optimizer step with the mean of the gradient buffer."""
@@ -322,7 +300,7 @@ class Desk:
             ProtocolError: it is of other tables.
         """
         try:
-            self.load_state_dict(shard, from_bytes(copy.view))
+            self.load_state_dict(shard, from_bytes(copy.content))
         except (UsageError, ValueError, KeyError) as error:
             raise ProtocolError(f"a copy of shard {shard} cannot be taken: {error}") from error
 
@@ -384,10 +362,3 @@ class Desk:
     def drop(self) -> None:
         """They are not needed: everything stays as it is."""
         self._coming = None
-
-    def _told(self, gradient: Gradient) -> tuple[_Hosted, GradientRequest | RecordRequest]:
-        request = gradient.request
-        hosted = self._hosted[request.shard]
-        if request.progress >= hosted.progress:
-            hosted.progress, hosted.settings = request.progress, request.settings
-        return hosted, request

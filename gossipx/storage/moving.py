@@ -24,9 +24,8 @@ from gossipx.server.placement import Partition
 from gossipx.server_messages import TablesReply
 from gossipx.storage.client import Client
 from gossipx.storage.parts import raw
-from gossipx.storage.rooms import Settings
+from gossipx.storage.rooms import Settings, Whole
 from gossipx.storage.shard import BucketTables, ShardStore
-from gossipx.wire import Bytes, Sink
 
 VALUES, BUFFER = "values", "buffer"
 """Columns that every piece has, and that one has for which gradients wait; the others are the optimizer's."""
@@ -242,29 +241,10 @@ class Mover:
         client.place(self._layout.placed, self._layout.cut, epoch)
 
 
-class Ranges:
-    """Takes in what moves here; a :class:`gossipx.wire.Fitting`.
+class Ranges(Whole):
+    """Takes in what moves here."""
 
-    Args:
-        limit: bytes that it has at most.
+    misfit = "it answered by ranges that were not asked for"
 
-    Attributes:
-        content: these bytes, once they are here.
-    """
-
-    nbytes = 0
-
-    def __init__(self, limit: int):
-        self._limit = limit
-        self.content = memoryview(bytearray())
-
-    def fit(self, reply: CarryingReply) -> Sink:
-        """What takes in what ``reply`` brings.
-
-        Raises:
-            ProtocolError: it is more than these can be.
-        """
-        if not isinstance(reply, TablesReply) or len(reply.parts) != 1 or reply.parts[0][1] > self._limit:
-            raise ProtocolError("it answered by ranges that were not asked for")
-        self.content = memoryview(bytearray(reply.parts[0][1]))
-        return Bytes(self.content)
+    def size(self, reply: CarryingReply) -> int | None:
+        return reply.parts[0][1] if isinstance(reply, TablesReply) and len(reply.parts) == 1 else None

@@ -148,6 +148,40 @@ class Changed:
         self._room.base = checksum(self._values)
 
 
+class Whole:
+    """Takes in a reply in one piece, in memory of its own; a :class:`gossipx.wire.Fitting`.
+
+    Args:
+        most: bytes that it may have.
+
+    Attributes:
+        content: its bytes, once they are here.
+    """
+
+    nbytes = 0
+    misfit = "it answered by what was not asked for"
+
+    def __init__(self, most: int):
+        self._most = most
+        self.content = memoryview(bytearray())
+
+    def size(self, reply: CarryingReply) -> int | None:
+        """Bytes that ``reply`` brings; None: it is of another kind."""
+        raise NotImplementedError
+
+    def fit(self, reply: CarryingReply) -> Sink:
+        """What takes in what ``reply`` brings.
+
+        Raises:
+            ProtocolError: it is of another kind, or larger than it can be.
+        """
+        size = self.size(reply)
+        if size is None or size > self._most:
+            raise ProtocolError(self.misfit)
+        self.content = memoryview(bytearray(size))
+        return Bytes(self.content)
+
+
 class Nothing:
     """Takes in an answer without tables; a :class:`gossipx.wire.Fitting`."""
 

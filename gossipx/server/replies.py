@@ -1,0 +1,46 @@
+"""The table that leads each reply to the part of server mode that sent the request.
+
+A server and a worker have many requests open at a time, for several purposes. Each part names a handler as it sends, so
+that nobody has to be asked afterwards which part a reply belongs to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from gossipx.effects import Effect, Send
+from gossipx.messages import Reply, Request
+from gossipx.peer.requests import Requests
+
+Handler = Callable[[int, int, Reply | None, float], list[Effect]]
+"""Handles the outcome of a request: its ticket, the rank it went to, the reply (None: it failed), and the time."""
+
+
+class Replies:
+    """Handlers of open requests, by ticket.
+
+    Args:
+        requests: of the role; numbers what is sent.
+    """
+
+    def __init__(self, requests: Requests):
+        self._requests = requests
+        self._handlers: dict[int, tuple[int, Handler]] = {}
+
+    def send(self, to: int, request: Request, now: float, deadline: float, handler: Handler) -> Send:
+        """Return the effect that sends a request; ``handler`` gets its outcome."""
+        send = self._requests.send(to, request, now, deadline)
+        self._handlers[send.ticket] = to, handler
+        return send
+
+    def forget(self, tickets: Iterable[int]) -> None:
+        """Drop the handlers of requests whose outcome matters no more."""
+        for ticket in tickets:
+            self._handlers.pop(ticket, None)
+
+    def handle(self, ticket: int, reply: Reply | None, now: float) -> list[Effect] | None:
+        """Call the handler of a request that was answered or has failed. Return None if it has none."""
+        if ticket not in self._handlers:
+            return None
+        to, handler = self._handlers.pop(ticket)
+        return handler(ticket, to, reply, now)
