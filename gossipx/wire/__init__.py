@@ -151,21 +151,19 @@ class Description:
 
 @dataclass(frozen=True)
 class CheckupRequest:
-    """Asks what a checkup of the machines (``gossipx doctor``) wants to know; may be the first frame, in Hello's place.
+    """A question of a checkup of the machines (``gossipx doctor``); may be the first frame, in Hello's place.
 
-    A peer of a run answers for "facts" alone, and does not take who asks for a member.
+    A peer of a run answers "facts" alone, and does not take the asking process for a member.
 
     Attributes:
         name: of the peer for whose line it is asked.
-        part: "facts" of who answers; the "peers" that its hosts file lists; "turn": that nobody else measures with it
-            while this connection lasts; "load": nothing, but bytes; "findings" of both, so far.
-        size: bytes of the payload that comes along.
-        back: bytes of payload that are wanted in return, of a load.
+        part: "facts" of the answering process; the "peers" that its hosts file lists; the description of its "model";
+            or a "load" of bytes.
+        back: bytes of the load.
     """
 
     name: str
     part: str
-    size: int = 0
     back: int = 0
 
 
@@ -174,7 +172,7 @@ class CheckupReply:
     """Answers :class:`CheckupRequest`.
 
     Attributes:
-        report: figures by name; an empty one: it cannot be done now.
+        report: the facts by name; else empty.
         size: bytes of the payload that comes along.
     """
 
@@ -291,7 +289,7 @@ ANSWERS: dict[type, tuple[type, ...]] = {
     Open: (Challenge,),
     Proof: (Accepted,),
     DescribeRequest: (Description,),
-    CheckupRequest: (CheckupReply,),
+    CheckupRequest: (CheckupReply, BusyReply),
     InitialRequest: (ModelReply, NotReadyReply),
     PullRequest: (ModelReply, BusyReply, NotReadyReply),
     PushRequest: (AcceptReply, BusyReply, NotReadyReply),
@@ -410,7 +408,7 @@ Expect = Callable[[Message, int], "Sink | None"]
 MAX_DESCRIPTION = 16 * 2**20
 # Bytes that one frame of a checkup brings along: enough to fill a link of 10 Gbit/s for longer than its round trip.
 MAX_LOAD = 16 * 2**20
-CHECKUP_PARTS = ("facts", "peers", "turn", "load", "findings")
+CHECKUP_PARTS = ("facts", "peers", "model", "load")
 # Characters of a foreign line that a message shows.
 _SHOWN = 200
 

@@ -421,11 +421,7 @@ KINDS = {
     46: Kind(WaitingRequest, {"shard": _shard}),
     47: Kind(WaitingReply, {"workers": _workers}, MAX_METADATA),
     48: Kind(Carried, {"digest": _octets(32)}),
-    49: Kind(
-        CheckupRequest,
-        {"name": _text, "part": _part, "size": _integer(0, MAX_LOAD), "back": _integer(0, MAX_LOAD)},
-        payload=MAX_LOAD,
-    ),
+    49: Kind(CheckupRequest, {"name": _text, "part": _part, "back": _integer(0, MAX_LOAD)}),
     50: Kind(CheckupReply, {"report": _report, "size": _integer(0, MAX_LOAD)}, payload=MAX_LOAD),
 }
 """By number, as a frame's header has it."""
