@@ -6,6 +6,7 @@ hosts, answers their probes, and reports what it sees itself.
 
 from __future__ import annotations
 
+import hashlib
 import signal
 import threading
 import time
@@ -38,13 +39,12 @@ def examine(
 ) -> Findings:
     """Look at this machine, and at all others of the hosts file from here.
 
+    Errors are those of ``gossipx run``.
+
     Args:
         script: of the model to look at, with its arguments; empty: the built-in task's; None: no model.
         wait: seconds in which other hosts must answer.
         tell: told which hosts are missing.
-
-    Raises:
-        UsageError: settings or hosts file are not right, as ``gossipx run`` would say.
     """
     peers = read_hosts(peers_file)
     hosts = hosts_of(peers)
@@ -56,16 +56,18 @@ def examine(
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a script that builds a model ends, too
     links = Links("doctor", 0, timeout=10.0)
     try:
-        own = model.Model() if script is None else model.look(settings, peers, peers_file, lines[0], script)
-        me = Hello(lines[0].rank, lines[0].name, len(peers), peers_digest(peers), own.digest)
-        found = Findings(hosts, [host.number for host in here], checkup.facts(me, "doctor"), names=names)
-        found.tls = settings.exchange.tls_cert is not None
-        found.model, found.fault = own.what, own.fault
+        what, manifest, fault = ("", b"", "")
+        if script is not None:
+            what, manifest, fault = model.look(settings, len(peers), peers_file, lines[0], script)
+        digest = hashlib.sha256(manifest).hexdigest() if manifest else ""
+        me = Hello(lines[0].rank, lines[0].name, len(peers), peers_digest(peers), digest)
+        found = Findings(hosts, [host.number for host in here], checkup.facts(me, "doctor"), names)
+        found.model, found.fault, found.tls = what, fault, settings.exchange.tls_cert is not None
         found.devices = machine.devices(found.own, lines, settings.run.device)
         prober = Prober(me, peers, granted, links, threading.Lock())
-        listener = Listener(lines, binds, prober, own.manifest)
+        listener = Listener(lines, binds, prober, manifest)
         try:
-            _Checkup(found, prober, listener, own.manifest, tell).go(wait)
+            _Checkup(found, prober, listener, manifest, tell).go(wait)
         finally:
             listener.close()
     finally:

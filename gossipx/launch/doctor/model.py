@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import selectors
 import signal
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,25 +19,14 @@ from gossipx.launch.environment import ENV_CONFIG, ENV_DESCRIBE, ENV_DEVICE, ENV
 from gossipx.launch.hosts import PeerLine
 from gossipx.settings import RunConfig
 
-WITHIN = 120.0
-"""Seconds in which a script must reach its ``gossipx.join``: it may have data to read first."""
+WITHIN = 120.0  # seconds in which a script must reach its gossipx.join: it may have data to read first
 
 
-@dataclass(frozen=True)
-class Model:
-    """``what`` it is in words, its ``manifest`` and the ``digest`` of that; or the ``fault`` why there is none."""
-
-    what: str = ""
-    manifest: bytes = b""
-    digest: str = ""
-    fault: str = ""
-
-
-def look(settings: RunConfig, peers: Sequence[PeerLine], file: Path, first: PeerLine, script: list[str]) -> Model:
-    """Return the model that peer ``first`` of the hosts file would train, by the script or by the built-in task."""
+def look(settings: RunConfig, peers: int, file: Path, first: PeerLine, script: list[str]) -> tuple[str, bytes, str]:
+    """Return what peer ``first`` would train, in words; the description of that model; and why there is none."""
     from gossipx import build  # imports torch, which takes as long as all the rest
 
-    complete = build.effective(settings, len(peers), bool(script))
+    complete = build.effective(settings, peers, bool(script))
     complete = replace(complete, exchange=access.absolute(complete.exchange))
     what = script[0] if script else f"{complete.task.model} for {complete.task.task}"
     if not script_exists(script):
@@ -57,10 +44,9 @@ def look(settings: RunConfig, peers: Sequence[PeerLine], file: Path, first: Peer
             ENV_DESCRIBE: "1",
         }
         try:
-            manifest = _manifest(command_of(script), environment)
+            return what, _manifest(command_of(script), environment), ""
         except GossipxError as error:
-            return Model(what, fault=fit(f"{what} {error}"))
-    return Model(what, manifest, hashlib.sha256(manifest).hexdigest())
+            return what, b"", fit(f"{what} {error}")
 
 
 def _manifest(command: list[str], environment: dict[str, str]) -> bytes:

@@ -39,17 +39,13 @@ PIECE = 64 * 2**10  # bytes of a load between two looks at the time
 
 
 class Load:
-    """Takes a load in, and keeps its rate alone, in bytes per second; a :class:`gossipx.wire.Sink`.
-
-    Args:
-        began: when the first byte could have come.
-    """
+    """Takes a load in, and keeps its rate alone, in bytes per second; a :class:`gossipx.wire.Sink`."""
 
     nbytes = MAX_LOAD
 
     def __init__(self, began: float):
         self.rate = 0.0
-        self._began = began
+        self._began = began  # when the first byte could have come
         self._room = memoryview(bytearray(PIECE))
 
     def room(self, start: int) -> memoryview:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Collection, Iterator
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator
 
 from gossipx.launch.doctor.findings import Findings, Line, Verdict, Way, plain
 
@@ -15,7 +14,7 @@ SLOW = 4.0  # a host is slow at so many times less than the median rate: TCP alo
 
 def verdicts(found: Findings) -> list[Verdict]:
     """Return all verdicts: each rule says what is wrong, or that all is well."""
-    return [verdict for rule in _RULES for verdict in dict.fromkeys(rule(found))]
+    return [*(verdict for rule in _RULES for verdict in rule(found)), *found.devices]
 
 
 def names(found: Findings) -> Iterator[Verdict]:
@@ -45,10 +44,7 @@ REACH = {
     "silent": ("something listens and does not answer", f"{_LOOK}, its load, and if one side alone has TLS"),
     "closed": ("something listens and hangs up", f"{_LOOK}; give both the same secret, or both --tls-..."),
     "foreign": ("no gossipx listens there", f"{_LOOK}, or give the line another port; or one side alone has TLS"),
-    "authorised": (
-        "not authorised",
-        "give all hosts and runs the same --secret-file, or certificates of one CA for each",
-    ),
+    "authorised": ("not authorised", "give all hosts and runs the same --secret-file, or certificates of one CA"),
     "version": ("", "install the same gossipx on both"),
     "peers": ("the hosts files differ", "give all hosts and runs the same hosts file"),
     "other": ("another peer", "a port is forwarded, or two machines have one address: see the hosts file"),
@@ -92,19 +88,15 @@ def reach(found: Findings) -> Iterator[Verdict]:
         yield Verdict("ok", "reach", f"{_count(found.reached, 'peer')}, reached from {found.own}")
 
 
-def _processes(found: Findings) -> Iterator[tuple[str, dict[str, Any]]]:
-    """This doctor, and one process of each role that has answered on each host, by a name to show."""
-    yield found.own, found.facts
-    for host in found.hosts:
-        for role, facts in {line.facts["role"]: line.facts for line in found.seen(host) if line.facts}.items():
-            if role == "run" or host in found.others:
-                yield host.name + (" (a run)" if role == "run" else ""), facts
-
-
 def _by(found: Findings, what: str) -> dict[str, str]:
-    """Return the values of one of the facts, and the names of those who have it."""
+    """Return the values of one of the facts, and which hosts have them, as doctor or as run."""
     by: dict[str, list[str]] = defaultdict(list)
-    for name, facts in _processes(found):
+    seen = {found.own: found.facts}
+    for host in found.hosts:
+        for facts in (line.facts for line in found.seen(host) if line.facts):
+            if facts["role"] == "run" or host in found.others:
+                seen[host.name + (" (a run)" if facts["role"] == "run" else "")] = facts
+    for name, facts in seen.items():
         by[facts[what].partition("+")[0]].append(name)
     return {value: ", ".join(names) for value, names in by.items() if value}
 
@@ -142,8 +134,8 @@ def latency(found: Findings) -> Iterator[Verdict]:
     """How far away the others are; a far one is no fault."""
     taken = [way.latency for way in _ways(found).values() if way.latency is not None]
     if taken:
-        shown = [f"{bound(taken) * 1e3:.2g} ms" for bound in (min, max)]
-        yield Verdict("ok", "latency", f"{' to '.join(dict.fromkeys(shown))} per round trip")
+        shown = _range(f"{seconds * 1e3:.2g} ms" for seconds in (min(taken), max(taken)))
+        yield Verdict("ok", "latency", f"{shown} per round trip")
 
 
 def rates(found: Findings) -> Iterator[Verdict]:
@@ -164,8 +156,9 @@ def rates(found: Findings) -> Iterator[Verdict]:
             text = f"{pair}: {bits(rate[name])}, where {bits(middle)} are usual"
             yield Verdict("warn", "bandwidth", text, "look at that link: cable, duplex, other traffic, loss")
     if rate and not slow:
-        shown = [bits(bound(rate.values())) for bound in (min, max)]
-        yield Verdict("ok", "bandwidth", f"{' to '.join(dict.fromkeys(shown))} to {found.own}")
+        yield Verdict(
+            "ok", "bandwidth", f"{_range(map(bits, (min(rate.values()), max(rate.values()))))} to {found.own}"
+        )
 
 
 def models(found: Findings) -> Iterator[Verdict]:
@@ -184,12 +177,7 @@ def models(found: Findings) -> Iterator[Verdict]:
         yield Verdict("fail", "model", f"it differs, {listed}{first}", "build the same model on every host")
 
 
-def devices(found: Findings) -> Iterator[Verdict]:
-    """The device of each line is there, and is not shared: the machine itself was asked."""
-    yield from found.devices
-
-
-_RULES = (names, ports, reach, versions, clocks, latency, rates, models, devices)
+_RULES = (names, ports, reach, versions, clocks, latency, rates, models)
 
 
 def _alike(lines: Collection[Line]) -> dict[tuple[str, str], list[Line]]:
@@ -213,6 +201,10 @@ def _spans(found: Findings, lines: Collection[Line]) -> str:
 
 def _count(things: Collection[object], what: str) -> str:
     return f"{len(things)} {what}" if len(things) == 1 else f"{len(things)} {what}s"
+
+
+def _range(shown: Iterable[str]) -> str:
+    return " to ".join(dict.fromkeys(shown))
 
 
 def bits(rate: float) -> str:
