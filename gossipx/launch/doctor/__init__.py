@@ -6,6 +6,7 @@ hosts, answers their probes, and reports what it sees itself.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import signal
 import threading
@@ -39,12 +40,8 @@ def examine(
 ) -> Findings:
     """Look at this machine, and at all others of the hosts file from here.
 
-    Errors are those of ``gossipx run``.
-
-    Args:
-        script: of the model to look at, with its arguments; empty: the built-in task's; None: no model.
-        wait: seconds in which other hosts must answer.
-        tell: told which hosts are missing.
+    Others must answer within ``wait`` seconds; ``tell`` is told which are missing. The model to look at is that of the
+    script, with its arguments, or if that is empty, of the built-in task; None: no model. Errors are those of a run.
     """
     peers = read_hosts(peers_file)
     hosts = hosts_of(peers)
@@ -53,26 +50,21 @@ def examine(
     lines = [peer for host in here for peer in host.peers]
     binds = {peer.rank: bind_host(peer, settings.exchange.bind, peers_file) for peer in lines}
     granted, *_ = [access.grant(settings.exchange, bind) for bind in binds.values()]
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a script that builds a model ends, too
-    links = Links("doctor", 0, timeout=10.0)
-    try:
-        what, manifest, fault = ("", b"", "")
-        if script is not None:
-            what, manifest, fault = model.look(settings, len(peers), peers_file, lines[0], script)
+    with contextlib.ExitStack() as last:
+        # As Ctrl-C does, so that a process that builds a model ends, too.
+        last.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, signal.default_int_handler))
+        what, manifest, fault = model.look(settings, len(peers), peers_file, lines[0], script)
         digest = hashlib.sha256(manifest).hexdigest() if manifest else ""
         me = Hello(lines[0].rank, lines[0].name, len(peers), peers_digest(peers), digest)
         found = Findings(hosts, [host.number for host in here], checkup.facts(me, "doctor"), names)
         found.model, found.fault, found.tls = what, fault, settings.exchange.tls_cert is not None
         found.devices = machine.devices(found.own, lines, settings.run.device)
+        links = Links("doctor", 0, timeout=10.0)
+        last.callback(links.abort)
         prober = Prober(me, peers, granted, links, threading.Lock())
         listener = Listener(lines, binds, prober, manifest)
-        try:
-            _Checkup(found, prober, listener, manifest, tell).go(wait)
-        finally:
-            listener.close()
-    finally:
-        links.abort()
-        signal.signal(signal.SIGTERM, before)
+        last.callback(listener.close)
+        _Checkup(found, prober, listener, manifest, tell).go(wait)
     return found
 
 

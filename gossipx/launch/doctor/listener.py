@@ -26,17 +26,11 @@ _ZEROS = memoryview(bytes(MAX_LOAD))  # the system gives no memory for them unti
 
 
 class Listener:
-    """Listens on the ports of this host's ``lines``, as the same host as the prober; ``binds`` says by rank where.
-
-    Attributes:
-        ports: the result for each line's port.
-        news: held to read or change ``probed``, the names of the hosts' first peers that have been sent a load, with
-            which a probe ends.
-    """
+    """Listens on the ports of this host's ``lines``, as the same host as the prober; ``binds`` says by rank where."""
 
     def __init__(self, lines: Sequence[PeerLine], binds: Mapping[int, str], prober: Prober, manifest: bytes):
-        self.news = threading.Condition()
-        self.probed: set[str] = set()
+        self.news = threading.Condition()  # held to read or change the findings, and this:
+        self.probed: set[str] = set()  # first peers of the hosts that have been sent a load, with which a probe ends
         self._prober = prober
         self._manifest = manifest
         self._listening: list[Listening] = []

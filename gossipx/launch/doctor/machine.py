@@ -28,8 +28,8 @@ def look_up(hosts: Sequence[Host]) -> list[Name]:
         except (OSError, UnicodeError) as error:  # UnicodeError: what no name can be
             found[host.number] = Name(host.number, (), str(getattr(error, "strerror", None) or error))
 
-    threads = [threading.Thread(target=one, args=(host,), daemon=True) for host in hosts]
     until = time.monotonic() + _LOOK_UP
+    threads = [threading.Thread(target=one, args=(host,), daemon=True) for host in hosts]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -40,10 +40,9 @@ def look_up(hosts: Sequence[Host]) -> list[Name]:
 def hosts_here(hosts: Sequence[Host], names: Sequence[Name], advertise: str | None, file: Path) -> list[Host]:
     """Return the hosts that are this machine; UsageError if none is. Unlike for a run, others need not resolve."""
     if advertise is not None:
-        here = [host for host in hosts if host.name == advertise.strip("[]")]
-        if not here:
-            raise UsageError(f"no line has the host '{advertise}' that --advertise names", file)
-        return here
+        if here := [host for host in hosts if host.name == advertise.strip("[]")]:
+            return here
+        raise UsageError(f"no line has the host '{advertise}' that --advertise names", file)
     own = {name.host for name in names if any(is_here(plain(address)) for address in name.addresses)}
     if not own:
         unknown = next((name for name in names if not name.addresses), None)
@@ -53,18 +52,15 @@ def hosts_here(hosts: Sequence[Host], names: Sequence[Name], advertise: str | No
 
 
 def devices(host: str, peers: Sequence[PeerLine], default: str) -> list[Verdict]:
-    """Return verdicts on the devices that a host's lines would train on: each is there, and is not shared.
-
-    Args:
-        default: for lines without ``device=``.
-    """
+    """Return verdicts on the devices of a host's lines: each is there, and not shared."""
     lines = collections.Counter(peer.device or default for peer in peers)
     return [_device(host, name, lines[name], any(peer.device == name for peer in peers)) for name in lines]
 
 
 def _device(host: str, name: str, lines: int, in_file: bool) -> Verdict:
     if name == "cpu":  # torch, which takes seconds to import, is not needed
-        return Verdict("ok", "devices", f"cpu ({os.cpu_count()} cores) on {host}")
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        return Verdict("ok", "devices", f"cpu ({cores} cores) on {host}")
     import torch
 
     from gossipx.build.devices import check_device
@@ -74,11 +70,8 @@ def _device(host: str, name: str, lines: int, in_file: bool) -> Verdict:
     except UsageError as error:
         advice = f"correct {'device= in the hosts file' if in_file else '--device there'}"
         return Verdict("fail", "devices", f"{host}: {error}", advice)
-    text = name
-    if torch.device(name).type == "cuda":
-        about = torch.cuda.get_device_properties(name)
-        text = f"{name} ({about.name}, {about.total_memory / 2**30:.0f} GiB)"
+    about = torch.cuda.get_device_properties(name) if name.startswith("cuda") else None
+    text = f"{name} ({about.name}, {about.total_memory / 2**30:.0f} GiB) on {host}" if about else f"{name} on {host}"
     if lines > 1:
-        text = f"{text} is shared by {lines} lines of {host}"
-        return Verdict("warn", "devices", text, "give each line a device of its own")
-    return Verdict("ok", "devices", f"{text} on {host}")
+        return Verdict("warn", "devices", f"{text} is shared by {lines} lines", "give each line a device of its own")
+    return Verdict("ok", "devices", text)

@@ -22,8 +22,12 @@ from gossipx.settings import RunConfig
 WITHIN = 120.0  # seconds in which a script must reach its gossipx.join: it may have data to read first
 
 
-def look(settings: RunConfig, peers: int, file: Path, first: PeerLine, script: list[str]) -> tuple[str, bytes, str]:
+def look(
+    settings: RunConfig, peers: int, file: Path, first: PeerLine, script: list[str] | None
+) -> tuple[str, bytes, str]:
     """Return what peer ``first`` would train, in words; the description of that model; and why there is none."""
+    if script is None:
+        return "", b"", ""
     from gossipx import build  # imports torch, which takes as long as all the rest
 
     complete = build.effective(settings, peers, bool(script))

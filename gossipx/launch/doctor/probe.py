@@ -26,9 +26,7 @@ from gossipx.wire import MAX_LOAD, Bytes, CheckupReply, CheckupRequest, Hello, f
 from gossipx.wire.kinds import MAX_TEXT
 
 # Seconds:
-CONNECT = (
-    3.0  # for a connection, and for an answer on it; a path around the world takes a tenth, or loses a packet once
-)
+CONNECT = 3.0  # for a connection, and for an answer on it: ten times what a path around the world takes
 LOAD = 8.0  # for the first piece of a load: that is 66 kbit/s, too slow to train over
 ENOUGH = 1.0  # after which a load is cut short, as TCP has found the path's rate
 BUSY = 30.0  # for a host to find time for this one's load, and for this one to find time for its own round trips
@@ -156,19 +154,17 @@ def reach(prober: Prober, to: PeerLine) -> Line:
         return Line(to.rank, "local" if isinstance(error, errors.LocalFaultError) else state, cause)
     try:
         with probing(prober, to, stream) as probe:
-            return Line(to.rank, *_objection(prober.me, to, probe.facts), probe.facts)
+            me, they = prober.me, probe.facts
+            if (they["peers"], they["size"]) != (me.peers, me.size):
+                return Line(to.rank, "peers", f"{me.size} peers here and {they['size']} there", they)
+            if they["name"] != to.name:
+                return Line(to.rank, "other", f"{fit(they['name'])} answers there", they)
+            return Line(to.rank, "ok", "", they)
     except errors.PeerFaultError as error:
         state = next((state for kind, state in _STATES if isinstance(error, kind)), "foreign")
         # What follows a semicolon is advice, as a run would give it; of another version, what follows a colon.
         cause = str(error).removeprefix("refused: ").removeprefix("not authorised: ")
         return Line(to.rank, state, fit(cause.partition(":" if state == "version" else ";")[0]))
-
-
-def _objection(me: Hello, to: PeerLine, they: dict[str, Any]) -> tuple[str, str]:
-    if (they["peers"], they["size"]) != (me.peers, me.size):
-        sizes = f"{me.size} peers here and {they['size']} there"
-        return "peers", "names or addresses do" if they["size"] == me.size else sizes
-    return ("ok", "") if they["name"] == to.name else ("other", f"{fit(they['name'])} answers there")
 
 
 _STATES = (

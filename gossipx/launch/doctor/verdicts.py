@@ -58,7 +58,7 @@ REACH = {
 def _failures(found: Findings, about: str, place: str, lines: Collection[Line], more: str = "") -> Iterator[Verdict]:
     for (state, text), alike in _alike(lines).items():
         if state in REACH:
-            ports, (what, advice) = _spans(found, alike), REACH[state]
+            ports, (what, advice) = _ports(found, alike), REACH[state]
             seen = ": ".join(filter(None, (place.replace("{}", ports), what, text))) + more
             yield Verdict("fail", about, seen, advice.format(ports), 5 if state == "authorised" else 1)
 
@@ -69,7 +69,7 @@ def ports(found: Findings) -> Iterator[Verdict]:
         lines = [port for port in found.ports if port.rank in {peer.rank for peer in host.peers}]
         yield from _failures(found, "ports", f"port {{}} of {host.name} is not free", lines)
         if runs := [port for port in lines if port.state == "run"]:
-            text = f"port {_spans(found, runs)} of {host.name}: a run is at work there"
+            text = f"port {_ports(found, runs)} of {host.name}: a run is at work there"
             yield Verdict("note", "ports", text, "it was asked what it is, and no more")
     if free := [port for port in found.ports if port.state == "open"]:
         yield Verdict("ok", "ports", f"{_count(free, 'port')} free on {found.own}")
@@ -187,16 +187,9 @@ def _alike(lines: Collection[Line]) -> dict[tuple[str, str], list[Line]]:
     return alike
 
 
-def _spans(found: Findings, lines: Collection[Line]) -> str:
-    """Return the ports of lines as ``29400-29403,29410``."""
+def _ports(found: Findings, lines: Collection[Line]) -> str:
     ranks = {line.rank for line in lines}
-    spans: list[list[int]] = []
-    for port in sorted({peer.port for host in found.hosts for peer in host.peers if peer.rank in ranks}):
-        if spans and port == spans[-1][1] + 1:
-            spans[-1][1] = port
-        else:
-            spans.append([port, port])
-    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in spans)
+    return ",".join(str(peer.port) for host in found.hosts for peer in host.peers if peer.rank in ranks)
 
 
 def _count(things: Collection[object], what: str) -> str:
