@@ -156,7 +156,7 @@ def local_ranks(peers: Sequence[PeerLine], advertise: str | None, path: Path) ->
             one, other = _shown(peer.host, peer.port), _shown(first.host, first.port)
             raise UsageError(f"'{one}' is the same address as '{other}' on line {first.line}", path, peer.line)
     _not_both([peer for peer in peers if addresses[peer.host].is_loopback], peers, path)
-    ranks = [peer.rank for peer in peers if _is_here(addresses[peer.host])]
+    ranks = [peer.rank for peer in peers if is_here(addresses[peer.host])]
     if not ranks:
         raise UsageError("no line is this machine: add one, or say which by --advertise HOST", path)
     return ranks
@@ -233,8 +233,8 @@ def _resolve(peer: PeerLine, path: Path | None) -> _Address:
     return ipaddress.ip_address(str(best[4][0]).partition("%")[0])
 
 
-def _is_here(address: _Address) -> bool:
-    """An address is this machine's if one can bind to it."""
+def is_here(address: _Address) -> bool:
+    """Return whether an address is this machine's: one can bind to it."""
     try:
         with socket.socket(socket.AF_INET if address.version == 4 else socket.AF_INET6) as probe:
             probe.bind((str(address), 0))

@@ -1,39 +1,35 @@
-"""What a process tells of itself to whoever looks at the machines of a run (``gossipx doctor``)."""
+"""The facts that a process tells about itself to ``gossipx doctor``: a doctor and a peer of a run tell the same."""
 
 from __future__ import annotations
 
 import functools
 import platform
 import time
+from collections.abc import Mapping
 from importlib import metadata
+from typing import Any
 
-from gossipx.transports import unix
+from gossipx.errors import ProtocolError
 from gossipx.wire import Hello, frames
 
 
-def facts(me: Hello, role: str) -> dict[str, object]:
-    """The facts of this process, as a report.
+def facts(me: Hello, role: str) -> dict[str, Any]:
+    """Return the facts of this process, a "run" or "doctor" (``role``). Of hosts file and model it tells digests."""
+    own = {"name": me.name, "role": role, "peers": me.peers, "size": me.size, "model": me.model}
+    return {**own, "protocol": frames.VERSION, **_versions(), "clock": time.time()}
 
-    Args:
-        me: who it is; of the model the digest, or nothing where it has none.
-        role: "run" or "doctor".
-    """
-    return {
-        "name": me.name,
-        "role": role,
-        "peers": me.peers,
-        "size": me.size,
-        "model": me.model,
-        "protocol": frames.VERSION,
-        **versions(),
-        "machine": unix.machine(),
-        "clock": time.time(),
-    }
+
+def read(report: Mapping[str, object]) -> dict[str, Any]:
+    """Return the facts in a report; ProtocolError if one is missing."""
+    wanted = facts(Hello(0, "", 1, "", ""), "")
+    for name, example in wanted.items():
+        if type(report.get(name)) is not type(example):
+            raise ProtocolError(f"its report has no {name}")
+    return {name: report[name] for name in wanted}
 
 
 @functools.cache
-def versions() -> dict[str, str]:
-    """Of what two machines may have different: gossipx, torch and Python; "unknown" of what is not installed."""
+def _versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
     for package in ("gossipx", "torch"):
         try:

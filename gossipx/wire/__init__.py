@@ -58,7 +58,7 @@ from gossipx.server_messages import (
 MAX_DESCRIPTION = 16 * 2**20
 # Bytes that one frame of a checkup brings along: enough to fill a link of 10 Gbit/s for longer than its round trip.
 MAX_LOAD = 16 * 2**20
-CHECKUP_PARTS = ("facts", "peers", "turn", "load", "findings")
+CHECKUP_PARTS = ("facts", "peers", "model", "load")
 MAX_NOTE = 4096  # bytes; gloo has 170, NCCL 128
 _Load = Annotated[int, integer(0, MAX_LOAD)]
 
@@ -174,7 +174,7 @@ class Description:
     size: Annotated[int, integer(0, MAX_DESCRIPTION)]
 
 
-@kind(49, payload=MAX_LOAD)
+@kind(49)
 @dataclass(frozen=True)
 class CheckupRequest:
     """A question of ``gossipx doctor``; may be the first frame, in Hello's place.
@@ -183,15 +183,13 @@ class CheckupRequest:
 
     Attributes:
         name: of the peer whose line of the hosts file it concerns.
-        part: "facts" of the answerer; the "peers" that its hosts file lists; "turn": that nobody else measures with it
-            while this connection lasts; "load": nothing, but bytes; "findings" of both, so far.
-        size: bytes of the payload that comes along.
-        back: bytes of payload that are wanted in return, of a load.
+        part: "facts" of the answerer; the "peers" that its hosts file lists; the description of its "model"; or a
+            "load" of bytes.
+        back: bytes of the load.
     """
 
     name: Text
     part: Annotated[str, one_of(CHECKUP_PARTS)]
-    size: _Load = 0
     back: _Load = 0
 
 
@@ -201,7 +199,7 @@ class CheckupReply:
     """Answers :class:`CheckupRequest`.
 
     Attributes:
-        report: figures by name; an empty one: this is not possible now.
+        report: the facts by name; else empty.
         size: bytes of the payload that comes along.
     """
 
@@ -295,7 +293,7 @@ ANSWERS: dict[type, tuple[type, ...]] = {
     Open: (Challenge,),
     Proof: (Accepted,),
     DescribeRequest: (Description,),
-    CheckupRequest: (CheckupReply,),
+    CheckupRequest: (CheckupReply, BusyReply),
     InitialRequest: (ModelReply, NotReadyReply),
     PullRequest: (ModelReply, BusyReply, NotReadyReply),
     PushRequest: (AcceptReply, BusyReply, NotReadyReply),

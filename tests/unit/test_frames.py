@@ -123,8 +123,7 @@ OWN: dict[tuple[type, str], st.SearchStrategy[object]] = {
     (CopyReply, "size"): st.integers(0, 2**40),
     (Noted, "value"): st.binary(max_size=MAX_NOTE).map(bytes.hex),
     (Carried, "digest"): st.binary(max_size=32).map(bytes.hex),
-    (CheckupRequest, "part"): st.sampled_from(["facts", "peers", "turn", "load", "findings"]),
-    (CheckupRequest, "size"): st.integers(0, 2**24),
+    (CheckupRequest, "part"): st.sampled_from(["facts", "peers", "model", "load"]),
     (CheckupRequest, "back"): st.integers(0, 2**24),
     (CheckupReply, "size"): st.integers(0, 2**24),
 }

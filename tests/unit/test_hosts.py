@@ -215,7 +215,7 @@ def test_another_machine_is_not_this_one(tmp_path: Path) -> None:
 
 def test_only_this_machines_lines_are_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An address is this machine's if it can be bound to; whether this test's machine has one is not known."""
-    monkeypatch.setattr("gossipx.launch.hosts._is_here", lambda address: str(address) == "203.0.113.2")
+    monkeypatch.setattr("gossipx.launch.hosts.is_here", lambda address: str(address) == "203.0.113.2")
     file = hosts(tmp_path, f"{ELSEWHERE} slots=2\n203.0.113.2 slots=2\n203.0.113.3\n")
     assert local_ranks(read_hosts(file), None, file) == [2, 3]
 

@@ -1,7 +1,7 @@
-"""``gossipx doctor``: looks at the machines of a run before it, or while, it does not do what it should.
+"""``gossipx doctor``: looks at the machines of a run, before it or when it does not do what it should.
 
-The same command is started on each host, as ``gossipx run`` is. Each listens where its peers would, visits all others,
-measures with each, and learns what they have found; so each tells of all.
+The same command is started on each host, as ``gossipx run`` is. Each listens where its peers would, probes all other
+hosts, answers their probes, and reports what it sees itself.
 """
 
 from __future__ import annotations
@@ -9,216 +9,150 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import signal
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 
 from gossipx import access
-from gossipx.errors import GossipxError, UsageError
-from gossipx.launch.children import script_exists
-from gossipx.launch.doctor import machine
-from gossipx.launch.doctor.findings import MOST_MANIFEST, Facts, Host, Name, Row, hosts_of, merge
-from gossipx.launch.doctor.rounds import Rounds
-from gossipx.launch.doctor.rules import Case, Verdict, exit_code, verdicts
-from gossipx.launch.doctor.visit import Guest, fit
+from gossipx.errors import GossipxError
+from gossipx.launch.doctor import machine, model
+from gossipx.launch.doctor.findings import Findings, Host, Line, Way, hosts_of
+from gossipx.launch.doctor.listener import Listener
+from gossipx.launch.doctor.probe import AGAIN, Prober, connect, probing, reach
 from gossipx.launch.hosts import PeerLine, bind_host, peers_digest, read_hosts
 from gossipx.settings import RunConfig
-from gossipx.transports import checkup, unix
+from gossipx.transports import checkup
 from gossipx.transports.links import Links
-from gossipx.wire import Hello, frames
+from gossipx.wire import Hello
+from gossipx.wire.agreement import difference
 
-__all__ = ["Report", "examine"]
-
-_TIMEOUT = 10.0
-"""Seconds within which a frame that has begun must be whole."""
-
-
-@dataclass(frozen=True)
-class Report:
-    """What came of it.
-
-    Attributes:
-        case: all findings.
-        verdicts: what is to be said of them.
-    """
-
-    case: Case
-    verdicts: list[Verdict]
-
-    @property
-    def exit_code(self) -> int:
-        """0: all is well; 1: some verdict fails; 5: somebody is not authorised."""
-        return exit_code(self.verdicts)
+# Seconds that others have to probe this host once its own probes are done: they may have started later, may be slow,
+# and take a second or two for each host.
+_STAY, _STAY_PER_HOST = 10.0, 5.0
+_LOOK = 1.0  # seconds between two looks at which hosts are missing
+# States of a line that answered. A later failure, such as its end, says less and does not replace them.
+_TALKED = {"ok", "foreign", "authorised", "version", "peers", "other"}
 
 
 def examine(
-    settings: RunConfig,
-    peers_file: Path,
-    script: list[str] | None,
-    wait: float,
-    tell: Callable[[str], None],
-) -> Report:
-    """Look at this machine's part of the hosts file and, with the doctors of the others, at all of it.
+    settings: RunConfig, peers_file: Path, script: list[str] | None, wait: float, tell: Callable[[str], None]
+) -> Findings:
+    """Look at this machine, and at all others of the hosts file from here.
 
-    Args:
-        settings: as of a run, presets not yet filled in.
-        peers_file: the hosts file.
-        script: whose model is looked at, with its arguments; empty: the built-in task's; None: none is.
-        wait: seconds that other hosts are waited for.
-        tell: told now and then what goes on.
-
-    Raises:
-        UsageError: settings or hosts file are not right, as ``gossipx run`` would say.
+    Others must answer within ``wait`` seconds; ``tell`` is told which are missing. The model to look at is that of the
+    script, with its arguments, or if that is empty, of the built-in task; None: no model. Errors are those of a run.
     """
     peers = read_hosts(peers_file)
     hosts = hosts_of(peers)
     names = machine.look_up(hosts)
-    here = _here(hosts, names, settings.exchange.advertise, peers_file)
-    binds = {peer.rank: bind_host(peer, settings.exchange.bind, peers_file) for host in here for peer in host.peers}
-    granted = access.grant(settings.exchange, next(iter(binds.values())))
-    with _ended_by_sigterm():
-        model = None if script is None else _model(settings, peers, peers_file, here[0], script)
-    links = Links("doctor", 0, _TIMEOUT)
-    doctors: list[Rounds] = []
-    try:
-        for host in here:
-            me = Hello(
-                host.peers[0].rank, host.peers[0].name, len(peers), peers_digest(peers), model.digest if model else ""
-            )
-            guest = Guest(me, peers, granted, links)
-            row = _row(host, names, settings.run.device, model)
-            listens = [binds[peer.rank] for peer in host.peers]
-            doctors.append(Rounds(host, hosts, guest, settings.exchange, listens, row, wait, _Waiting(tell)))
-        with _ended_by_sigterm():
-            _run(doctors)
-    finally:
-        for doctor in doctors:
-            doctor.close()
-        links.abort()
-    rows: dict[int, Row] = {}
-    for doctor in doctors:
-        rows = merge(rows, doctor.rows.values())
-    case = Case(hosts, rows, tls=settings.exchange.tls_cert is not None)
-    return Report(case, verdicts(case))
+    here = machine.hosts_here(hosts, names, settings.exchange.advertise, peers_file)
+    lines = [peer for host in here for peer in host.peers]
+    binds = {peer.rank: bind_host(peer, settings.exchange.bind, peers_file) for peer in lines}
+    granted, *_ = [access.grant(settings.exchange, bind) for bind in binds.values()]
+    with contextlib.ExitStack() as last:
+        # As Ctrl-C does, so that a process that builds a model ends, too.
+        last.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, signal.default_int_handler))
+        what, manifest, fault = model.look(settings, len(peers), peers_file, lines[0], script)
+        digest = hashlib.sha256(manifest).hexdigest() if manifest else ""
+        me = Hello(lines[0].rank, lines[0].name, len(peers), peers_digest(peers), digest)
+        found = Findings(hosts, [host.number for host in here], checkup.facts(me, "doctor"), names)
+        found.model, found.fault, found.tls = what, fault, settings.exchange.tls_cert is not None
+        found.devices = machine.devices(found.own, lines, settings.run.device)
+        links = Links("doctor", 0, timeout=10.0)
+        last.callback(links.abort)
+        prober = Prober(me, peers, granted, links, threading.Lock())
+        listener = Listener(lines, binds, prober, manifest)
+        last.callback(listener.close)
+        _Checkup(found, prober, listener, manifest, tell).go(wait)
+    return found
 
 
-def _run(doctors: Sequence[Rounds]) -> None:
-    """All hosts of this machine at once; the first error of one is raised."""
-    failed: list[BaseException] = []
+@dataclass
+class _Checkup:
+    """One host's course through a checkup. ``found`` takes the results, while ``listener.news`` is held."""
 
-    def go(doctor: Rounds) -> None:
+    found: Findings
+    prober: Prober
+    listener: Listener
+    manifest: bytes  # of the model of this host
+    tell: Callable[[str], None]
+    told: set[str] = field(default_factory=set)
+    receiving: threading.Lock = field(default_factory=threading.Lock)  # so that one load comes in at a time
+    pending: set[int] = field(default_factory=set)  # hosts whose probes are not done
+
+    def go(self, wait: float) -> None:
+        """Probe all hosts, then stay while others still probe this one."""
+        found, news = self.found, self.listener.news
+        found.ports = self.listener.ports
+        own = {port.rank: port.state for port in found.ports}
+        # Behind NAT a host need not reach its own address.
+        answering = {"run"} if len(own) == 1 and len(self.prober.peers) > 1 else {"run", "open"}
+        until = time.monotonic() + wait
+        for host in found.hosts:
+            targets = [peer for peer in host.peers if own.get(peer.rank, "run") in answering]
+            if targets:
+                self.pending.add(host.number)
+                self.prober.links.spawn(f"probe-{host.number}", self._probe, host, targets, until)
+        with news:
+            while self.pending:  # each probe has its bounds, and ends
+                if not news.wait(_LOOK):
+                    absent = {number for number in self.pending if not found.seen(found.hosts[number])}
+                    self._missing(absent, "start the same command there")
+            until = time.monotonic() + _STAY + _STAY_PER_HOST * len(found.others)
+            stays = any(state == "open" for state in own.values())
+            while (left := found.met - self._probed()) and stays and time.monotonic() < until:
+                if not news.wait(_LOOK):
+                    self._missing(left, "it has not probed this host yet")
+            found.heard = self._probed()
+
+    def _probe(self, host: Host, targets: list[PeerLine], until: float) -> None:
+        """Try lines of a host until all have answered, or the time is over; then measure with it."""
+        seen: dict[int, Line] = {}
         try:
-            doctor.go()
-        except BaseException as error:
-            failed.append(error)
+            left = targets if self.found.names[host.number].addresses else []
+            while left:
+                for peer in left:
+                    one = reach(self.prober, peer)
+                    if peer.rank not in seen or one.state in _TALKED or seen[peer.rank].state not in _TALKED:
+                        seen[peer.rank] = one
+                left = [peer for peer in left if seen[peer.rank].state != "ok"]
+                if time.monotonic() > until or self.prober.links.closed.wait(AGAIN if left else 0.0):
+                    break
+            with self.listener.news:
+                self.found.reached |= seen or {peer.rank: Line(peer.rank, "name") for peer in targets}
+            with self.receiving:
+                self._measure(host, [one for one in seen.values() if one.state == "ok"])
+        finally:
+            with self.listener.news:
+                self.pending.discard(host.number)
+                self.listener.news.notify_all()
 
-    threads = [threading.Thread(target=go, args=(doctor,), name="gossipx-doctor", daemon=True) for doctor in doctors]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failed:
-        raise failed[0]
+    def _measure(self, host: Host, good: list[Line]) -> None:
+        """Measure with a host, at one of the lines that it was reached at, and compare the model."""
+        if not good:
+            return
+        # A run sends no load; of this machine's own lines another is asked than the one that asks.
+        best = min(good, key=lambda one: (one.role != "doctor", one.rank == self.prober.me.rank))
+        line, mine, differing = self.prober.peers[best.rank], self.prober.me.model, ""
+        try:
+            with probing(self.prober, line, connect(self.prober, line)) as probe:
+                if mine and probe.facts["model"] not in ("", mine) and best.role == "doctor":
+                    differing = f"{difference(self.manifest, probe.manifest())} ({self.found.own}, {host.name})"
+                way = probe.measure(self.prober.sending)
+        except GossipxError as error:
+            way = Way(why=str(error))
+        with self.listener.news:
+            self.found.ways[host.number] = way
+            self.found.differing = self.found.differing or differing
 
+    def _probed(self) -> set[int]:
+        names = self.listener.probed
+        return {host.number for host in self.found.others if names & {peer.name for peer in host.peers}}
 
-class _Waiting:
-    """Tells who is waited for, when that changes."""
-
-    def __init__(self, tell: Callable[[str], None]):
-        self._tell = tell
-        self._told: dict[int, list[int]] = {}
-
-    def __call__(self, host: Host, missing: list[Host]) -> None:
-        numbers = [one.number for one in missing]
-        if missing and self._told.get(host.number) != numbers:
-            names = ", ".join(one.name for one in missing)
-            self._tell(f"{host.name} waits for {names}: start the same command there")
-        self._told[host.number] = numbers
-
-
-# --- this machine -------------------------------------------------------------------------------------
-
-
-def _here(hosts: Sequence[Host], names: Sequence[Name], advertise: str | None, file: Path) -> list[Host]:
-    """Which hosts are this machine; unlike a run, it goes on if another one's name does not resolve."""
-    if advertise is not None:
-        here = [host for host in hosts if host.name == advertise.strip("[]")]
-        if not here:
-            raise UsageError(f"no line has the host '{advertise}' that --advertise names", file)
-        return here
-    addresses = {name.host: name.addresses for name in names}
-    here = [host for host in hosts if any(map(machine.is_here, addresses[host.number]))]
-    if not here:
-        unknown = next((name for name in names if not name.addresses), None)
-        why = f" ({hosts[unknown.host].name} does not resolve: {unknown.error})" if unknown else ""
-        raise UsageError(f"no line is this machine{why}: add one, or say which by --advertise HOST", file)
-    return here
-
-
-@dataclass(frozen=True)
-class _Model:
-    """``what`` it is in words, its ``manifest`` and the ``digest`` of that; or the ``fault`` by which there is none."""
-
-    what: str
-    manifest: str = ""
-    digest: str = ""
-    fault: str = ""
-
-
-def _model(settings: RunConfig, peers: Sequence[PeerLine], file: Path, host: Host, script: list[str]) -> _Model:
-    from gossipx.build.settings import effective_config
-    from gossipx.launch.doctor.model import manifest
-
-    complete = effective_config(settings, len(peers), bool(script))
-    complete = replace(complete, exchange=access.absolute(complete.exchange))
-    first = host.peers[0]
-    what = script[0] if script else f"{complete.task.model} for {complete.task.task}"
-    if not script_exists(script):
-        raise UsageError("no such script", file=script[0])
-    try:
-        described = manifest(complete, file, first.rank, first.device or settings.run.device, script)
-    except GossipxError as error:
-        return _Model(what, fault=fit(str(error)))
-    return _Model(what, described, hashlib.sha256(described.encode()).hexdigest())
-
-
-def _row(host: Host, names: Sequence[Name], device: str, model: _Model | None) -> Row:
-    versions = checkup.versions()
-    devices, accelerators, driver = machine.devices(host, device)
-    return Row(
-        host=host.number,
-        began=time.time(),
-        version=0,
-        facts=Facts(
-            role="doctor",
-            **versions,
-            protocol=frames.VERSION,
-            machine=unix.machine(),
-            model=model.digest if model else "",
-        ),
-        manifest=model.manifest if model and len(model.manifest) <= MOST_MANIFEST else "",
-        model=model.what if model else "",
-        fault=model.fault if model else "",
-        names=tuple(names),
-        devices=devices,
-        accelerators=accelerators,
-        driver=driver,
-    )
-
-
-@contextlib.contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """SIGTERM ends it as Ctrl-C does, so that no process of its own is left."""
-
-    def ended(number: int, frame: FrameType | None) -> None:
-        sys.exit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, ended)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    def _missing(self, hosts: set[int], why: str) -> None:
+        line = f"{self.found.own} waits for {self.found.names_of(hosts)}: {why}"
+        if hosts and line not in self.told:
+            self.tell(line)
+            self.told.add(line)

@@ -1,4 +1,4 @@
-"""The fingerprint of what a run would train: its own process builds the model, up to ``gossipx.join``, and tells."""
+"""The fingerprint of the model that a run would train: a process of its own builds it, up to ``gossipx.join``."""
 
 from __future__ import annotations
 
@@ -7,69 +7,72 @@ import selectors
 import signal
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gossipx import config
-from gossipx.errors import GossipxError
-from gossipx.launch.children import Child, command_of
+from gossipx import access, config
+from gossipx.errors import GossipxError, UsageError
+from gossipx.launch.children import Child, command_of, script_exists
+from gossipx.launch.doctor.probe import fit
 from gossipx.launch.environment import ENV_CONFIG, ENV_DESCRIBE, ENV_DEVICE, ENV_PEERS, ENV_PROGRESS, ENV_RANK
+from gossipx.launch.hosts import PeerLine
 from gossipx.settings import RunConfig
 
-WITHIN = 120.0
-"""Seconds in which a script is to come to its ``gossipx.join``: it may have data to read first."""
+WITHIN = 120.0  # seconds in which a script must reach its gossipx.join: it may have data to read first
 
 
-def manifest(settings: RunConfig, hosts: Path, rank: int, device: str, script: list[str]) -> str:
-    """The description of the model, a line a tensor.
+def look(
+    settings: RunConfig, peers: int, file: Path, first: PeerLine, script: list[str] | None
+) -> tuple[str, bytes, str]:
+    """Return what peer ``first`` would train, in words; the description of that model; and why there is none."""
+    if script is None:
+        return "", b"", ""
+    from gossipx.build.settings import effective_config
 
-    Args:
-        settings: with presets filled in.
-        hosts: the hosts file.
-        rank: as which peer the process is started; it joins nobody.
-        device: that it would train on.
-        script: a user's script and its arguments; empty: the built-in task.
-
-    Raises:
-        GossipxError: it ends, or takes too long, without ``gossipx.join``; or what it says is wrong.
-    """
-    told: list[dict[str, Any]] = []
-    printed: list[str] = []
-    with tempfile.NamedTemporaryFile("w", suffix=".toml") as file, selectors.DefaultSelector() as selector:
-        file.write(config.dump(settings))
-        file.flush()
+    complete = effective_config(settings, peers, bool(script))
+    complete = replace(complete, exchange=access.absolute(complete.exchange))
+    what = script[0] if script else f"{complete.task.model} for {complete.task.task}"
+    if not script_exists(script):
+        raise UsageError("no such script", file=script[0])
+    with tempfile.NamedTemporaryFile("w", suffix=".toml") as options:
+        options.write(config.dump(complete))
+        options.flush()
         environment = {
             "OMP_NUM_THREADS": str(settings.run.threads),
             **os.environ,
-            ENV_CONFIG: file.name,
-            ENV_PEERS: str(hosts.resolve()),
-            ENV_RANK: str(rank),
-            ENV_DEVICE: device,
+            ENV_CONFIG: options.name,
+            ENV_PEERS: str(file.resolve()),
+            ENV_RANK: str(first.rank),
+            ENV_DEVICE: first.device or settings.run.device,
             ENV_DESCRIBE: "1",
         }
-        child = Child(command_of(script), environment, ENV_PROGRESS, on_line=printed.append, on_word=told.append)
         try:
-            _follow(child, selector)
+            return what, _manifest(command_of(script), environment), ""
+        except GossipxError as error:
+            return what, b"", fit(f"{what} {error}")
+
+
+def _manifest(command: list[str], environment: dict[str, str]) -> bytes:
+    """Return the description of the model, one line per tensor; GossipxError if there is none."""
+    told: dict[str, Any] = {}
+    printed = [""]
+    child = Child(command, environment, ENV_PROGRESS, on_line=printed.append, on_word=told.update)
+    until = time.monotonic() + WITHIN
+    with selectors.DefaultSelector() as selector:
+        try:
+            child.register(selector)
+            while child.process.poll() is None and time.monotonic() < until:
+                for key, _ in selector.select(0.1):
+                    if key.fd in selector.get_map():
+                        key.data()
+            child.drain(selector)
         finally:
             child.signal(signal.SIGKILL)
             child.process.wait()
-    what = script[0] if script else "the built-in task"
-    for word in told:
-        if "error" in word:
-            raise GossipxError(f"{what}: {word['error']}")
-        if "manifest" in word:
-            return str(word["manifest"])
+    if "manifest" in told:
+        return str(told["manifest"]).encode()
     if child.process.returncode == -signal.SIGKILL:
-        raise GossipxError(f"{what} did not come to gossipx.join within {WITHIN:g} s")
-    last = f"; it printed last: {printed[-1].strip()}" if printed else ""
-    raise GossipxError(f"{what} ended without gossipx.join ({child.how_it_ended()}){last}")
-
-
-def _follow(child: Child, selector: selectors.BaseSelector) -> None:
-    child.register(selector)
-    until = time.monotonic() + WITHIN
-    while child.process.poll() is None and time.monotonic() < until:
-        for key, _ in selector.select(0.1):
-            if key.fd in selector.get_map():
-                key.data()
-    child.drain(selector)
+        raise GossipxError(f"did not reach gossipx.join within {WITHIN:g} s")
+    last = told.get("error", printed[-1].strip())
+    raise GossipxError(f"ended without gossipx.join ({child.how_it_ended()}): {last}")
