@@ -30,9 +30,9 @@ nitpick_ignore_regex = [
     # What only drivers and transports make; CommManager's signatures name it.
     (
         r"py:class",
-        r"gossipx\.(messages|memory|wire|transports)\..*|Address|OnRequest|RoomFor|Transport|Carriers|auth.Secret",
+        r"gossipx\.(protocol|memory|wire|transports)\..*|Address|OnRequest|RoomFor|Transport|Carriers|auth.Secret",
     ),
-    (r"py:class", r"Request|Reply|TypeAliasForwardRef|gossipx\.server\.placement\.S"),
+    (r"py:class", r"Request|Reply|TypeAliasForwardRef|gossipx\.server\.placement\.methods\.S"),
 ]
 
 myst_heading_anchors = 3

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from gossipx import codecs, parts, policies
     from gossipx.comm import CommManager
-    from gossipx.drive.peer import Peer
-    from gossipx.launch.attach import attach, get_solver
-    from gossipx.launch.join import join
-    from gossipx.launch.modular import initialize
+    from gossipx.launch.loops.attach import attach, get_solver
+    from gossipx.launch.loops.initialize import initialize
+    from gossipx.launch.loops.join import join
+    from gossipx.runtime.peer import Peer
     from gossipx.solver.solver import Solver
     from gossipx.sync import SyncManager
 
@@ -34,13 +34,13 @@ __all__ = [
 
 _HOMES = {
     "CommManager": "gossipx.comm",
-    "Peer": "gossipx.drive.peer",
+    "Peer": "gossipx.runtime.peer",
     "Solver": "gossipx.solver.solver",
     "SyncManager": "gossipx.sync",
-    "attach": "gossipx.launch.attach",
-    "get_solver": "gossipx.launch.attach",
-    "initialize": "gossipx.launch.modular",
-    "join": "gossipx.launch.join",
+    "attach": "gossipx.launch.loops.attach",
+    "get_solver": "gossipx.launch.loops.attach",
+    "initialize": "gossipx.launch.loops.initialize",
+    "join": "gossipx.launch.loops.join",
 }
 
 

@@ -8,14 +8,14 @@ takes a growth function of one's own.
 
 from __future__ import annotations
 
-from gossipx.buffers import typed
-from gossipx.build.server import Parts
+from gossipx.assembly.server import Parts
 from gossipx.errors import ProtocolError
-from gossipx.server.conditions import Apply, Conditions, Pull, State, SyncModel, View
-from gossipx.server.growth import Double, Fixed, Growth, Step
-from gossipx.server.models import Hybrid
+from gossipx.model.buffers import typed
 from gossipx.server.placement import Partition, Placement, Table
-from gossipx.storage.parts import (
+from gossipx.server.sync_models.conditions import Apply, Conditions, Pull, State, SyncModel, View
+from gossipx.server.sync_models.growth import Double, Fixed, Growth, Step
+from gossipx.server.sync_models.models import Hybrid
+from gossipx.tables.parts import (
     ApplyBuffer,
     ClientTable,
     Encoded,

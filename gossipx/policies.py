@@ -14,8 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, final
 
-from gossipx import installed, specs
+from gossipx import specs
 from gossipx.errors import UsageError
+from gossipx.specs import plugins
 
 State = Any
 """Plain data: None, numbers, strings, and lists and dicts of them, so that a checkpoint can hold it."""
@@ -214,7 +215,7 @@ def parse(spec: str | Policy | Callable[[Observation], bool]) -> Policy:
         return spec
     if callable(spec):
         return FunctionPolicy(spec)
-    made = installed.build(spec, BUILT_IN, ENTRY_POINT_GROUP, "policy")
+    made = plugins.build(spec, BUILT_IN, ENTRY_POINT_GROUP, "policy")
     if isinstance(made, Policy):
         return made
     if callable(made):
@@ -224,7 +225,7 @@ def parse(spec: str | Policy | Callable[[Observation], bool]) -> Policy:
 
 def names() -> dict[str, Callable[..., Any]]:
     """What a spec may begin with; installed ones are not imported yet."""
-    return installed.names(BUILT_IN, ENTRY_POINT_GROUP)
+    return plugins.names(BUILT_IN, ENTRY_POINT_GROUP)
 
 
 def describe(policy: Policy) -> str:

@@ -7,9 +7,9 @@ import math
 import torch
 from torch import Tensor, nn
 
-from gossipx.arena import ParameterArena
-from gossipx.incoming import Incoming
-from gossipx.snapshots import Snapshot
+from gossipx.model.arena import ParameterArena
+from gossipx.model.receive import Incoming
+from gossipx.model.snapshots import Snapshot
 
 
 def mix_in(arena: ParameterArena, model: bytes, share: float) -> float:

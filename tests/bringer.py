@@ -11,7 +11,7 @@ from pathlib import Path
 from giver import model
 from managers import LONG, Run, settings_of
 
-from gossipx.messages import ElasticRequest
+from gossipx.protocol.messages import ElasticRequest
 from gossipx.transports import Address
 
 if __name__ == "__main__":

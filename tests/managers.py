@@ -20,7 +20,7 @@ from framed import joined
 from gossipx.comm import CommManager
 from gossipx.errors import GossipxError
 from gossipx.memory import Memory, Source
-from gossipx.messages import CarryingRequest, HereReply, ModelReply, PullRequest, Reply, Request, Stage
+from gossipx.protocol.messages import CarryingRequest, HereReply, ModelReply, PullRequest, Reply, Request, Stage
 from gossipx.transports import Address
 from gossipx.transports.process_group import ProcessGroups
 from gossipx.wire import Bytes, Hello, Room, frames

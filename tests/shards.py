@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from gossipx.server.clock import ApplyBuffer, Clock, Decision, Fate, Release, Tick
-from gossipx.server.models import SyncModel, parse
+from gossipx.server.sync_models.clock import ApplyBuffer, Clock, Decision, Fate, Release, Tick
+from gossipx.server.sync_models.models import SyncModel, parse
 
 RATE = 0.125
 

@@ -1,4 +1,4 @@
-"""One peer's tables on both sides of the wire, without roles and a network: what tests of gossipx.storage work with."""
+"""One peer's tables on both sides of the wire, without roles and a network: what tests of gossipx.tables work with."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gossipx.protocol.server_messages import GradientRequest, TablesReply
+from gossipx.protocol.table_effects import Asked
 from gossipx.server import placement
-from gossipx.server.buckets import Bucket, buckets
 from gossipx.server.placement import Partition, Placement, Table
-from gossipx.server_messages import GradientRequest, TablesReply
-from gossipx.storage.client import Client
-from gossipx.storage.coding import Coding
-from gossipx.storage.desk import Desk
-from gossipx.storage.parts import ApplyBuffer, ServerStorage, Storages, TransmitBuffer, raw
-from gossipx.storage.shard import ShardStore
-from gossipx.table_effects import Asked
+from gossipx.server.placement.buckets import Bucket, buckets
+from gossipx.tables.client import Client
+from gossipx.tables.coding import Coding
+from gossipx.tables.parts import ApplyBuffer, ServerStorage, Storages, TransmitBuffer, raw
+from gossipx.tables.shard import ShardStore
+from gossipx.tables.store import Desk
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 SHAPES = [(3, 4), (5,), (0,), (), (2, 2, 2)]

@@ -1,6 +1,6 @@
 """Four workers and a server under bsp in one process, which train by codecs.
 
-Gradients and changes of the model go through the codecs' frames as between processes (:mod:`gossipx.storage.coding`),
+Gradients and changes of the model go through the codecs' frames as between processes (:mod:`gossipx.tables.coding`),
 and nothing else about them differs. Learning rates fall as a cosine (3LC, section 4.3); what is judged is the server's
 model, on all test images.
 """
@@ -22,10 +22,10 @@ from gossipx import codecs
 from gossipx.codecs import Tensors, encoded_bytes
 from gossipx.codecs.changes import Changes, checksum
 from gossipx.codecs.sparse import DGC
-from gossipx.launch.train import accuracy
-from gossipx.layout import norms
+from gossipx.launch.loops.train import accuracy
+from gossipx.model.layout import norms
 from gossipx.server.placement import Partition
-from gossipx.storage.coding import Coding, Pushing
+from gossipx.tables.coding import Coding, Pushing
 from gossipx.tasks.data import Batches, Dataset, load
 from gossipx.tasks.models import build_model
 from gossipx.tasks.partition import parse as split_by

@@ -28,7 +28,7 @@ from emulated import Host
 from torch import nn
 
 import gossipx
-from gossipx.drive.peer import Peer
+from gossipx.runtime.peer import Peer
 
 SERVERS, WORKERS = 2, 4
 """Of all figures of bin/bench server: the first two processes hold a shard each, and the others train."""

@@ -23,10 +23,10 @@ import torch.distributed as dist
 from torch.distributed import rpc
 
 from gossipx.comm import CommManager
-from gossipx.comm.answering import OnRequest
-from gossipx.launch.certs import folder_of
+from gossipx.comm.listener import OnRequest
 from gossipx.memory import PIECE, Memory, Source
-from gossipx.messages import ArriveRequest, HereReply, ModelReply, PullRequest, Request, Stage
+from gossipx.protocol.messages import ArriveRequest, HereReply, ModelReply, PullRequest, Request, Stage
+from gossipx.tools.certs import folder_of
 from gossipx.transports import Address, tcp
 from gossipx.transports.process_group import ProcessGroups
 from gossipx.transports.tls import Tls

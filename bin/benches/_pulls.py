@@ -24,10 +24,10 @@ from _report import figure
 from _secured import Secured
 from torch import nn
 
-from gossipx.arena import ParameterArena
-from gossipx.incoming import Incoming
-from gossipx.launch import certs
 from gossipx.memory import Memory
+from gossipx.model.arena import ParameterArena
+from gossipx.model.receive import Incoming
+from gossipx.tools import certs
 from gossipx.wire import Bytes
 
 SIZES = (8_000_000, 44_000_000, 240_000_000)

@@ -16,8 +16,8 @@ from typing import Any
 import xxhash
 from _far import HERE, KEY, SECONDS, filled, loss_based, serve, start
 
-from gossipx.launch.certs import folder_of
 from gossipx.memory import HOT, PIECE, Memory
+from gossipx.tools.certs import folder_of
 from gossipx.wire.frames import Unchecked
 
 CHECKS: dict[str, Callable[[], Any]] = {

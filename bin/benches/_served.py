@@ -17,18 +17,16 @@ from _far import HERE, SECONDS, manager
 from _report import figure
 from torch import nn
 
-from gossipx.actor import Answered, Received
-from gossipx.arena import ParameterArena
 from gossipx.comm import CommManager
-from gossipx.effects import Answer, Capture, Effect, Forget
 from gossipx.memory import Memory
-from gossipx.messages import PullRequest, Request
-from gossipx.peer.giving import Giving
-from gossipx.peer.membership import Membership
-from gossipx.peer.requests import Requests
-from gossipx.peer.serving import Serving
+from gossipx.model.arena import ParameterArena
+from gossipx.model.snapshots import Snapshot
+from gossipx.peer.membership import Membership, Requests
+from gossipx.peer.serving import Giving, Serving
 from gossipx.peer.settings import PeerSettings
-from gossipx.snapshots import Snapshot
+from gossipx.protocol.effects import Answer, Capture, Effect, Forget
+from gossipx.protocol.events import Answered, Received
+from gossipx.protocol.messages import PullRequest, Request
 from gossipx.tasks.models import build_model
 from gossipx.topology import load
 from gossipx.topology.schedules import Random

@@ -20,12 +20,12 @@ from _report import figure, report
 from torch import nn
 
 from gossipx import policies, topology
-from gossipx.arena import ParameterArena
 from gossipx.checkpoint import Every, Store
-from gossipx.drive.checkpoints import Checkpoints
-from gossipx.drive.driver import Driver
-from gossipx.drive.state import TrainingState
+from gossipx.model.arena import ParameterArena
 from gossipx.peer import PeerRole
+from gossipx.runtime.checkpoints import Checkpoints
+from gossipx.runtime.driver import Driver
+from gossipx.runtime.state import TrainingState
 from gossipx.sync import SyncManager
 from gossipx.tasks.models import build_model
 

@@ -22,9 +22,9 @@ from _report import figure, report
 from _runs import free_port
 from _trained import Trained, timed
 
-from gossipx import kernels
-from gossipx.arena import ParameterArena
-from gossipx.layout import lay_out, slots_of
+from gossipx.model import kernels
+from gossipx.model.arena import ParameterArena
+from gossipx.model.layout import lay_out, slots_of
 from gossipx.tasks.models import MODELS, build_model
 
 Pass = Callable[[], float]

@@ -18,9 +18,9 @@ import torch
 from _report import figure, report
 from torch import nn
 
-from gossipx.arena import ParameterArena
-from gossipx.buffers import HostBuffer
-from gossipx.incoming import Incoming
+from gossipx.model.arena import ParameterArena
+from gossipx.model.buffers import HostBuffer
+from gossipx.model.receive import Incoming
 
 WIDTHS = {"2 M": 512, "60 M": 2752}
 """Of eight square layers."""

@@ -1,4 +1,4 @@
-"""The commands, made with click. Options of ``run`` come from the declarations in :mod:`gossipx.settings`."""
+"""The commands, made with click. Options of ``run`` come from the declarations in :mod:`gossipx.config.settings`."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from gossipx import config
 from gossipx.cli import words
 from gossipx.cli.options import Option, RunCommand, help_all, help_for, option
+from gossipx.config import files
+from gossipx.config.settings import KEYS
 from gossipx.errors import GossipxError, UsageError
+from gossipx.launch.cluster.world import with_options
 from gossipx.launch.directory import run_directory
 from gossipx.launch.environment import ENV_DEBUG
-from gossipx.launch.world import with_options
 from gossipx.metrics import summary
 from gossipx.metrics.compare import Row, compare
-from gossipx.settings import KEYS
 
 _HELP: tuple[type[BaseException], ...] = tuple(filter(None, [getattr(click.exceptions, "NoArgsIsHelpError", None)]))
 """With what click, from 8.2 on, shows the help of a group that is given no command."""
@@ -188,12 +188,12 @@ def run(
         if config_file:
             raise UsageError("--config is for a new run, and --resume takes the run's own: leave one out")
         sys.exit(launch(*settings_of(resume, settings, list(script), environ), environ, resumes=True))
-    given = config.load(config_file) if config_file else {}
-    resolved = config.resolve(given, settings)
+    given = files.load(config_file) if config_file else {}
+    resolved = files.resolve(given, settings)
     hosts = None if resolved.run.peers is None else Path(resolved.run.peers)
     if dry_run:
         from gossipx.cli.dry_run import show_dry_run
-        from gossipx.launch.dry_run import dry_run as look
+        from gossipx.tools.dry_run import dry_run as look
 
         hosts, world = who(hosts, environ)
         if hosts is None:
@@ -228,7 +228,7 @@ def compare_command(runs: tuple[Path, ...], logdir: Path, as_json: bool, plot: P
     places = [run_directory(str(path), logdir) for path in runs]
     summaries = [summary.read(path) for path in places]
     if plot is not None:
-        from gossipx.launch import plot as plotting
+        from gossipx.tools import plot as plotting
 
         plotting.draw(list(zip(places, summaries, strict=True)), plot)
     rows = compare(summaries)
@@ -257,7 +257,7 @@ def certs_new(directory: Path, hosts: Path) -> None:
     \b
     gossipx certs new certs hosts.txt
     """
-    from gossipx.launch import certs as authority
+    from gossipx.tools import certs as authority
 
     for line in authority.new(directory, hosts):
         print(line)

@@ -13,11 +13,11 @@ from rich.table import Table
 from gossipx.cli.commands import FloatRange, debug
 from gossipx.cli.options import option
 from gossipx.cli.tables import show
+from gossipx.config.settings import KEYS
 from gossipx.errors import UsageError
-from gossipx.settings import KEYS
 
 if TYPE_CHECKING:
-    from gossipx.launch.doctor.findings import Findings
+    from gossipx.tools.doctor.findings import Findings
 
 _ASKED = ("model", "task", "data_dir", "device", "bind", "advertise", "secret_file", "tls_cert", "tls_key", "tls_ca")
 _COLOURS = {"ok": "green", "note": "cyan", "warn": "yellow", "fail": "red"}
@@ -48,12 +48,12 @@ def doctor(wait: float, config_file: Path | None, as_json: bool, script: tuple[s
     gossipx doctor --peers hosts.txt --bind 0.0.0.0 --secret-file secret --model resnet20
     gossipx doctor --peers hosts.txt train.py
     """
-    from gossipx import config
-    from gossipx.launch.doctor import examine
-    from gossipx.launch.doctor.verdicts import verdicts
+    from gossipx.config import files
+    from gossipx.tools.doctor import examine
+    from gossipx.tools.doctor.verdicts import verdicts
 
-    given = config.load(config_file) if config_file else {}
-    resolved = config.resolve(given, settings)
+    given = files.load(config_file) if config_file else {}
+    resolved = files.resolve(given, settings)
     if resolved.run.peers is None:
         raise UsageError("who the peers are is not given: --peers hosts.txt, or peers = in [run] of the --config file")
     looks_at_model = bool(script) or config_file is not None or any(settings[name] for name in ("model", "task"))

@@ -12,7 +12,7 @@ from rich.table import Table
 from gossipx.cli.tables import show
 
 if TYPE_CHECKING:
-    from gossipx.launch.dry_run import DryRun
+    from gossipx.tools.dry_run import DryRun
 
 FIXED = 0.01
 """A codec whose bound is as near to what it makes of a sample has one size for all values."""

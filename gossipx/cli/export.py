@@ -24,6 +24,6 @@ def export(run: str, target: Path, peer: str | None, overwrite: bool, logdir: Pa
     gossipx export runs/adaptive --to model.safetensors
     gossipx export adaptive --to own.safetensors --peer 1
     """
-    from gossipx.launch import export as exporting
+    from gossipx.tools import export as exporting
 
     print(exporting.export(run, target, logdir, peer, overwrite))

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from gossipx.cli.commands import debug
-from gossipx.launch.world import MOST
+from gossipx.launch.cluster.world import MOST
 
 if TYPE_CHECKING:
-    from gossipx.launch.jobs import Job
+    from gossipx.tools.jobs import Job
 
 NOT_OF_A_JOB = ("dry_run", "link", "model_size", "as_json", "rank", "size", "master")
 """Options of ``gossipx run`` that a job has no use for: it says itself who its peers are, and it runs."""
@@ -53,7 +53,7 @@ def slurm(time: str | None, partition: str | None, **asked: Any) -> None:
     gossipx launch slurm --nodes 4 --peers-per-node 2 --time 2:00:00 -- --policy adaptive train.py > job.sh
     sbatch job.sh
     """
-    from gossipx.launch import jobs
+    from gossipx.tools import jobs
 
     print(jobs.slurm(_asked(**asked), time, partition), end="")
 
@@ -70,18 +70,18 @@ def kubernetes(image: str, claim: str | None, **asked: Any) -> None:
     gossipx launch kubernetes --peers 4 --image example.org/train:1 -- --policy adaptive train.py > job.yaml
     kubectl apply -f job.yaml
     """
-    from gossipx.launch import jobs
+    from gossipx.tools import jobs
 
     print(jobs.kubernetes(_asked(peers_per_node=1, **asked), image, claim), end="")
 
 
 def _asked(name: str, nodes: int, peers_per_node: int, gpus_per_peer: int, arguments: tuple[str, ...]) -> Job:
     """The job; settings that 'gossipx run' would refuse are refused here already."""
-    from gossipx import config
     from gossipx.cli.commands import run
+    from gossipx.config import files
     from gossipx.errors import UsageError
     from gossipx.launch import start
-    from gossipx.launch.jobs import Job
+    from gossipx.tools.jobs import Job
 
     options = {parameter.name: parameter.opts[0] for parameter in run.params}
     given = dict(run.make_context("gossipx run", list(arguments)).params)
@@ -89,8 +89,8 @@ def _asked(name: str, nodes: int, peers_per_node: int, gpus_per_peer: int, argum
     for other in NOT_OF_A_JOB:
         if (value := given.pop(other)) is not None and value is not False:
             raise UsageError(f"{options[other]} is not for a job: leave it out")
-    known = config.load(file) if file is not None and Path(file).is_file() else {}  # in an image it is not here
-    settings = config.resolve(known, given)
+    known = files.load(file) if file is not None and Path(file).is_file() else {}  # in an image it is not here
+    settings = files.resolve(known, given)
     named = frozenset(known) | {key for key, value in given.items() if value is not None}
     job = Job(name, nodes, peers_per_node, gpus_per_peer, settings, named, arguments, bool(script))
     if resume is None:  # which has settings of its own

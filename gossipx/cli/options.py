@@ -12,7 +12,7 @@ from typing import Any, get_args
 import click
 
 from gossipx.cli import words
-from gossipx.settings import KEYS, Group, Key
+from gossipx.config.settings import KEYS, Group, Key
 
 _ALL = "gossipx.help-all"
 """Set in a context's ``meta`` while its help is to show every option."""

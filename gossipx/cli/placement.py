@@ -15,7 +15,7 @@ from gossipx.cli.commands import debug
 from gossipx.cli.tables import show
 
 if TYPE_CHECKING:
-    from gossipx.server.survey import Survey
+    from gossipx.server.placement.survey import Survey
 
 _MOST = 1024
 """Servers: more than any of the models has tensors, and still a table that can be scrolled through."""
@@ -44,7 +44,7 @@ def placement(model: str, servers: int, strategy: str | None, as_json: bool) -> 
     gossipx placement resnet110 --servers 8 --placement sliced --json
     """
     from gossipx.server import placement as placements
-    from gossipx.server.survey import survey
+    from gossipx.server.placement.survey import survey
     from gossipx.tasks.models import published_sizes
 
     asked = [strategy] if strategy is not None else list(placements.BUILT_IN)

@@ -37,7 +37,7 @@ def set_sync(run: Path, sync: str, shard: int | None, apply: str, pulls: str, lo
     gossipx server set-sync mine asp --shard 1
     """
     from gossipx.launch.control import command
-    from gossipx.server import models
+    from gossipx.server.sync_models import models
 
     models.parse(sync)
     command(

@@ -15,7 +15,7 @@ from rich.table import Table
 from gossipx.cli import words
 from gossipx.cli.commands import FloatRange, debug
 from gossipx.cli.tables import show as show_table
-from gossipx.launch.world import MOST
+from gossipx.launch.cluster.world import MOST
 
 
 @click.group("topology")

@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 from click.shell_completion import CompletionItem
 
-from gossipx.settings import Key
+from gossipx.config.settings import Key
 
 Complete = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
 
@@ -82,9 +82,9 @@ def _policies() -> Iterable[str]:
 
 
 def _codecs() -> Iterable[str]:
-    from gossipx import installed
+    from gossipx.specs import plugins
 
-    return installed.names(dict.fromkeys(CODECS, str), CODEC_PACKAGES)
+    return plugins.names(dict.fromkeys(CODECS, str), CODEC_PACKAGES)
 
 
 def _mixings() -> Iterable[str]:
@@ -94,7 +94,7 @@ def _mixings() -> Iterable[str]:
 
 
 def _sync_models() -> Iterable[str]:
-    from gossipx.server.models import SYNC_MODELS
+    from gossipx.server.sync_models.models import SYNC_MODELS
 
     return SYNC_MODELS
 

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from gossipx import installed, specs
+from gossipx import specs
 from gossipx.codecs.base import Codec, decode, decode_into, encoded_bytes
 from gossipx.codecs.feedback import ErrorFeedback, LocalSteps
 from gossipx.codecs.frames import SQUEEZERS, Tensors, zstandard
@@ -26,6 +26,7 @@ from gossipx.codecs.sparse import DGC, RandomK, Threshold, TopK
 from gossipx.codecs.state import Plan, State
 from gossipx.codecs.ternary import Stochastic3, ThreeLC
 from gossipx.errors import UsageError
+from gossipx.specs import plugins
 
 __all__ = [
     "BUILT_IN",
@@ -84,7 +85,7 @@ def parse(spec: str | Codec) -> Codec:
     if isinstance(spec, Codec):
         return spec
     plain, *after = re.split(r"\+(?=\s*[A-Za-z])", spec, maxsplit=1)  # and not the one of 1e+20
-    made = installed.build(plain, BUILT_IN, ENTRY_POINT_GROUP, "codec")
+    made = plugins.build(plain, BUILT_IN, ENTRY_POINT_GROUP, "codec")
     if not isinstance(made, Codec):
         raise UsageError(f"codec '{spec}': its entry point makes a {type(made).__name__}, not a codec")
     if not after:
@@ -114,7 +115,7 @@ def alone(near: bool = True) -> list[str]:
 
 def names() -> dict[str, Callable[..., Any]]:
     """What a spec may begin with; installed ones are not imported yet."""
-    return installed.names(BUILT_IN, ENTRY_POINT_GROUP)
+    return plugins.names(BUILT_IN, ENTRY_POINT_GROUP)
 
 
 def describe(codec: Codec) -> str:

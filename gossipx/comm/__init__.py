@@ -1,7 +1,7 @@
 """Requests to other peers and answers to theirs, over real connections.
 
-One request, from end to end: of :class:`gossipx.comm.asking.Asking` here, which sends it, and of
-:class:`gossipx.comm.answering.Answering` there::
+One request, from end to end: of :class:`gossipx.comm.client.Asking` here, which sends it, and of
+:class:`gossipx.comm.listener.Answering` there::
 
     request()     here    queues a job, wakes or starts a worker, returns
       _work       here    the worker takes the job
@@ -20,12 +20,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
-from gossipx.comm.answering import Answering, OnRequest, Outgoing, RoomFor, no_room
-from gossipx.comm.asking import Asking, Job
-from gossipx.comm.common import Member
+from gossipx.comm.client import Asking, Job
+from gossipx.comm.listener import Answering, OnRequest, Outgoing, RoomFor, no_room
+from gossipx.comm.member import Member
 from gossipx.errors import GossipxError
 from gossipx.memory import Source
-from gossipx.messages import Reply, Request
+from gossipx.protocol.messages import Reply, Request
 from gossipx.transports import Address, Carriers, Transport, tcp, unix
 from gossipx.transports.links import Links
 from gossipx.transports.pace import Pace

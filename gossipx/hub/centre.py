@@ -14,10 +14,10 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from gossipx.actor import Merged, Received
-from gossipx.effects import Answer, Capture, Effect, Keep, Merge
-from gossipx.messages import CentreRequest, ElasticRequest, ModelReply, NotReadyReply
-from gossipx.peer.requests import Requests
+from gossipx.peer.membership import Requests
+from gossipx.protocol.effects import Answer, Capture, Effect, Keep, Merge
+from gossipx.protocol.events import Merged, Received
+from gossipx.protocol.messages import CentreRequest, ElasticRequest, ModelReply, NotReadyReply
 
 
 @dataclass

@@ -15,20 +15,13 @@ import itertools
 from dataclasses import dataclass
 from typing import Literal
 
-from gossipx.actor import Merged, Received
-from gossipx.effects import Adopt, Answer, Cancel, Effect, Forget, Mix, Note, Resume, Stop, Wait
 from gossipx.hub.centre import Centre
-from gossipx.messages import (
-    BusyReply,
-    CentreRequest,
-    ElasticRequest,
-    ModelReply,
-    NotReadyReply,
-    Reply,
-)
 from gossipx.peer.exchange import Exchange, Ground
 from gossipx.peer.pulls import Pulls
 from gossipx.peer.server_role import ServerRole
+from gossipx.protocol.effects import Adopt, Answer, Cancel, Effect, Forget, Mix, Note, Resume, Stop, Wait
+from gossipx.protocol.events import Merged, Received
+from gossipx.protocol.messages import BusyReply, CentreRequest, ElasticRequest, ModelReply, NotReadyReply, Reply
 
 
 @dataclass(frozen=True)

@@ -15,17 +15,17 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset, Subset
 
-from gossipx import layout
-from gossipx.drive.options import labels_of
-from gossipx.drive.peer import Peer, overflowed
+from gossipx.config.settings import RunConfig
 from gossipx.errors import UsageError
 from gossipx.integrations.group import Group, Word
 from gossipx.launch.environment import ENV_PEERS, ENV_RESUME
-from gossipx.launch.join import join as join_alone
-from gossipx.launch.join import settings_of, standing
-from gossipx.layout import Section, Slot
+from gossipx.launch.loops.join import join as join_alone
+from gossipx.launch.loops.join import settings_of, standing
+from gossipx.model import layout
+from gossipx.model.layout import Section, Slot
 from gossipx.policies import Observation, Policy
-from gossipx.settings import RunConfig
+from gossipx.runtime.options import labels_of
+from gossipx.runtime.peer import Peer, overflowed
 from gossipx.tasks import partition
 
 PolicyLike = str | Policy | Callable[[Observation], bool] | None

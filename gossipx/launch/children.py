@@ -113,7 +113,7 @@ class Child:
 
 def command_of(script: list[str]) -> list[str]:
     """What a peer's process runs: the user's script with its arguments, or the built-in task."""
-    return [sys.executable, *script] if script else [sys.executable, "-m", "gossipx.launch.train"]
+    return [sys.executable, *script] if script else [sys.executable, "-m", "gossipx.launch.loops.train"]
 
 
 def script_exists(script: list[str]) -> bool:

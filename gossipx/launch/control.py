@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gossipx import config
-from gossipx.drive.control import ANSWER, COMMAND, DIRECTORY, LOOK_EVERY, write
+from gossipx.config import files
 from gossipx.errors import GossipxError, UsageError
 from gossipx.launch.directory import CONFIG_FILE
+from gossipx.runtime.control import ANSWER, COMMAND, DIRECTORY, LOOK_EVERY, write
 
 TAKEN_WITHIN = 10.0
 """Seconds within which a peer that runs takes a command: many times the interval between two of its looks."""
@@ -24,7 +24,7 @@ def command(run: Path, told: Mapping[str, Any], patience: float) -> None:
 
     Args:
         run: its directory.
-        told: see :class:`gossipx.drive.control.Control`.
+        told: see :class:`gossipx.runtime.control.Control`.
         patience: seconds that the carrying out may take.
 
     Raises:
@@ -32,7 +32,7 @@ def command(run: Path, told: Mapping[str, Any], patience: float) -> None:
         GossipxError: no peer of it is running here.
     """
     if (run / CONFIG_FILE).is_file():
-        settings = config.resolve(config.load(run / CONFIG_FILE))
+        settings = files.resolve(files.load(run / CONFIG_FILE))
         if settings.sync.mode != "server" and settings.server.servers is None:
             raise UsageError("this run has no parameter server", run)
     elif not any(run.glob("peer-*")):  # peers that call gossipx.join by themselves leave no settings

@@ -11,11 +11,11 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from gossipx import config
+from gossipx.config import files as config_files
+from gossipx.config.settings import RunConfig
 from gossipx.errors import UsageError
 from gossipx.metrics.summary import FILE as SUMMARY_FILE
 from gossipx.metrics.summary import Summary
-from gossipx.settings import RunConfig
 
 CONFIG_FILE = "config.toml"
 HOSTS_FILE = "hosts.txt"
@@ -103,7 +103,7 @@ class RunDirectory:
 
     def _write(self, settings: RunConfig, hosts: bytes, script: Sequence[str]) -> None:
         """Note what the run is, each file whole or as it was: a run that goes on has had others, perhaps."""
-        files = {CONFIG_FILE: config.dump(settings).encode(), HOSTS_FILE: hosts}
+        files = {CONFIG_FILE: config_files.dump(settings).encode(), HOSTS_FILE: hosts}
         if script:
             files[SCRIPT_FILE] = json.dumps([str(Path(script[0]).absolute()), *script[1:]]).encode()
         if not self._mine:
@@ -214,7 +214,8 @@ def _check_replaceable(path: Path, there: Path, overwrite: bool) -> None:
 
 
 def _is_replaceable(directory: Path) -> bool:
-    """Whether it is empty or a run's: many programs have a config.toml, a run's begins as :func:`config.dump` does."""
+    """Whether it is empty or a run's: many programs have a config.toml, a run's begins as :func:`config_files.dump`
+    does."""
     if not directory.is_dir():
         return False
     if not any(directory.iterdir()):

@@ -8,7 +8,7 @@ import os
 import stat
 from pathlib import Path
 
-from gossipx.drive.progress import Progress
+from gossipx.runtime.progress import Progress
 
 ENV_CONFIG = "GOSSIPX_CONFIG"
 """The run's effective configuration, a TOML file in the run's directory."""
@@ -17,7 +17,7 @@ ENV_PEERS = "GOSSIPX_PEERS"
 ENV_RANK = "GOSSIPX_RANK"
 """Which of its peers this process is."""
 ENV_SIZE = "GOSSIPX_SIZE"
-"""How many peers there are, one a process, where no hosts file says so; see :mod:`gossipx.launch.world`."""
+"""How many peers there are, one a process, where no hosts file says so; see :mod:`gossipx.launch.cluster.world`."""
 ENV_LOCAL_RANK = "GOSSIPX_LOCAL_RANK"
 """Which of this machine's peers this process is."""
 ENV_LOCAL_SIZE = "GOSSIPX_LOCAL_SIZE"

@@ -16,8 +16,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from gossipx.config.settings import RunConfig
 from gossipx.errors import UsageError
 from gossipx.launch.children import Child, Spawn, command_of
+from gossipx.launch.cluster.world import World, find, why_none
 from gossipx.launch.directory import HOSTS_FILE
 from gossipx.launch.environment import (
     ENV_CONFIG,
@@ -30,10 +32,8 @@ from gossipx.launch.environment import (
 )
 from gossipx.launch.progress import Display, Standing
 from gossipx.launch.start import Start, by_servers, from_hosts, goes_by
-from gossipx.launch.world import World, find, why_none
 from gossipx.metrics.summary import FILE as SUMMARY_FILE
 from gossipx.metrics.summary import Summary, per_peer
-from gossipx.settings import RunConfig
 
 LOOK_EVERY = 0.1
 """Seconds between two looks at processes that may have ended."""
@@ -86,7 +86,9 @@ def launch(
     """
     hosts, world = who(hosts, environ)
     if world is not None:
-        from gossipx.launch.crew import from_world  # and torch, whose store is where the processes meet
+        from gossipx.launch.cluster.multi_process import (
+            from_world,  # and torch, whose store is where the processes meet
+        )
 
         start = from_world(given, world, hosts, script, resumes)
     else:

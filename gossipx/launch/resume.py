@@ -9,15 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gossipx import config
-from gossipx.build.server_settings import server_ranks
-from gossipx.drive.checkpoints import store_of
-from gossipx.drive.shards import servers_of, store_of_shard
+from gossipx.assembly.server_settings import server_ranks
+from gossipx.config import files
+from gossipx.config.settings import KEYS, RunConfig, RunSettings
 from gossipx.errors import UsageError
+from gossipx.launch.cluster.world import find
 from gossipx.launch.directory import CONFIG_FILE, HOSTS_FILE, SCRIPT_FILE, run_directory
 from gossipx.launch.hosts import read_hosts
-from gossipx.launch.world import find
-from gossipx.settings import KEYS, RunConfig, RunSettings
+from gossipx.runtime.checkpoints import store_of
+from gossipx.runtime.shards import servers_of, store_of_shard
 
 log = logging.getLogger("gossipx")
 
@@ -53,11 +53,11 @@ def settings_of(
         raise UsageError(
             "no run to go on with is there: --resume takes the name of one in --logdir, or its directory", path
         )
-    before = config.load(path / CONFIG_FILE)
+    before = files.load(path / CONFIG_FILE)
     given = {name: value for name, value in given.items() if value is not None}
     place = {"name": path.resolve().name, "logdir": str(path.parent)}
-    settings = config.resolve(before, given, place)
-    _check_unchanged(config.resolve(before, place), config.resolve(before, given, {"logdir": place["logdir"]}), path)
+    settings = files.resolve(before, given, place)
+    _check_unchanged(files.resolve(before, place), files.resolve(before, given, {"logdir": place["logdir"]}), path)
     world = find(environ)
     if "peers" in given or world is None or world.size == 1:
         hosts = Path(given["peers"]) if "peers" in given else path / HOSTS_FILE

@@ -10,17 +10,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from gossipx import access
-from gossipx.build.devices import check_device, check_transport
-from gossipx.build.hub import elastic_settings
-from gossipx.build.server_settings import server_ranks
-from gossipx.build.settings import effective_config
+from gossipx.assembly.devices import check_device, check_transport
+from gossipx.assembly.hub import elastic_settings
+from gossipx.assembly.server_settings import server_ranks
+from gossipx.assembly.settings import effective_config
+from gossipx.config import security
+from gossipx.config.settings import RunConfig
 from gossipx.errors import UsageError
 from gossipx.launch.children import script_exists
 from gossipx.launch.directory import RunDirectory
 from gossipx.launch.hosts import PeerLine, bind_host, local_ranks, read_hosts
 from gossipx.metrics.summary import Summary
-from gossipx.settings import RunConfig
 
 
 class Directory(Protocol):
@@ -120,7 +120,7 @@ def check(given: RunConfig, hosts: Path, script: list[str]) -> Checked:
     check_names(settings, peers)
     here = local_ranks(peers, settings.exchange.advertise, hosts)
     notice = check_here(settings, [peers[rank] for rank in here], script, hosts)
-    settings = named(replace(settings, exchange=access.absolute(settings.exchange)))
+    settings = named(replace(settings, exchange=security.absolute(settings.exchange)))
     return Checked(settings, peers, here, notice)
 
 
@@ -161,8 +161,8 @@ def check_here(settings: RunConfig, own: Sequence[PeerLine], script: list[str], 
     uncovered = None
     for peer in own:
         bind = bind_host(peer, settings.exchange.bind, hosts)
-        access.grant(settings.exchange, bind)
-        uncovered = uncovered or access.uncovered(settings.exchange, bind)
+        security.grant(settings.exchange, bind)
+        uncovered = uncovered or security.uncovered(settings.exchange, bind)
         if peer.device is None:
             check_device(settings.run.device, "--device")
         else:

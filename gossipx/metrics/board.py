@@ -34,7 +34,7 @@ PAGE = {
 
 
 class TensorBoardRecorder:
-    """Writes scalars to a TensorBoard directory (a :class:`~gossipx.record.Recorder`).
+    """Writes scalars to a TensorBoard directory (a :class:`~gossipx.metrics.recorder.Recorder`).
 
     Args:
         directory: of this peer.

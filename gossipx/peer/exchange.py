@@ -9,12 +9,11 @@ import abc
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-from gossipx.actor import Answered, Received
-from gossipx.effects import Answer, Effect, Mix, Resume
-from gossipx.messages import Reply
-from gossipx.peer.giving import Giving
-from gossipx.peer.membership import Membership
-from gossipx.peer.requests import Requests
+from gossipx.peer.membership import Membership, Requests
+from gossipx.peer.serving import Giving
+from gossipx.protocol.effects import Answer, Effect, Mix, Resume
+from gossipx.protocol.events import Answered, Received
+from gossipx.protocol.messages import Reply
 from gossipx.sync import SyncManager
 
 

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 
-from gossipx.actor import Answered, Received
-from gossipx.effects import Effect, Note, Send, SetTimer
-from gossipx.messages import ArriveRequest, HereReply, Stage
-from gossipx.peer.membership import Membership
-from gossipx.peer.requests import Requests
+from gossipx.peer.membership import Membership, Requests
+from gossipx.protocol.effects import Effect, Note, Send, SetTimer
+from gossipx.protocol.events import Answered, Received
+from gossipx.protocol.messages import ArriveRequest, HereReply, Stage
 
 GATHER = "gather"
 """The timer of the whole wait."""

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from collections import Counter
 
-from gossipx.effects import Effect, Forget, Resume, Stop
-from gossipx.messages import ArriveRequest, InitialRequest, Stage
 from gossipx.peer.gathering import Gathering
-from gossipx.peer.membership import Membership
-from gossipx.peer.requests import Requests
+from gossipx.peer.membership import Membership, Requests
 from gossipx.peer.settings import PeerSettings
+from gossipx.protocol.effects import Effect, Forget, Resume, Stop
+from gossipx.protocol.messages import ArriveRequest, InitialRequest, Stage
 
 
 class Joining:

@@ -1,4 +1,7 @@
-"""What a peer knows of the others: how far they have come, and whom it does not ask for a while."""
+"""What a peer knows of the others: how far they have come, and whom it does not ask for a while.
+
+Our requests that are not answered yet.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,9 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from gossipx.actor import Fault
-from gossipx.messages import Stage
+from gossipx.protocol.effects import Send
+from gossipx.protocol.events import Fault
+from gossipx.protocol.messages import Request, Stage
 from gossipx.topology.schedules import Schedule
 
 REST_FIRST = 1 / 100
@@ -286,3 +290,34 @@ class Membership:
             return False
         other.lost = True
         return True
+
+
+class Requests:
+    """Numbers what a role asks of others, and knows what of it is open."""
+
+    def __init__(self) -> None:
+        self._last = 0
+        self._open: dict[int, tuple[int, Request, float]] = {}
+
+    def send(self, to: int, request: Request, now: float, deadline: float) -> Send:
+        """Ask ``to``: the effect, whose ticket is open from now on."""
+        ticket = self.ticket()
+        self._open[ticket] = (to, request, now)
+        return Send(ticket, to, request, deadline)
+
+    def ticket(self) -> int:
+        """A ticket that no request has."""
+        self._last += 1
+        return self._last
+
+    def close(self, ticket: int) -> tuple[int, Request, float]:
+        """It was answered or has failed; whom it went to, what it was, and when it went out."""
+        return self._open.pop(ticket)
+
+    def is_open(self, ticket: int) -> bool:
+        """Whether it is still to be answered."""
+        return ticket in self._open
+
+    def asked(self, kind: type[Request]) -> set[int]:
+        """To whom requests of a kind are open."""
+        return {to for to, request, _ in self._open.values() if isinstance(request, kind)}

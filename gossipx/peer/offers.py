@@ -23,9 +23,11 @@ import itertools
 import math
 from collections.abc import Hashable
 
-from gossipx.actor import Received
-from gossipx.effects import Answer, Capture, Effect, Forget, SetTimer
-from gossipx.messages import (
+from gossipx.peer.exchange import Exchange, Ground
+from gossipx.peer.membership import REST_FIRST
+from gossipx.protocol.effects import Answer, Capture, Effect, Forget, SetTimer
+from gossipx.protocol.events import Received
+from gossipx.protocol.messages import (
     AcceptReply,
     BusyReply,
     ExchangeRequest,
@@ -37,8 +39,6 @@ from gossipx.messages import (
     Stage,
     TakeRequest,
 )
-from gossipx.peer.exchange import Exchange, Ground
-from gossipx.peer.membership import REST_FIRST
 
 OFFER_SHARE = 1 / 10
 """Share of peer_timeout (3 s of 30 s) within which an offer is answered, and whether a push stands: messages are small,

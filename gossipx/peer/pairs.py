@@ -15,9 +15,11 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-from gossipx.actor import Received
-from gossipx.effects import Capture, Effect, Forget, Mix, Resume, SetTimer, Wait
-from gossipx.messages import (
+from gossipx.peer.exchange import Ground
+from gossipx.peer.offers import OFFER, OFFER_SHARE, Offers, Taking, Way
+from gossipx.protocol.effects import Capture, Effect, Forget, Mix, Resume, SetTimer, Wait
+from gossipx.protocol.events import Received
+from gossipx.protocol.messages import (
     AcceptReply,
     ExchangeRequest,
     ModelReply,
@@ -27,8 +29,6 @@ from gossipx.messages import (
     SettleRequest,
     TakeRequest,
 )
-from gossipx.peer.exchange import Ground
-from gossipx.peer.offers import OFFER, OFFER_SHARE, Offers, Taking, Way
 
 SHARE = 0.5
 """Of the other's model: any other would leave the two apart."""

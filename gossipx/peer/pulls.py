@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from gossipx.effects import Cancel, Effect, Forget, Mix, Send, SetTimer, Wait
-from gossipx.messages import BusyReply, ModelReply, NotReadyReply, PullRequest, Reply
 from gossipx.mixing import Mixing
 from gossipx.peer.exchange import Exchange, Ground
+from gossipx.protocol.effects import Cancel, Effect, Forget, Mix, Send, SetTimer, Wait
+from gossipx.protocol.messages import BusyReply, ModelReply, NotReadyReply, PullRequest, Reply
 
 BUSY = "busy"
 """The timer of a blocking pull that found all neighbours busy."""

@@ -19,9 +19,12 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 
-from gossipx.actor import Answered, Received
-from gossipx.effects import Capture, Effect, Forget, Given, Mix, Resume, SetTimer, Wait
-from gossipx.messages import (
+from gossipx.mixing import Mixing
+from gossipx.peer.exchange import Ground
+from gossipx.peer.offers import OFFER, OFFER_SHARE, Offers, Taking, Way
+from gossipx.protocol.effects import Capture, Effect, Forget, Given, Mix, Resume, SetTimer, Wait
+from gossipx.protocol.events import Answered, Received
+from gossipx.protocol.messages import (
     AcceptReply,
     ExchangeRequest,
     ModelReply,
@@ -31,9 +34,6 @@ from gossipx.messages import (
     SettleRequest,
     TakeRequest,
 )
-from gossipx.mixing import Mixing
-from gossipx.peer.exchange import Ground
-from gossipx.peer.offers import OFFER, OFFER_SHARE, Offers, Taking, Way
 
 LEAST_WEIGHT = 2.0**-20
 """A peer whose push-sum weight is below this gives none away until it has received some: its own training would hardly

@@ -14,7 +14,23 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from gossipx.actor import (
+from gossipx.mixing import Average, Mixing
+from gossipx.peer.exchange import Exchange, Ground
+from gossipx.peer.gathering import ANNOUNCE, GATHER, Gathering
+from gossipx.peer.joining import Joining
+from gossipx.peer.membership import Membership, Requests
+from gossipx.peer.pairs import Pairs
+from gossipx.peer.pulls import Pulls
+from gossipx.peer.pushes import Pushes
+from gossipx.peer.server_role import ServerRole
+from gossipx.peer.serving import Giving, Serving
+from gossipx.peer.settings import PeerSettings
+from gossipx.peer.stages import Stages
+from gossipx.peer.training import UNSOUND, Training
+from gossipx.peer.wave import TIMER, Wave
+from gossipx.peer.waves import Waves
+from gossipx.protocol.effects import Adopt, Answer, Effect, Forget, Note, Resume, Stop, Wait
+from gossipx.protocol.events import (
     Answered,
     CameBack,
     ChangeServers,
@@ -38,8 +54,7 @@ from gossipx.actor import (
     TimerFired,
     TrainingEnded,
 )
-from gossipx.effects import Adopt, Answer, Effect, Forget, Note, Resume, Stop, Wait
-from gossipx.messages import (
+from gossipx.protocol.messages import (
     LAST_WAVE,
     ArriveRequest,
     ElasticRequest,
@@ -57,23 +72,6 @@ from gossipx.messages import (
     Stage,
     TakeRequest,
 )
-from gossipx.mixing import Average, Mixing
-from gossipx.peer.exchange import Exchange, Ground
-from gossipx.peer.gathering import ANNOUNCE, GATHER, Gathering
-from gossipx.peer.giving import Giving
-from gossipx.peer.joining import Joining
-from gossipx.peer.membership import Membership
-from gossipx.peer.pairs import Pairs
-from gossipx.peer.pulls import Pulls
-from gossipx.peer.pushes import Pushes
-from gossipx.peer.requests import Requests
-from gossipx.peer.server_role import ServerRole
-from gossipx.peer.serving import Serving
-from gossipx.peer.settings import PeerSettings
-from gossipx.peer.stages import Stages
-from gossipx.peer.training import UNSOUND, Training
-from gossipx.peer.wave import TIMER, Wave
-from gossipx.peer.waves import Waves
 from gossipx.sync import SyncManager
 from gossipx.topology import Topology
 from gossipx.topology.schedules import Random, Schedule

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gossipx.actor import CameBack, ChangeServers, Merged, Prepared, Received, SwitchSync
-from gossipx.effects import Effect, Switched
+from gossipx.protocol.effects import Effect, Switched
+from gossipx.protocol.events import CameBack, ChangeServers, Merged, Prepared, Received, SwitchSync
 
 NO_SERVER = "this run has no parameter server"
 

@@ -1,4 +1,4 @@
-"""The settings of one peer's role; those of a run are :mod:`gossipx.settings`."""
+"""The settings of one peer's role; those of a run are :mod:`gossipx.config.settings`."""
 
 from __future__ import annotations
 

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from gossipx.actor import Received
-from gossipx.effects import Effect, Resume, Wait
-from gossipx.messages import LAST_WAVE, ArriveRequest, LeaveRequest, RoundRequest, Stage
 from gossipx.peer.exchange import Exchange
 from gossipx.peer.gathering import Gathering
 from gossipx.peer.joining import Joining
-from gossipx.peer.membership import Membership
-from gossipx.peer.requests import Requests
+from gossipx.peer.membership import Membership, Requests
 from gossipx.peer.server_role import ServerRole
 from gossipx.peer.settings import PeerSettings
 from gossipx.peer.training import Training
 from gossipx.peer.waves import Waves
+from gossipx.protocol.effects import Effect, Resume, Wait
+from gossipx.protocol.events import Received
+from gossipx.protocol.messages import LAST_WAVE, ArriveRequest, LeaveRequest, RoundRequest, Stage
 
 TRAINED = "its training is over"
 

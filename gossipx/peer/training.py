@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 
-from gossipx.actor import Received, Restored, StepDone
-from gossipx.effects import Effect, Note, Resume, Wait
-from gossipx.messages import ArriveRequest, Stage
 from gossipx.peer.exchange import Exchange, Ground
 from gossipx.peer.gathering import Gathering
 from gossipx.peer.waves import Waves
+from gossipx.protocol.effects import Effect, Note, Resume, Wait
+from gossipx.protocol.events import Received, Restored, StepDone
+from gossipx.protocol.messages import ArriveRequest, Stage
 
 UNSOUND = "its model holds NaN or Inf"
 

@@ -16,10 +16,10 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
-from gossipx.actor import Answered, Received
-from gossipx.effects import Answer, Capture, Effect, Forget, Merge, Note, SetTimer
-from gossipx.messages import LAST_WAVE, HereReply, ModelReply, NotReadyReply, RoundRequest, Stage
-from gossipx.peer.requests import Requests
+from gossipx.peer.membership import Requests
+from gossipx.protocol.effects import Answer, Capture, Effect, Forget, Merge, Note, SetTimer
+from gossipx.protocol.events import Answered, Received
+from gossipx.protocol.messages import LAST_WAVE, HereReply, ModelReply, NotReadyReply, RoundRequest, Stage
 from gossipx.topology import Meeting, agreement_meeting, agreement_rounds
 
 TIMER = "round"

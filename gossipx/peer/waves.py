@@ -13,12 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-from gossipx.actor import Received
-from gossipx.effects import Answer, Effect, Forget, TakeIn
-from gossipx.messages import LAST_WAVE, MAX_WAVE, NotReadyReply, RoundRequest
-from gossipx.peer.membership import Membership
-from gossipx.peer.requests import Requests
+from gossipx.peer.membership import Membership, Requests
 from gossipx.peer.wave import Wave
+from gossipx.protocol.effects import Answer, Effect, Forget, TakeIn
+from gossipx.protocol.events import Received
+from gossipx.protocol.messages import LAST_WAVE, MAX_WAVE, NotReadyReply, RoundRequest
 from gossipx.sync import SyncManager
 
 ROUND_DOUBLINGS = 2

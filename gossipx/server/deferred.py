@@ -10,8 +10,8 @@ import math
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-from gossipx.effects import Answer, Effect
-from gossipx.messages import BusyReply, Reply
+from gossipx.protocol.effects import Answer, Effect
+from gossipx.protocol.messages import BusyReply, Reply
 
 
 @dataclass(frozen=True)

@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from gossipx.actor import CameBack
-from gossipx.effects import Effect, Resume, Stop
-from gossipx.messages import Reply
 from gossipx.peer.exchange import Ground
-from gossipx.server.clock import Clock
-from gossipx.server.layout import Layout
-from gossipx.server.records import Journal
+from gossipx.protocol.effects import Effect, Resume, Stop
+from gossipx.protocol.events import CameBack
+from gossipx.protocol.messages import Reply
+from gossipx.protocol.table_effects import ComeBack
+from gossipx.server.failover.records import Journal
+from gossipx.server.placement.layout import Layout
 from gossipx.server.settings import ServerSettings
 from gossipx.server.shard import Shard
-from gossipx.table_effects import ComeBack
+from gossipx.server.sync_models.clock import Clock
 
 
 class Holding:

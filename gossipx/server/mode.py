@@ -4,26 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gossipx.actor import CameBack, ChangeServers, Prepared, Received, SwitchSync
-from gossipx.effects import Effect, Mix, Note, Resume, SetTimer, Stop
-from gossipx.messages import ArriveRequest, NotReadyReply, Reply, Stage
 from gossipx.peer.exchange import Exchange, Ground
 from gossipx.peer.pulls import Pulls
 from gossipx.peer.server_role import ServerRole
-from gossipx.server.clock import Clock
-from gossipx.server.copies import Copies
-from gossipx.server.deadlock import Deadlocks
-from gossipx.server.holding import Holding
-from gossipx.server.layout import Layout
-from gossipx.server.leading import Leading
-from gossipx.server.moving import UNDER_WAY, Home, Moving
-from gossipx.server.replica import FOLLOW, RECORDS, Replica
-from gossipx.server.replies import Replies
-from gossipx.server.settings import ServerSettings
-from gossipx.server.shard import Shard
-from gossipx.server.switching import Switching
-from gossipx.server.worker import AGAIN, Worker
-from gossipx.server_messages import (
+from gossipx.protocol.effects import Effect, Mix, Note, Resume, SetTimer, Stop
+from gossipx.protocol.events import CameBack, ChangeServers, Prepared, Received, SwitchSync
+from gossipx.protocol.messages import ArriveRequest, NotReadyReply, Reply, Stage
+from gossipx.protocol.server_messages import (
     CopyRequest,
     GradientRequest,
     MoveRequest,
@@ -40,6 +27,19 @@ from gossipx.server_messages import (
     WaitingReply,
     WaitingRequest,
 )
+from gossipx.server.failover.coordinator import Leading
+from gossipx.server.failover.copies import Copies
+from gossipx.server.failover.deadlock import Deadlocks
+from gossipx.server.failover.migration import UNDER_WAY, Home, Moving
+from gossipx.server.failover.replica import FOLLOW, RECORDS, Replica
+from gossipx.server.holding import Holding
+from gossipx.server.placement.layout import Layout
+from gossipx.server.replies import Replies
+from gossipx.server.settings import ServerSettings
+from gossipx.server.shard import Shard
+from gossipx.server.sync_models.clock import Clock
+from gossipx.server.sync_models.switching import Switching
+from gossipx.server.worker import AGAIN, Worker
 
 WATCH = "watch"
 """The timer of the next look at those that pulls wait for."""

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from gossipx.effects import Effect, Send
-from gossipx.messages import Reply, Request
-from gossipx.peer.requests import Requests
+from gossipx.peer.membership import Requests
+from gossipx.protocol.effects import Effect, Send
+from gossipx.protocol.messages import Reply, Request
 
 Handler = Callable[[int, int, Reply | None, float], list[Effect]]
 """Handles the outcome of a request: its ticket, the rank it went to, the reply (None: it failed), and the time."""

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from gossipx.server.clock import Clock
-from gossipx.server.conditions import SyncModel
-from gossipx.server.layout import Layout, Layouts
+from gossipx.server.placement.layout import Layout, Layouts
+from gossipx.server.sync_models.clock import Clock
+from gossipx.server.sync_models.conditions import SyncModel
 
 
 @dataclass(frozen=True)

@@ -13,21 +13,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from gossipx.actor import Received
-from gossipx.effects import Answer, Effect, Forget, Keep, Note
 from gossipx.errors import UsageError
-from gossipx.messages import AcceptReply, NotReadyReply, Reply
-from gossipx.peer.requests import Requests
-from gossipx.server import decisions
-from gossipx.server.clock import Clock
-from gossipx.server.conditions import SyncModel
-from gossipx.server.decisions import Decision, Fate
+from gossipx.peer.membership import Requests
+from gossipx.protocol.effects import Answer, Effect, Forget, Keep, Note
+from gossipx.protocol.events import Received
+from gossipx.protocol.messages import AcceptReply, NotReadyReply, Reply
+from gossipx.protocol.server_messages import GradientRequest, RecordRequest, TablesReply, TablesRequest
+from gossipx.protocol.table_effects import ApplyBuffer, ApplyGradient, Asked, BufferGradient, FillTables, KeepShard
 from gossipx.server.deferred import Deferred, defer, put_off
 from gossipx.server.due import Due
-from gossipx.server.models import describe, parse
-from gossipx.server.records import MOST, Records
-from gossipx.server_messages import GradientRequest, RecordRequest, TablesReply, TablesRequest
-from gossipx.table_effects import ApplyBuffer, ApplyGradient, Asked, BufferGradient, FillTables, KeepShard
+from gossipx.server.failover.records import MOST, Records
+from gossipx.server.sync_models import decisions
+from gossipx.server.sync_models.clock import Clock
+from gossipx.server.sync_models.conditions import SyncModel
+from gossipx.server.sync_models.decisions import Decision, Fate
+from gossipx.server.sync_models.models import describe, parse
 
 NEXT_RECORD = "next_record"
 """In a shard's state: the number of the first record after it."""

@@ -13,15 +13,15 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from gossipx.effects import Cancel, Effect, Forget, Send, SetTimer
-from gossipx.messages import AcceptReply, BusyReply, Reply
 from gossipx.peer.exchange import Ground
 from gossipx.peer.membership import REST_FIRST
-from gossipx.server.conditions import SyncModel
-from gossipx.server.models import parse
+from gossipx.protocol.effects import Cancel, Effect, Forget, Send, SetTimer
+from gossipx.protocol.messages import AcceptReply, BusyReply, Reply
+from gossipx.protocol.server_messages import MEASURED, GradientRequest, TablesReply, TablesRequest
+from gossipx.protocol.table_effects import Fetch, Fetched, Unchanged
 from gossipx.server.replies import Handler, Replies
-from gossipx.server_messages import MEASURED, GradientRequest, TablesReply, TablesRequest
-from gossipx.table_effects import Fetch, Fetched, Unchanged
+from gossipx.server.sync_models.conditions import SyncModel
+from gossipx.server.sync_models.models import parse
 
 AGAIN = "again"
 """The timers after which a shard is asked again: this, a space and its index."""

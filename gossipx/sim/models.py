@@ -6,14 +6,14 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from gossipx import actor, effects
-from gossipx.arena import ParameterArena
-from gossipx.coded import Bringing, Taking
-from gossipx.drift import DriftReference
-from gossipx.incoming import Incoming
-from gossipx.messages import ElasticRequest, PullRequest, RoundRequest, Stage, TakeRequest
+from gossipx.compression import Bringing, Taking
+from gossipx.model.arena import ParameterArena
+from gossipx.model.drift import DriftReference
+from gossipx.model.receive import Incoming
+from gossipx.model.snapshots import Captured, Snapshot
 from gossipx.peer import PeerRole
-from gossipx.snapshots import Captured, Snapshot
+from gossipx.protocol import effects, events
+from gossipx.protocol.messages import ElasticRequest, PullRequest, RoundRequest, Stage, TakeRequest
 
 
 @dataclass
@@ -66,7 +66,7 @@ class SimModels:
         role: PeerRole,
         arena: ParameterArena,
         note: Callable[[str], None],
-        tell: Callable[[actor.Event], None],
+        tell: Callable[[events.Event], None],
     ):
         self.held: dict[int, Captured[Retrieval]] = {}
         self.reference = DriftReference(arena)
@@ -108,7 +108,7 @@ class SimModels:
         distance = exchange.incoming.norm()
         if math.isnan(distance):
             self._note(f"refuses the model of {exchange.send.to}")
-            self._tell(actor.Poisoned(ticket))
+            self._tell(events.Poisoned(ticket))
         else:
             if not exchange.incoming.compares:
                 distance = self._arena.subtract(exchange.incoming.buffer)
@@ -116,7 +116,7 @@ class SimModels:
             self._note(f"mixes {exchange.send.to}")
             if isinstance(exchange.send.request, PullRequest | TakeRequest | ElasticRequest):
                 self._retrieved(exchange, distance, share, now)
-            self._tell(actor.Mixed(ticket))
+            self._tell(events.Mixed(ticket))
 
     def _retrieved(self, exchange: Exchange, distance: float, share: float, now: float) -> None:
         step = self._arena.step
@@ -147,7 +147,7 @@ class SimModels:
             step = held.base.step if in_wave else max(held.now.step, exchange.their_step)
             held.now.release()
             held.now = self._arena.held(exchange.incoming.give_away(), step)
-        self._tell(actor.Merged(merge.ticket, merge.into, sound))
+        self._tell(events.Merged(merge.ticket, merge.into, sound))
 
     def take_in(self, ticket: int) -> None:
         """Put what is held in the captured model's place."""
@@ -158,14 +158,14 @@ class SimModels:
             self.retrievals += held.retrievals
             if self._role.sync.policy.uses_drift:
                 self.reference.set(held.now.buffer)
-        self._tell(actor.Mixed(ticket))
+        self._tell(events.Mixed(ticket))
 
     def adopt(self, ticket: int, exchange: Exchange, step: int) -> None:
         """Begin with the model that is under ``ticket``."""
         assert exchange.incoming is not None
         taken = self._arena.adopt(exchange.incoming.buffer, step)
         self._note(f"{'adopts' if taken else 'refuses'} the model of {exchange.send.to}")
-        self._tell(actor.Mixed(ticket) if taken else actor.Poisoned(ticket))
+        self._tell(events.Mixed(ticket) if taken else events.Poisoned(ticket))
 
     # --- drift ------------------------------------------------------------------------------------
 

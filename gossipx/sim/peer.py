@@ -7,17 +7,17 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from gossipx import actor, effects
-from gossipx.actor import Fault
-from gossipx.arena import ParameterArena
-from gossipx.coded import Coded
+from gossipx.compression import Coded
 from gossipx.hub import Elastic
-from gossipx.messages import Stage
+from gossipx.model.arena import ParameterArena
 from gossipx.peer import PeerRole
+from gossipx.protocol import effects, events
+from gossipx.protocol.events import Fault
+from gossipx.protocol.messages import Stage
 from gossipx.sim.models import Retrieval
 from gossipx.sim.requests import SimRequests, Surroundings
-from gossipx.storage.client import Client
-from gossipx.storage.desk import Desk
+from gossipx.tables.client import Client
+from gossipx.tables.store import Desk
 
 
 class SimPeer(SimRequests):
@@ -29,7 +29,7 @@ class SimPeer(SimRequests):
         gradient_step: one real optimizer step on ``peer.module``; called when the step's time has passed.
         iterations: steps in all, those counted that an adopted model has seen.
         compute_seconds: virtual seconds a step takes.
-        mix_buffers: see :class:`~gossipx.arena.ParameterArena`.
+        mix_buffers: see :class:`~gossipx.model.arena.ParameterArena`.
         desk_of: of a run with a parameter server: makes the tables of the module. ``gradient_step`` then makes
             gradients alone.
 
@@ -94,9 +94,9 @@ class SimPeer(SimRequests):
     def begin(self, world: Surroundings) -> None:
         """Join the run; called by the world."""
         self._world = world
-        self._tell(actor.JoinRun(self.resumed))
+        self._tell(events.JoinRun(self.resumed))
 
-    def tell(self, event: actor.Event) -> None:
+    def tell(self, event: events.Event) -> None:
         """Tell its role of an event from outside."""
         self._tell(event)
 
@@ -113,7 +113,7 @@ class SimPeer(SimRequests):
             self._world.end(self, "stops")
         elif self._leaving and self._phase != "leave":
             self._phase = "leave"
-            self._tell(actor.LeaveRun())
+            self._tell(events.LeaveRun())
         elif self._waits_since is None and (self._phase == "leave" or self._has_tables()):
             self._next_phase()
 
@@ -148,11 +148,11 @@ class SimPeer(SimRequests):
                 self._later(self._world.now + self.compute_seconds, self._step)
             case "train":
                 self._phase = "finish"
-                self._tell(actor.TrainingEnded())
+                self._tell(events.TrainingEnded())
             case "finish":
                 self._phase = "figures"
                 report: dict[str, object] = {"iterations": self.arena.step, "retrievals": self.role.sync.retrievals}
-                self._tell(actor.FiguresReady(report))
+                self._tell(events.FiguresReady(report))
             case "figures":
                 self._world.end(self, "ends")
             case "leave":
@@ -165,12 +165,12 @@ class SimPeer(SimRequests):
             self._step_done()
         else:  # which may have to wait before the first gradient
             self._computed = True
-            self._tell(actor.GradientsReady(()))
+            self._tell(events.GradientsReady(()))
 
     def _step_done(self) -> None:
         delta = self.arena.step_done()
         self._note(f"step {self.arena.step}")
-        self._tell(actor.StepDone(self.arena.step, delta, self.models.drift()))
+        self._tell(events.StepDone(self.arena.step, delta, self.models.drift()))
 
     def _push(self, client: Client) -> None:
         """Gradients leave as backward makes them: those of the last tables first."""
@@ -179,14 +179,14 @@ class SimPeer(SimRequests):
         for number in reversed(range(len(trained))):
             gradient = trained[number].grad
             if gradient is not None and (whole := client.update(number, gradient)):
-                self._tell(actor.GradientsReady(tuple(whole)))
+                self._tell(events.GradientsReady(tuple(whole)))
         if whole := client.flush():
-            self._tell(actor.GradientsReady(tuple(whole)))
+            self._tell(events.GradientsReady(tuple(whole)))
         self._stepping = False
 
     # --- events and effects ---------------------------------------------------------------------------
 
-    def _tell(self, event: actor.Event) -> None:
+    def _tell(self, event: events.Event) -> None:
         """Tell the role, carry out what follows, and let training go on if it may."""
         self._events.append(event)
         if self._handling:
@@ -263,4 +263,4 @@ class SimPeer(SimRequests):
     def _fire(self, name: str, at: float) -> None:
         if self._timers.get(name) == at:
             del self._timers[name]
-            self._tell(actor.TimerFired(name))
+            self._tell(events.TimerFired(name))

@@ -9,14 +9,15 @@ from collections import Counter, deque
 from collections.abc import Callable, Hashable, Mapping
 from typing import Protocol
 
-from gossipx import actor, effects
-from gossipx.actor import Fault
-from gossipx.arena import ParameterArena
-from gossipx.buffers import typed
-from gossipx.coded import Coded
+from gossipx.compression import Coded
 from gossipx.errors import ProtocolError
-from gossipx.incoming import Incoming
-from gossipx.messages import (
+from gossipx.model.arena import ParameterArena
+from gossipx.model.buffers import typed
+from gossipx.model.receive import Incoming
+from gossipx.peer import PeerRole
+from gossipx.protocol import effects, events
+from gossipx.protocol.events import Fault
+from gossipx.protocol.messages import (
     LAST_WAVE,
     BusyReply,
     CarryingRequest,
@@ -33,11 +34,17 @@ from gossipx.messages import (
     RoundRequest,
     TakeRequest,
 )
-from gossipx.peer import PeerRole
-from gossipx.server_messages import CopyReply, GradientRequest, RangesRequest, RecordRequest, ServerRequest, TablesReply
+from gossipx.protocol.server_messages import (
+    CopyReply,
+    GradientRequest,
+    RangesRequest,
+    RecordRequest,
+    ServerRequest,
+    TablesReply,
+)
 from gossipx.sim.models import Exchange, SimModels
 from gossipx.sim.tables import SimTables
-from gossipx.storage.desk import Desk
+from gossipx.tables.store import Desk
 
 
 class Surroundings(Protocol):
@@ -80,7 +87,7 @@ class SimRequests(abc.ABC):
         self.paused_until = 0.0
         self.poisoned = False
         self.bytes_received = self.finish_bytes = 0
-        self._events: deque[actor.Event] = deque()
+        self._events: deque[events.Event] = deque()
         self.models = SimModels(role, arena, self._note, self._events.append)
         self.tables = None if desk is None else SimTables(desk, self._events.append)
         self._exchanges: dict[int, Exchange] = {}
@@ -89,7 +96,7 @@ class SimRequests(abc.ABC):
         self._brought: dict[Hashable, Exchange] = {}  # by the key of the request
 
     @abc.abstractmethod
-    def _tell(self, event: actor.Event) -> None:
+    def _tell(self, event: events.Event) -> None:
         """Tell the role of an event."""
 
     def _later(self, time: float, action: Callable[[], None]) -> None:
@@ -155,7 +162,7 @@ class SimRequests(abc.ABC):
             if exchange is not None and exchange.open:
                 exchange.open = False
                 self._note(f"has no answer of {exchange.send.to}: {fault.name}")
-                self._tell(actor.Failed(ticket, fault))
+                self._tell(events.Failed(ticket, fault))
                 self._close(exchange)
 
         self._later(self._world.now, failed)
@@ -192,15 +199,15 @@ class SimRequests(abc.ABC):
         def told() -> None:
             if unread:
                 self._note(f"cannot decode the model of {exchange.send.to}: {unread}")
-                self._tell(actor.Failed(ticket, Fault.PROTOCOL))
+                self._tell(events.Failed(ticket, Fault.PROTOCOL))
                 return
             if isinstance(reply, ModelReply) and isinstance(exchange.send.request, TakeRequest | ElasticRequest):
                 assert exchange.incoming is not None
                 if math.isnan(exchange.incoming.norm()):  # known before the other side counts on it
                     self._note(f"refuses the model of {exchange.send.to}")
-                    self._tell(actor.Failed(ticket, Fault.POISONED))
+                    self._tell(events.Failed(ticket, Fault.POISONED))
                     return
-            self._tell(actor.Replied(ticket, reply))
+            self._tell(events.Replied(ticket, reply))
             self._close(exchange)
 
         self._later(self._world.now, told)
@@ -242,7 +249,7 @@ class SimRequests(abc.ABC):
                     self._answer(effects.Answer(key, BusyReply(), now + send.request.patience))
                     return
                 self._brought[key] = exchange
-            self._tell(actor.Received(sender.rank, key, send.request))
+            self._tell(events.Received(sender.rank, key, send.request))
 
         self._later(self._world.now, told)
 
@@ -280,7 +287,7 @@ class SimRequests(abc.ABC):
             nonlocal told
             if not told:
                 told = True
-                self._later(self._world.now, lambda: self._tell(actor.Answered(answer.key, whole)))
+                self._later(self._world.now, lambda: self._tell(events.Answered(answer.key, whole)))
 
         self._world.carry(
             self, requester.rank, len(payload), lambda: answered(requester.replied(ticket, reply, payload))

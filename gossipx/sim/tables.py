@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Hashable
 
-from gossipx import actor, effects, table_effects
-from gossipx.server_messages import (
+from gossipx.protocol import effects, events, table_effects
+from gossipx.protocol.server_messages import (
     CopyReply,
     CopyRequest,
     GradientRequest,
@@ -15,10 +15,10 @@ from gossipx.server_messages import (
     TablesReply,
     TablesRequest,
 )
-from gossipx.storage.client import Where
-from gossipx.storage.desk import Copy, Desk, Gradient
-from gossipx.storage.moving import Ranges
-from gossipx.storage.rooms import Changed, Nothing, Tables
+from gossipx.tables.bucket_memory import Changed, Nothing, Tables
+from gossipx.tables.client import Where
+from gossipx.tables.migration import Ranges
+from gossipx.tables.store import Copy, Desk, Gradient
 
 
 class SimTables:
@@ -29,7 +29,7 @@ class SimTables:
         tell: told of what has come of an effect.
     """
 
-    def __init__(self, desk: Desk, tell: Callable[[actor.Event], None]):
+    def __init__(self, desk: Desk, tell: Callable[[events.Event], None]):
         self.desk = desk
         self._tell = tell
         self._brought: dict[Hashable, Gradient] = {}  # by the key of the request
@@ -98,7 +98,7 @@ class SimTables:
             case table_effects.ApplyBuffer(shard):
                 desk.apply_buffer(shard)
             case table_effects.ComeBack(shard, epoch):
-                self._tell(actor.CameBack(shard, epoch, None))  # there are no files in virtual time
+                self._tell(events.CameBack(shard, epoch, None))  # there are no files in virtual time
             case table_effects.FillTables(shard):
                 desk.fill(shard)
             case table_effects.Fetch(buckets):
@@ -112,7 +112,7 @@ class SimTables:
             case table_effects.TakeRanges(ticket, pieces):
                 desk.take(self._ranges.pop(ticket), pieces)
             case table_effects.TellPrepared(epoch):
-                self._tell(actor.Prepared(epoch, desk.prepared()))
+                self._tell(events.Prepared(epoch, desk.prepared()))
             case table_effects.PlaceTables(epoch, servers):
                 desk.go_over(epoch, servers)
                 desk.place(epoch, servers)
@@ -124,7 +124,7 @@ class SimTables:
 
     def _left_out(self, sender: int | None) -> None:
         if sender is not None:
-            self._tell(actor.GradientPoisoned(sender))
+            self._tell(events.GradientPoisoned(sender))
 
     def forget(self, ticket: int) -> None:
         """What is under ``ticket`` is no longer needed."""

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from gossipx.actor import ChangeServers, Fault, SwitchSync
+from gossipx.protocol.events import ChangeServers, Fault, SwitchSync
 from gossipx.sim.network import Network
 from gossipx.sim.peer import SimPeer
 from gossipx.sim.requests import SimRequests

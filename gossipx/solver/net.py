@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from gossipx.errors import UsageError
-from gossipx.layout import plain_name
+from gossipx.model.layout import plain_name
 
 Objective = Callable[[Any, Any], Tensor]
 """The loss of a module's output and the batch's y."""

@@ -14,9 +14,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from gossipx import stored
 from gossipx.errors import UsageError
-from gossipx.layout import plain_name
+from gossipx.model import safetensors_file
+from gossipx.model.layout import plain_name
 from gossipx.solver.optimizers import CaffeOptimizer
 
 WEIGHTS, STATE = ".safetensors", ".solverstate"
@@ -60,14 +60,14 @@ def save(prefix: Path, iteration: int, module: nn.Module, optimizer: CaffeOptimi
     """
     stem = f"{prefix.name}_iter_{iteration}"
     weights, state = prefix.with_name(stem + WEIGHTS), prefix.with_name(stem + STATE)
-    stored.write(weights, stored.tensors_of(module), KNOB)
+    safetensors_file.write(weights, safetensors_file.tensors_of(module), KNOB)
     histories = {
         f"{name}/{kind}": history
         for name, parameter in _parameters(module).items()
         for kind, history in optimizer.state.get(parameter, {}).items()
     }
     told = {"iteration": str(iteration), "type": type(optimizer).__name__, "learned_net": weights.name}
-    stored.write(state, histories, KNOB, told)
+    safetensors_file.write(state, histories, KNOB, told)
     return weights, state
 
 
@@ -78,7 +78,7 @@ def load_weights(file: Path, module: nn.Module) -> None:
         UsageError: it cannot be read, no name is the module's, or a shape is not; nothing was changed then.
     """
     found, _ = _read(file)
-    own = stored.tensors_of(module)
+    own = safetensors_file.tensors_of(module)
     shared = own.keys() & found.keys()
     if not shared:
         raise UsageError(f"none of its tensors is of this net, which has {next(iter(own))} and others", file)

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from gossipx.errors import UsageError
-from gossipx.layout import plain_name
+from gossipx.model.layout import plain_name
 from gossipx.solver import log, snapshots
 from gossipx.solver.checks import check, check_length
 from gossipx.solver.net import Batches, Net, Objective, Score

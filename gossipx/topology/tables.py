@@ -17,8 +17,9 @@ from typing import Any
 
 import networkx as nx
 
-from gossipx import specs, toml
+from gossipx import specs
 from gossipx.errors import UsageError
+from gossipx.specs import toml
 from gossipx.topology import schedules
 from gossipx.topology.generators import GENERATORS
 

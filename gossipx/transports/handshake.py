@@ -13,7 +13,7 @@ from gossipx.errors import (
     ProtocolError,
     StrangerError,
 )
-from gossipx.fields import MAX_TEXT
+from gossipx.protocol.fields import MAX_TEXT
 from gossipx.transports import Certified, checkup
 from gossipx.transports.link import Link
 from gossipx.wire import (

@@ -20,12 +20,12 @@ from gossipx.errors import (
     PeerUnreachableError,
     ProtocolError,
 )
-from gossipx.fields import MAX_METADATA, SMALL_METADATA
 from gossipx.memory import PIECE, Look, Source
-from gossipx.messages import CarryingReply, CarryingRequest
+from gossipx.protocol.fields import MAX_METADATA, SMALL_METADATA
+from gossipx.protocol.messages import CarryingReply, CarryingRequest
 from gossipx.transports import Carrier, Carriers, Certified, SharesMemory, Stream
-from gossipx.transports.beside import Notebook, TheirMemory
 from gossipx.transports.pace import Pace
+from gossipx.transports.shared_memory import Notebook, TheirMemory
 from gossipx.wire import (
     Carried,
     CarrierRequest,

@@ -1,7 +1,7 @@
 """Messages of a connection itself, the table of answers, and the sinks that take payloads in.
 
-A connection says who its two ends are before it carries the messages of peers (:mod:`gossipx.messages`). Frames, which
-hold both, are in :mod:`gossipx.wire.frames`. The reader and the writer of these messages is
+A connection says who its two ends are before it carries the messages of peers (:mod:`gossipx.protocol.messages`).
+Frames, which hold both, are in :mod:`gossipx.wire.frames`. The reader and the writer of these messages is
 :mod:`gossipx.transports`: ``handshake`` from Hello or Open to Description, ``checkup`` for ``gossipx doctor``, ``link``
 for Taken and what a carrier beside the connection needs.
 """
@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from typing import Annotated, Protocol, runtime_checkable
 
 from gossipx.errors import NotAuthorisedError, ProtocolError, RefusedError
-from gossipx.fields import MAX_RANKS, Key, Rank, Report, Text, Texts, integer, kind, octets, one_of
 from gossipx.memory import copy
-from gossipx.messages import (
+from gossipx.protocol.fields import MAX_RANKS, Key, Rank, Report, Text, Texts, integer, kind, octets, one_of
+from gossipx.protocol.messages import (
     AcceptReply,
     ArriveRequest,
     BusyReply,
@@ -36,7 +36,7 @@ from gossipx.messages import (
     SettleRequest,
     TakeRequest,
 )
-from gossipx.server_messages import (
+from gossipx.protocol.server_messages import (
     CopyReply,
     CopyRequest,
     GradientRequest,

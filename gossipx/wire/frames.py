@@ -18,8 +18,9 @@ A check is the XXH3-64 of its part (C = 8). It finds accidents and is no protect
 a secret, it is a MAC from the handshake on (C = 32, :mod:`gossipx.wire.auth`). Over TLS there is none (C = 0): the tag
 of each record finds any change.
 
-A payload that lies beside the connection comes another way (:mod:`gossipx.transports.beside`), and the frame ends with
-its metadata. The receiver reads the payload from shared memory, or a carrier brings it and Carried tells its digest.
+A payload that lies beside the connection comes another way (:mod:`gossipx.transports.shared_memory`), and the frame
+ends with its metadata. The receiver reads the payload from shared memory, or a carrier brings it and Carried tells its
+digest.
 
 Nothing is unpickled or evaluated. Every length is checked against a bound of its kind, as declared with the message,
 before anything is allocated, and a payload goes straight into the room that its receiver provides.
@@ -36,8 +37,8 @@ from typing import Protocol, TypeAlias
 import xxhash
 
 from gossipx.errors import ProtocolError
-from gossipx.fields import MAX_METADATA, kind_of
 from gossipx.memory import PIECE, Look, Source
+from gossipx.protocol.fields import MAX_METADATA, kind_of
 from gossipx.wire import Expect, Message, Sink
 from gossipx.wire.kinds import KINDS, message_of, metadata_of
 

@@ -1,6 +1,6 @@
 """The table of all kinds of messages, and each as a frame's metadata: a JSON object of its fields.
 
-The table is generated from what the messages declare (:mod:`gossipx.fields`), so no field comes in unchecked.
+The table is generated from what the messages declare (:mod:`gossipx.protocol.fields`), so no field comes in unchecked.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import fields
 from typing import Any, NoReturn, get_args
 
 from gossipx.errors import ProtocolError
-from gossipx.fields import Kind, kind_of
+from gossipx.protocol.fields import Kind, kind_of
 from gossipx.wire import Message
 
 KINDS = {kind.number: kind for kind in map(kind_of, get_args(Message))}

@@ -20,7 +20,7 @@ from managers import LONG, SHORT, Host, Model, Taken, ended, runs, settings_of, 
 
 from gossipx.errors import CancelledError, PeerTimeoutError, PeerUnreachableError
 from gossipx.memory import PIECE
-from gossipx.messages import BusyReply, ElasticRequest, HereReply, LeaveRequest, ModelReply, Stage
+from gossipx.protocol.messages import BusyReply, ElasticRequest, HereReply, LeaveRequest, ModelReply, Stage
 
 LARGE = 64 * PIECE  # more than lies on the way anywhere
 

@@ -24,7 +24,7 @@ from managers import LONG, SHORT, WAYS, Host, ended, shares_memory, soon
 
 from gossipx.errors import CancelledError, GossipxError, PeerTimeoutError, PeerUnreachableError
 from gossipx.memory import PIECE, Memory, Source
-from gossipx.messages import HereReply, LeaveRequest, ModelReply, PullRequest, Reply, Stage
+from gossipx.protocol.messages import HereReply, LeaveRequest, ModelReply, PullRequest, Reply, Stage
 from gossipx.transports import Address
 from gossipx.transports.unix import UnixStream
 from gossipx.wire import Bytes

@@ -22,8 +22,8 @@ from certificates import Authority
 from managers import LONG, Heard, Host, Run, frame, knock, read_frame
 
 from gossipx.errors import GossipxError, NotAuthorisedError, ProtocolError, StrangerError
-from gossipx.fields import SMALL_METADATA, kind_of
-from gossipx.messages import HereReply, LeaveRequest, ModelReply, PullRequest, RoundRequest, Stage
+from gossipx.protocol.fields import SMALL_METADATA, kind_of
+from gossipx.protocol.messages import HereReply, LeaveRequest, ModelReply, PullRequest, RoundRequest, Stage
 from gossipx.transports import Address, handshake
 from gossipx.transports.link import Link
 from gossipx.wire import Challenge, Hello, NotAuthorised, Open, Proof, Refused, frames

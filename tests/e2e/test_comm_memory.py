@@ -20,7 +20,7 @@ from managers import LONG, SHORT, Host, Model, Run, frame, introduced, read_fram
 
 from gossipx.errors import GossipxError, LocalFaultError, PeerUnreachableError, ProtocolError, UsageError
 from gossipx.memory import PIECE, Memory
-from gossipx.messages import ModelReply, PullRequest, Reply
+from gossipx.protocol.messages import ModelReply, PullRequest, Reply
 from gossipx.transports import Address, tcp, unix
 from gossipx.transports.link import Link
 from gossipx.wire import Bytes, Sink

@@ -20,7 +20,7 @@ import pytest
 from managers import LONG, MANIFEST, SHORT, Heard, Host, Run, frame, introduced, knock, read_frame, soon
 
 from gossipx.errors import CancelledError, GossipxError, ModelMismatchError, ProtocolError, RefusedError
-from gossipx.messages import HereReply, LeaveRequest, ModelReply, PullRequest, Stage
+from gossipx.protocol.messages import HereReply, LeaveRequest, ModelReply, PullRequest, Stage
 from gossipx.transports import Address
 from gossipx.wire import Bytes, Hello, Refused, frames
 
@@ -111,7 +111,7 @@ def test_a_cancelled_request_is_told_of_though_the_system_has_no_thread_left(
     def none_left(*given: Any) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr("gossipx.comm.asking.tell_aside", none_left)
+    monkeypatch.setattr("gossipx.comm.client.tell_aside", none_left)
     run = start(2)
     a, b = run.host(0), run.host(1)
     for _ in range(20):

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from gossipx.checkpoint.store import Store
-from gossipx.launch.train import accuracy
+from gossipx.launch.loops.train import accuracy
 from gossipx.tasks.data import load
 from gossipx.tasks.models import build_model
 from runs import Ended, Folder, folder, one_line

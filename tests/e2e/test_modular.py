@@ -12,7 +12,7 @@ import torch
 
 import gossipx
 from gossipx.errors import UsageError
-from gossipx.launch.modular import ParameterServer
+from gossipx.launch.loops.initialize import ParameterServer
 from gossipx.parts import Parts, ServerStorage, Storages, TransmitBuffer
 from runs import Folder, differences, folder, free_ports
 

@@ -20,11 +20,11 @@ import torch
 from managers import LONG, Host, certify, runs, settings_of
 
 from gossipx.errors import LocalFaultError, NoCarrierError, PeerUnreachableError, ProtocolError
-from gossipx.messages import ModelReply, PullRequest
+from gossipx.protocol.messages import ModelReply, PullRequest
 from gossipx.transports import Notes, link
 from gossipx.transports.backends import CHUNK, Gloo
-from gossipx.transports.beside import Notebook
 from gossipx.transports.process_group import PairGroup, ProcessGroups
+from gossipx.transports.shared_memory import Notebook
 from gossipx.wire import Carried, CarrierReply, Message, NoCarrierReply, Noted, Taken
 
 SIZE = 2 * CHUNK + 5
@@ -340,5 +340,5 @@ class Liar:
 
 
 def test_torch_distributed_is_not_loaded_for_other_transports() -> None:
-    looks = "import sys, gossipx.build; sys.exit('gossipx.transports.process_group' in sys.modules)"
+    looks = "import sys, gossipx.assembly; sys.exit('gossipx.transports.process_group' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", looks], timeout=LONG).returncode == 0

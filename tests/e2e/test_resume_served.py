@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from gossipx.checkpoint import Store, unpack
-from gossipx.drive.checkpoints import store_of
+from gossipx.runtime.checkpoints import store_of
 from runs import LONG, Folder, Process, Run, children, differences, folder, is_running, one_line
 
 EXAMPLES = Path(__file__).parents[1] / "examples"

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from gossipx import config
+from gossipx.config import files
 from gossipx.metrics import Summary
 from runs import LONG, Folder, Run, children, differences, folder, is_running, open_files
 
@@ -102,12 +102,12 @@ def test_peers_agree_after_the_finish_and_not_before(four: tuple[Folder, Run]) -
 
 
 def test_the_effective_configuration_is_written_and_reads_back(four: tuple[Folder, Run]) -> None:
-    settings = config.resolve(config.load(four[1].directory / "config.toml"))
+    settings = files.resolve(files.load(four[1].directory / "config.toml"))
     assert (settings.run.iterations, settings.run.eval_interval, settings.sync.policy) == (40, 20, "tau:5")
     assert settings.task.batch_size == 32 and settings.task.base_lr == 0.01  # lenet's preset
-    assert config.resolve(config.load(four[1].directory / "config.toml")) == settings
+    assert files.resolve(files.load(four[1].directory / "config.toml")) == settings
     written = (four[1].directory / "config.toml").read_text()
-    assert config.dump(settings) == written
+    assert files.dump(settings) == written
 
 
 def test_every_peer_writes_the_tags_that_are_relied_on(four: tuple[Folder, Run]) -> None:
@@ -167,7 +167,7 @@ def test_settings_from_a_file_and_the_command_line_wins(place: Any) -> None:
     run = here.run("--config", "run.toml", "--iterations", "20", "--partition", "dirichlet:alpha=0.3")
     assert run.summary["iterations"] == 20 and run.summary["seed"] == 7
     assert run.summary["policy"] == "drift:distance=0.5"
-    written = config.resolve(config.load(run.directory / "config.toml"))
+    written = files.resolve(files.load(run.directory / "config.toml"))
     assert written.task.lr_steps == (0.5,) and written.task.partition == "dirichlet:alpha=0.3"
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from gossipx.checkpoint import unpack
-from gossipx.drive.shards import store_of_shard
+from gossipx.runtime.shards import store_of_shard
 from runs import Run, children, differences, folder, one_line
 
 BRIEF = ("--iterations", "120", "--eval-interval", "0", "--log-interval", "1")

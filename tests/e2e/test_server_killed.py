@@ -22,7 +22,7 @@ AGAIN = """
 import os, runpy, sys
 os.environ.update(GOSSIPX_CONFIG=sys.argv[1] + "/config.toml", GOSSIPX_PEERS=sys.argv[1] + "/hosts.txt")
 os.environ.update(GOSSIPX_RANK=sys.argv[2])
-runpy.run_module("gossipx.launch.train", run_name="__main__")
+runpy.run_module("gossipx.launch.loops.train", run_name="__main__")
 """
 """Starts a peer of a run again, as docs/own-loop.md says."""
 

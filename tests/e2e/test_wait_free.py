@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, nn
 
 import gossipx
-from gossipx.actor import Received
-from gossipx.drive.peer import Peer
-from gossipx.effects import Effect
 from gossipx.errors import UsageError
-from gossipx.server.decisions import Part
+from gossipx.protocol.effects import Effect
+from gossipx.protocol.events import Received
+from gossipx.protocol.server_messages import TablesRequest
+from gossipx.runtime.peer import Peer
 from gossipx.server.mode import ServerMode
 from gossipx.server.shard import Shard
-from gossipx.server_messages import TablesRequest
+from gossipx.server.sync_models.decisions import Part
 from runs import free_ports
 
 STEPS = 6

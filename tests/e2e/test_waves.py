@@ -20,24 +20,24 @@ def four(tmp_path: Path) -> Iterator[Folder]:
 
 WATCHED = """
 import hashlib
-import gossipx.arena
-import gossipx.build.peer
-import gossipx.pool
+import gossipx.model.arena
+import gossipx.assembly.peer
+import gossipx.model.pool
 
 made, waves = [], []
-class Counted(gossipx.pool.HostBuffer):
+class Counted(gossipx.model.pool.HostBuffer):
     def __init__(self, *arguments, **named):
         super().__init__(*arguments, **named)
         made.append(self)
-gossipx.pool.HostBuffer = Counted
+gossipx.model.pool.HostBuffer = Counted
 
-class Arena(gossipx.arena.ParameterArena):
+class Arena(gossipx.model.arena.ParameterArena):
     def take_in(self, merged, captured):
         super().take_in(merged, captured)
         now = self.snapshot()
         waves.append(hashlib.sha256(now.buffer.view).hexdigest())
         now.release()
-gossipx.build.peer.ParameterArena = Arena
+gossipx.assembly.peer.ParameterArena = Arena
 
 model = nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 1)).double()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)

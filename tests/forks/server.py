@@ -47,7 +47,7 @@ LONGEST = 1 << 20
 def load() -> None:
     """Import all of gossipx and what it uses."""
     import gossipx
-    from gossipx.settings import TaskSettings
+    from gossipx.config.settings import TaskSettings
 
     for name in LOADED:
         if name != "gossipx.__main__":
@@ -56,7 +56,8 @@ def load() -> None:
         if not module.name.startswith(NOT_LOADED):
             importlib.import_module(module.name)
 
-    from gossipx.launch import local, train
+    from gossipx.launch import local
+    from gossipx.launch.loops import train
 
     train.load = functools.cache(train.load)
     train.load(TaskSettings().task, None)  # the built-in data, which a peer needs a quarter of a second to unpack

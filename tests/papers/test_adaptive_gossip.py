@@ -16,7 +16,7 @@ from torch import nn
 from toy import SIZE, Point, alone, ended, make, sgd, until, world
 
 from gossipx import policies
-from gossipx.arena import ParameterArena
+from gossipx.model.arena import ParameterArena
 from gossipx.policies import Observation, Policy
 from gossipx.sim import Network, SimPeer, World
 from gossipx.sync import SyncManager, consensus_distance

@@ -9,11 +9,11 @@ from encoded import normal
 from torch import Tensor, nn
 
 from gossipx import codecs, mixing
-from gossipx.arena import ParameterArena
-from gossipx.coded import ModelCodec
+from gossipx.compression import ModelCodec
 from gossipx.errors import UsageError
-from gossipx.incoming import Incoming
-from gossipx.messages import ModelReply
+from gossipx.model.arena import ParameterArena
+from gossipx.model.receive import Incoming
+from gossipx.protocol.messages import ModelReply
 
 SIZE = 400
 

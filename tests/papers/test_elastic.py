@@ -13,8 +13,8 @@ import torch
 import toy
 from torch import Tensor
 
-from gossipx import config
-from gossipx.build.hub import elastic_settings
+from gossipx.assembly.hub import elastic_settings
+from gossipx.config import files
 from gossipx.hub import ElasticSettings
 from gossipx.sim import Network, World
 
@@ -70,7 +70,7 @@ def test_what_alpha_and_beta_are_unless_they_are_given(size: int, only: bool) ->
     p = size - only
 
     def made(**given: float) -> ElasticSettings:
-        found = elastic_settings(config.resolve({"hub": "1", "hub_only": only, **given}), [*map(str, range(size))])
+        found = elastic_settings(files.resolve({"hub": "1", "hub_only": only, **given}), [*map(str, range(size))])
         assert found is not None and (found.rank, found.trains) == (1, not only)
         return found
 

@@ -9,9 +9,9 @@ import random
 import pytest
 from shards import Message, Run
 
-from gossipx.server.clock import Clock, Decision, Fate, Part, Release, Tick
-from gossipx.server.conditions import Conditions, Pull, View
-from gossipx.server.models import DynamicPSSP, describe, parse
+from gossipx.server.sync_models.clock import Clock, Decision, Fate, Part, Release, Tick
+from gossipx.server.sync_models.conditions import Conditions, Pull, View
+from gossipx.server.sync_models.models import DynamicPSSP, describe, parse
 
 
 def view(clock: int, pushed: int = 0, workers: int = 4) -> View:

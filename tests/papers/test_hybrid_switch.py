@@ -8,9 +8,9 @@ import random
 import pytest
 from shards import RATE, Run
 
-from gossipx.server.conditions import View
-from gossipx.server.growth import Double, Growth, Step
-from gossipx.server.models import Hybrid, parse
+from gossipx.server.sync_models.conditions import View
+from gossipx.server.sync_models.growth import Double, Growth, Step
+from gossipx.server.sync_models.models import Hybrid, parse
 
 WORKERS = 4
 

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from toy import SIZE, TIMEOUT, Point, bound, ended, maker, models, until
 
-from gossipx.messages import Stage
 from gossipx.peer.offers import Way
 from gossipx.peer.pushes import LEAST_WEIGHT
+from gossipx.protocol.messages import Stage
 from gossipx.sim import Network, SimPeer, World
 from gossipx.topology import Topology
 
@@ -247,7 +247,7 @@ def test_a_restarted_peer_weighs_one_again():
 
 def test_a_checkpoint_brings_the_weight_back():
     """What a checkpoint holds is enough: weight and model of then, from any moment, and nothing of later."""
-    from gossipx.actor import Restored
+    from gossipx.protocol.events import Restored
 
     made = start(3, directed_ring(3), iterations=40)
     made.run(7.5)

@@ -12,9 +12,9 @@ import served
 import torch
 from torch import Tensor
 
-from gossipx.server.layout import Layout, Layouts, common, order
 from gossipx.server.mode import ServerMode
 from gossipx.server.placement import BUILT_IN, Partition, Sliced, Table
+from gossipx.server.placement.layout import Layout, Layouts, common, order
 from gossipx.sim import World
 
 OPTIMIZERS: dict[str, served.Optimizer] = {

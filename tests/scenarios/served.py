@@ -10,8 +10,9 @@ import torch
 import toy
 from torch import Tensor, nn
 
-from gossipx import config, policies, topology
-from gossipx.build.server import Parts, serve
+from gossipx import policies, topology
+from gossipx.assembly.server import Parts, serve
+from gossipx.config import files
 from gossipx.peer import PeerRole, PeerSettings
 from gossipx.server.mode import ServerMode
 from gossipx.sim import Network, SimPeer, World
@@ -76,7 +77,7 @@ def make(
 ) -> SimPeer:
     """One peer of a run with servers, not started; ``given`` are settings as ``gossipx run`` has them."""
     made = module()
-    resolved = config.resolve({"servers": "0", "bucket": 100, **given})
+    resolved = files.resolve({"servers": "0", "bucket": 100, **given})
     served = serve(
         resolved, [str(one) for one in range(size)], rank, made, optimizer(made.parameters()), parts or Parts()
     )

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from toy import SIZE, TIMEOUT, bound, ended, maker, until, world
 
-from gossipx.effects import Send
-from gossipx.messages import PullRequest
 from gossipx.peer.serving import GIVING, SAVED
+from gossipx.protocol.effects import Send
+from gossipx.protocol.messages import PullRequest
 from gossipx.sim import Network, World
 
 

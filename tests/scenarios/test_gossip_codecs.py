@@ -12,12 +12,12 @@ from encoded import SPECS, normal
 from torch import nn
 
 from gossipx import codecs
-from gossipx.arena import ParameterArena
 from gossipx.codecs.changes import ALONE, FULL
-from gossipx.coded import ModelCodec
+from gossipx.compression import ModelCodec
 from gossipx.errors import ProtocolError, TooFarError
-from gossipx.incoming import Incoming
-from gossipx.messages import ModelReply
+from gossipx.model.arena import ParameterArena
+from gossipx.model.receive import Incoming
+from gossipx.protocol.messages import ModelReply
 from gossipx.sim import Network, World
 
 GOSSIP = [spec for spec in SPECS if not codecs.parse(spec).gradients_only]

@@ -7,7 +7,7 @@ import torch
 import toy
 
 from gossipx.hub import ElasticSettings
-from gossipx.messages import Stage
+from gossipx.protocol.messages import Stage
 from gossipx.sim import Network
 
 HUB = 0

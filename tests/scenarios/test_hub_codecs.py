@@ -12,13 +12,13 @@ from encoded import SPECS, normal
 from torch import Tensor, nn
 
 from gossipx import codecs
-from gossipx.arena import ParameterArena
 from gossipx.codecs.changes import FULL
-from gossipx.coded import ElasticCodec
+from gossipx.compression import ElasticCodec
 from gossipx.errors import ProtocolError
 from gossipx.hub import ElasticSettings
-from gossipx.incoming import Incoming
-from gossipx.messages import ElasticRequest, ModelReply
+from gossipx.model.arena import ParameterArena
+from gossipx.model.receive import Incoming
+from gossipx.protocol.messages import ElasticRequest, ModelReply
 from gossipx.sim import Network, World
 
 MODELS = [spec for spec in SPECS if not codecs.parse(spec).gradients_only]

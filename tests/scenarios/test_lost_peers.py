@@ -24,9 +24,9 @@ from toy import (
 )
 
 from gossipx import topology
-from gossipx.actor import Fault
-from gossipx.messages import Stage
 from gossipx.peer.membership import Membership
+from gossipx.protocol.events import Fault
+from gossipx.protocol.messages import Stage
 from gossipx.sim import Network
 from gossipx.topology.schedules import Random
 

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from modes import PAIRS, PUSH, PUSH_SUM, agree, both_ways, every_mode, nothing_left, slow
 from toy import SIZE, TIMEOUT, alone, before, bound, ended, maker, models, sgd, until, within, world
 
-from gossipx.actor import Fault
-from gossipx.messages import Stage
+from gossipx.protocol.events import Fault
+from gossipx.protocol.messages import Stage
 from gossipx.sim import Network, SimPeer, World
 from gossipx.sim.network import Journey
 from gossipx.topology import Topology

@@ -15,9 +15,9 @@ import torch
 import toy
 from torch import Tensor
 
-from gossipx.messages import Stage
+from gossipx.protocol.messages import Stage
 from gossipx.server.mode import ServerMode
-from gossipx.server.models import describe
+from gossipx.server.sync_models.models import describe
 from gossipx.sim import Network, World
 
 WORKERS = [1, 2]

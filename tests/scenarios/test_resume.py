@@ -14,10 +14,18 @@ import torch
 from toy import TIMEOUT, bound, ended, make, sgd
 
 from gossipx import mixing, policies, topology
-from gossipx.actor import Event, Failed, Fault, JoinRun, Mixed, Received, Replied, Restored, StepDone
-from gossipx.effects import Effect, Mix, Send
-from gossipx.messages import AcceptReply, ArriveRequest, HereReply, ModelReply, PushRequest, SettleRequest, Stage
 from gossipx.peer import PeerRole, PeerSettings
+from gossipx.protocol.effects import Effect, Mix, Send
+from gossipx.protocol.events import Event, Failed, Fault, JoinRun, Mixed, Received, Replied, Restored, StepDone
+from gossipx.protocol.messages import (
+    AcceptReply,
+    ArriveRequest,
+    HereReply,
+    ModelReply,
+    PushRequest,
+    SettleRequest,
+    Stage,
+)
 from gossipx.sim import SimPeer, World
 from gossipx.sync import SyncManager
 from gossipx.topology import schedules

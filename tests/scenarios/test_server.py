@@ -14,16 +14,16 @@ import served
 import torch
 import toy
 
-from gossipx.actor import CameBack, Event, Received
-from gossipx.build.server import Parts
-from gossipx.effects import Answer, Effect
-from gossipx.messages import Stage
-from gossipx.server.conditions import Conditions, Pull, View
+from gossipx.assembly.server import Parts
+from gossipx.protocol.effects import Answer, Effect
+from gossipx.protocol.events import CameBack, Event, Received
+from gossipx.protocol.messages import Stage
+from gossipx.protocol.server_messages import TablesReply, TablesRequest
+from gossipx.protocol.table_effects import KeepShard
 from gossipx.server.mode import ServerMode
 from gossipx.server.shard import Shard
-from gossipx.server_messages import TablesReply, TablesRequest
+from gossipx.server.sync_models.conditions import Conditions, Pull, View
 from gossipx.sim import Network, World
-from gossipx.table_effects import KeepShard
 
 
 def shard(made: World, rank: int = 0, index: int = 0) -> Shard:

@@ -10,14 +10,14 @@ import served
 import torch
 import toy
 
-from gossipx.build.server import Parts
-from gossipx.effects import Effect
-from gossipx.messages import Stage
+from gossipx.assembly.server import Parts
+from gossipx.protocol.effects import Effect
+from gossipx.protocol.messages import Stage
+from gossipx.protocol.table_effects import KeepShard
 from gossipx.server.holding import Holding
 from gossipx.server.mode import ServerMode
 from gossipx.sim import Network, World
-from gossipx.storage.parts import Storages, TransmitBuffer
-from gossipx.table_effects import KeepShard
+from gossipx.tables.parts import Storages, TransmitBuffer
 
 SYNCS = ["bsp", "asp", "ssp:staleness=1", "drop:n=2", "pssp:staleness=1,p=0.5", "hybrid:step=4", "dsps:staleness=1"]
 

@@ -79,7 +79,7 @@ def test_a_peer_leaves_in_a_wave(blocking: bool):
 
 def test_a_checkpoint_restored_in_a_wave_takes_no_part():
     """What the wave brings belongs to a model that is no more."""
-    from gossipx.actor import Restored
+    from gossipx.protocol.events import Restored
 
     made = world(2, network=Network(bandwidth=4 * SIZE / 3), policy="tau:5", exchange="waves", finish="none")
     peer = until(made, 0, "step 7").peers[0]

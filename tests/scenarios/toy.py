@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from gossipx import codecs, mixing, policies, topology
-from gossipx.arena import ParameterArena
-from gossipx.coded import Coded, ElasticCodec, ModelCodec
+from gossipx.compression import Coded, ElasticCodec, ModelCodec
 from gossipx.hub import Elastic, ElasticSettings
+from gossipx.model.arena import ParameterArena
 from gossipx.peer import PeerRole, PeerSettings
 from gossipx.sim import Network, SimPeer, World
 from gossipx.sync import SyncManager

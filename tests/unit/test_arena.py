@@ -9,9 +9,9 @@ import torch
 from arenas import Net, model_of, same, train, values
 from torch import nn
 
-from gossipx.arena import ParameterArena
 from gossipx.errors import UsageError
-from gossipx.incoming import Incoming
+from gossipx.model.arena import ParameterArena
+from gossipx.model.receive import Incoming
 
 # --- laying out ---------------------------------------------------------------------------------------
 

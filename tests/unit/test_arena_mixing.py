@@ -11,10 +11,10 @@ from arenas import Net, mix, mix_in, model_of, same, train, values
 from torch import nn
 from torch.nn.utils import prune
 
-from gossipx.arena import ParameterArena
-from gossipx.buffers import HostBuffer, typed
 from gossipx.errors import UsageError
-from gossipx.incoming import Incoming
+from gossipx.model.arena import ParameterArena
+from gossipx.model.buffers import HostBuffer, typed
+from gossipx.model.receive import Incoming
 
 
 def received(arena: ParameterArena, other: ParameterArena) -> HostBuffer:

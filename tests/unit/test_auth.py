@@ -16,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gossipx.errors import NotAuthorisedError, ProtocolError, StrangerError
-from gossipx.fields import SMALL_METADATA
 from gossipx.memory import Source
-from gossipx.messages import ModelReply, NotReadyReply, PullRequest
+from gossipx.protocol.fields import SMALL_METADATA
+from gossipx.protocol.messages import ModelReply, NotReadyReply, PullRequest
 from gossipx.wire import Accepted, Bytes, Challenge, Message, Open, Proof, frames
 from gossipx.wire.auth import Answerer, MacChecks, Opener, Secret, Session, misdirected
 

@@ -6,8 +6,8 @@ import itertools
 
 from hypothesis import given, strategies
 
-from gossipx.server.buckets import Bucket, buckets, usual
 from gossipx.server.placement import Partition
+from gossipx.server.placement.buckets import Bucket, buckets, usual
 
 SIZES = strategies.lists(strategies.tuples(strategies.integers(0, 50), strategies.sampled_from("ab")), max_size=20)
 

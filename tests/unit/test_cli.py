@@ -16,10 +16,10 @@ import pytest
 from click.testing import CliRunner, Result
 
 from gossipx.cli import main
+from gossipx.config.settings import KEYS, Group
 from gossipx.launch.environment import ENV_DEBUG
 from gossipx.metrics import Summary
 from gossipx.metrics.summary import FILE
-from gossipx.settings import KEYS, Group
 
 
 @pytest.fixture

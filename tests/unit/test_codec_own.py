@@ -13,9 +13,10 @@ import torch
 from encoded import normal
 from torch import Tensor
 
-from gossipx import codecs, installed
+from gossipx import codecs
 from gossipx.codecs import ErrorFeedback, PerTensor, State, decode, frames
 from gossipx.errors import ProtocolError, UsageError
+from gossipx.specs import plugins
 
 
 @final
@@ -43,7 +44,7 @@ class Rounded(PerTensor):
 
 def test_a_codec_of_ones_own_is_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
     point = EntryPoint("rounded", f"{__name__}:Rounded", codecs.ENTRY_POINT_GROUP)
-    monkeypatch.setattr(installed, "entry_points", lambda group, name=None: [point] if group == point.group else [])
+    monkeypatch.setattr(plugins, "entry_points", lambda group, name=None: [point] if group == point.group else [])
     codec = codecs.parse("rounded:step=0.5+zlib")
     assert codec == Rounded(0.5, squeezed="zlib")
     feedback = ErrorFeedback(codec)

@@ -15,10 +15,11 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from gossipx import codecs, config
+from gossipx import codecs
 from gossipx.cli import main, words
 from gossipx.cli.completion import SHELLS, VARIABLE
-from gossipx.settings import KEYS, Key
+from gossipx.config import files as config_files
+from gossipx.config.settings import KEYS, Key
 from gossipx.tasks import partition
 from gossipx.tasks.data import TASKS
 from gossipx.tasks.models import UNTRAINED
@@ -181,4 +182,6 @@ def test_every_command_shows_examples_of_itself_that_are_right(name: str, comman
         if isinstance(command, click.Group):
             continue
         assert parsed.command is command
-        config.resolve({key: value for key, value in parsed.params.items() if key in KEYS and name == "gossipx run"})
+        config_files.resolve(
+            {key: value for key, value in parsed.params.items() if key in KEYS and name == "gossipx run"}
+        )

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from every_setting import CONFIG_TOML, EVERY_KEY
 
-from gossipx.config import dump, load, resolve
+from gossipx.config.files import dump, load, resolve
+from gossipx.config.settings import KEYS, RunConfig
 from gossipx.errors import UsageError
-from gossipx.settings import KEYS, RunConfig
 
 
 def written(tmp_path: Path, text: str) -> Path:
@@ -316,7 +316,7 @@ def test_a_spec_takes_no_number_that_is_none(given: dict[str, str]) -> None:
 # --- no torch -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("module", ["gossipx", "gossipx.config", "gossipx.cli", "gossipx.launch.hosts"])
+@pytest.mark.parametrize("module", ["gossipx", "gossipx.config.files", "gossipx.cli", "gossipx.launch.hosts"])
 def test_importing_it_does_not_import_torch(module: str) -> None:
     program = f"import sys, {module}; print(sorted({{'torch', 'numpy', 'tensorboard'}} & sys.modules.keys()))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)

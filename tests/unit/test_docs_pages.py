@@ -14,9 +14,9 @@ from pages import HOUSE, LANGUAGES, PAGES, examples
 
 from gossipx import codecs, policies
 from gossipx.cli import main
-from gossipx.server.models import SYNC_MODELS
+from gossipx.config.settings import KEYS, Key
 from gossipx.server.placement import BUILT_IN
-from gossipx.settings import KEYS, Key
+from gossipx.server.sync_models.models import SYNC_MODELS
 
 DOCS = HOUSE / "docs"
 # What a section of settings is told in.

@@ -14,13 +14,13 @@ import pytest
 from click.testing import CliRunner
 
 from gossipx.cli import main
+from gossipx.config.settings import ExchangeSettings, RunConfig
 from gossipx.errors import NotAuthorisedError, ProtocolError, UsageError
-from gossipx.launch.doctor import examine, machine
-from gossipx.launch.doctor.findings import Findings, Host, Line, Name, Way, hosts_of
-from gossipx.launch.doctor.probe import ENOUGH, PIECE, EnoughError, Load
-from gossipx.launch.doctor.verdicts import REACH, verdicts
 from gossipx.launch.hosts import PeerLine
-from gossipx.settings import ExchangeSettings, RunConfig
+from gossipx.tools.doctor import examine, machine
+from gossipx.tools.doctor.findings import Findings, Host, Line, Name, Way, hosts_of
+from gossipx.tools.doctor.probe import ENOUGH, PIECE, EnoughError, Load
+from gossipx.tools.doctor.verdicts import REACH, verdicts
 from gossipx.transports import Address, checkup, handshake, tcp
 from gossipx.transports.links import Links
 from gossipx.wire import CheckupRequest, Hello, Welcome

@@ -12,17 +12,15 @@ import torch
 from torch import nn
 
 from gossipx import codecs
-from gossipx.actor import Answered, Event, Failed, Fault, JoinRun, Merged, Mixed, Received, Replied
-from gossipx.arena import ParameterArena
-from gossipx.buffers import HostBuffer
 from gossipx.codecs.changes import FULL
-from gossipx.coded import Coded, ElasticCodec, ModelCodec
-from gossipx.drive.driver import Driver
-from gossipx.drive.held import Retrieval
-from gossipx.effects import Answer, Cancel, Capture, Effect, Forget, Given, Keep, Merge, Mix, Send
+from gossipx.compression import Coded, ElasticCodec, ModelCodec
 from gossipx.errors import CancelledError
-from gossipx.incoming import Incoming
-from gossipx.messages import (
+from gossipx.model.arena import ParameterArena
+from gossipx.model.buffers import HostBuffer
+from gossipx.model.receive import Incoming
+from gossipx.protocol.effects import Answer, Cancel, Capture, Effect, Forget, Given, Keep, Merge, Mix, Send
+from gossipx.protocol.events import Answered, Event, Failed, Fault, JoinRun, Merged, Mixed, Received, Replied
+from gossipx.protocol.messages import (
     AcceptReply,
     BusyReply,
     ElasticRequest,
@@ -32,6 +30,8 @@ from gossipx.messages import (
     PushRequest,
     TakeRequest,
 )
+from gossipx.runtime.captures import Retrieval
+from gossipx.runtime.driver import Driver
 
 
 class Script:

@@ -12,19 +12,20 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from gossipx import config, policies
-from gossipx.arena import ParameterArena
-from gossipx.build.settings import effective_config
+from gossipx import policies
+from gossipx.assembly.settings import effective_config
 from gossipx.cli import main
+from gossipx.config import files
 from gossipx.errors import UsageError
-from gossipx.launch import traffic
-from gossipx.launch.dry_run import ASSUMED, DryRun, dry_run, parse_size
-from gossipx.launch.traffic import Seen
-from gossipx.layout import nbytes
 from gossipx.metrics import Summary
+from gossipx.model.arena import ParameterArena
+from gossipx.model.layout import nbytes
 from gossipx.server.placement import Table
 from gossipx.sync import SyncManager
 from gossipx.tasks.models import MODELS, build_model
+from gossipx.tools import traffic
+from gossipx.tools.dry_run import ASSUMED, DryRun, dry_run, parse_size
+from gossipx.tools.traffic import Seen
 
 LENET = 411_648
 """Bytes of its 102,882 values, each tensor from a cache line on."""
@@ -45,7 +46,7 @@ def look(
 ) -> DryRun:
     """With the settings ``given``; nothing may be written by it."""
     before = sorted(Path().rglob("*"))
-    found = dry_run(config.resolve(given), Path(hosts), list(script), link, size)
+    found = dry_run(files.resolve(given), Path(hosts), list(script), link, size)
     assert sorted(Path().rglob("*")) == before
     return found
 
@@ -108,13 +109,13 @@ def test_what_looks_at_weights_is_told_by_the_paper_by_runs_and_by_bounds() -> N
 
 def test_models_go_where_the_mode_has_them_go() -> None:
     """Over a star: all turn to rank 0, which turns to each of the others now and then."""
-    pulled = traffic.gossip(config.resolve({"topology": "star"}), ["h"] * 4)
+    pulled = traffic.gossip(files.resolve({"topology": "star"}), ["h"] * 4)
     third = 1 / 3
     expected = np.array([[0, third, third, third], [1, 0, 0, 0], [1, 0, 0, 0], [1, 0, 0, 0]])
     assert np.allclose(pulled, expected)
-    pushed = traffic.gossip(config.resolve({"topology": "star", "mode": "push"}), ["h"] * 4)
+    pushed = traffic.gossip(files.resolve({"topology": "star", "mode": "push"}), ["h"] * 4)
     assert np.allclose(pushed, expected.T)
-    both = traffic.gossip(config.resolve({"topology": "star", "mode": "pushpull"}), ["h"] * 4)
+    both = traffic.gossip(files.resolve({"topology": "star", "mode": "pushpull"}), ["h"] * 4)
     assert np.allclose(both, expected + expected.T)
     hub = traffic.around_hub(1, 3)
     assert hub.tolist() == [[0, 1, 0], [1, 0, 1], [0, 1, 0]]
@@ -127,11 +128,11 @@ def test_a_wave_is_an_agreement(size: int, received: list[int]) -> None:
 
 def test_servers_are_pushed_to_and_pulled_from_by_those_that_do_not_hold_a_table() -> None:
     tables = [Table("a", 30), Table("b", 10)]
-    settings = config.resolve({"servers": "0,1", "placement": "round-robin"})
+    settings = files.resolve({"servers": "0,1", "placement": "round-robin"})
     models = traffic.by_servers(settings, (0, 1), tables, 3, pushed=0.5, pulled=1.0)
     # Gradients come at half their size; table a lies on rank 0, table b on rank 1.
     assert np.allclose(models, [[0, 0.375 + 0.25, 0.375], [0.75 + 0.125, 0, 0.125], [0.75, 0.25, 0]])
-    alone = config.resolve({"servers": "0,1", "placement": "round-robin", "servers_only": True})
+    alone = files.resolve({"servers": "0,1", "placement": "round-robin", "servers_only": True})
     assert traffic.by_servers(alone, (0, 1), tables, 3, 1.0, 1.0)[0, 1] == 0
 
 
@@ -255,8 +256,8 @@ def test_runs_of_the_same_kind_are_what_an_estimate_rests_on(place: Path) -> Non
         told = {"retrievals": retrievals, "consensus_accuracy": None, "wall_seconds": 1.0}
         (place / "runs" / name).mkdir(parents=True)
         Summary(**{**kept, **told}).write(place / "runs" / name)
-        run = effective_config(config.resolve({"policy": policy, **given}), 4, has_script=False)
-        (place / "runs" / name / "config.toml").write_text(config.dump(run))
+        run = effective_config(files.resolve({"policy": policy, **given}), 4, has_script=False)
+        (place / "runs" / name / "config.toml").write_text(files.dump(run))
     (place / "runs" / "broken").mkdir()
     (place / "runs" / "broken" / "summary.json").write_text("{")
     _, seen, bounds = look(policy="adaptive", iterations=500).traffic

@@ -20,12 +20,12 @@ from framed import joined
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gossipx import fields
 from gossipx.errors import ProtocolError, UsageError
-from gossipx.fields import MAX_METADATA, SMALL_METADATA, kind_of
-from gossipx.fields import kind as declare
 from gossipx.memory import Source
-from gossipx.messages import (
+from gossipx.protocol import fields
+from gossipx.protocol.fields import MAX_METADATA, SMALL_METADATA, kind_of
+from gossipx.protocol.fields import kind as declare
+from gossipx.protocol.messages import (
     LAST_WAVE,
     MAX_WAVE,
     AnyStage,
@@ -41,9 +41,7 @@ from gossipx.messages import (
     RoundRequest,
     Stage,
 )
-from gossipx.server_messages import (
-    CopyReply,
-)
+from gossipx.protocol.server_messages import CopyReply
 from gossipx.wire import (
     ANSWERS,
     MAX_NOTE,

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from gossipx.cli import main
-from gossipx.launch.world import DEFAULT_PORT, find
+from gossipx.launch.cluster.world import DEFAULT_PORT, find
 
 
 def launch(*arguments: str) -> Result:

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gossipx import kernels
+from gossipx.model import kernels
 
 HALVES = (torch.float16, torch.bfloat16)
 REAL = (*HALVES, torch.float32, torch.float64)

@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from gossipx import config
 from gossipx.cli import main
+from gossipx.config import files as config_files
 from gossipx.errors import UsageError
 from gossipx.launch import local
 from gossipx.launch import progress as progress_module
@@ -62,7 +62,7 @@ def finish(**reports):
         "missing": [], "consensus_accuracy": 0.875,
     }})
 """
-"""How a script in the place of a peer tells its parent how it gets on: the protocol of ``gossipx.drive.progress``."""
+"""How a script in the place of a peer tells its parent how it gets on: the protocol of ``gossipx.runtime.progress``."""
 
 
 def script(directory: Path, body: str) -> Path:
@@ -85,7 +85,7 @@ def run(tmp_path: Path) -> Run:
     """Launches ``body`` as every peer of a run ``mine``, in this process; gives the exit code."""
 
     def launched(body: str, *arguments: str, peers: str = "localhost slots=3", **settings: Any) -> int:
-        given = config.resolve({"logdir": str(tmp_path / "runs"), "name": "mine", **settings})
+        given = config_files.resolve({"logdir": str(tmp_path / "runs"), "name": "mine", **settings})
         return launch(given, hosts(tmp_path, peers), [str(script(tmp_path, body)), *arguments], {})
 
     return launched
@@ -129,7 +129,7 @@ def test_when_all_finish_the_summary_is_complete(run: Run, mine: Path, capsys: p
 
 def test_the_run_keeps_its_configuration_and_its_hosts(run: Run, mine: Path) -> None:
     assert run("finish()", policy="travel:distance=3", iterations=7, peers="# two\nlocalhost slots=2") == 0
-    kept = config.resolve(config.load(mine / "config.toml"))
+    kept = config_files.resolve(config_files.load(mine / "config.toml"))
     assert kept.sync.policy == "travel:distance=3" and kept.run.iterations == 7 and kept.run.name == "mine"
     assert (mine / "hosts.txt").read_text(encoding="utf-8") == "# two\nlocalhost slots=2\n"
 
@@ -582,7 +582,7 @@ def test_an_empty_directory_can_be_overwritten(run: Run, mine: Path) -> None:
 
 def test_the_hosts_file_of_a_run_can_be_used_to_run_it_again(tmp_path: Path, run: Run, mine: Path) -> None:
     assert run("finish()", peers="localhost slots=2") == 0
-    given = config.resolve({"logdir": str(mine.parent), "name": "mine", "overwrite": True})
+    given = config_files.resolve({"logdir": str(mine.parent), "name": "mine", "overwrite": True})
     assert launch(given, mine / "hosts.txt", [str(tmp_path / "child.py")], {}) == 0
     assert read(mine).peers == 2
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gossipx.actor import Fault
-from gossipx.messages import Stage
 from gossipx.peer.membership import DEVIATION, MEASURED, PATIENCE_DOUBLINGS, REST_FIRST, REST_LONGEST, Membership
+from gossipx.protocol.events import Fault
+from gossipx.protocol.messages import Stage
 from gossipx.topology import load
 from gossipx.topology.schedules import BandwidthAware, Random
 

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from gossipx.memory import Memory, cannot_shrink
-from gossipx.transports.beside import TheirMemory
+from gossipx.transports.shared_memory import TheirMemory
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has memory with a descriptor")
 

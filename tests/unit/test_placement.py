@@ -33,7 +33,7 @@ from gossipx.server.placement import (
     seated,
     variation,
 )
-from gossipx.server.survey import SizeClass, size_classes, survey
+from gossipx.server.placement.survey import SizeClass, size_classes, survey
 
 SIZES = st.lists(st.one_of(st.integers(0, 5), st.integers(0, 5000)), max_size=25)
 SERVERS = st.integers(1, 12)
@@ -423,6 +423,6 @@ def test_survey() -> None:
 
 
 def test_the_room_needs_no_torch() -> None:
-    code = "import sys, gossipx.server.survey; print(sorted({'torch', 'numpy', 'socket'} & set(sys.modules)))"
+    code = "import sys, gossipx.server.placement.survey; print(sorted({'torch', 'numpy', 'socket'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout == "[]\n"

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from gossipx import config
+from gossipx.config import files
 from gossipx.errors import UsageError
-from gossipx.launch.plot import graph_of
 from gossipx.metrics import TensorBoardRecorder, curves, plot
 from gossipx.metrics.curves import NOTHING, Curves
 from gossipx.metrics.plot import Drawn, Graph
+from gossipx.tools.plot import graph_of
 
 NAMES = ("a", "b", "c", "d")
 
@@ -68,7 +68,7 @@ def test_a_run_without_curves_is_told(tmp_path: Path) -> None:
 def test_the_graph_is_who_exchanges_with_whom(
     given: dict[str, str], title: str, edges: set[tuple[int, int]] | None, directed: bool, centres: tuple[int, ...]
 ) -> None:
-    graph = graph_of(config.resolve(given), NAMES)
+    graph = graph_of(files.resolve(given), NAMES)
     assert (graph.title, graph.directed, graph.centres) == (title, directed, centres)
     assert edges is None or set(graph.edges) == edges
 
@@ -114,7 +114,7 @@ def test_a_run_without_accuracies_has_its_retrievals_drawn(tmp_path: Path) -> No
 
 
 def test_a_topology_file_that_is_gone_leaves_the_rest(caplog: pytest.LogCaptureFixture) -> None:
-    graph = graph_of(config.resolve({"topology": "gone.edges"}), NAMES)
+    graph = graph_of(files.resolve({"topology": "gone.edges"}), NAMES)
     assert (graph.title, graph.edges, graph.names) == ("gone.edges (not found)", (), NAMES)
     assert "gone.edges: no such topology file" in caplog.text
 

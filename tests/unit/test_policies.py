@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import pytest
 
-from gossipx import installed as packages
 from gossipx import policies, specs
 from gossipx.errors import GossipxError, UsageError
 from gossipx.policies import Adaptive, Drift, FunctionPolicy, Never, Observation, Policy, Random, Tau, Travel
+from gossipx.specs import plugins as packages
 from gossipx.sync import SyncManager
 
 

@@ -14,18 +14,18 @@ from typing import Any
 
 import pytest
 
-from gossipx import config
+from gossipx.config import files
+from gossipx.config.settings import ExchangeSettings
 from gossipx.errors import GossipxError, UsageError
-from gossipx.launch import crew, rendezvous, roster
-from gossipx.launch.crew import SharedDirectory, maker_of
+from gossipx.launch.cluster import membership, multi_process, rendezvous
+from gossipx.launch.cluster.membership import Card, card_of, check_reach, lines_of, text_of
+from gossipx.launch.cluster.multi_process import SharedDirectory, maker_of
+from gossipx.launch.cluster.rendezvous import ElsewhereError, Meeting
+from gossipx.launch.cluster.world import World
 from gossipx.launch.directory import RunDirectory
 from gossipx.launch.hosts import peers_digest
-from gossipx.launch.rendezvous import ElsewhereError, Meeting
-from gossipx.launch.roster import Card, card_of, check_reach, lines_of, text_of
-from gossipx.launch.world import World
 from gossipx.metrics import summary
 from gossipx.metrics.summary import Summary
-from gossipx.settings import ExchangeSettings
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +58,7 @@ def each(world: World, ranks: Sequence[int], act: Callable[[int], Any]) -> list[
 def test_all_make_the_same_list(world: World) -> None:
     def act(rank: int) -> str:
         with Meeting(replace(world, rank=rank), 60) as meeting:
-            text, held = roster.agree(meeting, ExchangeSettings(), device=f"cuda:{rank}")
+            text, held = membership.agree(meeting, ExchangeSettings(), device=f"cuda:{rank}")
             held.close()
         return text
 
@@ -134,7 +134,7 @@ def test_something_else_listens_there(world: World) -> None:
 
 def test_alone_no_store_is_needed_and_that_is_told(world: World, caplog: pytest.LogCaptureFixture) -> None:
     with Meeting(replace(world, size=1, master=None), 1) as meeting:
-        text, held = roster.agree(meeting, ExchangeSettings())
+        text, held = membership.agree(meeting, ExchangeSettings())
         held.close()
     assert len(lines_of(text)) == 1 and "srun started one process: this is a run of one peer" in caplog.text
 
@@ -210,9 +210,9 @@ def barrier(world: World, rank: int) -> Iterator[Meeting]:
 
 def test_settings_that_differ_are_named_and_what_is_a_machines_own_may(world: World) -> None:
     def act(rank: int) -> Any:
-        given = config.resolve({"name": "x", "advertise": f"host-{rank}", "policy": "tau:5" if rank < 2 else "tau:6"})
+        given = files.resolve({"name": "x", "advertise": f"host-{rank}", "policy": "tau:5" if rank < 2 else "tau:6"})
         with barrier(world, rank) as meeting:
-            agreed = crew._one_run(meeting, given, has_script=False)
+            agreed = multi_process._one_run(meeting, given, has_script=False)
             if rank < 2:
                 meeting.of("never")  # the third ends it
             return agreed
@@ -226,8 +226,8 @@ def starts(world: World, folders: Sequence[Path], **settings: Any) -> list[Any]:
     """What each rank has settled, where rank r's --logdir is ``folders[r]``."""
 
     def act(rank: int) -> Any:
-        given = config.resolve({"logdir": str(folders[rank]), "iterations": 5, **settings})
-        return crew.from_world(given, replace(world, rank=rank), None, [], resumes=False)
+        given = files.resolve({"logdir": str(folders[rank]), "iterations": 5, **settings})
+        return multi_process.from_world(given, replace(world, rank=rank), None, [], resumes=False)
 
     made = each(world, range(world.size), act)
     for one in made:
@@ -265,11 +265,11 @@ def test_a_list_that_is_given_comes_first(world: World, tmp_path: Path) -> None:
     """Where rank 0 is is then where the list has it, if nobody else says so."""
     hosts = tmp_path / "hosts.txt"
     hosts.write_text(f"127.0.0.1:{world.port + 1} name=one\n127.0.0.1:{world.port + 2} name=other\n")
-    given = config.resolve({"logdir": str(tmp_path), "name": "x"})
+    given = files.resolve({"logdir": str(tmp_path), "name": "x"})
 
     def act(rank: int) -> Any:
         mine = replace(world, rank=rank, size=2, master=None)
-        return crew.from_world(given, mine, hosts, [], resumes=False)
+        return multi_process.from_world(given, mine, hosts, [], resumes=False)
 
     made = each(world, range(2), act)
     assert [[peer.name for peer in one.peers] for one in made] == [["one", "other"]] * 2
@@ -277,7 +277,7 @@ def test_a_list_that_is_given_comes_first(world: World, tmp_path: Path) -> None:
     for one in made:
         one.directory.release()
     with pytest.raises(UsageError, match=r"hosts\.txt: names 2 peers, and srun started 3 processes"):
-        crew.from_world(given, world, hosts, [], resumes=False)
+        multi_process.from_world(given, world, hosts, [], resumes=False)
 
 
 def test_who_makes_the_directory() -> None:
@@ -291,21 +291,21 @@ def test_a_name_that_leads_elsewhere_is_not_followed(world: World, tmp_path: Pat
     def act(rank: int) -> Any:
         with barrier(replace(world, size=2), rank) as meeting:
             if rank == 0:
-                own = {**crew._plain(config.resolve({})), "a script": False}
+                own = {**multi_process._plain(files.resolve({})), "a script": False}
                 meeting.tell("run", {"settings": own, "name": "../../etc", "token": "x"})
                 return meeting.of("never", 1)
-            return crew._one_run(meeting, config.resolve({}), has_script=False)
+            return multi_process._one_run(meeting, files.resolve({}), has_script=False)
 
     assert "--name '../../etc'" in str(each(world, range(2), act)[1])
 
 
 def test_processes_whose_machines_differ_have_settings_of_their_own(world: World, tmp_path: Path) -> None:
-    settings = config.resolve({"name": "x", "logdir": str(tmp_path)})
+    settings = files.resolve({"name": "x", "logdir": str(tmp_path)})
     made = RunDirectory(settings, b"127.0.0.1\n")
-    own = config.resolve({"name": "x", "logdir": str(tmp_path), "advertise": "elsewhere"})
+    own = files.resolve({"name": "x", "logdir": str(tmp_path), "advertise": "elsewhere"})
     shared = SharedDirectory(made.path, None, 1, own)
     assert shared.config == made.path / "config-01.toml"
-    assert config.resolve(config.load(shared.config)).exchange.advertise == "elsewhere"
+    assert files.resolve(files.load(shared.config)).exchange.advertise == "elsewhere"
     assert SharedDirectory(made.path, None, 1, settings).config == made.path / "config.toml"
     assert not (made.path / "config-01.toml").exists()
     shared.give_up()
@@ -314,7 +314,7 @@ def test_processes_whose_machines_differ_have_settings_of_their_own(world: World
 
 
 def test_the_summary_that_lacks_fewest_peers_stays(world: World, tmp_path: Path) -> None:
-    settings = config.resolve({"name": "x", "logdir": str(tmp_path)})
+    settings = files.resolve({"name": "x", "logdir": str(tmp_path)})
     made = RunDirectory(settings, b"127.0.0.1\n")
     figures(["a"]).write(made.path)  # of the run before, that goes on
     first, second, third = (SharedDirectory(made.path, None, rank, settings) for rank in range(3))
@@ -346,7 +346,7 @@ def test_a_gpu_each_in_turn(
     world: World, monkeypatch: pytest.MonkeyPatch, name: str, local_rank: int | None, gpus: int, device: str | None
 ) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
-    assert crew._device(name, replace(world, local_rank=local_rank)) == device
+    assert multi_process._device(name, replace(world, local_rank=local_rank)) == device
 
 
 def test_threads_are_not_left(world: World) -> None:

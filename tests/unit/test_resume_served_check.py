@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from gossipx import config
 from gossipx.checkpoint import pack
-from gossipx.drive.checkpoints import store_of
-from gossipx.drive.shards import CLOCK, SERVERS, store_of_shard
+from gossipx.config import files
 from gossipx.errors import UsageError
 from gossipx.launch import resume
+from gossipx.runtime.checkpoints import store_of
+from gossipx.runtime.shards import CLOCK, SERVERS, store_of_shard
 
 NAMES = ["a", "b", "c"]
 Shards = Mapping[int, Sequence[tuple[int, tuple[int, ...]]]]
@@ -35,7 +35,7 @@ def check(
     for index, clocks in shards.items():
         for clock, then in clocks:
             store_of_shard(path / "x", index, keep=9).save(clock, {CLOCK: pack({SERVERS: list(then)}, CLOCK)})
-    settings = config.resolve({"name": "x", "logdir": str(path), "servers": servers, "iterations": 1000})
+    settings = files.resolve({"name": "x", "logdir": str(path), "servers": servers, "iterations": 1000})
     at, settings = resume.check(settings, NAMES, [0, 1, 2], has_script=False)
     return at, settings.server.servers
 

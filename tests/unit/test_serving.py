@@ -8,13 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gossipx.actor import Answered, Received
-from gossipx.effects import Answer, Capture, Effect, Forget
-from gossipx.messages import BusyReply, ModelReply, PullRequest
-from gossipx.peer.giving import Giving
-from gossipx.peer.membership import Membership
-from gossipx.peer.requests import Requests
-from gossipx.peer.serving import GIVING, SAVED, Serving
+from gossipx.peer.membership import Membership, Requests
+from gossipx.peer.serving import GIVING, SAVED, Giving, Serving
+from gossipx.protocol.effects import Answer, Capture, Effect, Forget
+from gossipx.protocol.events import Answered, Received
+from gossipx.protocol.messages import BusyReply, ModelReply, PullRequest
 from gossipx.topology import load
 from gossipx.topology.schedules import Random
 

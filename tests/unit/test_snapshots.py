@@ -10,9 +10,9 @@ import torch
 from arenas import mix
 from torch import nn
 
-from gossipx import snapshots
-from gossipx.arena import ParameterArena
 from gossipx.errors import LocalFaultError
+from gossipx.model import snapshots
+from gossipx.model.arena import ParameterArena
 
 
 def net(seed: int = 0) -> nn.Module:

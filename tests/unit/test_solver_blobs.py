@@ -11,7 +11,7 @@ import pytest
 
 import gossipx
 from gossipx.errors import UsageError
-from gossipx.launch.attach import Blobs, Head
+from gossipx.launch.loops.attach import Blobs, Head
 
 
 def blob(*values: float) -> SimpleNamespace:

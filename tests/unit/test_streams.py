@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gossipx.arena import ParameterArena
-from gossipx.buffers import HostBuffer
-from gossipx.incoming import Incoming
-from gossipx.snapshots import Snapshot
-from gossipx.streams import Asynchronous, Lanes, Mark, Synchronous, lanes_of
+from gossipx.model.arena import ParameterArena
+from gossipx.model.buffers import HostBuffer
+from gossipx.model.receive import Incoming
+from gossipx.model.snapshots import Snapshot
+from gossipx.model.streams import Asynchronous, Lanes, Mark, Synchronous, lanes_of
 
 DEVICES = ["late", pytest.param("cuda", marks=pytest.mark.cuda)]
 

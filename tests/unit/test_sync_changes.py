@@ -11,9 +11,9 @@ import pytest
 from shards import Run
 
 from gossipx.errors import UsageError
-from gossipx.server.clock import ApplyBuffer, Clock, Pulls, Release, Tick
-from gossipx.server.conditions import Apply, Conditions, Pull, SyncModel, View
-from gossipx.server.models import ASP, BSP, DSPS, SSP, parse
+from gossipx.server.sync_models.clock import ApplyBuffer, Clock, Pulls, Release, Tick
+from gossipx.server.sync_models.conditions import Apply, Conditions, Pull, SyncModel, View
+from gossipx.server.sync_models.models import ASP, BSP, DSPS, SSP, parse
 
 # --- who is there -------------------------------------------------------------------------------------
 

@@ -12,10 +12,10 @@ import pytest
 from shards import Run
 
 from gossipx.errors import UsageError
-from gossipx.server.clock import ApplyBuffer, Clock, Fate, Part, Tick
-from gossipx.server.conditions import Apply, Conditions, Pull, SyncModel, View
-from gossipx.server.growth import Double, Fixed, Growth, Step
-from gossipx.server.models import (
+from gossipx.server.sync_models.clock import ApplyBuffer, Clock, Fate, Part, Tick
+from gossipx.server.sync_models.conditions import Apply, Conditions, Pull, SyncModel, View
+from gossipx.server.sync_models.growth import Double, Fixed, Growth, Step
+from gossipx.server.sync_models.models import (
     ASP,
     BSP,
     DSPS,

@@ -15,8 +15,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from shards import Answer, Message, Run
 
-from gossipx.server.clock import Clock
-from gossipx.server.models import DSPS, SSP, ConstantPSSP, DynamicPSSP, parse
+from gossipx.server.sync_models.clock import Clock
+from gossipx.server.sync_models.models import DSPS, SSP, ConstantPSSP, DynamicPSSP, parse
 
 RANKS = 6
 Event = tuple[str, int]

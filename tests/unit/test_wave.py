@@ -5,13 +5,12 @@ from __future__ import annotations
 import random
 
 from gossipx import policies
-from gossipx.actor import Answered, Received
-from gossipx.effects import Answer, Capture, Effect, Forget, Merge, Note, Send, SetTimer
-from gossipx.messages import LAST_WAVE, MAX_WAVE, HereReply, ModelReply, NotReadyReply, RoundRequest, Stage
-from gossipx.peer.membership import Membership
-from gossipx.peer.requests import Requests
+from gossipx.peer.membership import Membership, Requests
 from gossipx.peer.wave import TIMER, Wave
 from gossipx.peer.waves import Waves
+from gossipx.protocol.effects import Answer, Capture, Effect, Forget, Merge, Note, Send, SetTimer
+from gossipx.protocol.events import Answered, Received
+from gossipx.protocol.messages import LAST_WAVE, MAX_WAVE, HereReply, ModelReply, NotReadyReply, RoundRequest, Stage
 from gossipx.sync import SyncManager
 from gossipx.topology import load
 from gossipx.topology.schedules import Random

@@ -1,0 +1,336 @@
+"""The processes of one run, as torchrun, SLURM or Open MPI tell each of them in its environment: a process is one peer.
+
+Only read here is a mapping of variables; :mod:`gossipx.launch.cluster.rendezvous` brings the processes together.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import itertools
+import re
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from gossipx.errors import UsageError
+from gossipx.launch.environment import (
+    ENV_CONFIG,
+    ENV_LOCAL_RANK,
+    ENV_LOCAL_SIZE,
+    ENV_MASTER,
+    ENV_RANK,
+    ENV_SIZE,
+)
+
+DEFAULT_PORT = 29500
+"""Where peer 0 is met if nothing says more: torchrun's."""
+PORTS = range(20_000, 30_000)
+"""One of these is a job's, by its number: above the registered services that are common, below what systems give away,
+and another one for jobs that share a machine."""
+MOST = 65_536
+"""Processes of a run."""
+_LOOPBACK = "127.0.0.1"
+_NO_TASKS_STEP = 0xFFFFFFF0
+"""SLURM's numbers from here on are of steps that hold no tasks: the job's script, its shell, what it borrows."""
+
+
+@dataclass(frozen=True)
+class World:
+    """Where a process stands among those that were started with it.
+
+    Attributes:
+        rank: from 0; ``size``: how many there are.
+        local_rank: its place among those of its machine, if that is known.
+        one_host: whether all of them are on this machine. Where nobody says so, not.
+        master: the host where rank 0 listens; None: nobody says.
+        port: where it does.
+        hosted: torchrun's agent listens there, so that no process has to.
+        run: tells this run's processes from those of another, or of an earlier attempt.
+        source: who says so, for messages; ``master_from``: who says where rank 0 is.
+    """
+
+    rank: int
+    size: int
+    local_rank: int | None
+    one_host: bool
+    master: str | None
+    port: int
+    hosted: bool
+    run: str
+    source: str
+    master_from: str
+
+
+def find(environ: Mapping[str, str]) -> World | None:
+    """The world of the process that has these variables; None: nobody started it as one of several.
+
+    GOSSIPX_SIZE and its like come first, then what torchrun sets, then SLURM for the tasks of a step, then Open MPI.
+    mpirun inside of a SLURM job starts its own daemons as tasks: SLURM's variables count those, and Open MPI's hold.
+
+    Raises:
+        UsageError: variables that do not go together, by name.
+    """
+    if environ.get(ENV_CONFIG):
+        return None  # a peer of 'gossipx run', and what it starts: all is said already
+    given = {name: value for name, value in environ.items() if value}
+    for layer in (_gossipx, _torchrun, _slurm, _open_mpi):
+        found = layer(given)
+        if found is not None:
+            _check_own_rank(given, found)
+            return found
+    return None
+
+
+def _check_own_rank(given: Mapping[str, str], found: World) -> None:
+    """GOSSIPX_RANK alone is a line of a hosts file, and no other one than the launcher's number of this process."""
+    if found.size > 1 and given.get(ENV_RANK, str(found.rank)) != str(found.rank):
+        raise UsageError(
+            f"{ENV_RANK} is {given[ENV_RANK][:50]!r}, and by {found.source} this process is rank {found.rank}: set"
+            f" {ENV_SIZE}, too, or unset it"
+        )
+
+
+def with_options(environ: Mapping[str, str], rank: int | None, size: int | None, master: str | None) -> dict[str, str]:
+    """The environment with what the command line says in its place: ``--rank``, ``--size``, ``--master``.
+
+    Raises:
+        UsageError: they do not go together, or with what the environment says; names the option.
+    """
+    options = {ENV_RANK: ("--rank", rank), ENV_SIZE: ("--size", size), ENV_MASTER: ("--master", master)}
+    merged = {**environ, **{name: str(value) for name, (_, value) in options.items() if value is not None}}
+    if rank is not None or size is not None:
+        rank_from, size_from = (
+            name if options[name][1] is None and environ.get(name) else options[name][0]
+            for name in (ENV_RANK, ENV_SIZE)
+        )
+        said = {rank_from: merged.get(ENV_RANK), size_from: merged.get(ENV_SIZE)}
+        _rank_of_size({name: value for name, value in said.items() if value}, rank_from, size_from)
+    if master is not None:
+        _host_and_port(master, "--master")
+    return merged
+
+
+def why_none(environ: Mapping[str, str]) -> str:
+    """What a user who expected a world should do, as the end of a message; empty: nothing hints at one."""
+    if environ.get("SLURM_JOB_ID"):
+        return "; in a SLURM job, 'srun' starts one process a peer"
+    return ""
+
+
+def rank_among(environ: Mapping[str, str], size: int, hosts: Path) -> int | None:
+    """This process's place in a list of peers that was given; None: nobody says.
+
+    Who started one process alone says nothing of peers.
+
+    Args:
+        size: peers in the list; ``hosts``: its file.
+
+    Raises:
+        UsageError: as :func:`find`; or there are more or fewer processes than peers.
+    """
+    world = find(environ)
+    if world is None or world.size == 1:
+        return None
+    check_size(world, size, hosts)
+    return world.rank
+
+
+def check_size(world: World, size: int, hosts: Path) -> None:
+    """See that a hosts file of ``size`` peers has one for each process.
+
+    Raises:
+        UsageError: it has not.
+    """
+    if world.size != size:
+        raise UsageError(
+            f"names {size} peers, and {world.source} started {world.size} processes, each of which is one: start as"
+            " many, or leave the list out",
+            hosts,
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host is this machine for everybody, as it is written; no name is looked up."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
+# --- who tells ----------------------------------------------------------------------------------------
+
+
+def _gossipx(given: Mapping[str, str]) -> World | None:
+    if ENV_SIZE not in given:
+        return None  # GOSSIPX_RANK alone is a line of a hosts file
+    rank, size = _rank_of_size(given, ENV_RANK, ENV_SIZE)
+    local = _number(given, ENV_LOCAL_SIZE, 1, size)
+    return _world(given, rank, size, ENV_LOCAL_RANK, local == size, "gossipx", f"{ENV_RANK} and {ENV_SIZE}")
+
+
+def _torchrun(given: Mapping[str, str]) -> World | None:
+    if "RANK" not in given and "WORLD_SIZE" not in given:
+        return None
+    rank, size = _rank_of_size(given, "RANK", "WORLD_SIZE")
+    local = _number(given, "LOCAL_WORLD_SIZE", 1, size)
+    is_torchrun = "TORCHELASTIC_RUN_ID" in given
+    # After a restart, keys of the attempt before may be in the agent's store.
+    run = f"{given.get('TORCHELASTIC_RUN_ID', 'torch')}/{given.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    source = "torchrun" if is_torchrun else "RANK and WORLD_SIZE"
+    agent = given.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return _world(given, rank, size, "LOCAL_RANK", local == size, run, source, agent=agent)
+
+
+def _slurm(given: Mapping[str, str]) -> World | None:
+    if "SLURM_PROCID" not in given or "OMPI_COMM_WORLD_RANK" in given or not _is_task(given):
+        return None
+    # A step's own number of tasks first: the job's may be another.
+    size_from = next(
+        (n for n in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS") if n in given), "SLURM_NTASKS"
+    )
+    rank, size = _rank_of_size(given, "SLURM_PROCID", size_from)
+    nodes = next((given[n] for n in ("SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES", "SLURM_NNODES") if n in given), "")
+    job = ".".join((given.get("SLURM_JOB_ID", "0"), _step(given) or "0", given.get("SLURM_RESTART_COUNT", "0")))
+    return _world(given, rank, size, "SLURM_LOCALID", nodes == "1", job, "srun")
+
+
+def _is_task(given: Mapping[str, str]) -> bool:
+    """Not the script of a job, which has SLURM_PROCID 0 and the job's SLURM_NTASKS, nor a shell in one."""
+    step = _step(given)
+    if step is None:
+        return "SLURM_JOB_ID" not in given
+    return not (step.isdigit() and int(step) >= _NO_TASKS_STEP)
+
+
+def _step(given: Mapping[str, str]) -> str | None:
+    """The step's number by its name of now, or that of SLURM before 14.11."""
+    return given.get("SLURM_STEP_ID", given.get("SLURM_STEPID"))
+
+
+def _open_mpi(given: Mapping[str, str]) -> World | None:
+    rank_from, size_from = "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"
+    if rank_from not in given and size_from not in given:
+        return None
+    rank, size = _rank_of_size(given, rank_from, size_from)
+    local = _number(given, "OMPI_COMM_WORLD_LOCAL_SIZE", 1, size)
+    # Open MPI says nowhere on which host rank 0 is. In a SLURM job mpirun begins with the first node.
+    run = given.get("PMIX_NAMESPACE", "mpi")
+    return _world(given, rank, size, "OMPI_COMM_WORLD_LOCAL_RANK", local == size, run, "mpirun")
+
+
+def _world(
+    given: Mapping[str, str],
+    rank: int,
+    size: int,
+    local_rank: str,
+    one_host: bool,
+    run: str,
+    source: str,
+    agent: bool = False,
+) -> World:
+    """What all have in common: where rank 0 is."""
+    one_host = one_host or size == 1
+    job = source in ("srun", "mpirun")
+    port = PORTS[zlib.crc32(run.encode()) % len(PORTS)] if job else DEFAULT_PORT
+    their_port = _number(given, "MASTER_PORT", 1, 65_535)
+    master, master_from = None, ENV_MASTER
+    if ENV_MASTER in given:
+        master, own_port = _host_and_port(given[ENV_MASTER], ENV_MASTER)
+        port = own_port or (None if agent else their_port) or port  # the agent listens at its own
+        agent = False
+    else:
+        port = their_port or port
+        if one_host and not agent:
+            master, master_from = _LOOPBACK, "all are on this machine"
+        elif "MASTER_ADDR" in given:
+            master, master_from = _host(given["MASTER_ADDR"]), "MASTER_ADDR"
+        elif job:
+            master, master_from = _first_node(given)
+    one_host = one_host or (master is not None and is_loopback(master))
+    local = _number(given, local_rank, 0, size - 1)
+    return World(rank, size, local, one_host, master, port, agent, run, source, master_from)
+
+
+def _rank_of_size(given: Mapping[str, str], rank_from: str, size_from: str) -> tuple[int, int]:
+    for there, missing in ((rank_from, size_from), (size_from, rank_from)):
+        if missing not in given:
+            raise UsageError(f"{there} is set and {missing} is not: set both, or neither")
+    size = _number(given, size_from, 1, MOST)
+    assert size is not None
+    rank = _number(given, rank_from, 0, MOST - 1)
+    assert rank is not None
+    if rank >= size:
+        raise UsageError(f"{rank_from} is {rank}, and with {size_from} {size} ranks are 0 to {size - 1}")
+    return rank, size
+
+
+def _number(given: Mapping[str, str], name: str, least: int, most: int) -> int | None:
+    text = given.get(name)
+    if text is None:
+        return None
+    if not text.isascii() or not text.isdigit() or len(text) > 9 or not least <= int(text) <= most:
+        raise UsageError(f"{name} is {text[:50]!r}, and not an integer from {least} to {most}")
+    return int(text)
+
+
+def _host_and_port(text: str, name: str) -> tuple[str, int | None]:
+    match = re.fullmatch(r"(\[[^\]\s]+\]|[^:\[\]\s]+)(?::(\d{1,5}))?", text)
+    if match is None or (match[2] and not 1 <= int(match[2]) <= 65_535):
+        raise UsageError(f"{name} is {text[:50]!r}, and not host[:port] (an IPv6 address stands in brackets)")
+    return match[1].strip("[]"), int(match[2]) if match[2] else None
+
+
+def _host(text: str) -> str:
+    """Of MASTER_ADDR, which has no port, so that an IPv6 address may stand there as it is."""
+    host = text.strip("[]")
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        if not re.fullmatch(r"[^\s:/\[\]]+", host):
+            raise UsageError(f"MASTER_ADDR is {text[:50]!r}, and not a host alone: its port is MASTER_PORT") from None
+    return host
+
+
+# --- SLURM's lists of nodes ---------------------------------------------------------------------------
+
+
+def _first_node(given: Mapping[str, str]) -> tuple[str | None, str]:
+    """The first node of a job, and the variable that says so; None: none does."""
+    for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"):
+        if name in given:
+            try:
+                return next(hostnames(given[name])), name
+            except UsageError as error:
+                raise UsageError(f"{name}: {error}; or set {ENV_MASTER}=host[:port]") from None
+    return None, ENV_MASTER
+
+
+def hostnames(nodelist: str) -> Iterator[str]:
+    """The hosts of a list as SLURM writes it, in its order: ``node[01-03,7],gpu[1-2]x`` has ``node01`` first.
+
+    A number keeps the zeros of its range's beginning. A name may have several brackets; the last one runs fastest.
+
+    Raises:
+        UsageError: it is no such list.
+    """
+    wrong = UsageError(f"{nodelist[:50]!r} is no list of hosts such as node[01-03,7],login")
+    if not re.fullmatch(r"(?:[^\s,\[\]]|\[[^\s\[\]]+\])+(?:,(?:[^\s,\[\]]|\[[^\s\[\]]+\])+)*", nodelist):
+        raise wrong
+    for entry in re.findall(r"(?:[^,\[\]]|\[[^\]]*\])+", nodelist):
+        parts = re.findall(r"\[[^\]]*\]|[^\[\]]+", entry)
+        choices = [_numbers(part[1:-1], wrong) if part.startswith("[") else [part] for part in parts]
+        yield from map("".join, itertools.product(*choices))
+
+
+def _numbers(brackets: str, wrong: UsageError) -> list[str]:
+    found: list[str] = []
+    for span in brackets.split(","):
+        match = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", span, re.ASCII)
+        if match is None:
+            raise wrong
+        first, last = int(match[1]), int(match[2] or match[1])
+        if not 0 <= last - first < MOST:
+            raise wrong
+        found += [f"{number:0{len(match[1])}d}" for number in range(first, last + 1)]
+    return found

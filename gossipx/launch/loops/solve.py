@@ -1,0 +1,115 @@
+"""The built-in task trained by a Caffe solver file: ``gossipx run --solver``."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+from gossipx.config.settings import RunConfig
+from gossipx.launch.loops.attach import AttachedPeer, attach
+from gossipx.runtime.models import directory_of
+from gossipx.solver import prototxt
+from gossipx.solver.solver import Solver
+from gossipx.tasks import solvers
+from gossipx.tasks.data import Batches, Dataset
+from gossipx.tasks.partition import parse
+
+TEST_BATCH = 100
+"""Images a test iteration, as Caffe's examples for small images have: a test_iter of 100 goes through 10,000."""
+LOG_FILE = "caffe.log"
+"""In the peer's directory, beside its snapshots."""
+
+
+class _Later:
+    """Batches that are known once the peer has joined."""
+
+    def __init__(self) -> None:
+        self.batches: Iterator[tuple[Tensor, Tensor]] = iter(())
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return self.batches
+
+
+def train(
+    run: RunConfig,
+    directory: Path,
+    rank: int,
+    model: nn.Module,
+    everything: Dataset,
+    test: Dataset,
+    evaluate: Callable[[nn.Module], float],
+) -> None:
+    """Train the built-in model as peer ``rank``, to the end.
+
+    Args:
+        run: with a solver file.
+        directory: the run's; lines and snapshots go to the peer's own in it.
+        model: on its device, which is the run's to say and not the file's.
+        everything: the training images of all peers.
+        test: the test images.
+        evaluate: gives a model's accuracy on all of them.
+    """
+    assert run.task.solver is not None and run.task.batch_size is not None
+    # To the run's processes it asks for a snapshot: outside of training there is none to take, and nothing to end.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    own = directory_of(directory, rank)
+    own.mkdir(exist_ok=True)
+    given = prototxt.read(solvers.find(run.task.solver))
+    prefix = own / (Path(given.snapshot_prefix).name or Path(run.task.solver).stem)
+    param = dataclasses.replace(
+        given,
+        max_iter=run.run.iterations,
+        given=given.given | {"max_iter"},
+        snapshot_prefix=str(prefix),
+        solver_mode="CPU",
+        random_seed=-1,
+        # The command has said what says nothing; to it ``net`` may name the model.
+        places={name: place for name, place in given.places.items() if name not in prototxt.WITHOUT_MEANING},
+    )
+    data = _Later()
+    with (own / LOG_FILE).open("a", buffering=1) as stream:
+        solver = Solver(
+            param,
+            net=model,
+            loss=functional.cross_entropy,
+            train=data,
+            test=_test_batches(test) if param.test_iter else None,
+            scores={"accuracy": lambda made, labels: (made.argmax(1) == labels).float().mean()},
+            stream=stream,
+        )
+        with attach(solver, evaluate=lambda one: evaluate(one.net.module)) as attached:
+            solver.snapshot_prefix = prefix  # the directory is the peer's own
+            peer = attached.peer
+            parts = parse(run.task.partition).split(everything.labels.numpy(), peer.size, run.run.seed)
+            mine = everything.take(parts[peer.rank])
+            batches = Batches(mine, run.task.batch_size, run.run.seed * 1000 + peer.rank)
+            batches.seek(peer.iteration * param.iter_size)
+            data.batches = batches
+            _log(attached, solver, run.run.log_interval)
+            solver.solve()
+
+
+def _test_batches(test: Dataset) -> list[tuple[Tensor, Tensor]]:
+    starts = range(0, len(test), TEST_BATCH)
+    return [(test.images[start : start + TEST_BATCH], test.labels[start : start + TEST_BATCH]) for start in starts]
+
+
+def _log(attached: AttachedPeer, solver: Solver, every: int) -> None:
+    """Curves: the loss every few iterations, the accuracy when the solver has tested."""
+    peer = attached.peer
+
+    def on_start() -> None:
+        iteration, results = solver.results
+        if iteration == solver.iter and results:
+            peer.log("test/accuracy", results[0]["accuracy"])
+
+    def on_gradients_ready() -> None:
+        if solver.iter % every == 0:
+            peer.log("train/loss", solver.smoothed_loss)
+
+    solver.add_callback(on_start, on_gradients_ready)

@@ -1,0 +1,124 @@
+"""The built-in task as one peer: what ``gossipx run`` starts when it is given no script.
+
+It is a training loop like any user's, on the same public interface.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from gossipx.config import files
+from gossipx.config.settings import RunConfig
+from gossipx.launch.environment import ENV_CONFIG, ENV_DEVICE, ENV_RANK, progress
+from gossipx.launch.loops import solve
+from gossipx.launch.loops.join import join
+from gossipx.runtime.peer import Peer
+from gossipx.tasks.data import TASKS, Batches, Dataset, load
+from gossipx.tasks.models import build_model
+from gossipx.tasks.partition import parse
+from gossipx.tasks.presets import learning_rate
+
+TEST_BATCH = 500
+"""Images evaluated at once: large enough for full speed, small enough to stay in cache."""
+LIVE_IMAGES = 2000
+"""Images of the test set that an accuracy while training is measured on; the final ones use all."""
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The learning rate's course: see :func:`gossipx.tasks.presets.learning_rate`."""
+
+    base_lr: float
+    gamma: float
+    lr_steps: tuple[float, ...]
+
+
+def main() -> None:
+    """Train one peer; told by the environment which (see :mod:`gossipx.launch.loops.join`)."""
+    progress()
+    run = files.resolve(files.load(Path(os.environ[ENV_CONFIG])))
+    try:
+        train(run, int(os.environ[ENV_RANK]))
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def train(run: RunConfig, rank: int) -> None:
+    """Train the configured task as peer ``rank``, to the end."""
+    torch.set_num_threads(run.run.threads)
+    device = torch.device(os.environ.get(ENV_DEVICE, run.run.device))
+    task = run.task
+    everything, test = load(task.task, None if task.data_dir is None else Path(task.data_dir))
+    spec = TASKS[task.task]
+    # Peers begin with one peer's weights; a seed of their own each matters with --init own alone.
+    torch.manual_seed(run.run.seed * 1000 + rank)
+    model = build_model(task.model, classes=spec.classes, channels=spec.channels, pixels=spec.pixels).to(device)
+
+    def evaluate(module: nn.Module) -> float:
+        return accuracy(module, test, device)
+
+    if task.solver is not None:
+        solve.train(run, Path(os.environ[ENV_CONFIG]).parent, rank, model, everything, test, evaluate)
+        return
+    assert task.base_lr is not None and task.momentum is not None and task.weight_decay is not None
+    optimizer = torch.optim.SGD(
+        model.parameters(),
+        lr=task.base_lr,
+        momentum=task.momentum,
+        weight_decay=task.weight_decay,
+        nesterov=task.nesterov,
+    )
+    with join(model, optimizer, evaluate=evaluate) as peer:
+        parts = parse(task.partition).split(everything.labels.numpy(), peer.size, run.run.seed)
+        loop(peer, model, optimizer, everything.take(parts[peer.rank]), test, run)
+
+
+def loop(
+    peer: Peer, model: nn.Module, optimizer: torch.optim.Optimizer, own: Dataset, test: Dataset, run: RunConfig
+) -> None:
+    """The training loop: batches of this peer's own images, SGD, and now and then a look at the test set."""
+    settings = run.run
+    device = next(model.parameters()).device
+    task = run.task
+    assert task.batch_size is not None and task.base_lr is not None
+    assert task.gamma is not None and task.lr_steps is not None
+    schedule = Steps(task.base_lr, task.gamma, task.lr_steps)
+    batches = Batches(own, task.batch_size, settings.seed * 1000 + peer.rank)
+    batches.seek(peer.iteration)
+    live = Dataset(test.images[:LIVE_IMAGES], test.labels[:LIVE_IMAGES], test.classes)
+    while peer.iteration < settings.iterations:
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(schedule, peer.iteration, settings.iterations)
+        images, labels = next(batches)
+        optimizer.zero_grad(set_to_none=True)
+        loss = functional.cross_entropy(model(images.to(device)), labels.to(device))
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        if peer.iteration % settings.log_interval == 0:
+            peer.log("train/loss", float(loss.detach()))
+        if settings.eval_interval and peer.iteration % settings.eval_interval == 0:
+            peer.log("test/accuracy", accuracy(model, live, device))
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, data: Dataset, device: torch.device) -> float:
+    """Share of images that are classified right, from 0 to 1."""
+    training = model.training
+    model.eval()
+    right = 0
+    for start in range(0, len(data), TEST_BATCH):
+        images, labels = data.images[start : start + TEST_BATCH], data.labels[start : start + TEST_BATCH]
+        right += int((model(images.to(device)).argmax(1) == labels.to(device)).sum())
+    model.train(training)
+    return right / len(data)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""A model in memory: one flat buffer over its parameters, and what is measured, copied and mixed in it."""

@@ -1,0 +1,64 @@
+"""Drift: how far own steps alone have led a model, for policies that use it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from gossipx.model.arena import ParameterArena
+from gossipx.model.buffers import HostBuffer
+
+
+class DriftReference:
+    """x_r, the model that drift ‖x_t − x_r‖₂ counts from. For one thread at a time.
+
+    Args:
+        arena: of x_t. Until :meth:`set` is first called, x_r is the model as of the last boundary.
+    """
+
+    def __init__(self, arena: ParameterArena):
+        self._arena = arena
+        self._model: HostBuffer | None = None
+
+    def set(self, model: HostBuffer | None = None) -> None:
+        """Count from a copy of ``model``; None: from the model as of the last boundary."""
+        if model is None:
+            now = self._arena.snapshot()
+            self.set(now.buffer)
+            now.release()
+            return
+        self.load(model.vectors)
+
+    def move(self, difference: HostBuffer, share: float, base: HostBuffer | None = None) -> None:
+        """x_r ← base + share · difference, which was mixed: mixing itself is no drift.
+
+        Args:
+            base: the model at the request; None: x_r, which moves along with x.
+        """
+        if self._model is None:
+            self.set()
+            return
+        models = self._model, base or self._model, difference
+        for section, reference, begin, mixed in zip(
+            self._arena.sections, *(model.vectors for model in models), strict=True
+        ):
+            cut = section.trainable
+            torch.add(begin[:cut], mixed[:cut], alpha=share, out=reference[:cut])
+
+    def vectors(self) -> list[torch.Tensor]:
+        """x_r as flat vectors, one a section; empty where x_r is the model as of the last boundary."""
+        return [] if self._model is None else list(self._model.vectors)
+
+    def load(self, vectors: Sequence[torch.Tensor]) -> None:
+        """Count from what :meth:`vectors` gave, of an arena that is laid out alike."""
+        self._model = self._model or self._arena.pool.buffer()
+        for reference, vector in zip(self._model.vectors, vectors, strict=True):
+            reference.copy_(vector)
+
+    def distance(self) -> float:
+        """‖x_t − x_r‖₂ over the trained values."""
+        if self._model is None:
+            self.set()
+        assert self._model is not None
+        return self._arena.distance(self._model)

@@ -1,0 +1,244 @@
+"""Where the tensors of a module lie in flat buffers, and which cannot lie there.
+
+A section (one dtype) is laid out as ``[trainable | mixed buffers | frozen | other buffers]``: what is exchanged in a
+retrieval is its head, what a joining peer takes is all of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from gossipx.errors import UsageError
+
+ALIGNMENT = 64
+"""Bytes: every tensor begins on a cache line."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where one tensor lies."""
+
+    name: str
+    tensor: Tensor
+    kind: int  # 0 trainable, 1 mixed buffer, 2 frozen, 3 other buffer
+
+    def line(self, masters: bool) -> str:
+        """Its line of the manifest; ``masters``: it is exchanged in float32."""
+        kind = ("trainable", "mixed", "frozen", "local")[self.kind]
+        dtype = str(self.tensor.dtype).removeprefix("torch.")
+        shape = "x".join(map(str, self.tensor.shape)) or "scalar"
+        exchanged = f"{dtype} as float32" if masters else dtype
+        return f"{self.name} {exchanged} {shape} strides {'x'.join(map(str, self.tensor.stride())) or '-'} {kind}"
+
+
+@dataclass
+class Section:
+    """All tensors of one dtype.
+
+    Attributes:
+        storage: flat vector on the module's device, of which the module's tensors are views.
+        values: what is measured, exchanged and mixed: the storage itself, or its float32 masters where it is trained in
+            16 bits (see :mod:`gossipx.model.master_weights`).
+        trainable: elements from the front that are trained.
+        mixed: elements from the front that a retrieval exchanges.
+    """
+
+    storage: Tensor
+    values: Tensor
+    trainable: int
+    mixed: int
+
+
+def slots_of(module: nn.Module, mix_buffers: bool) -> Iterator[Slot]:
+    """All tensors of a module that a joining peer needs, checked, in the order in which they are laid out."""
+    found: list[Slot] = []
+    for name, parameter in module.named_parameters():
+        name = plain_name(name)
+        reason = _refusal(parameter)
+        if reason:
+            raise UsageError(f"parameter '{name}' cannot be joined: {reason}")
+        found.append(Slot(name, parameter, 0 if parameter.requires_grad else 2))
+    for name, buffer in module.named_buffers():
+        if _refusal(buffer) is None and (buffer.is_floating_point() or buffer.is_complex()):
+            found.append(Slot(plain_name(name), buffer, 1 if mix_buffers and _can_be_mixed(buffer) else 3))
+    devices = {slot.tensor.device for slot in found}
+    if len(devices) > 1:
+        other = next(slot for slot in found if slot.tensor.device != found[0].tensor.device)
+        raise UsageError(
+            f"parameter '{other.name}' is on {other.tensor.device}, '{found[0].name}' on {found[0].tensor.device}: "
+            "a peer trains on one device; start one peer a device"
+        )
+    _check_storage(found)
+    yield from sorted(found, key=lambda slot: slot.kind)
+
+
+def plain_name(name: str) -> str:
+    """A name as it reads without the wrapper of torch.compile, so that compiled and plain peers agree."""
+    return name.replace("_orig_mod.", "")
+
+
+def _refusal(tensor: Tensor) -> str | None:
+    """Why a tensor cannot be laid out, or None if it can."""
+    kinds = {kind.__name__ for kind in type(tensor).__mro__}
+    if kinds & {"UninitializedParameter", "UninitializedBuffer"}:
+        return "it is not initialised yet (a lazy module): run one batch through the model before joining"
+    if "DTensor" in kinds or getattr(tensor, "_is_flat_param", False) or "FlatParameter" in kinds:
+        return "it is sharded (FSDP or DTensor), so that no process holds it whole: join a model that is replicated"
+    if tensor.is_meta:
+        return "it is on the meta device and has no values: materialise the model before joining"
+    if tensor.layout != torch.strided:
+        return f"its layout is {tensor.layout}: gossipx exchanges dense tensors"
+    if tensor.is_quantized:
+        return "it is quantized: join the model before it is quantized"
+    if tensor.requires_grad and not _can_be_mixed(tensor):
+        return f"it is trained as {tensor.dtype}, which has no arithmetic: train in bfloat16 or wider"
+    if not _is_dense(tensor):
+        return "its elements overlap or leave gaps in memory (an expanded or sliced tensor): make it contiguous"
+    return None
+
+
+def _can_be_mixed(tensor: Tensor) -> bool:
+    """Whether values can be averaged: 8-bit floats are formats to keep values in, without sums."""
+    return tensor.dtype.itemsize > 1
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill one block of memory, in any order of the dimensions (channels-last, say)."""
+    if not tensor.numel():
+        return True
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _check_storage(slots: list[Slot]) -> None:
+    """Tensors may share all of their memory (tied), but not a part of it."""
+    taken = sorted((slot for slot in slots if slot.tensor.numel()), key=lambda slot: slot.tensor.data_ptr())
+    for one, other in itertools.pairwise(taken):
+        if one.tensor.data_ptr() + one.tensor.nbytes > other.tensor.data_ptr() and not _tied(one.tensor, other.tensor):
+            raise UsageError(
+                f"parameter '{other.name}' cannot be joined: it shares a part of its memory with '{one.name}'; "
+                "tie parameters whole or not at all"
+            )
+
+
+def _tied(one: Tensor, other: Tensor) -> bool:
+    return (one.data_ptr(), one.dtype, one.shape, one.stride()) == (
+        other.data_ptr(),
+        other.dtype,
+        other.shape,
+        other.stride(),
+    )
+
+
+def lay_out(slots: list[Slot]) -> Section:
+    """Move the tensors of one dtype, ordered by kind, into one new vector."""
+    places, trainable, mixed, end = _places(slots)
+    storage = torch.zeros(end, dtype=slots[0].tensor.dtype, device=slots[0].tensor.device)
+    with torch.no_grad():
+        for slot, place in zip(slots, places, strict=True):
+            view = storage.as_strided(slot.tensor.shape, slot.tensor.stride(), place)
+            view.copy_(slot.tensor)
+            slot.tensor.data = view
+    return Section(storage, storage.float() if has_masters(slots) else storage, trainable, mixed)
+
+
+def _places(slots: list[Slot]) -> tuple[list[int], int, int, int]:
+    """Where the tensors of one dtype, ordered by kind, begin, and where what is trained, what is mixed and all end."""
+    step = ALIGNMENT // slots[0].tensor.dtype.itemsize
+    offsets: dict[int, int] = {}  # of tensors laid out so far, by their address: tied ones get one place
+    ends = [0, 0, 0, 0]
+    end = 0
+    for slot in slots:
+        if slot.tensor.data_ptr() not in offsets or slot.tensor.numel() == 0:
+            offsets[slot.tensor.data_ptr()] = end
+            end += -(-slot.tensor.numel() // step) * step
+        ends[slot.kind] = end
+    return [offsets[slot.tensor.data_ptr()] for slot in slots], ends[0], max(ends[0], ends[1]), end
+
+
+def nbytes(module: nn.Module, mix_buffers: bool) -> tuple[int, int]:
+    """Bytes of a module's model on the wire, as a retrieval exchanges it and whole; nothing is laid out.
+
+    Raises:
+        UsageError: as :func:`slots_of`.
+    """
+    by_dtype: dict[torch.dtype, list[Slot]] = {}
+    for slot in slots_of(module, mix_buffers):
+        by_dtype.setdefault(slot.tensor.dtype, []).append(slot)
+    exchanged = whole = 0
+    for dtype, slots in by_dtype.items():
+        size = torch.float32.itemsize if has_masters(slots) else dtype.itemsize
+        _, _, mixed, end = _places(slots)
+        exchanged, whole = exchanged + size * mixed, whole + size * end
+    return exchanged, whole
+
+
+def by_dtype(slots: Iterable[Slot]) -> dict[torch.dtype, list[Slot]]:
+    """Slots by dtype, in an order that is the same for every process that lays out this module."""
+    found = list(slots)
+    dtypes = sorted({slot.tensor.dtype for slot in found}, key=str)
+    return {dtype: [slot for slot in found if slot.tensor.dtype == dtype] for dtype in dtypes}
+
+
+def detach(slots: Iterable[Slot]) -> None:
+    """Give every tensor storage of its own again, as it was before :func:`lay_out`."""
+    own: dict[tuple[int, torch.Size], Tensor] = {}  # by place: tied tensors stay tied
+    for tensor in (slot.tensor for slot in slots):
+        place = tensor.data_ptr(), tensor.shape
+        if place not in own:
+            own[place] = tensor.detach().clone(memory_format=torch.preserve_format)
+        tensor.data = own[place]
+
+
+def named(slots: Iterable[Slot], sections: Iterable[Section], vectors: Iterable[Tensor]) -> dict[str, Tensor]:
+    """The tensors of a whole model by name, as views of its flat vectors, one a section."""
+    at = {section.storage.dtype: vector for section, vector in zip(sections, vectors, strict=True)}
+    views = {}
+    for slot in slots:
+        tensor, vector = slot.tensor, at[slot.tensor.dtype]
+        place = vector.storage_offset() + tensor.storage_offset()
+        views[slot.name] = vector.as_strided(tensor.shape, tensor.stride(), place)
+    return views
+
+
+NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+
+
+def norms(module: nn.Module) -> set[str]:
+    """Names of the parameters of normalisation layers, which are few and small."""
+    found = set()
+    for place, one in module.named_modules():
+        if isinstance(one, NORMS):
+            found |= {plain_name(f"{place}.{name}".lstrip(".")) for name, _ in one.named_parameters(recurse=False)}
+    return found
+
+
+def others(module: nn.Module) -> dict[str, Tensor]:
+    """By name, the buffers of a module that are not laid out, as nobody exchanges them: counters, say."""
+    buffers = ((plain_name(name), buffer) for name, buffer in module.named_buffers())
+    return {
+        name: buffer
+        for name, buffer in buffers
+        if _refusal(buffer) is None and not (buffer.is_floating_point() or buffer.is_complex())
+    }
+
+
+def lengths(sections: Iterable[Section], whole: bool) -> list[tuple[torch.dtype, int]]:
+    """For each section its dtype and the elements that a model has of it: one as a retrieval exchanges it, or whole."""
+    return [(section.values.dtype, len(section.values) if whole else section.mixed) for section in sections]
+
+
+def has_masters(slots: Iterable[Slot]) -> bool:
+    """Whether tensors of one dtype are exchanged as float32 masters: some of them are trained in 16 bits."""
+    return any(slot.kind == 0 and slot.tensor.dtype in (torch.float16, torch.bfloat16) for slot in slots)

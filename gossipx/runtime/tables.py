@@ -1,0 +1,192 @@
+"""What a driver does with the tables of a parameter server: by a thread of its own, in the order of the decisions."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from gossipx.errors import GossipxError
+from gossipx.memory import Source
+from gossipx.protocol.effects import Answer
+from gossipx.protocol.events import CameBack, Event, GradientPoisoned, Prepared
+from gossipx.protocol.messages import NotReadyReply, Reply
+from gossipx.protocol.server_messages import CopyReply, TablesReply
+from gossipx.protocol.table_effects import (
+    ApplyBuffer,
+    ApplyGradient,
+    BufferGradient,
+    ComeBack,
+    DropTables,
+    Fetch,
+    Fetched,
+    FillTables,
+    KeepShard,
+    Pieces,
+    PlaceTables,
+    PrepareTables,
+    Record,
+    Share,
+    TableEffect,
+    TakeCopy,
+    TakeRanges,
+    TellPrepared,
+    Unchanged,
+)
+from gossipx.runtime.requests import Outbox, nothing
+from gossipx.runtime.serial_worker import Lane
+from gossipx.runtime.shards import ShardKeeper
+from gossipx.runtime.table_transfers import TableTransfers
+from gossipx.tables.store import Desk
+
+Give = Callable[[Answer, Reply, Source | None, Callable[[], None]], None]
+"""Gives an answer with its payload, and says when that is not read any more."""
+
+
+class TableWork:
+    """Carries out effects on tables.
+
+    Args:
+        rank: one's own, for the thread's name.
+        outbox: of the peer.
+        tell: told of what has come of it.
+        give: gives an answer.
+
+    Attributes:
+        transfers: tables on their way.
+        keeper: of shards' checkpoints; set by the caller where there are any.
+    """
+
+    def __init__(self, rank: int, outbox: Outbox, tell: Callable[[Event], None], give: Give):
+        self.keeper: ShardKeeper | None = None
+        self.transfers = TableTransfers(outbox)
+        self._lane = Lane(f"gossipx-tables-{rank}", self.transfers.spoilt)
+        self._tell = tell
+        self._give = give
+
+    @property
+    def _desk(self) -> Desk:
+        assert self.transfers.desk is not None
+        return self.transfers.desk
+
+    @property
+    def raw_pulls(self) -> bool:
+        """Whether tables come as they lie in memory: there is nothing to decode."""
+        return self._desk.client.raw_pulls
+
+    def close(self) -> None:
+        """Do nothing any more; what checkpoints were asked for are written."""
+        self._lane.close(wait=self.keeper is not None)
+        if self.keeper is not None:
+            self.keeper.close()
+        self._tell = self._give = nothing  # who was told holds us
+
+    # --- effects ------------------------------------------------------------------------------------
+
+    def do(self, effect: TableEffect) -> None:
+        """Do it, or have it done after all that was decided before; for the thread that decides."""
+        desk, put = self._desk, self._lane.put
+        match effect:
+            case Fetch(buckets):
+                desk.client.expect(buckets)
+            case Unchanged(buckets):
+                desk.client.unchanged(buckets)
+            case Fetched(ticket):
+                if self.raw_pulls:  # else they are decoded, by the thread that was told of them
+                    self.transfers.fetched(ticket)
+            case ApplyGradient(ticket, scale):
+                gradient = self.transfers.gradient(ticket)
+                put(lambda: self._left_out(desk.apply(gradient, scale)))
+            case BufferGradient(ticket):
+                added = self.transfers.gradient(ticket)
+                put(lambda: self._left_out(desk.buffer(added)))
+            case ApplyBuffer(shard):
+                put(lambda: desk.apply_buffer(shard))
+            case FillTables(shard):
+                put(lambda: desk.fill(shard))
+            case Share(ticket, other):
+                self.transfers.share(ticket, other)
+            case TakeCopy(ticket, shard):
+                copy = self.transfers.copy(ticket)
+                put(lambda: desk.take_copy(shard, copy))
+            case Record() | KeepShard() | ComeBack():
+                if self.keeper is not None:
+                    self._keep(self.keeper, effect)
+            case _:
+                self._move(effect)
+
+    def _left_out(self, sender: int | None) -> None:
+        if sender is not None:
+            self._tell(GradientPoisoned(sender))
+
+    def _keep(self, keeper: ShardKeeper, effect: Record | KeepShard | ComeBack) -> None:
+        match effect:
+            case Record(record, ticket):
+                gradient = None if ticket is None else self.transfers.held_gradient(ticket)
+                self._lane.put(lambda: keeper.record(record, gradient))
+            case KeepShard(shard, clock, state):
+                self._lane.put(lambda: keeper.keep(shard, clock, state))
+            case ComeBack(shard, epoch):
+                self._lane.put(lambda: self._tell(CameBack(shard, epoch, keeper.come_back(shard))))
+
+    def _move(self, effect: PrepareTables | TakeRanges | TellPrepared | PlaceTables | DropTables) -> None:
+        """Of a change of servers."""
+        desk, put = self._desk, self._lane.put
+        match effect:
+            case PrepareTables(epoch, servers):
+                put(lambda: desk.prepare(epoch, servers))
+            case TakeRanges(ticket, pieces):
+                ranges = self.transfers.ranges(ticket)
+                put(lambda: desk.take(ranges, pieces))
+            case TellPrepared(epoch):
+                put(lambda: self._tell(Prepared(epoch, self._unwritten() or desk.prepared())))
+            case PlaceTables(epoch, servers):
+                desk.go_over(epoch, servers)
+                put(lambda: self._place(epoch, servers))
+            case DropTables():
+                put(desk.drop)
+
+    def _unwritten(self) -> str:
+        """Why shards cannot be handed over yet, as their next holders write to the same places; or nothing."""
+        settled = self.keeper is None or self.keeper.settle()
+        return "" if settled else "its last checkpoint takes too long to be written"
+
+    def _place(self, epoch: int, servers: tuple[int, ...]) -> None:
+        self._desk.place(epoch, servers)
+        if self.keeper is not None:
+            self.keeper.place(epoch, servers)
+
+    # --- answers ------------------------------------------------------------------------------------
+
+    def answers(self, answer: Answer) -> bool:
+        """Whether it has to do with tables: it is given by :meth:`answer` then."""
+        return answer.in_order or isinstance(answer.reply, TablesReply | CopyReply)
+
+    def answer(self, answer: Answer) -> None:
+        """Answer after all that was decided before; for the thread that decides."""
+        self._lane.put(lambda: self._answer(answer))
+
+    def _answer(self, answer: Answer) -> None:
+        reply = answer.reply
+        if answer.tables is not None and isinstance(reply, TablesReply):
+            shard = answer.tables.shard
+            given = self._desk.encode(answer.tables)
+            told = dataclasses.replace(reply, parts=given.parts, base=given.base)
+            self._give(answer, told, given.source, lambda: self._desk.release(shard, given))
+        elif answer.copies is not None and isinstance(reply, CopyReply):
+            source = self._desk.copy(answer.copies)
+            self._give(answer, dataclasses.replace(reply, size=source.view.nbytes), source, nothing)
+        elif answer.pieces is not None and isinstance(reply, TablesReply):
+            self._answer_pieces(answer, reply, answer.pieces)
+        else:
+            self._give(answer, reply, Source(memoryview(b"")) if isinstance(reply, TablesReply) else None, nothing)
+
+    def _answer_pieces(self, answer: Answer, reply: TablesReply, pieces: Pieces) -> None:
+        if unwritten := self._unwritten():
+            self._give(answer, NotReadyReply(unwritten), None, nothing)
+            return
+        try:
+            source = self._desk.pack(pieces)
+        except GossipxError as error:
+            self._give(answer, NotReadyReply(str(error)), None, nothing)
+            return
+        self._give(answer, dataclasses.replace(reply, parts=((0, source.view.nbytes),)), source, nothing)

@@ -1,0 +1,1 @@
+"""Servers that come, go and fail: the coordinator, migration of tables, replicas."""

@@ -1,0 +1,41 @@
+"""Placement: which part of which table lies on which server."""
+
+from gossipx.server.placement.methods import (
+    BUILT_IN,
+    Greedy,
+    Heuristic,
+    Move,
+    Partition,
+    Placement,
+    Range,
+    RoundRobin,
+    Sliced,
+    Table,
+    Uniform,
+    bytes_by_server,
+    checked,
+    moves,
+    parse,
+    seated,
+    variation,
+)
+
+__all__ = [
+    "BUILT_IN",
+    "Greedy",
+    "Heuristic",
+    "Move",
+    "Partition",
+    "Placement",
+    "Range",
+    "RoundRobin",
+    "Sliced",
+    "Table",
+    "Uniform",
+    "bytes_by_server",
+    "checked",
+    "moves",
+    "parse",
+    "seated",
+    "variation",
+]

@@ -1,0 +1,366 @@
+"""The sync models that come with gossipx, and their specs: ``ssp:staleness=3``, ``hybrid:step=5/lr``.
+
+All of them are push and pull conditions on one mechanism (FluentPS, Table III); see
+:mod:`gossipx.server.sync_models.conditions`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal, final
+
+from gossipx import specs
+from gossipx.errors import UsageError
+from gossipx.server.sync_models import growth
+from gossipx.server.sync_models.conditions import Apply, Conditions, Pull, State, SyncModel, View
+from gossipx.server.sync_models.growth import Growth
+
+__all__ = [
+    "ASP",
+    "BSP",
+    "DSPS",
+    "SSP",
+    "SYNC_MODELS",
+    "Apply",
+    "Conditions",
+    "ConstantPSSP",
+    "Drop",
+    "DynamicPSSP",
+    "Hybrid",
+    "Pull",
+    "State",
+    "SyncModel",
+    "View",
+    "application",
+    "describe",
+    "parse",
+]
+
+
+@final
+@dataclass(frozen=True)
+class BSP(SyncModel):
+    """Bulk synchronous parallel: nobody goes on before all have pushed. progress < V_train."""
+
+    @property
+    def default_apply(self) -> Apply:
+        return Apply.TICK
+
+    def may_pull(self, state: State, view: View, pull: Pull) -> bool:
+        return pull.progress < view.clock
+
+
+@final
+@dataclass(frozen=True)
+class ASP(SyncModel):
+    """Asynchronous parallel: nobody waits. progress < V_train + ∞."""
+
+    def may_pull(self, state: State, view: View, pull: Pull) -> bool:
+        return True
+
+
+@final
+@dataclass(frozen=True)
+class SSP(SyncModel):
+    """Stale synchronous parallel: progress < V_train + s.
+
+    What is answered holds every living worker's pushes up to iteration progress − s.
+
+    Attributes:
+        staleness: s, iterations; 0 is BSP, ``inf`` is ASP. The paper's AlexNet has 3 (section IV-B).
+    """
+
+    staleness: float = 3
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "staleness", _staleness(self.staleness))
+
+    def may_pull(self, state: State, view: View, pull: Pull) -> bool:
+        return pull.progress < view.clock + self.staleness
+
+
+@final
+@dataclass(frozen=True)
+class DSPS(SyncModel):
+    """Dynamic SSP: as SSP, with a staleness that is adapted while it runs (FluentPS, section V-B).
+
+    The paper names the idea and gives no rule. Ours looks at what staleness is there for, that few wait: every
+    ``window`` ticks s grows by one if more than a tenth of the window's pulls had to wait, and shrinks by one if there
+    were pulls and none had to. In between it stays, so that s settles; by one, so that a slow spell costs little.
+
+    Attributes:
+        staleness: s at first, iterations; the same as SSP's.
+        low: the least s; 0 is BSP.
+        high: the most; 12 is the largest that the paper tries (Figure 9).
+        window: ticks; 10, so that with two workers or more a single pull that waited is not more than a tenth.
+    """
+
+    staleness: int = 3
+    low: int = 0
+    high: int = 12
+    window: int = 10
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.low <= self.staleness <= self.high:
+            raise ValueError("0 ≤ low ≤ staleness ≤ high, in iterations")
+        if self.window < 1:
+            raise ValueError("window counts ticks and is at least 1")
+
+    def init(self) -> State:
+        return {"staleness": self.staleness, "ticks": 0, "pulls": 0, "delayed": 0}
+
+    def may_pull(self, state: State, view: View, pull: Pull) -> bool:
+        return bool(pull.progress < view.clock + state["staleness"])
+
+    def ticked(self, state: State, view: View, pulls: int, delayed: int) -> State:
+        staleness, ticks = state["staleness"], state["ticks"] + 1
+        pulls, delayed = state["pulls"] + pulls, state["delayed"] + delayed
+        if ticks < self.window:
+            return {"staleness": staleness, "ticks": ticks, "pulls": pulls, "delayed": delayed}
+        if 10 * delayed > pulls:
+            staleness = min(self.high, staleness + 1)
+        elif pulls and not delayed:
+            staleness = max(self.low, staleness - 1)
+        return {"staleness": staleness, "ticks": 0, "pulls": 0, "delayed": 0}
+
+
+@final
+@dataclass(frozen=True)
+class Drop(SyncModel):
+    """Drop stragglers: the first N_t pushes of an iteration advance the clock (Table III). progress < V_train.
+
+    A worker that comes late is answered at once and goes on at the clock.
+
+    Attributes:
+        n: N_t, workers; all if fewer are living.
+        late: ``drop`` throws a late push away, as the paper does; ``add`` puts it into the next mean.
+    """
+
+    n: int
+    late: str = "drop"
+
+    def __post_init__(self) -> None:
+        if self.n < 1:
+            raise ValueError("n counts workers and is at least 1")
+        if self.late not in ("drop", "add"):
+            raise ValueError(f"late='{self.late}' is neither drop nor add")
+
+    @property
+    def default_apply(self) -> Apply:
+        return Apply.TICK
+
+    @property
+    def drops_late(self) -> bool:
+        return self.late == "drop"
+
+    def may_pull(self, state: State, view: View, pull: Pull) -> bool:
+        return pull.progress < view.clock
+
+    def may_tick(self, state: State, view: View) -> bool:
+        return view.pushed >= min(self.n, view.workers)
+
+
+@final
+@dataclass(frozen=True)
+class ConstantPSSP(SyncModel):
+    """Probabilistic SSP with one probability: who is s or more ahead waits with probability p (section III-E.1).
+
+    A pull passes if its draw is not below p, so that p = 0 is ASP and p = 1 is SSP exactly (Table III's > would let a
+    draw of 0 wait in ASP).
+
+    Attributes:
+        staleness: s, iterations, from which on the draw decides.
+        p: c. Both defaults are those of the highest accuracy in Figure 10.
+    """
+
+    staleness: float = 3
+    p: float = 0.5
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "staleness", _staleness(self.staleness))
+        if not 0 <= self.p <= 1:
+            raise ValueError("p is a probability, from 0 to 1")
+
+    def may_pull(self, state: State, view: View, pull: Pull) -> bool:
+        return pull.progress < view.clock + self.staleness or pull.draw >= self.p
+
+
+@final
+@dataclass(frozen=True)
+class DynamicPSSP(SyncModel):
+    """Probabilistic SSP whose probability grows with the lead k = progress − V_train (section III-E.2).
+
+    P(s, k) = α / (1 + e^(s − k)) for k ≥ s, at most 1.
+
+    Attributes:
+        staleness: s, iterations, from which on the draw decides.
+        alpha: α, a number from 0, or ``significance``: |g| / |w| of the worker's last push. One that is NaN, of a
+            gradient that has diverged, makes it wait.
+    """
+
+    staleness: float
+    alpha: float | Literal["significance"]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "staleness", _staleness(self.staleness))
+        if self.alpha != "significance" and not 0 <= self.alpha < math.inf:
+            raise ValueError("alpha is a finite number from 0, or significance")
+
+    @property
+    def asks_significance(self) -> bool:
+        return self.alpha == "significance"
+
+    def probability(self, lead: int, significance: float) -> float:
+        """P(s, k): how likely a pull of a worker that is ``lead`` iterations ahead of the clock has to wait."""
+        if lead < self.staleness:
+            return 0.0
+        alpha = significance if self.alpha == "significance" else self.alpha
+        return min(1.0, alpha / (1 + math.exp(self.staleness - lead)))  # in this order NaN gives 1
+
+    def may_pull(self, state: State, view: View, pull: Pull) -> bool:
+        return pull.draw >= self.probability(pull.progress - view.clock, pull.significance)
+
+
+@final
+@dataclass(frozen=True)
+class Hybrid(SyncModel):
+    """From asynchronous to synchronous by a growing threshold on a gradient buffer (Hybrid Approach, Algorithm 1).
+
+    The buffer is applied when it holds K gradients; a pull is answered when the worker's own gradient is applied. The
+    clock is that of the slowest, and nothing waits for it.
+
+    Attributes:
+        growth: K; see :class:`~gossipx.parts.Growth`.
+    """
+
+    growth: Growth = field(default_factory=growth.Step)
+
+    @property
+    def default_apply(self) -> Apply:
+        return Apply.THRESHOLD
+
+    @property
+    def answers_by_condition(self) -> bool:
+        return True
+
+    @property
+    def needs_rate(self) -> bool:
+        return self.growth.needs_rate
+
+    def resolved(self, learning_rate: float) -> Hybrid:
+        return Hybrid(self.growth.resolved(learning_rate))
+
+    def threshold(self, view: View) -> int:
+        """K: what the growth function says, and no more than there are workers who could fill the buffer."""
+        return max(1, min(self.growth.threshold(view.gradients), view.workers))
+
+    def may_pull(self, state: State, view: View, pull: Pull) -> bool:
+        return pull.applied
+
+    def may_apply(self, state: State, view: View) -> bool:
+        return view.buffered >= self.threshold(view)
+
+
+def _pssp(staleness: float = 3, p: str = "", alpha: str = "") -> SyncModel:
+    """As specs name both kinds of PSSP: p makes it constant, alpha dynamic."""
+    if p and alpha:
+        raise ValueError("p makes the probability constant and alpha dynamic: give one of them")
+    if alpha == "significance":
+        return DynamicPSSP(staleness, "significance")
+    if alpha:
+        return DynamicPSSP(staleness, _number(alpha, f"alpha='{alpha}' is neither a number nor significance"))
+    return ConstantPSSP(staleness, _number(p, f"p='{p}' is not a number")) if p else ConstantPSSP(staleness)
+
+
+def _hybrid(step: str = "", double: str = "", fixed: str = "") -> Hybrid:
+    """As specs name a growth function; the paper's if none is named."""
+    made: list[Growth] = []
+    if step:
+        made.append(growth.Step(step))
+    if double:
+        made.append(growth.Double(double))
+    if fixed:
+        made.append(growth.fixed(fixed))
+    if len(made) > 1:
+        raise ValueError("step, double and fixed are growth functions: give one of them")
+    return Hybrid(*made)
+
+
+SYNC_MODELS: dict[str, Callable[..., SyncModel]] = {
+    "bsp": BSP,
+    "asp": ASP,
+    "ssp": SSP,
+    "dsps": DSPS,
+    "drop": Drop,
+    "pssp": _pssp,
+    "hybrid": _hybrid,
+}
+
+
+def parse(spec: str | SyncModel) -> SyncModel:
+    """The sync model that ``spec`` means.
+
+    Args:
+        spec: ``bsp``, ``asp``, ``ssp:staleness=3``, ``dsps:staleness=3,low=0,high=12,window=10``,
+            ``drop:n=3,late=add``, ``pssp:staleness=3,p=0.5``, ``pssp:staleness=3,alpha=significance``,
+            ``hybrid:step=5/lr`` (also ``double=`` and ``fixed=``); or a sync model.
+
+    Raises:
+        UsageError: naming what would have been right.
+    """
+    return spec if isinstance(spec, SyncModel) else specs.build(spec, SYNC_MODELS, "sync model")
+
+
+def describe(model: SyncModel) -> str:
+    """A shipped sync model as a spec that :func:`parse` reads back; a user's own by its names, for people."""
+    if isinstance(model, Conditions):
+        names = (getattr(one, "__qualname__", type(one).__name__) for one in (model.pull, model.push))
+        return f"conditions {' '.join(names)}"
+    if isinstance(model, Hybrid):
+        return f"hybrid:{model.growth.describe()}"
+    if isinstance(model, ConstantPSSP | DynamicPSSP):
+        return specs.text(model, "pssp")
+    known: dict[object, str] = {kind: name for name, kind in SYNC_MODELS.items()}
+    return specs.text(model, known.get(type(model), type(model).__name__))
+
+
+def application(model: SyncModel, apply: Apply | str | None = None) -> Apply:
+    """How gradients are applied under ``model``.
+
+    Args:
+        model: a sync model.
+        apply: ``push``, ``each``, ``tick`` or ``threshold``; None: the model's default.
+
+    Raises:
+        UsageError: an unknown word, or one that does not go with the model.
+    """
+    if apply is None:
+        return model.default_apply
+    if isinstance(apply, str):
+        words = {one.value: one for one in Apply}
+        specs.known_word("way to apply gradients", apply, words)
+        apply = words[apply]
+    by_threshold = model.default_apply is Apply.THRESHOLD
+    if by_threshold and apply is not Apply.THRESHOLD:
+        raise UsageError(f"sync model '{describe(model)}' applies gradients by its threshold, not '{apply.value}'")
+    if apply is Apply.THRESHOLD and not by_threshold:
+        raise UsageError(f"sync model '{describe(model)}' has no threshold: apply is one of push, each, tick")
+    return apply
+
+
+def _number(text: str, wrong: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(wrong) from None
+
+
+def _staleness(value: float) -> float:
+    """Whole, and written without a fraction."""
+    if math.isinf(value) and value > 0:
+        return value
+    if not (value >= 0 and float(value).is_integer()):
+        raise ValueError("staleness counts iterations: a whole number from 0, or inf")
+    return int(value)

@@ -1,0 +1,95 @@
+"""Going over to other sync models, asked for at any peer, of shards here or elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from gossipx.errors import UsageError
+from gossipx.peer.exchange import Ground
+from gossipx.protocol.effects import Answer, Effect, Forget, Switched
+from gossipx.protocol.events import Received, SwitchSync
+from gossipx.protocol.messages import AcceptReply, NotReadyReply, Reply
+from gossipx.protocol.server_messages import SwitchRequest
+from gossipx.server.replies import Replies
+from gossipx.server.shard import Shard
+from gossipx.server.sync_models.models import parse
+
+
+class Switching:
+    """One peer's part in switches of sync models. Each method says what is to be done.
+
+    Args:
+        ground: of its role.
+        replies: takes the handlers of its requests.
+        shards: that it holds.
+        holder: gives the rank that a shard is asked of.
+        rate: the learning rate, for sync models that go by it; None: it is not known.
+        hindered: why none may be switched now, or nothing.
+    """
+
+    def __init__(
+        self,
+        ground: Ground,
+        replies: Replies,
+        shards: Mapping[int, Shard],
+        holder: Callable[[int], int],
+        rate: float | None,
+        hindered: Callable[[], str],
+    ):
+        self._ground = ground
+        self._replies = replies
+        self._shards = shards
+        self._holder, self._rate, self._hindered = holder, rate, hindered
+        self._open: dict[int, int] = {}  # by ticket, the number of the switch
+        self._problems: dict[int, str] = {}  # of switches that are under way
+
+    def switch(self, event: SwitchSync, count: int, now: float) -> list[Effect]:
+        """Somebody here asks for another sync model, of one or of all ``count`` shards."""
+        wanted = range(count) if event.shard is None else [event.shard]
+        if not all(shard < count for shard in wanted):
+            return [Switched(event.number, f"there are {count} shards, from 0")]
+        effects: list[Effect] = []
+        self._problems[event.number] = ""
+        for index in wanted:
+            if index in self._shards:
+                made, problem = self._switch(self._shards[index], event.sync, event.apply, event.pulls)
+                effects += made
+                self._problems[event.number] = self._problems[event.number] or problem
+                continue
+            request = SwitchRequest(index, event.sync, event.apply, event.pulls)
+            until = now + self._ground.timeout
+            send = self._replies.send(self._holder(index), request, now, until, self._answered)
+            self._open[send.ticket] = event.number
+            effects.append(send)
+        return [*effects, *self._done(event.number)]
+
+    def _switch(self, shard: Shard, sync: str, apply: str, pulls: str) -> tuple[list[Effect], str]:
+        """What follows, or why it cannot be."""
+        if hindered := self._hindered():
+            return [], hindered
+        try:
+            model = parse(sync)
+            if model.needs_rate and self._rate is not None:
+                model = model.resolved(self._rate)
+            return shard.switch(model, apply, pulls), ""
+        except UsageError as error:
+            return [], str(error)
+
+    def asked(self, event: Received, shard: Shard, now: float) -> list[Effect]:
+        """Another peer asks for one of a shard that is held here."""
+        request = event.request
+        assert isinstance(request, SwitchRequest)
+        made, problem = self._switch(shard, request.sync, request.apply, request.pulls)
+        reply = NotReadyReply(problem) if problem else AcceptReply()
+        return [*made, Answer(event.key, reply, now + self._ground.timeout)]
+
+    def _answered(self, ticket: int, to: int, reply: Reply | None, now: float) -> list[Effect]:
+        """Handle a server's answer."""
+        problem = reply.reason if isinstance(reply, NotReadyReply) else ""
+        problem = "a server does not answer" if reply is None else problem
+        number = self._open.pop(ticket)
+        self._problems[number] = self._problems[number] or problem
+        return [Forget(ticket), *self._done(number)]
+
+    def _done(self, number: int) -> list[Effect]:
+        return [] if number in self._open.values() else [Switched(number, self._problems.pop(number))]

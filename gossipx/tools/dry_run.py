@@ -1,0 +1,383 @@
+"""``gossipx run --dry-run``: who would take part in a run, and what it would send. Nothing is started or written."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from gossipx import codecs, policies
+from gossipx.assembly.graph import build_schedule
+from gossipx.assembly.hub import elastic_settings
+from gossipx.assembly.peer import codec_of
+from gossipx.assembly.server_settings import server_ranks
+from gossipx.config.settings import RunConfig
+from gossipx.errors import UsageError
+from gossipx.launch.cluster.world import World, check_size
+from gossipx.launch.directory import check_name
+from gossipx.launch.start import Checked, by_servers, check, goes_by
+from gossipx.model import layout
+from gossipx.server.placement import Table
+from gossipx.tasks.data import TASKS, load
+from gossipx.tasks.models import build_model
+from gossipx.tools import earlier, traffic
+from gossipx.tools.traffic import Count
+from gossipx.topology.analysis import LARGEST, Analysis, analyse
+from gossipx.topology.weights import Matrix
+from gossipx.transports.pace import parse_rate
+
+BESIDE = "tau:10"
+"""What every policy is held against: the paper's own reference."""
+LINK = "1gbit"
+"""Of most machines' network."""
+ASSUMED = 1_000_000
+"""Bytes of a model whose size nobody has said: figures are then for each MB of it."""
+SAMPLED = 2**26
+"""Elements of the largest model that is encoded to see what its codec makes of it: a second's work, 256 MB."""
+FLOAT32 = 4
+"""Bytes an element."""
+_UNITS = {"kb": 10**3, "mb": 10**6, "gb": 10**9}
+
+
+@dataclass(frozen=True)
+class PeerPlan:
+    """One peer. ``here``: this command would start it; ``part``: what it does in the run."""
+
+    rank: int
+    name: str
+    address: str
+    device: str
+    here: bool
+    part: str
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """What is exchanged.
+
+    Attributes:
+        name: the built-in model's, or the script's.
+        is_known: whether its size is; else all figures are for 1 MB of it.
+        exchanged_bytes: of one as it is.
+        codec: how it travels; ``encoded_bytes``: by that, of values that are drawn from a normal distribution;
+            ``encoded_at_most``: of any values, None: the codec has no bound of use.
+        whole_bytes: of one with all that only a joining peer is given.
+    """
+
+    name: str
+    is_known: bool
+    exchanged_bytes: int
+    codec: str
+    encoded_bytes: int
+    encoded_at_most: int | None
+    whole_bytes: int
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one policy would send while training; pairs are least and most.
+
+    Attributes:
+        policy: or sync model.
+        known: where the numbers come from.
+        exchanges: decisions of the policy a peer.
+        received_bytes: a peer, mean.
+        busiest_bytes: received or sent by the peer that does most of it.
+        link_seconds: that the busiest machine's link is taken up.
+    """
+
+    policy: str
+    known: str
+    exchanges: tuple[float, float]
+    received_bytes: tuple[float, float]
+    busiest_bytes: tuple[float, float]
+    link_seconds: tuple[float, float]
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """All of it.
+
+    Attributes:
+        name: the run's.
+        iterations: that the figures are for.
+        is_length_known: False: a script has a length of its own.
+        topology: None: it has no part in such a run, or is too large to look at.
+        how: in words, with whom models are exchanged.
+        link: as it was given; ``between_machines``: peers of one machine use it together, and not among each other;
+            else all are on one machine, and each is taken to have such a link.
+        exchange_seconds: that one model takes by itself, at ``exchange_rate``: the link's, or a slower ``--max-rate``.
+        finish_bytes: received by a peer in the finish, mean; None: by servers it depends on what was under way.
+        start_bytes: taken by each peer but the first before training.
+    """
+
+    name: str
+    peers: list[PeerPlan]
+    iterations: int
+    is_length_known: bool
+    how: str
+    topology: Analysis | None
+    model: ModelPlan
+    link: str
+    between_machines: bool
+    exchange_seconds: float
+    exchange_rate: str
+    traffic: list[Traffic]
+    start_bytes: int
+    finish_bytes: float | None
+    notice: str | None
+
+
+def dry_run(
+    given: RunConfig,
+    hosts: Path,
+    script: list[str],
+    link: str | None = None,
+    model_size: str | None = None,
+    world: World | None = None,
+) -> DryRun:
+    """What a run would be.
+
+    Args:
+        given, hosts, script: as for :func:`gossipx.launch.local.launch`, and checked alike.
+        link: how fast machines are connected, ``100mbit``; None: by :data:`LINK`.
+        model_size: of a script's model, ``45MB``; None: it is not known.
+        world: the processes of a launcher that this one is among.
+
+    Raises:
+        UsageError: what would end the run before it began.
+    """
+    if model_size is not None and not script:
+        raise UsageError(f"--model-size {model_size} is of a script's model, and that of the built-in task is known")
+    checked = check(given, hosts, script)
+    if world is not None:
+        check_size(world, len(checked.peers), hosts)
+    settings = checked.settings
+    check_name(settings)
+    if not script:
+        load(settings.task.task, None if settings.task.data_dir is None else Path(settings.task.data_dir))
+    module = None if script else _module(settings)
+    model = _model(settings, script, module, model_size)
+    link = link or LINK
+    rate = parse_rate(link, "--link")
+    most = settings.exchange.max_rate
+    max_rate = None if most is None else parse_rate(most)
+    names = [peer.name for peer in checked.peers]
+    per_round, counted = _rounds(checked, script, module, model)
+    machines = _machines(checked)
+    apart = len(set(machines)) > 1
+    seconds = traffic.link_seconds(per_round, machines if apart else range(len(names)), rate, max_rate)
+    return DryRun(
+        name=settings.run.name or "",
+        peers=_peers(checked),
+        iterations=settings.run.iterations,
+        is_length_known=not script,
+        how=_how(settings, names),
+        topology=_topology(settings, checked),
+        model=model,
+        link=link,
+        between_machines=apart,
+        exchange_seconds=model.encoded_bytes / min(rate, max_rate or rate),
+        exchange_rate=link if most is None or parse_rate(most) >= rate else most,
+        traffic=[_traffic(policy, count, per_round, seconds) for policy, count in counted],
+        start_bytes=model.whole_bytes if settings.sync.init == "first" and len(names) > 1 else 0,
+        finish_bytes=_finish(settings, names, model.exchanged_bytes),
+        notice=checked.notice,
+    )
+
+
+def _rounds(
+    checked: Checked, script: list[str], module: nn.Module | None, model: ModelPlan
+) -> tuple[Matrix, list[tuple[str, Count]]]:
+    """Bytes from peer to peer when all have fired once, and how often they do so, by policy."""
+    settings, size = checked.settings, len(checked.peers)
+    names = [peer.name for peer in checked.peers]
+    iterations = settings.run.iterations
+    servers = server_ranks(settings, names)
+    if servers is not None:
+        return _served(settings, servers, module, model, size), [
+            (goes_by(settings), Count("each iteration", iterations, iterations))
+        ]
+    hub = elastic_settings(settings, names)
+    hosts = [peer.host for peer in checked.peers]
+    models = traffic.gossip(settings, hosts) if hub is None else traffic.around_hub(hub.rank, size)
+    of = None if module is None else settings.task.model
+    counted = []
+    own = policies.parse(settings.sync.policy)
+    beside = [BESIDE] if own != policies.parse(BESIDE) else []  # it may be written tau:period=10
+    for spec in (*beside, settings.sync.policy):
+        policy = policies.parse(spec)
+        found = traffic.counts(policy, iterations, of, earlier.seen(settings, script, policy))
+        counted += [(spec, count) for count in found]
+    return models * model.encoded_bytes, counted
+
+
+def _served(
+    settings: RunConfig, servers: Sequence[int], module: nn.Module | None, model: ModelPlan, size: int
+) -> Matrix:
+    trained = [] if module is None else list(module.named_parameters())
+    tables = [Table(name, parameter.numel()) for name, parameter in trained]
+    total = FLOAT32 * sum(table.size for table in tables) or model.exchanged_bytes
+    push, pull = (
+        _encoded(codecs.parse(spec), module, total)[0] / total
+        for spec in (settings.server.push_codec, settings.server.pull_codec)
+    )
+    return total * traffic.by_servers(settings, servers, tables, size, push, pull)
+
+
+def _traffic(policy: str, count: Count, per_round: Matrix, seconds: float) -> Traffic:
+    least, most = count.least, count.most
+    each = float(per_round.sum()) / len(per_round)
+    busiest = max(float(per_round.sum(axis).max()) for axis in (0, 1))
+    return Traffic(
+        policy=policy,
+        known=count.known,
+        exchanges=(least, most),
+        received_bytes=(least * each, most * each),
+        busiest_bytes=(least * busiest, most * busiest),
+        link_seconds=(least * seconds, most * seconds),
+    )
+
+
+def _finish(settings: RunConfig, names: Sequence[str], nbytes: int) -> float | None:
+    """Bytes that a peer receives in the finish, mean; None: that depends on what was under way."""
+    if by_servers(settings):
+        return None
+    if settings.sync.finish == "none":
+        return 0.0
+    hub = elastic_settings(settings, names)
+    size = len(names)
+    return nbytes * (float(traffic.agreement(size).sum()) if hub is None else size - 1) / size
+
+
+# --- the model ------------------------------------------------------------------------------------
+
+
+def _module(settings: RunConfig) -> nn.Module:
+    """The built-in task's model; its values are none, so that a large one takes no memory and no time."""
+    spec = TASKS[settings.task.task]
+    with torch.device("meta"):
+        module = build_model(settings.task.model, classes=spec.classes, channels=spec.channels, pixels=spec.pixels)
+    return module.to_empty(device="cpu")
+
+
+def _model(settings: RunConfig, script: list[str], module: nn.Module | None, size: str | None) -> ModelPlan:
+    if module is not None:
+        exchanged, whole = layout.nbytes(module, settings.sync.buffers == "mix")
+    else:
+        exchanged = whole = ASSUMED if size is None else parse_size(size)
+    encoded, at_most = exchanged, None
+    if not by_servers(settings):
+        encoded, at_most = _encoded(codecs.parse(settings.sync.codec), module, exchanged)
+    return ModelPlan(
+        name=settings.task.model if module is not None else script[0],
+        is_known=module is not None or size is not None,
+        exchanged_bytes=exchanged,
+        codec=codec_of(settings),
+        encoded_bytes=encoded,
+        encoded_at_most=at_most,
+        whole_bytes=whole,
+    )
+
+
+def parse_size(text: str) -> int:
+    """Bytes, of ``500kB``, ``45MB`` or ``1.2GB``.
+
+    Raises:
+        UsageError: it is none.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(kb|mb|gb)", text.strip().lower())
+    size = round(float(found[1]) * _UNITS[found[2]]) if found else 0
+    if not FLOAT32 <= size <= 10**13:
+        raise UsageError(f"--model-size '{text}': bytes with their unit, as 500kB, 45MB or 1.2GB")
+    return size
+
+
+def _encoded(codec: codecs.Codec, module: nn.Module | None, exchanged: int) -> tuple[int, int | None]:
+    """Bytes of a model by a codec, its values drawn from a normal distribution, and of any values.
+
+    Buffers travel as they are. Of a model that is not known all values are taken for one tensor.
+    """
+    if codec == codecs.NoCodec():
+        return exchanged, exchanged
+    if module is None:
+        tensors = codecs.Tensors.of(torch.empty(exchanged // FLOAT32, device="meta"))
+    else:
+        plain = layout.norms(module)
+        trained = [(layout.plain_name(name), one) for name, one in module.named_parameters() if one.requires_grad]
+        tensors = codecs.Tensors.of(*(one for _, one in trained), plain=[name in plain for name, _ in trained])
+    codec = codec.in_feedback()
+    others = max(0, exchanged - tensors.nbytes)
+    if tensors.length > SAMPLED:
+        at_most = codec.longest(tensors)
+        return at_most + others, at_most + others
+    state = codec.init(tensors)
+    values = torch.randn(tensors.length, generator=torch.Generator().manual_seed(0))
+    frame, state = codec.encode(values, state)
+    at_most = codec.most(state)
+    return len(frame) + others, at_most + others if at_most < tensors.nbytes else None
+
+
+# --- what is around it ----------------------------------------------------------------------------
+
+
+def _peers(checked: Checked) -> list[PeerPlan]:
+    settings = checked.settings
+    names = [peer.name for peer in checked.peers]
+    hub = elastic_settings(settings, names)
+    servers = server_ranks(settings, names) or ()
+
+    def part(rank: int) -> str:
+        if hub is not None and rank == hub.rank:
+            return "hub and worker" if hub.trains else "hub"
+        if rank in servers:
+            return "server" if settings.server.servers_only else "server and worker"
+        return "worker" if hub is not None or servers else "peer"
+
+    return [
+        PeerPlan(
+            rank=peer.rank,
+            name=peer.name,
+            address=f"[{peer.host}]:{peer.port}" if ":" in peer.host else f"{peer.host}:{peer.port}",
+            device=peer.device or settings.run.device,
+            here=peer.rank in checked.here,
+            part=part(peer.rank),
+        )
+        for peer in checked.peers
+    ]
+
+
+def _machines(checked: Checked) -> list[int]:
+    """By rank, the number of the machine that a peer is on."""
+    hosts = ["" if peer.rank in checked.here else peer.host for peer in checked.peers]
+    return [hosts.index(host) for host in hosts]
+
+
+def _how(settings: RunConfig, names: Sequence[str]) -> str:
+    hub = elastic_settings(settings, names)
+    servers = server_ranks(settings, names)
+    sync = settings.sync
+    if servers is not None:
+        return f"servers {', '.join(names[rank] for rank in servers)}: pushed to and pulled from in each iteration"
+    if hub is not None:
+        return f"hub {names[hub.rank]}: is brought a model, and gives its centre"
+    if sync.exchange == "waves":
+        return "waves: one that fires has all average their models"
+    return {
+        "pull": "pulls: one that fires fetches the model of a neighbour",
+        "push": "pushes: one that fires has a neighbour fetch its model",
+        "pushpull": "pairs: one that fires and a neighbour average their models; at most, a peer is in one at a time",
+    }[sync.mode]
+
+
+def _topology(settings: RunConfig, checked: Checked) -> Analysis | None:
+    aside = by_servers(settings) or settings.hub.hub is not None or settings.sync.exchange == "waves"
+    if aside or len(checked.peers) > LARGEST:
+        return None
+    hosts = [peer.host for peer in checked.peers]
+    graph = build_schedule(settings, len(hosts), hosts).topology
+    return analyse(graph, settings.sync.schedule, settings.sync.weights, seed=settings.run.seed)

@@ -1,0 +1,118 @@
+"""What limits of an exchange that a run is given do in the peers that are put together of it."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any, Protocol
+
+import pytest
+from managers import HERE, LONG, soon
+from torch import nn
+
+from gossipx.assembly.peer import Place, build_peer
+from gossipx.config import files
+from gossipx.errors import GossipxError, PeerTimeoutError, PeerUnreachableError
+from gossipx.peer.serving import GIVING, SAVED
+from gossipx.protocol.effects import Answer
+from gossipx.protocol.events import Received
+from gossipx.protocol.messages import (
+    AcceptReply,
+    BusyReply,
+    ModelReply,
+    PullRequest,
+    PushRequest,
+    Reply,
+    Request,
+    Stage,
+)
+from gossipx.runtime.peer import Peer
+from gossipx.runtime.progress import Progress
+from gossipx.transports import Address
+from gossipx.wire import Bytes
+
+SIZE = 8
+VALUES = 25_000
+NOW = 100.0
+
+
+class Make(Protocol):
+    """Puts a peer together that trains; nothing of it is started."""
+
+    def __call__(self, rank: int = 0, **settings: Any) -> Peer: ...
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    addresses = [Address("127.0.0.1", 1)] * SIZE
+    names = tuple(f"peer-{rank}" for rank in range(SIZE))
+
+    def made(rank: int = 0, **settings: Any) -> Peer:
+        place = Place(rank, names, addresses, HERE, "the same list", None, Progress(None), False)
+        given = files.resolve({"policy": "never", "peer_timeout": 20.0, "transport": "tcp", **settings})
+        peer = build_peer(nn.Linear(VALUES, 1, bias=False), None, given, place)
+        undo.callback(peer.close)
+        peer._role.stages.stage = Stage.TRAIN
+        return peer
+
+    with ExitStack() as undo:
+        yield made
+
+
+def answers(peer: Peer, *requests: Request) -> list[Answer]:
+    """How a peer answers to requests in one moment, one of each of the others."""
+    role = peer._role
+    effects = [role.handle(Received(rank, rank, request), NOW) for rank, request in enumerate(requests, 1)]
+    return [effect for some in effects for effect in some if isinstance(effect, Answer)]
+
+
+def kinds(found: list[Answer]) -> list[type[Reply]]:
+    return [type(answer.reply) for answer in found]
+
+
+@pytest.mark.parametrize(("settings", "most"), [({}, 4), ({"max_served": 2}, 2), ({"max_served": 6}, 6)])
+def test_so_many_pulls_are_served_at_once(make: Make, settings: dict[str, Any], most: int) -> None:
+    pulls = [PullRequest(1, 30.0)] * 7
+    assert kinds(answers(make(**settings), *pulls)) == [ModelReply] * most + [BusyReply] * (7 - most)
+
+
+@pytest.mark.parametrize(("settings", "most"), [({}, 1), ({"max_pushes": 3}, 3)])
+def test_so_many_pushes_are_taken_in_at_once(make: Make, settings: dict[str, Any], most: int) -> None:
+    pushes = [PushRequest(7, 1)] * 5
+    found = kinds(answers(make(mode="push", **settings), *pushes))
+    assert found == [AcceptReply] * most + [BusyReply] * (5 - most)
+
+
+@pytest.mark.parametrize(
+    ("settings", "apart"), [({}, GIVING / 0.03), ({"serve_share": 0.001}, GIVING / 0.001), ({"serve_share": 1.0}, 0.0)]
+)
+def test_models_are_given_so_far_apart(make: Make, settings: dict[str, Any], apart: float) -> None:
+    """The share of a while before was saved up; from then on each waits for its turn."""
+    found = answers(make(max_served=7, **settings), *[PullRequest(1, 30.0)] * 7)
+    turns = [NOW - SAVED + number * apart for number in range(7)]
+    assert [answer.begins for answer in found] == pytest.approx([max(turn, NOW) for turn in turns])
+
+
+@pytest.mark.parametrize(("settings", "patience"), [({}, LONG), ({"max_rate": "8kbit"}, 1.0)])
+def test_a_model_leaves_at_so_much_a_second(make: Make, settings: dict[str, Any], patience: float) -> None:
+    """100 kB at 1 kB a second are not there in one second; without a limit they are."""
+    giver, taker = make(0, **settings), make(1)
+    for rank, peer in enumerate((giver, taker)):
+        peer._comm.start()
+        peer._comm._member.addresses[rank] = peer._comm.address
+    came: queue.Queue[Reply | GossipxError] = queue.Queue()
+    room = bytearray(taker._arena.nbytes())
+    request = PullRequest(1, patience)
+    taker._comm.request(0, request, deadline=soon(patience), payload=Bytes(memoryview(room)), done=came.put)
+    reply = came.get(timeout=2 * LONG)
+    assert isinstance(reply, PeerTimeoutError | PeerUnreachableError if settings else ModelReply)
+    whole = giver._module.weight.detach().numpy().tobytes()
+    assert (room[: len(whole)] == whole) is not bool(settings)
+
+
+@pytest.mark.parametrize(("settings", "seconds"), [({}, 20.0), ({"max_rate": "8kbit"}, 2 * 4 * VALUES / 1000)])
+def test_a_model_is_waited_for_as_long_as_the_rate_makes_it_take(
+    make: Make, settings: dict[str, Any], seconds: float
+) -> None:
+    assert make(**settings)._role.members.patience(1) == pytest.approx(seconds, rel=1e-3)

@@ -1,0 +1,137 @@
+"""Which settings of a run go together: what has no effect is refused, what is only the default never."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import nn
+
+import gossipx
+from gossipx.assembly.settings import effective_config
+from gossipx.config import files
+from gossipx.config.settings import RunConfig
+from gossipx.errors import UsageError
+from gossipx.tasks.presets import PRESETS
+
+SIZE = 4
+OF_PEERS = [
+    {"mode": "push"},
+    {"mode": "pushpull"},
+    {"exchange": "waves"},
+    {"topology": "ring"},
+    {"schedule": "random"},
+    {"weights": "metropolis"},
+    {"weights": "push-sum"},
+    {"mixing": "aged"},
+    {"mixing": "average:beta=0.3"},
+]
+"""What is of peers that exchange with each other."""
+
+
+def effective(has_script: bool = False, **given: Any) -> RunConfig:
+    return effective_config(files.resolve(given), SIZE, has_script)
+
+
+def refused(**given: Any) -> str:
+    with pytest.raises(UsageError) as caught:
+        effective(**given)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("given", [*OF_PEERS, {"policy": "tau:5"}, {"policy": "tau"}, {"policy": "adaptive:0.5"}])
+def test_servers_refuse_what_is_of_peers_among_themselves(given: dict[str, str]) -> None:
+    ((name, value),) = given.items()
+    told = refused(servers="0,1", **given)
+    shown = PRESETS["lenet"].policies.get(value, value) if name == "policy" else value
+    assert told.startswith(f"--{name} {shown} is of peers that exchange with each other")
+    assert "with --servers 0,1 they do so by the servers alone" in told and "\n" not in told
+    if name != "mode":
+        assert "with --mode server they" in refused(mode="server", **given)
+
+
+@pytest.mark.parametrize("has_script", [False, True])
+@pytest.mark.parametrize("model", sorted(PRESETS))
+def test_servers_refuse_no_default(model: str, has_script: bool) -> None:
+    """Also not that of the model's preset, nor what a run that goes on finds in its configuration."""
+    same = {"policy": "adaptive", "mode": "pull", "exchange": "pulls", "topology": "full", "weights": "uniform"}
+    for given in ({}, {**same, "mixing": "average:beta=0.5"}, {"mode": "server"}, {"policy": "never"}):
+        made = effective(has_script, servers="0", model=model, **given)
+        effective_config(made, SIZE, has_script)
+
+
+@pytest.mark.parametrize("given", OF_PEERS)
+@pytest.mark.parametrize("lost", ["gossip", "wait", "stop"])
+def test_a_hub_refuses_what_has_a_say_at_no_time(given: dict[str, str], lost: str) -> None:
+    """With --hub-lost gossip workers that have lost it pull from each other: from whom is told, and how it enters."""
+    ((name, value),) = given.items()
+    if lost == "gossip" and name not in ("mode", "exchange") and value != "push-sum":
+        effective(hub="0", hub_lost=lost, **given)
+        return
+    told = refused(hub="0", hub_lost=lost, **given)
+    assert "--hub 0" in told or value == "push-sum"
+    assert told.startswith(f"--{name} {value} ") and "leave one out" in told and "\n" not in told
+
+
+@pytest.mark.parametrize("lost", ["gossip", "wait", "stop"])
+def test_a_hub_goes_by_any_policy(lost: str) -> None:
+    for policy in ("adaptive", "tau:5", "never"):
+        effective(hub="0", hub_lost=lost, policy=policy)
+
+
+def test_join_refuses_a_policy_of_ones_own_with_servers() -> None:
+    model = nn.Linear(2, 1)
+    with pytest.raises(
+        UsageError, match=r"^policy= is of peers that exchange with each other, and servers go by sync="
+    ):
+        gossipx.join(model, None, peers="none", mode="server", policy=lambda seen: True)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"codec": "3lc", "servers": "0"}, "--codec 3lc is of models, and servers have --push-codec and --pull-codec"),
+        ({"codec": "3lc", "exchange": "waves"}, "--codec 3lc is of models that are exchanged with one peer"),
+        ({"codec": "3lc", "mode": "push", "weights": "push-sum"}, "--codec 3lc loses a part of what push-sum's"),
+        ({"codec": "dgc"}, "--codec dgc is for gradients alone"),
+        ({"codec": "topk", "references": 0}, "--codec topk leaves too much of a model out to be used without"),
+        ({"codec": "moniqua"}, "--codec moniqua is of models, and with references differences are encoded"),
+        ({"codec": "moniqua", "references": 0, "hub": "0"}, "--codec moniqua is of models that peers exchange"),
+        ({"codec": "moniqua", "references": 0, "mode": "push"}, "--codec moniqua is recovered near the model that ask"),
+        ({"push_codec": "moniqua", "servers": "0"}, "--push-codec moniqua is of models that peers exchange with"),
+        ({"pull_codec": "moniqua:bits=4", "servers": "0"}, "--pull-codec moniqua:bits=4 is of models that peers"),
+        ({"pull_codec": "dgc", "servers": "0"}, "--pull-codec dgc is for gradients alone: give it as --push-codec"),
+        ({"rescale_error": True, "servers": "0"}, "--rescale-error is of a --push-codec with error feedback"),
+        (
+            {"push_codec": "none+zlib", "rescale_error": True, "servers": "0"},
+            "--rescale-error is of a --push-codec with error feedback",
+        ),
+        ({"references": 3}, "--references 3 is of --codec: give one, or leave it out"),
+        ({"mixing": "choco"}, "--mixing choco mixes what a codec makes of differences: give --codec, such as 3lc"),
+        ({"mixing": "choco", "codec": "int8", "references": 0}, "--mixing choco mixes what a codec makes of differ"),
+        ({"mixing": "choco", "codec": "3lc", "mode": "push"}, "--mixing choco mixes what a codec makes of models that"),
+    ],
+)
+def test_codecs_of_models_that_do_not_go_with_a_run(given: dict[str, Any], told: str) -> None:
+    assert refused(**given).startswith(told)
+
+
+@pytest.mark.parametrize("codec", ["fp16", "bf16", "int8", "uint8-minmax", "natural", "int8+zlib", "moniqua"])
+def test_codecs_that_need_no_references(codec: str) -> None:
+    effective(codec=codec, references=0)
+    told = refused(codec="topk", references=0)
+    assert codec.partition("+")[0] in told.partition("one of ")[2].split(", ")
+
+
+@pytest.mark.parametrize("given", [{"mode": "push"}, {"hub": "0"}])
+def test_what_is_named_instead_goes_with_the_run(given: dict[str, Any]) -> None:
+    named = refused(codec="topk", references=0, **given).partition("one of ")[2].split(", ")
+    assert named == ["fp16", "bf16", "int8", "uint8-minmax", "natural"]
+    for codec in named:
+        effective(codec=codec, references=0, **given)
+
+
+def test_a_script_has_a_solver_of_its_own() -> None:
+    assert refused(has_script=True, solver="convnet") == (
+        "--solver convnet is of the built-in task, and a script calls gossipx.get_solver: leave one out"
+    )

@@ -1,0 +1,266 @@
+"""A model comes in piece by piece: what is made of it, in whose memory, and what it costs in buffers."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gossipx.memory import STAGED
+from gossipx.model.arena import ParameterArena
+from gossipx.model.receive import Incoming
+from gossipx.model.snapshots import Snapshot
+from gossipx.wire import Sink, gather
+
+
+class Net(nn.Module):
+    """Sections of two dtypes, the larger one of several pieces, with buffers after the trained values."""
+
+    def __init__(self, seed: int):
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.wide = nn.Parameter(torch.randn(2_800_001, generator=generator))
+        self.deep = nn.Parameter(torch.randn(1_200_000, generator=generator, dtype=torch.float64))
+        self.register_buffer("mean", torch.randn(1_000, generator=generator))
+
+
+def vectors_of(arena: ParameterArena) -> list[Tensor]:
+    snapshot = arena.snapshot()
+    copies = [vector.clone() for vector in snapshot.vectors]
+    snapshot.release()
+    return copies
+
+
+def bytes_of(arena: ParameterArena) -> memoryview:
+    snapshot = arena.snapshot()
+    model = bytearray(snapshot.buffer.view)
+    snapshot.release()
+    return memoryview(model)
+
+
+def receive(view: memoryview, sink: Sink, start: int = 0, stop: int | None = None) -> int:
+    """As a connection does it: into the room that the sink gives."""
+    stop = sink.nbytes if stop is None else min(stop, sink.nbytes)
+    while start < stop:
+        room = sink.room(start)
+        room[:] = view[start : start + len(room)]
+        sink.filled(start)
+        start += len(room)
+    return start
+
+
+def step(arena: ParameterArena, amount: float = 0.5) -> None:
+    with torch.no_grad():
+        for section in arena.sections:
+            section.storage[: section.trainable].add_(amount)
+    arena.step_done()
+
+
+def expected(arena: ParameterArena, base: list[Tensor], theirs: list[Tensor]) -> list[Tensor]:
+    """x_j − base of trained values, x_j of the others."""
+    rows = zip(arena.sections, base, theirs, strict=True)
+    return [torch.cat([t[: s.trainable] - b[: s.trainable], t[s.trainable :]]) for s, b, t in rows]
+
+
+def same(incoming: Incoming, wanted: list[Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(incoming.buffer.vectors, wanted, strict=True))
+
+
+def in_parts(size: int) -> Callable[[memoryview, Sink], None]:
+    """As a carrier brings it: in parts that know nothing of pieces, each gone when the next comes."""
+
+    def way(view: memoryview, sink: Sink) -> None:
+        seen = bytearray()
+        room = memoryview(bytearray(size))
+
+        def parts() -> Iterator[memoryview]:
+            for start in range(0, len(view), size):
+                part = view[start : start + size]
+                room[: len(part)] = part
+                yield room[: len(part)]
+
+        gather(parts(), sink, seen.extend)
+        assert seen == view, "all of it was looked at, in order"
+
+    return way
+
+
+@pytest.mark.parametrize("way", [receive, in_parts(800), in_parts(STAGED // 3 // 8 * 8), in_parts(4 * STAGED)])
+@pytest.mark.parametrize("stepped", [False, True])
+@pytest.mark.parametrize("shared", [False, True])
+def test_what_comes_in_is_the_difference_to_the_base(way, stepped: bool, shared: bool) -> None:
+    arena, other = ParameterArena(Net(0)), ParameterArena(Net(1))
+    base, theirs = vectors_of(arena), vectors_of(other)
+    reader = arena.snapshot() if shared else None
+    incoming = Incoming(arena, arena.snapshot())
+    if stepped:
+        step(arena)
+    way(bytes_of(other), incoming)
+    wanted = expected(arena, base, theirs)
+    assert same(incoming, wanted)
+    rows = zip(arena.sections, wanted, strict=True)
+    squared = sum(float(w[: s.trainable].double().square().sum()) for s, w in rows)
+    assert incoming.norm() == pytest.approx(math.sqrt(squared), rel=1e-6)
+    if reader is not None:
+        assert all(torch.equal(one, two) for one, two in zip(reader.vectors, base, strict=True)), "others still read it"
+
+
+def test_the_base_gives_its_memory_once_a_step_has_passed() -> None:
+    arena, other = ParameterArena(Net(0)), ParameterArena(Net(1))
+    base = arena.snapshot()
+    place = base.vectors[0].data_ptr()
+    incoming = Incoming(arena, base)
+    step(arena)
+    receive(bytes_of(other), incoming)
+    assert incoming.buffer.vectors[0].data_ptr() == place
+
+
+@pytest.mark.parametrize("pieces", [0, 1, 2, 4])
+def test_a_step_in_the_midst_moves_what_is_done_to_the_bases_memory(pieces: int) -> None:
+    arena, other = ParameterArena(Net(0)), ParameterArena(Net(1))
+    base, theirs, model = vectors_of(arena), vectors_of(other), bytes_of(other)
+    held = arena.snapshot()
+    place = held.vectors[0].data_ptr()
+    incoming = Incoming(arena, held)
+    done = receive(model, incoming, 0, pieces * STAGED)
+    if pieces:
+        assert incoming.buffer.vectors[0].data_ptr() != place, (
+            "the base is still the boundary, which others may ask for"
+        )
+    step(arena)
+    receive(model, incoming, done)
+    assert incoming.buffer.vectors[0].data_ptr() == place
+    assert same(incoming, expected(arena, base, theirs))
+
+
+def test_a_reader_that_is_done_in_the_midst_makes_room() -> None:
+    arena, other = ParameterArena(Net(0)), ParameterArena(Net(1))
+    base, theirs, model = vectors_of(arena), vectors_of(other), bytes_of(other)
+    reader = arena.snapshot()
+    incoming = Incoming(arena, arena.snapshot())
+    step(arena)
+    done = receive(model, incoming, 0, STAGED)
+    assert all(torch.equal(one, two) for one, two in zip(reader.vectors, base, strict=True))
+    place = reader.vectors[0].data_ptr()
+    reader.release()
+    receive(model, incoming, done)
+    assert incoming.buffer.vectors[0].data_ptr() == place
+    assert same(incoming, expected(arena, base, theirs))
+
+
+def test_memory_is_the_model_two_boundaries_and_one_buffer_however_long_it_goes_on() -> None:
+    """Of a peer that pulls all the time, and is read all the time: model, boundary, what is read, what comes in."""
+    arena, other = ParameterArena(Net(0)), ParameterArena(Net(1))
+    model = bytes_of(other)
+    places: set[int] = set()
+    reader: Snapshot | None = None
+    for number in range(40):
+        incoming = Incoming(arena, arena.snapshot())
+        if reader is None:
+            reader = arena.snapshot()
+        step(arena, 0.01)
+        done = receive(model, incoming, 0, 2 * STAGED)
+        step(arena, 0.01)
+        receive(model, incoming, done)
+        arena.commit(incoming.buffer, 0.5)
+        now = arena.snapshot()
+        places |= {v.vectors[0].data_ptr() for v in (now, reader)} | {incoming.buffer.vectors[0].data_ptr()}
+        now.release()
+        incoming.release()
+        if number % 3 == 2:
+            reader.release()
+            reader = None
+    assert len(places) <= 4
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_one_value_that_is_not_finite_is_told(value: float) -> None:
+    for name in ("wide", "deep", "mean"):
+        other = Net(1)
+        with torch.no_grad():
+            getattr(other, name)[-1] = value
+        arena = ParameterArena(Net(0))
+        incoming = Incoming(arena, arena.snapshot())
+        receive(bytes_of(ParameterArena(other)), incoming)
+        assert math.isnan(incoming.norm()), name
+
+
+def test_a_whole_model_comes_as_it_is() -> None:
+    arena, other = ParameterArena(Net(0)), ParameterArena(Net(1))
+    incoming = Incoming(arena, None, whole=True)
+    snapshot = other.snapshot(whole=True)
+    receive(snapshot.buffer.view, incoming)
+    assert bytes(incoming.buffer.view) == bytes(snapshot.buffer.view)
+
+
+def test_a_base_that_others_read_is_copied_where_memory_is_short():
+    """Beside the weights: the boundary, an older one that is given, and what comes in; no fourth."""
+    module, other = Net(1), ParameterArena(Net(2))
+    arena = ParameterArena(module)
+    given = arena.snapshot()
+    arena.step_done()
+    base = arena.snapshot()
+    sent = memoryview(bytearray(other.snapshot().buffer.view))
+    incoming = Incoming(arena, base.hold())
+    incoming.take(0, sent)
+    assert base.holders == 2, "it was given back: the boundary and this test hold it"
+    for difference, theirs, own in zip(incoming.buffer.vectors, other.snapshot().vectors, base.vectors, strict=True):
+        cut = next(section.trainable for section in arena.sections if len(section.storage) >= len(own))
+        assert torch.equal(difference[:cut], theirs[:cut] - own[:cut])
+    given.release()
+    base.release()
+    incoming.release()
+
+
+def test_a_boundary_waits_for_a_copy_rather_than_take_more_memory():
+    arena = ParameterArena(Net(1))
+    given = arena.snapshot()
+    arena.step_done()
+    base = arena.snapshot()
+    began, made = threading.Event(), arena.pool._made
+
+    def copy() -> None:
+        with arena.pool.copying_base():
+            began.set()
+            stepping.wait(0.2)  # the boundary comes in this time, and waits
+            base.release()
+
+    stepping = threading.Event()
+    copier = threading.Thread(target=copy)
+    copier.start()
+    began.wait(10)
+    arena.step_done()
+    copier.join()
+    assert arena.pool._made == made
+    given.release()
+
+
+def test_who_gives_the_boundary_waits_for_the_buffer_that_a_model_is_about_to_leave():
+    """Its base was read by others, so that it has a buffer too; the boundary, given, would make the next a fourth."""
+    arena, model = ParameterArena(Net(1)), bytes_of(ParameterArena(Net(2)))
+    base = arena.snapshot()
+    read, incoming = base.hold(), Incoming(arena, base)
+    done = receive(model, incoming, 0, STAGED)
+    step(arena)
+    read.release()
+    made, given = arena.pool._made, threading.Event()
+
+    def give() -> None:
+        arena.pool.wait_for_buffers()
+        given.set()
+
+    giver = threading.Thread(target=give)
+    giver.start()
+    assert not given.wait(0.05)
+    receive(model, incoming, done)
+    assert given.wait(10)
+    giver.join()
+    reader = arena.snapshot()
+    step(arena)
+    assert arena.pool._made == made == 3
+    reader.release()
+    incoming.release()

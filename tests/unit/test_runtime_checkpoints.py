@@ -1,0 +1,400 @@
+"""A peer's checkpoints between the training thread and the one that writes: no sockets.
+
+Numbers in brackets are rows of the project's fault list.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from gossipx import policies, topology
+from gossipx.checkpoint import CheckpointError, Every, Part, Store
+from gossipx.errors import UsageError
+from gossipx.hub import Elastic, ElasticSettings
+from gossipx.model.arena import ParameterArena
+from gossipx.peer import PeerRole
+from gossipx.runtime import checkpoints
+from gossipx.runtime.checkpoints import Checkpoints
+from gossipx.runtime.driver import Driver
+from gossipx.runtime.state import TrainingState
+from gossipx.sync import SyncManager
+
+LONG = 30.0
+ABOUT = {"--policy": "never", "peers": 2}
+
+
+class Net(nn.Module):
+    """A parameter that is trained, a frozen one, tied ones, and buffers of both kinds."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32):
+        super().__init__()
+        self.one = nn.Linear(4, 4)
+        self.two = nn.Linear(4, 4, bias=False)
+        self.two.weight = self.one.weight
+        self.norm = nn.BatchNorm1d(4)
+        self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
+        self.image = nn.Parameter(torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.to(dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        return self.norm(self.two(self.one(x))).sum() * self.image.sum() * 1e-3
+
+
+class Bench:
+    """One peer's training, without anybody to talk to."""
+
+    def __init__(
+        self,
+        directory: Path | None,
+        every: str = "10",
+        resumes: bool = False,
+        dtype: torch.dtype = torch.float32,
+        policy: str = "never",
+        about: Mapping[str, Any] = ABOUT,
+        net: Callable[[torch.dtype], nn.Module] = Net,
+        sampled: int | None = None,
+        hub: ElasticSettings | None = None,
+    ):
+        self.module = net(dtype)
+        self.optimizer = torch.optim.Adam((p for p in self.module.parameters() if p.requires_grad), lr=0.01)
+        self.arena = ParameterArena(self.module, sampled=sampled)
+        graph = topology.load("full", 2)
+        exchange_of = None if hub is None else functools.partial(Elastic, settings=hub)
+        sync = SyncManager(policies.parse(policy), seed=1)
+        role = PeerRole(0, 2, sync, graph, random.Random(1), 1, exchange_of=exchange_of)
+        self.driver = Driver(role, self.arena)
+        self.store = None if directory is None else Store(directory)
+        state = TrainingState(self.module, self.optimizer, self.driver, about)
+        self.checkpoints = Checkpoints(self.store, Every.parse(every), state, resumes)
+
+    def begin(self) -> dict[str, Any]:
+        kept = self.checkpoints.restore()
+        self.checkpoints.start()
+        return kept
+
+    def step(self, count: int = 1, flush: bool = True) -> None:
+        for _ in range(count):
+            self.optimizer.zero_grad()
+            self.module(torch.randn(8, 4, dtype=self.module.one.weight.dtype)).backward()
+            self.optimizer.step()
+            delta = self.arena.step_done()
+            drift = (
+                self.driver.held.drift(self.driver.role.pulling) if self.driver.role.sync.policy.uses_drift else None
+            )
+            self.driver.role.sync.step(self.arena.step, delta, drift)
+            self.checkpoints.step_done(lambda: {"steps": self.arena.step})
+            self.arena.go_on()
+            if flush:
+                assert self.checkpoints.flush() is None
+
+    def all(self) -> list[torch.Tensor]:
+        """Everything that training goes on from."""
+        masters = [section.values.clone() for section in self.arena.sections]
+        return [*masters, *(t.detach().clone() for t in [*self.module.parameters(), *self.module.buffers()])]
+
+    def centre(self) -> list[torch.Tensor]:
+        """What it holds as a hub; the first time the run begins."""
+        exchange = self.driver.role.exchange
+        assert isinstance(exchange, Elastic) and exchange.centre is not None
+        for effect in exchange.begun(0.0):
+            self.driver._at_once(effect)
+        held = self.driver.held.hold(exchange.centre.ticket)
+        assert held is not None
+        values = [vector.clone() for vector in held.buffer.vectors]
+        held.release()
+        return values
+
+    def close(self) -> None:
+        self.checkpoints.close()
+        self.driver.close()
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Callable[..., Bench]]:
+    made: list[Bench] = []
+
+    def make(directory: Path | None = tmp_path, **options: Any) -> Bench:
+        made.append(Bench(directory, **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+class Slow(Store):
+    """Writes once it is let."""
+
+    def __init__(self, directory: Path):
+        super().__init__(directory)
+        self.begun, self.may = threading.Semaphore(0), threading.Semaphore(0)
+        self.saved: list[int] = []
+
+    def save(self, iteration: int, parts: Mapping[str, Part]) -> None:
+        self.begun.release()
+        assert self.may.acquire(timeout=LONG)
+        self.saved.append(iteration)
+        super().save(iteration, parts)
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("test_runtime_checkpoints.Store", Slow)
+
+
+# --- the same state -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["never", "drift:distance=0.05", "adaptive:threshold=0.1", "random:p=0.5"])
+@pytest.mark.parametrize("sampled", [None, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_training_goes_on_bit_for_bit(
+    bench: Callable[..., Bench], dtype: torch.dtype, sampled: int | None, policy: str
+) -> None:
+    """Weights, masters of 16-bit models, buffers, momenta, random numbers, deltas and what the policy counts."""
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+    straight = bench(dtype=dtype, policy=policy, sampled=sampled)
+    straight.begin()
+    straight.step(20)
+    drawn = torch.randn(2), random.random(), np.random.random()
+    torch.randn(2), random.random(), np.random.random()
+    again = bench(dtype=dtype, policy=policy, sampled=sampled, resumes=True)
+    assert again.checkpoints.resumed and again.begin() == {"steps": 20}
+    assert (torch.equal(torch.randn(2), drawn[0]), random.random(), np.random.random()) == (True, *drawn[1:])
+    assert all(map(torch.equal, again.all(), straight.all()))
+    assert again.driver.state_dict() == straight.driver.state_dict()
+
+    torch.manual_seed(1)
+    straight.step(15)
+    torch.manual_seed(1)
+    again.step(15)
+    assert all(map(torch.equal, again.all(), straight.all()))
+    assert again.driver.state_dict() == straight.driver.state_dict()
+    assert int(again.module.seen) == 35
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_hub_goes_on_with_the_centre_as_it_was(bench: Callable[..., Bench], dtype: torch.dtype) -> None:  # [38]
+    """Which is no worker's model, nor the hub's own: here that with which the run began, as no worker has come yet."""
+    torch.manual_seed(0)
+    hub = ElasticSettings(0, 0.3, 0.3)
+    straight = bench(dtype=dtype, hub=hub)
+    straight.begin()
+    centre = straight.centre()
+    straight.step(10)
+    again = bench(dtype=dtype, hub=hub, resumes=True)
+    again.begin()
+    assert all(map(torch.equal, again.all(), straight.all()))
+    assert all(map(torch.equal, again.centre(), centre))
+    own = again.arena.snapshot()
+    assert not torch.equal(own.buffer.vectors[0], centre[0]), "the hub has trained meanwhile"
+    own.release()
+
+
+def test_what_is_written_is_the_boundary_whatever_training_does_meanwhile(
+    bench: Callable[..., Bench], slow: None
+) -> None:
+    torch.manual_seed(0)
+    one = bench()
+    one.begin()
+    one.step(10, flush=False)
+    kept = {name: tensor.clone() for name, tensor in one.module.state_dict().items()}
+    state = {key: value.clone() for key, value in one.optimizer.state_dict()["state"][0].items()}
+    assert one.store.begun.acquire(timeout=LONG)
+    one.step(5, flush=False)
+    one.store.may.release()
+    assert one.checkpoints.flush() is None
+    found = one.store.load()
+    assert found is not None and found.iteration == 10
+    model = found.parts["model"].tensors
+    assert model.keys() == kept.keys() - {"two.weight"}, "what is tied is there once"
+    assert all(torch.equal(model[name], kept[name]) for name in model)
+    assert all(torch.equal(found.parts["optimizer"].tensors[f"state.0.{key}"], value) for key, value in state.items())
+    assert one.arena.pool.now is not None and one.arena.pool.now.holders == 1, "the snapshot is given back"
+
+
+# --- when ---------------------------------------------------------------------------------------------
+
+
+def test_one_that_is_due_while_another_is_written_is_left_out_and_counted(
+    bench: Callable[..., Bench], slow: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = bench()
+    one.begin()
+    one.step(35, flush=False)
+    assert one.checkpoints.skipped == 2
+    assert [line for line in caplog.messages if "left out" in line] == [
+        "a checkpoint is left out, as the one before is still being written: raise --checkpoint-every"
+    ]
+    one.store.may.release()
+    assert one.checkpoints.flush() is None
+    one.step(5, flush=False)
+    one.store.may.release()
+    assert one.checkpoints.flush() is None
+    assert one.store.saved == [10, 40] and one.checkpoints.skipped == 2
+
+
+def test_by_seconds_of_the_monotonic_clock(bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
+    """[31]"""
+    now = [1000.0]
+    monkeypatch.setattr(checkpoints.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "time", lambda: 0.0)
+    one = bench(every="60s")
+    one.begin()
+    taken = []
+    for _ in range(10):
+        now[0] += 25
+        one.step()
+        taken.append(one.store.find())
+    assert taken == [None, None, 3, 3, 3, 6, 6, 6, 9, 9]
+
+
+def test_without_an_interval_only_the_last_one_is_written(bench: Callable[..., Bench]) -> None:
+    """[4]"""
+    one = bench(every="0")
+    one.begin()
+    one.step(25)
+    one.checkpoints.training_ended(dict)
+    assert one.checkpoints.flush() is None and one.store.find() is None
+    one.checkpoints.leaving(dict)
+    assert one.checkpoints.flush() is None and one.store.find() == 25
+
+
+@pytest.mark.parametrize("at", [20, 25])
+def test_the_end_of_training_is_written_once(bench: Callable[..., Bench], slow: None, at: int) -> None:
+    one = bench(every="20")
+    one.begin()
+    one.step(at, flush=False)
+    for _ in range(2):
+        one.store.may.release()
+    one.checkpoints.training_ended(dict)
+    one.checkpoints.leaving(dict)
+    assert one.checkpoints.flush() is None
+    assert one.store.saved == ([20] if at == 20 else [20, 25])
+
+
+def test_a_model_that_is_not_finite_is_no_checkpoint(bench: Callable[..., Bench]) -> None:
+    """[22] One that can be gone on from stays the newest."""
+    one = bench()
+    one.begin()
+    one.step(10)
+    one.driver.role.training.sound = False
+    one.step(10)
+    one.checkpoints.leaving(dict)
+    assert one.checkpoints.flush() is None and one.store.find() == 10
+
+
+def test_where_nothing_is_written_nothing_is_captured(bench: Callable[..., Bench]) -> None:
+    one = bench(None)
+    one.begin()
+    one.step(20)
+    one.checkpoints.leaving(dict)
+    assert one.checkpoints.flush() is None and one.checkpoints._writer is None
+
+
+# --- what is wrong ------------------------------------------------------------------------------------
+
+
+def test_a_disk_that_is_full_is_told_at_a_limited_rate_and_the_last_one_counts(
+    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """[28]"""
+    one = bench()
+    one.begin()
+    one.step(10)
+    save = one.store.save
+
+    def full(iteration: int, parts: Mapping[str, Part]) -> None:
+        raise CheckpointError("no room")
+
+    monkeypatch.setattr(one.store, "save", full)
+    for _ in range(30):
+        one.step(flush=False)
+        one.checkpoints._idle.wait(LONG)
+    assert one.checkpoints.failed == 3 and caplog.messages == ["no room"]
+    one.checkpoints.leaving(dict)
+    assert isinstance(one.checkpoints.flush(), CheckpointError), "what failed at this iteration is tried again"
+    assert one.checkpoints.failed == 4 and one.store.find() == 10
+    monkeypatch.setattr(one.store, "save", save)
+    one.checkpoints.leaving(dict)
+    assert one.checkpoints.flush() is None and one.store.find() == 40
+
+
+def test_state_that_cannot_be_kept_is_told_and_training_goes_on(
+    bench: Callable[..., Bench], caplog: pytest.LogCaptureFixture
+) -> None:
+    one = bench()
+    one.begin()
+    one.optimizer.param_groups[0]["schedule"] = object()
+    one.step(30, flush=False)
+    assert one.arena.step == 30 and one.checkpoints.failed == 3 and one.store.find() is None
+    assert len(caplog.messages) == 1 and "optimizer.param_groups.0.schedule is of type object" in caplog.text
+    assert isinstance(one.checkpoints.flush(), UsageError)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"about": {**ABOUT, "peers": 3}}, "a run with peers 2, not 3"),
+        ({"about": {**ABOUT, "--policy": "tau"}}, "a run with --policy never, not tau"),
+        ({"net": lambda dtype: nn.Linear(4, 1)}, "of another model: it has 'image float32 2x3x4x4"),
+        ({"dtype": torch.float64}, "of another model: it has 'image float32"),
+    ],
+)
+def test_one_of_another_run_is_refused(bench: Callable[..., Bench], options: dict[str, Any], told: str) -> None:
+    one = bench()
+    one.begin()
+    one.step(10)
+    other = bench(resumes=True, **options)
+    before = other.all()
+    with pytest.raises(UsageError) as caught:
+        other.begin()
+    assert told in str(caught.value) and "00000010" in str(caught.value)
+    assert all(map(torch.equal, other.all(), before)), "nothing of it is applied"
+
+
+# --- a script's own parts -----------------------------------------------------------------------------
+
+
+def test_parts_of_a_scripts_own(bench: Callable[..., Bench], caplog: pytest.LogCaptureFixture) -> None:
+    one, order = bench(), {"epoch": 3, "place": torch.arange(5)}
+    one.begin()
+    one.checkpoints.register("order", lambda: order, order.update)
+    one.checkpoints.register("model", dict, lambda state: None)  # meets none of gossipx's own
+    one.step(10)
+    order["epoch"] = 4
+    again = bench(resumes=True)
+    again.begin()
+    taken: list[Any] = []
+    again.checkpoints.register("order", dict, taken.append)
+    assert taken[0]["epoch"] == 3 and torch.equal(taken[0]["place"], torch.arange(5))
+    again.checkpoints.register("new", dict, taken.append)
+    assert len(taken) == 1 and "has no part 'new', which begins anew" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "..", "twice", "ä"])
+def test_names_of_parts(bench: Callable[..., Bench], name: str) -> None:
+    one = bench()
+    one.checkpoints.register("twice", dict, lambda state: None)
+    with pytest.raises(UsageError, match="names no new part of a checkpoint"):
+        one.checkpoints.register(name, dict, lambda state: None)
+
+
+def test_what_cannot_be_kept_is_told_when_it_is_registered(bench: Callable[..., Bench]) -> None:
+    with pytest.raises(UsageError, match=r"sampler\.generator is of type"):
+        bench().checkpoints.register("sampler", lambda: {"generator": torch.Generator()}, lambda state: None)

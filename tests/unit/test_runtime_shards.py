@@ -1,0 +1,325 @@
+"""A shard that comes back from its checkpoints and journals, without roles and a network."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from managers import HERE
+from sides import Side, side, values
+from torch import nn
+
+from gossipx.assembly.peer import Place, build_peer
+from gossipx.checkpoint import CheckpointError, Store
+from gossipx.config import files
+from gossipx.peer.membership import Requests
+from gossipx.protocol.effects import Effect
+from gossipx.protocol.events import Received
+from gossipx.protocol.table_effects import ApplyGradient, FillTables, KeepShard, Record
+from gossipx.runtime import shards
+from gossipx.runtime.progress import Progress
+from gossipx.runtime.shards import ShardKeeper
+from gossipx.server.failover.records import Journal, Records
+from gossipx.server.mode import ServerMode
+from gossipx.server.shard import Shard
+from gossipx.server.sync_models.clock import Clock
+from gossipx.server.sync_models.models import parse
+from gossipx.tables.store import Gradient
+
+EVERY = 2
+
+
+class Server:
+    """One process that holds one shard, kept every two ticks, for one worker under asp.
+
+    Args:
+        epoch: of the layout that stands as it is started again.
+
+    Attributes:
+        back: whether it has come back.
+    """
+
+    def __init__(self, directory: Path, epoch: int = 0):
+        self.side: Side = side(values(), servers=1)
+        self.store = Store(directory / "checkpoints", keep=5)
+        self.keeper = ShardKeeper({0: self.store}, self.side.desk, self.fresh, (0,), journals=True)
+        self._epoch = 0
+        if epoch:
+            self._place(epoch)
+        self.shard = self.fresh(0, (epoch,))
+        state = self.keeper.come_back(0)
+        self.back = state is not None
+        if state is not None:
+            self.shard.load_state_dict(state)
+            self.shard.records.number = state["next_record"]
+        if self.back or not epoch:
+            self._do(self.shard.begin(0.0))
+
+    def fresh(self, index: int, servers: Sequence[int]) -> Shard:
+        assert list(servers) == [self._epoch]
+        clock = Clock(parse("asp"), workers=[0])
+        made = Shard(index, len(self.side.cut[0]), clock, Requests(), every=(EVERY, 0.0))
+        made.records = Journal(index, self._epoch)
+        return made
+
+    def _place(self, epoch: int) -> None:
+        self._epoch = epoch
+        self.keeper.place(epoch, (epoch,))
+
+    def change(self, epoch: int, before: Server | None = None) -> None:
+        """Servers are changed: this one has the shard now, as ``before`` had it; None: as itself had it."""
+        before = before or self
+        state = before.shard.hand_over()
+        self.side.desk.load_state_dict(0, before.side.desk.state_dict(0))
+        self._place(epoch)
+        self.shard = self.fresh(0, (epoch,))
+        self._do(self.shard.take_over(state, 0.0))
+
+    @property
+    def values(self) -> list[torch.Tensor]:
+        return [bucket.values.clone() for bucket in self.side.stores[0].buckets]
+
+    def push(self, iteration: int) -> None:
+        generator = torch.Generator().manual_seed(iteration)
+        self.side.progress = iteration
+        self.side.update([torch.randn(one.shape, generator=generator) for one in self.side.parameters])
+        for place in self.side.whole:
+            request, content = self.side.request(place)
+            gradient = self.side.desk.room_for(request)
+            assert gradient is not None
+            gradient.take(0, memoryview(content))
+            effects = self.shard.requested(Received(0, place, request), 0.0)
+            self._do([*effects, *self.shard.keep(0.0)], gradient)
+
+    def _do(self, effects: list[Effect], gradient: Gradient | None = None) -> None:
+        for effect in effects:
+            match effect:
+                case FillTables():
+                    self.side.desk.fill(0)
+                case Record(record, ticket):
+                    brought = gradient if ticket is not None else None
+                    self.keeper.record(record, brought and brought.hold())
+                case ApplyGradient(_, scale):
+                    assert gradient is not None
+                    self.side.desk.apply(gradient, scale)
+                case KeepShard(shard, clock, state):
+                    self.keeper.keep(shard, clock, state)
+                    written = threading.Event()
+                    self.keeper._lane.put(written.set)
+                    assert written.wait(10)
+
+
+def test_a_first_checkpoint_that_takes_too_long_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = Server(tmp_path)
+    monkeypatch.setattr(shards, "LONGEST", 0.01)
+    written = threading.Event()
+    server.keeper._lane.put(lambda: written.wait(10))
+    server.keeper.place(1, (1,))
+    server.keeper.keep(0, 1, server.shard.state_dict())
+    written.set()
+    assert "shard 0: its first checkpoint takes too long to be written: were this peer killed" in caplog.text
+
+
+def damage(store: Store) -> int:
+    """The newest checkpoint cannot be used any more; its clock."""
+    newest = store.find()
+    assert newest is not None
+    (tables,) = store.directory.glob(f"*{newest}/tables*.safetensors")
+    tables.write_bytes(tables.read_bytes()[:-1])
+    return newest
+
+
+@pytest.mark.parametrize("pushes", [0, 1, 2, 5])
+def test_it_comes_back_with_all_that_was_pushed(tmp_path: Path, pushes: int) -> None:
+    before = Server(tmp_path)
+    for iteration in range(pushes):
+        before.push(iteration)
+    after = Server(tmp_path)  # the one before was killed: nothing of it was closed
+    assert all(map(torch.equal, before.values, after.values))
+    assert after.shard.clock.clock == pushes
+    after.push(pushes)
+    before.push(pushes)
+    assert all(map(torch.equal, before.values, after.values))
+
+
+def test_it_comes_back_twice(tmp_path: Path) -> None:
+    before = Server(tmp_path)
+    for iteration in range(3):
+        before.push(iteration)
+    second = Server(tmp_path)
+    second.push(3)
+    third = Server(tmp_path)
+    assert all(map(torch.equal, second.values, third.values))
+
+
+def test_a_damaged_checkpoint_costs_nothing(tmp_path: Path) -> None:
+    before = Server(tmp_path)
+    for iteration in range(2 * EVERY + 1):
+        before.push(iteration)
+    assert damage(before.store) == 2 * EVERY
+    assert all(map(torch.equal, before.values, Server(tmp_path).values))
+
+
+@pytest.mark.parametrize("keep", [1, 3])
+def test_as_many_are_kept_as_of_peers(tmp_path: Path, keep: int) -> None:
+    """``--keep-checkpoints``, in a peer that is put together as in a run."""
+    place = Place(0, ("a",), (HERE,), HERE, "the same list", tmp_path, Progress(None), False)
+    given = files.resolve({"servers": "0", "policy": "never", "keep_checkpoints": keep, "checkpoint_every": "1"})
+    module = nn.Linear(4, 3)
+    peer = build_peer(module, torch.optim.SGD(module.parameters(), lr=0.1), given, place)
+    try:
+        keeper, desk, exchange = peer._driver.tables.keeper, peer._driver.tables.transfers.desk, peer._role.exchange
+        assert keeper is not None and desk is not None and isinstance(exchange, ServerMode)
+        desk.fill(0)
+        for clock in range(5):
+            keeper.keep(0, clock, exchange.shards[0].state_dict())
+            assert keeper.settle()
+            assert max(Store(tmp_path / "shard-00" / "checkpoints").whole()) == clock
+    finally:
+        peer.close()
+    assert Store(tmp_path / "shard-00" / "checkpoints").whole() == set(range(5 - keep, 5))
+
+
+def test_who_leaves_keeps_what_it_was_handed_at_that_clock(tmp_path: Path) -> None:
+    """SIGTERM has come to all: the one that held the shard had kept it, but by the layout of before."""
+
+    def kept(shard: Shard) -> list[int]:
+        return [one.clock for one in shard.keep(0.0, leaves=True) if isinstance(one, KeepShard)]
+
+    server = Server(tmp_path)
+    server.push(0)
+    assert kept(server.shard) == [1]
+    after = server.fresh(0, (0,))
+    after.records = Records(0)
+    assert after.take_over(server.shard.hand_over(), 0.0) == [], "there are no journals"
+    assert after.keep(0.0) == [], "none is due"
+    assert kept(after) == [1]
+    assert kept(after) == []
+
+
+def test_nothing_is_taken_from_beyond_what_was_not_written_down(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The disk was full between two checkpoints, and the second of them is damaged."""
+    before = Server(tmp_path)
+    for iteration in range(EVERY + 1):
+        before.push(iteration)
+    known = before.values
+    before.keeper._journals.pop(0).close()  # as if it could not be written
+    for iteration in range(EVERY + 1, 2 * EVERY + 1):
+        before.push(iteration)
+    damage(before.store)
+    caplog.set_level(logging.WARNING, "gossipx")
+    after = Server(tmp_path)
+    assert f"no journal has what happened between clocks {EVERY} and {2 * EVERY}" in caplog.text
+    assert all(map(torch.equal, known, after.values))
+    after.push(EVERY + 1)  # and it goes on from there
+    assert all(map(torch.equal, after.values, Server(tmp_path).values))
+
+
+# --- after the servers were changed -------------------------------------------------------------------
+
+
+def pushed(server: Server, iterations: range) -> Server:
+    for iteration in iterations:
+        server.push(iteration)
+    return server
+
+
+def alike(one: Server, other: Server) -> bool:
+    return all(map(torch.equal, one.values, other.values))
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+@pytest.mark.parametrize("before", [0, 1, 2, 3])
+@pytest.mark.parametrize("since", [0, 1, 4])
+def test_it_comes_back_by_the_layout_of_then(tmp_path: Path, elsewhere: bool, before: int, since: int) -> None:
+    """The shard stays where it is, or goes to another process of this machine, which writes where the first did."""
+    first = pushed(Server(tmp_path), range(before))
+    holder = Server(tmp_path / "new") if elsewhere else first
+    holder.store.directory = first.store.directory
+    holder.change(1, first)
+    pushed(holder, range(before, before + since))
+    after = Server(tmp_path, epoch=1)
+    assert after.back and alike(holder, after)
+    assert after.shard.clock.clock == before + since
+    assert alike(pushed(holder, range(9, 12)), pushed(after, range(9, 12)))
+    assert alike(after, Server(tmp_path, epoch=1)), "and it comes back again"
+
+
+@pytest.mark.parametrize("epoch", [0, 2])
+def test_what_is_of_another_layout_is_of_no_use(tmp_path: Path, epoch: int) -> None:
+    """It was killed, and the servers were changed since, be it to the same ones; or it was not told of the change."""
+    server = pushed(Server(tmp_path), range(3))
+    server.change(1)
+    pushed(server, range(3, 4))
+    assert not Server(tmp_path, epoch).back
+
+
+def test_no_record_is_replayed_onto_another_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The new layout's first checkpoint cannot be written, its journal can."""
+    server = pushed(Server(tmp_path), range(EVERY))
+    known = server.values
+
+    def full(self: Store, iteration: int, parts: object) -> None:
+        raise CheckpointError("no room")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Store, "save", full)
+        server.change(1)
+        server.push(EVERY)
+    assert not Server(tmp_path, epoch=1).back
+    assert all(map(torch.equal, known, Server(tmp_path).values))
+
+
+def test_the_first_of_a_layout_is_on_the_disk_before_anything_else_is_done(tmp_path: Path) -> None:
+    """However long the one before it takes."""
+    server = pushed(Server(tmp_path), range(EVERY))
+    slow = threading.Event()
+    server.keeper._lane.put(lambda: assert_waited(slow))
+    timer = threading.Timer(0.2, slow.set)
+    timer.start()
+    server.keeper.place(1, (1,))
+    server.keeper.keep(0, EVERY, {**server.shard.state_dict(), "next_record": 0})
+    assert slow.is_set() and EVERY in server.store.whole()
+    timer.join()
+
+
+def assert_waited(event: threading.Event) -> None:
+    assert event.wait(10)
+
+
+def test_a_damaged_checkpoint_of_a_later_layout(tmp_path: Path) -> None:
+    """That of the change is there, and a journal from it on; without that there is nothing to come back to."""
+    server = pushed(Server(tmp_path), range(EVERY - 1))
+    server.change(1)
+    pushed(server, range(EVERY - 1, 2 * EVERY - 1))
+    assert damage(server.store) == EVERY
+    after = Server(tmp_path, epoch=1)
+    assert after.back and alike(server, after)
+    (tables,) = server.store.directory.glob(f"*{EVERY - 1}/tables*.safetensors")
+    tables.unlink()
+    assert not Server(tmp_path, epoch=1).back
+
+
+def test_a_run_that_goes_on_counts_epochs_anew(tmp_path: Path) -> None:
+    """By --resume, with the servers of then, which config.toml names: who is killed comes back at epoch 0."""
+    server = pushed(Server(tmp_path), range(3))
+    server.keeper.place(1, (0,))
+    server.keeper.keep(0, 3, {**server.shard.state_dict(), "next_record": 0})
+    resumed = Server(tmp_path / "new")
+    resumed.store.directory = server.store.directory
+    resumed.keeper.place(0, (0,))
+    resumed.shard = resumed.fresh(0, (0,))
+    resumed.keeper.resume(resumed.shard, 3)
+    resumed._do(resumed.shard.begin(0.0))
+    assert alike(server, resumed)
+    pushed(resumed, range(3, 6))
+    after = Server(tmp_path)
+    assert after.back and alike(resumed, after)

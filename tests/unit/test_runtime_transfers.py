@@ -1,0 +1,76 @@
+"""Answers that bring what cannot be decoded: training goes on, and what was asked for is asked for again."""
+
+from __future__ import annotations
+
+import queue
+from typing import Any
+
+import pytest
+import torch
+from sides import Side, side
+
+from gossipx import codecs
+from gossipx.codecs.changes import FULL
+from gossipx.protocol.effects import Send
+from gossipx.protocol.events import Event, Failed, Fault, Replied
+from gossipx.protocol.server_messages import TablesReply, TablesRequest
+from gossipx.protocol.table_effects import Asked
+from gossipx.runtime.requests import Outbox
+from gossipx.runtime.table_transfers import TableTransfers
+from gossipx.tables.coding import Coding
+
+
+class Comm:
+    """Keeps what is sent, for the test to answer."""
+
+    def __init__(self) -> None:
+        self.sent: queue.Queue[tuple[Any, Any, Any]] = queue.Queue()
+
+    def request(self, to: int, told: Any, deadline: float, payload: Any, done: Any, brought: Any) -> Any:
+        self.sent.put((told, payload, done))
+        return lambda: None
+
+
+def damaged(content: bytearray) -> bytearray:
+    content[-1] ^= 1
+    return content
+
+
+@pytest.mark.parametrize("damage", [False, True])
+def test_tables_that_cannot_be_decoded_are_as_an_answer_that_did_not_come(damage: bool) -> None:
+    tables = [torch.randn(20, 30, generator=torch.Generator().manual_seed(1))]
+    here: Side = side(tables, servers=1, coding=Coding(pull=codecs.parse("3lc"), shapes=((20, 30),)))
+    here.pull()
+    here.update([torch.ones(20, 30)])
+    here.push()
+    events: list[Event] = []
+    notes: list[str] = []
+    failures: list[Exception] = []
+    outbox = Outbox(0, events.append, lambda _, text: notes.append(text), failures.append)
+    transfers = TableTransfers(outbox)
+    comm = Comm()
+    outbox.comm, transfers.desk = comm, here.desk  # type: ignore[assignment]
+    try:
+        send = Send(7, 1, TablesRequest(0, 0, 1, 1, 0.0, 5.0), 1e9)
+        transfers.expect(send)
+        transfers.send(send)
+        told, sink, done = comm.sent.get(timeout=30)
+        base = here.client.base((0, 0))
+        assert told.base == base != FULL
+        given = here.desk.encode(Asked(0, 0, base=base))
+        content, before = bytearray(given.source.view), here.client._rooms[0, 0].apply.view.tobytes()
+        reply = TablesReply(0, given.parts, base=given.base)
+        sink.fit(reply).take(0, memoryview(damaged(content) if damage else content))
+        done(reply)
+    finally:
+        outbox.close()
+    assert not failures
+    assert here.client._rooms[0, 0].apply.view.tobytes() == before  # until the role has said what becomes of it
+    if damage:
+        assert events == [Failed(7, Fault.PROTOCOL)]
+        assert "tables cannot be decoded, and are asked for again: a codec's frame does not match" in notes[0]
+        assert here.client.base((0, 0)) == FULL  # next as they are
+    else:
+        assert events == [Replied(7, reply)] and not notes
+        transfers.fetched(7)
+        assert here.client._rooms[0, 0].apply.view.tobytes() != before

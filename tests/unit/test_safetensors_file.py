@@ -1,0 +1,34 @@
+"""A model's tensors as a file: readable as the umask says, and whole or not there."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from gossipx.errors import GossipxError
+from gossipx.model import safetensors_file
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
+def test_others_may_read_it_as_the_umask_says(tmp_path: Path, umask: int, mode: int) -> None:
+    before = os.umask(umask)
+    try:
+        safetensors_file.write(tmp_path / "model.safetensors", {"weight": torch.ones(3)}, "give another place")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "model.safetensors").stat().st_mode) == mode
+    assert [file.name for file in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def test_what_cannot_be_written_leaves_what_was_there(tmp_path: Path) -> None:
+    target = tmp_path / "model.safetensors"
+    safetensors_file.write(target, {"weight": torch.ones(3)}, "give another place")
+    (tmp_path / ".model.safetensors.tmp").mkdir()
+    with pytest.raises(GossipxError, match=r"model\.safetensors: it cannot be written .*; make room, or give another"):
+        safetensors_file.write(target, {"weight": torch.zeros(3)}, "give another place")
+    assert torch.equal(load_file(target)["weight"], torch.ones(3))

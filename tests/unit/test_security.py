@@ -1,0 +1,292 @@
+"""Who may talk: the rule, the secret's file, and the certificates that `gossipx certs new` makes."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+import stat
+import sys
+from pathlib import Path
+
+import pytest
+from certificates import Authority
+
+from gossipx.cli import main
+from gossipx.config import files as config_files
+from gossipx.config.security import SECRET_VARIABLE, absolute, grant, is_loopback, uncovered
+from gossipx.config.settings import ExchangeSettings
+from gossipx.errors import UsageError
+from gossipx.tools import certs
+from gossipx.transports import Address, tcp
+from gossipx.transports.tls import Tls
+
+SECRET = "0123456789abcdef" * 4
+
+
+@pytest.fixture(autouse=True)
+def no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(SECRET_VARIABLE, raising=False)
+
+
+def secret_file(folder: Path, content: str = SECRET + "\n", mode: int = 0o600) -> str:
+    path = folder / "secret"
+    path.write_text(content)
+    path.chmod(mode)
+    return str(path)
+
+
+# --- the rule -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bind", ["127.0.0.1", "127.9.9.9", "::1", "localhost"])
+def test_loopback_needs_nothing(bind: str) -> None:
+    granted = grant(ExchangeSettings(), bind)
+    assert granted.transport is tcp
+    assert granted.secret is None
+
+
+@pytest.mark.parametrize(
+    "bind", ["0.0.0.0", "::", "192.0.2.1", "fe80::1%eth0", "no.such.name.invalid", "::ffff:1.2.3.4"]
+)
+def test_any_other_address_needs_a_secret_or_tls(bind: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"--secret-file FILE \(or GOSSIPX_SECRET\), or --tls-cert FILE") as refused:
+        grant(ExchangeSettings(), bind)
+    assert refused.value.exit_code == 2
+    assert "\n" not in str(refused.value)
+    assert grant(ExchangeSettings(secret_file=secret_file(tmp_path)), bind).secret is not None
+
+
+@pytest.mark.parametrize("transport", ["gloo", "nccl"])
+def test_what_gloo_and_nccl_leave_open_is_said_off_loopback_in_one_line(transport: str) -> None:
+    exchange = ExchangeSettings(transport=transport, secret_file="secret")
+    assert uncovered(exchange, "127.0.0.1") is None
+    assert uncovered(ExchangeSettings(secret_file="secret"), "192.0.2.1") is None
+    told = uncovered(exchange, "192.0.2.1")
+    assert told is not None and "\n" not in told
+    assert told.startswith(f"--transport {transport} has neither authentication nor encryption of its own")
+    assert "a MAC of it is checked" in told
+    over_tls = uncovered(ExchangeSettings(transport=transport, tls_cert="cert"), "192.0.2.1")
+    assert over_tls is not None and "its digest goes over TLS" in over_tls
+
+
+@pytest.mark.parametrize(("transport", "shares"), [("auto", True), ("shm", True), ("tcp", False), ("gloo", False)])
+def test_only_some_transports_share_memory(transport: str, shares: bool) -> None:
+    assert grant(ExchangeSettings(transport=transport), "127.0.0.1").share_memory is shares
+
+
+def test_a_name_is_loopback_only_if_all_its_addresses_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0)) for address in ("127.0.0.1", "192.0.2.1")]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *given, **named: found)
+    assert not is_loopback("both")
+    del found[1]
+    assert is_loopback("both")
+
+
+def test_tls_needs_all_three_and_no_secret_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match="belong together: --tls-key is missing"):
+        grant(ExchangeSettings(tls_cert="a", tls_ca="b"), "127.0.0.1")
+    tls = ExchangeSettings(tls_cert="a", tls_key="b", tls_ca="c")
+    with pytest.raises(UsageError, match="--secret-file and --tls-cert are two ways"):
+        grant(dataclasses.replace(tls, secret_file=secret_file(tmp_path)), "127.0.0.1")
+    monkeypatch.setenv(SECRET_VARIABLE, SECRET)
+    with pytest.raises(UsageError, match="GOSSIPX_SECRET and --tls-cert are two ways"):
+        grant(tls, "127.0.0.1")
+
+
+# --- the secret ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("end", ["", "\n", "\r\n"])
+def test_a_secret_is_the_file_without_the_end_of_its_line(end: str, tmp_path: Path) -> None:
+    granted = grant(ExchangeSettings(secret_file=secret_file(tmp_path, SECRET + end)), "0.0.0.0")
+    assert granted.secret is not None
+    assert granted.secret.value == SECRET.encode()
+    assert SECRET not in repr(granted)
+
+
+def test_a_secret_from_the_environment_and_the_file_comes_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(SECRET_VARIABLE, "sixteen bytes of it")
+    granted = grant(ExchangeSettings(), "0.0.0.0").secret
+    assert granted is not None
+    assert granted.value == b"sixteen bytes of it"
+    granted = grant(ExchangeSettings(secret_file=secret_file(tmp_path)), "0.0.0.0").secret
+    assert granted is not None
+    assert granted.value == SECRET.encode()
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ("", "0 bytes"),
+        ("123456789012345\n", "15 bytes, which could be guessed; at least 16"),
+        ("a" * 5000, "another file"),
+    ],
+)
+def test_what_is_no_secret_is_refused_and_not_shown(content: str, told: str, tmp_path: Path) -> None:
+    file = secret_file(tmp_path, content)
+    with pytest.raises(UsageError, match=told) as refused:
+        grant(ExchangeSettings(secret_file=file), "127.0.0.1")
+    assert str(refused.value).startswith(f"{file}: --secret-file")
+    assert not content or content.strip() not in str(refused.value)
+
+
+def test_a_short_secret_of_the_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SECRET_VARIABLE, "hunter2")
+    with pytest.raises(UsageError, match="GOSSIPX_SECRET holds 7 bytes") as refused:
+        grant(ExchangeSettings(), "127.0.0.1")
+    assert "hunter2" not in str(refused.value)
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o777])
+def test_a_secret_that_others_can_read_is_refused_with_what_to_type(mode: int, tmp_path: Path) -> None:
+    file = secret_file(tmp_path, mode=mode)
+    with pytest.raises(UsageError, match=f"others can read --secret-file: chmod 600 {file}$"):
+        grant(ExchangeSettings(secret_file=file), "127.0.0.1")
+
+
+def test_a_secret_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot read --secret-file: No such file"):
+        grant(ExchangeSettings(secret_file=str(tmp_path / "none")), "127.0.0.1")
+    with pytest.raises(UsageError, match="no regular file"):
+        grant(ExchangeSettings(secret_file=str(tmp_path)), "127.0.0.1")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UsageError, match="no regular file"):
+        grant(ExchangeSettings(secret_file=str(tmp_path / "pipe")), "127.0.0.1")
+
+
+def test_files_are_named_so_that_processes_in_other_directories_find_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    settled = absolute(ExchangeSettings(secret_file="secret", tls_key="a/key", tls_ca="/ca"))
+    assert (settled.secret_file, settled.tls_key) == (str(tmp_path / "secret"), str(tmp_path / "a" / "key"))
+    assert (settled.tls_ca, settled.tls_cert) == ("/ca", None)
+    assert SECRET not in config_files.dump(config_files.resolve({"secret_file": secret_file(tmp_path)}))
+
+
+# --- TLS files ----------------------------------------------------------------------------------
+
+
+def test_tls_files_that_are_not_what_they_should_be_are_named(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    good, other = authority.issue(), authority.issue()
+    nothing, junk = tmp_path / "none", tmp_path / "junk"
+    junk.write_text("junk")
+    junk.chmod(0o600)
+
+    def refused(**files: Path) -> str:
+        settings = {"tls_cert": good.certificate, "tls_key": good.key, "tls_ca": good.authority} | files
+        with pytest.raises(UsageError) as told:
+            grant(ExchangeSettings(**{name: str(file) for name, file in settings.items()}), "127.0.0.1")
+        assert "\n" not in str(told.value)
+        return str(told.value)
+
+    assert isinstance(
+        grant(
+            ExchangeSettings(tls_cert=str(good.certificate), tls_key=str(good.key), tls_ca=str(good.authority)), "::"
+        ).transport,
+        Tls,
+    )
+    assert refused(tls_cert=nothing) == f"{nothing}: cannot read --tls-cert: No such file or directory"
+    assert refused(tls_key=nothing) == f"{nothing}: cannot read --tls-key: No such file or directory"
+    assert refused(tls_ca=nothing) == f"{nothing}: cannot read --tls-ca: No such file or directory"
+    assert f"{junk}: --tls-ca is not a CA's certificate" in refused(tls_ca=junk)
+    assert f"{junk}: --tls-cert is not a certificate" in refused(tls_cert=junk)
+    assert f"{junk}: --tls-key is not the private key of {good.certificate}" in refused(tls_key=junk)
+    assert f"--tls-key is not the private key of {good.certificate} as PEM (key values mismatch)" in refused(
+        tls_key=other.key
+    )
+    good.key.chmod(0o644)
+    assert refused() == f"{good.key}: others can read --tls-key: chmod 600 {good.key}"
+
+
+def test_a_key_with_a_passphrase_is_refused_without_asking_for_it(tmp_path: Path) -> None:
+    good = Authority(tmp_path).issue()
+    from cryptography.hazmat.primitives.serialization import (
+        BestAvailableEncryption,
+        Encoding,
+        PrivateFormat,
+        load_pem_private_key,
+    )
+
+    key = load_pem_private_key(good.key.read_bytes(), None)
+    good.key.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"word")))
+    with pytest.raises(UsageError, match="has a passphrase"):
+        good.transport()
+
+
+# --- gossipx certs new --------------------------------------------------------------------------
+
+
+def made(folder: Path, hosts: str) -> Path:
+    pytest.importorskip("cryptography", reason="certificates are made with the package cryptography")
+    file = folder / "hosts.txt"
+    file.write_text(hosts)
+    certs.new(folder / "certs", file)
+    return folder / "certs"
+
+
+def test_hosts_get_certificates_with_which_they_talk(tmp_path: Path) -> None:
+    directory = made(tmp_path, "localhost slots=2 name=ada\n127.0.0.1:7000\n[::1]:7000\nlocalhost:9000\n")
+    folders = sorted(path.name for path in directory.iterdir())
+    assert folders == ["ca.key", "ca.pem", "host---1", "host-127.0.0.1", "host-localhost"]
+    own, other = (
+        Tls(directory / host / "cert.pem", directory / host / "key.pem", directory / host / "ca.pem")
+        for host in ("host-127.0.0.1", "host-localhost")
+    )
+    from concurrent.futures import ThreadPoolExecutor
+    from time import monotonic
+
+    by = monotonic() + 60
+    listening = own.listen(Address("127.0.0.1", 0))
+    with ThreadPoolExecutor(1) as pool:
+        connecting = pool.submit(other.connect, listening.address, by)
+        theirs = listening.accept()
+        theirs.shake_hands(by)
+        ours = connecting.result()
+    assert (theirs.speaks_for("localhost"), theirs.speaks_for("127.0.0.1")) == (True, False)
+    assert (ours.speaks_for("localhost"), ours.speaks_for("127.0.0.1")) == (False, True)
+    for each in (ours, theirs):
+        each.abort()
+    listening.close()
+
+
+def test_nobody_else_can_read_what_was_made(tmp_path: Path) -> None:
+    directory = made(tmp_path, "ada\nbob\n")
+    for path in [directory, *directory.rglob("*")]:
+        assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600)
+
+
+def test_nothing_is_overwritten(tmp_path: Path) -> None:
+    directory = made(tmp_path, "ada\n")
+    before = (directory / "ca.pem").read_bytes()
+    with pytest.raises(UsageError, match="no certificate is overwritten"):
+        certs.new(directory, tmp_path / "hosts.txt")
+    assert (directory / "ca.pem").read_bytes() == before
+
+
+def test_hosts_cannot_lead_out_of_the_directory(tmp_path: Path) -> None:
+    directory = made(tmp_path, "../../ada\n..\n")
+    assert sorted(path.name for path in directory.iterdir()) == ["ca.key", "ca.pem", "host-..", "host-..-..-ada"]
+    with pytest.raises(UsageError, match="two hosts differ in signs"):
+        made(tmp_path / "certs", "a/b\na,b\n")
+
+
+def test_a_host_that_no_certificate_can_name_is_told_with_its_line(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"hosts\.txt:2: no certificate can be made for 'bü"):
+        made(tmp_path, "ada\nbücher\n")
+    assert not (tmp_path / "certs").exists()
+
+
+def test_without_the_package_it_is_told_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "cryptography", None)
+    (tmp_path / "hosts.txt").write_text("ada\n")
+    with pytest.raises(SystemExit) as ended:
+        main(["certs", "new", str(tmp_path / "certs"), str(tmp_path / "hosts.txt")])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "making certificates needs a package that is not here: pip install cryptography\n"

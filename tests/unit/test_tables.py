@@ -1,0 +1,146 @@
+"""Tables on both sides of the wire: what goes out comes in, and what does not fit is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, strategies
+from sides import CODED, FLOATS, LaterPieceFirst, OptimizerOf, side, values
+
+from gossipx.errors import ProtocolError
+from gossipx.protocol.messages import ModelReply
+from gossipx.protocol.server_messages import GradientRequest, TablesReply
+from gossipx.server.placement import Placement
+from gossipx.tables.bucket_memory import LARGEST
+from gossipx.tables.parts import Storages, TransmitBuffer, raw
+
+# --- there and back -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("storages", [Storages(), CODED])
+@pytest.mark.parametrize("place", ["uniform", "sliced", "heuristic", LaterPieceFirst()])
+@pytest.mark.parametrize("least", [0, 40, 10**6])
+def test_a_step_on_the_server_is_a_step_here(
+    dtype: torch.dtype, storages: Storages, place: str | Placement, least: int
+) -> None:
+    """Split, empty and scalar tables, raw or encoded. Halves are exact in every dtype."""
+    begun = [torch.round(one * 8) / 8 for one in values(dtype)]
+    gradients = [torch.round(one * 4) / 4 for one in values(dtype, seed=1)]
+    here = side([one.clone() for one in begun], place, storages=storages, least=least)
+    here.update(gradients)
+    assert sorted(here.whole) == [(shard, number) for shard, cut in enumerate(here.cut) for number in range(len(cut))]
+    here.push()
+    here.pull()
+    for own, before, gradient in zip(here.parameters, begun, gradients, strict=True):
+        assert torch.equal(own.detach(), before - 0.5 * gradient) and own.dtype == dtype
+
+
+def test_tables_of_several_dtypes_share_no_bucket() -> None:
+    mixed = [one.to(dtype) for one, dtype in zip(values(), [*FLOATS, torch.float32], strict=True)]
+    here = side([one.clone() for one in mixed], "range", 1, least=10**6)
+    kinds = [{mixed[one.table].dtype for one in here.placed[0][cut.first : cut.stop]} for cut in here.cut[0]]
+    assert all(len(kind) == 1 for kind in kinds) and len(kinds) == 5
+    here.update([torch.ones_like(one) for one in mixed])
+    here.push()
+    here.pull()
+    for own, before in zip(here.parameters, mixed, strict=True):
+        assert torch.equal(own.detach(), before - 0.5)
+
+
+def test_a_table_without_a_gradient_has_zeros() -> None:
+    decay: OptimizerOf = lambda parameters: torch.optim.SGD(parameters, lr=0.5, weight_decay=0.5)  # noqa: E731
+    here = side([torch.full((4,), 8.0), torch.full((4,), 8.0)], optimizer=decay)
+    here.update([torch.ones(4), None])
+    here.push()
+    here.pull()
+    assert here.parameters[0].tolist() == [5.5] * 4 and here.parameters[1].tolist() == [6.0] * 4
+
+
+def test_a_second_gradient_in_an_iteration_is_refused() -> None:
+    here = side(values())
+    here.client.update(0, torch.ones(3, 4))
+    with pytest.raises(ValueError, match="in this iteration already"):
+        here.client.update(0, torch.ones(3, 4))
+
+
+def test_what_is_sent_again_is_encoded_once() -> None:
+    """A push that did not arrive is asked for again; an encoder that keeps what it has not sent is not asked."""
+    asked: list[int] = []
+
+    class Counts(TransmitBuffer):
+        def encode(self) -> bytes:
+            asked.append(1)
+            return bytes(raw(self.data))
+
+    here = side([torch.zeros(8)], servers=1, storages=Storages(transmit=Counts))
+    for iteration in range(3):
+        here.update([torch.full((8,), float(iteration))])
+        assert bytes(here.request((0, 0))[1]) == bytes(here.request((0, 0))[1])
+        assert len(asked) == iteration + 1
+
+
+# --- what does not fit ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("storages", [Storages(), CODED])
+def test_a_push_of_a_wrong_size_is_refused_before_there_is_room(storages: Storages) -> None:
+    here = side([torch.zeros(8), torch.zeros(2)], servers=1, storages=storages)
+    here.update([torch.ones(8), torch.ones(2)])
+    right, _ = here.request((0, 0))
+    too_large = LARGEST * 32 + 65
+    wrong = [
+        {"parts": ((0, too_large), (1, 8))},
+        {"parts": ((0, 32),)},
+        {"parts": ((0, 32), (1, 8), (2, 0))},
+        {"parts": ((1, 32), (0, 8))},
+        {"bucket": 7},
+        {"shard": 1},
+    ]
+    for changed in wrong:
+        with pytest.raises(ProtocolError):
+            here.desk.room_for(dataclasses.replace(right, **changed))
+    assert not here.desk._free and here.desk._places.acquire(blocking=False)  # no memory, no place
+
+
+@given(strategies.lists(strategies.tuples(strategies.integers(0, 3), strategies.integers(0, 2**62)), max_size=4))
+def test_no_parts_make_a_peer_allocate_more_than_its_tables_may_be_encoded_to(parts: list[tuple[int, int]]) -> None:
+    for storages in (Storages(), CODED):
+        here = side([torch.zeros(8), torch.zeros(2)], servers=1, storages=storages)
+        request = GradientRequest(0, 0, 1, 0, tuple(parts), (), 5.0)
+        try:
+            gradient = here.desk.room_for(request)
+        except ProtocolError:
+            pass
+        else:
+            assert gradient is not None and gradient.nbytes <= LARGEST * 40 + 128
+        sink = here.client.sink((0, 0))
+        try:
+            sink.fit(TablesReply(0, tuple(parts)))
+        except ProtocolError:
+            continue
+        assert sum(size for _, size in parts) <= LARGEST * 40 + 128
+
+
+def test_an_answer_of_another_kind_or_size_is_refused() -> None:
+    here = side([torch.zeros(8)], servers=1)
+    for reply in (TablesReply(0, ((0, 31),)), TablesReply(0, ()), TablesReply(0, ((1, 32),))):
+        with pytest.raises(ProtocolError):
+            here.client.sink((0, 0)).fit(reply)
+    with pytest.raises(ProtocolError):
+        here.client.sink((0, 0)).fit(ModelReply(*[0] * len(dataclasses.fields(ModelReply))))  # type: ignore[arg-type]
+
+
+def test_a_part_that_a_storage_refuses_leaves_its_place_and_the_values() -> None:
+    here = side([torch.zeros(8)], servers=1, storages=CODED)
+    for turn in range(50):  # more than there are places
+        here.update([torch.ones(8)])
+        request, _ = here.request((0, 0), parts=((0, 30),), progress=turn)
+        gradient = here.desk.room_for(request)
+        assert gradient is not None
+        with pytest.raises(ProtocolError, match="30 bytes for a partition of 32"):
+            here.desk.buffer(gradient) if turn % 2 else here.desk.apply(gradient, 1.0)
+    here.pull()
+    assert here.parameters[0].tolist() == [0.0] * 8

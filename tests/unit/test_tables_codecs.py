@@ -1,0 +1,424 @@
+"""Codecs between workers and servers: what is kept on both sides, and what becomes of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+
+import pytest
+import torch
+from encoded import SPECS
+from sides import Side, side
+from torch import Tensor
+
+from gossipx import codecs
+from gossipx.codecs import Tensors, decode
+from gossipx.codecs.changes import FULL, Changes, checksum
+from gossipx.errors import ProtocolError, UsageError
+from gossipx.protocol.server_messages import TablesReply
+from gossipx.protocol.table_effects import Asked
+from gossipx.server.placement import Partition
+from gossipx.server.placement.buckets import Bucket
+from gossipx.tables.coding import Coding
+
+SHAPES = ((20, 30), (7,), (0,), (40, 10))
+ONE = [Bucket(0, len(SHAPES))]
+"""All tables, in one bucket."""
+
+
+def normal(seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator) for shape in SHAPES]
+
+
+def coded(push: str = "none", pull: str = "none", rescale: bool = False, least: int = 2000, servers: int = 1) -> Side:
+    coding = Coding(
+        push=None if push == "none" else codecs.parse(push),
+        pull=None if pull == "none" else codecs.parse(pull),
+        shapes=SHAPES,
+        groups=(0,) * len(SHAPES),
+        rescale=rescale,
+    )
+    return side(normal(0), servers=servers, least=least, coding=coding)
+
+
+def table(here: Side, number: int = 0) -> Tensor:
+    """A table as its server has it, where that is one and in one piece."""
+    for store in here.stores.values():
+        for bucket in store.buckets:
+            for partition, place in zip(bucket.partitions, bucket.ranges, strict=True):
+                if partition.table == number and partition.stop - partition.start == SHAPES[number][0] * 30:
+                    return bucket.values[place].view(SHAPES[number])
+    raise AssertionError("it is cut")
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_gradient_that_is_pushed_moves_the_table_by_what_its_frame_says(spec: str) -> None:
+    here, plain = coded(push=spec), coded()
+    before = table(here).clone()
+    for seed in range(3):
+        gradient = normal(seed)
+        here.update(gradient)
+        plain.update(gradient)
+        here.push()
+        plain.push()
+    if codecs.parse(spec).feedback:
+        room = next(iter(here.client._rooms.values()))
+        assert room.pushing is not None
+        left = room.pushing.state.kept["error"][:600].view(20, 30)
+        # What the server is behind is what the worker still keeps; the step is 0.5 times the gradient.
+        assert torch.allclose(table(here) - table(plain), 0.5 * left, atol=1e-5)
+    assert bool(table(here).isfinite().all())
+    assert spec.startswith(("localsteps", "threshold")) or not torch.equal(table(here), before)
+
+
+def test_what_has_to_be_sent_again_is_the_same_frame() -> None:
+    here = coded(push="3lc")
+    here.update(normal(1))
+    (first, *_) = here.whole
+    once, again = (bytes(here.client.encode(first)[1].view) for _ in range(2))
+    assert once == again
+    here.update(normal(1))
+    assert bytes(here.client.encode(first)[1].view) != once  # the error is in it
+
+
+@pytest.mark.parametrize("spec", ["3lc", "localsteps:k=2"])
+def test_not_finite_gradients_are_left_out_and_the_error_stays(spec: str) -> None:
+    here = coded(push=spec, least=10**6)
+    here.update(normal(1))
+    here.push()
+    (room, *_) = here.client._rooms.values()
+    assert room.pushing is not None
+    before, was = room.pushing.state.kept["error"].clone(), table(here).clone()
+    bad = normal(2)
+    bad[0][3, 3] = float("nan")  # the bucket has other tables, too, of which nothing is taken, either
+    here.update(bad)
+    request, content = here.request((0, 0))
+    gradient = here.desk.room_for(request)
+    assert gradient is not None
+    gradient.take(0, memoryview(content))
+    gradient.sender = 5
+    assert here.desk.apply(gradient, 1.0) == 5
+    assert torch.equal(table(here), was)
+    assert len(before) > 600
+    assert torch.equal(room.pushing.state.kept["error"], before)
+
+
+def test_a_push_that_is_no_frame_of_its_bucket_is_refused() -> None:
+    here = coded(push="3lc")
+    here.update(normal(1))
+    request, content = here.request(here.whole[0])
+    with pytest.raises(ProtocolError, match="no frame of its bucket"):
+        here.desk.room_for(dataclasses.replace(request, parts=((0, 10**6),)))
+    with pytest.raises(ProtocolError, match="no frame of its bucket"):
+        here.desk.room_for(dataclasses.replace(request, parts=((0, 5), (1, 5))))
+    other = coded(push="3lc", least=0)
+    other.update(normal(1))
+    _, wrong = other.request(other.whole[-1])
+    for bad in (bytes(len(content)), bytes(wrong)):
+        told = dataclasses.replace(request, parts=((0, len(bad)),))
+        gradient = here.desk.room_for(told)
+        assert gradient is not None
+        gradient.take(0, memoryview(bytearray(bad)))
+        was = table(here).clone()
+        with pytest.raises(ProtocolError, match="codec's frame"):
+            here.desk.apply(gradient, 1.0)
+        assert torch.equal(table(here), was)
+
+
+def test_what_a_worker_keeps_goes_on_from_its_checkpoint() -> None:
+    here, again = coded(push="3lc:1.75"), coded(push="3lc:1.75")
+    for seed in range(3):
+        here.update(normal(seed))
+        here.push()
+    state = here.client.state_dict()
+    assert state is not None
+    again.client.load_state_dict(state)
+    for one in (here, again):
+        one.update(normal(9))
+    place = here.whole[0]
+    assert bytes(here.client.encode(place)[1].view) == bytes(again.client.encode(place)[1].view)
+
+
+def test_a_run_that_goes_on_with_another_codec_keeps_the_error(caplog: pytest.LogCaptureFixture) -> None:
+    here, other, without = coded(push="3lc:1.75"), coded(push="topk:ratio=0.1"), coded()
+    here.update(normal(1))
+    here.push()
+    state = here.client.state_dict()
+    assert state is not None
+    other.client.load_state_dict(state)
+    rooms = [next(iter(one.client._rooms.values())) for one in (here, other)]
+    kept = [room.pushing.state.kept["error"] for room in rooms if room.pushing is not None]
+    assert torch.equal(*kept)
+    assert bool(kept[0].any())
+    without.client.load_state_dict(state)
+    assert "what 3lc:sparsity=1.75 has left out of gradients is lost: none keeps nothing" in caplog.text
+    with pytest.raises(UsageError, match="of another bucket"):
+        coded(push="3lc", least=10**6, servers=1).client.load_state_dict(
+            {**state, "pushing": [{**state["pushing"][0], "kept": {"error": torch.zeros(3)}}]}
+        )
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("powersgd:rank=2", "powersgd:rank=4"), ("dgc:ratio=0.01", "3lc"), ("3lc", "dgc:ratio=0.01"), ("3lc", "3lc:1.5")],
+)
+def test_of_another_codec_what_was_left_out_is_taken_and_nothing_else(before: str, after: str) -> None:
+    here, other = coded(push=before), coded(push=after)
+    for seed in range(2):
+        here.update(normal(seed))
+        here.push()
+    state = here.client.state_dict()
+    assert state is not None
+    other.client.load_state_dict(state)
+    for one, room in zip(here.client._rooms.values(), other.client._rooms.values(), strict=True):
+        assert one.pushing is not None and room.pushing is not None
+        kept = [{**pushing.state.kept} for pushing in (one.pushing, room.pushing)]
+        left = [each.get("error", each.get("gathered")) for each in kept]
+        assert left[0] is not None and left[1] is not None
+        assert torch.equal(*left) and (bool(left[0].any()) or not len(left[0]))
+        assert room.pushing.state.frames == 0
+        assert "velocity" not in kept[1] or not bool(kept[1]["velocity"].any())
+
+
+def test_an_error_that_the_next_codec_keeps_none_of_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    here, other = coded(push="3lc"), coded(push="qsgd")
+    here.update(normal(1))
+    here.push()
+    state = here.client.state_dict()
+    assert state is not None
+    other.client.load_state_dict(state)
+    assert "what 3lc has left out of gradients is lost: qsgd keeps nothing" in caplog.text
+
+
+@pytest.mark.parametrize("spec", ["3lc", "3lc:1.75", "localsteps:k=9"])
+def test_a_checkpoint_after_servers_changed_takes_in_no_gradient_again(spec: str) -> None:
+    """One that was delivered is not encoded once more, into the error; one that waits is, once."""
+    here = coded(push=spec, servers=2, least=0)
+    shards = [[Partition(3, 0, 150), Partition(0, 0, 600)], [Partition(1, 0, 7), Partition(2, 0, 0)]]
+    shards[1].append(Partition(3, 150, 400))
+    here.update(normal(1))
+    here.push()
+    before = errors(here)
+    here.client.place(shards, [[Bucket(0, 2)], [Bucket(0, 1), Bucket(1, 3)]], epoch=1)
+    assert here.client.state_dict() is not None
+    after = errors(here)
+    assert all(torch.equal(before[number], after[number]) for number in before)
+    here.update(normal(2))
+    here.client.state_dict()
+    once = errors(here)
+    here.client.state_dict()
+    assert not torch.equal(after[0], once[0])
+    assert all(torch.equal(once[number], one) for number, one in errors(here).items())
+
+
+def test_errors_go_where_their_values_go() -> None:
+    """Another layout: cut otherwise, and at other servers."""
+    here = coded(push="3lc", servers=2, least=0)
+    here.update(normal(1))
+    here.push()
+    before = errors(here)
+    assert sum(float(vector.abs().sum()) for vector in before.values()) > 0
+    shards = [[Partition(3, 0, 150), Partition(0, 0, 600)], [Partition(1, 0, 7), Partition(2, 0, 0)]]
+    shards[1].append(Partition(3, 150, 400))
+    here.client.place(shards, [[Bucket(0, 2)], [Bucket(0, 1), Bucket(1, 3)]], epoch=1)
+    after = errors(here)
+    assert all(torch.equal(before[number], after[number]) for number in before)
+
+
+def test_what_codecs_do_by_turns_goes_on_after_servers_changed() -> None:
+    """So draws are others than before, and ``dgc`` does not warm up again."""
+    here = coded(push="dgc:warmup=9", servers=2, least=0)
+    for seed in range(3):
+        here.update(normal(seed))
+        here.push()
+    here.client.place([[Partition(number, 0, math.prod(shape)) for number, shape in enumerate(SHAPES)]], [ONE], epoch=1)
+    (room,) = here.client._rooms.values()
+    assert room.pushing is not None and room.pushing.state.frames == 3
+
+
+def errors(here: Side) -> dict[int, Tensor]:
+    made = {number: torch.zeros(int(torch.tensor(shape).prod())) for number, shape in enumerate(SHAPES)}
+    for room in here.client._rooms.values():
+        assert room.pushing is not None
+        for partition, vector in room.pushing.kept()["error"]:
+            made[partition.table][partition.start : partition.stop] = vector
+    return made
+
+
+def test_an_error_follows_the_learning_rate_if_that_is_wanted() -> None:
+    """What was left out at one rate is to move the model as far at another."""
+    for rescale, factor in ((True, 4.0), (False, 1.0)):
+        here = coded(push="localsteps:k=2", rescale=rescale)
+        here.update(normal(1))
+        here.push()
+        here.optimizer.param_groups[0]["lr"] /= 4
+        here.update(normal(2))
+        was = table(here).clone()
+        here.push()
+        moved = was - table(here)
+        assert torch.allclose(moved, 0.125 * (factor * normal(1)[0] + normal(2)[0]), atol=1e-5)
+
+
+def test_a_learning_rate_that_errors_are_of_goes_where_they_go() -> None:
+    """Servers change between two iterations, and so does the rate."""
+    lefts = []
+    for moves in (False, True):
+        here = coded(push="localsteps:k=9", rescale=True, servers=2, least=0)
+        here.update(normal(1))
+        here.push()
+        if moves:
+            shards = [[Partition(3, 0, 150), Partition(0, 0, 600)], [Partition(1, 0, 7), Partition(2, 0, 0)]]
+            shards[1].append(Partition(3, 150, 400))
+            here.client.place(shards, [[Bucket(0, 2)], [Bucket(0, 1), Bucket(1, 3)]], epoch=1)
+        here.optimizer.param_groups[0]["lr"] /= 4
+        here.update([torch.zeros(shape) for shape in SHAPES])
+        for place in here.whole:
+            here.client.encode(place)
+        lefts.append(errors(here))
+    assert torch.allclose(lefts[0][0], 4 * normal(1)[0].view(-1), atol=1e-5)
+    assert all(torch.allclose(lefts[0][number], one) for number, one in lefts[1].items())
+
+
+def changes(here: Side, place: tuple[int, int] = (0, 0)) -> Changes:
+    found = here.stores[place[0]].buckets[place[1]].changes
+    assert found is not None
+    return found
+
+
+# --- pulls ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", [one for one in SPECS if one != "none" and not codecs.parse(one).gradients_only])
+def test_changes_bring_a_worker_near_and_it_and_its_server_agree_where_it_is(spec: str) -> None:
+    here = coded(pull=spec)
+    here.pull()
+    start = table(here).clone()
+    assert torch.equal(here.parameters[0], start)  # the first time it is given values as they are
+    for seed in range(8):
+        here.update(normal(seed))
+        here.push()
+        here.pull()
+    for place, room in here.client._rooms.items():
+        if room.apply.view.nbytes:
+            assert room.base == here.client.base(place) == checksum(torch.cat([one.data for one in room.takers]))
+            assert room.base in changes(here, place)._bases  # held there, bit for bit
+    behind = float((here.parameters[0].detach() - table(here)).norm()) / float((start - table(here)).norm())
+    assert behind < (1.2 if spec.startswith(("threshold", "randomk", "3lc:sparsity=1.75")) else 1.0)
+
+
+def test_workers_with_the_same_values_are_given_the_same_frame() -> None:
+    """Section 3 of the 3LC paper: compressed once, and kept for all."""
+    here = coded(pull="3lc")
+    encode = here.stores[0].encode
+    full = [encode(0, worker) for worker in range(4)]
+    assert all(given.base == FULL for given in full)
+    base = checksum(here.stores[0].buckets[0].told)
+    here.update(normal(1))
+    here.push()
+    given = [encode(0, worker, base) for worker in range(4)]
+    assert {id(one.source.view.obj) for one in given} == {id(given[0].source.view.obj)}
+    assert all(one.base == base for one in given)
+    assert len(changes(here)._bases) == 2  # what all have, and what all were sent
+
+
+def test_each_worker_may_have_values_of_its_own() -> None:
+    here = coded(pull="3lc")
+    encode = here.stores[0].encode
+    bases = {}
+    for worker in range(3):
+        encode(0, worker)
+        bases[worker] = checksum(here.stores[0].buckets[0].told)
+        here.update(normal(worker))
+        here.push()
+    assert len(set(bases.values())) == 3
+    given = [encode(0, worker, base) for worker, base in bases.items()]
+    assert [one.base for one in given] == list(bases.values())
+    assert len({bytes(one.source.view) for one in given}) == 3
+    assert len(changes(here)._bases) == 6  # two a worker, however many come
+    for _ in range(5):
+        encode(0, 0, bases[0])
+    assert len(changes(here)._bases) == 6
+
+
+def test_who_takes_by_turns_with_another_is_sent_as_often() -> None:
+    """Of ``localsteps`` every second frame has values: of those that each worker is sent, and not of all.
+
+    As long as both have what all began with they take turns at it.
+    """
+    made = Changes(codecs.parse("localsteps:k=2"), Tensors.of(torch.zeros(50)), seed=0)
+    made.common(begun := torch.zeros(50))
+    base = [checksum(begun)] * 2
+    sent: list[list[bool]] = [[], []]
+    for version in range(1, 13):
+        worker, values = version % 2, torch.full((50,), float(version))
+        given = made.frame(worker, base[worker], version, values)
+        assert given is not None
+        sent[worker].append(given.check != base[worker])
+        base[worker] = given.check
+    assert all(sum(pair) == 1 for worker in sent for pair in itertools.pairwise(worker[2:]))
+
+
+def test_chance_is_another_for_each_base() -> None:
+    drawn = []
+    for values in (torch.zeros(500), torch.ones(500)):
+        made = Changes(codecs.parse("randomk:ratio=0.1"), Tensors.of(values), seed=0)
+        made.common(values)
+        given = made.frame(0, made.begun, 1, values + 1)
+        assert given is not None
+        drawn.append(decode(given.source.view) != 0)
+    assert not torch.equal(*drawn)
+
+
+def test_values_that_a_server_does_not_know_are_given_as_they_are() -> None:
+    here = coded(pull="3lc")
+    here.pull()
+    given = here.desk.encode(Asked(0, 0, 0, base=12345))
+    assert given.base == FULL
+    assert given.source.view.nbytes == here.client._rooms[0, 0].apply.view.nbytes
+
+
+def test_a_change_of_other_values_is_refused_and_so_is_one_that_is_too_long() -> None:
+    here = coded(pull="3lc")
+    here.pull()
+    sink = here.client.sink((0, 0))
+    nbytes = here.client._rooms[0, 0].apply.view.nbytes
+    with pytest.raises(ProtocolError, match="change of other values"):
+        sink.fit(TablesReply(0, ((0, 20),), base=here.client.base((0, 0)) + 1))
+    with pytest.raises(ProtocolError, match=f"bytes for a bucket that has {nbytes}"):
+        sink.fit(TablesReply(0, ((0, 2**30),), base=here.client.base((0, 0))))
+    with pytest.raises(ProtocolError, match=f"20 bytes for a bucket that has {nbytes}"):
+        sink.fit(TablesReply(0, ((0, 20),)))
+
+
+def test_what_came_in_part_or_twice_changes_nothing() -> None:
+    here = coded(pull="3lc")
+    here.pull()
+    room, base = here.client._rooms[0, 0], here.client.base((0, 0))
+    here.update(normal(1))
+    here.push()
+    before = bytes(room.apply.view)
+    full, change = here.desk.encode(Asked(0, 0)), here.desk.encode(Asked(0, 0, base=base))
+    for given in (full, change):
+        here.client.sink((0, 0)).fit(TablesReply(0, given.parts, base=given.base)).take(0, given.source.view[:10])
+    assert (bytes(room.apply.view), here.client.base((0, 0))) == (before, base)  # the connection has dropped
+
+    sinks = [here.client.sink((0, 0)) for _ in range(2)]  # asked for again, before the first answer came
+    for sink in sinks:
+        sink.fit(TablesReply(0, change.parts, base=change.base)).take(0, change.source.view)
+        here.client.fetched((0, 0), sink)
+    assert here.client.base((0, 0)) in changes(here)._bases
+
+
+def test_pulls_lose_nothing_for_good() -> None:
+    """What a frame leaves out is in the next: with no further step a worker comes to the table's values."""
+    here = coded(pull="3lc:1.0")
+    here.pull()
+    here.update(normal(1))
+    here.push()
+    off = []
+    for _ in range(30):
+        here.pull()
+        off.append(float((here.parameters[0].detach() - table(here)).norm()))
+    assert off[-1] < 1e-3 * off[0]

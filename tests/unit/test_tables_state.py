@@ -1,0 +1,119 @@
+"""What parts keep from one iteration to the next, in checkpoints."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from sides import CODED, Side, side
+from torch import Tensor
+
+from gossipx.errors import UsageError
+from gossipx.tables.parts import ServerStorage, Storages, TransmitBuffer, raw
+
+
+class Half(TransmitBuffer):
+    """Sends half of what it has, and keeps the other half."""
+
+    def add(self, gradient: Tensor) -> None:
+        self.data += gradient
+
+    def encode(self) -> bytes:
+        self.data /= 2
+        return bytes(raw(self.data))
+
+    def state_dict(self) -> Tensor:
+        return self.data
+
+    def load_state_dict(self, state: Tensor) -> None:
+        self.data.copy_(state)
+
+
+class Counting(ServerStorage):
+    """Counts the gradients that came."""
+
+    count = 0
+
+    def decode(self, encoded: memoryview) -> Tensor:
+        self.count += 1
+        return super().decode(encoded)
+
+    def state_dict(self) -> int:
+        return self.count
+
+    def load_state_dict(self, state: int) -> None:
+        self.count = state
+
+
+KEEPING = Storages(transmit=Half, server=Counting)
+
+
+def made(storages: Storages = KEEPING) -> Side:
+    return side([torch.zeros(8), torch.zeros(5)], storages=storages)
+
+
+def iteration(here: Side) -> None:
+    here.update([torch.ones(8), torch.ones(5)])
+    here.push()
+
+
+def states(here: Side) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
+    """Of the worker and of the shards, as they are written."""
+    worker = here.client.state_dict()
+    shards = [here.desk.state_dict(shard) for shard in here.stores]
+    return None if worker is None else {**worker, "states": [copied(one) for one in worker["states"]]}, shards
+
+
+def copied(state: object) -> object:
+    return state.clone() if isinstance(state, Tensor) else state
+
+
+def test_who_goes_on_has_what_parts_have_kept() -> None:
+    whole, cut = made(), made()
+    for one in (whole, cut):
+        iteration(one)
+        iteration(one)
+    worker, shards = states(cut)
+    assert worker is not None
+    again = made()
+    again.client.load_state_dict(worker)
+    for shard, state in enumerate(shards):
+        again.desk.load_state_dict(shard, state)
+        counts = [state for state in state["store"]["parts"] if state is not None]
+        assert counts == [2, 2], "a gradient of each of two tables, in two iterations"
+    for one in (whole, again):
+        iteration(one)
+        one.pull()
+    assert all(map(torch.equal, whole.parameters, again.parameters))
+    assert states(whole)[1][0]["store"]["parts"] == states(again)[1][0]["store"]["parts"]
+
+
+def test_gradients_that_wait_to_be_sent_count_as_sent() -> None:
+    """A shard's checkpoint that goes with the worker's has all gradients of the iteration."""
+    here = made()
+    here.update([torch.ones(8), torch.ones(5)])
+    before = here.client.state_dict()
+    assert before is not None
+    halves = [state for state in before["states"] if state is not None]
+    assert sorted(map(len, halves)) == [2, 3, 4, 4] and all(bool((half == 0.5).all()) for half in halves)
+    here.push()
+    here.pull()
+    assert here.parameters[0].tolist() == [-0.25] * 8, "half of the gradient, at a rate of a half: encoded once"
+
+
+def test_nothing_is_written_where_nothing_is_kept() -> None:
+    for storages in (Storages(), CODED):
+        here = made(storages)
+        iteration(here)
+        assert here.client.state_dict() is None
+
+
+def test_what_other_parts_have_kept_is_refused() -> None:
+    worker, _ = states(made())
+    assert worker is not None
+    with pytest.raises(UsageError, match="of a run with the parts transmit Half, server Counting, not"):
+        made(dataclasses.replace(KEEPING, transmit=TransmitBuffer)).client.load_state_dict(worker)
+    with pytest.raises(ValueError, match="longer"):
+        side([torch.zeros(8)], storages=KEEPING).client.load_state_dict(worker)

@@ -1,0 +1,129 @@
+"""A shard's steps: the optimizers that it may have, the gradient buffer, and tables of 16 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from sides import OptimizerOf, side, values
+from torch import nn
+
+from gossipx.errors import UsageError
+from gossipx.protocol.table_effects import Asked
+
+# --- optimizers -------------------------------------------------------------------------------------------
+
+
+def two_groups(kind: Callable[..., torch.optim.Optimizer], **options: Any) -> OptimizerOf:
+    """Every other table with half the learning rate."""
+
+    def made(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        rows = [{"params": parameters[::2]}, {"params": parameters[1::2], "lr": options["lr"] / 2}]
+        return kind(rows, **options)
+
+    return made
+
+
+OPTIMIZERS: dict[str, OptimizerOf] = {
+    "momentum": two_groups(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
+    "adam": two_groups(torch.optim.Adam, lr=0.1),
+    "adamw": two_groups(torch.optim.AdamW, lr=0.1, amsgrad=True),
+    "rmsprop": two_groups(torch.optim.RMSprop, lr=0.1, momentum=0.5, centered=True),
+    "adagrad": two_groups(torch.optim.Adagrad, lr=0.1, lr_decay=0.1),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("place", ["uniform", "heuristic", "sliced"])
+def test_optimizers_with_two_groups_on_tables_that_are_cut(name: str, place: str) -> None:
+    make = OPTIMIZERS[name]
+    here = side(values(torch.float64), place, 3, make)
+    alone = [nn.Parameter(one) for one in values(torch.float64)]
+    optimizer = make(alone)
+    for step in range(5):
+        for group in (*optimizer.param_groups, *here.optimizer.param_groups):
+            group["lr"] *= 0.9  # a schedule's
+        gradients = values(torch.float64, seed=10 + step)
+        for own, gradient in zip(alone, gradients, strict=True):
+            own.grad = gradient
+        optimizer.step()
+        here.update(gradients)
+        here.push()
+    here.pull()
+    for one, two in zip(here.parameters, alone, strict=True):
+        torch.testing.assert_close(one.detach(), two.detach(), rtol=1e-12, atol=1e-12)
+
+
+class Norm(torch.optim.Optimizer):
+    """Steps of length lr in each tensor: looks at it whole."""
+
+    def __init__(self, parameters: Any, lr: float = 0.5):
+        super().__init__(parameters, {"lr": lr})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for one in group["params"]:
+                if one.grad is not None:
+                    one.data -= group["lr"] * one.grad / one.grad.norm()
+
+
+def test_an_optimizer_that_looks_at_whole_tensors() -> None:
+    """It is refused where a placement cuts one, and has each by itself, in its shape, where not."""
+    with pytest.raises(UsageError, match="Norm looks at whole tensors, which this placement cuts: use heuristic"):
+        side([torch.ones(3, 4), torch.ones(4)], "uniform", 2, Norm)
+    here = side([torch.zeros(3, 4), torch.zeros(4)], "heuristic", 1, Norm, least=10**6)
+    here.update([torch.full((3, 4), 2.0), torch.full((4,), 5.0)])
+    here.push()
+    here.pull()
+    torch.testing.assert_close(here.parameters[0].detach(), torch.full((3, 4), -0.5 / 12**0.5))
+    torch.testing.assert_close(here.parameters[1].detach(), torch.full((4,), -0.25))
+
+
+def test_an_optimizer_that_cannot_be_made_anew_is_refused() -> None:
+    class Needs(Norm):
+        def __init__(self, parameters: Any, what: str):
+            super().__init__(parameters)
+
+    with pytest.raises(UsageError, match="Needs cannot be made anew for a server's tables"):
+        side([torch.ones(4)], "heuristic", 1, lambda parameters: Needs(parameters, "this"))
+
+
+# --- the gradient buffer ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_buffer_is_applied_as_the_mean_of_each_bucket(dtype: torch.dtype) -> None:
+    """A bucket that has had two pushes is divided by two, one that has had three by three; then all are empty."""
+    here = side([torch.zeros(4, dtype=dtype), torch.zeros(4, dtype=dtype)], "range", 1, least=0)
+    for number, only_first in enumerate((False, False, True)):
+        here.update([torch.full((4,), 2.0**number, dtype=dtype), torch.full((4,), -2.0, dtype=dtype)])
+        here.whole = [place for place in here.whole if place == (0, 0) or not only_first]
+        here.push(buffered=True)
+    here.desk.apply_buffer(0)
+    here.pull()
+    expected = torch.tensor(-0.5 * (1 + 2 + 4) / 3, dtype=dtype)
+    assert here.parameters[0].tolist() == [float(expected)] * 4 and here.parameters[1].tolist() == [1.0] * 4
+    here.desk.apply_buffer(0)  # nothing is left in it
+    here.pull()
+    assert here.parameters[0].tolist() == [float(expected)] * 4
+
+
+def test_a_share_of_a_gradient() -> None:
+    here = side([torch.zeros(4)], servers=1)
+    here.update([torch.full((4,), 2.0)])
+    here.push(scale=0.25)
+    here.pull()
+    assert here.parameters[0].tolist() == [-0.25] * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_16_bits_are_kept_in_float32_and_sent_in_16(dtype: torch.dtype) -> None:
+    here = side([torch.ones(4, dtype=dtype)], servers=1, optimizer=lambda p: torch.optim.SGD(p, lr=2.0**-16))
+    assert here.desk.encode(Asked(0, 0)).parts == ((0, 8),)
+    for _ in range(2**10):
+        here.update([torch.ones(4, dtype=dtype)])
+        here.push()
+    here.pull()
+    assert here.parameters[0].tolist() == [1 - 2.0**-6] * 4
