@@ -19,7 +19,7 @@ PIECE = 2**20
 HOT = 2**18
 """Bytes sent or received between two looks at them: of more, a part has left the cache by the time of the look."""
 
-Look: TypeAlias = Callable[[memoryview], None]
+ByteObserver: TypeAlias = Callable[[memoryview], None]
 """Is told of bytes in order, a part at a time, while they are in the processor's cache."""
 
 STAGED = 2**22

@@ -14,7 +14,7 @@ from gossipx.policies import Observation, Policy
 
 
 @dataclass
-class _Since:
+class _Counters:
     """What is counted from the last retrieval."""
 
     delta: float = 0.0  # Δ_r
@@ -49,8 +49,8 @@ class SyncManager:
         self.failed = 0
         self._coin = random.Random(seed)
         self._policy_state = policy.init()
-        self._since = _Since()
-        self._before_request: _Since | None = None
+        self._since = _Counters()
+        self._before_request: _Counters | None = None
         self._delta = 0.0
 
     @property
@@ -100,7 +100,7 @@ class SyncManager:
     def requested(self, *, shared: bool = False) -> None:
         """A pull goes out now, or (``shared``) a wave begins: count from here."""
         self._before_request = self._since
-        self._since = _Since(delta=self._delta, shared=shared)
+        self._since = _Counters(delta=self._delta, shared=shared)
 
     def completed(self, models: int = 1) -> None:
         """The exchange that was under way is over, and brought so many models of others, which are mixed."""
@@ -120,7 +120,7 @@ class SyncManager:
         if self._before_request is None:
             return
         before, self._before_request = self._before_request, None
-        self._since = _Since(
+        self._since = _Counters(
             delta=before.delta,
             travelled=before.travelled + self._since.travelled,
             silence=before.silence + self._since.silence,
@@ -139,7 +139,7 @@ class SyncManager:
         if self._before_request is not None:
             before = self._before_request
             travelled, silence = before.travelled + since.travelled, before.silence + since.silence
-            since = _Since(before.delta, travelled, silence, before.shared)
+            since = _Counters(before.delta, travelled, silence, before.shared)
         version, words, gauss = self._coin.getstate()
         return {
             "policy": copy.deepcopy(self._policy_state),  # the policy may update its own in place
@@ -154,7 +154,7 @@ class SyncManager:
         version, words, gauss = state["coin"]
         self._coin.setstate((version, tuple(words), gauss))
         self._policy_state = copy.deepcopy(state["policy"])
-        self._since = _Since(**state["since"])
+        self._since = _Counters(**state["since"])
         self._before_request = None
         self._delta = state["delta"]
         self.retrievals, self.skipped, self.failed = state["counts"]

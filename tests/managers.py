@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from certificates import Authority, Identity
-from framed import joined
+from joined_frames import joined
 
 from gossipx.comm import CommManager
 from gossipx.errors import GossipxError
@@ -23,7 +23,7 @@ from gossipx.memory import Memory, Source
 from gossipx.protocol.messages import CarryingRequest, HereReply, ModelReply, PullRequest, Reply, Request, Stage
 from gossipx.transports import Address
 from gossipx.transports.process_group import ProcessGroups
-from gossipx.wire import Bytes, Hello, Room, frames
+from gossipx.wire import Bytes, Hello, UploadSink, frames
 from gossipx.wire.auth import Secret
 
 HERE = Address("127.0.0.1", 0)
@@ -83,7 +83,7 @@ class Host:
         self.comm.start()
         run.addresses[rank] = self.comm.address
 
-    def _requested(self, sender: int, key: Hashable, request: Request, brought: Room | None) -> None:
+    def _requested(self, sender: int, key: Hashable, request: Request, brought: UploadSink | None) -> None:
         self.received.put((sender, key, request))
         if brought is not None:
             assert isinstance(brought, Taken)

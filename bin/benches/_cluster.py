@@ -25,7 +25,7 @@ from gossipx.codecs.sparse import DGC
 from gossipx.launch.loops.train import accuracy
 from gossipx.model.layout import norms
 from gossipx.server.placement import Partition
-from gossipx.tables.coding import Coding, Pushing
+from gossipx.tables.coding import Coding, PushEncoder
 from gossipx.tasks.data import Batches, Dataset, load
 from gossipx.tasks.models import build_model
 from gossipx.tasks.partition import parse as split_by
@@ -94,7 +94,7 @@ class Cluster:
         self.tensors: Tensors = coding.tensors(self.partitions, torch.float32)
         self.gradients = [torch.zeros(self.values) for _ in range(WORKERS)]
         self.pushing = [
-            Pushing(coding, self.partitions, gradient, 1000 * seed + rank)
+            PushEncoder(coding, self.partitions, gradient, 1000 * seed + rank)
             for rank, gradient in enumerate(self.gradients)
         ]
         self.pulling = Changes(codecs.parse(pull), self.tensors, seed)

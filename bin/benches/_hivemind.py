@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from _far import HERE, SECONDS, end_with_parent, pin, start
+from _remote import HERE, SECONDS, end_with_parent, pin, start
 
 END = "end\n"
 

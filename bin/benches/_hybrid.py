@@ -12,7 +12,7 @@ import time
 from typing import Any
 
 import torch
-from _crew import SERVERS, WORKERS, Crew, Done, Job, join
+from _process_pool import SERVERS, WORKERS, Done, Job, ProcessPool, join
 from _report import figure
 from _sums import held_at, interval
 from torch import Tensor, nn
@@ -36,7 +36,7 @@ METRICS = {"accuracy": "test accuracy", "loss": "test loss", "train": "train los
 Curves = dict[str, list[float]]
 
 
-def measure(crew: Crew, rounds: int, seconds: float, tasks: tuple[str, ...] = TASKS) -> Any:
+def measure(crew: ProcessPool, rounds: int, seconds: float, tasks: tuple[str, ...] = TASKS) -> Any:
     """Title, headings, rows and figures.
 
     Args:

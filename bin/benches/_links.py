@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from _cached_runs import CachedRuns, Job
 from _cluster import WORKERS
-from _kept import Job, Kept
 from emulated import EmulatedNetwork
 from emulated.runs import train
 
@@ -40,7 +40,7 @@ def run(job: Job) -> dict[str, Any]:
         return {"seconds": max(json.loads(file.read_text()) for file in Path(scratch).glob("*.json"))}
 
 
-def medians(rate: str, specs: Sequence[str], rounds: int, kept: Kept) -> dict[str, float]:
+def medians(rate: str, specs: Sequence[str], rounds: int, kept: CachedRuns) -> dict[str, float]:
     """Seconds a step by codec."""
     made = [job for job in jobs(specs, rounds) if job["link"] == rate]
     return {spec: statistics.median(kept[job]["seconds"] for job in made if job["spec"] == spec) for spec in specs}

@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import resident
+import resident_memory
 from _report import figure
 from _runs import train
 
@@ -42,7 +42,7 @@ def _run(peers: int, megabytes: int, transport: str) -> tuple[float, float]:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         wide = str(int(megabytes * MB) // 4000)
-        script = (resident.__file__, scratch, wide, str(ITERATIONS), str(SAMPLES))
+        script = (resident_memory.__file__, scratch, wide, str(ITERATIONS), str(SAMPLES))
         one = train(folder, "run", peers, "--policy", "tau:1", "--transport", transport, "--no-save-model", *script)
-        grown = resident.growth(resident.told(folder, peers)) / MB
+        grown = resident_memory.growth(resident_memory.told(folder, peers)) / MB
         return statistics.fmean(value or 0.0 for value in one.retrievals), grown

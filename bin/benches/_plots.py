@@ -9,7 +9,7 @@ from typing import Any
 
 import _links
 import matplotlib as mpl
-from _kept import Kept
+from _cached_runs import CachedRuns
 
 mpl.use("Agg")
 from matplotlib import pyplot, ticker
@@ -24,7 +24,7 @@ SHOWN = 6
 SEEN = ("3lc:sparsity=1,small=1", "3lc:sparsity=1.75,small=1")
 
 
-def draw(plan: Any, kept: Kept, folder: Path) -> None:
+def draw(plan: Any, kept: CachedRuns, folder: Path) -> None:
     """Write the figures that there are runs for."""
     folder.mkdir(parents=True, exist_ok=True)
     for file, drawn in {
@@ -42,7 +42,7 @@ def draw(plan: Any, kept: Kept, folder: Path) -> None:
         pyplot.close(figure)
 
 
-def _over_time(plan: Any, kept: Kept, designs: dict[str, str], rates: Sequence[str]) -> Any:
+def _over_time(plan: Any, kept: CachedRuns, designs: dict[str, str], rates: Sequence[str]) -> Any:
     """Accuracy by training time, of a quarter of the steps up to all."""
     figure, panels = pyplot.subplots(1, len(rates), figsize=(1 + 4.5 * len(rates), 4.2), squeeze=False, sharey=True)
     for panel, rate in zip(panels[0], rates, strict=True):
@@ -66,7 +66,7 @@ def _over_time(plan: Any, kept: Kept, designs: dict[str, str], rates: Sequence[s
     return figure
 
 
-def _running(plan: Any, kept: Kept) -> Any:
+def _running(plan: Any, kept: CachedRuns) -> Any:
     """Loss and accuracy while training."""
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4.2), layout="constrained")
     names = {spec: name for name, spec in plan.designs.items()}
@@ -86,7 +86,7 @@ def _running(plan: Any, kept: Kept) -> Any:
     return figure
 
 
-def _bits(plan: Any, kept: Kept) -> Any:
+def _bits(plan: Any, kept: CachedRuns) -> Any:
     """Bits a value while training, by direction."""
     figure, panels = pyplot.subplots(1, len(SEEN), figsize=(10, 4.2), layout="constrained")
     jobs = {job["spec"]: job for job in plan.jobs("ratios")}

@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from _far import HERE, Gloo, Gossipx, Iperf, Raw, Rpc, pin
 from _hivemind import Hivemind
+from _remote import HERE, Gloo, Gossipx, Iperf, Raw, Rpc, pin
 from _report import figure
 from _secured import Secured
 from torch import nn

@@ -1,7 +1,7 @@
 """A model over blocking sockets with what secures it, part by part: under a MAC, with a checksum, or by TLS.
 
 What can be had of each primitive alone, in Python: gossipx is held against it. The serving side is a process of its
-own, as those of :mod:`_far` are.
+own, as those of :mod:`_remote` are.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import xxhash
-from _far import HERE, KEY, SECONDS, filled, loss_based, serve, start
+from _remote import HERE, KEY, SECONDS, filled, loss_based, serve, start
 
 from gossipx.memory import HOT, PIECE, Memory
 from gossipx.tools.certs import folder_of

@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
-from _far import HERE, SECONDS, manager
+from _remote import HERE, SECONDS, manager
 from _report import figure
 from torch import nn
 

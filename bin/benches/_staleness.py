@@ -11,7 +11,7 @@ import time
 from typing import Any
 
 import torch
-from _crew import SERVERS, WORKERS, Crew, Done, Job, delayed_pulls, join
+from _process_pool import SERVERS, WORKERS, Done, Job, ProcessPool, delayed_pulls, join
 from _report import figure
 from _sums import equal_staleness
 from torch import nn
@@ -45,7 +45,7 @@ def kinds(groups: tuple[int, ...]) -> dict[str, str]:
     return made
 
 
-def measure(crew: Crew, rounds: int, iterations: int, groups: tuple[int, ...] = GROUPS) -> Any:
+def measure(crew: ProcessPool, rounds: int, iterations: int, groups: tuple[int, ...] = GROUPS) -> Any:
     """Title, headings, rows and figures.
 
     Args:
@@ -84,7 +84,7 @@ def measure(crew: Crew, rounds: int, iterations: int, groups: tuple[int, ...] = 
 
 
 def _medians(
-    crew: Crew, rounds: int, iterations: int, groups: tuple[int, ...], turn: int
+    crew: ProcessPool, rounds: int, iterations: int, groups: tuple[int, ...], turn: int
 ) -> dict[tuple[str, str], dict[str, float]]:
     """Of the runs of each sync model with each way to answer; ASP, where nothing waits, has one way alone."""
     found: dict[tuple[str, str], list[dict[str, float]]] = {}

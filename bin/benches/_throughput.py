@@ -14,8 +14,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from _crew import SERVERS, WORKERS, Crew, Done, Job, join
-from _far import loss_based
+from _process_pool import SERVERS, WORKERS, Done, Job, ProcessPool, join
+from _remote import loss_based
 from _report import figure
 from emulated import EmulatedNetwork, NetworkUnavailableError
 from torch import nn
@@ -46,7 +46,7 @@ HEADINGS = ("tensor", "way", "GB/s, both ways, all workers", "of sockets", "goal
 
 
 def measure(
-    crew: Crew,
+    crew: ProcessPool,
     rounds: int,
     iterations: int,
     sizes: tuple[int, ...] = SIZES,
@@ -87,14 +87,14 @@ def measure(
 def measure_links(rounds: int, iterations: int) -> Any:
     """:func:`measure` over emulated links of ``RATE``; no rows where the system has none."""
     try:
-        with EmulatedNetwork(SERVERS + WORKERS, RATE) as net, Crew(hosts=net.hosts) as crew:
+        with EmulatedNetwork(SERVERS + WORKERS, RATE) as net, ProcessPool(hosts=net.hosts) as crew:
             title, *table = measure(crew, rounds, iterations, SIZES[1:], ways=TCP, network=RATE)
             return f"{title}\n{net.describe()}", *table
     except NetworkUnavailableError as error:
         return f"Push and pull over links of {RATE}: not measured, {error}", HEADINGS, [], []
 
 
-def measure_safe(crew: Crew, rounds: int, iterations: int) -> Any:
+def measure_safe(crew: ProcessPool, rounds: int, iterations: int) -> Any:
     """:func:`measure` with what keeps pushes when a server is killed, and without."""
     return measure(crew, rounds, iterations, (SAFE_SIZE,), ways=SAFE)
 

@@ -11,7 +11,7 @@ import time
 from typing import Any
 
 import torch
-from _crew import SERVERS, WORKERS, Crew, Done, Job, join
+from _process_pool import SERVERS, WORKERS, Done, Job, ProcessPool, join
 from _report import figure
 from emulated import EmulatedNetwork, NetworkUnavailableError
 from torch import Tensor, nn
@@ -44,11 +44,11 @@ def measure(rounds: int, iterations: int) -> Any:
         iterations: that are measured, of each.
     """
     try:
-        with EmulatedNetwork(SERVERS + WORKERS, RATE) as net, Crew(hosts=net.hosts) as crew:
+        with EmulatedNetwork(SERVERS + WORKERS, RATE) as net, ProcessPool(hosts=net.hosts) as crew:
             rows, figures = _measure(crew, rounds, iterations, {})
             network = net.describe()
     except NetworkUnavailableError as error:
-        with Crew() as crew:
+        with ProcessPool() as crew:
             rows, figures = _measure(crew, rounds, iterations, {"max_rate": RATE})
         network = f"loopback, what each sends paced by --max-rate {RATE}: {error}"
     megabytes = 4 * LAYERS * (WIDTH * WIDTH + WIDTH) / 1e6
@@ -59,7 +59,7 @@ def measure(rounds: int, iterations: int) -> Any:
     return title, ("computed", "gradients leave", "ms an iteration", "of all at the end", "beyond never"), rows, figures
 
 
-def _measure(crew: Crew, rounds: int, iterations: int, paced: dict[str, Any]) -> tuple[list[Any], list[Any]]:
+def _measure(crew: ProcessPool, rounds: int, iterations: int, paced: dict[str, Any]) -> tuple[list[Any], list[Any]]:
     rows, figures = [], []
     for computed, asleep in COMPUTED.items():
         seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}

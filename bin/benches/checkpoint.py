@@ -20,7 +20,7 @@ from _report import figure, report
 from torch import nn
 
 from gossipx import policies, topology
-from gossipx.checkpoint import Every, Store
+from gossipx.checkpoint import CheckpointInterval, Store
 from gossipx.model.arena import ParameterArena
 from gossipx.peer import PeerRole
 from gossipx.runtime.checkpoints import Checkpoints
@@ -53,7 +53,7 @@ class Training:
         self.driver = Driver(role, self.arena)
         self.store = Store(directory)
         state = TrainingState(module, self.optimizer, self.driver, {})
-        self.checkpoints = Checkpoints(self.store, Every(iterations=2), state, resumes=False)
+        self.checkpoints = Checkpoints(self.store, CheckpointInterval(iterations=2), state, resumes=False)
 
     def step(self) -> tuple[float, float]:
         """Seconds of the training thread: the step's boundary, and what a checkpoint takes, if one is due."""

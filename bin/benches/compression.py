@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import _links
+from _cached_runs import CachedRuns, Job
 from _cluster import RATES, WORKERS, train
-from _kept import Job, Kept
 from _report import figure, report
 from _sums import interval
 
@@ -120,7 +120,7 @@ class Plan:
         """The designs'."""
         return list(self.designs.values())
 
-    def accuracies(self, spec: str, kept: Kept) -> dict[int, float]:
+    def accuracies(self, spec: str, kept: CachedRuns) -> dict[int, float]:
         """In %, the medians of seeds, by the part of the steps, in %."""
         found = {
             share: statistics.median(kept[job]["accuracy"] for job in self.shorter(spec, share)) for share in SHARES
@@ -136,22 +136,22 @@ class Plan:
         """Runs of all steps."""
         return runs("lenet", specs, self.seeds, self.steps, self.judged, slower)
 
-    def of(self, spec: str, kept: Kept, slower: int = 1) -> list[Any]:
+    def of(self, spec: str, kept: CachedRuns, slower: int = 1) -> list[Any]:
         """What runs of all steps have made, a seed each."""
         return [kept[job] for job in self.whole([spec], slower)]
 
 
-def accuracy_table(plan: Plan, kept: Kept) -> Any:
+def accuracy_table(plan: Plan, kept: CachedRuns) -> Any:
     """Table 1's last column: what each codec makes of the accuracy, in both directions."""
     return _accuracies(plan, kept, plan.all, 1)
 
 
-def half_rate_table(plan: Plan, kept: Kept) -> Any:
+def half_rate_table(plan: Plan, kept: CachedRuns) -> Any:
     """The same of 3LC where learning is slower."""
     return _accuracies(plan, kept, plan.ternary, 2)
 
 
-def _accuracies(plan: Plan, kept: Kept, designs: dict[str, str], slower: int) -> Any:
+def _accuracies(plan: Plan, kept: CachedRuns, designs: dict[str, str], slower: int) -> Any:
     none = [100 * one["accuracy"] for one in plan.of("none", kept, slower)]
     rate = RATES["lenet"] / slower
     rows, figures = [], []
@@ -180,7 +180,7 @@ def is_as_good(mean: float, half: float) -> bool:
     return mean >= -0.3 or (mean + half >= 0 and half <= WIDE)
 
 
-def steps_table(plan: Plan, kept: Kept) -> Any:
+def steps_table(plan: Plan, kept: CachedRuns) -> Any:
     """Figures 3 and 5: accuracy by how many steps are made."""
     rows, figures = [], []
     for name, spec in plan.designs.items():
@@ -201,7 +201,7 @@ def ratio_spec(sparsity: str) -> str:
     return f"3lc:sparsity={sparsity},small=1"
 
 
-def ratios_table(plan: Plan, kept: Kept) -> Any:
+def ratios_table(plan: Plan, kept: CachedRuns) -> Any:
     """Table 2: how many times fewer bytes 3LC sends."""
     rows, figures = [], []
     for sparsity, paper in TERNARY.items():
@@ -218,7 +218,7 @@ def ratios_table(plan: Plan, kept: Kept) -> Any:
     return title, ("3LC", "payload", "push, bits a value", "pull", "all frames", "the paper's"), rows, figures
 
 
-def links_table(plan: Plan, kept: Kept) -> Any:
+def links_table(plan: Plan, kept: CachedRuns) -> Any:
     """Table 1: how many times faster a step is."""
     rows, figures = [], []
     seconds = {rate: _links.medians(rate, plan.specs, plan.rounds, kept) for rate in _links.RATES}
@@ -255,7 +255,7 @@ def main() -> None:
     parser.add_argument("--keep", type=Path)
     parser.add_argument("--plots", type=Path)
     given = parser.parse_args()
-    plan, kept = Plan(given.full), Kept(given.keep)
+    plan, kept = Plan(given.full), CachedRuns(given.keep)
     tables = []
     for part in [given.only] if given.only else PARTS:
         kept.complete(plan.jobs(part), train, given.jobs)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from _kept import Job, Kept
+from _cached_runs import CachedRuns, Job
 from _report import figure, report
 from _runs import train
 from _sums import interval
@@ -70,7 +70,7 @@ def main() -> None:
     parser.add_argument("--keep", type=Path)
     given = parser.parse_args()
     names = [name for name in CODECS if name in (NONE, *(given.only or (CODECS if given.full else SOME)))]
-    seeds, kept = given.seeds or (3 if given.full else 1), Kept(given.keep)
+    seeds, kept = given.seeds or (3 if given.full else 1), CachedRuns(given.keep)
     figures: list[Any] = []
     for policy in given.policy or (POLICIES if given.full else POLICIES[:1]):
         wanted = jobs(policy, names, given.iterations, seeds)

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _idle import Idle
+from _idle_peer import IdlePeer
 from _report import figure, report
 from _runs import free_port
 from _trained import Span, Trained, timed
@@ -73,7 +73,7 @@ def measure(model: str, policy: str, steps: int) -> Measured:
         hosts = Path(scratch) / "hosts.txt"
         hosts.write_text(f"127.0.0.1:{free_port(2)} slots=2\n")
         settings = {"policy": policy, "logdir": scratch, "name": "overhead", "peer_timeout": PATIENCE}
-        with Idle(model, hosts, settings):
+        with IdlePeer(model, hosts, settings):
             peer = trained.join(hosts, rank=0, **settings)
             for number in range(WARM + steps):
                 plain, joined = timed(alone.step), timed(trained.step)

@@ -22,7 +22,7 @@ import _hybrid
 import _staleness
 import _throughput
 import _wait_free
-from _crew import Crew
+from _process_pool import ProcessPool
 from _report import report
 
 Table = tuple[str, tuple[str, ...], list[tuple[str, ...]], list[dict[str, Any]]]
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def _throughput_of(full: bool) -> Table:
-    with Crew() as crew:
+    with ProcessPool() as crew:
         table: Table = _throughput.measure(crew, 3 if full else 1, 10 if full else 8)
     return table
 
@@ -59,7 +59,7 @@ def _links_of(full: bool) -> Table:
 
 
 def _safe_of(full: bool) -> Table:
-    with Crew() as crew:
+    with ProcessPool() as crew:
         table: Table = _throughput.measure_safe(crew, 3 if full else 1, 10 if full else 5)
     return table
 
@@ -70,14 +70,14 @@ def _wait_free_of(full: bool) -> Table:
 
 
 def _staleness_of(full: bool) -> Table:
-    with Crew() as crew:
+    with ProcessPool() as crew:
         groups = _staleness.GROUPS if full else (2, 10)
         table: Table = _staleness.measure(crew, 2 if full else 1, 200 if full else 100, groups)
     return table
 
 
 def _hybrid_of(full: bool) -> Table:
-    with Crew() as crew:
+    with ProcessPool() as crew:
         table: Table = _hybrid.measure(crew, 5 if full else 2, 10.0 if full else 4.0)
     return table
 

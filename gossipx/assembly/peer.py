@@ -18,7 +18,7 @@ from gossipx.assembly.hub import elastic_settings
 from gossipx.assembly.server import Parts, Served, serve, warm_up
 from gossipx.assembly.server_settings import server_ranks
 from gossipx.assembly.settings import check_exchange
-from gossipx.checkpoint import Every
+from gossipx.checkpoint import CheckpointInterval
 from gossipx.comm import CommManager
 from gossipx.compression import Coded, ElasticCodec, ModelCodec
 from gossipx.config.security import Access, grant
@@ -29,7 +29,7 @@ from gossipx.metrics.recorder import NullRecorder, Recorder
 from gossipx.model.arena import ParameterArena
 from gossipx.model.layout import norms
 from gossipx.peer import PeerRole, PeerSettings
-from gossipx.peer.exchange import Exchange, Ground
+from gossipx.peer.exchange import Exchange, PeerContext
 from gossipx.peer.pulls import Pulls
 from gossipx.policies import Policy
 from gossipx.protocol.events import GradientsReady
@@ -161,7 +161,7 @@ def _driver(plan: _Plan, arena: ParameterArena) -> Driver:
     """Put the role into its driver, with the codec of models and the tables of a server."""
     config, place = plan.config, plan.place
     driver = Driver(_role(plan, arena.nbytes()), arena, config.exchange.max_served)
-    driver.tables.transfers.desk = None if plan.served is None else plan.served.desk
+    driver.tables.transfers.table_store = None if plan.served is None else plan.served.table_store
     driver.transfers.codec = _model_codec(config, arena, plan.module, place.rank, plan.hub)
     if config.sync.init == "first" and not place.resumes:
         driver.begin_codec()
@@ -219,7 +219,7 @@ def _comm(plan: _Plan, driver: Driver, granted: Access) -> CommManager:
         settings=_alike(plan.config, plan.turns, plan.hub, plan.served),
         manifest=driver.arena.manifest,
         on_request=driver.received,
-        room_for=driver.brought.room_for,
+        room_for=driver.uploads.room_for,
         peer_timeout=exchange.peer_timeout,
         max_rate=plan.max_rate,
         transport=granted.transport,
@@ -256,7 +256,7 @@ def _checkpoints(plan: _Plan, driver: Driver, options: PeerOptions) -> Checkpoin
     about = {"--policy": options.policy.partition(":")[0], "peers": len(place.names), "--seed": run.seed}
     return Checkpoints(
         None if place.directory is None else store_of(place.directory, place.rank, run.keep_checkpoints),
-        Every.parse(str(run.checkpoint_every)),
+        CheckpointInterval.parse(str(run.checkpoint_every)),
         TrainingState(plan.module, plan.optimizer, driver, about),
         place.resumes,
         place.resumes_at,
@@ -297,7 +297,7 @@ def _keep_shards(driver: Driver, served: Served, place: Place, keep: int) -> Non
     settings = served.settings
     exchange = driver.role.exchange
     assert isinstance(exchange, ServerMode)
-    keeper = ShardKeeper(stores, served.desk, exchange.holding.fresh, settings.servers, settings.journals)
+    keeper = ShardKeeper(stores, served.table_store, exchange.hosted.fresh, settings.servers, settings.journals)
     driver.tables.keeper = keeper
     for shard in exchange.beginning() if place.resumes else ():
         keeper.resume(shard, place.resumes_at)
@@ -315,10 +315,12 @@ def _backward(
     def ready(buckets: Sequence[tuple[int, int]]) -> None:
         driver.tell(GradientsReady(tuple(buckets)))
 
-    return lambda look: Backward(module, served.tables, served.desk.client, ready, driver.may_go_on, look, wait_free)
+    return lambda look: Backward(
+        module, served.tables, served.table_store.client, ready, driver.may_go_on, look, wait_free
+    )
 
 
-def _exchange_of(hub: ElasticSettings | None, served: Served | None) -> Callable[[Ground, Pulls], Exchange] | None:
+def _exchange_of(hub: ElasticSettings | None, served: Served | None) -> Callable[[PeerContext, Pulls], Exchange] | None:
     """What makes the exchange of a run with a hub or servers; None: it has neither."""
     if served is not None:
         return functools.partial(ServerMode, settings=served.settings, clocks=served.clocks)

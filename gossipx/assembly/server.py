@@ -13,7 +13,7 @@ from torch import nn
 
 from gossipx import codecs
 from gossipx.assembly.server_settings import server_ranks, sync_models
-from gossipx.checkpoint import Every
+from gossipx.checkpoint import CheckpointInterval
 from gossipx.config.settings import RunConfig, ServerSettings
 from gossipx.errors import UsageError
 from gossipx.model.layout import norms, plain_name
@@ -26,10 +26,10 @@ from gossipx.server.sync_models import models, schedule
 from gossipx.server.sync_models.clock import Clock
 from gossipx.tables.client import Client
 from gossipx.tables.coding import Coding
-from gossipx.tables.migration import Mover
+from gossipx.tables.migration import TableMigrator
 from gossipx.tables.parts import Storages
 from gossipx.tables.shard import ShardStore
-from gossipx.tables.store import Desk
+from gossipx.tables.store import TableStore
 
 log = logging.getLogger("gossipx")
 
@@ -68,7 +68,7 @@ class Served:
     settings: Settings
     tables: list[tuple[str, nn.Parameter]]
     clocks: dict[int, Clock]
-    desk: Desk
+    table_store: TableStore
     alike: dict[str, str]
     sync: str
 
@@ -106,10 +106,10 @@ def serve(
 
     stores = {index: store_of(layout.placed[index], layout.cut[index]) for index in here}
     client = Client(parameters, layout.placed, layout.cut, own.storages, coding)
-    desk = Desk(client, stores, parameters, optimizer, max(8, 2 * len(names)))
-    desk.mover = Mover(rank, layouts, layout, store_of)
+    table_store = TableStore(client, stores, parameters, optimizer, max(8, 2 * len(names)))
+    table_store.migrator = TableMigrator(rank, layouts, layout, store_of)
     clocks = {index: settings.clock_of(index) for index in here}
-    return Served(settings, tables, clocks, desk, _alike(config, ranks, own), _told(config, own))
+    return Served(settings, tables, clocks, table_store, _alike(config, ranks, own), _told(config, own))
 
 
 def _layouts(tables: Sequence[tuple[str, nn.Parameter]], given: ServerSettings, own: Parts) -> Layouts:
@@ -135,7 +135,7 @@ def _settings(
     given = config.server
     layout = layouts.make(ranks)
     syncs = sync_models(config, len(ranks), own.sync)
-    every = Every.parse(str(config.run.checkpoint_every))
+    every = CheckpointInterval.parse(str(config.run.checkpoint_every))
 
     def clock_of(index: int) -> Clock:
         model = syncs[index % len(syncs)]
@@ -241,7 +241,7 @@ def _fixed(config: RunConfig, storages: Storages) -> str:
     """Why tables cannot go to other servers while the run goes on, or nothing."""
     if config.server.server_replicas:
         return "with --server-replicas the servers stay: a replica is of one shard, as it was at the beginning"
-    if config.server.servers_only and Every.parse(str(config.run.checkpoint_every)):
+    if config.server.servers_only and CheckpointInterval.parse(str(config.run.checkpoint_every)):
         return "with --servers-only and --checkpoint-every the servers stay: --resume takes from them who trains"
     own = storages.describe()
     return f"parts of one's own may keep what only they know of, and stay where they are: {own}" if own else ""

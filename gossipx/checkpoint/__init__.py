@@ -7,7 +7,7 @@ to whoever saves: a peer has ``model``, ``optimizer``, ``random`` and ``peer``, 
 no checkpoint. Nothing that is read is ever unpickled.
 """
 
-from gossipx.checkpoint.every import Every
+from gossipx.checkpoint.every import CheckpointInterval
 from gossipx.checkpoint.packed import from_bytes, to_bytes
 from gossipx.checkpoint.plain import Part, pack, unpack
 from gossipx.checkpoint.store import KEEP, Checkpoint, CheckpointError, Store
@@ -16,7 +16,7 @@ __all__ = [
     "KEEP",
     "Checkpoint",
     "CheckpointError",
-    "Every",
+    "CheckpointInterval",
     "Part",
     "Store",
     "from_bytes",

@@ -9,7 +9,7 @@ from gossipx.errors import UsageError
 
 
 @dataclass(frozen=True)
-class Every:
+class CheckpointInterval:
     """So many iterations, or so many seconds; of both 0: no checkpoint is taken at intervals."""
 
     iterations: int = 0
@@ -19,7 +19,7 @@ class Every:
         return bool(self.iterations or self.seconds)
 
     @classmethod
-    def parse(cls, text: str) -> Every:
+    def parse(cls, text: str) -> CheckpointInterval:
         """What ``500`` (iterations), ``60s`` (seconds) or ``0`` (never) means.
 
         Raises:

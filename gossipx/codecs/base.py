@@ -26,8 +26,8 @@ from gossipx.codecs.frames import (
     SQUEEZERS,
     Array,
     Buffer,
-    Held,
-    Opened,
+    Contents,
+    OpenedFrame,
     Tensors,
     head,
     open_frame,
@@ -138,7 +138,7 @@ class Codec(abc.ABC):
         if len(sizes):
             end = self._encode(vector.float(), left, state, plan, frame, end, sizes)
             frame[begin:table] = sizes.astype(f"<u{plan.wide}").view(np.uint8)
-        for number in plan.held.as_they_are:
+        for number in plan.contents.as_they_are:
             end = _put_plain(vector, left, state.tensors, number, frame, end)
         frame = frame[:end]
         if self.squeezed:
@@ -169,14 +169,14 @@ class Codec(abc.ABC):
     def _planned(self, state: State) -> Plan:
         if state.plan is None:
             tensors = state.tensors
-            held = Held(tensors, self._plain(tensors))
-            shapes = [tensors.shapes[number] for number in held.encoded]
-            longest = [self._most(count, shape) for count, shape in zip(held.counts.tolist(), shapes, strict=True)]
+            contents = Contents(tensors, self._plain(tensors))
+            shapes = [tensors.shapes[number] for number in contents.encoded]
+            longest = [self._most(count, shape) for count, shape in zip(contents.counts.tolist(), shapes, strict=True)]
             most = max(longest, default=0)
-            begin = head(self.number, tensors, held.plain, most, self.squeezed)
-            total = len(begin) + len(longest) * width(most) + sum(longest) + held.of_plain
-            starts = np.array(tensors.starts, np.int64)[held.encoded]
-            state.plan = Plan(self, held, bytes(begin), total, width(most), starts, held.counts, shapes)
+            begin = head(self.number, tensors, contents.plain, most, self.squeezed)
+            total = len(begin) + len(longest) * width(most) + sum(longest) + contents.of_plain
+            starts = np.array(tensors.starts, np.int64)[contents.encoded]
+            state.plan = Plan(self, contents, bytes(begin), total, width(most), starts, contents.counts, shapes)
         elif state.plan.codec is not self and state.plan.codec != self:
             raise UsageError(f"a state that {state.plan.codec} has begun was given to {self}")
         return state.plan
@@ -203,7 +203,7 @@ class Codec(abc.ABC):
 
     @classmethod
     @abc.abstractmethod
-    def _read(cls, opened: Opened, near: Sequence[Tensor] | None) -> Any:
+    def _read(cls, opened: OpenedFrame, near: Sequence[Tensor] | None) -> Any:
         """Check all encoded tensors of a frame and return what :meth:`_write` needs of them.
 
         It is the one check between a peer's bytes and loops that look at no end, with and without ``near``.
@@ -218,7 +218,7 @@ class Codec(abc.ABC):
 
     @classmethod
     @abc.abstractmethod
-    def _write(cls, opened: Opened, read: Any, out: Tensor, starts: Array, add: bool) -> None:
+    def _write(cls, opened: OpenedFrame, read: Any, out: Tensor, starts: Array, add: bool) -> None:
         """Decode the encoded tensors, in order from ``starts`` on, into a float32 vector. Sizes of 0 are not its."""
 
 
@@ -232,7 +232,7 @@ def decode(frame: Buffer, limit: int = LIMIT) -> Tensor:
         ProtocolError: the frame is malformed, damaged, or would need more than ``limit``.
     """
     opened = open_frame(frame, limit)
-    tensors = opened.held.tensors
+    tensors = opened.contents.tensors
     read = _kind(opened)._read(opened, None)
     try:
         out = torch.empty(tensors.shapes[0] if tensors.single else (tensors.length,), dtype=tensors.dtype)
@@ -272,20 +272,24 @@ def read_into(
     if want is not None and (want.length > out.numel() or (tensors and out.dim() != 1)):
         raise UsageError(f"{_told(want)} do not lie in a tensor of {tuple(out.shape)}")
 
-    def check(held: Tensors) -> None:
+    def check(contents: Tensors) -> None:
         if want is None:
-            fits = held.length == len(out)
+            fits = contents.length == len(out)
         else:
-            fits = want.counts == held.counts and (not held.single or not want.single or held.shapes == want.shapes)
-        if not fits or not torch.can_cast(held.dtype, out.dtype):
-            raise ProtocolError(f"a codec's frame holds {_told(held)}, {_told(want or Tensors.of(out))} is expected")
+            fits = want.counts == contents.counts and (
+                not contents.single or not want.single or contents.shapes == want.shapes
+            )
+        if not fits or not torch.can_cast(contents.dtype, out.dtype):
+            raise ProtocolError(
+                f"a codec's frame holds {_told(contents)}, {_told(want or Tensors.of(out))} is expected"
+            )
 
     opened = open_frame(frame, max(out.numel(), 1) * 16, check)
-    kind, starts = _kind(opened), np.array((want or opened.held.tensors).starts, np.int64)
+    kind, starts = _kind(opened), np.array((want or opened.contents.tensors).starts, np.int64)
     values = None
     if near is not None:
-        flat, encoded = near.detach().reshape(-1).float(), opened.held.encoded
-        places = zip(starts[encoded].tolist(), opened.held.counts.tolist(), strict=True)
+        flat, encoded = near.detach().reshape(-1).float(), opened.contents.encoded
+        places = zip(starts[encoded].tolist(), opened.contents.counts.tolist(), strict=True)
         values = [flat[start : start + count] for start, count in places]
     read = kind._read(opened, values)
 
@@ -302,7 +306,7 @@ def read_into(
 def encoded_bytes(frame: Buffer) -> tuple[int, int]:
     """Of a frame: values that are encoded, and bytes that these take (3LC, Table 2); the rest is told in shapes."""
     opened = open_frame(frame, 2**62)
-    return int(opened.held.counts.sum()), int(opened.offsets[-1] - opened.offsets[0])
+    return int(opened.contents.counts.sum()), int(opened.offsets[-1] - opened.offsets[0])
 
 
 def _vector(tensor: Tensor, tensors: Tensors) -> Tensor:
@@ -341,33 +345,33 @@ def _put_plain(vector: Tensor, left: Tensor | None, tensors: Tensors, number: in
     return end + len(data)
 
 
-def _kind(opened: Opened) -> type[Codec]:
+def _kind(opened: OpenedFrame) -> type[Codec]:
     kind = KINDS.get(opened.codec)
     if kind is None:
         raise ProtocolError(f"a frame is of codec {opened.codec}, which this peer does not know")
     return kind
 
 
-def _decode(opened: Opened, read: Any, out: Tensor, starts: Array, add: bool) -> None:
+def _decode(opened: OpenedFrame, read: Any, out: Tensor, starts: Array, add: bool) -> None:
     """Into a flat vector of any dtype that numbers can be converted to."""
-    held = opened.held
+    contents = opened.contents
     vector = out if out.dtype == torch.float32 else torch.zeros(len(out), dtype=torch.float32, device=out.device)
-    if len(held.encoded):
+    if len(contents.encoded):
         kind = _kind(opened)
-        kind._write(opened, read, vector, starts[held.encoded], add and vector is out)
+        kind._write(opened, read, vector, starts[contents.encoded], add and vector is out)
         for number in np.flatnonzero(np.diff(opened.offsets) == 0).tolist():
-            start, count = int(starts[held.encoded[number]]), int(held.counts[number])
+            start, count = int(starts[contents.encoded[number]]), int(contents.counts[number])
             vector[start : start + count] = float("nan")
         if vector is not out:
-            for start, count in zip(starts[held.encoded].tolist(), held.counts.tolist(), strict=True):
+            for start, count in zip(starts[contents.encoded].tolist(), contents.counts.tolist(), strict=True):
                 _put(vector[start : start + count], out[start : start + count], add)
     place = int(opened.offsets[-1])
-    for number in held.as_they_are:
-        start, count = int(starts[number]), held.tensors.counts[number]
-        data = opened.body[place : place + count * held.tensors.dtype.itemsize]
+    for number in contents.as_they_are:
+        start, count = int(starts[number]), contents.tensors.counts[number]
+        data = opened.body[place : place + count * contents.tensors.dtype.itemsize]
         place += len(data)
         if count:
-            values = torch.from_numpy(data.copy()).view(held.tensors.dtype)
+            values = torch.from_numpy(data.copy()).view(contents.tensors.dtype)
             _put(values, out[start : start + count], add)
 
 

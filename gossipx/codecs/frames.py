@@ -125,7 +125,7 @@ class Tensors:
 
 
 @dataclass(frozen=True)
-class Held:
+class Contents:
     """What a frame holds.
 
     Attributes:
@@ -158,18 +158,18 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenedFrame:
     """A frame that has been checked as far as it can be without its codec.
 
     Attributes:
         codec: number of it.
-        held: what is in it.
+        contents: what is in it.
         offsets: where the bytes of each encoded tensor begin in ``body``, and where the last ends.
         body: its bytes.
     """
 
     codec: int
-    held: Held
+    contents: Contents
     offsets: Array
     body: Array
 
@@ -247,7 +247,9 @@ def numbers(layout: str, data: Array, place: int = 0) -> tuple[Any, ...]:
     return struct.unpack_from(layout, data.data, place)
 
 
-def open_frame(frame: Buffer, limit: int = LIMIT, check: Callable[[Tensors], None] = lambda held: None) -> Opened:
+def open_frame(
+    frame: Buffer, limit: int = LIMIT, check: Callable[[Tensors], None] = lambda contents: None
+) -> OpenedFrame:
     """Check a frame as far as it can be without its codec.
 
     Args:
@@ -271,15 +273,15 @@ def open_frame(frame: Buffer, limit: int = LIMIT, check: Callable[[Tensors], Non
     if checksum != _checksum(data):
         raise ProtocolError("a codec's frame does not match its checksum")
     described = _described if size <= _SHORT else _described.__wrapped__
-    held, squeezed = described(bytes(data[HEAD : HEAD + size]), dtype, flags)
-    if held.tensors.nbytes > limit:
-        raise ProtocolError(f"a codec's frame decodes to {held.tensors.nbytes} bytes, at most {limit} are expected")
-    check(held.tensors)
+    contents, squeezed = described(bytes(data[HEAD : HEAD + size]), dtype, flags)
+    if contents.tensors.nbytes > limit:
+        raise ProtocolError(f"a codec's frame decodes to {contents.tensors.nbytes} bytes, at most {limit} are expected")
+    check(contents.tensors)
     data.flags.writeable = False  # whatever it lies in: loops are compiled for this kind of array alone
     body = data[HEAD + size :]
     if squeezed is not None:
-        body = _unsqueezed(body, SQUEEZERS[flags >> 5 & 3], squeezed, held.tensors)
-    return Opened(codec, held, _table(body, held, _WIDTHS[flags >> 3 & 3]), body)
+        body = _unsqueezed(body, SQUEEZERS[flags >> 5 & 3], squeezed, contents.tensors)
+    return OpenedFrame(codec, contents, _table(body, contents, _WIDTHS[flags >> 3 & 3]), body)
 
 
 def _width(most: int) -> int:
@@ -293,7 +295,7 @@ def _checksum(frame: Array) -> int:
 
 
 @lru_cache(maxsize=256)  # each link's frames have the same shapes
-def _described(shapes: bytes, dtype: int, flags: int) -> tuple[Held, int | None]:
+def _described(shapes: bytes, dtype: int, flags: int) -> tuple[Contents, int | None]:
     """What a frame holds, and the size before of a body that was squeezed."""
     squeezer = flags >> 5 & 3
     if dtype >= len(DTYPES) or flags >> 3 & 3 >= len(_WIDTHS) or squeezer >= len(SQUEEZERS) or flags & 128:
@@ -323,7 +325,7 @@ def _described(shapes: bytes, dtype: int, flags: int) -> tuple[Held, int | None]
         (squeezed,), place = _taken(shapes, place, 1)
     if place != len(shapes):
         raise ProtocolError("a codec's frame has more shapes than it tells")
-    return Held(tensors, plain), squeezed
+    return Contents(tensors, plain), squeezed
 
 
 def _unsqueezed(body: Array, by: str, size: int, tensors: Tensors) -> Array:
@@ -354,21 +356,21 @@ def _unsqueezed(body: Array, by: str, size: int, tensors: Tensors) -> Array:
     return np.frombuffer(plain, np.uint8)
 
 
-def _table(body: Array, held: Held, wide: int) -> Array:
+def _table(body: Array, contents: Contents, wide: int) -> Array:
     """Where each encoded tensor's bytes begin in the body, and where the last one's end."""
-    first = len(held.encoded) * wide
+    first = len(contents.encoded) * wide
     if len(body) < first:
         raise ProtocolError("a codec's frame ends before the table of its tensors")
     sizes = body[:first].copy().view(f"<u{wide}")
     if len(sizes) and sizes.max() > len(body):
         raise ProtocolError("a codec's frame ends before its tensors")
-    if np.any(sizes[held.counts == 0]):
+    if np.any(sizes[contents.counts == 0]):
         raise ProtocolError("a codec's frame has bytes for a tensor without elements")
     offsets = np.full(len(sizes) + 1, first, np.int64)
     offsets[1:] += np.cumsum(sizes, dtype=np.int64)
-    if offsets[-1] + held.of_plain != len(body):
+    if offsets[-1] + contents.of_plain != len(body):
         raise ProtocolError(
-            f"a codec's frame has a body of {len(body)} bytes, its tensors {offsets[-1] + held.of_plain}"
+            f"a codec's frame has a body of {len(body)} bytes, its tensors {offsets[-1] + contents.of_plain}"
         )
     return offsets
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gossipx.codecs import packing
 from gossipx.codecs.base import Codec
-from gossipx.codecs.frames import Array, Opened, numbers
+from gossipx.codecs.frames import Array, OpenedFrame, numbers
 from gossipx.codecs.packing import as_bytes
 from gossipx.codecs.per_tensor import PerTensor, fitted, floats, scale_of, uniform
 from gossipx.codecs.state import Plan, State
@@ -115,20 +115,20 @@ class Int8(Codec):
         return np.concatenate((np.frombuffer(struct.pack("<I", self.block), np.uint8), as_bytes(scales), data))
 
     @classmethod
-    def _read(cls, opened: Opened, near: Sequence[Tensor] | None) -> None:
-        bad = compiled().levels_fit(opened.body, opened.offsets, opened.held.counts)
+    def _read(cls, opened: OpenedFrame, near: Sequence[Tensor] | None) -> None:
+        bad = compiled().levels_fit(opened.body, opened.offsets, opened.contents.counts)
         if bad >= 0:
-            raise ProtocolError(f"tensor {opened.held.encoded[bad]} of a codec's frame is no int8 of its size")
+            raise ProtocolError(f"tensor {opened.contents.encoded[bad]} of a codec's frame is no int8 of its size")
 
     @classmethod
-    def _write(cls, opened: Opened, read: None, out: Tensor, starts: Array, add: bool) -> None:
+    def _write(cls, opened: OpenedFrame, read: None, out: Tensor, starts: Array, add: bool) -> None:
         if out.is_cpu:
-            compiled().levels_into(opened.body, opened.offsets, opened.held.counts, out.numpy(), starts, add)
+            compiled().levels_into(opened.body, opened.offsets, opened.contents.counts, out.numpy(), starts, add)
             return
         for number, (begin, end) in enumerate(pairwise(opened.offsets.tolist())):
             if begin == end:
                 continue
-            start, count = int(starts[number]), int(opened.held.counts[number])
+            start, count = int(starts[number]), int(opened.contents.counts[number])
             scales = floats(opened.body[begin + 4 : end - count], out.device)
             rounded = torch.from_numpy(opened.body[end - count : end].copy()).view(torch.int8).to(out.device)
             values = (in_blocks(rounded, _block(opened.body[begin:end])) * scales[:, None]).view(-1)[:count]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gossipx.codecs.base import Codec
-from gossipx.codecs.frames import Array, Opened, Tensors, numbers
+from gossipx.codecs.frames import Array, OpenedFrame, Tensors, numbers
 from gossipx.codecs.packing import as_bytes
 from gossipx.codecs.state import Plan, State
 from gossipx.errors import ProtocolError
@@ -75,21 +75,21 @@ class PerTensor(Codec):
         return end
 
     @classmethod
-    def _read(cls, opened: Opened, near: Sequence[Tensor] | None) -> list[Tensor | None]:
-        held = opened.held
+    def _read(cls, opened: OpenedFrame, near: Sequence[Tensor] | None) -> list[Tensor | None]:
+        contents = opened.contents
         read: list[Tensor | None] = []
         for number, (begin, end) in enumerate(pairwise(opened.offsets.tolist())):
-            data, shape = opened.body[begin:end], held.tensors.shapes[held.encoded[number]]
+            data, shape = opened.body[begin:end], contents.tensors.shapes[contents.encoded[number]]
             if begin == end:
                 read.append(None)
             elif near is None:
-                read.append(cls._values(data, shape, int(held.counts[number]), torch.device("cpu")))
+                read.append(cls._values(data, shape, int(contents.counts[number]), torch.device("cpu")))
             else:
                 read.append(cls._values_near(data, shape, near[number]))
         return read
 
     @classmethod
-    def _write(cls, opened: Opened, read: list[Tensor | None], out: Tensor, starts: Array, add: bool) -> None:
+    def _write(cls, opened: OpenedFrame, read: list[Tensor | None], out: Tensor, starts: Array, add: bool) -> None:
         for values, start in zip(read, starts.tolist(), strict=True):
             if values is not None:
                 to = out[start : start + len(values)]

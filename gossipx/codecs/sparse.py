@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gossipx.codecs import packing
 from gossipx.codecs.feedback import GATHERED
-from gossipx.codecs.frames import Array, Opened, numbers
+from gossipx.codecs.frames import Array, OpenedFrame, numbers
 from gossipx.codecs.per_tensor import PerTensor, floats, norm
 from gossipx.codecs.state import Plan, State
 from gossipx.errors import ProtocolError
@@ -67,20 +67,22 @@ class _Sparse(PerTensor):
         return torch.zeros(count, dtype=torch.float32, device=device).index_copy_(0, places, sent)
 
     @classmethod
-    def _read(cls, opened: Opened, near: Sequence[Tensor] | None) -> list[Tensor | None]:
-        bad = compiled().sparse_fits(opened.body, opened.offsets, opened.held.counts)
+    def _read(cls, opened: OpenedFrame, near: Sequence[Tensor] | None) -> list[Tensor | None]:
+        bad = compiled().sparse_fits(opened.body, opened.offsets, opened.contents.counts)
         if bad >= 0:
-            raise ProtocolError(f"tensor {opened.held.encoded[bad]} of a codec's frame is no few values of its size")
+            raise ProtocolError(
+                f"tensor {opened.contents.encoded[bad]} of a codec's frame is no few values of its size"
+            )
         return []
 
     @classmethod
-    def _write(cls, opened: Opened, read: list[Tensor | None], out: Tensor, starts: Array, add: bool) -> None:
+    def _write(cls, opened: OpenedFrame, read: list[Tensor | None], out: Tensor, starts: Array, add: bool) -> None:
         if out.is_cpu:
-            compiled().sparse_into(opened.body, opened.offsets, opened.held.counts, out.numpy(), starts, add)
+            compiled().sparse_into(opened.body, opened.offsets, opened.contents.counts, out.numpy(), starts, add)
             return
         for number, (begin, end) in enumerate(pairwise(opened.offsets.tolist())):
             if begin < end:
-                count, start = int(opened.held.counts[number]), int(starts[number])
+                count, start = int(opened.contents.counts[number]), int(starts[number])
                 values = cls._values(opened.body[begin:end], (count,), count, out.device)
                 to = out[start : start + count]
                 to.add_(values) if add else to.copy_(values)

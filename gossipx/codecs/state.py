@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gossipx.codecs.frames import Array, Held, Tensors
+from gossipx.codecs.frames import Array, Contents, Tensors
 
 
 @dataclass
@@ -18,7 +18,7 @@ class Plan:
 
     Attributes:
         codec: that makes them.
-        held: what they hold.
+        contents: what they hold.
         head: how they begin.
         most: bytes of the longest.
         wide: bytes of a number in their table.
@@ -27,7 +27,7 @@ class Plan:
     """
 
     codec: Any
-    held: Held
+    contents: Contents
     head: bytes
     most: int
     wide: int

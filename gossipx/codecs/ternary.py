@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gossipx.codecs import packing
 from gossipx.codecs.base import Codec
-from gossipx.codecs.frames import Array, Opened, numbers
+from gossipx.codecs.frames import Array, OpenedFrame, numbers
 from gossipx.codecs.packing import as_bytes
 from gossipx.codecs.per_tensor import PerTensor, fitted, norm, scale_of, uniform
 from gossipx.codecs.state import Plan, State
@@ -140,20 +140,20 @@ class ThreeLC(Codec):
         return np.concatenate((np.frombuffer(begin, np.uint8), *codes))
 
     @classmethod
-    def _read(cls, opened: Opened, near: Sequence[Tensor] | None) -> Any:
-        bad = compiled().three_lc_fits(opened.body, opened.offsets, opened.held.counts)
+    def _read(cls, opened: OpenedFrame, near: Sequence[Tensor] | None) -> Any:
+        bad = compiled().three_lc_fits(opened.body, opened.offsets, opened.contents.counts)
         if bad >= 0:
-            raise ProtocolError(f"tensor {opened.held.encoded[bad]} of a codec's frame is no 3LC of its size")
+            raise ProtocolError(f"tensor {opened.contents.encoded[bad]} of a codec's frame is no 3LC of its size")
         return None
 
     @classmethod
-    def _write(cls, opened: Opened, read: Any, out: Tensor, starts: Array, add: bool) -> None:
+    def _write(cls, opened: OpenedFrame, read: Any, out: Tensor, starts: Array, add: bool) -> None:
         if out.is_cpu:
-            compiled().three_lc_into(opened.body, opened.offsets, opened.held.counts, out.numpy(), starts, add)
+            compiled().three_lc_into(opened.body, opened.offsets, opened.contents.counts, out.numpy(), starts, add)
             return
         for number, (begin, end) in enumerate(pairwise(opened.offsets.tolist())):
             if begin < end:
-                count, start = int(opened.held.counts[number]), int(starts[number])
+                count, start = int(opened.contents.counts[number]), int(starts[number])
                 _write_on_device(opened.body[begin:end], out[start : start + count], add)
 
 

@@ -1,7 +1,7 @@
 """Requests to other peers and answers to theirs, over real connections.
 
-One request, from end to end: of :class:`gossipx.comm.client.Asking` here, which sends it, and of
-:class:`gossipx.comm.listener.Answering` there::
+One request, from end to end: of :class:`gossipx.comm.client.Client` here, which sends it, and of
+:class:`gossipx.comm.listener.Listener` there::
 
     request()     here    queues a job, wakes or starts a worker, returns
       _work       here    the worker takes the job
@@ -20,8 +20,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
-from gossipx.comm.client import Asking, Job
-from gossipx.comm.listener import Answering, OnRequest, Outgoing, RoomFor, no_room
+from gossipx.comm.client import Client, Job
+from gossipx.comm.listener import Listener, OnRequest, Response, RoomFor, no_room
 from gossipx.comm.member import Member
 from gossipx.errors import GossipxError
 from gossipx.memory import Source
@@ -30,7 +30,7 @@ from gossipx.transports import Address, Carriers, Transport, tcp, unix
 from gossipx.transports.links import Links
 from gossipx.transports.pace import Pace
 from gossipx.transports.trust import Trust
-from gossipx.wire import Fitting, Hello, Sink, auth
+from gossipx.wire import Hello, Sink, SinkFactory, auth
 from gossipx.wire.agreement import manifest_bytes
 
 # Seconds that close() gives its threads: it wakes all but those in a callback or in connect.
@@ -109,13 +109,13 @@ class CommManager:
             links=Links(names[rank], len(names), peer_timeout, None if max_rate is None else Pace(max_rate)),
         )
         most = 32 + 4 * len(names) if max_connections is None else max_connections
-        self._answering = Answering(self._member, bind, on_request, room_for, most)
-        self._asking = Asking(self._member, only_memory, self._answering)
+        self._listener = Listener(self._member, bind, on_request, room_for, most)
+        self._client = Client(self._member, only_memory, self._listener)
 
     @property
     def address(self) -> Address:
         """Where it listens; RuntimeError before it is started."""
-        return self._answering.address
+        return self._listener.address
 
     @property
     def names(self) -> Sequence[str]:
@@ -134,7 +134,7 @@ class CommManager:
 
     def start(self) -> None:
         """Listen and answer from now on; GossipxError if the address cannot be had."""
-        self._answering.start()
+        self._listener.start()
 
     def request(
         self,
@@ -142,7 +142,7 @@ class CommManager:
         request: Request,
         *,
         deadline: float,
-        payload: Sink | Fitting | None,
+        payload: Sink | SinkFactory | None,
         done: Callable[[Reply | GossipxError], None],
         brought: Source | None = None,
     ) -> Callable[[], None]:
@@ -165,7 +165,7 @@ class CommManager:
             ValueError: the request is not one that a peer would accept.
             RuntimeError: the system has no thread left for it; ``done`` is not called.
         """
-        return self._asking.request(Job(to, request, deadline, payload, done, brought))
+        return self._client.request(Job(to, request, deadline, payload, done, brought))
 
     def answer(
         self,
@@ -190,12 +190,12 @@ class CommManager:
         Raises:
             ValueError: the reply is not one that a peer would accept.
         """
-        self._answering.answer(key, Outgoing(reply, payload, deadline, done, begins))
+        self._listener.answer(key, Response(reply, payload, deadline, done, begins))
 
     def close(self) -> None:
         """End everything; what is pending is told an error or False. Any number of times."""
         self._member.links.abort()
-        self._answering.end()
-        self._asking.wake()
+        self._listener.end()
+        self._client.wake()
         self._member.links.join(_CLOSE)
-        self._asking.give_up()
+        self._client.give_up()

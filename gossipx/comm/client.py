@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import cast
 
-from gossipx.comm.listener import Answering, Aside
-from gossipx.comm.member import Member, tell, tell_aside
+from gossipx.comm.listener import Listener, LoopbackRequest
+from gossipx.comm.member import Member, call_back, call_back_in_thread
 from gossipx.errors import (
     CancelledError,
     GossipxError,
@@ -30,7 +30,7 @@ from gossipx.memory import Source
 from gossipx.protocol.messages import Reply, Request
 from gossipx.transports import Address, handshake, unix
 from gossipx.transports.link import Link
-from gossipx.wire import DescribeRequest, Fitting, Sink, Welcome, frames
+from gossipx.wire import DescribeRequest, Sink, SinkFactory, Welcome, frames
 
 log = logging.getLogger("gossipx")
 
@@ -53,14 +53,14 @@ class Job:
     to: int
     request: Request
     deadline: float
-    payload: Sink | Fitting | None
+    payload: Sink | SinkFactory | None
     done: Callable[[Reply | GossipxError], None]
     brought: Source | None = None
     cancelled: bool = False
-    link: Link | Aside | None = None
+    link: Link | LoopbackRequest | None = None
 
 
-class Asking:
+class Client:
     """Sends requests and takes their answers in.
 
     Args:
@@ -69,7 +69,7 @@ class Asking:
         own: answers requests to oneself.
     """
 
-    def __init__(self, member: Member, only_memory: bool, own: Answering):
+    def __init__(self, member: Member, only_memory: bool, own: Listener):
         self._member = member
         self._own = own
         self._only_memory = only_memory
@@ -101,7 +101,7 @@ class Asking:
                 self._unfinished.add(job)
                 self._arrived.notify()
                 return functools.partial(self._cancel, job)
-        tell_aside(job.done, self._links.gone())
+        call_back_in_thread(job.done, self._links.gone())
         return lambda: None
 
     def _cancel(self, job: Job) -> None:
@@ -114,7 +114,7 @@ class Asking:
             return
         # Nothing writes to its payload, nor will. Where the system has no thread left, the worker tells.
         with contextlib.suppress(RuntimeError):
-            tell_aside(lambda result: self._finish(job, result), self._given_up(job))
+            call_back_in_thread(lambda result: self._finish(job, result), self._given_up(job))
 
     def _given_up(self, job: Job) -> CancelledError:
         return CancelledError(f"{self._member.names[job.to]}: the request was cancelled")
@@ -165,7 +165,7 @@ class Asking:
             if job not in self._unfinished:
                 return
             self._unfinished.remove(job)
-        tell(job.done, result)
+        call_back(job.done, result)
 
     def _exchange(self, job: Job) -> Reply:
         try:
@@ -187,9 +187,9 @@ class Asking:
         if job.cancelled:
             raise self._given_up(job)
         if job.to == self._member.me.rank:
-            aside = Aside()
-            with self._asking_over(aside, job):
-                return self._own.ask_oneself(job.request, job.brought, job.payload, job.deadline, aside)
+            loopback = LoopbackRequest()
+            with self._asking_over(loopback, job):
+                return self._own.request_loopback(job.request, job.brought, job.payload, job.deadline, loopback)
         link = self._links.take(job.to)
         if link is not None:
             began = time.monotonic()
@@ -214,7 +214,7 @@ class Asking:
         return cast(Reply, frame.message)
 
     @contextlib.contextmanager
-    def _asking_over(self, link: Link | Aside, job: Job) -> Iterator[None]:
+    def _asking_over(self, link: Link | LoopbackRequest, job: Job) -> Iterator[None]:
         """While a request is asked over ``link``, which is of no more use if it is cancelled: CancelledError."""
         with self._lock:
             if job.cancelled:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from gossipx.comm.member import Member, tell, tell_aside
+from gossipx.comm.member import Member, call_back, call_back_in_thread
 from gossipx.errors import (
     GossipxError,
     NoCarrierError,
@@ -25,17 +25,18 @@ from gossipx.errors import (
 )
 from gossipx.memory import Source
 from gossipx.protocol.messages import CarryingReply, CarryingRequest, Reply, Request
-from gossipx.transports import Address, Listener, Stream, handshake, unix
+from gossipx.transports import Address, Stream, handshake, unix
+from gossipx.transports import Listener as TransportListener
 from gossipx.transports.link import Link
 from gossipx.wire import (
     CarrierRequest,
     DescribeRequest,
     Description,
-    Fitting,
     Hello,
     Message,
-    Room,
     Sink,
+    SinkFactory,
+    UploadSink,
     Welcome,
     frames,
 )
@@ -51,13 +52,13 @@ _PAUSE = (0.05, 1.0)
 _STRANGERS, _AT_FIRST = 32, 2
 
 
-def no_room(sender: int, request: CarryingRequest) -> Room:
+def no_room(sender: int, request: CarryingRequest) -> UploadSink:
     """Refuses whatever is brought."""
     raise ProtocolError(f"it brought {type(request).__name__}, for which there is no room here")
 
 
 @dataclass(frozen=True)
-class Outgoing:
+class Response:
     """An answer of ours; fields as the arguments of :meth:`gossipx.comm.CommManager.answer`."""
 
     reply: Reply
@@ -73,10 +74,10 @@ class _Slot:
 
     number: int
     ready: threading.Event = field(default_factory=threading.Event)
-    answer: Outgoing | None = None
+    answer: Response | None = None
 
 
-class Aside:
+class LoopbackRequest:
     """A request to oneself, which goes over no link."""
 
     def __init__(self) -> None:
@@ -87,13 +88,13 @@ class Aside:
         self.slot.ready.set()
 
 
-RoomFor: TypeAlias = Callable[[int, CarryingRequest], Room]
+RoomFor: TypeAlias = Callable[[int, CarryingRequest], UploadSink]
 """Given the sender's rank and the request."""
-OnRequest: TypeAlias = Callable[[int, Hashable, Request, "Room | None"], None]
+OnRequest: TypeAlias = Callable[[int, Hashable, Request, "UploadSink | None"], None]
 """Told the sender's rank, a key, the request, and what it brought."""
 
 
-class Answering:
+class Listener:
     """Listens, tells of requests that come in, and sends their answers.
 
     Args:
@@ -117,8 +118,8 @@ class Answering:
         # Unguessable, so that nobody else can have taken it; of processes of this machine alone. A peer that comes back
         # is known by its new one, also where no memory is shared.
         self._local = Address(f"gossipx-{secrets.token_hex(16)}", 0)
-        self._listener: Listener | None = None
-        self._local_listener: Listener | None = None
+        self._listener: TransportListener | None = None
+        self._local_listener: TransportListener | None = None
         # Everything below is touched under the lock alone.
         self._lock = threading.Lock()
         self._slots: dict[Hashable, _Slot] = {}
@@ -139,7 +140,7 @@ class Answering:
             self._links.spawn("accept-local", self._accept, self._local_listener)
         self._links.spawn("accept", self._accept, self._listener)
 
-    def answer(self, key: Hashable, outgoing: Outgoing) -> None:
+    def answer(self, key: Hashable, outgoing: Response) -> None:
         """Have an answer sent; see :meth:`gossipx.comm.CommManager.answer`."""
         with self._lock:
             slot = self._slots.get(key)
@@ -149,7 +150,7 @@ class Answering:
                 del self._slots[key]
                 slot.ready.set()
                 return
-        tell_aside(outgoing.done, False)
+        call_back_in_thread(outgoing.done, False)
 
     def end(self) -> None:
         """All links have ended: accept no more, and let those see it that wait for answers."""
@@ -161,7 +162,7 @@ class Answering:
             if listener is not None:
                 listener.close()
 
-    def _accept(self, listener: Listener) -> None:
+    def _accept(self, listener: TransportListener) -> None:
         pause, full = _PAUSE[0], False
         while not self._links.closed.is_set():
             try:
@@ -231,9 +232,9 @@ class Answering:
             with self._lock:
                 self._inbound.pop(stream, None)
 
-    def _receive(self, link: Link, they: Hello) -> tuple[frames.Frame, Room | None]:
+    def _receive(self, link: Link, they: Hello) -> tuple[frames.Frame, UploadSink | None]:
         """The next frame, and what it brought, which is the caller's."""
-        rooms: list[Room] = []
+        rooms: list[UploadSink] = []
 
         def expect(message: Message, request: int) -> Sink | None:
             if not isinstance(message, CarryingRequest):
@@ -274,15 +275,20 @@ class Answering:
             raise NoCarrierError(f"it asked for {kind}, which is not this peer's --transport")
         link.build_carrier(carriers, False, number, deadline)
 
-    def ask_oneself(
-        self, request: Request, brought: Source | None, payload: Sink | Fitting | None, deadline: float, aside: Aside
+    def request_loopback(
+        self,
+        request: Request,
+        brought: Source | None,
+        payload: Sink | SinkFactory | None,
+        deadline: float,
+        loopback: LoopbackRequest,
     ) -> Reply:
         """Answer a request to oneself, as others' are; errors as those of a connection.
 
         Args:
             brought: what it brings; ``payload`` takes a model in; ``aside`` is aborted to end it.
         """
-        room, slot, whole = None, aside.slot, False
+        room, slot, whole = None, loopback.slot, False
         if isinstance(request, CarryingRequest) and brought is not None:
             room = self._room_for(self._member.me.rank, request)
             room.take(0, brought.view)
@@ -296,16 +302,16 @@ class Answering:
             if answer is None:
                 raise PeerUnreachableError("it has ended before it answered itself")
             if isinstance(answer.reply, CarryingReply) and answer.payload is not None and payload is not None:
-                sink = payload.fit(answer.reply) if isinstance(payload, Fitting) else payload
+                sink = payload.fit(answer.reply) if isinstance(payload, SinkFactory) else payload
                 sink.take(0, answer.payload.view)
             whole = True
             return answer.reply
         finally:
             self._forget(key)
             if slot.answer is not None:
-                tell(slot.answer.done, whole)
+                call_back(slot.answer.done, whole)
 
-    def _open(self, slot: _Slot, brought: Room | None) -> Hashable:
+    def _open(self, slot: _Slot, brought: UploadSink | None) -> Hashable:
         """The key of a request that is to be told of; nothing is told once all links have ended."""
         key = next(self._keys)
         with self._lock:
@@ -316,7 +322,7 @@ class Answering:
             brought.release()
         raise self._links.gone()
 
-    def _ask(self, link: Link, sender: int, number: int, request: Request, brought: Room | None) -> None:
+    def _ask(self, link: Link, sender: int, number: int, request: Request, brought: UploadSink | None) -> None:
         """Tell of a request, wait until it is answered, send the answer."""
         slot, whole = _Slot(number), False
         key = self._open(slot, brought)
@@ -342,7 +348,7 @@ class Answering:
                 link.abort()
             self._forget(key)
             if slot.answer is not None:
-                tell(slot.answer.done, whole)
+                call_back(slot.answer.done, whole)
 
     def _forget(self, key: Hashable) -> None:
         """No answer to ``key`` is taken from now on."""

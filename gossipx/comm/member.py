@@ -46,7 +46,7 @@ class Member:
     links: Links
 
 
-def tell(done: Callable[[Any], None], result: object) -> None:
+def call_back(done: Callable[[Any], None], result: object) -> None:
     """Call back; what that raises is logged."""
     try:
         done(result)
@@ -54,6 +54,6 @@ def tell(done: Callable[[Any], None], result: object) -> None:
         log.exception("a callback has failed")
 
 
-def tell_aside(done: Callable[[Any], None], result: object) -> None:
+def call_back_in_thread(done: Callable[[Any], None], result: object) -> None:
     """Tell from a thread of its own: the caller may hold locks that ``done`` takes."""
-    threading.Thread(target=tell, args=(done, result), name="gossipx-tell", daemon=True).start()
+    threading.Thread(target=call_back, args=(done, result), name="gossipx-tell", daemon=True).start()

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from gossipx.compression.elastic import Bringing, ElasticCodec
+from gossipx.compression.elastic import ElasticCodec, UploadedModelSink
 from gossipx.compression.models import ModelCodec
-from gossipx.compression.receive import Taking
+from gossipx.compression.receive import ModelSink
 from gossipx.memory import Source
 from gossipx.model.arena import ParameterArena
 from gossipx.model.receive import Incoming
 from gossipx.protocol.messages import ElasticRequest, PullRequest, Request, TakeRequest
 
-__all__ = ["Bringing", "Coded", "ElasticCodec", "ModelCodec", "Taking"]
+__all__ = ["Coded", "ElasticCodec", "ModelCodec", "ModelSink", "UploadedModelSink"]
 
 
 class Coded:
@@ -47,13 +47,13 @@ class Coded:
         self.begin(snapshot.buffer.vectors)
         snapshot.release()
 
-    def taking(self, to: int, request: Request, incoming: Incoming) -> Taking | None:
+    def model_sink(self, to: int, request: Request, incoming: Incoming) -> ModelSink | None:
         """Takes in the answer to a request; None: it comes as it lies in memory."""
         match request:
             case PullRequest() | TakeRequest():
-                return self.models.taking(to, incoming)
+                return self.models.model_sink(to, incoming)
             case ElasticRequest() if self.elastic is not None and not self.elastic.is_hub:
-                return self.elastic.taking(incoming)
+                return self.elastic.model_sink(incoming)
         return None
 
     def asked(self, to: int, request: Request, model: Sequence[Tensor]) -> tuple[Request, Source | None]:
@@ -67,7 +67,7 @@ class Coded:
             return self.elastic.bring(request, model)
         return self.models.asked(to, request), None
 
-    def room(self, sender: int, request: ElasticRequest, incoming: Incoming) -> Bringing | None:
+    def room(self, sender: int, request: ElasticRequest, incoming: Incoming) -> UploadedModelSink | None:
         """Where a model that another brings is taken in; None: it comes as it lies in memory.
 
         Raises:

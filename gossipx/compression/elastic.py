@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gossipx.codecs import Codec, State, decode_into
 from gossipx.codecs.changes import ALONE, FULL, checksum
-from gossipx.compression.receive import Taking
+from gossipx.compression.receive import ModelSink
 from gossipx.compression.sections import Sections, as_bytes
 from gossipx.errors import ProtocolError
 from gossipx.memory import Source
@@ -107,9 +107,9 @@ class ElasticCodec:
             return FULL, as_bytes(values), version if finite else FULL
         return base, change.source.view, change.check
 
-    def taking(self, incoming: Incoming) -> Taking:
+    def model_sink(self, incoming: Incoming) -> ModelSink:
         """Takes in what the hub answers by."""
-        return Taking(self._sections, incoming, self._moved)
+        return ModelSink(self._sections, incoming, self._moved)
 
     def _moved(self, reply: ModelReply, content: memoryview, incoming: Incoming) -> list[memoryview]:
         """x − d̂, as if it were the centre."""
@@ -125,7 +125,7 @@ class ElasticCodec:
 
     # --- the hub ----------------------------------------------------------------------------------
 
-    def room(self, sender: int, request: ElasticRequest, incoming: Incoming) -> Bringing:
+    def room(self, sender: int, request: ElasticRequest, incoming: Incoming) -> UploadedModelSink:
         """Where what a worker brings is taken in.
 
         Raises:
@@ -133,7 +133,7 @@ class ElasticCodec:
         """
         if not self._sections.fit(request.sizes, request.bases):
             raise ProtocolError(f"peer {sender} brings a model that does not fit")
-        return Bringing(self, sender, request, incoming, self._sections.nbytes(request.sizes))
+        return UploadedModelSink(self, sender, request, incoming, self._sections.nbytes(request.sizes))
 
     def brought(self, sender: int, request: ElasticRequest, content: memoryview) -> list[memoryview]:
         """What a worker has brought as it lies in memory, piece by piece.
@@ -174,8 +174,8 @@ class ElasticCodec:
         return told, Source(self._sections.joined(parts, centre))
 
 
-class Bringing(Bytes):
-    """Takes in what a worker brings; a :class:`gossipx.wire.Room`.
+class UploadedModelSink(Bytes):
+    """Takes in what a worker brings; a :class:`gossipx.wire.UploadSink`.
 
     Args:
         codec: that it is decoded by.

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from gossipx.codecs import Codec, decode_into
 from gossipx.codecs.changes import ALONE, FULL, checksum
-from gossipx.compression.receive import Taking
+from gossipx.compression.receive import ModelSink
 from gossipx.compression.sections import Sections, as_bytes
 from gossipx.errors import ProtocolError
 from gossipx.memory import Source
@@ -123,44 +123,44 @@ class ModelCodec:
 
     # --- taking -----------------------------------------------------------------------------------
 
-    def bases(self, giver: int) -> tuple[int, ...]:
-        """Checksums of what is here of the last model that ``giver`` gave; none: its model is to come by itself."""
+    def bases(self, sender: int) -> tuple[int, ...]:
+        """Checksums of what is here of the last model that ``sender`` gave; none: its model is to come by itself."""
         with self._lock:
-            if not self._references and giver not in self._apart:
+            if not self._references and sender not in self._apart:
                 return ()
-            held = self._held(giver)
+            held = self._held(sender)
             return (FULL,) * len(self._sections.tensors) if held is None else tuple(map(checksum, held.taken))
 
-    def asked(self, giver: int, request: Request) -> Request:
+    def asked(self, sender: int, request: Request) -> Request:
         """A request for a model as it leaves."""
         assert isinstance(request, PullRequest | TakeRequest)
-        return dataclasses.replace(request, bases=self.bases(giver))
+        return dataclasses.replace(request, bases=self.bases(sender))
 
-    def _held(self, giver: int) -> _Reference | None:
-        if giver in self._met or self._begun is None:
-            return self._taken.get(giver)
+    def _held(self, sender: int) -> _Reference | None:
+        if sender in self._met or self._begun is None:
+            return self._taken.get(sender)
         return _Reference(self._begun, self._begun)
 
-    def taking(self, giver: int, incoming: Incoming) -> Taking:
-        """Takes in what ``giver`` answers by."""
-        return Taking(self._sections, incoming, functools.partial(self._taken_of, giver))
+    def model_sink(self, sender: int, incoming: Incoming) -> ModelSink:
+        """Takes in what ``sender`` answers by."""
+        return ModelSink(self._sections, incoming, functools.partial(self._taken_of, sender))
 
-    def _taken_of(self, giver: int, reply: ModelReply, content: memoryview, incoming: Incoming) -> list[memoryview]:
-        """A model of ``giver`` as it lies in memory, piece by piece, of what has come."""
+    def _taken_of(self, sender: int, reply: ModelReply, content: memoryview, incoming: Incoming) -> list[memoryview]:
+        """A model of ``sender`` as it lies in memory, piece by piece, of what has come."""
         parts, buffers = self._sections.cut(reply.sizes, content)
         with self._lock:
-            held = self._held(giver)
+            held = self._held(sender)
             had: Sequence[Tensor | None] = [None] * len(parts) if held is None else held.taken
             near = [self._near(number, incoming) for number in range(len(parts))]
             rows = enumerate(zip(parts, reply.bases, had, near, strict=True))
-            self._apart.add(giver)
+            self._apart.add(sender)
             taken = [self._sections.decoded(number, *row) for number, row in rows]
-            self._apart.discard(giver)
+            self._apart.discard(sender)
             made = taken
             if self._references:
                 own = [values for values in near if values is not None] if self._public else []
                 public = self._published(reply.bases, held, own) if self._public else []
-                self._keep(giver, _Reference(taken, public))
+                self._keep(sender, _Reference(taken, public))
                 if self._public:  # as if x_j were x_i + x̂_j − x̂_i
                     changed = zip(own, taken, public, strict=True)
                     made = [values + (theirs - ours) for values, theirs, ours in changed]
@@ -186,11 +186,11 @@ class ModelCodec:
             made.append(moved)
         return made
 
-    def _keep(self, giver: int, reference: _Reference) -> None:
+    def _keep(self, sender: int, reference: _Reference) -> None:
         """As the last of as many as are kept; nothing of what would never be finite again."""
-        self._met.add(giver)
-        self._taken.pop(giver, None)
+        self._met.add(sender)
+        self._taken.pop(sender, None)
         if all(bool(values.isfinite().all()) for values in (*reference.taken, *reference.public)):
-            self._taken[giver] = reference
+            self._taken[sender] = reference
         while len(self._taken) > self._references:
             del self._taken[next(iter(self._taken))]

@@ -11,8 +11,8 @@ from gossipx.protocol.messages import CarryingReply, ModelReply
 from gossipx.wire import Bytes, Sink
 
 
-class Taking:
-    """Takes in one model; a :class:`gossipx.wire.Fitting`.
+class ModelSink:
+    """Takes in one model; a :class:`gossipx.wire.SinkFactory`.
 
     Args:
         sections: of models here.

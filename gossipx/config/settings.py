@@ -50,9 +50,9 @@ def _policy(spec: str) -> None:
 
 
 def _interval(spec: str) -> None:
-    from gossipx.checkpoint import Every
+    from gossipx.checkpoint import CheckpointInterval
 
-    Every.parse(spec)
+    CheckpointInterval.parse(spec)
 
 
 def _mixing(spec: str) -> None:

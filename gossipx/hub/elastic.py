@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from gossipx.hub.centre import Centre
-from gossipx.peer.exchange import Exchange, Ground
+from gossipx.peer.exchange import Exchange, PeerContext
 from gossipx.peer.pulls import Pulls
 from gossipx.peer.server_role import ServerRole
 from gossipx.protocol.effects import Adopt, Answer, Cancel, Effect, Forget, Mix, Note, Resume, Stop, Wait
@@ -58,12 +58,12 @@ class Elastic(Exchange, ServerRole):
     takes = (ElasticRequest, CentreRequest)
     timers = Pulls.timers
 
-    def __init__(self, ground: Ground, pulls: Pulls, settings: ElasticSettings):
-        super().__init__(ground)
+    def __init__(self, context: PeerContext, pulls: Pulls, settings: ElasticSettings):
+        super().__init__(context)
         self._pulls = pulls  # while the hub is away
         self._settings = settings
-        self._is_hub = ground.rank == settings.rank
-        self.centre = Centre(ground.requests, settings.share) if self._is_hub else None
+        self._is_hub = context.rank == settings.rank
+        self.centre = Centre(context.requests, settings.share) if self._is_hub else None
         self._numbers = itertools.count(1)
         self._ends_at_once = self._is_hub and not settings.trains
         self._initial: list[Received] = []  # these wait for our own model to become the centre
@@ -91,21 +91,21 @@ class Elastic(Exchange, ServerRole):
     def begin(self, now: float) -> list[Effect]:
         if self._is_hub and not self._settings.trains:
             return []
-        hub = self._ground.members.others.get(self._settings.rank)
+        hub = self._context.members.others.get(self._settings.rank)
         if hub is not None and not hub.may_be_asked(now):
             if self._settings.lost == "gossip":
                 return self._pulls.begin(now)
-            self._ground.sync.skipped += 1
+            self._context.sync.skipped += 1
             return []
-        self._ground.sync.requested()
+        self._context.sync.requested()
         patience = self._patience()
-        request = ElasticRequest(self._ground.incarnation, next(self._numbers), self._ground.step, patience)
-        send = self._ground.requests.send(self._settings.rank, request, now, now + patience)
+        request = ElasticRequest(self._context.incarnation, next(self._numbers), self._context.step, patience)
+        send = self._context.requests.send(self._settings.rank, request, now, now + patience)
         self._current = _Elastic(send.ticket)
-        return [Wait(), send] if self._ground.blocking else [send]
+        return [Wait(), send] if self._context.blocking else [send]
 
     def _patience(self) -> float:
-        members = self._ground.members
+        members = self._context.members
         return members.longest if self._is_hub else members.patience(self._settings.rank)
 
     def replied(self, ticket: int, to: int, reply: Reply, now: float) -> list[Effect]:
@@ -120,7 +120,7 @@ class Elastic(Exchange, ServerRole):
             current.taken = True
             return []
         if isinstance(reply, NotReadyReply) and not self._is_hub:
-            self._ground.members.rest(to, now)
+            self._context.members.rest(to, now)
         return self._came_to_nothing(fault=not isinstance(reply, BusyReply))
 
     def failed(self, ticket: int, now: float) -> list[Effect]:
@@ -139,7 +139,7 @@ class Elastic(Exchange, ServerRole):
         current = self._current
         if current is None:
             return self._pulls.mix(at_boundary)
-        if not (at_boundary or self._ending or self._ground.blocking) or not current.taken or current.mixing:
+        if not (at_boundary or self._ending or self._context.blocking) or not current.taken or current.mixing:
             return None
         current.mixing = True
         return Mix(current.ticket, self._settings.alpha)
@@ -148,7 +148,7 @@ class Elastic(Exchange, ServerRole):
         if self._current is None or self._current.ticket != ticket:
             return self._pulls.mixed(ticket)
         self._current = None
-        self._ground.sync.completed()
+        self._context.sync.completed()
         return True
 
     def timer(self, name: str, now: float) -> list[Effect]:
@@ -171,16 +171,16 @@ class Elastic(Exchange, ServerRole):
     def requested(self, event: Received, now: float) -> list[Effect]:
         if self.centre is None:
             return [self._answer(event.key, NotReadyReply("it is not the hub: give all peers the same --hub"), now)]
-        worker = self._ground.members.others.get(event.sender)
-        if worker is not None and worker.aside_until > now and isinstance(event.request, ElasticRequest):
+        worker = self._context.members.others.get(event.sender)
+        if worker is not None and worker.suspended_until > now and isinstance(event.request, ElasticRequest):
             return [self._answer(event.key, NotReadyReply("the last model that it brought held NaN or Inf"), now)]
         return self.centre.requested(event, now)
 
     def merged(self, event: Merged, now: float) -> list[Effect] | None:
         sender = self.centre.merging if self.centre else None
         taken = self.centre.merged(event, now) if self.centre else None
-        if taken is not None and not event.sound and (worker := self._ground.members.others.get(sender or 0)):
-            worker.aside_until = now + self._ground.timeout
+        if taken is not None and not event.sound and (worker := self._context.members.others.get(sender or 0)):
+            worker.suspended_until = now + self._context.timeout
         return taken
 
     def before_giving(self, event: Received, now: float) -> list[Effect] | None:
@@ -208,14 +208,14 @@ class Elastic(Exchange, ServerRole):
         dropped = self._pulls.drop(now)
         current, self._current = self._current, None
         if current is not None:
-            open_still = self._ground.requests.is_open(current.ticket)
+            open_still = self._context.requests.is_open(current.ticket)
             dropped.append(Cancel(current.ticket) if open_still else Forget(current.ticket))
-        self._ground.sync.abandoned(failed=False)
+        self._context.sync.abandoned(failed=False)
         return dropped
 
     def agree(self, now: float) -> list[Effect] | None:
         """The end of elastic averaging is its centre: each takes it as its own model."""
-        hub = self._ground.members.others.get(self._settings.rank)
+        hub = self._context.members.others.get(self._settings.rank)
         if hub is not None and hub.silent:
             self._forsaken = self._settings.rank
             return None
@@ -227,7 +227,7 @@ class Elastic(Exchange, ServerRole):
 
     def _ask_for_centre(self, now: float) -> list[Effect]:
         patience = self._patience()
-        send = self._ground.requests.send(self._settings.rank, CentreRequest(patience), now, now + patience)
+        send = self._context.requests.send(self._settings.rank, CentreRequest(patience), now, now + patience)
         self._asking = send.ticket
         return [send]
 
@@ -247,5 +247,5 @@ class Elastic(Exchange, ServerRole):
 
     def _give_initial(self, now: float) -> list[Effect]:
         initial, self._initial = self._initial, []
-        deadline = now + self._ground.members.longest
+        deadline = now + self._context.members.longest
         return [Answer(event.key, ModelReply(0), deadline, whole_model=True) for event in initial]

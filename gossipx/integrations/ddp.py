@@ -17,10 +17,10 @@ from torch.utils.data import Dataset, Subset
 
 from gossipx.config.settings import RunConfig
 from gossipx.errors import UsageError
-from gossipx.integrations.group import Group, Word
+from gossipx.integrations.group import Group, GroupStatus
 from gossipx.launch.environment import ENV_PEERS, ENV_RESUME
 from gossipx.launch.loops.join import join as join_alone
-from gossipx.launch.loops.join import settings_of, standing
+from gossipx.launch.loops.join import rank_and_size, settings_of
 from gossipx.model import layout
 from gossipx.model.layout import Section, Slot
 from gossipx.policies import Observation, Policy
@@ -108,7 +108,7 @@ class Joining:
             UsageError: the data set has no labels, and the partition needs them; or this is no peer of the hosts file.
         """
         run = self.run
-        rank, size = standing(run, self.peers, self.rank)
+        rank, size = rank_and_size(run, self.peers, self.rank)
         by = partition.parse(run.task.partition)
         parts = by.split(labels_of(dataset, by.by_label), size, run.run.seed)
         return Subset(dataset, [int(index) for index in parts[rank]])
@@ -150,8 +150,8 @@ class GroupPeer:
         self._unhook: list[Callable[[], None]] = []
         self._open = False
 
-        word = self._after(functools.partial(self._begin, joining, state) if self._group.rank == 0 else None)
-        self.rank, self.size, self.iteration = word.rank, word.size, word.iteration
+        status = self._after(functools.partial(self._begin, joining, state) if self._group.rank == 0 else None)
+        self.rank, self.size, self.iteration = status.rank, status.size, status.iteration
         if self._peer is None:
             self._slots = list(layout.slots_of(self._module, run.sync.buffers == "mix"))
             self._sections = [layout.lay_out(kind) for kind in layout.by_dtype(self._slots).values()]
@@ -167,7 +167,7 @@ class GroupPeer:
                 "peers='hosts.txt'"
             )
         # torchrun's rank is that of a process in its group, and not that of a peer.
-        rank, _ = standing(joining.run, joining.peers, joining.rank)
+        rank, _ = rank_and_size(joining.run, joining.peers, joining.rank)
         own = None if state is None else [tensor.detach().clone() for tensor in _tensors(self._module)]
         self._peer = peer = join_alone(
             self._module,
@@ -186,23 +186,23 @@ class GroupPeer:
                     tensor.copy_(value)
             peer.load_state_dict(dict(state))
 
-    def _after(self, act: Callable[[], object] | None) -> Word:
+    def _after(self, act: Callable[[], object] | None) -> GroupStatus:
         """Rank 0 acts, and all learn what has come of it; None: this is another rank."""
-        word = None
+        status = None
         if act is not None:
             try:
                 act()
             except BaseException as error:
-                self._group.tell(Word.of(error))
+                self._group.tell(GroupStatus.of(error))
                 raise
             peer = self._peer
             assert peer is not None
-            word = Word(peer.rank, peer.size, peer.iteration, peer.mixes > self._mixes)
+            status = GroupStatus(peer.rank, peer.size, peer.iteration, peer.mixes > self._mixes)
             self._mixes = peer.mixes
-        word = self._group.tell(word)
-        if word.exit_code is not None:
-            word.end()
-        return word
+        status = self._group.tell(status)
+        if status.exit_code is not None:
+            status.end()
+        return status
 
     # --- the training loop --------------------------------------------------------------------------
 
@@ -214,9 +214,9 @@ class GroupPeer:
         """
         if not self._open:
             return
-        word = self._after(None if self._peer is None else self._peer.step)
-        self.iteration = word.iteration
-        if word.entered:
+        status = self._after(None if self._peer is None else self._peer.step)
+        self.iteration = status.iteration
+        if status.entered:
             self._give_exchanged()
 
     def _give_exchanged(self) -> None:

@@ -26,7 +26,7 @@ at once, as its connections close."""
 
 
 @dataclass(frozen=True)
-class Word:
+class GroupStatus:
     """What rank 0 says.
 
     Attributes:
@@ -45,7 +45,7 @@ class Word:
     reason: str = ""
 
     @staticmethod
-    def of(error: BaseException) -> Word:
+    def of(error: BaseException) -> GroupStatus:
         """That rank 0 ends, by this error."""
         if isinstance(error, GossipxError):
             code, reason = error.exit_code, str(error)
@@ -55,7 +55,7 @@ class Word:
             code, reason = 130, ""
         else:
             code, reason = 1, f"{type(error).__name__}: {error}"
-        return Word(0, 0, 0, exit_code=code, reason=reason)
+        return GroupStatus(0, 0, 0, exit_code=code, reason=reason)
 
     def end(self) -> NoReturn:
         """End as rank 0 does.
@@ -74,15 +74,15 @@ class Word:
 FORM = struct.Struct("<iiq?h500s")
 
 
-def _packed(word: Word) -> bytes:
-    code = -1 if word.exit_code is None else word.exit_code & 0xFF
-    return FORM.pack(word.rank, word.size, word.iteration, word.entered, code, word.reason.encode()[:500])
+def _packed(status: GroupStatus) -> bytes:
+    code = -1 if status.exit_code is None else status.exit_code & 0xFF
+    return FORM.pack(status.rank, status.size, status.iteration, status.entered, code, status.reason.encode()[:500])
 
 
-def _unpacked(data: bytes) -> Word:
+def _unpacked(data: bytes) -> GroupStatus:
     rank, size, iteration, entered, code, reason = FORM.unpack(data)
     text = reason.rstrip(b"\0").decode(errors="ignore")
-    return Word(rank, size, iteration, entered, None if code < 0 else code, text)
+    return GroupStatus(rank, size, iteration, entered, None if code < 0 else code, text)
 
 
 class Group:
@@ -100,16 +100,16 @@ class Group:
         # Words go between processors: one from a GPU would have training wait for it.
         self._gloo = dist.new_group(backend="gloo", timeout=PATIENCE) if self.size > 1 else None
 
-    def tell(self, word: Word | None) -> Word:
+    def tell(self, status: GroupStatus | None) -> GroupStatus:
         """Rank 0 gives a word, the others None; all return it."""
         if self._gloo is None:
-            assert word is not None
-            return word
+            assert status is not None
+            return status
         data = torch.zeros(FORM.size, dtype=torch.uint8)
-        if word is not None:
-            data = torch.frombuffer(bytearray(_packed(word)), dtype=torch.uint8)
+        if status is not None:
+            data = torch.frombuffer(bytearray(_packed(status)), dtype=torch.uint8)
         dist.broadcast(data, src=0, group=self._gloo)
-        return word or _unpacked(bytes(data.numpy()))
+        return status or _unpacked(bytes(data.numpy()))
 
     def give(self, vectors: Iterable[Tensor]) -> None:
         """All ranks' vectors become those of rank 0."""

@@ -30,7 +30,7 @@ from gossipx.launch.environment import (
     ENV_RESUME,
     ENV_RESUME_AT,
 )
-from gossipx.launch.progress import Display, Standing
+from gossipx.launch.progress import Display, PeerStatus
 from gossipx.launch.start import Start, by_servers, from_hosts, goes_by
 from gossipx.metrics.summary import FILE as SUMMARY_FILE
 from gossipx.metrics.summary import Summary, per_peer
@@ -112,13 +112,13 @@ class _Run:
         self._resumes = start.resumes
         self._resumes_at = start.resumes_at
         length = 0 if script else settings.run.iterations  # a script has a length of its own
-        self._standings = {rank: Standing(peers[rank].name, iterations=length) for rank in start.here}
+        self._statuses = {rank: PeerStatus(peers[rank].name, iterations=length) for rank in start.here}
         around = "" if settings.hub.hub is None else f", hub {settings.hub.hub}"
         if by_servers(settings):
             around = f", servers {settings.server.servers or 0}"
         kind = "sync" if by_servers(settings) else "policy"
         title = f"{settings.run.name}: {kind} {goes_by(settings)}, {len(peers)} peers{around}"
-        self._display = Display(title, self._standings, plain=start.shared)
+        self._display = Display(title, self._statuses, plain=start.shared)
         self._children: dict[int, Child] = {}
         self._results: dict[int, dict[str, Any]] = {}
         self._left: set[int] = set()
@@ -135,7 +135,7 @@ class _Run:
             if notice is not None:
                 self._display.line(notice)
             try:
-                for rank in self._standings:
+                for rank in self._statuses:
                     self._start(rank, selector)
                 self._follow(selector)
                 self._display.refresh(last=self._exit is None)
@@ -212,22 +212,22 @@ class _Run:
             self._display.line(f"[{name}] {line}")
 
     def _told(self, rank: int, word: dict[str, Any]) -> None:
-        standing = self._standings[rank]
+        status = self._statuses[rank]
         if "error" in word:
             self._failed(rank, str(word["error"]), int(word["exit"]))
         elif "result" in word:
             self._results[rank] = word["result"]
             report = word["result"]["report"]
-            standing.state = "done"
-            standing.accuracy = report.get("test_accuracy")
-            standing.retrievals = report.get("retrievals", standing.retrievals)
+            status.state = "done"
+            status.accuracy = report.get("test_accuracy")
+            status.retrievals = report.get("retrievals", status.retrievals)
         elif "state" in word:
             for key, value in word.items():
-                setattr(standing, key, value)
-            if standing.state == "train" and self._began is None:
+                setattr(status, key, value)
+            if status.state == "train" and self._began is None:
                 self._began = time.monotonic()
                 self._directory.keep()
-            if standing.state == "left":
+            if status.state == "left":
                 self._left.add(rank)
 
     def _failed(self, rank: int, error: str, code: int) -> None:
@@ -235,7 +235,7 @@ class _Run:
 
         So does any error before training has begun, such as a port in use; after that the others go on.
         """
-        self._standings[rank].state = "failed"
+        self._statuses[rank].state = "failed"
         if self._exit is not None:
             return
         if code == 1 and self._began is not None:
@@ -252,19 +252,19 @@ class _Run:
                 self._failed_after.add(rank)
                 self._display.line(f"{self._peers[rank].name} finished, but its process ended: {child.how_it_ended()}")
             return
-        code, standing = child.process.returncode, self._standings[rank]
-        if code == 0 and standing.state == "starting":
+        code, status = child.process.returncode, self._statuses[rank]
+        if code == 0 and status.state == "starting":
             name = self._peers[rank].name
             self._failed(rank, f"{name}: its script ended without gossipx.join, the line that makes it a peer", 1)
             return
-        early = code == -signal.SIGTERM and standing.state == "starting"  # before it could say that it leaves
+        early = code == -signal.SIGTERM and status.state == "starting"  # before it could say that it leaves
         if self._sent == signal.SIGTERM or early:  # asked to; or it took too long to go and was killed
-            standing.state = "left"
+            status.state = "left"
             self._left.add(rank)
             return
-        standing.state = "lost"
+        status.state = "lost"
         self._display.line(f"peer {self._peers[rank].name} is lost: {child.how_it_ended()}")
-        alive = len(self._peers) - sum(standing.state in ("lost", "failed") for standing in self._standings.values())
+        alive = len(self._peers) - sum(status.state in ("lost", "failed") for status in self._statuses.values())
         least = self._settings.sync.min_peers
         if 0 < alive < least:  # with none left the run has failed, of what was told
             self._stop(4, signal.SIGTERM)
@@ -308,7 +308,7 @@ class _Run:
 
     def _hung_up(self, number: int, frame: FrameType | None) -> None:
         for rank, child in self._children.items():
-            if self._standings[rank].state == "train":
+            if self._statuses[rank].state == "train":
                 child.signal(number)
 
     # --- figures ------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ LINES_EVERY = 2.0
 
 
 @dataclass
-class Standing:
+class PeerStatus:
     """Where one peer stands; figures as it last told them."""
 
     name: str
@@ -56,15 +56,15 @@ class Display:
 
     Args:
         title: of the run.
-        standings: of the peers shown, by rank; read whenever something is drawn.
+        statuses: of the peers shown, by rank; read whenever something is drawn.
         plain: lines also on a terminal: other processes write to it, too.
     """
 
-    def __init__(self, title: str, standings: dict[int, Standing], plain: bool = False):
+    def __init__(self, title: str, statuses: dict[int, PeerStatus], plain: bool = False):
         self.console = Console(highlight=False)
         self._title = title
         self._plain_lines = plain
-        self._standings = standings
+        self._statuses = statuses
         self._live: Live | None = None
         self._last = ""
         self._next = 0.0
@@ -102,27 +102,27 @@ class Display:
         if self._live is not None:
             self._live.update(self._table(), refresh=True)
             return
-        text = "  ".join(self._plain(standing) for standing in self._standings.values())
+        text = "  ".join(self._plain(status) for status in self._statuses.values())
         if text != self._last:
             self._last = text
             self.line(text)
 
-    def _plain(self, standing: Standing) -> str:
-        if not standing.step:
-            served = f" pulls {standing.retrievals}" if standing.retrievals else ""
-            return f"{standing.name} {standing.state}{served}"
-        accuracy = "" if standing.accuracy is None else f" acc {standing.accuracy:.3f}"
-        steps = f"{standing.step}/{standing.iterations}" if standing.iterations else str(standing.step)
-        return f"{standing.name} {standing.state} {steps}{accuracy} pulls {standing.retrievals}"
+    def _plain(self, status: PeerStatus) -> str:
+        if not status.step:
+            served = f" pulls {status.retrievals}" if status.retrievals else ""
+            return f"{status.name} {status.state}{served}"
+        accuracy = "" if status.accuracy is None else f" acc {status.accuracy:.3f}"
+        steps = f"{status.step}/{status.iterations}" if status.iterations else str(status.step)
+        return f"{status.name} {status.state} {steps}{accuracy} pulls {status.retrievals}"
 
     def _table(self) -> Table:
         table = Table(title=self._title, title_justify="left", box=box.SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
         for heading in ("peer", "state", "", "iteration", "loss", "accuracy", "retrievals", "MB"):
             # On a narrow terminal the bar gives way: names that are cut tell no peers apart.
-            fixed = max(len(one.name) for one in self._standings.values()) if heading == "peer" else None
+            fixed = max(len(one.name) for one in self._statuses.values()) if heading == "peer" else None
             left = heading in ("peer", "state", "")
             table.add_column(heading, justify="left" if left else "right", min_width=fixed, no_wrap=heading != "")
-        for one in self._standings.values():
+        for one in self._statuses.values():
             table.add_row(
                 one.name,
                 one.state,

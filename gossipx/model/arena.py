@@ -27,7 +27,7 @@ from gossipx.model.buffers import HostBuffer
 from gossipx.model.layout import Section, has_masters, lay_out, lengths, plain_name, slots_of
 from gossipx.model.pool import Pool
 from gossipx.model.snapshots import Snapshot
-from gossipx.model.streams import Lanes, lanes_of
+from gossipx.model.streams import DeviceStreams, streams_of
 
 
 class ParameterArena:
@@ -38,7 +38,7 @@ class ParameterArena:
         mix_buffers: whether floating-point buffers (BatchNorm's statistics) are exchanged, or stay local.
         sampled: the delta is estimated from the cache lines that this seed draws, and a boundary is copied only if
             somebody asks for it; None: it is measured exactly, which needs a copy of each boundary.
-        lanes: of the module's device; None: those that there are.
+        streams: of the module's device; None: those that there are.
 
     Attributes:
         manifest: one line a tensor; two peers may exchange models if these are equal.
@@ -55,7 +55,11 @@ class ParameterArena:
     """
 
     def __init__(
-        self, module: nn.Module, mix_buffers: bool = True, sampled: int | None = None, lanes: Lanes | None = None
+        self,
+        module: nn.Module,
+        mix_buffers: bool = True,
+        sampled: int | None = None,
+        streams: DeviceStreams | None = None,
     ):
         slots = list(slots_of(module, mix_buffers))
         if not any(slot.kind == 0 for slot in slots):
@@ -68,8 +72,8 @@ class ParameterArena:
         self.sections: list[Section] = [lay_out(kind) for kind in kinds.values()]
         self.slots = slots
         self._slots_at = {slot.tensor.data_ptr(): slot for slot in slots if slot.tensor.numel()}
-        self._lanes = lanes or lanes_of(slots[0].tensor.device)
-        self.pool = Pool(self.sections, self._lanes)
+        self._streams = streams or streams_of(slots[0].tensor.device)
+        self.pool = Pool(self.sections, self._streams)
         self.lock = self.pool.lock
         self._samples: list[kernels.Sampled] | None = None
         if sampled is not None:
@@ -107,7 +111,7 @@ class ParameterArena:
             Δ_t = ‖x_t − x_{t−1}‖₂ over the trained values (Adaptive Communication, Eq. 6); x_{t−1} is taken after any
             mixing. On a device that works beside the processor Δ of the step before, Δ_t for the first.
         """
-        self._lanes.begin()
+        self._streams.begin()
         with self._next_boundary() as (before, after):
             self.step += 1
             return math.sqrt(self._measured(before, after))
@@ -122,9 +126,9 @@ class ParameterArena:
             assert before is not None and after is not None
             rows = zip(self.sections, before, after, strict=True)
             measures = [functools.partial(passes.advance, *row) for row in rows]
-        if self._lanes.on_host:
+        if self._streams.on_host:
             return float(sum(measure(False) for measure in measures))
-        return self._lanes.late(lambda: torch.stack([measure(True) for measure in measures]).sum())
+        return self._streams.late(lambda: torch.stack([measure(True) for measure in measures]).sum())
 
     def set_boundary(self, step: int) -> None:
         """The weights were set from outside, to a model that has seen ``step`` iterations: count from here.
@@ -195,7 +199,7 @@ class ParameterArena:
                     after = Snapshot(self.pool)
                     after.fill(*self.pool.room(), self.step)
                 yield before.vectors, after.vectors
-                after.became(self.step, self._lanes.mark())
+                after.became(self.step, self._streams.mark())
                 self.pool.now = after
             # Before anybody else looks: whoever alone holds the boundary before this one may take its memory over.
             for past in (before, self._whole):
@@ -225,12 +229,12 @@ class ParameterArena:
     def _copy(self, to: list[Tensor]) -> None:
         """Copy the values that are exchanged, as they are now."""
         for section, vector in zip(self.sections, to, strict=True):
-            self._lanes.train(functools.partial(passes.copy, section, vector))
+            self._streams.train(functools.partial(passes.copy, section, vector))
 
     def _keep_sample(self) -> None:
         """Something else than a step has changed the weights: the next delta counts from here."""
         for sample, section in zip(self._samples or (), self.sections, strict=False):
-            self._lanes.train(functools.partial(sample.keep, section.storage[: section.trainable]))
+            self._streams.train(functools.partial(sample.keep, section.storage[: section.trainable]))
 
     # --- copies -----------------------------------------------------------------------------------------------------
 
@@ -267,7 +271,7 @@ class ParameterArena:
             self.pool.now = snapshot
             vectors, room = self.pool.room()
             self._copy(vectors)
-            snapshot.fill(vectors, room, self.step, self._lanes.mark())
+            snapshot.fill(vectors, room, self.step, self._streams.mark())
 
     def _copy_whole(self) -> HostBuffer:
         buffer = self.pool.buffer(whole=True)
@@ -280,23 +284,23 @@ class ParameterArena:
                 vector[: section.mixed].copy_(exchanged)
                 vector[section.mixed :].copy_(section.storage[section.mixed :])
 
-        self._lanes.aside(copy, self._lanes.mark())
-        self._lanes.wait(self._lanes.mark_aside())
+        self._streams.on_side_stream(copy, self._streams.mark())
+        self._streams.wait(self._streams.mark_side_stream())
         return buffer
 
     def _to_host(self, values: Tensor) -> Tensor:
         """Values as they are now in training's lane."""
-        if self._lanes.on_host:
+        if self._streams.on_host:
             return values
         there = torch.empty_like(values, device="cpu")
-        self._lanes.train(lambda: there.copy_(values))
-        self._lanes.wait(self._lanes.mark())
+        self._streams.train(lambda: there.copy_(values))
+        self._streams.wait(self._streams.mark())
         return there
 
     def _follow(self) -> None:
         """Bring masters up to the module's tensors, where no boundary is kept, which would have done that."""
         for section in self.sections if self._samples is not None else ():
-            self._lanes.train(functools.partial(master_weights.take, section))
+            self._streams.train(functools.partial(master_weights.take, section))
 
     # --- other models come in -----------------------------------------------------------------------------------
 
@@ -317,12 +321,12 @@ class ParameterArena:
             ‖x_j − x‖₂ over the trained values; a device is waited for.
         """
         theirs = self.pool.upload(received)
-        kept = received.vectors if on_host and not self._lanes.on_host else None
+        kept = received.vectors if on_host and not self._streams.on_host else None
         self._follow()
         squares: list[float] = []
         rows = zip(self.sections, theirs, _or_none(kept, theirs), strict=True)
-        self._lanes.train(lambda: squares.extend(passes.subtract(*row) for row in rows))
-        self._lanes.wait(self._lanes.mark())
+        self._streams.train(lambda: squares.extend(passes.subtract(*row) for row in rows))
+        self._streams.wait(self._streams.mark())
         return math.sqrt(sum(squares))
 
     def commit(self, compared: HostBuffer, share: float) -> None:
@@ -339,7 +343,7 @@ class ParameterArena:
         self.mixes += 1
         with self._next_boundary() as (_, after):
             for section, change, new in zip(self.sections, changes, _or_none(after, changes), strict=True):
-                self._lanes.train(functools.partial(passes.commit, section, change, share, new))
+                self._streams.train(functools.partial(passes.commit, section, change, share, new))
         self._keep_sample()
 
     def merge(self, received: HostBuffer, held: HostBuffer, own: float, theirs: float) -> float:
@@ -381,7 +385,7 @@ class ParameterArena:
         with self._next_boundary() as (_, after):
             rows = zip(self.sections, means, captured.vectors, _or_none(after, means), strict=True)
             for row in rows:
-                self._lanes.train(functools.partial(passes.take_in, *row))
+                self._streams.train(functools.partial(passes.take_in, *row))
         self._keep_sample()
 
     def held(self, model: HostBuffer, step: int) -> Snapshot:
@@ -401,8 +405,8 @@ class ParameterArena:
         if not all(math.isfinite(kernels.squared_norm(vector[: section.trainable])) for section, vector in rows):
             return False
         for section, vector in rows:
-            self._lanes.train(functools.partial(passes.adopt, section, vector))
-        self._lanes.wait(self._lanes.mark())
+            self._streams.train(functools.partial(passes.adopt, section, vector))
+        self._streams.wait(self._streams.mark())
         self.mixes += 1
         self.set_boundary(step)
         return True

@@ -16,18 +16,18 @@ from gossipx.memory import STAGED
 from gossipx.model.buffers import HostBuffer
 from gossipx.model.layout import Section, lengths
 from gossipx.model.snapshots import Snapshot
-from gossipx.model.streams import Lanes, Mark
+from gossipx.model.streams import DeviceStreams, Mark
 
 COPY_SECONDS = 1.0
 """Longest that a boundary waits for a copy: several times what the largest models take."""
 
 
 class Pool:
-    """Gives room for models and takes it back; :class:`gossipx.model.snapshots.Keeper` of their snapshots.
+    """Gives room for models and takes it back; :class:`gossipx.model.snapshots.BufferOwner` of their snapshots.
 
     Args:
         sections: of the module.
-        lanes: of its device.
+        streams: of its device.
 
     Attributes:
         lock: guards who holds what.
@@ -36,13 +36,13 @@ class Pool:
         now: the last boundary, if that was copied; it may be asked for at any time.
     """
 
-    def __init__(self, sections: Sequence[Section], lanes: Lanes):
+    def __init__(self, sections: Sequence[Section], streams: DeviceStreams):
         self.lock = threading.RLock()
         self.copying = threading.Lock()
         self.has_more = lengths(sections, whole=True) != lengths(sections, whole=False)
         self.now: Snapshot | None = None
         self._sections = sections
-        self._lanes = lanes
+        self._streams = streams
         self._free: list[HostBuffer] = []
         self._made = 0  # buffers, those that are free among them
         self._copied = 0  # bases that are being copied
@@ -62,14 +62,14 @@ class Pool:
                 return self._free.pop()
             self._made += 1
             made = HostBuffer(lengths(self._sections, whole=False), whole=False)
-            self._lanes.pin(made)
+            self._streams.pin(made)
             return made
 
     def free(self, buffer: HostBuffer) -> None:
         """Take back what :meth:`buffer` gave."""
         with self.lock:
             if buffer.on_device is not None:
-                self._free_vectors.append((buffer.on_device, self._lanes.mark()))
+                self._free_vectors.append((buffer.on_device, self._streams.mark()))
                 buffer.on_device = None
             if not buffer.whole:
                 self._free.append(buffer)
@@ -93,7 +93,7 @@ class Pool:
 
     def room(self) -> tuple[list[Tensor], HostBuffer | None]:
         """Memory for one boundary on the module's device, that nobody holds, and the buffer if it is one's."""
-        if self._lanes.on_host:
+        if self._streams.on_host:
             buffer = self.buffer()
             return buffer.vectors, buffer
         return self._room_on_device()[0], None
@@ -103,8 +103,8 @@ class Pool:
         with self.lock:
             if self._free_vectors:
                 return self._free_vectors.pop()
-        made = [self._lanes.room(section.values[: section.mixed]) for section in self._sections]
-        return made, self._lanes.mark()
+        made = [self._streams.room(section.values[: section.mixed]) for section in self._sections]
+        return made, self._streams.mark()
 
     # --- of snapshots -------------------------------------------------------------------------------
 
@@ -114,7 +114,7 @@ class Pool:
             self.free(buffer)
         if buffer is None or buffer.vectors is not vectors:
             with self.lock:
-                self._free_vectors.append((vectors, self._lanes.mark()))
+                self._free_vectors.append((vectors, self._streams.mark()))
 
     def take_over(self, snapshot: Snapshot) -> HostBuffer | None:
         """The memory of a snapshot that only the caller holds and nobody can ask for any more; None: others need it."""
@@ -124,7 +124,7 @@ class Pool:
                 return None
             snapshot.holders = 0
             if buffer.vectors is not snapshot.vectors:
-                self._free_vectors.append((snapshot.vectors, self._lanes.mark()))
+                self._free_vectors.append((snapshot.vectors, self._streams.mark()))
             return buffer
 
     def would_crowd(self, base: Snapshot) -> bool:
@@ -174,10 +174,10 @@ class Pool:
         """A copy of vectors on the device, complete; for :class:`Snapshot`. Who asks waits, and training does not."""
         buffer = self.buffer()
         rows = list(zip(buffer.vectors, vectors, strict=True))
-        self._lanes.aside(
-            lambda: [ours.copy_(theirs, non_blocking=self._lanes.later) for ours, theirs in rows], written
+        self._streams.on_side_stream(
+            lambda: [ours.copy_(theirs, non_blocking=self._streams.later) for ours, theirs in rows], written
         )
-        self._lanes.wait(self._lanes.mark_aside())
+        self._streams.wait(self._streams.mark_side_stream())
         return buffer
 
     def bring(self, buffer: HostBuffer, section: int, piece: slice) -> None:
@@ -185,21 +185,21 @@ class Pool:
 
         They stay as they are until :meth:`brought`.
         """
-        if self._lanes.on_host:
+        if self._streams.on_host:
             return
-        after = self._lanes.mark_aside()
+        after = self._streams.mark_side_stream()
         if buffer.on_device is None:
             buffer.on_device, after = self._room_on_device()
         there, here = buffer.on_device[section][piece], buffer.vectors[section][piece]
-        self._lanes.aside(lambda: there.copy_(here, non_blocking=self._lanes.later), after)
+        self._streams.on_side_stream(lambda: there.copy_(here, non_blocking=self._streams.later), after)
 
     def brought(self) -> None:
         """Wait until all is there that :meth:`bring` was told of."""
-        self._lanes.wait(self._lanes.mark_aside())
+        self._streams.wait(self._streams.mark_side_stream())
 
     def upload(self, buffer: HostBuffer) -> list[Tensor]:
         """The vectors of a model that came in, on the module's device; done beside training if called ahead."""
-        if self._lanes.on_host:
+        if self._streams.on_host:
             return buffer.vectors
         if buffer.on_device is None:
             for section in range(len(buffer.vectors)):

@@ -20,7 +20,7 @@ PATIENCE = 30.0
 """Seconds that a thread is kept for a snapshot of the next boundary: as long as a peer is waited for by default."""
 
 
-class Keeper(Protocol):
+class BufferOwner(Protocol):
     """Whose snapshots they are; :class:`gossipx.model.pool.Pool`.
 
     Attributes:
@@ -47,9 +47,9 @@ class Snapshot:
     One that is only promised, because training is in the midst of a step, is filled at the next boundary.
     """
 
-    def __init__(self, keeper: Keeper):
+    def __init__(self, owner: BufferOwner):
         self.holders = 1
-        self._keeper = keeper
+        self._owner = owner
         self._vectors: list[Tensor] | None = None
         self._buffer: HostBuffer | None = None
         self._source: Source | None = None
@@ -74,7 +74,7 @@ class Snapshot:
         """Its vectors hold the model after ``step`` iterations now."""
         self._step, self._written, self._source = step, written, None
         if self._buffer is not None and self._buffer.vectors is not self._vectors:  # a copy of what was there before
-            self._keeper.free(self._buffer)
+            self._owner.free(self._buffer)
             self._buffer = None
 
     def fail(self) -> None:
@@ -88,7 +88,7 @@ class Snapshot:
 
     def when_settled(self, then: Callable[[], None]) -> None:
         """Call ``then`` once it is filled or has failed: at once, or from :meth:`tell`'s thread."""
-        with self._keeper.lock:
+        with self._owner.lock:
             if not self._settled.is_set():
                 self._then.append(then)
                 return
@@ -96,7 +96,7 @@ class Snapshot:
 
     def tell(self) -> None:
         """Tell those who wait; without locks."""
-        with self._keeper.lock:
+        with self._owner.lock:
             told, self._then = self._then, []
         for then in told:
             then()
@@ -120,9 +120,9 @@ class Snapshot:
     def buffer(self) -> HostBuffer:
         """Its bytes in host memory: the vectors themselves on a CPU, else a copy made when it is first asked for."""
         vectors = self._wait()
-        with self._keeper.copying:
+        with self._owner.copying:
             if self._buffer is None:
-                self._buffer = self._keeper.on_host(vectors, self._written)
+                self._buffer = self._owner.on_host(vectors, self._written)
             return self._buffer
 
     def _wait(self) -> list[Tensor]:
@@ -137,27 +137,27 @@ class Snapshot:
     def source(self) -> Source:
         """The same to be sent, by all who send this version."""
         buffer = self.buffer
-        with self._keeper.lock:
+        with self._owner.lock:
             if self._source is None:
                 self._source = Source(buffer.view, buffer.descriptor)
             return self._source
 
     def hold(self) -> Snapshot:
         """Hold it once more; to be given back once more."""
-        with self._keeper.lock:
+        with self._owner.lock:
             self.holders += 1
         return self
 
     def release(self) -> None:
         """Give it back; after the last holder's call its memory is used again."""
-        with self._keeper.lock:
+        with self._owner.lock:
             self.holders -= 1
             if self.holders == 0 and self._vectors is not None:
-                self._keeper.reuse(self._vectors, self._buffer)
+                self._owner.reuse(self._vectors, self._buffer)
 
 
 @dataclass
-class Captured(Generic[Retrieval]):
+class CapturedModel(Generic[Retrieval]):
     """A model that was captured for an exchange; it holds ``base`` and ``now``.
 
     Attributes:

@@ -21,10 +21,10 @@ from torch import Tensor
 from gossipx.model.buffers import HostBuffer
 
 Mark: TypeAlias = Any
-"""A place in a lane, of the kind that its :class:`Lanes` knows."""
+"""A place in a lane, of the kind that its :class:`DeviceStreams` knows."""
 
 
-class Lanes(abc.ABC):
+class DeviceStreams(abc.ABC):
     """Puts work into the lanes of one device; any thread may.
 
     Attributes:
@@ -48,7 +48,7 @@ class Lanes(abc.ABC):
         """Put ``work`` into training's lane."""
 
     @abc.abstractmethod
-    def aside(self, work: Callable[[], object], after: Mark) -> None:
+    def on_side_stream(self, work: Callable[[], object], after: Mark) -> None:
         """Put ``work`` into the side lane; it begins when what came before the mark is done."""
 
     @abc.abstractmethod
@@ -56,7 +56,7 @@ class Lanes(abc.ABC):
         """The end of training's lane as it is now."""
 
     @abc.abstractmethod
-    def mark_aside(self) -> Mark:
+    def mark_side_stream(self) -> Mark:
         """The end of the side lane as it is now."""
 
     @abc.abstractmethod
@@ -76,7 +76,7 @@ class Lanes(abc.ABC):
 
 
 @final
-class Synchronous(Lanes):
+class Synchronous(DeviceStreams):
     """All is done when a call returns."""
 
     def __init__(self, on_host: bool):
@@ -91,13 +91,13 @@ class Synchronous(Lanes):
     def train(self, work: Callable[[], object]) -> None:
         work()
 
-    def aside(self, work: Callable[[], object], after: Mark) -> None:
+    def on_side_stream(self, work: Callable[[], object], after: Mark) -> None:
         work()
 
     def mark(self) -> Mark:
         return None
 
-    def mark_aside(self) -> Mark:
+    def mark_side_stream(self) -> Mark:
         return None
 
     def wait(self, mark: Mark) -> None:
@@ -107,7 +107,7 @@ class Synchronous(Lanes):
         return float(work())
 
 
-class Asynchronous(Lanes):
+class Asynchronous(DeviceStreams):
     """Work is done some time after it was put into its lane."""
 
     later = True
@@ -147,7 +147,7 @@ class Cuda(Asynchronous):
         with torch.cuda.stream(self._training):
             work()
 
-    def aside(self, work: Callable[[], object], after: Mark) -> None:
+    def on_side_stream(self, work: Callable[[], object], after: Mark) -> None:
         with torch.cuda.stream(self._side):
             self._side.wait_event(after)
             work()
@@ -159,7 +159,7 @@ class Cuda(Asynchronous):
     def mark(self) -> Mark:
         return self._training.record_event()
 
-    def mark_aside(self) -> Mark:
+    def mark_side_stream(self) -> Mark:
         return self._side.record_event()
 
     def wait(self, mark: Mark) -> None:
@@ -174,6 +174,6 @@ class Cuda(Asynchronous):
             weakref.finalize(buffer, runtime.cudaHostUnregister, address).atexit = False
 
 
-def lanes_of(device: torch.device) -> Lanes:
+def streams_of(device: torch.device) -> DeviceStreams:
     """The lanes of a device."""
     return Cuda(device) if device.type == "cuda" else Synchronous(on_host=device.type == "cpu")

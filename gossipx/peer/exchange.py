@@ -10,7 +10,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 from gossipx.peer.membership import Membership, Requests
-from gossipx.peer.serving import Giving
+from gossipx.peer.serving import Outgoing
 from gossipx.protocol.effects import Answer, Effect, Mix, Resume
 from gossipx.protocol.events import Answered, Received
 from gossipx.protocol.messages import Reply
@@ -18,7 +18,7 @@ from gossipx.sync import SyncManager
 
 
 @dataclass
-class Ground:
+class PeerContext:
     """What the parts of a role share: its other parts, its peer_timeout, and whether exchanges block.
 
     Attributes:
@@ -30,7 +30,7 @@ class Ground:
     timeout: float
     blocking: bool
     members: Membership
-    giving: Giving
+    outgoing: Outgoing
     requests: Requests
     sync: SyncManager
     step: int = 0
@@ -50,8 +50,8 @@ class Exchange(abc.ABC):
     timers: tuple[str, ...] = ()
     weight: float = 1.0
 
-    def __init__(self, ground: Ground):
-        self._ground = ground
+    def __init__(self, context: PeerContext):
+        self._context = context
         self.last: int | None = None
         self._ending = False  # no exchange begins any more
 
@@ -130,10 +130,10 @@ class Exchange(abc.ABC):
     def _nowhere(self, fault: bool) -> list[Effect]:
         """Give up what the policy decided; ``fault``: a neighbour failed, rather than all said no."""
         if fault:
-            self._ground.sync.abandoned()
+            self._context.sync.abandoned()
         else:
-            self._ground.sync.found_nobody()
-        return [Resume()] if self._ground.blocking else []
+            self._context.sync.found_nobody()
+        return [Resume()] if self._context.blocking else []
 
     def _answer(self, key: Hashable, reply: Reply, now: float) -> Answer:
-        return Answer(key, reply, now + self._ground.timeout)
+        return Answer(key, reply, now + self._context.timeout)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from gossipx.peer.gathering import Gathering
+from gossipx.peer.barrier import Barrier
 from gossipx.peer.membership import Membership, Requests
 from gossipx.peer.settings import PeerSettings
 from gossipx.protocol.effects import Effect, Forget, Resume, Stop
@@ -22,7 +22,7 @@ class Joining:
 
     Args:
         rank: one's own.
-        members: the role's; ``requests`` and ``gathering`` too.
+        members: the role's; ``requests`` and ``barrier`` too.
         model_timeout: seconds that the model is waited for.
 
     Attributes:
@@ -34,20 +34,20 @@ class Joining:
         rank: int,
         members: Membership,
         requests: Requests,
-        gathering: Gathering,
+        barrier: Barrier,
         settings: PeerSettings,
         model_timeout: float,
     ):
         self._rank = rank
         self._members = members
         self._requests = requests
-        self._gathering = gathering
+        self._barrier = barrier
         self._timeout = settings.peer_timeout
         self._model_timeout = model_timeout
         self._own = settings.init == "own"
         self.others_begin = False
         self._ticket: int | None = None  # of our request for the model
-        self._giver = -1  # ... and who was asked for it
+        self._source = -1  # ... and who was asked for it
         self._failures: Counter[int] = Counter()  # by rank, its answers without a model that we could take
 
     def ask(self, now: float) -> list[Effect]:
@@ -55,17 +55,17 @@ class Joining:
         if self._ticket is not None:
             return []
         first = Stage.TRAIN if self._own else Stage.START
-        givers = [
+        sources = [
             rank
             for rank, other in self._members.others.items()
             if other.stage is not None and other.stage >= first and other.may_be_asked(now) and not other.lost
         ]
-        if not givers:
+        if not sources:
             return []
         # All that join ask the same peer, unless that one does not give: its loop may be busy for long.
-        giver = min(givers, key=lambda rank: (self._failures[rank], rank))
-        request = self._requests.send(giver, InitialRequest(), now, now + self._model_timeout)
-        self._ticket, self._giver = request.ticket, request.to
+        source = min(sources, key=lambda rank: (self._failures[rank], rank))
+        request = self._requests.send(source, InitialRequest(), now, now + self._model_timeout)
+        self._ticket, self._source = request.ticket, request.to
         return [request]
 
     def may_begin(self) -> bool:
@@ -80,7 +80,7 @@ class Joining:
         others = self._members.others
         here = [rank for rank in self._members.awaited() if others[rank].stage is Stage.JOINING]
         if self.others_begin and self._ticket is None:
-            self._gathering.end()
+            self._barrier.end()
             waited = f"no peer gave the model of a checkpoint within peer_timeout = {self._timeout:g} s"
             return [
                 Stop(f"{waited}, and this one has none: is any that has one running? Raise --peer-timeout"),
@@ -88,9 +88,9 @@ class Joining:
             ]
         if self._ticket is not None or (here and min(here) < self._rank and not self._own):
             # They may have died since they were heard of: ask.
-            return self._gathering.go_on((rank for rank in here if rank < self._rank), now)
+            return self._barrier.go_on((rank for rank in here if rank < self._rank), now)
         if not here and self._rank and not self._own:
-            self._gathering.end()
+            self._barrier.end()
             waited = f"no peer gave a model to begin with within peer_timeout = {self._timeout:g} s"
             return [Stop(f"{waited}: is any other running? Raise --peer-timeout, or --init own"), Resume()]
         return []
@@ -107,14 +107,14 @@ class Joining:
 
     def poisoned(self, ticket: int) -> int | None:
         """A model holds NaN or Inf, and is not taken; if it was this one, returns whose it is."""
-        return self._giver if self._close(ticket) else None
+        return self._source if self._close(ticket) else None
 
     def failed(self, ticket: int, to: int, now: float) -> list[Effect]:
         """An InitialRequest was not answered, or by no model: another is asked, if there is one."""
         if not self._close(ticket):
             return [Forget(ticket)]
         self._failures[to] += 1
-        later = self._gathering.tell_later(to, self._members.others[to].rests_until)
+        later = self._barrier.retry_at(to, self._members.others[to].backoff_until)
         return [Forget(ticket), later, *self.ask(now)]
 
     def _close(self, ticket: int) -> bool:

@@ -61,7 +61,7 @@ class Transfers:
 
 
 @dataclass
-class Other:
+class OtherPeer:
     """One other peer, as far as it is known.
 
     Attributes:
@@ -73,8 +73,8 @@ class Other:
         faults: requests to it that failed in a row.
         refusals: how many of these found nothing at its address.
         silent_since: when the first of these failed; None while it answers.
-        rests_until: it is not asked before then, unless it is heard of.
-        aside_until: it is not asked for a model before then, since its last one could not be used.
+        backoff_until: it is not asked before then, unless it is heard of.
+        suspended_until: it is not asked for a model before then, since its last one could not be used.
         lost: it is not waited for.
         taken: how models come from it to us.
         given: how models get from us to it.
@@ -88,8 +88,8 @@ class Other:
     faults: int = 0
     refusals: int = 0
     silent_since: float | None = None
-    rests_until: float = 0.0
-    aside_until: float = 0.0
+    backoff_until: float = 0.0
+    suspended_until: float = 0.0
     lost: bool = False
     taken: Transfers = field(default_factory=Transfers)
     given: Transfers = field(default_factory=Transfers)
@@ -111,7 +111,7 @@ class Other:
 
     def may_be_asked(self, now: float) -> bool:
         """Whether it may be asked for its model now."""
-        return self.stage is not Stage.LEFT and max(self.rests_until, self.aside_until) <= now
+        return self.stage is not Stage.LEFT and max(self.backoff_until, self.suspended_until) <= now
 
     def came_to(self, stage: Stage, incarnation: int, report: dict[str, Any]) -> None:
         """It told that it has reached ``stage``. What an earlier incarnation told counts no longer."""
@@ -142,7 +142,7 @@ class Membership:
         rng: random.Random,
         model_timeout: float = 0.0,
     ) -> None:
-        self.others = {other: Other() for other in range(size) if other != rank}
+        self.others = {other: OtherPeer() for other in range(size) if other != rank}
         self._rank = rank
         self._schedule = schedule
         self._neighbours = schedule.topology.neighbours[rank]
@@ -211,7 +211,7 @@ class Membership:
 
     def not_met(self, now: float) -> set[int]:
         """Ranks that are met in no wave that begins now: who is silent, until it is heard of again, or set aside."""
-        return {rank for rank, other in self.others.items() if other.silent or other.aside_until > now}
+        return {rank for rank, other in self.others.items() if other.silent or other.suspended_until > now}
 
     def state_dict(self) -> dict[str, Any]:
         """What draws depend on beside the generator, as plain data: the round, and how fast models came and went."""
@@ -261,7 +261,7 @@ class Membership:
         other = self.others[rank]
         other.faults = other.refusals = 0
         other.silent_since = None
-        other.rests_until = 0.0
+        other.backoff_until = 0.0
         other.lost = False
 
     def rest(self, rank: int, now: float) -> float:
@@ -269,8 +269,8 @@ class Membership:
         other = self.others[rank]
         pause = min(REST_FIRST * 2**other.faults, REST_LONGEST) * self._timeout
         other.faults = min(other.faults + 1, 30)  # 2**30 is far beyond the longest rest
-        other.rests_until = now + pause * self._rng.uniform(0.5, 1.5)
-        return other.rests_until
+        other.backoff_until = now + pause * self._rng.uniform(0.5, 1.5)
+        return other.backoff_until
 
     def failed(self, rank: int, fault: Fault, now: float) -> bool:
         """A request to ``rank`` failed.

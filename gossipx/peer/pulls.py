@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gossipx.mixing import Mixing
-from gossipx.peer.exchange import Exchange, Ground
+from gossipx.peer.exchange import Exchange, PeerContext
 from gossipx.protocol.effects import Cancel, Effect, Forget, Mix, Send, SetTimer, Wait
 from gossipx.protocol.messages import BusyReply, ModelReply, NotReadyReply, PullRequest, Reply
 
@@ -45,8 +45,8 @@ class Pulls(Exchange):
 
     timers = (BUSY,)
 
-    def __init__(self, ground: Ground, mixing: Mixing, shares: Mapping[int, float]):
-        super().__init__(ground)
+    def __init__(self, context: PeerContext, mixing: Mixing, shares: Mapping[int, float]):
+        super().__init__(context)
         self._mixing = mixing
         self._shares = shares
         self._pull: _Pull | None = None
@@ -62,17 +62,17 @@ class Pulls(Exchange):
     # --- asking -----------------------------------------------------------------------------------
 
     def begin(self, now: float) -> list[Effect]:
-        to = self._ground.members.draw(now)
+        to = self._context.members.draw(now)
         if to is None:
-            self._ground.sync.skipped += 1
+            self._context.sync.skipped += 1
             return []
-        self._ground.sync.requested()
+        self._context.sync.requested()
         request = self._ask(to, frozenset(), False, now, now)
-        return [Wait(), request] if self._ground.blocking else [request]
+        return [Wait(), request] if self._context.blocking else [request]
 
     def _ask(self, to: int, tried: frozenset[int], fault: bool, decided: float, now: float) -> Send:
-        patience = self._ground.members.patience(to)
-        send = self._ground.requests.send(to, PullRequest(self._ground.step, patience), now, now + patience)
+        patience = self._context.members.patience(to)
+        send = self._context.requests.send(to, PullRequest(self._context.step, patience), now, now + patience)
         self._pull = _Pull(send.ticket, to, tried | {to}, fault, decided)
         return send
 
@@ -81,13 +81,13 @@ class Pulls(Exchange):
         pull = self._pull
         assert pull is not None
         fault = fault or pull.fault
-        to = self._ground.members.draw(now, besides=pull.tried, again=True)
+        to = self._context.members.draw(now, besides=pull.tried, again=True)
         if to is not None and not self._ending:
             return [self._ask(to, pull.tried, fault, pull.decided, now)]
-        longest = max(self._ground.timeout, self._ground.members.patience(pull.to))
-        waits = self._ground.blocking and not fault and now - pull.decided < longest
+        longest = max(self._context.timeout, self._context.members.patience(pull.to))
+        waits = self._context.blocking and not fault and now - pull.decided < longest
         if waits and not self._ending:  # Algorithm 2 does not continue without a model
-            return [SetTimer(BUSY, now + BUSY_REST * self._ground.timeout)]
+            return [SetTimer(BUSY, now + BUSY_REST * self._context.timeout)]
         self._pull = None
         return self._nowhere(fault)
 
@@ -102,7 +102,7 @@ class Pulls(Exchange):
 
     def replied(self, ticket: int, to: int, reply: Reply, now: float) -> list[Effect]:
         if isinstance(reply, NotReadyReply):
-            self._ground.members.rest(to, now)
+            self._context.members.rest(to, now)
             return self.failed(ticket, now)
         pull = self._pull
         if pull is None or pull.ticket != ticket:  # it is no longer of interest
@@ -119,16 +119,16 @@ class Pulls(Exchange):
         pull = self._pull
         if pull is None or pull.reply is None or pull.mixing:
             return None
-        if not (at_boundary or self._ending or self._ground.blocking):
+        if not (at_boundary or self._ending or self._context.blocking):
             return None
         pull.mixing = True
-        share = self._mixing.share(self._ground.step, pull.reply.step)
+        share = self._mixing.share(self._context.step, pull.reply.step)
         return Mix(pull.ticket, share * self._shares.get(pull.to, 1.0))
 
     def mixed(self, ticket: int) -> bool:
         if ticket != self.captured:
             return False
-        self._ground.sync.completed()
+        self._context.sync.completed()
         self._pull = None
         return True
 
@@ -136,7 +136,7 @@ class Pulls(Exchange):
         """Close the pull whose model holds NaN or Inf; return the peer that gave it."""
         pull, self._pull = self._pull, None
         assert pull is not None
-        self._ground.sync.abandoned()
+        self._context.sync.abandoned()
         return pull.to
 
     # --- the end ----------------------------------------------------------------------------------
@@ -152,7 +152,7 @@ class Pulls(Exchange):
         pull, self._pull = self._pull, None
         if pull is None:
             return []
-        self._ground.sync.abandoned(failed=False)
+        self._context.sync.abandoned(failed=False)
         if pull.reply:
             return [] if pull.mixing else [Forget(pull.ticket)]
-        return [Cancel(pull.ticket)] if self._ground.requests.is_open(pull.ticket) else []
+        return [Cancel(pull.ticket)] if self._context.requests.is_open(pull.ticket) else []

@@ -20,9 +20,9 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 
 from gossipx.mixing import Mixing
-from gossipx.peer.exchange import Ground
-from gossipx.peer.offers import OFFER, OFFER_SHARE, Offers, Taking, Way
-from gossipx.protocol.effects import Capture, Effect, Forget, Given, Mix, Resume, SetTimer, Wait
+from gossipx.peer.exchange import PeerContext
+from gossipx.peer.offers import OFFER, OFFER_SHARE, InboundExchange, Offers, Phase
+from gossipx.protocol.effects import Capture, Delivered, Effect, Forget, Mix, Resume, SetTimer, Wait
 from gossipx.protocol.events import Answered, Received
 from gossipx.protocol.messages import (
     AcceptReply,
@@ -82,15 +82,15 @@ class Pushes(Offers):
 
     takes = (PushRequest, TakeRequest, SettleRequest)
 
-    def __init__(self, ground: Ground, mixing: Mixing, shares: Mapping[int, float], push_sum: bool, room: int):
-        super().__init__(ground)
+    def __init__(self, context: PeerContext, mixing: Mixing, shares: Mapping[int, float], push_sum: bool, room: int):
+        super().__init__(context)
         self._mixing = mixing
         self._shares = shares
         self._push_sum = push_sum
         self._room = room
         self._offer: _Offer | None = None
-        self._takings: list[Taking] = []  # what others have offered: what has room, and those kept aside
-        self._due: list[Taking] = []  # to be mixed at this boundary: what comes meanwhile is for the next
+        self._inbound: list[InboundExchange] = []  # what others have offered: what has room, and those kept aside
+        self._due: list[InboundExchange] = []  # to be mixed at this boundary: what comes meanwhile is for the next
 
     @property
     def captured(self) -> int | None:
@@ -98,27 +98,27 @@ class Pushes(Offers):
 
     @property
     def over(self) -> bool:
-        return not self._takings
+        return not self._inbound
 
     # --- ours goes out ----------------------------------------------------------------------------
 
     def begin(self, now: float) -> list[Effect]:
         if self.weight < LEAST_WEIGHT:
-            self._ground.sync.skipped += 1
+            self._context.sync.skipped += 1
             return []
         to = self._draw(now, given=True)
         if to is None:
-            self._ground.sync.skipped += 1
+            self._context.sync.skipped += 1
             return []
-        self._ground.sync.requested()
+        self._context.sync.requested()
         offered = self._send(to, frozenset(), False, now)
-        return [Wait(), *offered] if self._ground.blocking else offered
+        return [Wait(), *offered] if self._context.blocking else offered
 
     def _send(self, to: int, tried: frozenset[int], fault: bool, now: float) -> list[Effect]:
         number = next(self._numbers)
-        request = PushRequest(self._ground.incarnation, number)
-        deadline = now + self._ground.members.patience(to, given=True)
-        send = self._ground.requests.send(to, request, now, now + self._ground.timeout * OFFER_SHARE)
+        request = PushRequest(self._context.incarnation, number)
+        deadline = now + self._context.members.patience(to, given=True)
+        send = self._context.requests.send(to, request, now, now + self._context.timeout * OFFER_SHARE)
         weight = self.weight / 2 if self._push_sum else 1.0
         self._offer = _Offer(to, number, send.ticket, weight, tried | {to}, fault)
         return [Capture(send.ticket), send, SetTimer(OFFER, deadline)]
@@ -135,7 +135,7 @@ class Pushes(Offers):
     def give_up(self, now: float) -> list[Effect]:
         if self._offer is None:
             return []
-        self._ground.members.rest(self._offer.to, now)
+        self._context.members.rest(self._offer.to, now)
         return self._elsewhere(now)
 
     def left(self, rank: int, now: float) -> list[Effect]:
@@ -147,7 +147,7 @@ class Pushes(Offers):
         assert isinstance(event.request, ExchangeRequest)
         offer, request = self._offer, event.request
         name = event.sender, request.incarnation, request.number
-        if offer is None or name != (offer.to, self._ground.incarnation, offer.number):
+        if offer is None or name != (offer.to, self._context.incarnation, offer.number):
             if isinstance(request, SettleRequest) and self._has_settled(event):
                 return [self._accept(event.key, now)]
             return [self._refuse(event.key, now)]
@@ -155,7 +155,7 @@ class Pushes(Offers):
             offer.taken = True
             offer.answers.add(event.key)
             # Whoever carries out the answer knows the step of the model that was captured.
-            return [self._ground.giving.answer(event, ModelReply(0, offer.weight), offer.ticket, now)]
+            return [self._context.outgoing.answer(event, ModelReply(0, offer.weight), offer.ticket, now)]
         assert isinstance(request, SettleRequest)
         if not request.taken:
             return [self._refuse(event.key, now), *self._elsewhere(now)]
@@ -164,9 +164,9 @@ class Pushes(Offers):
         self.last = offer.to
         if self._push_sum:
             self.weight -= offer.weight
-        self._ground.sync.completed(models=0)
-        resume: list[Effect] = [Resume()] if self._ground.blocking else []
-        return [self._accept(event.key, now), Given(offer.ticket), *resume]
+        self._context.sync.completed(models=0)
+        resume: list[Effect] = [Resume()] if self._context.blocking else []
+        return [self._accept(event.key, now), Delivered(offer.ticket), *resume]
 
     def answered(self, event: Answered, now: float) -> list[Effect]:
         offer = self._offer
@@ -177,7 +177,7 @@ class Pushes(Offers):
         return [] if offer.given or offer.answers else self._elsewhere(now)
 
     def boundary(self, now: float) -> list[Effect]:
-        self._due = [taking for taking in self._takings if taking.way is Way.STANDS]
+        self._due = [inbound for inbound in self._inbound if inbound.phase is Phase.STANDS]
         return []
 
     # --- others' come in --------------------------------------------------------------------------
@@ -185,68 +185,68 @@ class Pushes(Offers):
     def _offered(self, event: Received, now: float) -> list[Effect]:
         if self._ending:
             return [self._refuse(event.key, now)]
-        if any(taking.is_of(event) for taking in self._takings):
+        if any(inbound.is_of(event) for inbound in self._inbound):
             return [self._accept(event.key, now)]
         # Of one sender the last push alone is known to stand or not: none comes in while it is asked about one before.
-        again = any(taking.sender == event.sender for taking in self._takings)
-        aside = min(sum(taking.in_doubt for taking in self._takings), ASIDE)
-        if again or len(self._takings) - aside >= self._room:
+        again = any(inbound.sender == event.sender for inbound in self._inbound)
+        aside = min(sum(inbound.in_doubt for inbound in self._inbound), ASIDE)
+        if again or len(self._inbound) - aside >= self._room:
             return [self._busy(event.key, now)]
-        taking = Taking(self._ground, event)
-        self._takings.append(taking)
-        return [self._accept(event.key, now), *taking.start(now)]
+        inbound = InboundExchange(self._context, event)
+        self._inbound.append(inbound)
+        return [self._accept(event.key, now), *inbound.start(now)]
 
-    def _awaiting(self, ticket: int) -> Taking | None:
-        return next((taking for taking in self._takings if taking.awaits(ticket)), None)
+    def _awaiting(self, ticket: int) -> InboundExchange | None:
+        return next((inbound for inbound in self._inbound if inbound.awaits(ticket)), None)
 
     def replied(self, ticket: int, to: int, reply: Reply, now: float) -> list[Effect]:
-        if taking := self._awaiting(ticket):
-            return self._looked_at(taking.replied(ticket, reply, now))
+        if inbound := self._awaiting(ticket):
+            return self._looked_at(inbound.replied(ticket, reply, now))
         offer = self._offer
         if offer is None or offer.ticket != ticket:
             return [Forget(ticket)]
         if offer.taken or isinstance(reply, AcceptReply):
             return []  # it is asked for, or will be
         if isinstance(reply, NotReadyReply):
-            self._ground.members.rest(to, now)
+            self._context.members.rest(to, now)
         return self._elsewhere(now, fault=False)
 
     def failed(self, ticket: int, now: float) -> list[Effect]:
-        if taking := self._awaiting(ticket):
-            return self._looked_at(taking.failed(ticket, now))
+        if inbound := self._awaiting(ticket):
+            return self._looked_at(inbound.failed(ticket, now))
         offer = self._offer
         if offer is None or offer.ticket != ticket:
             return [Forget(ticket)]
         return [] if offer.taken else self._elsewhere(now)
 
     def _looked_at(self, effects: list[Effect]) -> list[Effect]:
-        self._takings = [taking for taking in self._takings if taking.way is not Way.OVER]
+        self._inbound = [inbound for inbound in self._inbound if inbound.phase is not Phase.OVER]
         return effects
 
     def ask_again(self, now: float) -> list[Effect]:
-        return [effect for taking in self._takings for effect in taking.ask_again(now)]
+        return [effect for inbound in self._inbound for effect in inbound.ask_again(now)]
 
     def mix(self, at_boundary: bool) -> Mix | None:
-        mixing = any(taking.way is Way.MIXING for taking in self._takings)
-        some = self._takings if self._ending else self._due
-        taking = next((taking for taking in some if taking.way is Way.STANDS), None)
-        if taking is None or mixing or self._offer is not None or not (at_boundary or self._ending):
+        mixing = any(inbound.phase is Phase.MIXING for inbound in self._inbound)
+        some = self._inbound if self._ending else self._due
+        inbound = next((inbound for inbound in some if inbound.phase is Phase.STANDS), None)
+        if inbound is None or mixing or self._offer is not None or not (at_boundary or self._ending):
             return None
-        taking.way = Way.MIXING
-        given = taking.reply.weight
+        inbound.phase = Phase.MIXING
+        given = inbound.reply.weight
         if self._push_sum:
-            return Mix(taking.ticket, given / (self.weight + given))
-        factor = self._shares.get(taking.sender, 1.0)
-        return Mix(taking.ticket, factor * self._mixing.share(self._ground.step, taking.reply.step))
+            return Mix(inbound.ticket, given / (self.weight + given))
+        factor = self._shares.get(inbound.sender, 1.0)
+        return Mix(inbound.ticket, factor * self._mixing.share(self._context.step, inbound.reply.step))
 
     def mixed(self, ticket: int) -> bool:
-        taking = next((taking for taking in self._takings if taking.ticket == ticket), None)
-        if taking is None:
+        inbound = next((inbound for inbound in self._inbound if inbound.ticket == ticket), None)
+        if inbound is None:
             return False
         if self._push_sum:
-            self.weight += taking.reply.weight
-        self._takings.remove(taking)
-        self._ground.sync.retrieved()
+            self.weight += inbound.reply.weight
+        self._inbound.remove(inbound)
+        self._context.sync.retrieved()
         return True
 
     # --- the end ----------------------------------------------------------------------------------
@@ -254,17 +254,17 @@ class Pushes(Offers):
     def end(self, now: float) -> list[Effect]:
         self._ending = True
         effects = self._withdraw()
-        effects += [effect for taking in self._takings for effect in taking.end(now)]
+        effects += [effect for inbound in self._inbound for effect in inbound.end(now)]
         return self._looked_at(effects)
 
     def drop(self, now: float) -> list[Effect]:
         effects = self._withdraw()
-        for taking in self._takings:
-            effects += taking.decline(now) if taking.way is Way.COMING else taking.forget()
+        for inbound in self._inbound:
+            effects += inbound.decline(now) if inbound.phase is Phase.COMING else inbound.forget()
         return self._looked_at(effects)
 
     def _withdraw(self) -> list[Effect]:
         """Our own push is not to be any more: it will be refused to whoever asks."""
         offer, self._offer = self._offer, None
-        self._ground.sync.abandoned(failed=False)
+        self._context.sync.abandoned(failed=False)
         return [] if offer is None else [Forget(offer.ticket)]

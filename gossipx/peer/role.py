@@ -15,15 +15,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gossipx.mixing import Average, Mixing
-from gossipx.peer.exchange import Exchange, Ground
-from gossipx.peer.gathering import ANNOUNCE, GATHER, Gathering
+from gossipx.peer.barrier import ANNOUNCE, BARRIER, Barrier
+from gossipx.peer.exchange import Exchange, PeerContext
 from gossipx.peer.joining import Joining
 from gossipx.peer.membership import Membership, Requests
 from gossipx.peer.pairs import Pairs
 from gossipx.peer.pulls import Pulls
 from gossipx.peer.pushes import Pushes
 from gossipx.peer.server_role import ServerRole
-from gossipx.peer.serving import Giving, Serving
+from gossipx.peer.serving import Outgoing, Serving
 from gossipx.peer.settings import PeerSettings
 from gossipx.peer.stages import Stages
 from gossipx.peer.training import UNSOUND, Training
@@ -32,7 +32,6 @@ from gossipx.peer.waves import Waves
 from gossipx.protocol.effects import Adopt, Answer, Effect, Forget, Note, Resume, Stop, Wait
 from gossipx.protocol.events import (
     Answered,
-    CameBack,
     ChangeServers,
     Event,
     Failed,
@@ -51,6 +50,7 @@ from gossipx.protocol.events import (
     Restored,
     StepDone,
     SwitchSync,
+    TablesRestored,
     TimerFired,
     TrainingEnded,
 )
@@ -106,7 +106,7 @@ class PeerRole:
     settings: PeerSettings = field(default_factory=PeerSettings)
     schedule: Schedule | None = None
     shares: Mapping[int, float] = field(default_factory=dict)
-    exchange_of: Callable[[Ground, Pulls], Exchange] | None = None
+    exchange_of: Callable[[PeerContext, Pulls], Exchange] | None = None
 
     poisoned: int = field(default=0, init=False)  # models that held NaN or Inf and were refused
     _requests: Requests = field(default_factory=Requests, init=False)
@@ -117,28 +117,28 @@ class PeerRole:
         self._model_timeout = max(timeout, settings.model_timeout)
         schedule = self.schedule or Random(self.topology)
         self.members = Membership(self.rank, self.size, schedule, timeout, self.rng, self._model_timeout)
-        self.giving = Giving(self.members)
-        self.serving = Serving(settings.max_served, settings.serve_share, self._requests, self.giving)
-        self.gathering = Gathering(self.members, self._requests, timeout)
-        self.joining = Joining(self.rank, self.members, self._requests, self.gathering, settings, self._model_timeout)
+        self.outgoing = Outgoing(self.members)
+        self.serving = Serving(settings.max_served, settings.serve_share, self._requests, self.outgoing)
+        self.barrier = Barrier(self.members, self._requests, timeout)
+        self.joining = Joining(self.rank, self.members, self._requests, self.barrier, settings, self._model_timeout)
         self.waves = Waves(self.rank, self.members, self._requests, self.sync, timeout)
         own = self.rank, self.incarnation, timeout, settings.blocking
-        self._ground = Ground(*own, self.members, self.giving, self._requests, self.sync)
-        self.pulls = Pulls(self._ground, self.mixing, self.shares)
+        self._context = PeerContext(*own, self.members, self.outgoing, self._requests, self.sync)
+        self.pulls = Pulls(self._context, self.mixing, self.shares)
         self.exchange = self._made_exchange()
         self.server = self.exchange if isinstance(self.exchange, ServerRole) else ServerRole()
         waves = self.waves, settings.exchange == "waves"
-        self.training = Training(self._ground, self.gathering, self.exchange, *waves)
-        parts = self.gathering, self.joining, self.training, self.waves, self.exchange, self.server
+        self.training = Training(self._context, self.barrier, self.exchange, *waves)
+        parts = self.barrier, self.joining, self.training, self.waves, self.exchange, self.server
         self.stages = Stages(self.incarnation, settings, self.members, self._requests, *parts)
 
     def _made_exchange(self) -> Exchange:
         settings = self.settings
         if self.exchange_of is not None:
-            return self.exchange_of(self._ground, self.pulls)
+            return self.exchange_of(self._context, self.pulls)
         if settings.mode == "push":
-            return Pushes(self._ground, self.mixing, self.shares, settings.push_sum, settings.max_pushes)
-        return Pairs(self._ground) if settings.mode == "pushpull" else self.pulls
+            return Pushes(self._context, self.mixing, self.shares, settings.push_sum, settings.max_pushes)
+        return Pairs(self._context) if settings.mode == "pushpull" else self.pulls
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Take one event in and say what is to be done about it, in order."""
@@ -175,12 +175,12 @@ class PeerRole:
                 self.joining.others_begin = resumed is False
                 # With --init own, too: one that is started again takes a model of those that train.
                 has_model = resumed or self.size == 1
-                return [Wait(), *self.stages.gather(Stage.START if has_model else Stage.JOINING, now)]
+                return [Wait(), *self.stages.enter_barrier(Stage.START if has_model else Stage.JOINING, now)]
             case TrainingEnded(agrees):
                 return self.training.ended(agrees, now)
             case FiguresReady():
                 self.stages.report = event.report
-                return [Wait(), *self.stages.gather(Stage.DONE, now)]
+                return [Wait(), *self.stages.enter_barrier(Stage.DONE, now)]
             case Restored():
                 if event.draws is not None:
                     self._load_draws(event.draws)
@@ -196,8 +196,8 @@ class PeerRole:
                 return self.server.change(event, now)
             case Prepared():
                 return self.server.prepared(event, now)
-            case CameBack():
-                return self.server.came_back(event, now)
+            case TablesRestored():
+                return self.server.tables_restored(event, now)
 
     @property
     def stage(self) -> Stage:
@@ -255,7 +255,7 @@ class PeerRole:
             self.members.heard(event.sender)
         match event.request:
             case ArriveRequest():
-                self.gathering.arrived(event, self.stage)
+                self.barrier.arrived(event, self.stage)
                 self.waves.heard_of(event.request.wave)
                 here = HereReply(self.stage, self.report, self.waves.latest)
                 return [self._answer(event.key, here, now), *self.server.look(now)]
@@ -304,11 +304,11 @@ class PeerRole:
                 self.members.measured(to, now - asked)
         match request, event.reply:
             case ArriveRequest(), HereReply():
-                self.gathering.replied(to, request, event.reply)
+                self.barrier.replied(to, request, event.reply)
                 self.waves.heard_of(event.reply.wave)
                 return self.server.look(now)
             case InitialRequest(), ModelReply(step) if self.joining.awaits(event.ticket):
-                self._ground.step = step
+                self._context.step = step
                 return [Adopt(event.ticket, step)]
             case PullRequest(), _:
                 return self.pulls.replied(event.ticket, to, event.reply, now)
@@ -331,7 +331,7 @@ class PeerRole:
         if isinstance(request, LeaveRequest):
             return self.stages.gone_if_told()
         if event.fault is Fault.POISONED and to != self.rank:
-            return [self._set_aside(to, now), *self._came_to_nothing(event.ticket, to, request, now)]
+            return [self._suspend(to, now), *self._came_to_nothing(event.ticket, to, request, now)]
         if event.fault is Fault.CANCELLED or to == self.rank:
             return self._came_to_nothing(event.ticket, to, request, now)
         effects: list[Effect] = []
@@ -353,7 +353,7 @@ class PeerRole:
         """Continue without a useful answer to our request."""
         match request:
             case ArriveRequest():
-                return [*self.gathering.failed(to), *self.server.look(now)]
+                return [*self.barrier.failed(to), *self.server.look(now)]
             case InitialRequest():
                 return self.joining.failed(ticket, to, now)
             case PullRequest():
@@ -366,8 +366,8 @@ class PeerRole:
                 return [Forget(ticket)]
 
     def _answered(self, event: Answered, now: float) -> list[Effect]:
-        self.gathering.answered(event)
-        self.giving.answered(event, now)
+        self.barrier.answered(event)
+        self.outgoing.answered(event, now)
         if served := self.serving.answered(event):
             return served
         if (wave := self.waves.answering(event.key)) and self.stage is not Stage.LEFT:
@@ -377,9 +377,9 @@ class PeerRole:
     def _timer(self, name: str, now: float) -> list[Effect]:
         what, _, rank = name.partition(" ")
         if what == ANNOUNCE:
-            return self.gathering.again(int(rank), now) or self.server.look(now)
-        if what == GATHER:
-            return self.stages.late(now) if self.gathering.on else []
+            return self.barrier.again(int(rank), now) or self.server.look(now)
+        if what == BARRIER:
+            return self.stages.late(now) if self.barrier.on else []
         if self.stage is Stage.LEFT:
             return []
         if what in self.exchange.timers:
@@ -398,7 +398,7 @@ class PeerRole:
         if self.stage is Stage.LEFT:
             return []
         if self.joining.adopted(ticket):
-            return self.stages.gather(Stage.START, now)
+            return self.stages.enter_barrier(Stage.START, now)
         if (adopted := self.server.adopted(ticket, now)) is not None:
             over = self.waves.leave(now, "it has the hub's centre") if self.stage is Stage.AGREE else []
             return [*adopted, *over]  # where that is what the run ends with, there is no last wave
@@ -410,17 +410,17 @@ class PeerRole:
         if self.stage is Stage.LEFT:
             self.poisoned += 1
             return []
-        if (giver := self.joining.poisoned(ticket)) is not None:
-            note = self._set_aside(giver, now)
-            later = self.gathering.tell_later(giver, self.members.others[giver].aside_until)
+        if (source := self.joining.poisoned(ticket)) is not None:
+            note = self._suspend(source, now)
+            later = self.barrier.retry_at(source, self.members.others[source].suspended_until)
             return [note, later, *self.server.look(now)]
-        note = self._set_aside(self.pulls.poisoned(), now)
+        note = self._suspend(self.pulls.poisoned(), now)
         return [note, *self.training.go_on(now)]
 
-    def _set_aside(self, sender: int, now: float) -> Note:
+    def _suspend(self, sender: int, now: float) -> Note:
         """A model of ``sender`` cannot be used: count it, and ask it for none for a while."""
         self.poisoned += 1
-        self.members.others[sender].aside_until = now + self.settings.peer_timeout
+        self.members.others[sender].suspended_until = now + self.settings.peer_timeout
         text = f"the model of peer {sender} holds NaN or Inf: not mixed, and it is set aside for a while"
         return Note("poisoned", text)
 
@@ -436,5 +436,5 @@ class PeerRole:
         if wave is None:  # it was given up meanwhile
             return []
         if not event.sound:
-            self._set_aside(wave.partner, now)
+            self._suspend(wave.partner, now)
         return wave.was_merged(event.sound, now)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gossipx.protocol.effects import Effect, Switched
-from gossipx.protocol.events import CameBack, ChangeServers, Merged, Prepared, Received, SwitchSync
+from gossipx.protocol.events import ChangeServers, Merged, Prepared, Received, SwitchSync, TablesRestored
 
 NO_SERVER = "this run has no parameter server"
 
@@ -71,7 +71,7 @@ class ServerRole:
         """Push gradients that have been made."""
         return []
 
-    def came_back(self, event: CameBack, now: float) -> list[Effect]:
+    def tables_restored(self, event: TablesRestored, now: float) -> list[Effect]:
         """Continue with a shard whose tables are restored."""
         return []
 

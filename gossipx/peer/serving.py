@@ -29,7 +29,7 @@ from gossipx.protocol.effects import Answer, Capture, Effect, Forget
 from gossipx.protocol.events import Answered, Received
 from gossipx.protocol.messages import BusyReply, ModelReply, PullRequest, TakeRequest
 
-GIVING = 0.0008
+SECONDS_PER_MODEL = 0.0008
 """Seconds that one model which is given takes from training, whatever its size: the most that was seen, with steps of
 0.5 ms (``bin/bench exchange --only served``)."""
 SAVED = 0.2
@@ -42,19 +42,21 @@ class Serving:
     Args:
         most: pulls that are answered at a time.
         share: of training's time that answers may take; 1: no limit.
-        requests: the role's, for tickets; ``giving`` too.
+        requests: the role's, for tickets; ``outgoing`` too.
 
     Attributes:
         turned_away: pulls that were answered by "busy".
     """
 
-    def __init__(self, most: int, share: float, requests: Requests, giving: Giving):
+    def __init__(self, most: int, share: float, requests: Requests, outgoing: Outgoing):
         self.turned_away = 0
         self._most = most
-        self._apart = GIVING / share if share < 1 else 0.0  # seconds from one model that is given to the next
+        self._apart = (
+            SECONDS_PER_MODEL / share if share < 1 else 0.0
+        )  # seconds from one model that is given to the next
         self._free_at = -math.inf  # when the next may be, had nothing been saved up
         self._requests = requests
-        self._giving = giving
+        self._outgoing = outgoing
         self._served: dict[Hashable, int] = {}  # ranks, by the keys of their requests
         self._ticket = 0  # of the version that these are given
         self._step = 0  # ... and the iterations that it has seen
@@ -78,7 +80,7 @@ class Serving:
         self._turns[event.sender] = 1 + max(self._turns.values(), default=0)
         self._waiting.pop(event.sender, None)
         begins = self._turn(now) if trains else 0.0
-        return [*effects, self._giving.answer(event, ModelReply(step), self._ticket, now, patience, begins)]
+        return [*effects, self._outgoing.answer(event, ModelReply(step), self._ticket, now, patience, begins)]
 
     def _turn(self, now: float) -> float:
         """When the next model may be given."""
@@ -106,7 +108,7 @@ class Serving:
         return [] if self._served else [Forget(self._ticket)]
 
 
-class Giving:
+class Outgoing:
     """One peer's models under way to others, all but first ones and those of waves.
 
     Args:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from gossipx.peer.barrier import Barrier
 from gossipx.peer.exchange import Exchange
-from gossipx.peer.gathering import Gathering
 from gossipx.peer.joining import Joining
 from gossipx.peer.membership import Membership, Requests
 from gossipx.peer.server_role import ServerRole
@@ -37,7 +37,7 @@ class Stages:
         settings: PeerSettings,
         members: Membership,
         requests: Requests,
-        gathering: Gathering,
+        barrier: Barrier,
         joining: Joining,
         training: Training,
         waves: Waves,
@@ -50,7 +50,7 @@ class Stages:
         self._settings = settings
         self._members = members
         self._requests = requests
-        self._gathering = gathering
+        self._barrier = barrier
         self._joining = joining
         self._training = training
         self._waves = waves
@@ -78,33 +78,33 @@ class Stages:
                 return [] if self._server.forsaken is None else self._last_wave(None, now)
             case Stage.AGREE if last is not None and self._waves.over:
                 return [*self._waves.take_in(), *([] if last.merged else [Resume()])]
-            case Stage.JOINING if self._gathering.on:
+            case Stage.JOINING if self._barrier.on:
                 if asked := self._joining.ask(now):
                     return asked
-                return self.gather(Stage.START, now) if self._joining.may_begin() else []
-            case Stage.START | Stage.FINISH | Stage.DONE if self._gathering.on and self._gathering.complete():
-                return self._gathered(now)
+                return self.enter_barrier(Stage.START, now) if self._joining.may_begin() else []
+            case Stage.START | Stage.FINISH | Stage.DONE if self._barrier.on and self._barrier.complete():
+                return self._barrier_passed(now)
         return []
 
     # --- waiting for the others: START, FINISH, DONE, and JOINING ---------------------------------
 
-    def gather(self, stage: Stage, now: float) -> list[Effect]:
+    def enter_barrier(self, stage: Stage, now: float) -> list[Effect]:
         """Enter ``stage``, tell all others, and wait until they have come too, or peer_timeout has passed."""
         self.stage = stage
         arrival = ArriveRequest(stage, self._incarnation, self.report, self._waves.latest)
-        return [*self._gathering.begin(arrival, now), *self._server.look(now)]
+        return [*self._barrier.begin(arrival, now), *self._server.look(now)]
 
     def late(self, now: float) -> list[Effect]:
         """Stop waiting for the others: it has been long enough."""
         if self.stage is Stage.JOINING:
-            return self._joining.late(now) or self.gather(Stage.START, now)
+            return self._joining.late(now) or self.enter_barrier(Stage.START, now)
         if self.stage is Stage.FINISH and (self._server.attends or self._server.awaits_all):
             # One that does not answer will be lost, and waited for no longer.
-            return self._gathering.go_on(self._gathering.absent(), now)
-        return [*self._gathering.late(), *self._gathered(now)]
+            return self._barrier.go_on(self._barrier.absent(), now)
+        return [*self._barrier.late(), *self._barrier_passed(now)]
 
-    def _gathered(self, now: float) -> list[Effect]:
-        self._gathering.end()
+    def _barrier_passed(self, now: float) -> list[Effect]:
+        self._barrier.end()
         if self.stage is Stage.START:
             self.stage = Stage.TRAIN
             return [*self._server.begun(now), *self._training.begin(now)]
@@ -119,7 +119,7 @@ class Stages:
         refused = self._waves.give_up(TRAINED, now)
         if not (self._agrees or self._server.attends):
             return [*refused, Resume()]
-        return [*refused, *self.gather(Stage.FINISH, now)]
+        return [*refused, *self.enter_barrier(Stage.FINISH, now)]
 
     @property
     def _agrees(self) -> bool:
@@ -145,8 +145,8 @@ class Stages:
             case Stage.START | Stage.TRAIN | Stage.FINISH if last:
                 waves.hold(event)
                 # One that no longer waits for others asks: all must mean the same members, so follow it.
-                if self.stage is Stage.FINISH and self._gathering.on and waves.may_join(event):
-                    self._gathering.end()
+                if self.stage is Stage.FINISH and self._barrier.on and waves.may_join(event):
+                    self._barrier.end()
                     return self._agree(now, request.members)
                 return []
             case Stage.AGREE | Stage.DONE if last and waves.current is not None:
@@ -165,7 +165,7 @@ class Stages:
     def leave(self, now: float) -> list[Effect]:
         """Take part in nothing any more, and tell the others."""
         self.stage = Stage.LEFT
-        self._gathering.end()
+        self._barrier.end()
         # Models that still come are forgotten: whoever has been told that this peer leaves counts on its last word.
         self._joining.leave()
         dropped = self._training.leave(now)

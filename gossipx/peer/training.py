@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 
-from gossipx.peer.exchange import Exchange, Ground
-from gossipx.peer.gathering import Gathering
+from gossipx.peer.barrier import Barrier
+from gossipx.peer.exchange import Exchange, PeerContext
 from gossipx.peer.waves import Waves
 from gossipx.protocol.effects import Effect, Note, Resume, Wait
 from gossipx.protocol.events import Received, Restored, StepDone
@@ -23,7 +23,7 @@ class Training:
     """One peer's training, between START and FINISH. Each method returns the effects to carry out.
 
     Args:
-        ground: of the role; ``gathering``, ``exchange`` and ``waves`` are the role's too.
+        context: of the role; ``barrier``, ``exchange`` and ``waves`` are the role's too.
         in_waves: a policy that fires begins a wave, rather than an exchange.
 
     Attributes:
@@ -31,11 +31,11 @@ class Training:
         over: whether training has ended, and nothing is under way that its end waited for.
     """
 
-    def __init__(self, ground: Ground, gathering: Gathering, exchange: Exchange, waves: Waves, in_waves: bool):
+    def __init__(self, context: PeerContext, barrier: Barrier, exchange: Exchange, waves: Waves, in_waves: bool):
         self.sound = True
         self.over = False
-        self._ground = ground
-        self._gathering = gathering
+        self._context = context
+        self._barrier = barrier
         self._exchange = exchange
         self._waves = waves
         self._in_waves = in_waves
@@ -45,17 +45,17 @@ class Training:
     @property
     def step(self) -> int:
         """Iterations that our model has seen."""
-        return self._ground.step
+        return self._context.step
 
     def begin(self, now: float) -> list[Effect]:
         """Begin, as all have come to START."""
-        return self.go_on(now) if self._ground.blocking else [Resume(), *self._waves.join(self.step, now)]
+        return self.go_on(now) if self._context.blocking else [Resume(), *self._waves.join(self.step, now)]
 
     # --- a step is done ---------------------------------------------------------------------------
 
     def step_done(self, event: StepDone, now: float) -> list[Effect]:
         """Mix what has come; then, or at once if nothing has, decide."""
-        self._ground.step = event.step
+        self._context.step = event.step
         was, self.sound = self.sound, math.isfinite(event.delta)
         if not self.sound:
             # Nothing is pulled into it; the policy's state stays fit for a loop that goes back to a sound model.
@@ -72,7 +72,7 @@ class Training:
         return [*entered, *self._decide(event, now)]
 
     def _decide(self, event: StepDone, now: float) -> list[Effect]:
-        wanted = self._ground.sync.step(event.step, event.delta, event.drift)
+        wanted = self._context.sync.step(event.step, event.delta, event.drift)
         if self._in_waves:
             return self._begin_wave(wanted, now)
         return self._exchange.begin(now) if wanted else []
@@ -82,13 +82,13 @@ class Training:
         begun = self._waves.join(self.step, now)
         asking: list[Effect] = []
         if wanted and not begun:
-            asked = self._ground.requests.asked(ArriveRequest)
-            probed = [rank for rank in self._ground.members.to_probe(now) if rank not in asked]
-            here = ArriveRequest(Stage.TRAIN, self._ground.incarnation, wave=self._waves.latest)
-            asking = [self._gathering.tell(rank, here, now) for rank in probed]
+            asked = self._context.requests.asked(ArriveRequest)
+            probed = [rank for rank in self._context.members.to_probe(now) if rank not in asked]
+            here = ArriveRequest(Stage.TRAIN, self._context.incarnation, wave=self._waves.latest)
+            asking = [self._barrier.tell(rank, here, now) for rank in probed]
             begun = self._waves.start(self.step, now)
-            self._ground.sync.skipped += not begun
-        waiting: list[Effect] = [Wait()] if begun and self._ground.blocking else []
+            self._context.sync.skipped += not begun
+        waiting: list[Effect] = [Wait()] if begun and self._context.blocking else []
         return [*waiting, *begun, *asking]
 
     # --- what follows -----------------------------------------------------------------------------
@@ -102,7 +102,7 @@ class Training:
             if self._ending and self._exchange.over:
                 self._ending, self.over = False, True
             return []
-        if not self._waves.over or (wave.merged and not (self._ground.blocking or self._ending)):
+        if not self._waves.over or (wave.merged and not (self._context.blocking or self._ending)):
             return []  # the mean of a wave is taken in at the next step boundary, unless training waits for it
         taken = self._waves.take_in()
         return taken if wave.merged else [*taken, *self.go_on(now)]
@@ -115,7 +115,7 @@ class Training:
             return [self._waves.refuse(event, UNSOUND, now)]
         effects = self._waves.requested(event, self.step, now)
         # A peer that waits for its waves begins them between two steps alone.
-        at_once = begun and not self._ground.blocking
+        at_once = begun and not self._context.blocking
         return [*effects, *(self._waves.join(self.step, now) if at_once else [])]
 
     def mixed(self, ticket: int, now: float) -> list[Effect]:
@@ -132,14 +132,14 @@ class Training:
         if event:
             return self._decide(event, now)
         joined = self._waves.join(self.step, now)
-        return joined if joined or not self._ground.blocking else [Resume()]
+        return joined if joined or not self._context.blocking else [Resume()]
 
     def restored(self, event: Restored, now: float) -> list[Effect]:
         """Continue from another model."""
-        self._ground.step = event.step
+        self._context.step = event.step
         dropped = [*self._exchange.drop(now), *self._waves.give_up("its model was set anew", now)]
         self._exchange.weight = event.weight
-        self._ground.sync.load_state_dict(event.sync)
+        self._context.sync.load_state_dict(event.sync)
         return dropped
 
     # --- the end ----------------------------------------------------------------------------------
@@ -157,5 +157,5 @@ class Training:
         """Take part in no exchange any more. Models that still come are forgotten."""
         self._ending = False
         dropped = self._exchange.drop(now)
-        self._ground.sync.abandoned(failed=False)
+        self._context.sync.abandoned(failed=False)
         return dropped

@@ -34,7 +34,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 from gossipx.protocol.messages import Reply, Request
-from gossipx.protocol.table_effects import Asked, Pieces, TableEffect
+from gossipx.protocol.table_effects import Pieces, RequestedBucket, TableEffect
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Answer:
     whole_model: bool = False
     captured: int | None = None
     begins: float = 0.0
-    tables: Asked | None = None
+    tables: RequestedBucket | None = None
     copies: int | None = None
     in_order: bool = False
     pieces: Pieces | None = None
@@ -166,7 +166,7 @@ class Forget:
 
 
 @dataclass(frozen=True)
-class Given:
+class Delivered:
     """Count drift from the model captured under ``ticket``, which has been given away. Then forget the ticket."""
 
     ticket: int
@@ -228,7 +228,7 @@ Effect = (
     | Mix
     | Adopt
     | Forget
-    | Given
+    | Delivered
     | TableEffect
     | Switched
     | SetTimer

@@ -121,7 +121,7 @@ class ChangeServers:
 
 
 @dataclass(frozen=True)
-class CameBack:
+class TablesRestored:
     """The tables of a shard are as they were when its holder's process was killed.
 
     Attributes:
@@ -283,7 +283,7 @@ Event = (
     | Mixed
     | Poisoned
     | GradientPoisoned
-    | CameBack
+    | TablesRestored
     | Merged
     | TimerFired
 )

@@ -39,7 +39,7 @@ Pieces = tuple[tuple[int, int, int], ...]
 
 
 @dataclass(frozen=True)
-class Asked:
+class RequestedBucket:
     """A bucket that a worker has asked for.
 
     Attributes:
@@ -119,9 +119,9 @@ class KeepShard:
 
 
 @dataclass(frozen=True)
-class ComeBack:
-    """Bring a shard's tables back as its checkpoints and journals have them; :class:`~gossipx.protocol.events.CameBack`
-    tells.
+class RestoreTables:
+    """Bring a shard's tables back as its checkpoints and journals have them;
+    :class:`~gossipx.protocol.events.TablesRestored` tells.
 
     Attributes:
         epoch: of the layout that it belongs to, which is this peer's.
@@ -181,7 +181,7 @@ class TakeRanges:
 
 
 @dataclass(frozen=True)
-class TellPrepared:
+class ReportPrepared:
     """Tell :class:`~gossipx.protocol.events.Prepared` once all is done that was asked for before."""
 
     epoch: int
@@ -191,7 +191,7 @@ class TellPrepared:
 class PlaceTables:
     """Replace the layout: use the shards that were prepared for it, and its buckets of what this peer trains with.
 
-    If none were prepared, the shards that belong here have yet to come back (:class:`ComeBack`).
+    If none were prepared, the shards that belong here have yet to come back (:class:`RestoreTables`).
 
     Attributes:
         epoch: of that layout.
@@ -207,7 +207,7 @@ class DropTables:
     """Drop the tables that were prepared."""
 
 
-MoveEffect = PrepareTables | TakeRanges | TellPrepared | PlaceTables | DropTables
+MoveEffect = PrepareTables | TakeRanges | ReportPrepared | PlaceTables | DropTables
 """Of a change of servers."""
 TableEffect = (
     ApplyGradient
@@ -217,7 +217,7 @@ TableEffect = (
     | Record
     | TakeCopy
     | KeepShard
-    | ComeBack
+    | RestoreTables
     | FillTables
     | Fetch
     | Unchanged

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gossipx.model.arena import ParameterArena
 from gossipx.model.drift import DriftReference
-from gossipx.model.snapshots import Captured, Snapshot
+from gossipx.model.snapshots import CapturedModel, Snapshot
 from gossipx.protocol.messages import RoundRequest
 from gossipx.runtime.model_transfers import Transfer
 
@@ -33,7 +33,7 @@ class Retrieval:
     of_centre: bool = False
 
 
-class Held:
+class Captures:
     """Captured models by ticket; each is held until it is forgotten.
 
     Args:
@@ -51,8 +51,8 @@ class Held:
         self._arena = arena
         self._uses_drift = uses_drift
         # Guarded by the arena's lock, as what its snapshots are held for:
-        self._held: dict[int, Captured[Retrieval]] = {}
-        self._given: deque[Captured[Retrieval]] = deque()  # drift is to count from the last of these
+        self._held: dict[int, CapturedModel[Retrieval]] = {}
+        self._given: deque[CapturedModel[Retrieval]] = deque()  # drift is to count from the last of these
 
     def __len__(self) -> int:
         return len(self._held)
@@ -64,16 +64,16 @@ class Held:
             buffer = self._arena.pool.buffer()
             for own, kept in zip(buffer.vectors, vectors, strict=True):
                 own.copy_(kept)
-            self._held[ticket] = Captured(self._arena.held(buffer, step))
+            self._held[ticket] = CapturedModel(self._arena.held(buffer, step))
         else:
-            self._held[ticket] = Captured(self._arena.snapshot())
+            self._held[ticket] = CapturedModel(self._arena.snapshot())
 
     def base(self, ticket: int) -> Snapshot:
         """The model as of the last boundary, held for the caller, and where the policy uses drift under ``ticket``."""
         base = self._arena.snapshot()
         if self._uses_drift:
             with self._arena.lock:
-                self._held[ticket] = Captured(base.hold())
+                self._held[ticket] = CapturedModel(base.hold())
         return base
 
     def hold(self, ticket: int) -> Snapshot | None:

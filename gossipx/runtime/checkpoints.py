@@ -15,11 +15,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from gossipx.checkpoint import KEEP, Checkpoint, CheckpointError, Every, Store, pack, unpack
+from gossipx.checkpoint import KEEP, Checkpoint, CheckpointError, CheckpointInterval, Store, pack, unpack
 from gossipx.checkpoint.store import PART
 from gossipx.errors import GossipxError, UsageError
 from gossipx.runtime import models
-from gossipx.runtime.state import MODEL, SCRIPT, Captured, OwnPart, TrainingState
+from gossipx.runtime.state import MODEL, SCRIPT, CapturedState, OwnPart, TrainingState
 
 log = logging.getLogger("gossipx")
 
@@ -58,7 +58,7 @@ class Checkpoints:
     def __init__(
         self,
         store: Store | None,
-        every: Every,
+        every: CheckpointInterval,
         state: TrainingState,
         resumes: bool,
         at: int | None = None,
@@ -76,7 +76,7 @@ class Checkpoints:
         self._last = -1 if self.found is None else self.found.iteration  # the iteration of the newest
         self._looked = max(self._last, 0)  # the iteration at which it was last asked whether one is due
         self._due = 0.0  # by the clock, where it goes by seconds
-        self._queue: queue.SimpleQueue[Captured | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[CapturedState | None] = queue.SimpleQueue()
         self._writer: threading.Thread | None = None
         self._idle = threading.Event()
         self._idle.set()

@@ -35,9 +35,9 @@ from gossipx.protocol.effects import (
     Answer,
     Cancel,
     Capture,
+    Delivered,
     Effect,
     Forget,
-    Given,
     Keep,
     Merge,
     Mix,
@@ -75,14 +75,14 @@ from gossipx.protocol.messages import (
     TakeRequest,
 )
 from gossipx.protocol.table_effects import Fetched, TableEffect
-from gossipx.runtime.captures import Held, Retrieval
+from gossipx.runtime.captures import Captures, Retrieval
 from gossipx.runtime.model_transfers import Transfers
 from gossipx.runtime.requests import Outbox
 from gossipx.runtime.table_transfers import TableRequest
 from gossipx.runtime.tables import TableWork
 from gossipx.runtime.timers import Timers
-from gossipx.runtime.uploads import Brought
-from gossipx.wire import Room
+from gossipx.runtime.uploads import Uploads
+from gossipx.wire import UploadSink
 
 log = logging.getLogger("gossipx")
 
@@ -117,11 +117,11 @@ class Driver:
         self.on_retrieval: Callable[[Retrieval], None] = lambda retrieval: None
         self.error: GossipxError | None = None
         self.committing = threading.Lock()
-        self.held = Held(arena, role.sync.policy.uses_drift)
+        self.captures = Captures(arena, role.sync.policy.uses_drift)
         self.outbox = Outbox(role.rank, self.tell, self._note, self.fail)
         self.transfers = Transfers(arena, self.outbox)
         self.tables = TableWork(role.rank, self.outbox, self.tell, self._give)
-        self.brought = Brought(arena, self.transfers, self.tables.transfers, places)
+        self.uploads = Uploads(arena, self.transfers, self.tables.transfers, places)
         self._lock = threading.Lock()
         self._may_go_on = threading.Event()
         self._may_go_on.set()
@@ -152,13 +152,13 @@ class Driver:
         for effect, snapshot in zip(effects, given, strict=True):
             self._carry_out(effect, snapshot)
 
-    def received(self, sender: int, key: Hashable, request: Request, brought: Room | None) -> None:
+    def received(self, sender: int, key: Hashable, request: Request, brought: UploadSink | None) -> None:
         """A request came in; for the CommManager."""
         if isinstance(request, PullRequest):
             self.arena.pool.wait_for_buffers()
         if isinstance(request, CarryingRequest) and brought is not None:
             try:
-                self.brought.take(key, request, brought)
+                self.uploads.take(key, request, brought)
             except ProtocolError as error:  # it changes what is not here any more: the next is brought whole
                 self._note("protocol", f"what peer {sender} brings is left out: {error}")
                 brought.release()
@@ -247,11 +247,11 @@ class Driver:
             case Stop(reason):
                 self.fail(self.stranger or NotEnoughPeersError(reason))
             case Capture(ticket, saved):
-                self.held.capture(ticket, saved)
+                self.captures.capture(ticket, saved)
             case Answer(captured=int(ticket)):
-                return self.held.hold(ticket)
+                return self.captures.hold(ticket)
             case Keep(key, ticket):
-                self.brought.keep(key, ticket)
+                self.uploads.keep(key, ticket)
             case Cancel(ticket):
                 self.outbox.give_up(ticket)
             case Send():
@@ -288,8 +288,8 @@ class Driver:
                 self.tell(Mixed(ticket) if taken else Poisoned(ticket))
             case Forget(ticket):
                 self._forget(ticket)
-            case Given(ticket):
-                self.held.given(ticket)
+            case Delivered(ticket):
+                self.captures.given(ticket)
             case Fetched(ticket) if not self.tables.raw_pulls:
                 self.tables.transfers.fetched(ticket)
             case Switched(number, problem):
@@ -305,9 +305,9 @@ class Driver:
         """What the model that is asked for is compared with, held; None: it is kept as it comes."""
         match send.request:
             case TakeRequest():
-                return self.held.hold(send.ticket)
+                return self.captures.hold(send.ticket)
             case PullRequest() | ElasticRequest():
-                return self.held.base(send.ticket)
+                return self.captures.base(send.ticket)
             case _:
                 return None
 
@@ -318,7 +318,7 @@ class Driver:
 
     def _answer(self, answer: Answer, snapshot: Snapshot | None) -> None:
         assert self.comm is not None
-        self.brought.drop(answer.key)
+        self.uploads.drop(answer.key)
         if not self.tables.answers(answer):
             self._answer_now(answer, snapshot)  # else when all that was decided before is done
 
@@ -364,9 +364,9 @@ class Driver:
     def _coded(self, answer: Answer, reply: ModelReply, snapshot: Snapshot) -> tuple[ModelReply, Source]:
         """A model as it is given, and the reply that goes with it."""
         codec = self.transfers.codec
-        bringing = None if answer.differs is None else self.transfers.bringing(answer.differs)
-        if bringing is not None:
-            return bringing.answered(snapshot.buffer.vectors, reply)
+        upload_sink = None if answer.differs is None else self.transfers.upload_sink(answer.differs)
+        if upload_sink is not None:
+            return upload_sink.answered(snapshot.buffer.vectors, reply)
         if codec is None or answer.taker is None:
             return reply, snapshot.source
         return codec.models.give(*answer.taker, snapshot.buffer.vectors, reply)
@@ -383,25 +383,25 @@ class Driver:
                 self.arena.commit(transfer.incoming.buffer, share)
             staleness, of_centre = self.arena.step - transfer.their_step, isinstance(transfer.request, ElasticRequest)
             self.on_retrieval(Retrieval(transfer.seconds, staleness, transfer.distance, of_centre))
-            self.held.moved(transfer, share, ticket if own else None)
+            self.captures.moved(transfer, share, ticket if own else None)
         transfer.incoming.release()
         self._forget(ticket)
         self.tell(Poisoned(ticket) if poisoned else Mixed(ticket))
 
     def _merge(self, merge: Merge) -> None:
-        sound = self.held.merge(self.transfers.pop(merge.ticket), merge.into, merge.own, merge.theirs)
+        sound = self.captures.merge(self.transfers.pop(merge.ticket), merge.into, merge.own, merge.theirs)
         if sound is not None:  # else what it was for was given up
             self.tell(Merged(merge.ticket, merge.into, sound))
 
     def _take_in(self, ticket: int) -> None:
         with self.committing:
-            taken = self.held.take_in(ticket, self.role.stage is Stage.TRAIN)
+            taken = self.captures.take_in(ticket, self.role.stage is Stage.TRAIN)
         for retrieval in taken:
             self.on_retrieval(retrieval)
         self.tell(Mixed(ticket))
 
     def _forget(self, ticket: int) -> None:
-        self.held.forget(ticket)
+        self.captures.forget(ticket)
         self.outbox.forget(ticket)
         self.transfers.forget(ticket)
         self.tables.transfers.forget(ticket)
@@ -429,4 +429,4 @@ class Driver:
         self.arena.set_boundary(state["iteration"])
         self.tell(Restored(state["iteration"], state["sync"], state["weight"], state["draws"]))
         if self.role.sync.policy.uses_drift:
-            self.held.reference.set()
+            self.captures.reference.set()

@@ -15,7 +15,7 @@ from typing import NoReturn, Protocol
 from gossipx.errors import GossipxError, UsageError
 
 
-class Ends(Protocol):
+class Finishable(Protocol):
     """A peer, as far as a process's end goes.
 
     Attributes:
@@ -31,7 +31,7 @@ class Ends(Protocol):
         """Training has failed."""
 
 
-_open: list[Ends] = []
+_open: list[Finishable] = []
 _pid = 0
 _thread: threading.Thread | None = None
 _has_left = False
@@ -42,14 +42,14 @@ _handlers: list[Callable[[int, FrameType | None], None]] = []
 _masks = threading.local()
 
 
-def join(peer: Ends, under_run: bool) -> None:
+def register(peer: Finishable, under_run: bool) -> None:
     """The process is to be this peer, which is finished when its script ends, if it does not do so itself.
 
     Raises:
         UsageError: it is one already, or was one of the run that it was started for.
     """
     global _watching, _exit, _pid, _thread
-    may_join(under_run)
+    check_unregistered(under_run)
     if not _watching:
         _watching = True
         # The interpreter tells nobody at exit that sys.exit was called with a failure.
@@ -60,8 +60,8 @@ def join(peer: Ends, under_run: bool) -> None:
     _thread = threading.current_thread()
 
 
-def may_join(under_run: bool) -> None:
-    """See whether :func:`join` would be refused.
+def check_unregistered(under_run: bool) -> None:
+    """See whether :func:`register` would be refused.
 
     Raises:
         UsageError: as there.
@@ -72,7 +72,7 @@ def may_join(under_run: bool) -> None:
         raise UsageError("this process has left its run already: under gossipx run a script joins once")
 
 
-def going_on() -> None:
+def training_continues() -> None:
     """Training goes on: a sys.exit before was caught."""
     global _failed
     _failed = False
@@ -88,7 +88,7 @@ def _register() -> None:
     atexit.register(_at_exit)
 
 
-def leave(peer: Ends) -> None:
+def unregister(peer: Finishable) -> None:
     """The peer is closed."""
     global _has_left
     if peer in _open:

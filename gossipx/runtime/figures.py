@@ -12,7 +12,7 @@ from gossipx.runtime.captures import Retrieval
 
 
 @dataclass(frozen=True)
-class Before:
+class EarlierTotals:
     """What the processes that this one goes on from have added up, while training."""
 
     bytes_received: int = 0
@@ -49,7 +49,7 @@ class Figures:
         self.bytes_at_end = 0
         self.finish_bytes = 0
         self.seconds = 0.0
-        self.before = Before()
+        self.before = EarlierTotals()
         self._bytes_at_start = 0
         self._began = time.perf_counter()
 
@@ -65,7 +65,7 @@ class Figures:
             received: bytes that this process has received; ``sent``, and ``poisoned`` models that it has refused, too.
         """
         seconds = time.perf_counter() - self._began
-        before = Before(
+        before = EarlierTotals(
             self.received(received), self.before.bytes_sent + sent, seconds, self.before.poisoned + poisoned
         )
         own = {name: getattr(self, name) for name in _KEPT}
@@ -73,7 +73,7 @@ class Figures:
 
     def go_on(self, kept: Mapping[str, Any]) -> None:
         """Go on from what :meth:`kept` gave; before :meth:`start`."""
-        self.before = Before(**kept["before"])
+        self.before = EarlierTotals(**kept["before"])
         for name in _KEPT:
             setattr(self, name, kept[name])
         self.squared_distances = list(kept["squared_distances"])

@@ -26,7 +26,7 @@ from gossipx.runtime.reporting import Reporter
 log = logging.getLogger("gossipx")
 
 
-class Life:
+class Lifecycle:
     """How a peer joins, waits for the others, and ends; what it trains with in between is the caller's.
 
     Args:
@@ -78,7 +78,7 @@ class Life:
             undo.callback(self.close)
             if kept := self._checkpoints.restore():
                 self._reporter.figures.go_on(kept)
-            exit_hooks.join(self, self._options.under_run)
+            exit_hooks.register(self, self._options.under_run)
             if threading.current_thread() is threading.main_thread() and self._options.under_run:
                 exit_hooks.on_sigterm(self._terminated)
             self._reporter.progress.watch_parent()
@@ -90,7 +90,7 @@ class Life:
                 raise self._driver.stranger
             undo.pop_all()
         if self._role.sync.policy.uses_drift and not self._checkpoints.resumed:
-            self._driver.held.reference.set()
+            self._driver.captures.reference.set()
         if self.backward is not None and self._role.trains:
             self.backward.start()
         self._checkpoints.start()
@@ -165,7 +165,7 @@ class Life:
             self._control.close()
             self._control = None  # its command holds the peer
         self._arena.give_up()
-        exit_hooks.leave(self)
+        exit_hooks.unregister(self)
         for unhook in self.unhook:
             unhook()
         if self.backward is not None:

@@ -6,7 +6,7 @@ import math
 import time
 from dataclasses import dataclass
 
-from gossipx.compression import Bringing, Coded, Taking
+from gossipx.compression import Coded, ModelSink, UploadedModelSink
 from gossipx.errors import ProtocolError
 from gossipx.model.arena import ParameterArena
 from gossipx.model.receive import Incoming
@@ -38,8 +38,8 @@ class Transfer:
     seconds: float = 0.0
     their_step: int = 0
     weight: float = 1.0  # the number of models that are averaged in it
-    taking: Taking | None = None  # where models have a codec
-    bringing: Bringing | None = None  # ... and others bring theirs
+    model_sink: ModelSink | None = None  # where models have a codec
+    upload_sink: UploadedModelSink | None = None  # ... and others bring theirs
 
 
 class Transfers:
@@ -76,8 +76,8 @@ class Transfers:
             assert base is not None
             brought = base.hold()
         payload = Incoming(self._arena, base, whole=isinstance(send.request, InitialRequest))
-        taking = None if self.codec is None else self.codec.taking(send.to, send.request, payload)
-        self._transfers[send.ticket] = Transfer(send.request, payload, time.monotonic(), taking=taking)
+        model_sink = None if self.codec is None else self.codec.model_sink(send.to, send.request, payload)
+        self._transfers[send.ticket] = Transfer(send.request, payload, time.monotonic(), model_sink=model_sink)
 
         def over() -> None:
             if brought is not None:
@@ -86,7 +86,7 @@ class Transfers:
         def post() -> None:
             self._outbox.send(
                 send,
-                lambda: self._prepared(send, payload, taking, brought),
+                lambda: self._prepared(send, payload, model_sink, brought),
                 lambda reply: self._arrived(send.ticket, reply),
                 over,
             )
@@ -96,11 +96,13 @@ class Transfers:
         else:  # before that, nothing can be made of what comes
             base.when_settled(post)
 
-    def _prepared(self, send: Send, payload: Incoming, taking: Taking | None, brought: Snapshot | None) -> Prepared:
-        if self.codec is None or taking is None:
+    def _prepared(
+        self, send: Send, payload: Incoming, model_sink: ModelSink | None, brought: Snapshot | None
+    ) -> Prepared:
+        if self.codec is None or model_sink is None:
             return send.request, payload, None if brought is None else brought.source
         request, source = self.codec.asked(send.to, send.request, brought.buffer.vectors if brought else [])
-        return request, taking, source
+        return request, model_sink, source
 
     def _arrived(self, ticket: int, reply: Reply) -> Fault | None:
         if not isinstance(reply, ModelReply):
@@ -108,9 +110,9 @@ class Transfers:
         transfer = self._transfers[ticket]
         transfer.seconds = time.monotonic() - transfer.began
         transfer.their_step, transfer.weight = reply.step, reply.weight
-        if transfer.taking is not None:
+        if transfer.model_sink is not None:
             try:
-                transfer.taking.decode()
+                transfer.model_sink.decode()
             except ProtocolError as error:
                 raise ProtocolError(f"a model cannot be decoded: {error}") from error
         if isinstance(transfer.request, PullRequest | TakeRequest | ElasticRequest):
@@ -121,10 +123,10 @@ class Transfers:
 
     # --- by ticket --------------------------------------------------------------------------------
 
-    def bringing(self, ticket: int) -> Bringing | None:
+    def upload_sink(self, ticket: int) -> UploadedModelSink | None:
         """What has decoded the model that another has brought, and that is under ``ticket``; None: nothing had to."""
         transfer = self._transfers.get(ticket)
-        return None if transfer is None else transfer.bringing
+        return None if transfer is None else transfer.upload_sink
 
     def keep(self, ticket: int, brought: Transfer) -> None:
         """Keep the model that another has brought."""

@@ -20,7 +20,7 @@ from gossipx.runtime import exit_hooks
 from gossipx.runtime.backward import Backward, Bypass
 from gossipx.runtime.checkpoints import Checkpoints
 from gossipx.runtime.driver import Driver
-from gossipx.runtime.lifecycle import Life
+from gossipx.runtime.lifecycle import Lifecycle
 from gossipx.runtime.options import PeerOptions
 from gossipx.runtime.reporting import Reporter
 from gossipx.specs import rank_of
@@ -51,7 +51,7 @@ class Peer:
     ):
         self.rank = driver.role.rank
         self.size = driver.role.size
-        self._life = Life(module, driver, comm, reporter, checkpoints, options, backward)
+        self._lifecycle = Lifecycle(module, driver, comm, reporter, checkpoints, options, backward)
         self._module = module
         self._driver = driver
         self._role = driver.role
@@ -60,13 +60,13 @@ class Peer:
         self._reporter = reporter
         self._checkpoints = checkpoints
         self._options = options
-        self._backward = self._life.backward
+        self._backward = self._lifecycle.backward
         self._bypass: Bypass | None = None
         if optimizer is not None:
-            self._life.unhook.append(optimizer.register_step_post_hook(self._optimizer_stepped).remove)
+            self._lifecycle.unhook.append(optimizer.register_step_post_hook(self._optimizer_stepped).remove)
             if self._backward is not None:
                 self._bypass = Bypass(optimizer, self._backward.iteration_done)
-                self._life.unhook.append(self._bypass.close)
+                self._lifecycle.unhook.append(self._bypass.close)
 
     # --- the training loop --------------------------------------------------------------------------
 
@@ -99,20 +99,20 @@ class Peer:
         Raises:
             GossipxError: training cannot go on (too few peers left, models that differ).
         """
-        if not self._life.open:
+        if not self._lifecycle.open:
             return
         began = time.perf_counter()
-        exit_hooks.going_on()
+        exit_hooks.training_continues()
         if self._arena.step % self._options.distance_interval == 0:
             self._arena.check(self._module)
-        self._life.steps += 1
+        self._lifecycle.steps += 1
         delta = self._arena.step_done()
-        drift = self._driver.held.drift(self._role.pulling) if self._role.sync.policy.uses_drift else None
+        drift = self._driver.captures.drift(self._role.pulling) if self._role.sync.policy.uses_drift else None
         measured = time.perf_counter()
         try:
             self._driver.tell(StepDone(self._arena.step, delta, drift))
-            if self._driver.waiting or self._driver.error or self._life.asked_to_leave:
-                self._life.wait()
+            if self._driver.waiting or self._driver.error or self._lifecycle.asked_to_leave:
+                self._lifecycle.wait()
             went_on = time.perf_counter()
             self._reporter.step_done(delta)
             self._checkpoints.step_done(self._reporter.kept)
@@ -120,7 +120,7 @@ class Peer:
             self._arena.go_on()
         if self._backward is not None:
             self._backward.after_step()
-            self._life.count_waited(self._backward)
+            self._lifecycle.count_waited(self._backward)
         figures = self._reporter.figures
         figures.blocked += went_on - measured
         figures.overhead += measured - began + time.perf_counter() - went_on
@@ -140,7 +140,7 @@ class Peer:
         Args:
             tables: numbers of those that are read, in the order of the model's trained parameters; None: all.
         """
-        self._life.wait_for_tables(tables)
+        self._lifecycle.wait_for_tables(tables)
 
     def update(self, table: int, gradient: torch.Tensor) -> None:
         """In server mode, take the gradient of a table that autograd does not make; see :meth:`sync` for its number.
@@ -249,7 +249,7 @@ class Peer:
 
     def start(self) -> None:
         """Listen, take a model to begin with, and wait for the others; called by :func:`gossipx.join`."""
-        self._life.start(self._command)
+        self._lifecycle.start(self._command)
 
     def _command(self, told: Mapping[str, Any]) -> str:
         """A command to the run; why it cannot be carried out, or nothing."""
@@ -272,22 +272,22 @@ class Peer:
 
         A peer that others need, a hub or a server, stays until theirs is over, too.
         """
-        self._life.finish()
+        self._lifecycle.finish()
 
     def leave_at_exit(self) -> None:
         """A script that ends without a word of this peer has not trained to its end: it leaves then.
 
         For loops of others, which do not tell of a failure that the script has caught.
         """
-        self._life.finishes_at_exit = False
+        self._lifecycle.finishes_at_exit = False
 
     def leave(self) -> None:
         """Take no further part, without a finish, and tell the others."""
-        self._life.leave()
+        self._lifecycle.leave()
 
     def close(self) -> None:
         """Take no further part, without a finish. Weights stay as they are; any number of times."""
-        self._life.close()
+        self._lifecycle.close()
 
     def __enter__(self) -> Peer:
         return self

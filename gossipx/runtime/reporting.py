@@ -85,7 +85,7 @@ class Reporter:
             scalar("sync/retrievals", self._role.sync.retrievals, step)
             scalar("comm/bytes_received", figures.received(self._comm.bytes_received), step)
             scalar("time/blocked_fraction", figures.fraction(figures.blocked), step)
-            if self._driver.tables.transfers.desk is not None:
+            if self._driver.tables.transfers.table_store is not None:
                 scalar("time/tables_fraction", figures.fraction(figures.waited), step)
             self.record_counted()
         if step % options.distance_interval == 0 and figures.squared_distances:

@@ -23,10 +23,10 @@ from gossipx.memory import Source
 from gossipx.protocol.effects import Send
 from gossipx.protocol.events import Event, Failed, Fault, Replied
 from gossipx.protocol.messages import Reply, Request
-from gossipx.runtime.serial_worker import Lane
-from gossipx.wire import Fitting, Sink
+from gossipx.runtime.serial_worker import SerialWorker
+from gossipx.wire import Sink, SinkFactory
 
-Prepared = tuple[Request, Sink | Fitting | None, Source | None]
+Prepared = tuple[Request, Sink | SinkFactory | None, Source | None]
 """A request as it leaves, the sink of its reply's payload, and its own payload."""
 
 
@@ -59,7 +59,7 @@ class Outbox:
         self._cancelled: set[int] = set()  # until they are forgotten
         self._cancels: dict[int, Callable[[], None]] = {}
         # Handing a request to the CommManager wakes its threads, which would take the processor from a training step.
-        self._lane = Lane(f"gossipx-outbox-{rank}")
+        self._serial_worker = SerialWorker(f"gossipx-outbox-{rank}")
 
     def send(
         self,
@@ -146,9 +146,9 @@ class Outbox:
 
     def post(self, what: Callable[[], None]) -> None:
         """Have something done, in order, by the outbox's thread."""
-        self._lane.put(what)
+        self._serial_worker.put(what)
 
     def close(self) -> None:
         """Send nothing any more, and tell nobody."""
-        self._lane.close()
+        self._serial_worker.close()
         self._tell = self.note = self.fail = nothing  # those that are told hold us

@@ -13,7 +13,7 @@ LONGEST = 300.0
 """Seconds that the end of a lane is waited for: a checkpoint of 3 GB at 10 MB/s."""
 
 
-class Lane:
+class SerialWorker:
     """Does what is put into it, in order, in a thread of its own.
 
     Args:

@@ -21,9 +21,9 @@ from gossipx.errors import UsageError
 from gossipx.protocol.fields import kind_of
 from gossipx.protocol.server_messages import RecordRequest
 from gossipx.protocol.table_effects import ApplyBuffer, ApplyGradient, BufferGradient
-from gossipx.runtime.serial_worker import LONGEST, Lane
+from gossipx.runtime.serial_worker import LONGEST, SerialWorker
 from gossipx.server.shard import Shard
-from gossipx.tables.store import Desk, Gradient
+from gossipx.tables.store import Gradient, TableStore
 from gossipx.wire.kinds import message_of, metadata_of
 
 log = logging.getLogger("gossipx")
@@ -51,7 +51,7 @@ class ShardKeeper:
 
     Args:
         stores: by shard, of all that may come to lie here.
-        desk: their tables.
+        table_store: their tables.
         fresh: gives a shard as it was at the beginning, by the servers of a layout.
         servers: by shard, the rank that holds it as the run begins.
         journals: whether there are journals.
@@ -60,7 +60,7 @@ class ShardKeeper:
     def __init__(
         self,
         stores: Mapping[int, Store],
-        desk: Desk,
+        table_store: TableStore,
         fresh: Callable[[int, Sequence[int]], Shard],
         servers: Sequence[int],
         journals: bool = False,
@@ -71,9 +71,9 @@ class ShardKeeper:
         self._keeps_journals = journals
         self._journals: dict[int, Journal] = {}  # those that are being written
         self._kept: set[int] = set()  # shards whose journals, of this layout, have begun
-        self._desk = desk
+        self._table_store = table_store
         self._fresh = fresh
-        self._lane = Lane("gossipx-shards")
+        self._serial_worker = SerialWorker("gossipx-shards")
         self._lock = threading.Lock()
         self._writing: set[int] = set()
 
@@ -101,7 +101,7 @@ class ShardKeeper:
                 return
             self._writing.add(shard)
         state = {**state, SERVERS: list(self._servers), EPOCH: self._epoch}
-        parts = {CLOCK: pack(state, CLOCK), TABLES: pack(self._desk.state_dict(shard), TABLES)}
+        parts = {CLOCK: pack(state, CLOCK), TABLES: pack(self._table_store.state_dict(shard), TABLES)}
         store = self._stores[shard]
         if self._keeps_journals:
             self._begin_journal(shard, clock, after=-1 if first else clock)
@@ -118,7 +118,7 @@ class ShardKeeper:
                 with self._lock:
                     self._writing.discard(shard)
 
-        self._lane.put(write)
+        self._serial_worker.put(write)
         if first and not self.settle():
             log.warning("shard %d: its first checkpoint takes too long to be written: %s", shard, LOSES)
 
@@ -182,7 +182,7 @@ class ShardKeeper:
             last = begun
             yield record, Gradient(record, content)
 
-    def come_back(self, index: int) -> dict[str, Any] | None:
+    def restore_tables(self, index: int) -> dict[str, Any] | None:
         """Bring a shard's tables back as they were when its holder's process was killed; for the thread that works on
         them.
 
@@ -206,11 +206,11 @@ class ShardKeeper:
             for effect in shard.follow(record, 0):
                 match effect:
                     case ApplyGradient(_, scale):
-                        self._desk.apply(gradient, scale)
+                        self._table_store.apply(gradient, scale)
                     case BufferGradient():
-                        self._desk.buffer(gradient)
+                        self._table_store.buffer(gradient)
                     case ApplyBuffer():
-                        self._desk.apply_buffer(index)
+                        self._table_store.apply_buffer(index)
         last = max(journal.clocks(self._stores[index].directory.parent), default=clock)
         last = max(last, clock)
         self._begin_journal(index, last, after=last, goes_on=True)
@@ -245,7 +245,7 @@ class ShardKeeper:
     def _bring_back(self, shard: int, found: Checkpoint) -> None:
         """A shard's tables are as they were."""
         try:
-            self._desk.load_state_dict(shard, unpack(found.parts[TABLES]))
+            self._table_store.load_state_dict(shard, unpack(found.parts[TABLES]))
         except (UsageError, ValueError, KeyError) as error:
             raise UsageError(f"the checkpoint is of other tables: {error}", found.path) from error
 
@@ -255,12 +255,12 @@ class ShardKeeper:
         Whoever holds their shards next writes to the same places.
         """
         written = threading.Event()
-        self._lane.put(written.set)
+        self._serial_worker.put(written.set)
         return written.wait(LONGEST)
 
     def close(self) -> None:
         """Keep no more; what is being written is finished."""
-        self._lane.close(wait=True)
+        self._serial_worker.close(wait=True)
         self._close_journals()
 
     def _close_journals(self) -> None:

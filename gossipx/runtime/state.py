@@ -32,7 +32,7 @@ SCRIPT = "script."
 
 
 @dataclass(frozen=True)
-class Captured:
+class CapturedState:
     """Parts that are consistent with each other.
 
     Attributes:
@@ -85,7 +85,7 @@ class TrainingState:
         centre = self._centre
         return self._driver.arena.step if centre is None or self._driver.role.trains else centre.step
 
-    def capture(self, figures: Mapping[str, Any]) -> Captured:
+    def capture(self, figures: Mapping[str, Any]) -> CapturedState:
         """All of it as it is now; for the training thread, at a step boundary.
 
         Args:
@@ -101,9 +101,9 @@ class TrainingState:
         if self._optimizer is not None:
             parts[OPTIMIZER] = pack(self._optimizer.state_dict(), OPTIMIZER)
         if (
-            (desk := driver.tables.transfers.desk) is not None
+            (table_store := driver.tables.transfers.table_store) is not None
             and driver.role.trains
-            and (kept := desk.client.state_dict())
+            and (kept := table_store.client.state_dict())
         ):
             parts[TABLES] = pack(kept, TABLES)
         with driver.committing:
@@ -113,8 +113,8 @@ class TrainingState:
             undo.callback(snapshot.release)
             parts[PEER] = pack(told, PEER)
             if driver.role.sync.policy.uses_drift:
-                parts[DRIFT] = pack(driver.held.reference.vectors(), DRIFT)
-            if (centre := self._centre) is not None and (held := driver.held.hold(centre.ticket)) is not None:
+                parts[DRIFT] = pack(driver.captures.reference.vectors(), DRIFT)
+            if (centre := self._centre) is not None and (held := driver.captures.hold(centre.ticket)) is not None:
                 with contextlib.ExitStack() as after:
                     after.callback(held.release)
                     parts[HUB] = pack({**centre.state_dict(), "held": held.step, "vectors": held.buffer.vectors}, HUB)
@@ -125,7 +125,7 @@ class TrainingState:
             tensors = layout.named(arena.slots, arena.sections, snapshot.buffer.vectors)
             return Part({**tensors, **others}, {"manifest": list(arena.manifest)})
 
-        return Captured(self.iteration, parts, model, snapshot.release)
+        return CapturedState(self.iteration, parts, model, snapshot.release)
 
     def restore(self, checkpoint: Checkpoint) -> dict[str, Any]:
         """Go on from a checkpoint, but for the random numbers and the script's own parts.
@@ -148,18 +148,18 @@ class TrainingState:
                 self._optimizer.load_state_dict(unpack(checkpoint.parts[OPTIMIZER]))
             except (ValueError, KeyError) as error:
                 raise UsageError(f"the checkpoint is of another optimizer: {error}", checkpoint.path) from error
-        if (desk := driver.tables.transfers.desk) is not None and TABLES in checkpoint.parts:
+        if (table_store := driver.tables.transfers.table_store) is not None and TABLES in checkpoint.parts:
             try:
-                desk.client.load_state_dict(unpack(checkpoint.parts[TABLES]))
+                table_store.client.load_state_dict(unpack(checkpoint.parts[TABLES]))
             except (UsageError, ValueError) as error:
                 raise UsageError(f"the checkpoint is of other tables: {error}", checkpoint.path) from error
         driver.load_state_dict(told)
         if driver.role.sync.policy.uses_drift and (vectors := unpack(checkpoint.parts[DRIFT])):
-            driver.held.reference.load(vectors)
+            driver.captures.reference.load(vectors)
         if (centre := self._centre) is not None and HUB in checkpoint.parts:
             kept = unpack(checkpoint.parts[HUB])
             centre.load_state_dict(kept)
-            driver.held.saved = kept["vectors"], kept["held"]
+            driver.captures.saved = kept["vectors"], kept["held"]
         return dict(told["figures"])
 
     @property

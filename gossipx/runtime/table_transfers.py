@@ -19,9 +19,9 @@ from gossipx.protocol.server_messages import (
     TablesRequest,
 )
 from gossipx.runtime.requests import Outbox, Prepared
-from gossipx.tables.bucket_memory import Changed, Nothing, Tables
-from gossipx.tables.migration import Ranges
-from gossipx.tables.store import Copy, Desk, Gradient
+from gossipx.tables.bucket_memory import ChangeSink, EmptySink, TablesSink
+from gossipx.tables.migration import RangesSink
+from gossipx.tables.store import CopySink, Gradient, TableStore
 
 TableRequest = GradientRequest | TablesRequest | RecordRequest | CopyRequest | RangesRequest
 """Requests whose payload, or whose reply's, is tables or parts of them."""
@@ -32,7 +32,7 @@ class _Fetching:
     """Tables on their way to us."""
 
     place: tuple[int, int]
-    sink: Tables | Changed
+    sink: TablesSink | ChangeSink
 
 
 class TableTransfers:
@@ -42,21 +42,21 @@ class TableTransfers:
         outbox: of the peer.
 
     Attributes:
-        desk: the peer's tables; None without a parameter server.
+        table_store: the peer's tables; None without a parameter server.
     """
 
     def __init__(self, outbox: Outbox):
-        self.desk: Desk | None = None
+        self.table_store: TableStore | None = None
         self._outbox = outbox
         self._gradients: dict[int, Gradient] = {}  # those that others brought and that were kept
         self._fetching: dict[int, _Fetching] = {}
-        self._copies: dict[int, Copy] = {}
-        self._ranges: dict[int, Ranges] = {}
+        self._copies: dict[int, CopySink] = {}
+        self._ranges: dict[int, RangesSink] = {}
 
     @property
-    def _desk(self) -> Desk:
-        assert self.desk is not None
-        return self.desk
+    def _table_store(self) -> TableStore:
+        assert self.table_store is not None
+        return self.table_store
 
     # --- out --------------------------------------------------------------------------------------
 
@@ -64,14 +64,14 @@ class TableTransfers:
         """Make room for the tables that a request is about to ask for, where they are placed at this moment."""
         match send.request:
             case TablesRequest(shard=shard, bucket=bucket) if bucket >= 0:
-                self._fetching[send.ticket] = _Fetching((shard, bucket), self._desk.client.sink((shard, bucket)))
+                self._fetching[send.ticket] = _Fetching((shard, bucket), self._table_store.client.sink((shard, bucket)))
             case RangesRequest():
-                self._ranges[send.ticket] = self._desk.ranges()
+                self._ranges[send.ticket] = self._table_store.ranges()
 
     def send(self, send: Send) -> None:
         """Send a request of the kinds of :data:`TableRequest`."""
         if isinstance(send.request, CopyRequest):
-            self._copies[send.ticket] = self._desk.room_for_copy(send.request.shard)
+            self._copies[send.ticket] = self._table_store.room_for_copy(send.request.shard)
         self._outbox.send(send, lambda: self._prepared(send), lambda reply: self._arrived(send.ticket, reply))
 
     def _prepared(self, send: Send) -> Prepared:
@@ -81,18 +81,18 @@ class TableTransfers:
                 return self._push(request)
             case TablesRequest():
                 fetching = self._fetching.get(ticket)
-                return self._desk.client.told(request), Nothing() if fetching is None else fetching.sink, None
+                return self._table_store.client.told(request), EmptySink() if fetching is None else fetching.sink, None
             case RecordRequest():
                 gradient = self._gradients.get(ticket)
                 return request, None, Source(memoryview(b"")) if gradient is None else gradient.source
             case CopyRequest():
-                return request, self._copies.get(ticket, Nothing()), None
+                return request, self._copies.get(ticket, EmptySink()), None
             case _:
-                return request, self._ranges.get(ticket, Nothing()), None
+                return request, self._ranges.get(ticket, EmptySink()), None
 
     def _push(self, request: GradientRequest) -> Prepared:
         """Encode a bucket's gradients as they are when they leave."""
-        client, place = self._desk.client, (request.shard, request.bucket)
+        client, place = self._table_store.client, (request.shard, request.bucket)
         if request.epoch != client.epoch:
             raise CancelledError("it is of a layout that is over")
         try:
@@ -119,15 +119,15 @@ class TableTransfers:
         if fetching is None:
             return
         try:
-            self._desk.client.fetched(fetching.place, fetching.sink)
+            self._table_store.client.fetched(fetching.place, fetching.sink)
         except Exception as error:
             self._broken(error)
 
-    def ranges(self, ticket: int) -> Ranges:
+    def ranges(self, ticket: int) -> RangesSink:
         """Give away what came under ``ticket`` of tables that move here."""
         return self._ranges.pop(ticket)
 
-    def copy(self, ticket: int) -> Copy:
+    def copy(self, ticket: int) -> CopySink:
         """Give away the copy of a shard that came under ``ticket``."""
         return self._copies.pop(ticket)
 
@@ -158,7 +158,7 @@ class TableTransfers:
 
     # --- faults -----------------------------------------------------------------------------------
 
-    def spoilt(self, error: Exception) -> None:
+    def rejected(self, error: Exception) -> None:
         """Leave out another's push that does not fit its shard; end training by any other error."""
         if isinstance(error, ProtocolError):
             self._outbox.note("protocol", f"a push that does not fit is left out: {error}")

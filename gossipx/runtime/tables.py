@@ -8,14 +8,13 @@ from collections.abc import Callable
 from gossipx.errors import GossipxError
 from gossipx.memory import Source
 from gossipx.protocol.effects import Answer
-from gossipx.protocol.events import CameBack, Event, GradientPoisoned, Prepared
+from gossipx.protocol.events import Event, GradientPoisoned, Prepared, TablesRestored
 from gossipx.protocol.messages import NotReadyReply, Reply
 from gossipx.protocol.server_messages import CopyReply, TablesReply
 from gossipx.protocol.table_effects import (
     ApplyBuffer,
     ApplyGradient,
     BufferGradient,
-    ComeBack,
     DropTables,
     Fetch,
     Fetched,
@@ -25,18 +24,19 @@ from gossipx.protocol.table_effects import (
     PlaceTables,
     PrepareTables,
     Record,
+    ReportPrepared,
+    RestoreTables,
     Share,
     TableEffect,
     TakeCopy,
     TakeRanges,
-    TellPrepared,
     Unchanged,
 )
 from gossipx.runtime.requests import Outbox, nothing
-from gossipx.runtime.serial_worker import Lane
+from gossipx.runtime.serial_worker import SerialWorker
 from gossipx.runtime.shards import ShardKeeper
 from gossipx.runtime.table_transfers import TableTransfers
-from gossipx.tables.store import Desk
+from gossipx.tables.store import TableStore
 
 Give = Callable[[Answer, Reply, Source | None, Callable[[], None]], None]
 """Gives an answer with its payload, and says when that is not read any more."""
@@ -59,23 +59,23 @@ class TableWork:
     def __init__(self, rank: int, outbox: Outbox, tell: Callable[[Event], None], give: Give):
         self.keeper: ShardKeeper | None = None
         self.transfers = TableTransfers(outbox)
-        self._lane = Lane(f"gossipx-tables-{rank}", self.transfers.spoilt)
+        self._serial_worker = SerialWorker(f"gossipx-tables-{rank}", self.transfers.rejected)
         self._tell = tell
         self._give = give
 
     @property
-    def _desk(self) -> Desk:
-        assert self.transfers.desk is not None
-        return self.transfers.desk
+    def _table_store(self) -> TableStore:
+        assert self.transfers.table_store is not None
+        return self.transfers.table_store
 
     @property
     def raw_pulls(self) -> bool:
         """Whether tables come as they lie in memory: there is nothing to decode."""
-        return self._desk.client.raw_pulls
+        return self._table_store.client.raw_pulls
 
     def close(self) -> None:
         """Do nothing any more; what checkpoints were asked for are written."""
-        self._lane.close(wait=self.keeper is not None)
+        self._serial_worker.close(wait=self.keeper is not None)
         if self.keeper is not None:
             self.keeper.close()
         self._tell = self._give = nothing  # who was told holds us
@@ -84,31 +84,31 @@ class TableWork:
 
     def do(self, effect: TableEffect) -> None:
         """Do it, or have it done after all that was decided before; for the thread that decides."""
-        desk, put = self._desk, self._lane.put
+        table_store, put = self._table_store, self._serial_worker.put
         match effect:
             case Fetch(buckets):
-                desk.client.expect(buckets)
+                table_store.client.expect(buckets)
             case Unchanged(buckets):
-                desk.client.unchanged(buckets)
+                table_store.client.unchanged(buckets)
             case Fetched(ticket):
                 if self.raw_pulls:  # else they are decoded, by the thread that was told of them
                     self.transfers.fetched(ticket)
             case ApplyGradient(ticket, scale):
                 gradient = self.transfers.gradient(ticket)
-                put(lambda: self._left_out(desk.apply(gradient, scale)))
+                put(lambda: self._left_out(table_store.apply(gradient, scale)))
             case BufferGradient(ticket):
                 added = self.transfers.gradient(ticket)
-                put(lambda: self._left_out(desk.buffer(added)))
+                put(lambda: self._left_out(table_store.buffer(added)))
             case ApplyBuffer(shard):
-                put(lambda: desk.apply_buffer(shard))
+                put(lambda: table_store.apply_buffer(shard))
             case FillTables(shard):
-                put(lambda: desk.fill(shard))
+                put(lambda: table_store.fill(shard))
             case Share(ticket, other):
                 self.transfers.share(ticket, other)
             case TakeCopy(ticket, shard):
                 copy = self.transfers.copy(ticket)
-                put(lambda: desk.take_copy(shard, copy))
-            case Record() | KeepShard() | ComeBack():
+                put(lambda: table_store.take_copy(shard, copy))
+            case Record() | KeepShard() | RestoreTables():
                 if self.keeper is not None:
                     self._keep(self.keeper, effect)
             case _:
@@ -118,32 +118,32 @@ class TableWork:
         if sender is not None:
             self._tell(GradientPoisoned(sender))
 
-    def _keep(self, keeper: ShardKeeper, effect: Record | KeepShard | ComeBack) -> None:
+    def _keep(self, keeper: ShardKeeper, effect: Record | KeepShard | RestoreTables) -> None:
         match effect:
             case Record(record, ticket):
                 gradient = None if ticket is None else self.transfers.held_gradient(ticket)
-                self._lane.put(lambda: keeper.record(record, gradient))
+                self._serial_worker.put(lambda: keeper.record(record, gradient))
             case KeepShard(shard, clock, state):
-                self._lane.put(lambda: keeper.keep(shard, clock, state))
-            case ComeBack(shard, epoch):
-                self._lane.put(lambda: self._tell(CameBack(shard, epoch, keeper.come_back(shard))))
+                self._serial_worker.put(lambda: keeper.keep(shard, clock, state))
+            case RestoreTables(shard, epoch):
+                self._serial_worker.put(lambda: self._tell(TablesRestored(shard, epoch, keeper.restore_tables(shard))))
 
-    def _move(self, effect: PrepareTables | TakeRanges | TellPrepared | PlaceTables | DropTables) -> None:
+    def _move(self, effect: PrepareTables | TakeRanges | ReportPrepared | PlaceTables | DropTables) -> None:
         """Of a change of servers."""
-        desk, put = self._desk, self._lane.put
+        table_store, put = self._table_store, self._serial_worker.put
         match effect:
             case PrepareTables(epoch, servers):
-                put(lambda: desk.prepare(epoch, servers))
+                put(lambda: table_store.prepare(epoch, servers))
             case TakeRanges(ticket, pieces):
                 ranges = self.transfers.ranges(ticket)
-                put(lambda: desk.take(ranges, pieces))
-            case TellPrepared(epoch):
-                put(lambda: self._tell(Prepared(epoch, self._unwritten() or desk.prepared())))
+                put(lambda: table_store.take(ranges, pieces))
+            case ReportPrepared(epoch):
+                put(lambda: self._tell(Prepared(epoch, self._unwritten() or table_store.prepared())))
             case PlaceTables(epoch, servers):
-                desk.go_over(epoch, servers)
+                table_store.go_over(epoch, servers)
                 put(lambda: self._place(epoch, servers))
             case DropTables():
-                put(desk.drop)
+                put(table_store.drop)
 
     def _unwritten(self) -> str:
         """Why shards cannot be handed over yet, as their next holders write to the same places; or nothing."""
@@ -151,7 +151,7 @@ class TableWork:
         return "" if settled else "its last checkpoint takes too long to be written"
 
     def _place(self, epoch: int, servers: tuple[int, ...]) -> None:
-        self._desk.place(epoch, servers)
+        self._table_store.place(epoch, servers)
         if self.keeper is not None:
             self.keeper.place(epoch, servers)
 
@@ -163,17 +163,17 @@ class TableWork:
 
     def answer(self, answer: Answer) -> None:
         """Answer after all that was decided before; for the thread that decides."""
-        self._lane.put(lambda: self._answer(answer))
+        self._serial_worker.put(lambda: self._answer(answer))
 
     def _answer(self, answer: Answer) -> None:
         reply = answer.reply
         if answer.tables is not None and isinstance(reply, TablesReply):
             shard = answer.tables.shard
-            given = self._desk.encode(answer.tables)
+            given = self._table_store.encode(answer.tables)
             told = dataclasses.replace(reply, parts=given.parts, base=given.base)
-            self._give(answer, told, given.source, lambda: self._desk.release(shard, given))
+            self._give(answer, told, given.source, lambda: self._table_store.release(shard, given))
         elif answer.copies is not None and isinstance(reply, CopyReply):
-            source = self._desk.copy(answer.copies)
+            source = self._table_store.copy(answer.copies)
             self._give(answer, dataclasses.replace(reply, size=source.view.nbytes), source, nothing)
         elif answer.pieces is not None and isinstance(reply, TablesReply):
             self._answer_pieces(answer, reply, answer.pieces)
@@ -185,7 +185,7 @@ class TableWork:
             self._give(answer, NotReadyReply(unwritten), None, nothing)
             return
         try:
-            source = self._desk.pack(pieces)
+            source = self._table_store.pack(pieces)
         except GossipxError as error:
             self._give(answer, NotReadyReply(str(error)), None, nothing)
             return

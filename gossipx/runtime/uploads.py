@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Hashable
 
-from gossipx.compression import Bringing
+from gossipx.compression import UploadedModelSink
 from gossipx.errors import LocalFaultError, ProtocolError
 from gossipx.model.arena import ParameterArena
 from gossipx.model.receive import Incoming
@@ -15,10 +15,10 @@ from gossipx.protocol.server_messages import GradientRequest, RecordRequest
 from gossipx.runtime.model_transfers import Transfer, Transfers
 from gossipx.runtime.table_transfers import TableTransfers
 from gossipx.tables.store import Gradient
-from gossipx.wire import Room
+from gossipx.wire import UploadSink
 
 
-class _Placed(Incoming):
+class _UploadPlace(Incoming):
     """A model that another brings, in one of the places there are."""
 
     def __init__(self, arena: ParameterArena, leave: Callable[[], None]):
@@ -33,7 +33,7 @@ class _Placed(Incoming):
             leave()
 
 
-class Brought:
+class Uploads:
     """Takes in what others bring, and holds it until it is kept or dropped.
 
     Args:
@@ -47,26 +47,26 @@ class Brought:
         self._arena = arena
         self._transfers = transfers
         self._tables = tables
-        self._brought: dict[Hashable, Transfer | Gradient] = {}  # by the key of the request
+        self._uploads: dict[Hashable, Transfer | Gradient] = {}  # by the key of the request
         self._places = threading.BoundedSemaphore(places)
 
-    def room_for(self, sender: int, request: CarryingRequest) -> Room:
+    def room_for(self, sender: int, request: CarryingRequest) -> UploadSink:
         """Where a model or a gradient that another brings is taken in, once there is a place; for the CommManager.
 
         Raises:
             LocalFaultError: there was none for as long as its sender waits.
             ProtocolError: it is a gradient of tables that are not here.
         """
-        room: Room | None = None
+        room: UploadSink | None = None
         if isinstance(request, GradientRequest | RecordRequest):
-            desk = self._tables.desk
-            if desk is None:
+            table_store = self._tables.table_store
+            if table_store is None:
                 raise ProtocolError("it brought a gradient, and this peer is no server")
-            room = desk.room_for(request)
+            room = table_store.room_for(request)
             if isinstance(room, Gradient) and isinstance(request, GradientRequest):
                 room.sender = sender
         elif self._places.acquire(timeout=request.patience):
-            placed = _Placed(self._arena, self._places.release)
+            placed = _UploadPlace(self._arena, self._places.release)
             codec = self._transfers.codec
             try:
                 room = None if codec is None else codec.room(sender, request, placed)
@@ -78,26 +78,26 @@ class Brought:
             raise LocalFaultError(f"no place for what peer {sender} brings: too many bring something at once")
         return room
 
-    def take(self, key: Hashable, request: CarryingRequest, room: Room) -> None:
+    def take(self, key: Hashable, request: CarryingRequest, room: UploadSink) -> None:
         """The request ``key`` has brought this.
 
         Raises:
             ProtocolError: it is malformed, or changes what is not here.
         """
         if isinstance(room, Gradient):
-            self._brought[key] = room
+            self._uploads[key] = room
         elif isinstance(request, ElasticRequest):
-            bringing = room if isinstance(room, Bringing) else None
-            if bringing is not None:
-                bringing.decode()
-            incoming = room.incoming if isinstance(room, Bringing) else room
+            upload_sink = room if isinstance(room, UploadedModelSink) else None
+            if upload_sink is not None:
+                upload_sink.decode()
+            incoming = room.incoming if isinstance(room, UploadedModelSink) else room
             assert isinstance(incoming, Incoming)
             began = time.monotonic()
-            self._brought[key] = Transfer(request, incoming, began, their_step=request.step, bringing=bringing)
+            self._uploads[key] = Transfer(request, incoming, began, their_step=request.step, upload_sink=upload_sink)
 
     def keep(self, key: Hashable, ticket: int) -> None:
         """What ``key`` has brought is under ``ticket`` from now on."""
-        brought = self._brought.pop(key)
+        brought = self._uploads.pop(key)
         if isinstance(brought, Gradient):
             self._tables.keep(ticket, brought)
         else:
@@ -105,7 +105,7 @@ class Brought:
 
     def drop(self, key: Hashable) -> None:
         """What ``key`` has brought is not needed, if it is not kept."""
-        brought = self._brought.pop(key, None)
+        brought = self._uploads.pop(key, None)
         if isinstance(brought, Gradient):
             brought.release()
         elif brought is not None:

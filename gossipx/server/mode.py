@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gossipx.peer.exchange import Exchange, Ground
+from gossipx.peer.exchange import Exchange, PeerContext
 from gossipx.peer.pulls import Pulls
 from gossipx.peer.server_role import ServerRole
 from gossipx.protocol.effects import Effect, Mix, Note, Resume, SetTimer, Stop
-from gossipx.protocol.events import CameBack, ChangeServers, Prepared, Received, SwitchSync
+from gossipx.protocol.events import ChangeServers, Prepared, Received, SwitchSync, TablesRestored
 from gossipx.protocol.messages import ArriveRequest, NotReadyReply, Reply, Stage
 from gossipx.protocol.server_messages import (
     CopyRequest,
@@ -27,18 +27,18 @@ from gossipx.protocol.server_messages import (
     WaitingReply,
     WaitingRequest,
 )
-from gossipx.server.failover.coordinator import Leading
-from gossipx.server.failover.copies import Copies
-from gossipx.server.failover.deadlock import Deadlocks
-from gossipx.server.failover.migration import UNDER_WAY, Home, Moving
+from gossipx.server.failover.coordinator import Coordinator
+from gossipx.server.failover.copies import Replication
+from gossipx.server.failover.deadlock import DeadlockDetector
+from gossipx.server.failover.migration import UNDER_WAY, Migration, MigrationHost
 from gossipx.server.failover.replica import FOLLOW, RECORDS, Replica
-from gossipx.server.holding import Holding
+from gossipx.server.hosted_shards import HostedShards
 from gossipx.server.placement.layout import Layout
 from gossipx.server.replies import Replies
 from gossipx.server.settings import ServerSettings
 from gossipx.server.shard import Shard
 from gossipx.server.sync_models.clock import Clock
-from gossipx.server.sync_models.switching import Switching
+from gossipx.server.sync_models.switching import SyncModelSwitch
 from gossipx.server.worker import AGAIN, Worker
 
 WATCH = "watch"
@@ -47,7 +47,7 @@ LOOK = 1 / 4
 """Share of peer_timeout between two looks: one that is silent is lost soon after peer_timeout has passed."""
 
 
-class ServerMode(Exchange, ServerRole, Home):
+class ServerMode(Exchange, ServerRole, MigrationHost):
     """One peer of a run with a parameter server.
 
     Args:
@@ -66,29 +66,31 @@ class ServerMode(Exchange, ServerRole, Home):
     )
     timers = (AGAIN, WATCH, RECORDS, FOLLOW)
 
-    def __init__(self, ground: Ground, pulls: Pulls, settings: ServerSettings, clocks: dict[int, Clock]):
-        super().__init__(ground)
+    def __init__(self, context: PeerContext, pulls: Pulls, settings: ServerSettings, clocks: dict[int, Clock]):
+        super().__init__(context)
         self._settings = settings
-        self._replies = Replies(ground.requests)
-        self.holding = Holding(ground, settings)
-        self.shards = self.holding.shards
-        self._trains = settings.trains or ground.rank not in settings.servers
-        self.moving = Moving(ground, self, settings.layouts, settings.layout)
-        self.leading = Leading(ground, self._replies, self.moving, settings.fixed)
-        self._copies = Copies(ground, self._replies, self.shards, self._training)
+        self._replies = Replies(context.requests)
+        self.hosted = HostedShards(context, settings)
+        self.shards = self.hosted.shards
+        self._trains = settings.trains or context.rank not in settings.servers
+        self.migration = Migration(context, self, settings.layouts, settings.layout)
+        self.coordinator = Coordinator(context, self._replies, self.migration, settings.fixed)
+        self._replication = Replication(context, self._replies, self.shards, self._training)
         for index, clock in clocks.items():
-            shard = self.holding.make(index, clock, settings.layout)
-            others = [rank for rank in settings.holders[index] if rank != ground.rank]
+            shard = self.hosted.make(index, clock, settings.layout)
+            others = [rank for rank in settings.holders[index] if rank != context.rank]
             if others:
-                begins = settings.holders[index][0] == ground.rank
-                self._copies.follow(shard, others[0], begins)
+                begins = settings.holders[index][0] == context.rank
+                self._replication.follow(shard, others[0], begins)
             else:
                 self.shards[index] = shard
-        asking = ground, self._replies
+        asking = context, self._replies
         shape = settings.holders, settings.layout.buckets
         self.worker = Worker(*asking, self._worker_answered, *shape, settings.overlap, settings.syncs)
-        self._switching = Switching(*asking, self.shards, self.worker.holder, settings.rate, self._hindered)
-        self._deadlocks = Deadlocks(*asking, self.shards, self.worker.holder)
+        self._sync_model_switch = SyncModelSwitch(
+            *asking, self.shards, self.worker.holder, settings.rate, self._obstacle
+        )
+        self._deadlock_detector = DeadlockDetector(*asking, self.shards, self.worker.holder)
         self._agreeing = False
         self._watching = False
         self._sought = False  # a server is gone, and the others were asked whether there are others by now
@@ -96,17 +98,17 @@ class ServerMode(Exchange, ServerRole, Home):
     @property
     def replicas(self) -> dict[int, Replica]:
         """Shards that this peer follows, or of which it is not known yet who holds them."""
-        return self._copies.replicas
+        return self._replication.replicas
 
     @property
     def _servers(self) -> tuple[int, ...]:
         """By shard, the rank that holds it, or did so as the run began."""
-        return self.moving.layout.servers
+        return self.migration.layout.servers
 
     @property
     def _holders(self) -> Sequence[tuple[int, ...]]:
         """By shard, the ranks that may hold it."""
-        return [(rank,) for rank in self._servers] if self.moving.epoch else self._settings.holders
+        return [(rank,) for rank in self._servers] if self.migration.epoch else self._settings.holders
 
     @property
     def captured(self) -> int | None:
@@ -135,11 +137,11 @@ class ServerMode(Exchange, ServerRole, Home):
 
     @property
     def taken_in(self) -> int:
-        return self.holding.taken_in
+        return self.hosted.taken_in
 
     @property
     def delayed_pulls(self) -> int:
-        return self.holding.delayed_pulls
+        return self.hosted.delayed_pulls
 
     @property
     def counted(self) -> dict[str, tuple[int, float]]:
@@ -148,71 +150,71 @@ class ServerMode(Exchange, ServerRole, Home):
     # --- the worker -------------------------------------------------------------------------------
 
     def begun(self, now: float) -> list[Effect]:
-        begun = self.holding.begun(now)
-        begun += self.moving.seek(now) if self.holding.unsure else []
-        begun += self._copies.begin(now)
+        begun = self.hosted.begun(now)
+        begun += self.migration.seek(now) if self.hosted.unsure else []
+        begun += self._replication.begin(now)
         return self._watched([*begun, *(self.worker.begin(now) if self._trains else [])], now)
 
     def _made_sure(self, now: float) -> list[Effect]:
         """Once all others have told what stands, and it is what stood at the beginning, our shards begin."""
-        return self.holding.begin(now) if self.holding.unsure and self.moving.sure else []
+        return self.hosted.begin(now) if self.hosted.unsure and self.migration.sure else []
 
-    def came_back(self, event: CameBack, now: float) -> list[Effect]:
-        return self._watched(self.holding.came_back(event, self._training(), now), now)
+    def tables_restored(self, event: TablesRestored, now: float) -> list[Effect]:
+        return self._watched(self.hosted.tables_restored(event, self._training(), now), now)
 
     def begin(self, now: float) -> list[Effect]:
         return []
 
     def boundary(self, now: float) -> list[Effect]:
-        over = self.moving.catch_up(now)
+        over = self.migration.catch_up(now)
         return over if over is not None else self._gone_on(self.worker.iteration_done(now), now)
 
     def gradients_ready(self, buckets: Sequence[tuple[int, int]], now: float) -> list[Effect]:
-        if not buckets and (waits := self.moving.begins()):
+        if not buckets and (waits := self.migration.begins()):
             return waits
         return self._gone_on(self.worker.gradients_ready(buckets, now), now)
 
     def replied(self, ticket: int, to: int, reply: Reply, now: float) -> list[Effect]:
         handled = self._replies.handle(ticket, reply, now)
         if handled is None:  # it is of a change, or of no interest any more
-            handled = [*self.moving.replied(ticket, to, reply, now), *self._made_sure(now), *self._stopped()]
+            handled = [*self.migration.replied(ticket, to, reply, now), *self._made_sure(now), *self._stopped()]
         return self._watched(handled, now)
 
     def failed(self, ticket: int, now: float) -> list[Effect]:
         handled = self._replies.handle(ticket, None, now)
         if handled is None:
-            handled = [*self.moving.failed(ticket), *self._stopped()]
+            handled = [*self.migration.failed(ticket), *self._stopped()]
         return self._watched(handled, now)
 
     def _worker_answered(self, ticket: int, to: int, reply: Reply | None, now: float) -> list[Effect]:
         """Handle the answer to a push or a pull."""
         heard: list[Effect] = []
         if isinstance(reply, PlacedReply):  # before the worker, which goes on by what stands
-            heard = self.moving.heard(to, reply.epoch, reply.servers, reply.decided, now)
+            heard = self.migration.heard(to, reply.epoch, reply.servers, reply.decided, now)
         went = self._gone_on(self.worker.answered(ticket, reply, now), now)
         if reply is None:
-            return [*went, *self._unagreed(), *self._bereft(now)]
+            return [*went, *self._unagreed(), *self._server_lost(now)]
         return [*heard, *self._answered_all(went, now)]
 
-    def _bereft(self, now: float) -> list[Effect]:
+    def _server_lost(self, now: float) -> list[Effect]:
         """A server has not answered. If nobody is left that holds its shard, others may hold all by now."""
-        if not any(map(self._are_gone, self._holders)) or self.moving.asks:
+        if not any(map(self._are_gone, self._holders)) or self.migration.asks:
             return []
         seeks = not self._settings.fixed and not (self._sought and self._settings.lost == "stop")
-        asked = self.moving.seek(now) if seeks else []
+        asked = self.migration.seek(now) if seeks else []
         self._sought = True
         return asked or self._stopped()
 
     def _stopped(self) -> list[Effect]:
         """A server is gone for good, as far as the others know, and that is to end training."""
         gone = [holders[0] for holders in self._holders if self._are_gone(holders)]
-        if not gone or not self._sought or self.moving.asks or self._settings.lost != "stop":
+        if not gone or not self._sought or self.migration.asks or self._settings.lost != "stop":
             return []
         return [Stop(f"the server, peer {gone[0]}, is gone, and --server-lost is stop"), Resume()]
 
     def _gone_on(self, effects: list[Effect], now: float) -> list[Effect]:
         """The worker has gone on."""
-        return [*effects, *self.moving.look(now)]
+        return [*effects, *self.migration.look(now)]
 
     def _unagreed(self) -> list[Effect]:
         """At the end, a server that is gone is not waited for: it holds nothing any more."""
@@ -228,7 +230,7 @@ class ServerMode(Exchange, ServerRole, Home):
 
     def _are_gone(self, ranks: Sequence[int]) -> bool:
         """Whether nobody is left of those that hold a shard or its replica."""
-        return all(map(self._ground.members.is_gone, ranks))
+        return all(map(self._context.members.is_gone, ranks))
 
     def _answered_all(self, effects: list[Effect], now: float) -> list[Effect]:
         if not self.worker.idle:
@@ -249,20 +251,20 @@ class ServerMode(Exchange, ServerRole, Home):
     def requested(self, event: Received, now: float) -> list[Effect]:
         request = event.request
         if isinstance(request, ServersRequest):
-            return self._watched(self.leading.asked(event, request, now), now)
+            return self._watched(self.coordinator.asked(event, request, now), now)
         if isinstance(request, MoveRequest):
-            return self._watched(self.moving.requested(event, now), now)
+            return self._watched(self.migration.requested(event, now), now)
         assert isinstance(request, ServerRequest)
         if isinstance(request, GradientRequest | TablesRequest):
-            misplaced = self.moving.misplaced(event, request, now)
+            misplaced = self.migration.misplaced(event, request, now)
             if misplaced is not None:
                 return self._watched(misplaced, now)
         if isinstance(request, RecordRequest):
-            return self._copies.recorded(event, now)
-        effects = self._copies.step_in(event.sender, request, now)
+            return self._replication.recorded(event, now)
+        effects = self._replication.step_in(event.sender, request, now)
         shard = self.shards.get(request.shard)
         if shard is None:
-            follows = request.shard in self._copies.replicas
+            follows = request.shard in self._replication.replicas
             told = "it holds a replica only" if follows else "it holds no such shard: give all peers the same"
             return [self._answer(event.key, NotReadyReply(told), now)]
         return [*effects, *self._asked(event, shard, now)]
@@ -271,9 +273,9 @@ class ServerMode(Exchange, ServerRole, Home):
         """Somebody asks for something of a shard that is held here."""
         request = event.request
         if isinstance(request, CopyRequest):
-            return self._watched(self._copies.asked_for(event, shard, now), now)
+            return self._watched(self._replication.asked_for(event, shard, now), now)
         if isinstance(request, SwitchRequest):
-            return self._watched(self._switching.asked(event, shard, now), now)
+            return self._watched(self._sync_model_switch.asked(event, shard, now), now)
         if isinstance(request, WaitingRequest):
             return [self._answer(event.key, WaitingReply(tuple(shard.clock.stuck.items())), now)]
         if shard.begun and event.sender not in self._training() and isinstance(request, TablesRequest):
@@ -284,26 +286,26 @@ class ServerMode(Exchange, ServerRole, Home):
 
     def _training(self) -> list[int]:
         """Ranks whose pushes may be waited for."""
-        members = self._ground.members
+        members = self._context.members
         ranks = [
             rank
             for rank in members.awaited()
             if rank in self._workers() and (members.others[rank].stage or Stage.JOINING) < Stage.FINISH
         ]
         own = self._trains and not (self._ending and self.worker.idle)
-        return [*ranks, self._ground.rank] if own else ranks
+        return [*ranks, self._context.rank] if own else ranks
 
     def _workers(self) -> list[int]:
-        return self._settings.workers(len(self._ground.members.others) + 1)
+        return self._settings.workers(len(self._context.members.others) + 1)
 
     def look(self, now: float) -> list[Effect]:
         training = self._training()
         looked = [effect for shard in self.shards.values() for effect in shard.look(training)]
-        return self._watched([*looked, *self._made_sure(now), *self.leading.look(now)], now)
+        return self._watched([*looked, *self._made_sure(now), *self.coordinator.look(now)], now)
 
     def lost(self, rank: int, now: float) -> list[Effect]:
         gone = any(rank in holders and self._are_gone(holders) for holders in self._holders)
-        effects = [*(self._bereft(now) if gone else []), *self._copies.lost(rank)]
+        effects = [*(self._server_lost(now) if gone else []), *self._replication.lost(rank)]
         return [*effects, *self.worker.lost(rank, now), *self.look(now), *self._unagreed()]
 
     def left(self, rank: int, now: float) -> list[Effect]:
@@ -314,64 +316,64 @@ class ServerMode(Exchange, ServerRole, Home):
         if what == AGAIN:
             return self.worker.again(int(shard), now)
         if what in (RECORDS, FOLLOW):
-            return self._watched(self._copies.due(what, int(shard), now), now)
+            return self._watched(self._replication.due(what, int(shard), now), now)
         self._watching = False
-        asked = self._ground.requests.asked(ArriveRequest)
-        here = ArriveRequest(Stage.TRAIN if not self._ending else Stage.FINISH, self._ground.incarnation)
+        asked = self._context.requests.asked(ArriveRequest)
+        here = ArriveRequest(Stage.TRAIN if not self._ending else Stage.FINISH, self._context.incarnation)
         signs: list[Effect] = [
-            self._ground.requests.send(rank, here, now, now + self._ground.timeout)
+            self._context.requests.send(rank, here, now, now + self._context.timeout)
             for rank in self._held_up_by()
             if rank not in asked
         ]
-        self._deadlocks.again()
+        self._deadlock_detector.again()
         put_off = [effect for shard in self.shards.values() for effect in shard.put_off(now)]
-        again = self.moving.seek(now) if self.holding.unsure else []
-        return self._watched([*put_off, *signs, *again, *self.moving.watch(now), *self.leading.watch(now)], now)
+        again = self.migration.seek(now) if self.hosted.unsure else []
+        return self._watched([*put_off, *signs, *again, *self.migration.watch(now), *self.coordinator.watch(now)], now)
 
     def _held_up_by(self) -> set[int]:
         """Others that pulls wait for."""
-        return {rank for shard in self.shards.values() for rank in shard.holding_up if rank != self._ground.rank}
+        return {rank for shard in self.shards.values() for rank in shard.holding_up if rank != self._context.rank}
 
     def _watched(self, effects: list[Effect], now: float) -> list[Effect]:
         """Where pulls wait for somebody, see now and then that it is still there; and what the clock is due for."""
-        effects = effects + self.holding.keep(now)  # after all else
-        effects += self._deadlocks.look(len(self._servers), now)
-        effects += self._copies.send(now)
-        changes = self.moving.busy or self.leading.busy or self.holding.unsure
+        effects = effects + self.hosted.keep(now)  # after all else
+        effects += self._deadlock_detector.look(len(self._servers), now)
+        effects += self._replication.send(now)
+        changes = self.migration.busy or self.coordinator.busy or self.hosted.unsure
         waits = changes or any(shard.waiting for shard in self.shards.values())
         if self._watching or not waits:
             return effects
         self._watching = True
-        return [*effects, SetTimer(WATCH, now + LOOK * self._ground.timeout)]
+        return [*effects, SetTimer(WATCH, now + LOOK * self._context.timeout)]
 
     # --- other sync models --------------------------------------------------------------------------
 
     def switch(self, event: SwitchSync, now: float) -> list[Effect]:
-        return self._watched(self._switching.switch(event, len(self._servers), now), now)
+        return self._watched(self._sync_model_switch.switch(event, len(self._servers), now), now)
 
-    def _hindered(self) -> str:
-        return UNDER_WAY if self.moving.busy else ""
+    def _obstacle(self) -> str:
+        return UNDER_WAY if self.migration.busy else ""
 
     # --- other servers ------------------------------------------------------------------------------
 
     def change(self, event: ChangeServers, now: float) -> list[Effect]:
-        return self._watched(self.leading.wish(event, now), now)
+        return self._watched(self.coordinator.submit(event, now), now)
 
     def hand_over_all(self, now: float) -> list[Effect]:
         self.worker.stop()
-        self.moving.release()
-        training = [rank for rank in self._training() if rank != self._ground.rank]
-        kept = self.holding.keep(now, leaves=True)
-        if not (self.shards and training and self.holding.ready) or self._agreeing or self._settings.fixed:
+        self.migration.release()
+        training = [rank for rank in self._training() if rank != self._context.rank]
+        kept = self.hosted.keep(now, leaves=True)
+        if not (self.shards and training and self.hosted.ready) or self._agreeing or self._settings.fixed:
             return kept
-        return self._watched([*kept, *self.moving.look(now), *self.leading.leave(training, now)], now)
+        return self._watched([*kept, *self.migration.look(now), *self.coordinator.leave(training, now)], now)
 
     @property
     def stays(self) -> bool:
-        return self.leading.leaving
+        return self.coordinator.leaving
 
     def prepared(self, event: Prepared, now: float) -> list[Effect]:
-        return self.moving.prepared(event)
+        return self.migration.prepared(event)
 
     @property
     def agreeing(self) -> bool:
@@ -379,7 +381,7 @@ class ServerMode(Exchange, ServerRole, Home):
 
     def go_over(self, layout: Layout, epoch: int, state: str, reply: Reply, now: float) -> list[Effect]:
         self._sought = False
-        held = self.holding.go_over(layout, epoch, state, reply, now)
+        held = self.hosted.go_over(layout, epoch, state, reply, now)
         went = self._gone_on(self.worker.go_over(layout.servers, layout.buckets, epoch, now), now)
         return [*held, *went, *self.look(now)]
 
@@ -392,7 +394,7 @@ class ServerMode(Exchange, ServerRole, Home):
     def end(self, now: float) -> list[Effect]:
         self._ending = True
         self.worker.stop()
-        return [*self.look(now), *self.moving.look(now)]
+        return [*self.look(now), *self.migration.look(now)]
 
     def drop(self, now: float) -> list[Effect]:
         return []
@@ -403,4 +405,4 @@ class ServerMode(Exchange, ServerRole, Home):
     def agree(self, now: float) -> list[Effect] | None:
         """The end is what the servers hold: each takes it as its own model."""
         self._agreeing = True
-        return [*self.holding.keep(now, last=True), *self._answered_all(self.worker.begin(now), now)]
+        return [*self.hosted.keep(now, last=True), *self._answered_all(self.worker.begin(now), now)]

@@ -19,7 +19,14 @@ from gossipx.protocol.effects import Answer, Effect, Forget, Keep, Note
 from gossipx.protocol.events import Received
 from gossipx.protocol.messages import AcceptReply, NotReadyReply, Reply
 from gossipx.protocol.server_messages import GradientRequest, RecordRequest, TablesReply, TablesRequest
-from gossipx.protocol.table_effects import ApplyBuffer, ApplyGradient, Asked, BufferGradient, FillTables, KeepShard
+from gossipx.protocol.table_effects import (
+    ApplyBuffer,
+    ApplyGradient,
+    BufferGradient,
+    FillTables,
+    KeepShard,
+    RequestedBucket,
+)
 from gossipx.server.deferred import Deferred, defer, put_off
 from gossipx.server.due import Due
 from gossipx.server.failover.records import MOST, Records
@@ -41,7 +48,7 @@ class _Waiting:
     """A pull of one bucket that is not answered yet."""
 
     deferred: Deferred
-    asked: Asked
+    asked: RequestedBucket
 
 
 @dataclass
@@ -432,10 +439,10 @@ class Shard:
         return replace(waiting.deferred.answer(reply), tables=tables)
 
 
-def _asked(event: Received) -> Asked:
+def _asked(event: Received) -> RequestedBucket:
     request = event.request
     assert isinstance(request, TablesRequest)
-    return Asked(request.shard, request.bucket, event.sender, request.base)
+    return RequestedBucket(request.shard, request.bucket, event.sender, request.base)
 
 
 def _patience(event: Received, now: float) -> float:

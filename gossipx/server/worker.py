@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from gossipx.peer.exchange import Ground
+from gossipx.peer.exchange import PeerContext
 from gossipx.peer.membership import REST_FIRST
 from gossipx.protocol.effects import Cancel, Effect, Forget, Send, SetTimer
 from gossipx.protocol.messages import AcceptReply, BusyReply, Reply
@@ -107,7 +107,7 @@ class Worker:
     """One worker's pushes and pulls. Each method says what is to be done.
 
     Args:
-        ground: of its role.
+        context: of its role.
         replies, answered: the table of handlers, and that of the worker's requests.
         holders: by shard, the ranks that may hold it, the first of them as the run begins.
         buckets: by shard, how many it has.
@@ -120,7 +120,7 @@ class Worker:
 
     def __init__(
         self,
-        ground: Ground,
+        context: PeerContext,
         replies: Replies,
         answered: Handler,
         holders: Sequence[tuple[int, ...]],
@@ -129,7 +129,7 @@ class Worker:
         syncs: Sequence[SyncModel] = (),
     ):
         self.keep_at = 0
-        self._ground = ground
+        self._context = context
         self._replies, self._answered = replies, answered
         self._overlap = overlap
         self._links = [_Link(*one) for one in zip(holders, buckets, strict=True)]
@@ -256,8 +256,8 @@ class Worker:
         effects: list[Effect] = []
         if link.rests:
             return effects
-        patience = self._ground.members.longest
-        incarnation = self._ground.incarnation
+        patience = self._context.members.longest
+        incarnation = self._context.incarnation
         while link.ready and len(link.pushing) < AT_A_TIME:
             bucket = link.ready.popleft()
             push = GradientRequest(
@@ -336,7 +336,7 @@ class Worker:
         link.fetched = min(link.fetched, reply.clock)
         effects = [Fetched(ticket), *self._go_on(now)]
         if link.pulled >= 0 and not any(one.asks or one.pulling for one in self._links):
-            self._ground.sync.retrieved()
+            self._context.sync.retrieved()
         return effects
 
     def _failed(self, ticket: int, shard: int, asked: int, now: float) -> Effect:
@@ -348,10 +348,10 @@ class Worker:
             bucket, pulled = link.pulling.pop(ticket)
             if pulled == link.pulled:
                 link.asks.appendleft(bucket)
-        if self._ground.members.is_gone(asked):
+        if self._context.members.is_gone(asked):
             self._turn(link, asked)
-        other = self._ground.members.others.get(link.server)
-        return self._rest(shard, now if other is None else other.rests_until)
+        other = self._context.members.others.get(link.server)
+        return self._rest(shard, now if other is None else other.backoff_until)
 
     def lost(self, rank: int, now: float) -> list[Effect]:
         """A peer is gone: what is still asked of it is asked of who may hold its shards now."""
@@ -364,7 +364,7 @@ class Worker:
             return False
         for step in range(1, len(link.holders)):
             at = (link.at + step) % len(link.holders)
-            if not self._ground.members.is_gone(link.holders[at]):
+            if not self._context.members.is_gone(link.holders[at]):
                 link.at = at
                 return True
         return False
@@ -377,8 +377,8 @@ class Worker:
     def _not_ready(self, shard: int, asked: int, now: float) -> Effect:
         """It has answered that it cannot answer yet, or does not hold the shard."""
         self._turn(self._links[shard], asked)
-        server, members = self._links[shard].server, self._ground.members
-        oneself = now + REST_FIRST * self._ground.timeout
+        server, members = self._links[shard].server, self._context.members
+        oneself = now + REST_FIRST * self._context.timeout
         return self._rest(shard, members.rest(server, now) if server in members.others else oneself)
 
     def _rest(self, shard: int, until: float) -> Effect:

@@ -6,11 +6,11 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from gossipx.compression import Bringing, Taking
+from gossipx.compression import ModelSink, UploadedModelSink
 from gossipx.model.arena import ParameterArena
 from gossipx.model.drift import DriftReference
 from gossipx.model.receive import Incoming
-from gossipx.model.snapshots import Captured, Snapshot
+from gossipx.model.snapshots import CapturedModel, Snapshot
 from gossipx.peer import PeerRole
 from gossipx.protocol import effects, events
 from gossipx.protocol.messages import ElasticRequest, PullRequest, RoundRequest, Stage, TakeRequest
@@ -26,8 +26,8 @@ class Exchange:
     open: bool = True
     their_step: int = 0
     arrived: float = 0.0
-    taking: Taking | None = None
-    bringing: Bringing | None = None
+    model_sink: ModelSink | None = None
+    upload_sink: UploadedModelSink | None = None
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class SimModels:
         note: Callable[[str], None],
         tell: Callable[[events.Event], None],
     ):
-        self.held: dict[int, Captured[Retrieval]] = {}
+        self.captures: dict[int, CapturedModel[Retrieval]] = {}
         self.reference = DriftReference(arena)
         self.retrievals: list[Retrieval] = []
         self._role = role
@@ -80,24 +80,24 @@ class SimModels:
 
     def capture(self, ticket: int) -> None:
         """Hold the model as of the last step boundary."""
-        self.held[ticket] = Captured(self._arena.snapshot())
+        self.captures[ticket] = CapturedModel(self._arena.snapshot())
 
     def base(self, send: effects.Send) -> Snapshot | None:
         """What the model that is asked for is compared with, held; None: it is kept as it comes."""
         match send.request:
             case TakeRequest():
-                held = self.held.get(send.ticket)
+                held = self.captures.get(send.ticket)
                 return None if held is None else held.base.hold()
             case PullRequest() | ElasticRequest():
                 if self._role.sync.policy.uses_drift:
-                    self.held[send.ticket] = Captured(self._arena.snapshot())
+                    self.captures[send.ticket] = CapturedModel(self._arena.snapshot())
                 return self._arena.snapshot()
             case _:
                 return None
 
     def forget(self, ticket: int) -> None:
         """What is held under ``ticket`` is no longer needed."""
-        if held := self.held.pop(ticket, None):
+        if held := self.captures.pop(ticket, None):
             held.release()
 
     # --- models that come -------------------------------------------------------------------------
@@ -126,12 +126,12 @@ class SimModels:
         if self._role.sync.policy.uses_drift:
             assert exchange.incoming is not None  # it holds the difference now, of which a share was added
             own = exchange.send.ticket == self._role.pulling  # else another has pushed it
-            base = self.held[exchange.send.ticket].base.buffer if own else None
+            base = self.captures[exchange.send.ticket].base.buffer if own else None
             self.reference.move(exchange.incoming.buffer, share, base)
 
     def merge(self, exchange: Exchange, merge: effects.Merge, now: float) -> None:
         """Merge a model into a held one."""
-        held = self.held[merge.into]
+        held = self.captures[merge.into]
         assert exchange.incoming is not None
         distance = self._arena.merge(exchange.incoming.buffer, held.now.buffer, merge.own, merge.theirs)
         sound = not math.isnan(distance)
@@ -151,7 +151,7 @@ class SimModels:
 
     def take_in(self, ticket: int) -> None:
         """Put what is held in the captured model's place."""
-        held = self.held[ticket]
+        held = self.captures[ticket]
         self._arena.take_in(held.now, held.base)
         self._note("takes the mean in")
         if self._role.stage is Stage.TRAIN:
@@ -172,11 +172,11 @@ class SimModels:
     def given(self, ticket: int) -> None:
         """The model captured under ``ticket`` has been given away: drift counts from it."""
         if self._role.sync.policy.uses_drift:
-            self.reference.set(self.held[ticket].base.buffer)
+            self.reference.set(self.captures[ticket].base.buffer)
 
     def drift(self) -> float | None:
         """‖x_t − x_r‖₂: from the request that is under way, which is forgotten if it fails, or the last retrieval."""
         if not self._role.sync.policy.uses_drift:
             return None
-        held = None if self._role.pulling is None else self.held.get(self._role.pulling)
+        held = None if self._role.pulling is None else self.captures.get(self._role.pulling)
         return self.reference.distance() if held is None else self._arena.distance(held.base.buffer)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
-class Journey:
+class Delivery:
     """One message's way.
 
     Attributes:
@@ -71,7 +71,7 @@ class Network:
             for cut in self._cuts
         )
 
-    def send(self, sender: int, receiver: int, nbytes: int, now: float, rng: random.Random) -> Journey:
+    def send(self, sender: int, receiver: int, nbytes: int, now: float, rng: random.Random) -> Delivery:
         """A message sets out now; ``nbytes`` of model are in it."""
         left = now
         if nbytes:
@@ -79,10 +79,10 @@ class Network:
             left = begins + nbytes / self.bandwidth
             self._out_free[sender] = self._in_free[receiver] = left
         late = rng.uniform(0.0, self.jitter) if self.jitter else 0.0
-        return Journey(left, left + self.delay + late, rng.random() < self.loss)
+        return Delivery(left, left + self.delay + late, rng.random() < self.loss)
 
-    def repeats(self, journey: Journey, rng: random.Random) -> list[Journey]:
+    def repeats(self, journey: Delivery, rng: random.Random) -> list[Delivery]:
         """The journey, and another one if this message arrives twice."""
         if not self.repeat or rng.random() >= self.repeat:
             return [journey]
-        return [journey, Journey(journey.left, journey.arrives + rng.uniform(0.0, self.jitter), lost=False)]
+        return [journey, Delivery(journey.left, journey.arrives + rng.uniform(0.0, self.jitter), lost=False)]

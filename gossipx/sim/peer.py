@@ -17,7 +17,7 @@ from gossipx.protocol.messages import Stage
 from gossipx.sim.models import Retrieval
 from gossipx.sim.requests import SimRequests, Surroundings
 from gossipx.tables.client import Client
-from gossipx.tables.store import Desk
+from gossipx.tables.store import TableStore
 
 
 class SimPeer(SimRequests):
@@ -30,7 +30,7 @@ class SimPeer(SimRequests):
         iterations: steps in all, those counted that an adopted model has seen.
         compute_seconds: virtual seconds a step takes.
         mix_buffers: see :class:`~gossipx.model.arena.ParameterArena`.
-        desk_of: of a run with a parameter server: makes the tables of the module. ``gradient_step`` then makes
+        table_store_of: of a run with a parameter server: makes the tables of the module. ``gradient_step`` then makes
             gradients alone.
 
     Attributes:
@@ -49,12 +49,15 @@ class SimPeer(SimRequests):
         iterations: int,
         compute_seconds: float = 1.0,
         mix_buffers: bool = True,
-        desk_of: Callable[[nn.Module], Desk] | None = None,
+        table_store_of: Callable[[nn.Module], TableStore] | None = None,
         codec_of: Callable[[ParameterArena], Coded] | None = None,
     ):
         arena = ParameterArena(module, mix_buffers)
-        desk, codec = None if desk_of is None else desk_of(module), None if codec_of is None else codec_of(arena)
-        super().__init__(role, arena, desk, codec)
+        table_store, codec = (
+            None if table_store_of is None else table_store_of(module),
+            None if codec_of is None else codec_of(arena),
+        )
+        super().__init__(role, arena, table_store, codec)
         self.resumed: bool | None = None
         self.module = module
         self.compute_seconds = compute_seconds
@@ -85,7 +88,7 @@ class SimPeer(SimRequests):
     def centre(self) -> Tensor:
         """The centre that this peer, the hub, holds: one float64 vector of trained values."""
         assert isinstance(self.role.exchange, Elastic) and self.role.exchange.centre
-        held = self.models.held[self.role.exchange.centre.ticket].now
+        held = self.models.captures[self.role.exchange.centre.ticket].now
         rows = zip(self.arena.sections, held.vectors, strict=True)
         return torch.cat([vector[: section.trainable].double() for section, vector in rows])
 
@@ -122,13 +125,13 @@ class SimPeer(SimRequests):
         if self.tables is None:
             return True
         now = self._world.now
-        if not self.tables.desk.client.ready():
+        if not self.tables.table_store.client.ready():
             self._lacks_since = now if self._lacks_since is None else self._lacks_since
             return False
         if self._lacks_since is not None:
             self.blocked_seconds += now - self._lacks_since
             self._lacks_since = None
-        self.tables.desk.client.apply()
+        self.tables.table_store.client.apply()
         return True
 
     def _next_phase(self) -> None:
@@ -141,7 +144,7 @@ class SimPeer(SimRequests):
             case "train" if self._computed:
                 self._computed = False
                 assert self.tables is not None
-                self._push(self.tables.desk.client)
+                self._push(self.tables.table_store.client)
                 self._step_done()
             case "train" if self.arena.step < self.iterations:
                 self._stepping = True
@@ -235,7 +238,7 @@ class SimPeer(SimRequests):
                 self._forget(ticket)
             case effects.Forget(ticket):
                 self._forget(ticket)
-            case effects.Given(ticket):
+            case effects.Delivered(ticket):
                 self.models.given(ticket)
                 self._forget(ticket)
             case effects.SetTimer(name, at):

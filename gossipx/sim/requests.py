@@ -44,7 +44,7 @@ from gossipx.protocol.server_messages import (
 )
 from gossipx.sim.models import Exchange, SimModels
 from gossipx.sim.tables import SimTables
-from gossipx.tables.store import Desk
+from gossipx.tables.store import TableStore
 
 
 class Surroundings(Protocol):
@@ -78,7 +78,7 @@ class SimRequests(abc.ABC):
 
     _world: Surroundings
 
-    def __init__(self, role: PeerRole, arena: ParameterArena, desk: Desk | None, codec: Coded | None):
+    def __init__(self, role: PeerRole, arena: ParameterArena, table_store: TableStore | None, codec: Coded | None):
         self.role = role
         self.rank = role.rank
         self.arena = arena
@@ -89,7 +89,7 @@ class SimRequests(abc.ABC):
         self.bytes_received = self.finish_bytes = 0
         self._events: deque[events.Event] = deque()
         self.models = SimModels(role, arena, self._note, self._events.append)
-        self.tables = None if desk is None else SimTables(desk, self._events.append)
+        self.tables = None if table_store is None else SimTables(table_store, self._events.append)
         self._exchanges: dict[int, Exchange] = {}
         self._requests = 0  # received so far: the keys of requests
         self._requesters: dict[Hashable, tuple[SimRequests, int]] = {}
@@ -118,7 +118,7 @@ class SimRequests(abc.ABC):
     # --- requests of its own ----------------------------------------------------------------------------
 
     def _send(self, send: effects.Send) -> None:
-        incoming = taking = None
+        incoming = model_sink = None
         brought = bytearray()
         if isinstance(send.request, ModelRequest):
             base = self.models.base(send)
@@ -127,15 +127,15 @@ class SimRequests(abc.ABC):
                 brought += self._poison(bytearray(base.buffer.view))
             incoming = Incoming(self.arena, base, whole=isinstance(send.request, InitialRequest))
             if self.codec is not None:
-                taking = self.codec.taking(send.to, send.request, incoming)
-            if self.codec is not None and taking is not None:
+                model_sink = self.codec.model_sink(send.to, send.request, incoming)
+            if self.codec is not None and model_sink is not None:
                 told, source = self.codec.asked(send.to, send.request, [] if base is None else base.buffer.vectors)
                 send = dataclasses.replace(send, request=told)
                 if source is not None:
                     brought[:] = source.view
         if self.tables is not None and isinstance(send.request, ServerRequest | RangesRequest):
             send, brought = self.tables.outgoing(send)
-        exchange = Exchange(send, self._world.now, incoming, taking=taking)
+        exchange = Exchange(send, self._world.now, incoming, model_sink=model_sink)
         self._exchanges[send.ticket] = exchange
         if what := _described(send.request, send.to):
             self._note(what)
@@ -182,12 +182,12 @@ class SimRequests(abc.ABC):
             assert exchange.incoming is not None
             exchange.their_step = reply.step
             exchange.arrived = self._world.now
-            if exchange.taking is None:
+            if exchange.model_sink is None:
                 exchange.incoming.take(0, memoryview(payload))
             else:
-                exchange.taking.fit(reply).take(0, memoryview(payload))
+                exchange.model_sink.fit(reply).take(0, memoryview(payload))
                 try:
-                    exchange.taking.decode()
+                    exchange.model_sink.decode()
                 except ProtocolError as error:
                     unread = str(error)
             request = exchange.send.request
@@ -236,13 +236,15 @@ class SimRequests(abc.ABC):
                 self.bytes_received += len(brought) if sender is not self else 0
                 came = dataclasses.replace(send, to=sender.rank)
                 assert isinstance(send.request, ElasticRequest)
-                bringing = None if self.codec is None else self.codec.room(sender.rank, send.request, incoming)
-                (bringing or incoming).take(0, memoryview(brought))
+                upload_sink = None if self.codec is None else self.codec.room(sender.rank, send.request, incoming)
+                (upload_sink or incoming).take(0, memoryview(brought))
                 now, step = self._world.now, send.request.step
-                exchange = Exchange(came, now, incoming, open=False, their_step=step, arrived=now, bringing=bringing)
+                exchange = Exchange(
+                    came, now, incoming, open=False, their_step=step, arrived=now, upload_sink=upload_sink
+                )
                 try:
-                    if bringing is not None:
-                        bringing.decode()
+                    if upload_sink is not None:
+                        upload_sink.decode()
                 except ProtocolError as error:
                     self._note(f"leaves out what {sender.rank} brings: {error}")
                     incoming.release()
@@ -269,9 +271,9 @@ class SimRequests(abc.ABC):
             if answer.captured is None:
                 snapshot = self.arena.snapshot(answer.whole_model)
             else:
-                snapshot = self.models.held[answer.captured].now.hold()
+                snapshot = self.models.captures[answer.captured].now.hold()
             reply = dataclasses.replace(reply, step=snapshot.step)
-            differs = None if answer.differs is None else self._exchanges[answer.differs].bringing
+            differs = None if answer.differs is None else self._exchanges[answer.differs].upload_sink
             if differs is not None:
                 reply, source = differs.answered(snapshot.buffer.vectors, reply)
                 payload += source.view

@@ -15,28 +15,28 @@ from gossipx.protocol.server_messages import (
     TablesReply,
     TablesRequest,
 )
-from gossipx.tables.bucket_memory import Changed, Nothing, Tables
+from gossipx.tables.bucket_memory import ChangeSink, EmptySink, TablesSink
 from gossipx.tables.client import Where
-from gossipx.tables.migration import Ranges
-from gossipx.tables.store import Copy, Desk, Gradient
+from gossipx.tables.migration import RangesSink
+from gossipx.tables.store import CopySink, Gradient, TableStore
 
 
 class SimTables:
     """What of a peer's effects is about tables.
 
     Args:
-        desk: its tables.
+        table_store: its tables.
         tell: told of what has come of an effect.
     """
 
-    def __init__(self, desk: Desk, tell: Callable[[events.Event], None]):
-        self.desk = desk
+    def __init__(self, table_store: TableStore, tell: Callable[[events.Event], None]):
+        self.table_store = table_store
         self._tell = tell
         self._brought: dict[Hashable, Gradient] = {}  # by the key of the request
         self._kept: dict[int, Gradient] = {}
-        self._fetching: dict[int, tuple[Where, Tables | Changed]] = {}
-        self._copies: dict[int, Copy] = {}
-        self._ranges: dict[int, Ranges] = {}
+        self._fetching: dict[int, tuple[Where, TablesSink | ChangeSink]] = {}
+        self._copies: dict[int, CopySink] = {}
+        self._ranges: dict[int, RangesSink] = {}
 
     # --- requests ---------------------------------------------------------------------------------
 
@@ -45,30 +45,32 @@ class SimTables:
         request = send.request
         if isinstance(request, GradientRequest):
             place = request.shard, request.bucket
-            parts, source = self.desk.client.encode(place)
-            told = dataclasses.replace(request, parts=parts, settings=self.desk.client.settings(place))
+            parts, source = self.table_store.client.encode(place)
+            told = dataclasses.replace(request, parts=parts, settings=self.table_store.client.settings(place))
             return dataclasses.replace(send, request=told), bytearray(source.view)
         if isinstance(request, RecordRequest) and request.bucket >= 0:
             return send, bytearray(self._kept[send.ticket].view)
         if isinstance(request, CopyRequest):
-            self._copies[send.ticket] = self.desk.room_for_copy(request.shard)
+            self._copies[send.ticket] = self.table_store.room_for_copy(request.shard)
         if isinstance(request, RangesRequest):
-            self._ranges[send.ticket] = self.desk.ranges()
+            self._ranges[send.ticket] = self.table_store.ranges()
         if isinstance(request, TablesRequest) and request.bucket >= 0:
             place = request.shard, request.bucket
-            self._fetching[send.ticket] = place, self.desk.client.sink(place)
-            return dataclasses.replace(send, request=self.desk.client.told(request)), bytearray()
+            self._fetching[send.ticket] = place, self.table_store.client.sink(place)
+            return dataclasses.replace(send, request=self.table_store.client.told(request)), bytearray()
         return send, bytearray()
 
     def arrived(self, ticket: int, reply: TablesReply | CopyReply, payload: bytearray) -> None:
         """An answer is here."""
-        asked = self._fetching.get(ticket, (None, Nothing()))[1]
-        sink: Tables | Changed | Copy | Ranges | Nothing = self._copies.get(ticket) or self._ranges.get(ticket) or asked
+        asked = self._fetching.get(ticket, (None, EmptySink()))[1]
+        sink: TablesSink | ChangeSink | CopySink | RangesSink | EmptySink = (
+            self._copies.get(ticket) or self._ranges.get(ticket) or asked
+        )
         sink.fit(reply).take(0, memoryview(payload))
 
     def brought(self, sender: int, key: Hashable, request: GradientRequest | RecordRequest, content: bytearray) -> None:
         """The request ``key`` has brought a gradient."""
-        gradient = self.desk.room_for(request)
+        gradient = self.table_store.room_for(request)
         if isinstance(gradient, Gradient):
             gradient.sender = sender if isinstance(request, GradientRequest) else None
             gradient.take(0, memoryview(content))
@@ -83,41 +85,41 @@ class SimTables:
 
     def carry_out(self, effect: effects.Effect) -> bool:
         """Do what is about tables; whether it was that."""
-        desk = self.desk
+        table_store = self.table_store
         match effect:
             case effects.Keep(key, ticket) if key in self._brought:
                 self._kept[ticket] = self._brought.pop(key)
             case table_effects.Share(ticket, other):
                 self._kept[other] = self._kept[ticket].hold()
             case table_effects.TakeCopy(ticket, shard):
-                desk.take_copy(shard, self._copies.pop(ticket))
+                table_store.take_copy(shard, self._copies.pop(ticket))
             case table_effects.ApplyGradient(ticket, scale):
-                self._left_out(desk.apply(self._kept.pop(ticket), scale))
+                self._left_out(table_store.apply(self._kept.pop(ticket), scale))
             case table_effects.BufferGradient(ticket):
-                self._left_out(desk.buffer(self._kept.pop(ticket)))
+                self._left_out(table_store.buffer(self._kept.pop(ticket)))
             case table_effects.ApplyBuffer(shard):
-                desk.apply_buffer(shard)
-            case table_effects.ComeBack(shard, epoch):
-                self._tell(events.CameBack(shard, epoch, None))  # there are no files in virtual time
+                table_store.apply_buffer(shard)
+            case table_effects.RestoreTables(shard, epoch):
+                self._tell(events.TablesRestored(shard, epoch, None))  # there are no files in virtual time
             case table_effects.FillTables(shard):
-                desk.fill(shard)
+                table_store.fill(shard)
             case table_effects.Fetch(buckets):
-                desk.client.expect(buckets)
+                table_store.client.expect(buckets)
             case table_effects.Unchanged(buckets):
-                desk.client.unchanged(buckets)
+                table_store.client.unchanged(buckets)
             case table_effects.Fetched(ticket):
-                desk.client.fetched(*self._fetching.pop(ticket))
+                table_store.client.fetched(*self._fetching.pop(ticket))
             case table_effects.PrepareTables(epoch, servers):
-                desk.prepare(epoch, servers)
+                table_store.prepare(epoch, servers)
             case table_effects.TakeRanges(ticket, pieces):
-                desk.take(self._ranges.pop(ticket), pieces)
-            case table_effects.TellPrepared(epoch):
-                self._tell(events.Prepared(epoch, desk.prepared()))
+                table_store.take(self._ranges.pop(ticket), pieces)
+            case table_effects.ReportPrepared(epoch):
+                self._tell(events.Prepared(epoch, table_store.prepared()))
             case table_effects.PlaceTables(epoch, servers):
-                desk.go_over(epoch, servers)
-                desk.place(epoch, servers)
+                table_store.go_over(epoch, servers)
+                table_store.place(epoch, servers)
             case table_effects.DropTables():
-                desk.drop()
+                table_store.drop()
             case _:
                 return False
         return True
@@ -140,14 +142,14 @@ class SimTables:
         """An answer as it leaves, and what it brings."""
         if isinstance(reply, CopyReply):
             assert answer.copies is not None
-            content = bytearray(self.desk.copy(answer.copies).view)
+            content = bytearray(self.table_store.copy(answer.copies).view)
             return dataclasses.replace(reply, size=len(content)), content
         if answer.pieces is not None:
-            packed = self.desk.pack(answer.pieces)
+            packed = self.table_store.pack(answer.pieces)
             return dataclasses.replace(reply, parts=((0, len(packed.view)),)), bytearray(packed.view)
         if answer.tables is None:
             return reply, bytearray()
-        given = self.desk.encode(answer.tables)
+        given = self.table_store.encode(answer.tables)
         content = bytearray(given.source.view)
-        self.desk.release(answer.tables.shard, given)
+        self.table_store.release(answer.tables.shard, given)
         return dataclasses.replace(reply, parts=given.parts, base=given.base), content

@@ -15,7 +15,7 @@ from gossipx.protocol.fields import Parts
 from gossipx.protocol.messages import CarryingReply
 from gossipx.protocol.server_messages import TablesReply
 from gossipx.server.placement import Partition
-from gossipx.tables.coding import Pushing
+from gossipx.tables.coding import PushEncoder
 from gossipx.tables.parts import ApplyBuffer, TransmitBuffer
 from gossipx.wire import Bytes, Sink
 
@@ -24,7 +24,7 @@ Settings = tuple[dict[str, float], ...]
 
 
 @dataclass
-class Room:
+class BucketMemory:
     """The memory of one bucket: of what is sent, and of what is fetched."""
 
     partitions: list[Partition]
@@ -33,7 +33,7 @@ class Room:
     senders: list[TransmitBuffer]
     takers: list[ApplyBuffer]
     missing: set[int]  # tables whose gradient of this iteration is not there yet
-    pushing: Pushing | None = None  # where pushes have a codec
+    push_encoder: PushEncoder | None = None  # where pushes have a codec
     tensors: Tensors | None = None  # where pulls have one
     most: int = 0  # ... bytes of a change at most
     base: int = FULL  # ... checksum of what is in ``apply``
@@ -42,18 +42,18 @@ class Room:
     settings: Settings = ()  # that go with them
 
 
-class Tables:
-    """Takes in one bucket; a :class:`gossipx.wire.Fitting`.
+class TablesSink:
+    """Takes in one bucket; a :class:`gossipx.wire.SinkFactory`.
 
     Args:
-        room: of the bucket.
+        bucket_memory: of the bucket.
         is_raw: whether it comes as it lies in memory.
     """
 
     nbytes = 0
 
-    def __init__(self, room: Room, is_raw: bool):
-        self._room = room
+    def __init__(self, bucket_memory: BucketMemory, is_raw: bool):
+        self._bucket_memory = bucket_memory
         self._raw = is_raw
         self._parts: Parts = ()
         self._content = memoryview(bytearray())
@@ -64,7 +64,7 @@ class Tables:
         Raises:
             ProtocolError: it is not this bucket's.
         """
-        taken = self._room
+        taken = self._bucket_memory
         if not isinstance(reply, TablesReply) or [number for number, _ in reply.parts] != [*range(len(taken.takers))]:
             raise ProtocolError("it answered by tables that were not asked for")
         self._parts = reply.parts
@@ -79,26 +79,26 @@ class Tables:
     def decode(self) -> None:
         """Make values of it."""
         start = 0
-        for taker, (_, size) in zip(self._room.takers, self._parts, strict=True):
+        for taker, (_, size) in zip(self._bucket_memory.takers, self._parts, strict=True):
             if not self._raw:
                 taker.decode(self._content[start : start + size])
             start += size
 
 
-class Changed:
-    """Takes in one bucket where pulls have a codec: its values, or their change; a :class:`gossipx.wire.Fitting`.
+class ChangeSink:
+    """Takes in one bucket where pulls have a codec: its values, or their change; a :class:`gossipx.wire.SinkFactory`.
 
     Args:
-        room: of the bucket.
+        bucket_memory: of the bucket.
         tensors: in it.
     """
 
     nbytes = 0
 
-    def __init__(self, room: Room, tensors: Tensors):
-        self._room = room
+    def __init__(self, bucket_memory: BucketMemory, tensors: Tensors):
+        self._bucket_memory = bucket_memory
         self._tensors = tensors
-        self._values = typed(room.apply.view, tensors.dtype)
+        self._values = typed(bucket_memory.apply.view, tensors.dtype)
         self._base = FULL
         self._content = memoryview(bytearray())
         self._add: Callable[[bool], None] | None = None
@@ -111,10 +111,10 @@ class Changed:
         """
         if not isinstance(reply, TablesReply) or [number for number, _ in reply.parts] != [0]:
             raise ProtocolError("it answered by tables that were not asked for")
-        size, nbytes = reply.parts[0][1], self._room.apply.view.nbytes
-        if size > self._room.most if reply.base else size != nbytes:
+        size, nbytes = reply.parts[0][1], self._bucket_memory.apply.view.nbytes
+        if size > self._bucket_memory.most if reply.base else size != nbytes:
             raise ProtocolError(f"{size} bytes for a bucket that has {nbytes}")
-        if reply.base not in (FULL, self._room.base):
+        if reply.base not in (FULL, self._bucket_memory.base):
             raise ProtocolError("it answered by a change of other values than those that are here")
         self._base = reply.base
         self._content = memoryview(bytearray(size))
@@ -131,25 +131,25 @@ class Changed:
         try:
             self._add = read_into(self._content, self._values, tensors=self._tensors)
         except ProtocolError:
-            self._room.base = FULL
+            self._bucket_memory.base = FULL
             raise
 
     def decode(self) -> None:
         """Make values of it, unless what it changes was changed meanwhile, by the same that came twice."""
-        if self._base not in (FULL, self._room.base):
+        if self._base not in (FULL, self._bucket_memory.base):
             return
         if self._base == FULL:
-            copy(self._content, self._room.apply.view)
+            copy(self._content, self._bucket_memory.apply.view)
         else:
             if self._add is None:
                 self.read()
             assert self._add is not None
             self._add(True)
-        self._room.base = checksum(self._values)
+        self._bucket_memory.base = checksum(self._values)
 
 
 class Whole:
-    """Takes in a reply in one piece, in memory of its own; a :class:`gossipx.wire.Fitting`.
+    """Takes in a reply in one piece, in memory of its own; a :class:`gossipx.wire.SinkFactory`.
 
     Args:
         most: bytes that it may have.
@@ -182,8 +182,8 @@ class Whole:
         return Bytes(self.content)
 
 
-class Nothing:
-    """Takes in an answer without tables; a :class:`gossipx.wire.Fitting`."""
+class EmptySink:
+    """Takes in an answer without tables; a :class:`gossipx.wire.SinkFactory`."""
 
     nbytes = 0
 

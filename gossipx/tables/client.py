@@ -19,8 +19,8 @@ from gossipx.protocol.fields import Parts
 from gossipx.protocol.server_messages import MEASURED, TablesRequest
 from gossipx.server.placement import Partition
 from gossipx.server.placement.buckets import Bucket
-from gossipx.tables.bucket_memory import Changed, Room, Settings, Tables
-from gossipx.tables.coding import Coding, Pushing, Spread, tell_lost
+from gossipx.tables.bucket_memory import BucketMemory, ChangeSink, Settings, TablesSink
+from gossipx.tables.coding import Coding, PushEncoder, Redistribution, tell_lost
 from gossipx.tables.parts import ApplyBuffer, ClientTable, Replaceable, Storages, TransmitBuffer, load_states, states_of
 
 Where = tuple[int, int]
@@ -68,7 +68,7 @@ class Client:
         self._coding = coding or Coding()
         self._tables = [_Table(storages.client_table(parameter, storages)) for parameter in parameters]
         self.epoch = 0
-        self._rooms: dict[Where, Room] = {}
+        self._bucket_memories: dict[Where, BucketMemory] = {}
         self._encoding = threading.Lock()
         self._arrived = threading.Condition()
         self._placing = threading.Lock()
@@ -79,29 +79,31 @@ class Client:
     def _lay_out_all(self, shards: Sequence[Sequence[Partition]], buckets: Sequence[Sequence[Bucket]]) -> None:
         for shard, (partitions, cut) in enumerate(zip(shards, buckets, strict=True)):
             for number, bucket in enumerate(cut):
-                self._rooms[shard, number] = self._lay_out((shard, number), partitions[bucket.first : bucket.stop])
+                self._bucket_memories[shard, number] = self._lay_out(
+                    (shard, number), partitions[bucket.first : bucket.stop]
+                )
         for one in self._tables:  # shards may hold its partitions in any order
             pieces = sorted(one.pieces, key=lambda piece: piece[0])
             one.table.senders[:] = [sender for _, sender, _ in pieces]
             one.table.takers[:] = [taker for _, _, taker in pieces]
 
-    def _lay_out(self, place: Where, partitions: Sequence[Partition]) -> Room:
+    def _lay_out(self, place: Where, partitions: Sequence[Partition]) -> BucketMemory:
         dtype = self._tables[partitions[0].table].table.parameter.dtype
         sizes = [partition.stop - partition.start for partition in partitions]
         transmit, apply = (Memory(sum(sizes) * dtype.itemsize) for _ in range(2))
         ends = list(itertools.accumulate(sizes))
-        rooms = [typed(memory.view, dtype) for memory in (transmit, apply)]
+        buffers = [typed(memory.view, dtype) for memory in (transmit, apply)]
         senders, takers = [], []
         for partition, size, end in zip(partitions, sizes, ends, strict=True):
-            sender = self._storages.transmit(rooms[0][end - size : end])
-            taker = self._storages.apply(rooms[1][end - size : end])
+            sender = self._storages.transmit(buffers[0][end - size : end])
+            taker = self._storages.apply(buffers[1][end - size : end])
             senders.append(sender)
             takers.append(taker)
             self._tables[partition.table].pieces.append((partition.start, sender, taker))
             self._tables[partition.table].places.append(place)
-        made = Room(list(partitions), transmit, apply, senders, takers, {one.table for one in partitions})
+        made = BucketMemory(list(partitions), transmit, apply, senders, takers, {one.table for one in partitions})
         if self._coding.push is not None:
-            made.pushing = Pushing(self._coding, partitions, rooms[0], self._seed(place))
+            made.push_encoder = PushEncoder(self._coding, partitions, buffers[0], self._seed(place))
         if self._coding.pull is not None:
             made.tensors = self._coding.tensors(partitions, dtype)
             made.most = self._coding.pull.longest(made.tensors)
@@ -118,28 +120,33 @@ class Client:
         these are not used anew. What was kept of pushes goes to the buckets that its values lie in.
         """
         with self._placing, self._arrived:
-            self._wanted = {one.table for place in self._waiting for one in self._rooms[place].partitions}
+            self._wanted = {one.table for place in self._waiting for one in self._bucket_memories[place].partitions}
             before = [(_joined(one.table.senders), _joined(one.table.takers)) for one in self._tables]
-            spread = Spread()
-            new = {one.table for room in self._rooms.values() if room.is_new for one in room.partitions}
-            for room in self._rooms.values():
-                if room.pushing is not None:
-                    spread.take(room.pushing)
-            self._rooms = {}
+            spread = Redistribution()
+            new = {
+                one.table
+                for bucket_memory in self._bucket_memories.values()
+                if bucket_memory.is_new
+                for one in bucket_memory.partitions
+            }
+            for bucket_memory in self._bucket_memories.values():
+                if bucket_memory.push_encoder is not None:
+                    spread.take(bucket_memory.push_encoder)
+            self._bucket_memories = {}
             for table in self._tables:
                 table.pieces, table.places = [], []
             self._lay_out_all(shards, buckets)
-            for room in self._rooms.values():
-                room.is_new = not new.isdisjoint(one.table for one in room.partitions)
-                if room.pushing is not None:
-                    spread.give(room.pushing)
+            for bucket_memory in self._bucket_memories.values():
+                bucket_memory.is_new = not new.isdisjoint(one.table for one in bucket_memory.partitions)
+                if bucket_memory.push_encoder is not None:
+                    spread.give(bucket_memory.push_encoder)
             for table, both in zip(self._tables, before, strict=True):
                 _spread(both[0], table.table.senders)
                 _spread(both[1], table.table.takers)
             self._waiting = {
                 place
-                for place, room in self._rooms.items()
-                if any(one.table in self._wanted for one in room.partitions)
+                for place, bucket_memory in self._bucket_memories.items()
+                if any(one.table in self._wanted for one in bucket_memory.partitions)
             }
             self.epoch = epoch
             self._arrived.notify_all()
@@ -167,18 +174,18 @@ class Client:
                 table.table.update(torch.zeros_like(table.table.parameter))
                 whole += self._whole(number)
             table.updated = False
-        for room in self._rooms.values():
-            room.missing = {partition.table for partition in room.partitions}
+        for bucket_memory in self._bucket_memories.values():
+            bucket_memory.missing = {partition.table for partition in bucket_memory.partitions}
         return whole
 
     def _whole(self, table: int) -> list[Where]:
         whole = []
         for place in self._tables[table].places:
-            missing = self._rooms[place].missing
+            missing = self._bucket_memories[place].missing
             missing.discard(table)
             if not missing:
-                room = self._rooms[place]
-                room.is_new, room.encoded, room.settings = True, None, self.settings_now()
+                bucket_memory = self._bucket_memories[place]
+                bucket_memory.is_new, bucket_memory.encoded, bucket_memory.settings = True, None, self.settings_now()
                 whole.append(place)
         return whole
 
@@ -187,27 +194,27 @@ class Client:
 
         What is asked for again, as it did not arrive, is the same: an encoder may keep what it has not sent.
         """
-        room = self._rooms[place]
+        bucket_memory = self._bucket_memories[place]
         with self._encoding:
-            if room.encoded is None:
-                if room.pushing is not None:
-                    frame = room.pushing.encode(room.settings)
+            if bucket_memory.encoded is None:
+                if bucket_memory.push_encoder is not None:
+                    frame = bucket_memory.push_encoder.encode(bucket_memory.settings)
                     sizes, source = [len(frame)], Source(frame)
                 elif self._storages.raw_pushes:
-                    sizes = [sender.data.numel() * sender.data.element_size() for sender in room.senders]
-                    source = Source(room.transmit.view, room.transmit.descriptor)
+                    sizes = [sender.data.numel() * sender.data.element_size() for sender in bucket_memory.senders]
+                    source = Source(bucket_memory.transmit.view, bucket_memory.transmit.descriptor)
                 else:
-                    encoded = [memoryview(sender.encode()).cast("B") for sender in room.senders]
+                    encoded = [memoryview(sender.encode()).cast("B") for sender in bucket_memory.senders]
                     sizes, source = [len(one) for one in encoded], Source(memoryview(bytearray().join(encoded)))
-                room.is_new, room.encoded = False, (tuple(enumerate(sizes)), source)
-            return room.encoded
+                bucket_memory.is_new, bucket_memory.encoded = False, (tuple(enumerate(sizes)), source)
+            return bucket_memory.encoded
 
     def settings(self, place: Where) -> Settings:
         """The optimizer's settings as they were when a bucket's gradients were made.
 
         A schedule may have changed them when these are sent.
         """
-        return self._rooms[place].settings
+        return self._bucket_memories[place].settings
 
     # --- values -----------------------------------------------------------------------------------
 
@@ -228,10 +235,14 @@ class Client:
         """Whether values come as they lie in memory: nothing is to be done when they have come."""
         return self._storages.raw_pulls and self._coding.pull is None
 
-    def sink(self, place: Where) -> Tables | Changed:
+    def sink(self, place: Where) -> TablesSink | ChangeSink:
         """Takes in what a server sends of a bucket."""
-        room = self._rooms[place]
-        return Tables(room, self._storages.raw_pulls) if room.tensors is None else Changed(room, room.tensors)
+        bucket_memory = self._bucket_memories[place]
+        return (
+            TablesSink(bucket_memory, self._storages.raw_pulls)
+            if bucket_memory.tensors is None
+            else ChangeSink(bucket_memory, bucket_memory.tensors)
+        )
 
     def told(self, request: TablesRequest) -> TablesRequest:
         """A request as it leaves: with what is to be measured, and what is here of the bucket.
@@ -246,13 +257,13 @@ class Client:
 
     def base(self, place: Where) -> int:
         """Where pulls have a codec: the checksum of what is here of a bucket; FULL: nothing that a server has given."""
-        return self._rooms[place].base
+        return self._bucket_memories[place].base
 
-    def fetched(self, place: Where, sink: Tables | Changed) -> None:
+    def fetched(self, place: Where, sink: TablesSink | ChangeSink) -> None:
         """A bucket has come whole: its tables take it in when they are used next."""
         sink.decode()
         with self._arrived:
-            for partition in self._rooms[place].partitions:
+            for partition in self._bucket_memories[place].partitions:
                 if self._wanted is None or partition.table in self._wanted:
                     self._tables[partition.table].fresh = False
             self._waiting.discard(place)
@@ -292,14 +303,18 @@ class Client:
         For the training thread, between an iteration's last gradient and the next one's first. What still waits to be
         sent is encoded now: the checkpoints of shards that go with this one have it.
         """
-        for place, room in self._rooms.items():
-            if room.is_new:
+        for place, bucket_memory in self._bucket_memories.items():
+            if bucket_memory.is_new:
                 self.encode(place)
         states = states_of(self._parts())
-        pushing = [room.pushing.state_dict() for room in self._rooms.values() if room.pushing is not None]
-        if not pushing and all(state is None for state in states):
+        push_encoder = [
+            bucket_memory.push_encoder.state_dict()
+            for bucket_memory in self._bucket_memories.values()
+            if bucket_memory.push_encoder is not None
+        ]
+        if not push_encoder and all(state is None for state in states):
             return None
-        return {"storages": self._storages.describe(), "states": states, "pushing": pushing}
+        return {"storages": self._storages.describe(), "states": states, "pushing": push_encoder}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what :meth:`state_dict` gave.
@@ -312,25 +327,32 @@ class Client:
             raise UsageError(f"it is of a run with the parts {state['storages']}, not {own or 'of gossipx alone'}")
         load_states(self._parts(), state["states"])
         if state["pushing"]:  # else the run has had no codec until now
-            for room, kept in zip(self._rooms.values(), state["pushing"], strict=True):
-                if room.pushing is not None:
-                    room.pushing.load_state_dict(kept)
+            for bucket_memory, kept in zip(self._bucket_memories.values(), state["pushing"], strict=True):
+                if bucket_memory.push_encoder is not None:
+                    bucket_memory.push_encoder.load_state_dict(kept)
                 else:
                     tell_lost(kept, "none")
 
     def _parts(self) -> list[Replaceable]:
         tables = [part for one in self._tables for part in (one.table, one.table.gradient, one.table.worker)]
-        return [*tables, *(part for room in self._rooms.values() for part in (*room.senders, *room.takers))]
+        return [
+            *tables,
+            *(
+                part
+                for bucket_memory in self._bucket_memories.values()
+                for part in (*bucket_memory.senders, *bucket_memory.takers)
+            ),
+        ]
 
     # --- figures ----------------------------------------------------------------------------------
 
     def significance(self, shard: int) -> float:
         """|g| / |w| of a shard's part of the last push (FluentPS, section III-E.2); 0 of no values."""
         gradient = weight = 0.0
-        for (number, _), room in self._rooms.items():
+        for (number, _), bucket_memory in self._bucket_memories.items():
             if number == shard:
-                gradient += sum(float(sender.data.double().square().sum()) for sender in room.senders)
-                weight += sum(float(taker.data.double().square().sum()) for taker in room.takers)
+                gradient += sum(float(sender.data.double().square().sum()) for sender in bucket_memory.senders)
+                weight += sum(float(taker.data.double().square().sum()) for taker in bucket_memory.takers)
         return (gradient / weight) ** 0.5 if weight > 0 else 0.0
 
 

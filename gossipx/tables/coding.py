@@ -64,7 +64,7 @@ class Coding:
         return Tensors(tuple(shapes), dtype, tuple(starts), plain)
 
 
-class Pushing:
+class PushEncoder:
     """A worker's side of one bucket's gradients.
 
     Args:
@@ -164,7 +164,7 @@ class Pushing:
 
 
 def tell_lost(state: dict[str, Any], name: str) -> None:
-    """Pushes go on without what :meth:`Pushing.state_dict` gave, as the codec ``name`` has no use for it."""
+    """Pushes go on without what :meth:`PushEncoder.state_dict` gave, as the codec ``name`` has no use for it."""
     if _left_out(state["kept"]) is not None:
         log.warning("what %s has left out of gradients is lost: %s keeps nothing", state["codec"], name)
 
@@ -183,14 +183,14 @@ def _size(shape: tuple[int, ...]) -> int:
 
 
 @dataclass
-class Spread:
+class Redistribution:
     """What workers keep for each value of each table, on its way from one layout of buckets to another."""
 
     vectors: dict[str, dict[int, list[tuple[Partition, Tensor]]]] = field(default_factory=dict)
     rates: dict[int, float] = field(default_factory=dict)
     frames: int = 0  # that were made of a bucket
 
-    def take(self, pushing: Pushing) -> None:
+    def take(self, pushing: PushEncoder) -> None:
         """What one bucket has kept."""
         self.frames = max(self.frames, pushing.state.frames)
         self.rates |= pushing.rates
@@ -198,7 +198,7 @@ class Spread:
             for partition, vector in pieces:
                 self.vectors.setdefault(name, {}).setdefault(partition.table, []).append((partition, vector))
 
-    def give(self, pushing: Pushing) -> None:
+    def give(self, pushing: PushEncoder) -> None:
         """What another bucket is to keep."""
         pushing.state.frames = self.frames
         pushing.rates = {one.table: self.rates[one.table] for one in pushing.partitions if one.table in self.rates}

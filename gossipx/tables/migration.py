@@ -200,7 +200,7 @@ class Prepared:
         self._waiting.clear()
 
 
-class Mover:
+class TableMigrator:
     """Makes one peer's tables of other layouts.
 
     Args:
@@ -241,7 +241,7 @@ class Mover:
         client.place(self._layout.placed, self._layout.cut, epoch)
 
 
-class Ranges(Whole):
+class RangesSink(Whole):
     """Takes in what moves here."""
 
     misfit = "it answered by ranges that were not asked for"

@@ -43,7 +43,7 @@ ELEMENTWISE = (
 """Optimizers that treat every value by itself, so that parts of tensors, or several, may be given to them as one."""
 
 
-class Given:
+class EncodedBucket:
     """A bucket as it was at one version, shared by all who are given it.
 
     Attributes:
@@ -83,7 +83,7 @@ class BucketTables:
         self.buffer: Tensor | None = None  # the sum of gradients that wait
         self.count = 0  # how many
         self.version = 0
-        self.given: Given | None = None  # of the last version that was asked for
+        self.given: EncodedBucket | None = None  # of the last version that was asked for
         self.tensors = coding.tensors(partitions, dtype)
         self.most = 0 if coding.push is None else coding.push.longest(self.tensors)  # bytes of a push
         self.changes = None if coding.pull is None else Changes(coding.pull, self.tensors, coding.seed)
@@ -279,7 +279,7 @@ class ShardStore:
         bucket = self.buckets[request.bucket]
         return bucket.most or self.size(request)
 
-    def encode(self, number: int, worker: int = 0, base: int = FULL) -> Given:
+    def encode(self, number: int, worker: int = 0, base: int = FULL) -> EncodedBucket:
         """A bucket as workers are given it, by now; not changed until :meth:`release`, and made once a version.
 
         Args:
@@ -291,7 +291,7 @@ class ShardStore:
             change = bucket.changes.frame(worker, base, bucket.version, bucket.told)
             if change is not None:
                 size = change.source.view.nbytes
-                return Given(bucket.version, ((0, size),), change.source, None, base)
+                return EncodedBucket(bucket.version, ((0, size),), change.source, None, base)
         given = bucket.given
         if given is None or given.version != bucket.version:
             if given is not None:
@@ -301,12 +301,12 @@ class ShardStore:
             given.holders += 1
         return given
 
-    def _encoded(self, bucket: BucketTables) -> Given:
+    def _encoded(self, bucket: BucketTables) -> EncodedBucket:
         bucket.round()
         if not self._storages.raw_pulls:
             encoded = [memoryview(table.get()).cast("B") for table in bucket.tables]
             parts = tuple(enumerate(map(len, encoded)))
-            return Given(bucket.version, parts, Source(memoryview(bytearray().join(encoded))), None)
+            return EncodedBucket(bucket.version, parts, Source(memoryview(bytearray().join(encoded))), None)
         size = sum(bucket.sizes)
         with self._lock:
             free = self._free.get(size)
@@ -314,9 +314,9 @@ class ShardStore:
         copy(bucket.memory.view, memory.view)
         source = Source(memory.view, memory.descriptor)
         parts = tuple(enumerate(bucket.sizes)) if bucket.changes is None else ((0, size),)
-        return Given(bucket.version, parts, source, memory)
+        return EncodedBucket(bucket.version, parts, source, memory)
 
-    def release(self, given: Given) -> None:
+    def release(self, given: EncodedBucket) -> None:
         """It is sent, or of no interest any more; from any thread."""
         with self._lock:
             given.holders -= 1

@@ -19,16 +19,16 @@ from gossipx.memory import PIECE, Memory, Source
 from gossipx.model import kernels
 from gossipx.protocol.messages import CarryingReply
 from gossipx.protocol.server_messages import CopyReply, GradientRequest, RecordRequest
-from gossipx.protocol.table_effects import Asked, Pieces
+from gossipx.protocol.table_effects import Pieces, RequestedBucket
 from gossipx.server.placement import Partition
 from gossipx.tables.bucket_memory import Settings, Whole
 from gossipx.tables.client import Client
-from gossipx.tables.migration import Mover, Prepared, Ranges, pack
-from gossipx.tables.shard import Given, ShardStore
+from gossipx.tables.migration import Prepared, RangesSink, TableMigrator, pack
+from gossipx.tables.shard import EncodedBucket, ShardStore
 
 
 class Gradient:
-    """A bucket's gradient as it came; a :class:`gossipx.wire.Room` while it comes.
+    """A bucket's gradient as it came; a :class:`gossipx.wire.UploadSink` while it comes.
 
     Attributes:
         request: that brought it.
@@ -91,7 +91,7 @@ COPY = 32
 three values of an optimizer's for each, and a gradient buffer in float64."""
 
 
-class Copy(Whole):
+class CopySink(Whole):
     """Takes in a copy of a shard's tables."""
 
     misfit = "it answered by what is no copy of the shard that was asked for"
@@ -100,8 +100,9 @@ class Copy(Whole):
         return reply.size if isinstance(reply, CopyReply) else None
 
 
-class Unwanted:
-    """What is pushed by a layout that is over, or not known here yet; a :class:`gossipx.wire.Room` that keeps nothing.
+class DiscardSink:
+    """What is pushed by a layout that is over, or not known here yet; a :class:`gossipx.wire.UploadSink` that keeps
+    nothing.
 
     Args:
         request: that brings it.
@@ -147,7 +148,7 @@ def settings_of(optimizer: torch.optim.Optimizer) -> Settings:
     )
 
 
-class Desk:
+class TableStore:
     """One peer's tables, and what is done with them.
 
     Args:
@@ -158,7 +159,7 @@ class Desk:
         places: gradients of others that come in at a time; who brings more waits.
 
     Attributes:
-        mover: makes tables of other layouts; set by the caller where servers may change.
+        migrator: makes tables of other layouts; set by the caller where servers may change.
     """
 
     def __init__(
@@ -170,7 +171,7 @@ class Desk:
         places: int = 8,
     ):
         self.client = client
-        self.mover: Mover | None = None
+        self.migrator: TableMigrator | None = None
         self._hosted = {index: _Hosted(store) for index, store in stores.items()}
         self._epoch = 0  # of the layout that these are of
         self._coming: tuple[int, Prepared] | None = None  # those of another, being filled, and its epoch
@@ -185,7 +186,7 @@ class Desk:
 
     # --- of the shards ----------------------------------------------------------------------------
 
-    def room_for(self, request: GradientRequest | RecordRequest) -> Gradient | Unwanted | None:
+    def room_for(self, request: GradientRequest | RecordRequest) -> Gradient | DiscardSink | None:
         """Where a push, or a record of one, is taken in.
 
         Returns:
@@ -196,7 +197,7 @@ class Desk:
         """
         stores = self._stores(request.epoch if isinstance(request, GradientRequest) else self._epoch)
         if stores is None:
-            return Unwanted(request)
+            return DiscardSink(request)
         if request.shard not in stores:
             raise ProtocolError(f"a push for shard {request.shard}, which is not here")
         store = stores[request.shard]
@@ -265,11 +266,11 @@ class Desk:
         hosted = self._hosted[shard]
         hosted.store.apply_buffer(hosted.settings)
 
-    def encode(self, asked: Asked) -> Given:
+    def encode(self, asked: RequestedBucket) -> EncodedBucket:
         """A bucket as the worker who has asked for it is given it; to be given back by :meth:`release`."""
         return self._hosted[asked.shard].store.encode(asked.bucket, asked.worker, asked.base)
 
-    def release(self, shard: int, given: Given) -> None:
+    def release(self, shard: int, given: EncodedBucket) -> None:
         """It is sent, or of no interest any more; from any thread."""
         if shard in self._hosted:  # else it has moved, and what was lent goes with its last holder
             self._hosted[shard].store.release(given)
@@ -289,11 +290,11 @@ class Desk:
         """All of a shard's tables as bytes; what is done to them afterwards does not change these."""
         return Source(memoryview(to_bytes(self.state_dict(shard))))
 
-    def room_for_copy(self, shard: int) -> Copy:
+    def room_for_copy(self, shard: int) -> CopySink:
         """Where a copy of a shard is taken in."""
-        return Copy(COPY * self._hosted[shard].store.nbytes + 2**20)
+        return CopySink(COPY * self._hosted[shard].store.nbytes + 2**20)
 
-    def take_copy(self, shard: int, copy: Copy) -> None:
+    def take_copy(self, shard: int, copy: CopySink) -> None:
         """The shard's tables are those of ``copy``.
 
         Raises:
@@ -308,10 +309,10 @@ class Desk:
 
     def prepare(self, epoch: int, servers: Sequence[int]) -> None:
         """Make the tables that are to lie here, and fill in what lies here already."""
-        assert self.mover is not None
+        assert self.migrator is not None
         coming = Prepared({})
         try:
-            coming, stays = self.mover.prepare(servers)
+            coming, stays = self.migrator.prepare(servers)
             for one in self._hosted.values():
                 coming.take(memoryview(pack(one.store, stays, one.settings, one.progress)), stays)
         except GossipxError as error:
@@ -324,12 +325,12 @@ class Desk:
         wanted = [Partition(*piece) for piece in pieces]
         return Source(memoryview(pack(one.store, wanted, one.settings, one.progress)))
 
-    def ranges(self) -> Ranges:
+    def ranges(self) -> RangesSink:
         """Takes in what another peer gives."""
-        assert self.mover is not None
-        return Ranges(self.mover.most)
+        assert self.migrator is not None
+        return RangesSink(self.migrator.most)
 
-    def take(self, ranges: Ranges, pieces: Pieces) -> None:
+    def take(self, ranges: RangesSink, pieces: Pieces) -> None:
         """Fill in what another peer has given."""
         assert self._coming is not None
         try:
@@ -345,16 +346,16 @@ class Desk:
 
     def go_over(self, epoch: int, servers: Sequence[int]) -> None:
         """Have the worker's side go over to a layout, at once."""
-        assert self.mover is not None
-        self.mover.go_over(self.client, servers, epoch)
+        assert self.migrator is not None
+        self.migrator.go_over(self.client, servers, epoch)
 
     def place(self, epoch: int, servers: Sequence[int]) -> None:
         """Go over to the tables that were prepared for a layout, after all that was to be done with those of before.
 
         Where none were prepared, what is to lie here is still to be brought back.
         """
-        assert self.mover is not None
-        coming = self.mover.prepare(servers)[0] if self._coming is None else self._coming[1]
+        assert self.migrator is not None
+        coming = self.migrator.prepare(servers)[0] if self._coming is None else self._coming[1]
         settings, progress = coming.settings, coming.progress
         self._hosted = {index: _Hosted(store, settings, progress) for index, store in coming.stores.items()}
         self._epoch, self._coming = epoch, None

@@ -13,10 +13,10 @@ from gossipx.errors import UsageError
 from gossipx.launch.directory import CONFIG_FILE, SCRIPT_FILE
 from gossipx.metrics import summary
 from gossipx.metrics.summary import Summary
-from gossipx.tools.traffic import Seen
+from gossipx.tools.traffic import ObservedRetrievals
 
 
-def seen(settings: RunConfig, script: list[str], policy: policies.Policy) -> Seen | None:
+def seen(settings: RunConfig, script: list[str], policy: policies.Policy) -> ObservedRetrievals | None:
     """What runs in ``logdir`` that trained the same under the same policy have needed."""
     often: dict[str, float] = {}
     for file in sorted(Path(settings.run.logdir).glob(f"*/{summary.FILE}")):
@@ -29,7 +29,7 @@ def seen(settings: RunConfig, script: list[str], policy: policies.Policy) -> See
         if same and done and found.iterations and _is_alike(found, file.parent, settings, script):
             other = "" if found.iterations == settings.run.iterations else f" of {found.iterations:,} iterations"
             often[f"{found.name}{other}"] = sum(done) / len(done) / found.iterations
-    return Seen(tuple(often), min(often.values()), max(often.values())) if often else None
+    return ObservedRetrievals(tuple(often), min(often.values()), max(often.values())) if often else None
 
 
 def _is_alike(found: Summary, directory: Path, settings: RunConfig, script: list[str]) -> bool:

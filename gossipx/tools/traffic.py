@@ -43,7 +43,7 @@ class Count:
 
 
 @dataclass(frozen=True)
-class Seen:
+class ObservedRetrievals:
     """What runs of the same task under the same policy have done.
 
     Attributes:
@@ -56,7 +56,7 @@ class Seen:
     most: float
 
 
-def counts(policy: Policy, iterations: int, model: str | None, seen: Seen | None) -> list[Count]:
+def counts(policy: Policy, iterations: int, model: str | None, seen: ObservedRetrievals | None) -> list[Count]:
     """How often a policy fires: one count where that is settled before a run, else all that may be said of it.
 
     Each is a decision: one that falls while an exchange is still under way is skipped.

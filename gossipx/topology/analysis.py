@@ -212,10 +212,10 @@ def _push(masses: Matrix, partners: Sequence[int | None], beside: Matrix) -> Non
         beside: memory of the same size.
     """
     halves = np.divide(masses, 2, out=beside)
-    for giver, partner in enumerate(partners):
+    for source, partner in enumerate(partners):
         if partner is not None:
-            masses[giver] -= halves[giver]
-            masses[partner] += halves[giver]
+            masses[source] -= halves[source]
+            masses[partner] += halves[source]
 
 
 def _pull(models: Matrix, partners: Sequence[int | None], factors: Sequence[dict[int, float]], beside: Matrix) -> None:

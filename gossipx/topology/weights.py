@@ -72,7 +72,7 @@ def _shares(
     pushed: bool = False,
 ) -> dict[int, float]:
     if pushed:
-        return {giver: share for (giver, taker), share in topology.edge_shares.items() if taker == rank}
+        return {source: share for (source, taker), share in topology.edge_shares.items() if taker == rank}
     own = {other: topology.edge_shares.get((rank, other), 1.0) for other in topology.neighbours[rank]}
     if weights != "metropolis":
         return own

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from gossipx.memory import Look
+from gossipx.memory import ByteObserver
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Stream(Protocol):
     def here(self) -> str:
         """This machine's address on it; empty where it has none."""
 
-    def send(self, buffers: Sequence[bytes | memoryview], deadline: float, look: Look | None = None) -> None:
+    def send(self, buffers: Sequence[bytes | memoryview], deadline: float, look: ByteObserver | None = None) -> None:
         """Hand over all bytes of all (contiguous) buffers; they may be changed afterwards.
 
         Args:
@@ -56,7 +56,7 @@ class Stream(Protocol):
             PeerUnreachableError: the other side is gone, or the stream was aborted.
         """
 
-    def receive_into(self, view: memoryview, deadline: float, look: Look | None = None) -> int:
+    def receive_into(self, view: memoryview, deadline: float, look: ByteObserver | None = None) -> int:
         """Wait for bytes and put them at the start of ``view``; how many, at least 1.
 
         Args:
@@ -139,7 +139,7 @@ class Carrier(Protocol):
         """End it at once; calls blocked in other threads raise. Any number of times."""
 
 
-class Notes(Protocol):
+class KeyValueStore(Protocol):
     """What the two ends of a carrier tell each other while they are built; errors as those of a connection."""
 
     def set(self, key: str, value: bytes) -> None:
@@ -159,7 +159,7 @@ class Carriers(Protocol):
     @property
     def kind(self) -> str: ...
 
-    def build(self, receives: bool, notes: Notes, here: str, deadline: float) -> Carrier:
+    def build(self, receives: bool, notes: KeyValueStore, here: str, deadline: float) -> Carrier:
         """One end of a carrier, while the other peer builds the other end.
 
         Args:

@@ -20,21 +20,21 @@ from gossipx.errors import (
     PeerUnreachableError,
     ProtocolError,
 )
-from gossipx.memory import PIECE, Look, Source
+from gossipx.memory import PIECE, ByteObserver, Source
 from gossipx.protocol.fields import MAX_METADATA, SMALL_METADATA
 from gossipx.protocol.messages import CarryingReply, CarryingRequest
 from gossipx.transports import Carrier, Carriers, Certified, SharesMemory, Stream
 from gossipx.transports.pace import Pace
-from gossipx.transports.shared_memory import Notebook, TheirMemory
+from gossipx.transports.shared_memory import LinkStore, PeerMemory
 from gossipx.wire import (
     Carried,
     CarrierRequest,
     Expect,
-    Fitting,
     Message,
     NoCarrierReply,
     Open,
     Sink,
+    SinkFactory,
     Taken,
     answer_to,
     auth,
@@ -88,7 +88,7 @@ class Link:
         self.stream = stream
         self.heard = False
         self.carrier: Carrier | None = None
-        self._memory = TheirMemory()
+        self._memory = PeerMemory()
         self.checks: frames.Checks = frames.Unchecked if isinstance(stream, Certified) else frames.CHECKSUMS
         self._owner = owner
         self._decoder = frames.Decoder(no_payload, SMALL_METADATA)
@@ -105,7 +105,7 @@ class Link:
             else:
                 self.stream.send(buffers, deadline, functools.partial(self._sent, look))
 
-    def _sent(self, look: Look, part: memoryview) -> None:
+    def _sent(self, look: ByteObserver, part: memoryview) -> None:
         """A part of a payload has gone out."""
         self._owner.count(len(part), 0)
         look(part)
@@ -134,7 +134,7 @@ class Link:
         """
         self.stream.tune()
         if payload.view.nbytes and self.carrier is not None:
-            self.send(frames.encode(reply, number, payload, self.checks, beside=True), deadline)
+            self.send(frames.encode(reply, number, payload, self.checks, out_of_band=True), deadline)
             self._carry(self.carrier, payload.view, number, deadline)
         else:
             self._send_with(reply, number, payload, deadline)
@@ -146,7 +146,7 @@ class Link:
         """Send a message with its payload: in memory that both share where they can, else on the stream."""
         stream, descriptor = self.stream, payload.descriptor
         if payload.view.nbytes and descriptor is not None and isinstance(stream, SharesMemory):
-            self.send(frames.encode(message, number, payload, self.checks, beside=True), deadline)
+            self.send(frames.encode(message, number, payload, self.checks, out_of_band=True), deadline)
             stream.send_descriptor(descriptor, deadline)
             self._owner.count(payload.view.nbytes, 0)
         elif self._owner.pace is not None:
@@ -224,7 +224,7 @@ class Link:
 
     def build_carrier(self, carriers: Carriers, receives: bool, number: int, deadline: float) -> None:
         """Build this side's end of :attr:`carrier`; errors as :meth:`ask_for_carrier`."""
-        notes = Notebook(
+        notes = LinkStore(
             lambda message: self.send(frames.encode(message, number, checks=self.checks), deadline),
             lambda: self.receive(deadline).message,
         )
@@ -272,11 +272,11 @@ class Link:
             if deadline == math.inf:
                 deadline = time.monotonic() + self._owner.timeout
             frame = self._decoder.received(count)
-        if frame.beside and frame.payload is not None:
+        if frame.out_of_band and frame.payload is not None:
             if self.carrier is not None:
                 self._take_carried(self.carrier, frame.payload, frame.request, deadline)
             else:
-                self._take_beside(frame.payload, deadline)
+                self._take_out_of_band(frame.payload, deadline)
         return frame
 
     def _look(self, part: memoryview) -> None:
@@ -284,7 +284,7 @@ class Link:
         self._owner.count(0, len(part))
         self._decoder.look(part)
 
-    def _take_beside(self, sink: Sink, deadline: float) -> None:
+    def _take_out_of_band(self, sink: Sink, deadline: float) -> None:
         """Read a payload from the memory whose descriptor follows its frame."""
         if not isinstance(self.stream, SharesMemory):
             raise ProtocolError("a payload that lies beside a connection which has nothing beside it")
@@ -296,7 +296,7 @@ class Link:
         message: Message,
         number: int,
         deadline: float,
-        payload: Sink | Fitting | None = None,
+        payload: Sink | SinkFactory | None = None,
         brought: Source | None = None,
     ) -> frames.Frame:
         """Send ``message``, with ``brought``, as request ``number``; its answer, a model's bytes in ``payload``."""

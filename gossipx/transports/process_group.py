@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from gossipx.errors import GossipxError, NoCarrierError, PeerTimeoutError, PeerUnreachableError, UsageError
-from gossipx.transports import Notes
+from gossipx.transports import KeyValueStore
 from gossipx.transports.backends import CHUNK, MODEL, WINDOW, Backend, Gloo, Group, Nccl, Staging, Work
 
 Kind = Literal["gloo", "nccl"]
@@ -49,7 +49,7 @@ class ProcessGroups:
         self._backend: Backend = Nccl(device) if kind == "nccl" else Gloo()
         self._spare: list[Staging] = []
 
-    def build(self, receives: bool, notes: Notes, here: str, deadline: float) -> PairGroup:
+    def build(self, receives: bool, notes: KeyValueStore, here: str, deadline: float) -> PairGroup:
         """One end of a group, while the other peer builds the other; see :class:`gossipx.transports.Carriers`."""
         store = _Store(notes)
         try:
@@ -201,9 +201,9 @@ class _Store(Store):
         failure: the first error; torch may wrap it.
     """
 
-    def __init__(self, notes: Notes):
+    def __init__(self, notes: KeyValueStore):
         super().__init__()
-        self._notes: Notes | None = notes
+        self._notes: KeyValueStore | None = notes
         self.failure: Exception | None = None
 
     def seal(self) -> None:

@@ -18,7 +18,7 @@ _MAPPED, _SMALL, _SMALL_BYTES = 4, 512, 2**28
 _MOST_NOTES = 64
 
 
-class TheirMemory:
+class PeerMemory:
     """Memory of the other side of a connection, mapped once and kept while the connection lives."""
 
     def __init__(self) -> None:
@@ -55,8 +55,8 @@ class TheirMemory:
         return len(self._mapped) >= (_SMALL if mapped <= _SMALL_BYTES else _MAPPED)
 
 
-class Notebook:
-    """What both sides tell each other while they build a carrier; :class:`gossipx.transports.Notes`.
+class LinkStore:
+    """What both sides tell each other while they build a carrier; :class:`gossipx.transports.KeyValueStore`.
 
     Args:
         tell: sends a message to the other side.

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from gossipx.errors import GossipxError, PeerTimeoutError, PeerUnreachableError
-from gossipx.memory import HOT, Look
+from gossipx.memory import HOT, ByteObserver
 from gossipx.transports import Address
 
 # Buffers given to the kernel at once; it takes 1,024 at most.
@@ -49,8 +49,8 @@ class SocketStream:
 
     def __init__(self, connected: socket.socket, remote: str, sends_whole: bool):
         connected.setblocking(True)
-        self._sending = _Way(socket.SO_SNDTIMEO, select.POLLOUT, sends_whole)
-        self._receiving = _Way(socket.SO_RCVTIMEO, select.POLLIN, sys.platform == "linux")
+        self._sending = _Direction(socket.SO_SNDTIMEO, select.POLLOUT, sends_whole)
+        self._receiving = _Direction(socket.SO_RCVTIMEO, select.POLLIN, sys.platform == "linux")
         self._socket = connected
         self._remote = remote
         self._lock = threading.Lock()
@@ -69,7 +69,7 @@ class SocketStream:
             own = self._socket.getsockname()
         return str(own[0]) if isinstance(own, tuple) else ""
 
-    def send(self, buffers: Sequence[bytes | memoryview], deadline: float, look: Look | None = None) -> None:
+    def send(self, buffers: Sequence[bytes | memoryview], deadline: float, look: ByteObserver | None = None) -> None:
         """Hand over all bytes to the kernel; see :class:`gossipx.transports.Stream`."""
         left = [view for view in (memoryview(item).cast("B") for item in buffers) if view.nbytes]
         with self._use():
@@ -80,7 +80,7 @@ class SocketStream:
                 if sent:
                     left[0] = left[0][sent:]
 
-    def _hand_over(self, buffers: list[memoryview], flags: int, look: Look | None) -> int:
+    def _hand_over(self, buffers: list[memoryview], flags: int, look: ByteObserver | None) -> int:
         """Send some of the bytes; how many. Large buffers go by parts: what a call for all of them sends has left the
         cache when the other side comes to it.
         """
@@ -90,7 +90,7 @@ class SocketStream:
         # Looked at after it was sent: what the other side does with it takes as long.
         return _by_parts(buffers[0], lambda part: self._socket.send(part, flags), look)
 
-    def receive_into(self, view: memoryview, deadline: float, look: Look | None = None) -> int:
+    def receive_into(self, view: memoryview, deadline: float, look: ByteObserver | None = None) -> int:
         """Receive; see :class:`gossipx.transports.Stream`."""
         with self._use():
             start = self._receive(view, deadline, look)
@@ -98,13 +98,13 @@ class SocketStream:
                 start += self._receive(view[start:], deadline, look)
             return start
 
-    def _receive(self, view: memoryview, deadline: float, look: Look | None) -> int:
+    def _receive(self, view: memoryview, deadline: float, look: ByteObserver | None) -> int:
         count = self._attempt(lambda flags: self._take_in(view, flags, look), self._receiving, deadline)
         if not count:
             raise PeerUnreachableError(f"{self._remote} closed the connection")
         return count
 
-    def _take_in(self, view: memoryview, flags: int, look: Look | None) -> int:
+    def _take_in(self, view: memoryview, flags: int, look: ByteObserver | None) -> int:
         """Receive some bytes, as many as ``view`` takes if they are looked at; how many, 0 at the end."""
         if look is None:
             return self._socket.recv_into(view, 0, flags)
@@ -164,7 +164,7 @@ class SocketStream:
             if self._aborted and not self._users:
                 self._socket.close()
 
-    def _attempt(self, call: Callable[[int], _Given], way: _Way, deadline: float) -> _Given:
+    def _attempt(self, call: Callable[[int], _Given], way: _Direction, deadline: float) -> _Given:
         """``call``, given flags, until it gets somewhere."""
         while True:
             left = deadline - time.monotonic()
@@ -183,7 +183,7 @@ class SocketStream:
                 raise PeerUnreachableError(f"lost the connection to {self._remote}: {reason(error)}") from error
 
 
-def _by_parts(view: memoryview, move: Callable[[memoryview], int], look: Look | None) -> int:
+def _by_parts(view: memoryview, move: Callable[[memoryview], int], look: ByteObserver | None) -> int:
     """Send or receive without a look at the clock for as long as that is allowed; how many bytes, 0 at the end.
 
     Each part costs what two calls of the system cost, and hardly more: around it, nothing is to be done.
@@ -205,7 +205,7 @@ def _by_parts(view: memoryview, move: Callable[[memoryview], int], look: Look | 
 
 
 @dataclass(frozen=True)
-class _Way:
+class _Direction:
     """Sending, or receiving: its time-out, its event in poll, and whether the time-out holds for a whole call."""
 
     limit: int

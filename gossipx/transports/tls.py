@@ -35,7 +35,7 @@ from gossipx.errors import (
     StrangerError,
     UsageError,
 )
-from gossipx.memory import Look
+from gossipx.memory import ByteObserver
 from gossipx.transports import Address, Listener, Stream, Transport, tcp
 
 # Bytes of plain text that are encrypted before they are sent: enough that the system call is cheap beside them.
@@ -116,7 +116,7 @@ class TlsStream:
         certificate: dict[str, Any] = self._tls.getpeercert() or {}
         return any(_same_host(name, host) for _, name in certificate.get("subjectAltName", ()))
 
-    def send(self, buffers: Sequence[bytes | memoryview], deadline: float, look: Look | None = None) -> None:
+    def send(self, buffers: Sequence[bytes | memoryview], deadline: float, look: ByteObserver | None = None) -> None:
         """Encrypt and send all bytes; see :class:`gossipx.transports.Stream`."""
         self.shake_hands(deadline)
         for buffer in buffers:
@@ -130,7 +130,7 @@ class TlsStream:
                     self._flush(deadline)
         self._flush(deadline)
 
-    def receive_into(self, view: memoryview, deadline: float, look: Look | None = None) -> int:
+    def receive_into(self, view: memoryview, deadline: float, look: ByteObserver | None = None) -> int:
         """Receive and decrypt; see :class:`gossipx.transports.Stream`."""
         self.shake_hands(deadline)
         count = 0

@@ -340,7 +340,7 @@ class Sink(Protocol):
 
 
 @runtime_checkable
-class Fitting(Protocol):
+class SinkFactory(Protocol):
     """A sink that is made once the reply is known."""
 
     @property
@@ -350,7 +350,7 @@ class Fitting(Protocol):
         """Return the sink for the payload of ``reply``; ProtocolError if that is not what was asked for."""
 
 
-class Room(Sink, Protocol):
+class UploadSink(Sink, Protocol):
     """A sink for the payload of another peer's request; its memory must be released."""
 
     def release(self) -> None:
@@ -413,7 +413,7 @@ def no_payload(message: Message, request: int) -> None:
     """Expect any message, without a payload."""
 
 
-def answer_to(asked: Message, number: int, payload: Sink | Fitting | None) -> Expect:
+def answer_to(asked: Message, number: int, payload: Sink | SinkFactory | None) -> Expect:
     """Return what expects an answer to ``asked``, sent as request ``number``.
 
     Args:
@@ -428,12 +428,12 @@ def answer_to(asked: Message, number: int, payload: Sink | Fitting | None) -> Ex
             raise NotAuthorisedError(f"not authorised: {message.reason}")
         if request != number or not isinstance(message, ANSWERS[type(asked)]):
             raise ProtocolError(f"answered {type(asked).__name__} by {type(message).__name__}")
-        if isinstance(message, CheckupReply) and payload is not None and not isinstance(payload, Fitting):
+        if isinstance(message, CheckupReply) and payload is not None and not isinstance(payload, SinkFactory):
             return payload
         if isinstance(message, Description | CheckupReply):
             return Bytes(memoryview(bytearray(message.size)))
         if not isinstance(message, CarryingReply):
             return None
-        return payload.fit(message) if isinstance(payload, Fitting) else payload
+        return payload.fit(message) if isinstance(payload, SinkFactory) else payload
 
     return expect

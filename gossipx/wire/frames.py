@@ -37,7 +37,7 @@ from typing import Protocol, TypeAlias
 import xxhash
 
 from gossipx.errors import ProtocolError
-from gossipx.memory import PIECE, Look, Source
+from gossipx.memory import PIECE, ByteObserver, Source
 from gossipx.protocol.fields import MAX_METADATA, kind_of
 from gossipx.wire import Expect, Message, Sink
 from gossipx.wire.kinds import KINDS, message_of, metadata_of
@@ -45,10 +45,10 @@ from gossipx.wire.kinds import KINDS, message_of, metadata_of
 MAGIC = b"GSPX"
 VERSION = 4
 # The bit of the kind that says that the payload lies beside the connection.
-_BESIDE = 0x8000
+_OUT_OF_BAND = 0x8000
 
 Buffers = list[bytes | memoryview]
-Part: TypeAlias = tuple[Buffers, Look | None]
+Part: TypeAlias = tuple[Buffers, ByteObserver | None]
 """Buffers to send in one call, and a function that must see all of them as they go out, before the next part."""
 
 _START = struct.Struct("!4sH")
@@ -101,7 +101,7 @@ def encode(
     request: int,
     payload: Source | None = None,
     checks: Checks = CHECKSUMS,
-    beside: bool = False,
+    out_of_band: bool = False,
 ) -> Iterator[Part]:
     """Return the frame of ``message``, in parts to send in turn; the payload is never copied.
 
@@ -124,11 +124,13 @@ def encode(
             f"{kind.message.__name__} with {len(metadata)} bytes of metadata and {size} of payload:"
             f" at most {kind.metadata} and {kind.payload} can be sent"
         )
-    header = _HEADER.pack(MAGIC, VERSION, kind.number | beside * _BESIDE, request, len(metadata), size)
+    header = _HEADER.pack(MAGIC, VERSION, kind.number | out_of_band * _OUT_OF_BAND, request, len(metadata), size)
     check = checks()
     check.update(header + metadata)
     head = header + check.digest() + metadata
-    return iter([([head], None)]) if payload is None or not size or beside else _with_payload(head, payload, checks)
+    return (
+        iter([([head], None)]) if payload is None or not size or out_of_band else _with_payload(head, payload, checks)
+    )
 
 
 def _with_payload(head: bytes, payload: Source, checks: Checks) -> Iterator[Part]:
@@ -163,7 +165,7 @@ class Frame:
     request: int
     message: Message
     payload: Sink | None
-    beside: bool = False
+    out_of_band: bool = False
 
 
 class Decoder:
@@ -252,7 +254,7 @@ class Decoder:
 
     def _header_whole(self) -> None:
         _, _, number, _, metadata, payload = _HEADER.unpack_from(self._header)
-        kind = KINDS.get(number & ~_BESIDE)
+        kind = KINDS.get(number & ~_OUT_OF_BAND)
         if kind is None:
             raise ProtocolError(f"a frame of unknown kind {number}")
         if not 2 <= metadata <= min(kind.metadata, self.most) or payload > kind.payload:
@@ -270,16 +272,16 @@ class Decoder:
         self._check = self._checks()
         if not hmac.compare_digest(check.digest(), self._header[HEADER_BYTES:]):
             raise ProtocolError("a frame whose header or metadata does not match its checksum")
-        message = message_of(KINDS[number & ~_BESIDE], bytes(self._view))
+        message = message_of(KINDS[number & ~_OUT_OF_BAND], bytes(self._view))
         sink = self.expect(message, request)
         size = 0 if sink is None else sink.nbytes
         if payload != size:
             raise ProtocolError(
                 f"{type(message).__name__} with a payload of {payload} bytes where {size} were expected"
             )
-        beside = bool(number & _BESIDE)
-        self._frame = Frame(request, message, sink, beside and size > 0)
-        if sink is None or not size or beside:
+        out_of_band = bool(number & _OUT_OF_BAND)
+        self._frame = Frame(request, message, sink, out_of_band and size > 0)
+        if sink is None or not size or out_of_band:
             return self._trailer_whole()
         self._sink, self._start, self.in_payload = sink, 0, True
         self._await(sink.room(0), Decoder._piece_whole)

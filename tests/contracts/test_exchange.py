@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from giver import model
 from managers import LONG, SHORT, WAYS, Host, ended, shares_memory, soon
+from responder import model
 
 from gossipx.errors import CancelledError, GossipxError, PeerTimeoutError, PeerUnreachableError
 from gossipx.memory import PIECE, Memory, Source
@@ -39,7 +39,7 @@ def giver(way: str, tmp_path: Path) -> Iterator[Callable[..., tuple[subprocess.P
     with contextlib.ExitStack() as undo:
 
         def started(port: int = 0) -> tuple[subprocess.Popen[str], int]:
-            script = str(Path(__file__).parents[1] / "giver.py")
+            script = str(Path(__file__).parents[1] / "responder.py")
             command = [sys.executable, script, way, str(tmp_path), str(MODEL), str(port)]
             path = os.pathsep.join(sys.path)
             environment = {**os.environ, "PYTHONPATH": path}
@@ -122,7 +122,7 @@ def test_models_and_messages_come_in_order_on_one_connection(
         assert a.ask(1, PullRequest(step, 30.0), room).get(timeout=LONG) == ModelReply(step)
         assert room == step.to_bytes(4, "big") * 300_000
         assert a.ask(1, LeaveRequest()).get(timeout=LONG) == HereReply(Stage.TRAIN)
-    assert len(b.comm._answering._inbound) == 1
+    assert len(b.comm._listener._inbound) == 1
 
 
 class Giant(Source):

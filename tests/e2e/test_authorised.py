@@ -406,6 +406,6 @@ def test_a_thousand_idle_connections_leave_peers_and_threads_alone(start: Start,
         for link in a.comm._member.links._idle[1]:
             link.stream.abort()  # so that the next request needs a connection of its own among them
         assert a.ask(1, PullRequest(2, 30.0), bytearray(len(model))).get(timeout=LONG) == ModelReply(2)
-        assert len(b.comm._answering._inbound) <= 32 + 4 * 2
+        assert len(b.comm._listener._inbound) <= 32 + 4 * 2
         assert threading.active_count() <= threads + 2 * (32 + 4 * 2)
     assert b.comm.trust.strangers == 0

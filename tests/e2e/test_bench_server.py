@@ -19,10 +19,10 @@ PARTS = {
 PROGRAM = """
 import json
 import _hybrid, _staleness, _throughput
-from _crew import Crew
+from _process_pool import ProcessPool
 
 if __name__ == "__main__":
-    with Crew() as crew:
+    with ProcessPool() as crew:
         print(json.dumps({"throughput": THROUGHPUT, "staleness": STALENESS, "hybrid": HYBRID}))
 """
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import managers
 import pytest
-from framed import joined
+from joined_frames import joined
 from managers import LONG, SHORT, Heard, Host, Model, Run, ended, frame, introduced, read_frame, settings_of, soon
 
 from gossipx.errors import GossipxError, PeerTimeoutError, PeerUnreachableError, ProtocolError

@@ -35,13 +35,13 @@ start, two, heard = managers.start, managers.two, managers.heard
 def beside(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The payloads that came beside their connections, by their sizes."""
     taken: list[int] = []
-    take = Link._take_beside
+    take = Link._take_out_of_band
 
     def taking(link: Link, sink: Sink, deadline: float) -> None:
         taken.append(sink.nbytes)
         take(link, sink, deadline)
 
-    monkeypatch.setattr(Link, "_take_beside", taking)
+    monkeypatch.setattr(Link, "_take_out_of_band", taking)
     return taken
 
 
@@ -157,7 +157,7 @@ def test_who_comes_while_a_peer_starts_shares_memory_with_it(
     _, key, _ = b.received.get(timeout=LONG)
     b.answer(key, ModelReply(1), b"1234")
     assert asked[0].get(timeout=LONG) == ModelReply(1)
-    assert a.comm._asking._apart == set()
+    assert a.comm._client._apart == set()
 
 
 def shares(a: Host, beside: list[int]) -> bool:

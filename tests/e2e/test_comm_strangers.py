@@ -111,7 +111,7 @@ def test_a_cancelled_request_is_told_of_though_the_system_has_no_thread_left(
     def none_left(*given: Any) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr("gossipx.comm.client.tell_aside", none_left)
+    monkeypatch.setattr("gossipx.comm.client.call_back_in_thread", none_left)
     run = start(2)
     a, b = run.host(0), run.host(1)
     for _ in range(20):

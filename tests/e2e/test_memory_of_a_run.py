@@ -6,14 +6,14 @@ import sys
 from pathlib import Path
 
 import pytest
-import resident
+import resident_memory
 
 from runs import folder
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/smaps_rollup, which Linux alone has")
 
 MB = 1e6
-SCRIPT = resident.__file__
+SCRIPT = resident_memory.__file__
 
 
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
@@ -24,8 +24,8 @@ def test_at_most_two_snapshots_and_one_model_that_comes_in(tmp_path: Path, trans
         options = ("--policy", "tau:1", "--transport", transport)
         run = here.run(*options, SCRIPT, here.path, "10000", "60", "30")
         assert min(run.summary["retrievals"]) > 1
-        told = resident.told(here.path, peers)
-        assert resident.growth(told) < 3 * 40 * MB + 64 * MB, told
+        told = resident_memory.told(here.path, peers)
+        assert resident_memory.growth(told) < 3 * 40 * MB + 64 * MB, told
 
 
 @pytest.mark.slow
@@ -35,5 +35,5 @@ def test_ten_thousand_pulls_leave_nothing_behind(tmp_path: Path, transport: str)
         options = ("--policy", "tau:1", "--transport", transport, "--blocking")
         run = here.run(*options, SCRIPT, here.path, "100", "10000", "20")
         assert run.summary["retrievals"] == [10_000, 10_000]
-        for told in resident.told(here.path, 2):
+        for told in resident_memory.told(here.path, 2):
             assert max(told["seen"][10:]) - told["seen"][1] < 2 * MB, told

@@ -21,10 +21,10 @@ from managers import LONG, Host, certify, runs, settings_of
 
 from gossipx.errors import LocalFaultError, NoCarrierError, PeerUnreachableError, ProtocolError
 from gossipx.protocol.messages import ModelReply, PullRequest
-from gossipx.transports import Notes, link
+from gossipx.transports import KeyValueStore, link
 from gossipx.transports.backends import CHUNK, Gloo
 from gossipx.transports.process_group import PairGroup, ProcessGroups
-from gossipx.transports.shared_memory import Notebook
+from gossipx.transports.shared_memory import LinkStore
 from gossipx.wire import Carried, CarrierReply, Message, NoCarrierReply, Noted, Taken
 
 SIZE = 2 * CHUNK + 5
@@ -68,7 +68,7 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     ends: list[bool] = []
     build = ProcessGroups.build
 
-    def building(groups: ProcessGroups, receives: bool, notes: Notes, here: str, deadline: float) -> PairGroup:
+    def building(groups: ProcessGroups, receives: bool, notes: KeyValueStore, here: str, deadline: float) -> PairGroup:
         made = build(groups, receives, notes, here, deadline)
         ends.append(receives)
         return made
@@ -197,7 +197,7 @@ def test_a_peer_that_dies_while_a_group_is_tried_out_is_gone_and_gets_one_once_i
     a, b = start("gloo", "gloo")
     b.comm.close()
     with contextlib.ExitStack() as undo:
-        giver = str(Path(__file__).parents[1] / "giver.py")
+        giver = str(Path(__file__).parents[1] / "responder.py")
         command = [sys.executable, "-c", DYING, giver, "gloo", str(tmp_path), "1000", str(b.comm.address.port)]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         dying = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
@@ -310,21 +310,21 @@ def _kind_of(kind: type, make: Callable[..., object]) -> type:
     ],
 )
 def test_what_the_other_end_may_say_while_both_build_is_bounded(said: list[Message], told: str) -> None:
-    notes = Notebook(lambda message: None, iter(said).__next__)
+    notes = LinkStore(lambda message: None, iter(said).__next__)
     with pytest.raises(ProtocolError, match=told):
         notes.get("what never comes")
 
 
 def test_an_end_that_cannot_be_built_ends_the_other() -> None:
     with pytest.raises(NoCarrierError, match="it says: no"):
-        Notebook(lambda message: None, lambda: NoCarrierReply("no")).get("a key")
+        LinkStore(lambda message: None, lambda: NoCarrierReply("no")).get("a key")
 
 
 def test_an_end_that_is_built_before_the_other_has_told_what_it_must_is_refused(
     start: Callable[..., list[Host]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a, b = start("gloo", "gloo")
-    b.comm._answering._member = dataclasses.replace(b.comm._member, carriers=Liar())
+    b.comm._listener._member = dataclasses.replace(b.comm._member, carriers=Liar())
     error = a.ask(1, PullRequest(1, 30.0), bytearray(4)).get(timeout=LONG)
     assert isinstance(error, ProtocolError)
     assert "has built its end and not told" in str(error)
@@ -335,7 +335,7 @@ class Liar:
 
     kind = "gloo"
 
-    def build(self, receives: bool, notes: Notes, here: str, deadline: float) -> PairGroup:
+    def build(self, receives: bool, notes: KeyValueStore, here: str, deadline: float) -> PairGroup:
         return None  # type: ignore[return-value]
 
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from toy import SIZE, TIMEOUT, Point, bound, ended, maker, models, until
 
-from gossipx.peer.offers import Way
+from gossipx.peer.offers import Phase
 from gossipx.peer.pushes import LEAST_WEIGHT
 from gossipx.protocol.messages import Stage
 from gossipx.sim import Network, SimPeer, World
@@ -60,13 +60,13 @@ def under_way(made: World) -> list[tuple[float, Tensor]]:
     """Of each model that its sender has given away and its receiver has not mixed: its weight and itself."""
     found = []  # of pushes by peers that live
     for rank, peer in made.peers.items():
-        for taking in peer.role.exchange._takings if peer.down_since is None else []:
-            if taking.way is Way.COMING or taking.sender not in made.peers:
+        for inbound in peer.role.exchange._inbound if peer.down_since is None else []:
+            if inbound.phase is Phase.COMING or inbound.sender not in made.peers:
                 continue
-            sender = made.peers[taking.sender].role
-            if sender.incarnation == taking._incarnation and sender.exchange._settled.get(rank) == taking._number:
-                incoming = peer._exchanges[taking.ticket].incoming
-                found.append((taking.reply.weight, incoming.buffer.vectors[0].double()))
+            sender = made.peers[inbound.sender].role
+            if sender.incarnation == inbound._incarnation and sender.exchange._settled.get(rank) == inbound._number:
+                incoming = peer._exchanges[inbound.ticket].incoming
+                found.append((inbound.reply.weight, incoming.buffer.vectors[0].double()))
     return found
 
 
@@ -182,7 +182,7 @@ def test_a_model_in_doubt_is_kept_aside_while_its_sender_cannot_be_reached(given
     made.network.cut([0], [2], made.now + 0.35, made.now + 4 * TIMEOUT, one_way=given)
     made.run(made.now + 4 * TIMEOUT - 1)
     assert made.peers[2].role.members.others[0].lost
-    assert [taking.sender for taking in made.peers[2].role.exchange._takings if taking.in_doubt] == [0]
+    assert [inbound.sender for inbound in made.peers[2].role.exchange._inbound if inbound.in_doubt] == [0]
     assert len(made.lines(2, "mixes 1")) >= 3 and not made.lines(2, "mixes 0")
     conserved(made, 3)
     made.run(made.now + TIMEOUT)
@@ -225,11 +225,11 @@ def test_a_crash_takes_what_the_peer_had_and_no_more(number: int):
     made.crash(2, made.now)
     made.run(made.now + 0.03)  # what has left it arrives
     crashed = made.peers[2].role
-    taken = crashed.exchange._takings
-    had = crashed.weight + sum(taking.reply.weight for taking in taken if taking.way is Way.STANDS)
-    others = [taking for rank in (0, 1, 3) for taking in made.peers[rank].role.exchange._takings]
-    in_doubt = [taking for taking in others if taking.sender == 2 and taking.way is Way.SETTLING]
-    had -= sum(taking.reply.weight for taking in in_doubt)
+    taken = crashed.exchange._inbound
+    had = crashed.weight + sum(inbound.reply.weight for inbound in taken if inbound.phase is Phase.STANDS)
+    others = [inbound for rank in (0, 1, 3) for inbound in made.peers[rank].role.exchange._inbound]
+    in_doubt = [inbound for inbound in others if inbound.sender == 2 and inbound.phase is Phase.SETTLING]
+    had -= sum(inbound.reply.weight for inbound in in_doubt)
     made.run(35.0)
     assert made.fired["crash"] == 1
     del made.peers[2]

@@ -32,4 +32,4 @@ def nothing_left(made: World) -> None:
     """No peer that came to its end holds on to a model, its own or another's."""
     for peer in (peer for peer in made.peers.values() if made.lines(peer.rank)[-1] != "crashes"):
         kept = [exchange for exchange in peer._exchanges.values() if exchange.incoming]
-        assert not kept and not peer.models.held, (peer.rank, kept, peer.models.held)
+        assert not kept and not peer.models.captures, (peer.rank, kept, peer.models.captures)

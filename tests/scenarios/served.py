@@ -91,11 +91,11 @@ def make(
         random.Random(rank),
         incarnation,
         settings=PeerSettings(peer_timeout=toy.TIMEOUT, min_peers=min_peers),
-        exchange_of=lambda ground, pulls: ServerMode(ground, pulls, served.settings, served.clocks),
+        exchange_of=lambda context, pulls: ServerMode(context, pulls, served.settings, served.clocks),
     )
     if not role.trains:
         iterations = 0
-    return SimPeer(role, made, step, iterations, compute, desk_of=lambda _: served.desk)
+    return SimPeer(role, made, step, iterations, compute, table_store_of=lambda _: served.table_store)
 
 
 def step(peer: SimPeer) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from toy import SIZE, TIMEOUT, bound, ended, maker, until, world
 
-from gossipx.peer.serving import GIVING, SAVED
+from gossipx.peer.serving import SAVED, SECONDS_PER_MODEL
 from gossipx.protocol.effects import Send
 from gossipx.protocol.messages import PullRequest
 from gossipx.sim import Network, World
@@ -13,7 +13,7 @@ from gossipx.sim import Network, World
 
 def snapshots(made, rank: int) -> int:
     """Versions of its model that a peer keeps, the last boundary's among them."""
-    return 1 + len({id(held.base) for held in made.peers[rank].models.held.values()})
+    return 1 + len({id(held.base) for held in made.peers[rank].models.captures.values()})
 
 
 @pytest.mark.parametrize("max_served", [1, 3])
@@ -79,7 +79,7 @@ def test_answers_take_their_share_of_training_and_no_more(serve_share: float, bl
     made = world(2, policy="tau:1", iterations=2000, compute=0.001, **settings)
     ended(made, bound(2, 2000, 0.001))
     given = max(peer.role.sync.retrievals for peer in made.peers.values())
-    most = (SAVED + seconds) * 0.03 / GIVING
+    most = (SAVED + seconds) * 0.03 / SECONDS_PER_MODEL
     assert 0.9 * most < given <= most + 1 if limited else given > 5 * most
 
 

@@ -28,13 +28,13 @@ def run(**options: Any) -> World:
     return toy.ended(toy.world(3, **options), 1000.0)
 
 
-Given = list[tuple[ModelCodec, int, bool]]
+Delivered = list[tuple[ModelCodec, int, bool]]
 
 
 @pytest.fixture
-def given(monkeypatch: pytest.MonkeyPatch) -> Given:
+def given(monkeypatch: pytest.MonkeyPatch) -> Delivered:
     """Of each model that is given: by which codec, to whom, and whether as it is."""
-    told: Given = []
+    told: Delivered = []
     give = ModelCodec.give
 
     def noted(self: ModelCodec, taker: int, *rest: Any) -> Any:
@@ -48,7 +48,7 @@ def given(monkeypatch: pytest.MonkeyPatch) -> Given:
 
 @pytest.mark.parametrize("mode", ["pull", "push", "pushpull"])
 @pytest.mark.parametrize("spec", GOSSIP)
-def test_every_codec_in_every_mode(spec: str, mode: str, given: Given) -> None:
+def test_every_codec_in_every_mode(spec: str, mode: str, given: Delivered) -> None:
     made = run(codec=spec, mode=mode)
     assert bool(toy.models(made).isfinite().all())
     assert spec == "none" or (given and not any(is_whole for *_, is_whole in given))
@@ -72,7 +72,7 @@ def test_models_by_themselves(spec: str) -> None:
 
 
 @pytest.mark.parametrize("network", [Network(delay=0.01, loss=0.05), Network(delay=0.2, jitter=0.5, repeat=0.2)])
-def test_messages_that_are_lost_late_or_twice(network: Network, given: Given) -> None:
+def test_messages_that_are_lost_late_or_twice(network: Network, given: Delivered) -> None:
     """Both ends still mean the same, or else the model comes as it is: what is mixed is sound."""
     made = run(codec=NEAR, network=network, policy="tau:2")
     assert made.fired["lost"] + made.fired["repeated"] > 0
@@ -83,7 +83,7 @@ def test_messages_that_are_lost_late_or_twice(network: Network, given: Given) ->
 
 
 @pytest.mark.parametrize("again", [0, 1])
-def test_who_comes_late_or_again_is_given_and_gives_models_as_they_are_first(again: int, given: Given) -> None:
+def test_who_comes_late_or_again_is_given_and_gives_models_as_they_are_first(again: int, given: Delivered) -> None:
     """Though its first model is what all began with once more, as a model that is seeded alike is."""
     options = {"codec": "topk:ratio=0.05", "policy": "tau:2", "iterations": 40}
     made = toy.world(3, absent=[2], **options)
@@ -96,10 +96,10 @@ def test_who_comes_late_or_again_is_given_and_gives_models_as_they_are_first(aga
     assert made.fired["crash"] and made.fired["restart"]
     ranks = {peer.codec.models: rank for rank, peer in made.peers.items() if peer.codec is not None}
     first: dict[tuple[int, int], bool] = {}
-    for giver, taker, is_whole in given[before[0] :]:
-        if giver in ranks:  # those that live on
-            first.setdefault((ranks[giver], taker), is_whole)
-    to_and_from = [(giver, taker) for giver, taker in first if again in (giver, taker)]
+    for sender, taker, is_whole in given[before[0] :]:
+        if sender in ranks:  # those that live on
+            first.setdefault((ranks[sender], taker), is_whole)
+    to_and_from = [(sender, taker) for sender, taker in first if again in (sender, taker)]
     assert len(to_and_from) == 4 and all(first[pair] for pair in to_and_from)
     assert any(not is_whole for *_, is_whole in given)
 
@@ -111,7 +111,7 @@ def test_moniqua_comes_to_where_models_would_without(mode: str) -> None:
     assert float((toy.before(made) - toy.before(plain)).abs().max()) < 0.1
 
 
-def test_more_neighbours_than_references(given: Given) -> None:
+def test_more_neighbours_than_references(given: Delivered) -> None:
     """Many models come as they are then; with as many references as neighbours the first of each pair does."""
     options = {"codec": "topk:ratio=0.05", "policy": "tau:2", "init": "own", "iterations": 60}
     made = toy.ended(toy.world(6, references=2, **options), 5000.0)
@@ -122,7 +122,7 @@ def test_more_neighbours_than_references(given: Given) -> None:
     assert len(given) - few > 100 and sum(is_whole for *_, is_whole in given[few:]) <= 6 * 5
 
 
-def test_models_too_far_apart_are_not_mixed_and_come_whole_next(given: Given) -> None:
+def test_models_too_far_apart_are_not_mixed_and_come_whole_next(given: Delivered) -> None:
     made = run(codec="moniqua:bits=8,theta=0.02", references=0, policy="tau:2")
     refused = [line for rank in made.peers for line in made.lines(rank, "cannot decode")]
     assert refused and "theta of 0.02" in refused[0]
@@ -162,11 +162,11 @@ class Two:
         reply, source = self.codecs[0].give(taker, bases, model, ModelReply(self.arenas[0].step))
         return reply, bytearray(source.view)
 
-    def take(self, reply: ModelReply, content: bytearray, giver: int = 0, by: int = 1) -> Incoming:
+    def take(self, reply: ModelReply, content: bytearray, sender: int = 0, by: int = 1) -> Incoming:
         incoming = Incoming(self.arenas[1], self.arenas[1].snapshot() if self.near else None)
-        taking = self.codecs[by].taking(giver, incoming)
-        taking.fit(reply).take(0, memoryview(content))
-        taking.decode()
+        model_sink = self.codecs[by].model_sink(sender, incoming)
+        model_sink.fit(reply).take(0, memoryview(content))
+        model_sink.decode()
         return incoming
 
     def off(self, incoming: Incoming) -> float:
@@ -235,22 +235,22 @@ def test_no_more_references_are_kept_than_are_wanted() -> None:
         two.train(taker)
         two.give(taker)
     assert len(two.codecs[0]._changes[0]._bases) <= 2 * 2 + 1
-    for giver in range(6):
-        two.train(giver)
-        two.take(*two.give(1, two.codecs[1].bases(giver)), giver=giver)
+    for sender in range(6):
+        two.train(sender)
+        two.take(*two.give(1, two.codecs[1].bases(sender)), sender=sender)
     assert list(two.codecs[1]._taken) == [4, 5]
 
 
 def test_whose_reference_was_dropped_is_given_the_model_as_it_is() -> None:
     """And not as its difference to what all began with, which one pass would hardly leave."""
     two = Two("topk:ratio=0.05", references=2)
-    for giver in range(3):
-        two.train(giver)
-        assert FULL not in two.give(1, two.codecs[1].bases(giver))[0].bases
-        two.take(*two.give(1, two.codecs[1].bases(giver)), giver=giver)
+    for sender in range(3):
+        two.train(sender)
+        assert FULL not in two.give(1, two.codecs[1].bases(sender))[0].bases
+        two.take(*two.give(1, two.codecs[1].bases(sender)), sender=sender)
     reply, content = two.give(1, two.codecs[1].bases(0))
     assert set(reply.bases) == {FULL}
-    assert two.off(two.take(reply, content, giver=0)) == 0
+    assert two.off(two.take(reply, content, sender=0)) == 0
 
 
 def test_as_many_take_as_references_are_kept() -> None:

@@ -126,9 +126,9 @@ class Two:
     def take(self, reply: ModelReply, content: bytearray) -> Tensor:
         """By what the worker moves."""
         incoming = Incoming(self.arenas[1], self.arenas[1].snapshot())
-        taking = self.worker.taking(incoming)
-        taking.fit(reply).take(0, memoryview(content))
-        taking.decode()
+        model_sink = self.worker.model_sink(incoming)
+        model_sink.fit(reply).take(0, memoryview(content))
+        model_sink.decode()
         incoming.norm()
         return incoming.buffer.vectors[0][: self.arenas[1].sections[0].trainable].clone()
 

@@ -19,7 +19,7 @@ from toy import SIZE, TIMEOUT, alone, before, bound, ended, maker, models, sgd, 
 from gossipx.protocol.events import Fault
 from gossipx.protocol.messages import Stage
 from gossipx.sim import Network, SimPeer, World
-from gossipx.sim.network import Journey
+from gossipx.sim.network import Delivery
 from gossipx.topology import Topology
 
 
@@ -314,7 +314,7 @@ def test_peers_of_different_modes_train_on():
 class SettleLost(Network):
     """Of what 1 says to 0 in the sixth second, all but models is lost: that is whether the pair stands."""
 
-    def send(self, sender: int, receiver: int, nbytes: int, now: float, rng: Any) -> Journey:
+    def send(self, sender: int, receiver: int, nbytes: int, now: float, rng: Any) -> Delivery:
         journey = super().send(sender, receiver, nbytes, now, rng)
         return replace(journey, lost=True) if sender == 1 and not nbytes and 5.45 < now < 6.0 else journey
 

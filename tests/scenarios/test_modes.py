@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from modes import MODES, PAIRS, PUSH, agree, both_ways, every_mode, nothing_left, slow
 from toy import ITERATIONS, SIZE, alone, before, bound, ended, maker, models, spread, until, world
 
-from gossipx.peer.offers import Way
+from gossipx.peer.offers import Phase
 from gossipx.sim import Network, SimPeer, World
 from gossipx.topology import Topology
 
@@ -164,17 +164,17 @@ def test_what_comes_while_others_are_mixed_is_for_the_next_boundary():
     until(made, 1, "takes from 0")
     began, pushes = made.now, made.peers[1].role.exchange
     for moment in range(60):
-        if any(taking.way is Way.STANDS for taking in pushes._takings):
+        if any(inbound.phase is Phase.STANDS for inbound in pushes._inbound):
             break
         made.run(began + 0.05 * moment)
-    (first,) = pushes._takings
+    (first,) = pushes._inbound
     pushes.boundary(made.now)
-    pushes._takings.append(late := copy(first))
+    pushes._inbound.append(late := copy(first))
     assert pushes.mix(at_boundary=True) is not None
     pushes.mixed(first.ticket)
     assert pushes.mix(at_boundary=True) is None
     pushes.boundary(made.now)
-    assert pushes.mix(at_boundary=True) is not None and late.way is Way.MIXING
+    assert pushes.mix(at_boundary=True) is not None and late.phase is Phase.MIXING
 
 
 def test_of_one_sender_one_push_comes_in_at_a_time():
@@ -186,7 +186,7 @@ def test_of_one_sender_one_push_comes_in_at_a_time():
     for moment in itertools.count():
         if made.run(0.2 * moment):
             break
-        assert len(made.peers[1].role.exchange._takings) <= 1
+        assert len(made.peers[1].role.exchange._inbound) <= 1
     assert made.peers[1].role.sync.retrievals > 1
 
 

@@ -37,9 +37,9 @@ def mode(made: World, rank: int) -> ServerMode:
 
 def tables(made: World, rank: int, shard: int = 0) -> list[Tensor]:
     """The values of a shard as they lie with a peer."""
-    desk = made.peers[rank].tables
-    assert desk is not None
-    return [values.clone() for values in desk.desk.state_dict(shard)["store"]["values"]]
+    table_store = made.peers[rank].tables
+    assert table_store is not None
+    return [values.clone() for values in table_store.table_store.state_dict(shard)["store"]["values"]]
 
 
 def exact(made: World, workers: list[int] = WORKERS, optimizer: served.Optimizer = served.sgd) -> None:

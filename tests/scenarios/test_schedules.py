@@ -11,7 +11,7 @@ import torch
 from toy import Point, before, bound, ended, models, spread, world
 
 from gossipx.sim import Network, World
-from gossipx.sim.network import Journey
+from gossipx.sim.network import Delivery
 from gossipx.topology import Topology, load
 
 STILL: dict[str, Any] = {
@@ -87,7 +87,7 @@ class OneSlow(Network):
 
     to: bool = False
 
-    def send(self, sender: int, receiver: int, nbytes: int, now: float, rng: Any) -> Journey:
+    def send(self, sender: int, receiver: int, nbytes: int, now: float, rng: Any) -> Delivery:
         journey = super().send(sender, receiver, nbytes, now, rng)
         slow = (receiver if self.to else sender) == 3
         return replace(journey, arrives=journey.arrives + 9 * (journey.arrives - now)) if slow else journey

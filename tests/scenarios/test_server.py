@@ -16,7 +16,7 @@ import toy
 
 from gossipx.assembly.server import Parts
 from gossipx.protocol.effects import Answer, Effect
-from gossipx.protocol.events import CameBack, Event, Received
+from gossipx.protocol.events import Event, Received, TablesRestored
 from gossipx.protocol.messages import Stage
 from gossipx.protocol.server_messages import TablesReply, TablesRequest
 from gossipx.protocol.table_effects import KeepShard
@@ -177,7 +177,7 @@ def test_by_the_clock_on_the_wall_all_take_their_checkpoints_at_one_iteration(
         return made
 
     def passes(self: ServerMode, now: float) -> list[Effect]:
-        told.setdefault(self._ground.rank, []).append(self.keep_at)
+        told.setdefault(self._context.rank, []).append(self.keep_at)
         return boundary(self, now)
 
     monkeypatch.setattr(Shard, "keep", keeps)
@@ -202,7 +202,7 @@ def test_a_shard_that_has_gone_over_to_other_servers_comes_back_to_nothing(index
     exchange = made.peers[0].role.exchange
     assert isinstance(exchange, ServerMode)
     before = json.dumps({number: one.state_dict() for number, one in exchange.shards.items()})
-    assert exchange.came_back(CameBack(index, 0, {"clock": "of another layout"}), made.now) == []
+    assert exchange.tables_restored(TablesRestored(index, 0, {"clock": "of another layout"}), made.now) == []
     assert json.dumps({number: one.state_dict() for number, one in exchange.shards.items()}) == before
 
 

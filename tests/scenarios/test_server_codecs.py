@@ -30,9 +30,13 @@ def models(made: World) -> Tensor:
 
 def held(made: World) -> Tensor:
     """What the servers hold, one after the other."""
-    desks = [made.peers[shard].tables.desk for shard in range(2)]
+    table_stores = [made.peers[shard].tables.table_store for shard in range(2)]
     return torch.cat(
-        [values for shard, desk in enumerate(desks) for values in desk.state_dict(shard)["store"]["values"]]
+        [
+            values
+            for shard, table_store in enumerate(table_stores)
+            for values in table_store.state_dict(shard)["store"]["values"]
+        ]
     )
 
 
@@ -131,15 +135,19 @@ def test_who_comes_or_returns_is_given_whole_values_first(
     bases = [base for taker, base, _ in asked if taker == 2]
     assert 0 < bases.count(FULL) < len(bases) / 2
     assert all(is_whole == (base == FULL) for _, base, is_whole in asked)  # a base that is named is known
-    frames = [room.pushing.state.frames for room in made.peers[2].tables.desk.client._rooms.values() if room.pushing]
+    frames = [
+        room.push_encoder.state.frames
+        for room in made.peers[2].tables.table_store.client._bucket_memories.values()
+        if room.push_encoder
+    ]
     assert all((10 < one < 39) if what != "pause" else one > 20 for one in frames)
     assert all(left.isfinite().all() and left.any() for left in errors(made, 2))
 
 
 def errors(made: World, rank: int) -> list[Tensor]:
     """Of a worker, by bucket."""
-    rooms = made.peers[rank].tables.desk.client._rooms.values()
-    return [room.pushing.state.kept["error"] for room in rooms if room.pushing is not None]
+    rooms = made.peers[rank].tables.table_store.client._bucket_memories.values()
+    return [room.push_encoder.state.kept["error"] for room in rooms if room.push_encoder is not None]
 
 
 @pytest.mark.parametrize(

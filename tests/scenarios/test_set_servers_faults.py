@@ -14,7 +14,7 @@ from gossipx.assembly.server import Parts
 from gossipx.protocol.effects import Effect
 from gossipx.protocol.messages import Stage
 from gossipx.protocol.table_effects import KeepShard
-from gossipx.server.holding import Holding
+from gossipx.server.hosted_shards import HostedShards
 from gossipx.server.mode import ServerMode
 from gossipx.sim import Network, World
 from gossipx.tables.parts import Storages, TransmitBuffer
@@ -30,7 +30,7 @@ def mode(made: World, rank: int) -> ServerMode:
 
 def stand(made: World, ranks: list[int]) -> tuple[int, ...]:
     """The servers that these peers all go by; each has the shards that are its, and no other."""
-    servers = {mode(made, rank).moving.layout.servers for rank in ranks}
+    servers = {mode(made, rank).migration.layout.servers for rank in ranks}
     assert len(servers) == 1, servers
     (found,) = servers
     for rank in ranks:
@@ -127,7 +127,7 @@ def test_what_cannot_be_moved_stays(options: dict[str, Any], told: str) -> None:
     made.change_servers(2, 4.5, [1, 2])
     served.ended(made)
     assert [line for line in made.lines(2) if told in line]
-    assert {mode(made, rank).moving.epoch for rank in range(3)} == {0}
+    assert {mode(made, rank).migration.epoch for rank in range(3)} == {0}
     assert all(peer.role.stage is Stage.DONE for peer in made.peers.values())
 
 
@@ -240,7 +240,7 @@ def test_a_server_that_has_no_checkpoint_of_what_it_is_to_hold_says_so(victim: i
     reason = "the servers were changed, and no checkpoint here has the tables that this peer is to hold"
     assert made.lines(victim, "must stop") == [f"must stop: {reason}"]
     assert not [one for one in mode(made, victim).shards.values() if one.begun]
-    assert not mode(made, victim).holding.ready
+    assert not mode(made, victim).hosted.ready
 
 
 @pytest.mark.parametrize("answers", [True, False])
@@ -252,7 +252,7 @@ def test_who_comes_again_asks_all_that_are_there(answers: bool) -> None:
         made.pause(2, 6.0, 6.0 + 3 * toy.TIMEOUT)
     made.restart(0, 6.5)
     served.ended(made)
-    assert set(mode(made, 0).shards) == {0} and mode(made, 0).holding.ready
+    assert set(mode(made, 0).shards) == {0} and mode(made, 0).hosted.ready
     assert made.peers[1].role.stage is Stage.DONE
 
 
@@ -301,17 +301,17 @@ def test_all_that_leave_keep_shards_that_go_together(
 ) -> None:
     """Whoever holds a shard at the end has kept it by the layout of then, over what another had kept before."""
     disk: dict[int, tuple[int, tuple[int, ...]]] = {}
-    kept = Holding.keep
+    kept = HostedShards.keep
 
-    def keep(self: Holding, now: float, last: bool = False, leaves: bool = False) -> list[Effect]:
+    def keep(self: HostedShards, now: float, last: bool = False, leaves: bool = False) -> list[Effect]:
         effects = kept(self, now, last, leaves)
         for one in effects:
             if isinstance(one, KeepShard) and one.clock >= disk.get(one.shard, (0, ()))[0]:
-                (holder,) = [rank for rank in made.peers if mode(made, rank).holding is self]
-                disk[one.shard] = one.clock, mode(made, holder).moving.layout.servers
+                (holder,) = [rank for rank in made.peers if mode(made, rank).hosted is self]
+                disk[one.shard] = one.clock, mode(made, holder).migration.layout.servers
         return effects
 
-    monkeypatch.setattr(Holding, "keep", keep)
+    monkeypatch.setattr(HostedShards, "keep", keep)
     made = served.world(4, servers=servers, iterations=40)
     for number, rank in enumerate(sorted(range(4), key=lambda rank: (rank == last, rank))):
         made.leave(rank, 5.5 + apart * number)

@@ -88,7 +88,7 @@ def test_a_checkpoint_restored_in_a_wave_takes_no_part():
     kept = peer.weights()
     peer.arena.set_boundary(3)
     peer._tell(Restored(3, state))
-    assert peer.role.waves.current is None and not peer.models.held
+    assert peer.role.waves.current is None and not peer.models.captures
     made.run(made.now + 0.5)
     assert torch.equal(peer.weights(), kept)
     ended(made, bound(2, 2 * ITERATIONS))
@@ -217,7 +217,7 @@ def test_those_who_mean_different_members_lose_rounds_at_most(starters: tuple[in
         tracked.start(made, rank, 4, policy="tau:10" if rank in starters else "never", iterations=14)
     until(made, 0, "step 9")
     for rank in without:
-        made.peers[0].role.members.others[rank].aside_until = 1e9
+        made.peers[0].role.members.others[rank].suspended_until = 1e9
     ended(made, bound(4, 14))
     assert made.now < 15
     assert sum(counts(made)) > 0
@@ -237,7 +237,9 @@ def test_whoever_has_exchanged_nothing_yet_goes_over_to_the_better_list():
         tracked.start(made, rank, 4, policy="tau:10" if rank < 2 else "never", iterations=14)
     until(made, 0, "step 9")
     for rank in (2, 3):
-        made.peers[0].role.members.others[rank].aside_until = made.now + 1.0005  # as it starts, not when it hears of 1
+        made.peers[0].role.members.others[rank].suspended_until = (
+            made.now + 1.0005
+        )  # as it starts, not when it hears of 1
     ended(made, bound(4, 14, waits=1))
     assert counts(made) == [2] * 4 and rounds_lost(made) == 0
     conserved(made, tracked)

@@ -96,7 +96,7 @@ def make(
         PeerSettings(**{"peer_timeout": TIMEOUT, **settings}),
         plan,
         shares(weights, plan, rank, pushed=settings.get("mode") == "push"),
-        None if hub is None else lambda ground, pulls: Elastic(ground, pulls, hub),
+        None if hub is None else lambda context, pulls: Elastic(context, pulls, hub),
     )
     if hub is not None and hub.rank == rank and not hub.trains:
         iterations = 0

@@ -14,7 +14,7 @@ from torch import nn
 from gossipx.assembly.peer import Place, build_peer
 from gossipx.config import files
 from gossipx.errors import GossipxError, PeerTimeoutError, PeerUnreachableError
-from gossipx.peer.serving import GIVING, SAVED
+from gossipx.peer.serving import SAVED, SECONDS_PER_MODEL
 from gossipx.protocol.effects import Answer
 from gossipx.protocol.events import Received
 from gossipx.protocol.messages import (
@@ -85,7 +85,8 @@ def test_so_many_pushes_are_taken_in_at_once(make: Make, settings: dict[str, Any
 
 
 @pytest.mark.parametrize(
-    ("settings", "apart"), [({}, GIVING / 0.03), ({"serve_share": 0.001}, GIVING / 0.001), ({"serve_share": 1.0}, 0.0)]
+    ("settings", "apart"),
+    [({}, SECONDS_PER_MODEL / 0.03), ({"serve_share": 0.001}, SECONDS_PER_MODEL / 0.001), ({"serve_share": 1.0}, 0.0)],
 )
 def test_models_are_given_so_far_apart(make: Make, settings: dict[str, Any], apart: float) -> None:
     """The share of a while before was saved up; from then on each waits for its turn."""

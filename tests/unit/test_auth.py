@@ -11,9 +11,9 @@ import hmac
 from collections.abc import Callable
 
 import pytest
-from framed import joined
 from hypothesis import given
 from hypothesis import strategies as st
+from joined_frames import joined
 
 from gossipx.errors import NotAuthorisedError, ProtocolError, StrangerError
 from gossipx.memory import Source

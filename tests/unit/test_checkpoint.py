@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import nn
 
-from gossipx.checkpoint import CheckpointError, Every, Part, Store, files, pack, unpack
+from gossipx.checkpoint import CheckpointError, CheckpointInterval, Part, Store, files, pack, unpack
 from gossipx.checkpoint.plain import DTYPES
 from gossipx.checkpoint.store import MANIFEST
 from gossipx.errors import UsageError
@@ -419,11 +419,11 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     [("500", 500, 0.0), ("60s", 0, 60.0), ("0.5s", 0, 0.5), (" 10 s ", 0, 10.0), ("0", 0, 0.0), ("0s", 0, 0.0)],
 )
 def test_intervals(text: str, iterations: int, seconds: float) -> None:
-    every = Every.parse(text)
-    assert every == Every(iterations, seconds) and bool(every) == bool(iterations or seconds)
+    every = CheckpointInterval.parse(text)
+    assert every == CheckpointInterval(iterations, seconds) and bool(every) == bool(iterations or seconds)
 
 
 @pytest.mark.parametrize("text", ["-1", "1.5", "s", "5m", "1e9", "nan", "infs", "9" * 5000, "٣", ""])
 def test_what_is_no_interval_is_told_with_an_example(text: str) -> None:
     with pytest.raises(UsageError, match="is no interval: iterations such as 500, or seconds such as 60s"):
-        Every.parse(text)
+        CheckpointInterval.parse(text)

@@ -70,7 +70,7 @@ def survives(frame: bytes) -> bool:
 
 def survives_near(frame: bytes) -> bool:
     """The same, of a frame that is to be decoded near values; where it does not, it leaves these as they were."""
-    tensors = frames.open_frame(frame, LIMIT).held.tensors
+    tensors = frames.open_frame(frame, LIMIT).contents.tensors
     near = torch.cat([normal(count, seed=place) for place, count in enumerate(tensors.counts)])
     near = near.view(tensors.shapes[0] if tensors.single else -1)
     out = near.to(tensors.dtype)

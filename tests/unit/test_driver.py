@@ -18,7 +18,7 @@ from gossipx.errors import CancelledError
 from gossipx.model.arena import ParameterArena
 from gossipx.model.buffers import HostBuffer
 from gossipx.model.receive import Incoming
-from gossipx.protocol.effects import Answer, Cancel, Capture, Effect, Forget, Given, Keep, Merge, Mix, Send
+from gossipx.protocol.effects import Answer, Cancel, Capture, Delivered, Effect, Forget, Keep, Merge, Mix, Send
 from gossipx.protocol.events import Answered, Event, Failed, Fault, JoinRun, Merged, Mixed, Received, Replied
 from gossipx.protocol.messages import (
     AcceptReply,
@@ -121,7 +121,7 @@ def test_the_model_that_was_captured_is_given_whatever_came_after(bench: Bench):
     assert bench.comm.answers == [(ModelReply(1, 0.5), then), (ModelReply(2), now)]
 
 
-@pytest.mark.parametrize("over", [Forget(5), Given(5)])
+@pytest.mark.parametrize("over", [Forget(5), Delivered(5)])
 def test_what_was_to_be_given_is_given_whatever_is_decided_meanwhile(bench: Bench, over: Effect):
     """The answer has hold of it from the decision on; afterwards nobody has."""
     then = bench.step()
@@ -129,7 +129,7 @@ def test_what_was_to_be_given_is_given_whatever_is_decided_meanwhile(bench: Benc
     bench.step()
     bench.do(over, Answer("a", ModelReply(0), math.inf, captured=5))
     assert bench.comm.answers == [(ModelReply(1), then)]
-    assert not bench.driver.held
+    assert not bench.driver.captures
 
 
 def test_an_answer_finds_the_model_that_was_captured_in_the_same_decision(bench: Bench):
@@ -259,7 +259,7 @@ class Around:
     def bring(self, key: int = 1) -> ElasticRequest:
         """As the CommManager would of a request ``key`` of peer 1."""
         request, source = self.worker.bring(ElasticRequest(1, key, 1, 5.0), self.arena.snapshot().buffer.vectors)
-        room = self.bench.driver.brought.room_for(1, request)
+        room = self.bench.driver.uploads.room_for(1, request)
         room.take(0, source.view)
         self.bench.driver.received(1, key, request, room)
         return request
@@ -274,11 +274,11 @@ def test_a_hub_answers_by_the_difference_that_it_moves_by(bench: Bench):
     assert bench.role.told[-1] == Merged(7, 100, True)
     ((reply, content),) = bench.comm.answers
     incoming = Incoming(around.arena, around.arena.snapshot())
-    taking = around.worker.taking(incoming)
-    taking.fit(reply).take(0, memoryview(bytearray(content or b"")))
-    taking.decode()
+    model_sink = around.worker.model_sink(incoming)
+    model_sink.fit(reply).take(0, memoryview(bytearray(content or b"")))
+    model_sink.decode()
     incoming.norm()
-    centre = bench.driver.held.hold(100)
+    centre = bench.driver.captures.hold(100)
     assert centre is not None
     moved = centre.buffer.vectors[0][:16] - before.view(-1)
     assert float(moved.norm()) > 0

@@ -25,7 +25,7 @@ from gossipx.sync import SyncManager
 from gossipx.tasks.models import MODELS, build_model
 from gossipx.tools import traffic
 from gossipx.tools.dry_run import ASSUMED, DryRun, dry_run, parse_size
-from gossipx.tools.traffic import Seen
+from gossipx.tools.traffic import ObservedRetrievals
 
 LENET = 411_648
 """Bytes of its 102,882 values, each tensor from a cache line on."""
@@ -92,7 +92,7 @@ def test_what_looks_at_weights_is_told_by_the_paper_by_runs_and_by_bounds() -> N
     assert (bounds.least, bounds.most) == (0, 5000)
     other, _ = traffic.counts(adaptive, 5000, "lenet", None)
     assert (other.least, other.most) == (25.0, 53.2)
-    run, _ = traffic.counts(adaptive, 5000, "alexnet", Seen(("mine", "yours"), 0.01, 0.02))
+    run, _ = traffic.counts(adaptive, 5000, "alexnet", ObservedRetrievals(("mine", "yours"), 0.01, 0.02))
     assert (run.least, run.most) == (50, 100) and "mine, yours" in run.known
     eager, _ = traffic.counts(policies.parse("adaptive:max_silence=10"), 5000, "alexnet", None)
     assert (eager.least, eager.most) == (500, 500), "kept to what is sure"

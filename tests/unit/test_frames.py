@@ -16,9 +16,9 @@ from typing import Annotated, get_args, get_type_hints
 
 import pytest
 import xxhash
-from framed import joined
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from joined_frames import joined
 
 from gossipx.errors import ProtocolError, UsageError
 from gossipx.memory import Source
@@ -192,7 +192,7 @@ def test_the_bytes_of_one_frame() -> None:
     model = memoryview(struct.pack("<2f", 1.0, 2.0))
     assert whole(ModelReply(step=12, weight=1), 5, model) == expected
     (frame,) = feed(Decoder(lambda *_: Bytes(memoryview(bytearray(8)))), expected)
-    assert (frame.request, frame.message, frame.beside) == (5, ModelReply(step=12, weight=1), False)
+    assert (frame.request, frame.message, frame.out_of_band) == (5, ModelReply(step=12, weight=1), False)
     assert isinstance(frame.payload, Bytes) and frame.payload.view == model
 
 
@@ -301,10 +301,10 @@ def test_what_was_looked_at_ahead_is_checked_once(ahead: int, damaged: int | Non
 
 def test_a_payload_beside_the_connection_is_no_part_of_the_frame() -> None:
     model = memoryview(bytearray(1000))
-    data = joined(encode(ModelReply(3), 9, Source(model), beside=True))
+    data = joined(encode(ModelReply(3), 9, Source(model), out_of_band=True))
     sink = Bytes(model)
     (frame,) = feed(Decoder(lambda *_: sink), data)
-    assert frame == Frame(9, ModelReply(3), sink, beside=True)
+    assert frame == Frame(9, ModelReply(3), sink, out_of_band=True)
     with pytest.raises(ProtocolError, match="payload of 1000 bytes where 999 were expected"):
         feed(Decoder(lambda *_: Bytes(model[1:])), data)
 

@@ -20,14 +20,18 @@ from torch import nn
 
 from gossipx.errors import GossipxError, NotEnoughPeersError, UsageError
 from gossipx.integrations import ddp
-from gossipx.integrations.group import Word, _packed, _unpacked
+from gossipx.integrations.group import GroupStatus, _packed, _unpacked
 from gossipx.launch.environment import ENV_PEERS, ENV_PROGRESS, ENV_RESUME
 
 COUNT = st.integers(0, 2**31 - 1)
 
 
-@given(st.builds(Word, COUNT, COUNT, st.integers(0, 2**62), st.booleans(), st.none() | st.integers(0, 255), st.text()))
-def test_a_word_arrives_as_it_was_said(word: Word) -> None:
+@given(
+    st.builds(
+        GroupStatus, COUNT, COUNT, st.integers(0, 2**62), st.booleans(), st.none() | st.integers(0, 255), st.text()
+    )
+)
+def test_a_word_arrives_as_it_was_said(word: GroupStatus) -> None:
     said = _unpacked(_packed(word))
     assert (said.rank, said.size, said.iteration) == (word.rank, word.size, word.iteration)
     assert (said.entered, said.exit_code) == (word.entered, word.exit_code)
@@ -44,7 +48,7 @@ def test_a_word_arrives_as_it_was_said(word: Word) -> None:
 )
 def test_the_others_fail_with_what_rank_0_failed_with(error: Exception, code: int, reason: str) -> None:
     with pytest.raises(GossipxError, match=reason) as raised:
-        _unpacked(_packed(Word.of(error))).end()
+        _unpacked(_packed(GroupStatus.of(error))).end()
     assert raised.value.exit_code == code
 
 
@@ -53,7 +57,7 @@ def test_the_others_fail_with_what_rank_0_failed_with(error: Exception, code: in
 )
 def test_the_others_leave_as_rank_0_leaves(error: BaseException, code: int) -> None:
     with pytest.raises(SystemExit) as raised:
-        _unpacked(_packed(Word.of(error))).end()
+        _unpacked(_packed(GroupStatus.of(error))).end()
     assert raised.value.code == code
 
 

@@ -27,7 +27,7 @@ from gossipx.launch import progress as progress_module
 from gossipx.launch.directory import RunDirectory
 from gossipx.launch.environment import ENV_PROGRESS, progress
 from gossipx.launch.local import launch
-from gossipx.launch.progress import Display, Standing
+from gossipx.launch.progress import Display, PeerStatus
 from gossipx.metrics.summary import FILE, read
 
 NAMES = [f"localhost:{29400 + rank}" for rank in range(4)]
@@ -788,11 +788,11 @@ def test_plain_lines_of_progress_come_when_something_has_changed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(progress_module, "LINES_EVERY", 0.0)
-    standings = {0: Standing("anna", iterations=10), 1: Standing("berta", iterations=10)}
+    standings = {0: PeerStatus("anna", iterations=10), 1: PeerStatus("berta", iterations=10)}
     with Display("mine", standings) as display:
         display.refresh()
         display.refresh()
-        standings[1] = Standing("berta", "train", 5, 10, 0.25, 0.5, 3, 1_000_000)
+        standings[1] = PeerStatus("berta", "train", 5, 10, 0.25, 0.5, 3, 1_000_000)
         display.refresh()
         display.refresh()
     assert capsys.readouterr().out.splitlines() == [
@@ -807,7 +807,7 @@ def test_on_a_terminal_of_80_columns_peers_can_be_told_apart(
     for name, value in {"FORCE_COLOR": "1", "TERM": "xterm", "COLUMNS": "80", "LINES": "24"}.items():
         monkeypatch.setenv(name, value)
     figures = {"step": 2500, "iterations": 3000, "loss": 0.5, "accuracy": 0.75, "retrievals": 300, "bytes": 10**8}
-    with Display("mine", {rank: Standing(name, "joining", **figures) for rank, name in enumerate(NAMES)}):
+    with Display("mine", {rank: PeerStatus(name, "joining", **figures) for rank, name in enumerate(NAMES)}):
         pass
     printed = capsys.readouterr().out
     for word in (*NAMES, "joining", "2500/3000", "0.500", "0.750", "300", "100.0", "iteration", "retrievals"):
@@ -815,7 +815,7 @@ def test_on_a_terminal_of_80_columns_peers_can_be_told_apart(
 
 
 def test_plain_lines_of_progress_are_not_more_than_one_can_read(capsys: pytest.CaptureFixture[str]) -> None:
-    standings = {0: Standing("anna")}
+    standings = {0: PeerStatus("anna")}
     with Display("mine", standings) as display:
         display.refresh()
         standings[0].state = "train"

@@ -95,7 +95,7 @@ def refused(made: Membership, rank: int, times: int) -> list[float]:
     now, rests = 100.0, []
     for _ in range(times):
         made.failed(rank, Fault.UNREACHABLE, now)
-        until = made.others[rank].rests_until
+        until = made.others[rank].backoff_until
         rests.append(until - now)
         now = until
     return rests
@@ -127,7 +127,7 @@ def test_rests_differ_from_peer_to_peer_and_from_time_to_time():  # [10]
 def test_who_rests_is_not_asked_and_another_is_meanwhile():  # [10]
     made = members()
     made.failed(1, Fault.UNREACHABLE, 100.0)
-    until = made.others[1].rests_until
+    until = made.others[1].backoff_until
     assert {made.draw(now) for now in (100.0, until - 1e-6) for _ in range(50)} == {2}
     assert {made.draw(until) for _ in range(50)} == {1, 2}
     made.failed(2, Fault.UNREACHABLE, until - 1e-6)
@@ -144,7 +144,7 @@ def test_a_sign_of_life_ends_the_rest_and_the_next_begins_short_again(fault: Fau
     made.heard(1)
     assert made.others[1].may_be_asked(100.0)
     made.failed(1, fault, 100.0)
-    assert made.others[1].rests_until - 100.0 <= 1.5 * TIMEOUT * REST_FIRST
+    assert made.others[1].backoff_until - 100.0 <= 1.5 * TIMEOUT * REST_FIRST
 
 
 def test_who_has_left_is_asked_no_more_whatever_its_rest():

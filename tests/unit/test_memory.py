@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from gossipx.memory import Memory, cannot_shrink
-from gossipx.transports.shared_memory import TheirMemory
+from gossipx.transports.shared_memory import PeerMemory
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has memory with a descriptor")
 
@@ -42,7 +42,7 @@ def test_it_can_neither_shrink_nor_be_written_by_others() -> None:
 def test_what_is_written_to_a_view_of_it_does_not_reach_its_owner() -> None:
     memory = Memory(5000)
     assert memory.descriptor is not None
-    view = TheirMemory().view(os.dup(memory.descriptor), 5000)
+    view = PeerMemory().view(os.dup(memory.descriptor), 5000)
     view[:4] = b"mine"
     assert bytes(memory.view) == bytes(5000)
 

@@ -18,9 +18,9 @@ from gossipx.config import files
 from gossipx.config.settings import ExchangeSettings
 from gossipx.errors import GossipxError, UsageError
 from gossipx.launch.cluster import membership, multi_process, rendezvous
-from gossipx.launch.cluster.membership import Card, card_of, check_reach, lines_of, text_of
+from gossipx.launch.cluster.membership import PeerInfo, check_reach, lines_of, peer_info_of, text_of
 from gossipx.launch.cluster.multi_process import SharedDirectory, maker_of
-from gossipx.launch.cluster.rendezvous import ElsewhereError, Meeting
+from gossipx.launch.cluster.rendezvous import RemoteAbortError, Rendezvous
 from gossipx.launch.cluster.world import World
 from gossipx.launch.directory import RunDirectory
 from gossipx.launch.hosts import peers_digest
@@ -57,7 +57,7 @@ def each(world: World, ranks: Sequence[int], act: Callable[[int], Any]) -> list[
 
 def test_all_make_the_same_list(world: World) -> None:
     def act(rank: int) -> str:
-        with Meeting(replace(world, rank=rank), 60) as meeting:
+        with Rendezvous(replace(world, rank=rank), 60) as meeting:
             text, held = membership.agree(meeting, ExchangeSettings(), device=f"cuda:{rank}")
             held.close()
         return text
@@ -74,7 +74,7 @@ def test_all_make_the_same_list(world: World) -> None:
 
 def test_who_does_not_come_is_named(world: World) -> None:
     def act(rank: int) -> None:
-        with Meeting(replace(world, rank=rank), 1.0) as meeting:
+        with Rendezvous(replace(world, rank=rank), 1.0) as meeting:
             meeting.tell("card", rank)
             meeting.all("card")
 
@@ -85,7 +85,7 @@ def test_who_does_not_come_is_named(world: World) -> None:
 
 
 def test_rank_0_that_is_nowhere_is_told_with_address_variable_and_knob(world: World) -> None:
-    with pytest.raises(GossipxError) as caught, Meeting(replace(world, rank=1), 0.5):
+    with pytest.raises(GossipxError) as caught, Rendezvous(replace(world, rank=1), 0.5):
         pass
     told = str(caught.value)
     assert f"cannot reach rank 0 at 127.0.0.1:{world.port} (SLURM_NODELIST) within 0.5 s" in told
@@ -94,28 +94,28 @@ def test_rank_0_that_is_nowhere_is_told_with_address_variable_and_knob(world: Wo
 
 def test_nobody_says_where_rank_0_is(world: World) -> None:
     with pytest.raises(UsageError, match=r"mpirun does not say on which host rank 0 is.*mpirun -x MASTER_ADDR"):
-        Meeting(replace(world, master=None, source="mpirun"), 5)
+        Rendezvous(replace(world, master=None, source="mpirun"), 5)
 
 
 def test_a_port_in_use_is_named(world: World) -> None:
     with socket.create_server(("127.0.0.1", world.port)), pytest.raises(GossipxError) as caught:
-        Meeting(world, 5)
+        Rendezvous(world, 5)
     assert f"cannot listen on port {world.port}" in str(caught.value) and "GOSSIPX_MASTER" in str(caught.value)
 
 
 def test_two_of_one_rank(world: World) -> None:
     def act(number: int) -> None:
-        with Meeting(replace(world, rank=min(number, 1)), 30) as meeting:
+        with Rendezvous(replace(world, rank=min(number, 1)), 30) as meeting:
             meeting.of("all here", 2)
 
     errors = each(world, range(3), act)
-    (double,) = (error for error in errors if not isinstance(error, ElsewhereError))
+    (double,) = (error for error in errors if not isinstance(error, RemoteAbortError))
     assert isinstance(double, UsageError) and "two processes say that they are rank 1 of srun" in str(double)
 
 
 def test_what_one_refuses_ends_all_with_its_exit_code(world: World) -> None:
     def act(rank: int) -> None:
-        with Meeting(replace(world, rank=rank), 60) as meeting:
+        with Rendezvous(replace(world, rank=rank), 60) as meeting:
             if rank == 0:
                 raise UsageError("no such policy")
             meeting.of("never")
@@ -128,12 +128,12 @@ def test_what_one_refuses_ends_all_with_its_exit_code(world: World) -> None:
 def test_something_else_listens_there(world: World) -> None:
     """A web server, say, that never answers what it does not understand."""
     with socket.create_server(("127.0.0.1", world.port)), pytest.raises(GossipxError) as caught:
-        Meeting(replace(world, rank=1, hosted=True, source="torchrun"), 1.0)
+        Rendezvous(replace(world, rank=1, hosted=True, source="torchrun"), 1.0)
     assert "is no store of torch's" in str(caught.value) and "--master-port" in str(caught.value)
 
 
 def test_alone_no_store_is_needed_and_that_is_told(world: World, caplog: pytest.LogCaptureFixture) -> None:
-    with Meeting(replace(world, size=1, master=None), 1) as meeting:
+    with Rendezvous(replace(world, size=1, master=None), 1) as meeting:
         text, held = membership.agree(meeting, ExchangeSettings())
         held.close()
     assert len(lines_of(text)) == 1 and "srun started one process: this is a run of one peer" in caplog.text
@@ -142,8 +142,8 @@ def test_alone_no_store_is_needed_and_that_is_told(world: World, caplog: pytest.
 # --- cards --------------------------------------------------------------------------------------------
 
 
-def card(host: str, reached: str, port: int = 5000, advertised: bool = False) -> Card:
-    return Card(host, advertised, reached, "box", port, None)
+def card(host: str, reached: str, port: int = 5000, advertised: bool = False) -> PeerInfo:
+    return PeerInfo(host, advertised, reached, "box", port, None)
 
 
 def test_who_reached_rank_0_over_loopback_is_where_others_reached_it() -> None:
@@ -180,11 +180,11 @@ def test_who_reached_rank_0_over_loopback_is_where_others_reached_it() -> None:
 def test_a_card_that_is_none(change: dict[str, Any]) -> None:
     """It came over a network from whoever reached the store, and is written into a file."""
     good = {"host": "a", "advertised": False, "reached": "b", "hostname": "c", "port": 1, "device": None}
-    assert card_of(good, 0).host == "a"
+    assert peer_info_of(good, 0).host == "a"
     with pytest.raises(GossipxError, match="what rank 1 tells of itself"):
-        card_of({**good, **change}, 1)
+        peer_info_of({**good, **change}, 1)
     with pytest.raises(GossipxError):
-        card_of([good], 1)
+        peer_info_of([good], 1)
 
 
 def test_several_machines_want_a_bind_and_a_secret(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,8 +203,8 @@ def test_several_machines_want_a_bind_and_a_secret(world: World, monkeypatch: py
 
 
 @contextmanager
-def barrier(world: World, rank: int) -> Iterator[Meeting]:
-    with Meeting(replace(world, rank=rank), 60) as meeting:
+def barrier(world: World, rank: int) -> Iterator[Rendezvous]:
+    with Rendezvous(replace(world, rank=rank), 60) as meeting:
         yield meeting
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from gossipx import policies, topology
-from gossipx.checkpoint import CheckpointError, Every, Part, Store
+from gossipx.checkpoint import CheckpointError, CheckpointInterval, Part, Store
 from gossipx.errors import UsageError
 from gossipx.hub import Elastic, ElasticSettings
 from gossipx.model.arena import ParameterArena
@@ -78,7 +78,7 @@ class Bench:
         self.driver = Driver(role, self.arena)
         self.store = None if directory is None else Store(directory)
         state = TrainingState(self.module, self.optimizer, self.driver, about)
-        self.checkpoints = Checkpoints(self.store, Every.parse(every), state, resumes)
+        self.checkpoints = Checkpoints(self.store, CheckpointInterval.parse(every), state, resumes)
 
     def begin(self) -> dict[str, Any]:
         kept = self.checkpoints.restore()
@@ -92,7 +92,9 @@ class Bench:
             self.optimizer.step()
             delta = self.arena.step_done()
             drift = (
-                self.driver.held.drift(self.driver.role.pulling) if self.driver.role.sync.policy.uses_drift else None
+                self.driver.captures.drift(self.driver.role.pulling)
+                if self.driver.role.sync.policy.uses_drift
+                else None
             )
             self.driver.role.sync.step(self.arena.step, delta, drift)
             self.checkpoints.step_done(lambda: {"steps": self.arena.step})
@@ -111,7 +113,7 @@ class Bench:
         assert isinstance(exchange, Elastic) and exchange.centre is not None
         for effect in exchange.begun(0.0):
             self.driver._at_once(effect)
-        held = self.driver.held.hold(exchange.centre.ticket)
+        held = self.driver.captures.hold(exchange.centre.ticket)
         assert held is not None
         values = [vector.clone() for vector in held.buffer.vectors]
         held.release()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from managers import HERE
-from sides import Side, side, values
+from table_sides import Side, side, values
 from torch import nn
 
 from gossipx.assembly.peer import Place, build_peer
@@ -46,12 +46,12 @@ class Server:
     def __init__(self, directory: Path, epoch: int = 0):
         self.side: Side = side(values(), servers=1)
         self.store = Store(directory / "checkpoints", keep=5)
-        self.keeper = ShardKeeper({0: self.store}, self.side.desk, self.fresh, (0,), journals=True)
+        self.keeper = ShardKeeper({0: self.store}, self.side.table_store, self.fresh, (0,), journals=True)
         self._epoch = 0
         if epoch:
             self._place(epoch)
         self.shard = self.fresh(0, (epoch,))
-        state = self.keeper.come_back(0)
+        state = self.keeper.restore_tables(0)
         self.back = state is not None
         if state is not None:
             self.shard.load_state_dict(state)
@@ -74,7 +74,7 @@ class Server:
         """Servers are changed: this one has the shard now, as ``before`` had it; None: as itself had it."""
         before = before or self
         state = before.shard.hand_over()
-        self.side.desk.load_state_dict(0, before.side.desk.state_dict(0))
+        self.side.table_store.load_state_dict(0, before.side.table_store.state_dict(0))
         self._place(epoch)
         self.shard = self.fresh(0, (epoch,))
         self._do(self.shard.take_over(state, 0.0))
@@ -89,7 +89,7 @@ class Server:
         self.side.update([torch.randn(one.shape, generator=generator) for one in self.side.parameters])
         for place in self.side.whole:
             request, content = self.side.request(place)
-            gradient = self.side.desk.room_for(request)
+            gradient = self.side.table_store.room_for(request)
             assert gradient is not None
             gradient.take(0, memoryview(content))
             effects = self.shard.requested(Received(0, place, request), 0.0)
@@ -99,17 +99,17 @@ class Server:
         for effect in effects:
             match effect:
                 case FillTables():
-                    self.side.desk.fill(0)
+                    self.side.table_store.fill(0)
                 case Record(record, ticket):
                     brought = gradient if ticket is not None else None
                     self.keeper.record(record, brought and brought.hold())
                 case ApplyGradient(_, scale):
                     assert gradient is not None
-                    self.side.desk.apply(gradient, scale)
+                    self.side.table_store.apply(gradient, scale)
                 case KeepShard(shard, clock, state):
                     self.keeper.keep(shard, clock, state)
                     written = threading.Event()
-                    self.keeper._lane.put(written.set)
+                    self.keeper._serial_worker.put(written.set)
                     assert written.wait(10)
 
 
@@ -119,7 +119,7 @@ def test_a_first_checkpoint_that_takes_too_long_is_told(
     server = Server(tmp_path)
     monkeypatch.setattr(shards, "LONGEST", 0.01)
     written = threading.Event()
-    server.keeper._lane.put(lambda: written.wait(10))
+    server.keeper._serial_worker.put(lambda: written.wait(10))
     server.keeper.place(1, (1,))
     server.keeper.keep(0, 1, server.shard.state_dict())
     written.set()
@@ -174,9 +174,13 @@ def test_as_many_are_kept_as_of_peers(tmp_path: Path, keep: int) -> None:
     module = nn.Linear(4, 3)
     peer = build_peer(module, torch.optim.SGD(module.parameters(), lr=0.1), given, place)
     try:
-        keeper, desk, exchange = peer._driver.tables.keeper, peer._driver.tables.transfers.desk, peer._role.exchange
-        assert keeper is not None and desk is not None and isinstance(exchange, ServerMode)
-        desk.fill(0)
+        keeper, table_store, exchange = (
+            peer._driver.tables.keeper,
+            peer._driver.tables.transfers.table_store,
+            peer._role.exchange,
+        )
+        assert keeper is not None and table_store is not None and isinstance(exchange, ServerMode)
+        table_store.fill(0)
         for clock in range(5):
             keeper.keep(0, clock, exchange.shards[0].state_dict())
             assert keeper.settle()
@@ -282,7 +286,7 @@ def test_the_first_of_a_layout_is_on_the_disk_before_anything_else_is_done(tmp_p
     """However long the one before it takes."""
     server = pushed(Server(tmp_path), range(EVERY))
     slow = threading.Event()
-    server.keeper._lane.put(lambda: assert_waited(slow))
+    server.keeper._serial_worker.put(lambda: assert_waited(slow))
     timer = threading.Timer(0.2, slow.set)
     timer.start()
     server.keeper.place(1, (1,))

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from sides import Side, side
+from table_sides import Side, side
 
 from gossipx import codecs
 from gossipx.codecs.changes import FULL
 from gossipx.protocol.effects import Send
 from gossipx.protocol.events import Event, Failed, Fault, Replied
 from gossipx.protocol.server_messages import TablesReply, TablesRequest
-from gossipx.protocol.table_effects import Asked
+from gossipx.protocol.table_effects import RequestedBucket
 from gossipx.runtime.requests import Outbox
 from gossipx.runtime.table_transfers import TableTransfers
 from gossipx.tables.coding import Coding
@@ -49,7 +49,7 @@ def test_tables_that_cannot_be_decoded_are_as_an_answer_that_did_not_come(damage
     outbox = Outbox(0, events.append, lambda _, text: notes.append(text), failures.append)
     transfers = TableTransfers(outbox)
     comm = Comm()
-    outbox.comm, transfers.desk = comm, here.desk  # type: ignore[assignment]
+    outbox.comm, transfers.table_store = comm, here.table_store  # type: ignore[assignment]
     try:
         send = Send(7, 1, TablesRequest(0, 0, 1, 1, 0.0, 5.0), 1e9)
         transfers.expect(send)
@@ -57,15 +57,17 @@ def test_tables_that_cannot_be_decoded_are_as_an_answer_that_did_not_come(damage
         told, sink, done = comm.sent.get(timeout=30)
         base = here.client.base((0, 0))
         assert told.base == base != FULL
-        given = here.desk.encode(Asked(0, 0, base=base))
-        content, before = bytearray(given.source.view), here.client._rooms[0, 0].apply.view.tobytes()
+        given = here.table_store.encode(RequestedBucket(0, 0, base=base))
+        content, before = bytearray(given.source.view), here.client._bucket_memories[0, 0].apply.view.tobytes()
         reply = TablesReply(0, given.parts, base=given.base)
         sink.fit(reply).take(0, memoryview(damaged(content) if damage else content))
         done(reply)
     finally:
         outbox.close()
     assert not failures
-    assert here.client._rooms[0, 0].apply.view.tobytes() == before  # until the role has said what becomes of it
+    assert (
+        here.client._bucket_memories[0, 0].apply.view.tobytes() == before
+    )  # until the role has said what becomes of it
     if damage:
         assert events == [Failed(7, Fault.PROTOCOL)]
         assert "tables cannot be decoded, and are asked for again: a codec's frame does not match" in notes[0]
@@ -73,4 +75,4 @@ def test_tables_that_cannot_be_decoded_are_as_an_answer_that_did_not_come(damage
     else:
         assert events == [Replied(7, reply)] and not notes
         transfers.fetched(7)
-        assert here.client._rooms[0, 0].apply.view.tobytes() != before
+        assert here.client._bucket_memories[0, 0].apply.view.tobytes() != before

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gossipx.peer.membership import Membership, Requests
-from gossipx.peer.serving import GIVING, SAVED, Giving, Serving
+from gossipx.peer.serving import SAVED, SECONDS_PER_MODEL, Outgoing, Serving
 from gossipx.protocol.effects import Answer, Capture, Effect, Forget
 from gossipx.protocol.events import Answered, Received
 from gossipx.protocol.messages import BusyReply, ModelReply, PullRequest
@@ -21,7 +21,7 @@ TIMEOUT = 20.0
 
 def serving_at_most(most: int, members: Membership | None = None, share: float = 1.0) -> Serving:
     members = members or Membership(10, 11, Random(load("full", 11)), TIMEOUT, random.Random(0))
-    return Serving(most, share, Requests(), Giving(members))
+    return Serving(most, share, Requests(), Outgoing(members))
 
 
 def asks(serving: Serving, sender: int, step: int = 1, key: str = "") -> list[Effect]:
@@ -154,5 +154,7 @@ def test_while_it_trains_models_follow_one_another_by_their_share_of_its_time_af
         assert isinstance(answer, Answer)
         begins.append(answer.begins - 100.0)
         serving.answered(Answered(number, whole=True))
-    at_once = round(SAVED * 0.1 / GIVING) + 1
-    assert begins == pytest.approx([0.0] * at_once + [GIVING / 0.1 * turn for turn in range(1, 41 - at_once)])
+    at_once = round(SAVED * 0.1 / SECONDS_PER_MODEL) + 1
+    assert begins == pytest.approx(
+        [0.0] * at_once + [SECONDS_PER_MODEL / 0.1 * turn for turn in range(1, 41 - at_once)]
+    )

@@ -18,7 +18,7 @@ from gossipx.model.arena import ParameterArena
 from gossipx.model.buffers import HostBuffer
 from gossipx.model.receive import Incoming
 from gossipx.model.snapshots import Snapshot
-from gossipx.model.streams import Asynchronous, Lanes, Mark, Synchronous, lanes_of
+from gossipx.model.streams import Asynchronous, DeviceStreams, Mark, Synchronous, streams_of
 
 DEVICES = ["late", pytest.param("cuda", marks=pytest.mark.cuda)]
 
@@ -47,14 +47,14 @@ class Lazy(Asynchronous):
         self._work["train"].append(work)
         self._chance()
 
-    def aside(self, work: Callable[[], object], after: Mark) -> None:
+    def on_side_stream(self, work: Callable[[], object], after: Mark) -> None:
         self._work["side"].append(lambda: (after is None or self.wait(after), work()))
         self._chance()
 
     def mark(self) -> Mark:
         return "train", len(self._work["train"])
 
-    def mark_aside(self) -> Mark:
+    def mark_side_stream(self) -> Mark:
         return "side", len(self._work["side"])
 
     def wait(self, mark: Mark) -> None:
@@ -82,7 +82,7 @@ class Net(nn.Module):
 class Side:
     """A peer's arena, and the models that it has to do with: the same on every device, if all is ordered."""
 
-    def __init__(self, dtype: torch.dtype, sampled: int | None, lanes: Lanes, device: str):
+    def __init__(self, dtype: torch.dtype, sampled: int | None, lanes: DeviceStreams, device: str):
         self.lanes = lanes
         self.arena = ParameterArena(Net(0, dtype).to(device), sampled=sampled, lanes=lanes)
         self.read: list[Snapshot] = []
@@ -175,7 +175,7 @@ def test_all_is_as_if_it_were_done_at_once(device: str, dtype: torch.dtype, samp
     exact = {"rtol": 1e-2, "atol": 1e-2} if device == "cuda" else {"rtol": 0, "atol": 0}
     for seed in range(3 if device == "cuda" else 60):
         coin = random.Random(seed)
-        late = Lazy(seed) if device == "late" else lanes_of(torch.device("cuda"))
+        late = Lazy(seed) if device == "late" else streams_of(torch.device("cuda"))
         sides = [
             Side(dtype, sampled, Synchronous(on_host=True), "cpu"),
             Side(dtype, sampled, late, "cpu" if device == "late" else device),
@@ -248,7 +248,7 @@ def test_a_model_that_goes_on_in_other_memory_is_on_the_device_whole():
 def test_training_waits_for_no_copy_and_no_number(device: str):
     """Of a step that is measured and copied, and of a model that has been brought to the device and is mixed."""
     if device == "cuda":
-        lanes: Lanes = lanes_of(torch.device("cuda"))
+        lanes: DeviceStreams = streams_of(torch.device("cuda"))
         arena = ParameterArena(Net(0, torch.float32).cuda(), lanes=lanes)
     else:
         lanes = Lazy(0)

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 from hypothesis import given, strategies
-from sides import CODED, FLOATS, LaterPieceFirst, OptimizerOf, side, values
+from table_sides import CODED, FLOATS, LaterPieceFirst, OptimizerOf, side, values
 
 from gossipx.errors import ProtocolError
 from gossipx.protocol.messages import ModelReply
@@ -101,8 +101,8 @@ def test_a_push_of_a_wrong_size_is_refused_before_there_is_room(storages: Storag
     ]
     for changed in wrong:
         with pytest.raises(ProtocolError):
-            here.desk.room_for(dataclasses.replace(right, **changed))
-    assert not here.desk._free and here.desk._places.acquire(blocking=False)  # no memory, no place
+            here.table_store.room_for(dataclasses.replace(right, **changed))
+    assert not here.table_store._free and here.table_store._places.acquire(blocking=False)  # no memory, no place
 
 
 @given(strategies.lists(strategies.tuples(strategies.integers(0, 3), strategies.integers(0, 2**62)), max_size=4))
@@ -111,7 +111,7 @@ def test_no_parts_make_a_peer_allocate_more_than_its_tables_may_be_encoded_to(pa
         here = side([torch.zeros(8), torch.zeros(2)], servers=1, storages=storages)
         request = GradientRequest(0, 0, 1, 0, tuple(parts), (), 5.0)
         try:
-            gradient = here.desk.room_for(request)
+            gradient = here.table_store.room_for(request)
         except ProtocolError:
             pass
         else:
@@ -138,9 +138,9 @@ def test_a_part_that_a_storage_refuses_leaves_its_place_and_the_values() -> None
     for turn in range(50):  # more than there are places
         here.update([torch.ones(8)])
         request, _ = here.request((0, 0), parts=((0, 30),), progress=turn)
-        gradient = here.desk.room_for(request)
+        gradient = here.table_store.room_for(request)
         assert gradient is not None
         with pytest.raises(ProtocolError, match="30 bytes for a partition of 32"):
-            here.desk.buffer(gradient) if turn % 2 else here.desk.apply(gradient, 1.0)
+            here.table_store.buffer(gradient) if turn % 2 else here.table_store.apply(gradient, 1.0)
     here.pull()
     assert here.parameters[0].tolist() == [0.0] * 8

@@ -9,7 +9,7 @@ import math
 import pytest
 import torch
 from encoded import SPECS
-from sides import Side, side
+from table_sides import Side, side
 from torch import Tensor
 
 from gossipx import codecs
@@ -17,7 +17,7 @@ from gossipx.codecs import Tensors, decode
 from gossipx.codecs.changes import FULL, Changes, checksum
 from gossipx.errors import ProtocolError, UsageError
 from gossipx.protocol.server_messages import TablesReply
-from gossipx.protocol.table_effects import Asked
+from gossipx.protocol.table_effects import RequestedBucket
 from gossipx.server.placement import Partition
 from gossipx.server.placement.buckets import Bucket
 from gossipx.tables.coding import Coding
@@ -64,9 +64,9 @@ def test_a_gradient_that_is_pushed_moves_the_table_by_what_its_frame_says(spec: 
         here.push()
         plain.push()
     if codecs.parse(spec).feedback:
-        room = next(iter(here.client._rooms.values()))
-        assert room.pushing is not None
-        left = room.pushing.state.kept["error"][:600].view(20, 30)
+        room = next(iter(here.client._bucket_memories.values()))
+        assert room.push_encoder is not None
+        left = room.push_encoder.state.kept["error"][:600].view(20, 30)
         # What the server is behind is what the worker still keeps; the step is 0.5 times the gradient.
         assert torch.allclose(table(here) - table(plain), 0.5 * left, atol=1e-5)
     assert bool(table(here).isfinite().all())
@@ -88,21 +88,21 @@ def test_not_finite_gradients_are_left_out_and_the_error_stays(spec: str) -> Non
     here = coded(push=spec, least=10**6)
     here.update(normal(1))
     here.push()
-    (room, *_) = here.client._rooms.values()
-    assert room.pushing is not None
-    before, was = room.pushing.state.kept["error"].clone(), table(here).clone()
+    (room, *_) = here.client._bucket_memories.values()
+    assert room.push_encoder is not None
+    before, was = room.push_encoder.state.kept["error"].clone(), table(here).clone()
     bad = normal(2)
     bad[0][3, 3] = float("nan")  # the bucket has other tables, too, of which nothing is taken, either
     here.update(bad)
     request, content = here.request((0, 0))
-    gradient = here.desk.room_for(request)
+    gradient = here.table_store.room_for(request)
     assert gradient is not None
     gradient.take(0, memoryview(content))
     gradient.sender = 5
-    assert here.desk.apply(gradient, 1.0) == 5
+    assert here.table_store.apply(gradient, 1.0) == 5
     assert torch.equal(table(here), was)
     assert len(before) > 600
-    assert torch.equal(room.pushing.state.kept["error"], before)
+    assert torch.equal(room.push_encoder.state.kept["error"], before)
 
 
 def test_a_push_that_is_no_frame_of_its_bucket_is_refused() -> None:
@@ -110,20 +110,20 @@ def test_a_push_that_is_no_frame_of_its_bucket_is_refused() -> None:
     here.update(normal(1))
     request, content = here.request(here.whole[0])
     with pytest.raises(ProtocolError, match="no frame of its bucket"):
-        here.desk.room_for(dataclasses.replace(request, parts=((0, 10**6),)))
+        here.table_store.room_for(dataclasses.replace(request, parts=((0, 10**6),)))
     with pytest.raises(ProtocolError, match="no frame of its bucket"):
-        here.desk.room_for(dataclasses.replace(request, parts=((0, 5), (1, 5))))
+        here.table_store.room_for(dataclasses.replace(request, parts=((0, 5), (1, 5))))
     other = coded(push="3lc", least=0)
     other.update(normal(1))
     _, wrong = other.request(other.whole[-1])
     for bad in (bytes(len(content)), bytes(wrong)):
         told = dataclasses.replace(request, parts=((0, len(bad)),))
-        gradient = here.desk.room_for(told)
+        gradient = here.table_store.room_for(told)
         assert gradient is not None
         gradient.take(0, memoryview(bytearray(bad)))
         was = table(here).clone()
         with pytest.raises(ProtocolError, match="codec's frame"):
-            here.desk.apply(gradient, 1.0)
+            here.table_store.apply(gradient, 1.0)
         assert torch.equal(table(here), was)
 
 
@@ -148,8 +148,8 @@ def test_a_run_that_goes_on_with_another_codec_keeps_the_error(caplog: pytest.Lo
     state = here.client.state_dict()
     assert state is not None
     other.client.load_state_dict(state)
-    rooms = [next(iter(one.client._rooms.values())) for one in (here, other)]
-    kept = [room.pushing.state.kept["error"] for room in rooms if room.pushing is not None]
+    rooms = [next(iter(one.client._bucket_memories.values())) for one in (here, other)]
+    kept = [room.push_encoder.state.kept["error"] for room in rooms if room.push_encoder is not None]
     assert torch.equal(*kept)
     assert bool(kept[0].any())
     without.client.load_state_dict(state)
@@ -172,13 +172,13 @@ def test_of_another_codec_what_was_left_out_is_taken_and_nothing_else(before: st
     state = here.client.state_dict()
     assert state is not None
     other.client.load_state_dict(state)
-    for one, room in zip(here.client._rooms.values(), other.client._rooms.values(), strict=True):
-        assert one.pushing is not None and room.pushing is not None
-        kept = [{**pushing.state.kept} for pushing in (one.pushing, room.pushing)]
+    for one, room in zip(here.client._bucket_memories.values(), other.client._bucket_memories.values(), strict=True):
+        assert one.push_encoder is not None and room.push_encoder is not None
+        kept = [{**pushing.state.kept} for pushing in (one.push_encoder, room.push_encoder)]
         left = [each.get("error", each.get("gathered")) for each in kept]
         assert left[0] is not None and left[1] is not None
         assert torch.equal(*left) and (bool(left[0].any()) or not len(left[0]))
-        assert room.pushing.state.frames == 0
+        assert room.push_encoder.state.frames == 0
         assert "velocity" not in kept[1] or not bool(kept[1]["velocity"].any())
 
 
@@ -234,15 +234,15 @@ def test_what_codecs_do_by_turns_goes_on_after_servers_changed() -> None:
         here.update(normal(seed))
         here.push()
     here.client.place([[Partition(number, 0, math.prod(shape)) for number, shape in enumerate(SHAPES)]], [ONE], epoch=1)
-    (room,) = here.client._rooms.values()
-    assert room.pushing is not None and room.pushing.state.frames == 3
+    (room,) = here.client._bucket_memories.values()
+    assert room.push_encoder is not None and room.push_encoder.state.frames == 3
 
 
 def errors(here: Side) -> dict[int, Tensor]:
     made = {number: torch.zeros(int(torch.tensor(shape).prod())) for number, shape in enumerate(SHAPES)}
-    for room in here.client._rooms.values():
-        assert room.pushing is not None
-        for partition, vector in room.pushing.kept()["error"]:
+    for room in here.client._bucket_memories.values():
+        assert room.push_encoder is not None
+        for partition, vector in room.push_encoder.kept()["error"]:
             made[partition.table][partition.start : partition.stop] = vector
     return made
 
@@ -300,7 +300,7 @@ def test_changes_bring_a_worker_near_and_it_and_its_server_agree_where_it_is(spe
         here.update(normal(seed))
         here.push()
         here.pull()
-    for place, room in here.client._rooms.items():
+    for place, room in here.client._bucket_memories.items():
         if room.apply.view.nbytes:
             assert room.base == here.client.base(place) == checksum(torch.cat([one.data for one in room.takers]))
             assert room.base in changes(here, place)._bases  # held there, bit for bit
@@ -374,16 +374,16 @@ def test_chance_is_another_for_each_base() -> None:
 def test_values_that_a_server_does_not_know_are_given_as_they_are() -> None:
     here = coded(pull="3lc")
     here.pull()
-    given = here.desk.encode(Asked(0, 0, 0, base=12345))
+    given = here.table_store.encode(RequestedBucket(0, 0, 0, base=12345))
     assert given.base == FULL
-    assert given.source.view.nbytes == here.client._rooms[0, 0].apply.view.nbytes
+    assert given.source.view.nbytes == here.client._bucket_memories[0, 0].apply.view.nbytes
 
 
 def test_a_change_of_other_values_is_refused_and_so_is_one_that_is_too_long() -> None:
     here = coded(pull="3lc")
     here.pull()
     sink = here.client.sink((0, 0))
-    nbytes = here.client._rooms[0, 0].apply.view.nbytes
+    nbytes = here.client._bucket_memories[0, 0].apply.view.nbytes
     with pytest.raises(ProtocolError, match="change of other values"):
         sink.fit(TablesReply(0, ((0, 20),), base=here.client.base((0, 0)) + 1))
     with pytest.raises(ProtocolError, match=f"bytes for a bucket that has {nbytes}"):
@@ -395,11 +395,14 @@ def test_a_change_of_other_values_is_refused_and_so_is_one_that_is_too_long() ->
 def test_what_came_in_part_or_twice_changes_nothing() -> None:
     here = coded(pull="3lc")
     here.pull()
-    room, base = here.client._rooms[0, 0], here.client.base((0, 0))
+    room, base = here.client._bucket_memories[0, 0], here.client.base((0, 0))
     here.update(normal(1))
     here.push()
     before = bytes(room.apply.view)
-    full, change = here.desk.encode(Asked(0, 0)), here.desk.encode(Asked(0, 0, base=base))
+    full, change = (
+        here.table_store.encode(RequestedBucket(0, 0)),
+        here.table_store.encode(RequestedBucket(0, 0, base=base)),
+    )
     for given in (full, change):
         here.client.sink((0, 0)).fit(TablesReply(0, given.parts, base=given.base)).take(0, given.source.view[:10])
     assert (bytes(room.apply.view), here.client.base((0, 0))) == (before, base)  # the connection has dropped

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from sides import CODED, side
+from table_sides import CODED, side
 
 from gossipx.tables.parts import Storages
 
@@ -37,4 +37,4 @@ def test_memory_of_pushes_is_used_again() -> None:
     for _ in range(20):
         here.update([torch.ones(4)])
         here.push()
-    assert {size: len(free) for size, free in here.desk._free.items()} == {16: 1}
+    assert {size: len(free) for size, free in here.table_store._free.items()} == {16: 1}

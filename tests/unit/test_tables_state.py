@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from sides import CODED, Side, side
+from table_sides import CODED, Side, side
 from torch import Tensor
 
 from gossipx.errors import UsageError
@@ -62,7 +62,7 @@ def iteration(here: Side) -> None:
 def states(here: Side) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
     """Of the worker and of the shards, as they are written."""
     worker = here.client.state_dict()
-    shards = [here.desk.state_dict(shard) for shard in here.stores]
+    shards = [here.table_store.state_dict(shard) for shard in here.stores]
     return None if worker is None else {**worker, "states": [copied(one) for one in worker["states"]]}, shards
 
 
@@ -80,7 +80,7 @@ def test_who_goes_on_has_what_parts_have_kept() -> None:
     again = made()
     again.client.load_state_dict(worker)
     for shard, state in enumerate(shards):
-        again.desk.load_state_dict(shard, state)
+        again.table_store.load_state_dict(shard, state)
         counts = [state for state in state["store"]["parts"] if state is not None]
         assert counts == [2, 2], "a gradient of each of two tables, in two iterations"
     for one in (whole, again):

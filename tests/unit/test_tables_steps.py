@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from sides import OptimizerOf, side, values
+from table_sides import OptimizerOf, side, values
 from torch import nn
 
 from gossipx.errors import UsageError
-from gossipx.protocol.table_effects import Asked
+from gossipx.protocol.table_effects import RequestedBucket
 
 # --- optimizers -------------------------------------------------------------------------------------------
 
@@ -101,11 +101,11 @@ def test_the_buffer_is_applied_as_the_mean_of_each_bucket(dtype: torch.dtype) ->
         here.update([torch.full((4,), 2.0**number, dtype=dtype), torch.full((4,), -2.0, dtype=dtype)])
         here.whole = [place for place in here.whole if place == (0, 0) or not only_first]
         here.push(buffered=True)
-    here.desk.apply_buffer(0)
+    here.table_store.apply_buffer(0)
     here.pull()
     expected = torch.tensor(-0.5 * (1 + 2 + 4) / 3, dtype=dtype)
     assert here.parameters[0].tolist() == [float(expected)] * 4 and here.parameters[1].tolist() == [1.0] * 4
-    here.desk.apply_buffer(0)  # nothing is left in it
+    here.table_store.apply_buffer(0)  # nothing is left in it
     here.pull()
     assert here.parameters[0].tolist() == [float(expected)] * 4
 
@@ -121,7 +121,7 @@ def test_a_share_of_a_gradient() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_16_bits_are_kept_in_float32_and_sent_in_16(dtype: torch.dtype) -> None:
     here = side([torch.ones(4, dtype=dtype)], servers=1, optimizer=lambda p: torch.optim.SGD(p, lr=2.0**-16))
-    assert here.desk.encode(Asked(0, 0)).parts == ((0, 8),)
+    assert here.table_store.encode(RequestedBucket(0, 0)).parts == ((0, 8),)
     for _ in range(2**10):
         here.update([torch.ones(4, dtype=dtype)])
         here.push()

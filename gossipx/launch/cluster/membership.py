@@ -14,7 +14,7 @@ from gossipx.config.security import grant, is_loopback
 from gossipx.config.settings import ExchangeSettings
 from gossipx.errors import GossipxError, UsageError
 from gossipx.launch.cluster import world as worlds
-from gossipx.launch.cluster.rendezvous import Meeting
+from gossipx.launch.cluster.rendezvous import Rendezvous
 from gossipx.launch.cluster.world import World
 from gossipx.launch.hosts import PeerLine, line_of, parse_hosts
 
@@ -27,7 +27,7 @@ _DEVICE = r"[\w:.]{1,32}"
 
 
 @dataclass(frozen=True)
-class Card:
+class PeerInfo:
     """What one process tells of itself.
 
     Attributes:
@@ -61,7 +61,7 @@ def check_reach(world: World, exchange: ExchangeSettings) -> None:
     grant(exchange, exchange.bind)
 
 
-def agree(meeting: Meeting, exchange: ExchangeSettings, device: str | None = None) -> tuple[str, socket.socket]:
+def agree(meeting: Rendezvous, exchange: ExchangeSettings, device: str | None = None) -> tuple[str, socket.socket]:
     """Tell the others where this process will listen, and hear where they do.
 
     Args:
@@ -82,9 +82,9 @@ def agree(meeting: Meeting, exchange: ExchangeSettings, device: str | None = Non
     host = (exchange.advertise or own).strip("[]")
     hostname = re.sub(r"[^\w.-]", "-", socket.gethostname().partition(".")[0])[:64] or "host"
     port = reserved.getsockname()[1]
-    card = Card(host, exchange.advertise is not None, meeting.reached, hostname, port, device)
+    card = PeerInfo(host, exchange.advertise is not None, meeting.reached, hostname, port, device)
     meeting.tell("card", dataclasses.asdict(card))
-    cards = [card_of(told, rank) for rank, told in enumerate(meeting.all("card"))]
+    cards = [peer_info_of(told, rank) for rank, told in enumerate(meeting.all("card"))]
     return text_of(cards), reserved
 
 
@@ -93,7 +93,7 @@ def lines_of(text: str) -> list[PeerLine]:
     return parse_hosts(text, None)
 
 
-def text_of(cards: Sequence[Card]) -> str:
+def text_of(cards: Sequence[PeerInfo]) -> str:
     """The hosts file of these peers, by rank.
 
     Who reached rank 0 over loopback is on its machine, and is where the others reached that. If all did, all are on one
@@ -107,7 +107,7 @@ def text_of(cards: Sequence[Card]) -> str:
     return "".join(line + "\n" for line in lines)
 
 
-def card_of(told: Any, rank: int) -> Card:
+def peer_info_of(told: Any, rank: int) -> PeerInfo:
     """A card that came over the network.
 
     Raises:
@@ -123,7 +123,7 @@ def card_of(told: Any, rank: int) -> Card:
         or not 1 <= told["port"] <= 65_535
     ):
         raise GossipxError(f"what rank {rank} tells of itself is not gossipx's, or another version's: {told!r:.200}")
-    return Card(**told)
+    return PeerInfo(**told)
 
 
 def reserve(bind: str) -> socket.socket:

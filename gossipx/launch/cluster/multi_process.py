@@ -23,7 +23,7 @@ from gossipx.config.settings import KEYS, RunConfig
 from gossipx.errors import UsageError
 from gossipx.launch import resume
 from gossipx.launch.cluster import membership
-from gossipx.launch.cluster.rendezvous import Meeting
+from gossipx.launch.cluster.rendezvous import Rendezvous
 from gossipx.launch.cluster.world import World, check_size, is_loopback
 from gossipx.launch.directory import CONFIG_FILE, HOSTS_FILE, RunDirectory, checked_name
 from gossipx.launch.directory import replace as replace_file
@@ -53,7 +53,7 @@ def from_world(given: RunConfig, world: World, hosts: Path | None, script: list[
     listed, world = (None, world) if hosts is None else _listed(hosts, world)
     with contextlib.ExitStack() as undo:
         # What this process refuses, it refuses where the others hear it: they would wait for it.
-        with Meeting(world, given.exchange.rendezvous_timeout) as meeting:
+        with Rendezvous(world, given.exchange.rendezvous_timeout) as meeting:
             settings = presets(given, world.size, script, hosts)
             check_script(script)
             if listed is None:
@@ -97,7 +97,7 @@ def _device(name: str, world: World) -> str | None:
     return f"cuda:{world.local_rank % torch.cuda.device_count()}"
 
 
-def _one_run(meeting: Meeting, settings: RunConfig, has_script: bool) -> tuple[RunConfig, str]:
+def _one_run(meeting: Rendezvous, settings: RunConfig, has_script: bool) -> tuple[RunConfig, str]:
     """Rank 0's name for the run, and a word that no other run has; settings are compared."""
     rank = meeting.world.rank
     own = {**_plain(settings), "a script": has_script}
@@ -193,7 +193,7 @@ class SharedDirectory:
 
 
 def _share(
-    meeting: Meeting,
+    meeting: Rendezvous,
     settings: RunConfig,
     hosts: bytes,
     script: Sequence[str],

@@ -45,7 +45,7 @@ _SHOWN = 500
 _joins = itertools.count()
 
 
-class ElsewhereError(GossipxError):
+class RemoteAbortError(GossipxError):
     """Another rank has given up, and so does this one, with the same exit code."""
 
     def __init__(self, message: str, exit_code: int):
@@ -53,7 +53,7 @@ class ElsewhereError(GossipxError):
         self.exit_code = exit_code
 
 
-class Meeting:
+class Rendezvous:
     """All ranks at one store, from the first's coming until all have what they need; a context manager.
 
     An error that leaves the block ends it for all ranks, each of which then raises it.
@@ -114,7 +114,7 @@ class Meeting:
         """Whether this rank is the first to ask for ``key``."""
         return bool(self._do(lambda store: store.add(f"first/{key}", 1)) == 1)
 
-    def __enter__(self) -> Meeting:
+    def __enter__(self) -> Rendezvous:
         return self
 
     def __exit__(
@@ -123,7 +123,7 @@ class Meeting:
         try:
             if error is None:
                 self._leave()
-            elif not isinstance(error, ElsewhereError):
+            elif not isinstance(error, RemoteAbortError):
                 self._give_up(error)
         finally:
             self._store = None  # where it is rank 0's, its port is free again
@@ -158,7 +158,7 @@ class Meeting:
         if not isinstance(told, dict) or not isinstance(told.get("exit"), int):
             told = {}
         text = "".join(char for char in str(told.get("text", "an error")) if char.isprintable())[:_SHOWN]
-        raise ElsewhereError(f"rank {told.get('rank', '?')} gave up: {text}", told.get("exit", 1) % 256 or 1)
+        raise RemoteAbortError(f"rank {told.get('rank', '?')} gave up: {text}", told.get("exit", 1) % 256 or 1)
 
     # --- the store ----------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from gossipx.config import files
 from gossipx.config.settings import RunConfig
 from gossipx.errors import UsageError
 from gossipx.launch.cluster.membership import agree, check_reach, lines_of
-from gossipx.launch.cluster.rendezvous import Meeting
+from gossipx.launch.cluster.rendezvous import Rendezvous
 from gossipx.launch.cluster.world import World, find, rank_among, why_none
 from gossipx.launch.environment import (
     ENV_CONFIG,
@@ -81,7 +81,7 @@ def join(
     told = progress()
     _check(model, optimizer)
     under_run = ENV_CONFIG in os.environ
-    exit_hooks.may_join(under_run)  # before this model is laid out, which may be that of the first
+    exit_hooks.check_unregistered(under_run)  # before this model is laid out, which may be that of the first
     own = None if policy is None or isinstance(policy, str) else policies.parse(policy)
     if isinstance(policy, str):
         settings["policy"] = policy
@@ -112,7 +112,7 @@ def settings_of(config_file: str | Path | None, settings: Mapping[str, Any]) -> 
     return files.resolve(files.load(Path(os.environ[ENV_CONFIG]))) if ENV_CONFIG in os.environ else own
 
 
-def standing(run: RunConfig, peers: str | Path | None = None, rank: int | None = None) -> tuple[int, int]:
+def rank_and_size(run: RunConfig, peers: str | Path | None = None, rank: int | None = None) -> tuple[int, int]:
     """The rank of the peer that this process is or belongs to, and the number of peers, without joining.
 
     With a hosts file it is this machine's: processes that torchrun starts here may be one peer together.
@@ -185,7 +185,7 @@ def _by_world(run: RunConfig, rank: int | None, until_started: contextlib.ExitSt
     if rank is not None:
         _check_rank(rank, world.size, None)
         world = replace(world, rank=rank)
-    with Meeting(world, run.exchange.rendezvous_timeout) as meeting:
+    with Rendezvous(world, run.exchange.rendezvous_timeout) as meeting:
         check_reach(world, run.exchange)
         text, held = agree(meeting, run.exchange)
         until_started.callback(held.close)

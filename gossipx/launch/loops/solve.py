@@ -25,7 +25,7 @@ LOG_FILE = "caffe.log"
 """In the peer's directory, beside its snapshots."""
 
 
-class _Later:
+class _LazyBatches:
     """Batches that are known once the peer has joined."""
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ def train(
         # The command has said what says nothing; to it ``net`` may name the model.
         places={name: place for name, place in given.places.items() if name not in prototxt.WITHOUT_MEANING},
     )
-    data = _Later()
+    data = _LazyBatches()
     with (own / LOG_FILE).open("a", buffering=1) as stream:
         solver = Solver(
             param,

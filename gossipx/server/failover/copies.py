@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from gossipx.peer.exchange import Ground
+from gossipx.peer.exchange import PeerContext
 from gossipx.protocol.effects import Answer, Effect, Forget, Note
 from gossipx.protocol.events import Received
 from gossipx.protocol.messages import BusyReply, NotReadyReply, Reply
@@ -15,11 +15,11 @@ from gossipx.server.replies import Replies
 from gossipx.server.shard import Shard
 
 
-class Copies:
+class Replication:
     """One peer's part in all shards that have replicas. Each method says what is to be done.
 
     Args:
-        ground: of its role.
+        context: of its role.
         replies: takes the handlers of its requests.
         shards: that it holds; changed here.
         training: gives the ranks that train.
@@ -29,9 +29,9 @@ class Copies:
     """
 
     def __init__(
-        self, ground: Ground, replies: Replies, shards: dict[int, Shard], training: Callable[[], Sequence[int]]
+        self, context: PeerContext, replies: Replies, shards: dict[int, Shard], training: Callable[[], Sequence[int]]
     ):
-        self._ground = ground
+        self._context = context
         self._replies = replies
         self._shards = shards
         self._training = training
@@ -40,7 +40,7 @@ class Copies:
     def follow(self, shard: Shard, holder: int, begins: bool = False) -> Replica:
         """Follow a shard that another peer holds, or holds unless it is ours to begin with."""
         answered = partial(self._copy_answered, shard.index)
-        self.replicas[shard.index] = Replica(shard, holder, self._ground, self._replies, answered, begins)
+        self.replicas[shard.index] = Replica(shard, holder, self._context, self._replies, answered, begins)
         return self.replicas[shard.index]
 
     def begin(self, now: float) -> list[Effect]:
@@ -62,8 +62,8 @@ class Copies:
             other = sender == replica.holder and request.incarnation != replica.incarnation
             steps_in = other and replica.has_copy
         else:  # its own worker's word is not enough, if there are others: it may be we who are cut off
-            own, alone = self._ground.rank, set(self._training()) <= {self._ground.rank}
-            steps_in = self._ground.members.is_gone(replica.holder) and (sender != own or alone)
+            own, alone = self._context.rank, set(self._training()) <= {self._context.rank}
+            steps_in = self._context.members.is_gone(replica.holder) and (sender != own or alone)
         return self._hold(request.shard, now, alone=True) if steps_in else []
 
     def _hold(self, index: int, now: float, alone: bool = False) -> list[Effect]:
@@ -71,9 +71,9 @@ class Copies:
         replica = self.replicas.pop(index)
         self._replies.forget(() if replica.ticket is None else (replica.ticket,))
         shard = self._shards[index] = replica.shard
-        alone = alone or self._ground.members.is_gone(replica.holder)
+        alone = alone or self._context.members.is_gone(replica.holder)
         answered = partial(self._record_answered, index)
-        shard.records = Standby(index, replica.holder, self._ground, self._replies, answered, alone)
+        shard.records = Standby(index, replica.holder, self._context, self._replies, answered, alone)
         told = f"shard {index} is held here from clock {shard.clock.clock} on: peer {replica.holder} is gone"
         note = [] if replica.begins else [Note("", told)]
         if not replica.has_copy:  # nobody has held it, as far as can be told

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
-from gossipx.peer.exchange import Ground
+from gossipx.peer.exchange import PeerContext
 from gossipx.protocol.effects import Effect, Forget
 from gossipx.protocol.messages import Reply
 from gossipx.protocol.server_messages import WaitingReply, WaitingRequest
@@ -38,18 +38,20 @@ class _Round:
     whole: bool = True
 
 
-class Deadlocks:
+class DeadlockDetector:
     """Finds them, and has them end.
 
     Args:
-        ground: of the role.
+        context: of the role.
         replies: takes the handlers of its questions.
         shards: that lie here.
         holder: gives the rank that a shard is asked of.
     """
 
-    def __init__(self, ground: Ground, replies: Replies, shards: Mapping[int, Shard], holder: Callable[[int], int]):
-        self._ground = ground
+    def __init__(
+        self, context: PeerContext, replies: Replies, shards: Mapping[int, Shard], holder: Callable[[int], int]
+    ):
+        self._context = context
         self._replies = replies
         self._shards = shards
         self._holder = holder
@@ -78,7 +80,7 @@ class Deadlocks:
         for other in set(range(size)) - set(self._shards):
             question = WaitingRequest(other)
             handler = partial(self._answered, index, begun)
-            send = self._replies.send(self._holder(other), question, now, now + self._ground.timeout, handler)
+            send = self._replies.send(self._holder(other), question, now, now + self._context.timeout, handler)
             begun.open.add(send.ticket)
             asks.append(send)
         return [*asks, *self._ended(index, begun)]

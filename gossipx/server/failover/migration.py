@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from gossipx.errors import UsageError
-from gossipx.peer.exchange import Ground
+from gossipx.peer.exchange import PeerContext
 from gossipx.protocol.effects import Answer, Effect, Forget, Note, Resume, Stop, Wait
 from gossipx.protocol.events import Prepared, Received
 from gossipx.protocol.messages import AcceptReply, BusyReply, NotReadyReply, Reply
@@ -40,9 +40,9 @@ from gossipx.protocol.server_messages import (
     TablesReply,
     TablesRequest,
 )
-from gossipx.protocol.table_effects import DropTables, PlaceTables, PrepareTables, TakeRanges, TellPrepared
+from gossipx.protocol.table_effects import DropTables, PlaceTables, PrepareTables, ReportPrepared, TakeRanges
 from gossipx.server.deferred import Deferred, defer, put_off
-from gossipx.server.holding import Holding
+from gossipx.server.hosted_shards import HostedShards
 from gossipx.server.placement.layout import Batch, Layout, Layouts
 from gossipx.server.worker import Worker
 
@@ -52,11 +52,11 @@ UNDER_WAY = "another change of the servers is under way"
 NOT_READY = "its tables are not here yet"
 
 
-class Home(abc.ABC):
+class MigrationHost(abc.ABC):
     """What a change has to know of its peer, and to do there."""
 
     worker: Worker
-    holding: Holding
+    hosted: HostedShards
 
     @property
     @abc.abstractmethod
@@ -65,7 +65,7 @@ class Home(abc.ABC):
 
     @abc.abstractmethod
     def go_over(self, layout: Layout, epoch: int, state: str, reply: Reply, now: float) -> list[Effect]:
-        """Go over to ``layout``, worker and shards; see :meth:`~gossipx.server.holding.Holding.go_over`."""
+        """Go over to ``layout``, worker and shards; see :meth:`~gossipx.server.hosted_shards.HostedShards.go_over`."""
 
     @abc.abstractmethod
     def requested(self, event: Received, now: float) -> list[Effect]:
@@ -103,7 +103,7 @@ class _Change:
     alone: float | None = None
 
 
-class Moving:
+class Migration:
     """Changes of servers, one at a time, as one peer takes part in them.
 
     Args:
@@ -112,16 +112,16 @@ class Moving:
 
     Attributes:
         layout, epoch: by which this peer goes.
-        home: the peer that takes part.
+        host: the peer that takes part.
         decided: up to this epoch all changes are over, carried out or given up.
     """
 
-    def __init__(self, ground: Ground, home: Home, layouts: Layouts, layout: Layout):
+    def __init__(self, context: PeerContext, host: MigrationHost, layouts: Layouts, layout: Layout):
         self.layout = layout
         self.layouts = layouts
         self.epoch = self.decided = 0
-        self._ground = ground
-        self.home = home
+        self._context = context
+        self.host = host
         self._change: _Change | None = None
         self._later: tuple[int, Layout] | None = None  # what stands; a worker goes over between two iterations
         self._held: list[tuple[Received, Deferred]] = []
@@ -159,7 +159,7 @@ class Moving:
     def look(self, now: float) -> list[Effect]:
         """The worker has gone on: is it what a change waited for?"""
         change = self._change
-        if change is None or change.pausing is None or not self.home.worker.quiet:
+        if change is None or change.pausing is None or not self.host.worker.quiet:
             return []
         asked, change.pausing = change.pausing, None
         return [asked.answer(AcceptReply())]
@@ -169,8 +169,8 @@ class Moving:
         if self._later is None:
             return None
         (epoch, layout), self._later = self._later, None
-        self.home.worker.stop()
-        return [*self._go_over(epoch, layout, "", now), *self.home.worker.begin(now)]
+        self.host.worker.stop()
+        return [*self._go_over(epoch, layout, "", now), *self.host.worker.begin(now)]
 
     # --- pushes and pulls -------------------------------------------------------------------------
 
@@ -184,7 +184,7 @@ class Moving:
             reply = self.placed if behind else NotReadyReply("it has not heard of that layout yet")
             return [*heard, Answer(event.key, reply, now + request.patience)]
         if not self.frozen:
-            return [*heard, *self.home.requested(event, now)] if heard else None
+            return [*heard, *self.host.requested(event, now)] if heard else None
         if isinstance(request, GradientRequest):
             return [Answer(event.key, NotReadyReply("its tables are being moved"), now + request.patience)]
         self._held.append((event, defer(event.key, request.patience, now)))
@@ -204,7 +204,7 @@ class Moving:
             case PlaceRequest(epoch, servers, decided):
                 heard = self.heard(event.sender, epoch, servers, decided, now)
                 reply = BusyReply() if self._change else self.placed
-                return [*heard, Answer(event.key, reply, now + self._ground.timeout)]
+                return [*heard, Answer(event.key, reply, now + self._context.timeout)]
         raise AssertionError(event.request)
 
     def begin(self, epoch: int, layout: Layout, leader: int) -> None:
@@ -227,9 +227,9 @@ class Moving:
             return "" if (self._change.epoch, self._change.leader) == (request.epoch, leader) else UNDER_WAY
         if request.epoch <= self.decided:
             return "that change is over"
-        if self._later is not None or self.home.agreeing:
-            return "it trains no more" if self.home.agreeing else "it has not gone over to the last change yet"
-        if not self.home.holding.ready:
+        if self._later is not None or self.host.agreeing:
+            return "it trains no more" if self.host.agreeing else "it has not gone over to the last change yet"
+        if not self.host.hosted.ready:
             return NOT_READY
         try:
             self.begin(request.epoch, self.layouts.make(request.servers), leader)
@@ -251,27 +251,27 @@ class Moving:
         if problem:
             return [*again, *self._refuse(change, problem)]
         change.state, change.sync, change.frozen = request.state, request.sync, True
-        change.asks = deque(n for n, batch in enumerate(change.batches) if batch.target == self._ground.rank)
+        change.asks = deque(n for n, batch in enumerate(change.batches) if batch.target == self._context.rank)
         return [*again, PrepareTables(change.epoch, change.layout.servers), *self._fetch(change, now)]
 
     def _fetch(self, change: _Change, now: float) -> list[Effect]:
         """Ask for what is to lie here."""
         effects: list[Effect] = []
-        patience = self._ground.members.longest
+        patience = self._context.members.longest
         while change.asks and len(change.fetching) < AT_A_TIME:
             number = change.asks.popleft()
             request = RangesRequest(change.epoch, number, change.sync, patience)
-            send = self._ground.requests.send(change.batches[number].source, request, now, now + patience)
+            send = self._context.requests.send(change.batches[number].source, request, now, now + patience)
             change.fetching[send.ticket] = number
             effects.append(send)
-        return effects if change.fetching else [*effects, TellPrepared(change.epoch)]
+        return effects if change.fetching else [*effects, ReportPrepared(change.epoch)]
 
     def _give(self, event: Received, request: RangesRequest, now: float) -> list[Effect]:
         change, deadline = self._change, now + request.patience
         if change is None or change.epoch != request.epoch or request.batch >= len(change.batches):
             return [Answer(event.key, NotReadyReply("it takes part in no such change"), deadline)]
         batch = change.batches[request.batch]
-        if (batch.source, batch.target) != (self._ground.rank, event.sender):
+        if (batch.source, batch.target) != (self._context.rank, event.sender):
             return [Answer(event.key, NotReadyReply("these ranges do not move so"), deadline)]
         if problem := self._differs(request.sync):
             return [Answer(event.key, NotReadyReply(problem), deadline)]
@@ -280,7 +280,7 @@ class Moving:
 
     def _differs(self, sync: str) -> str:
         """Why shards that lie here cannot become parts of others that go by ``sync``; empty: they can."""
-        other = sorted(self.home.holding.made - {sync})
+        other = sorted(self.host.hosted.made - {sync})
         if not other:
             return ""
         return (
@@ -339,7 +339,7 @@ class Moving:
     def _is_ready_for(self, epoch: int) -> bool:
         """Whether we take part in the change to ``epoch``, and have what is to lie here."""
         change = self._change
-        serves = change is not None and self._ground.rank in change.layout.servers
+        serves = change is not None and self._context.rank in change.layout.servers
         return change is not None and change.epoch == epoch and (change.ready or not serves)
 
     def stands(self, epoch: int, now: float) -> list[Effect]:
@@ -351,12 +351,12 @@ class Moving:
     def _follow(self, epoch: int, servers: tuple[int, ...], now: float) -> list[Effect]:
         """The others have gone over without us, as they thought us lost, or before we came again."""
         given_up = self.give_up(now) if self._change else []
-        if self._ground.rank in servers and not self.home.holding.comes_back:
+        if self._context.rank in servers and not self.host.hosted.is_being_restored:
             reason = "the servers were changed, and this peer has not got the tables that it is to hold"
             return [*given_up, Stop(reason), Resume()]
         self._later = epoch, self.layouts.make(servers)
-        self.home.worker.leave_out()
-        return given_up if self.home.worker.begun else [*given_up, *(self.catch_up(now) or [])]
+        self.host.worker.leave_out()
+        return given_up if self.host.worker.begun else [*given_up, *(self.catch_up(now) or [])]
 
     def _go_over(self, epoch: int, layout: Layout, state: str, now: float) -> list[Effect]:
         self.epoch, self.layout, self.decided = epoch, layout, max(self.decided, epoch)
@@ -365,7 +365,7 @@ class Moving:
         return [
             PlaceTables(epoch, layout.servers),
             *answers,
-            *self.home.go_over(layout, epoch, state, self.placed, now),
+            *self.host.go_over(layout, epoch, state, self.placed, now),
         ]
 
     def give_up(self, now: float) -> list[Effect]:
@@ -379,14 +379,14 @@ class Moving:
         return [
             *(one.answer(refusal) for one in asked),
             *([DropTables()] if change.state else []),
-            *(effect for event, _ in held for effect in self.home.requested(event, now)),
+            *(effect for event, _ in held for effect in self.host.requested(event, now)),
             *self._go_on(now),
         ]
 
     def _go_on(self, now: float) -> list[Effect]:
         """The training thread may begin what it waited to begin."""
         blocked, self._blocked = self._blocked, False
-        return [*self.home.worker.gradients_ready([], now), Resume()] if blocked else []
+        return [*self.host.worker.gradients_ready([], now), Resume()] if blocked else []
 
     # --- now and then -------------------------------------------------------------------------------
 
@@ -409,15 +409,15 @@ class Moving:
         return [*effects, *self._ask_what_stands(change, now)]
 
     def _ask_what_stands(self, change: _Change, now: float) -> list[Effect]:
-        rank, others = self._ground.rank, self._ground.members.others
+        rank, others = self._context.rank, self._context.members.others
         if change.leader == rank:
             return []
         if not (others[change.leader].lost or others[change.leader].gone):
             change.alone, ranks = None, [change.leader]
         else:
             change.alone = now if change.alone is None else change.alone
-            ranks = self._ground.members.awaited()
-        if change.alone is not None and now - change.alone >= self._ground.timeout:
+            ranks = self._context.members.awaited()
+        if change.alone is not None and now - change.alone >= self._context.timeout:
             note = Note("servers", f"peer {change.leader}, which changed the servers, is lost: they stay as they were")
             return [note, *self.give_up(now)]
         return self._ask_of(ranks, now)
@@ -425,20 +425,20 @@ class Moving:
     @property
     def asks(self) -> bool:
         """Whether somebody is being asked what stands."""
-        return bool(self._ground.requests.asked(PlaceRequest))
+        return bool(self._context.requests.asked(PlaceRequest))
 
     def seek(self, now: float) -> list[Effect]:
         """Ask all others what stands, which may be a change that was before we came."""
-        return self._ask_of(self._ground.members.awaited(), now)
+        return self._ask_of(self._context.members.awaited(), now)
 
     @property
     def sure(self) -> bool:
         """Whether all others that are there have told what stands."""
-        members = self._ground.members
+        members = self._context.members
         return all(rank in self._heard or members.is_gone(rank) for rank in members.awaited())
 
     def _ask_of(self, ranks: Sequence[int], now: float) -> list[Effect]:
-        asked = self._ground.requests.asked(PlaceRequest)
+        asked = self._context.requests.asked(PlaceRequest)
         question = PlaceRequest(self.epoch, self.layout.servers, self.decided)
-        deadline = now + self._ground.timeout
-        return [self._ground.requests.send(to, question, now, deadline) for to in ranks if to not in asked]
+        deadline = now + self._context.timeout
+        return [self._context.requests.send(to, question, now, deadline) for to in ranks if to not in asked]

@@ -13,7 +13,7 @@ import json
 from collections import deque
 from collections.abc import Sequence
 
-from gossipx.peer.exchange import Ground
+from gossipx.peer.exchange import PeerContext
 from gossipx.peer.membership import REST_FIRST, REST_LONGEST
 from gossipx.protocol.effects import Answer, Effect, Forget, Keep, SetTimer
 from gossipx.protocol.events import Received
@@ -40,11 +40,13 @@ class Standby(Records):
         alone: it is gone: nothing is kept for it until it asks for a copy.
     """
 
-    def __init__(self, shard: int, rank: int, ground: Ground, replies: Replies, answered: Handler, alone: bool = False):
+    def __init__(
+        self, shard: int, rank: int, context: PeerContext, replies: Replies, answered: Handler, alone: bool = False
+    ):
         super().__init__(shard)
         self.rank = rank
         self.wanted = not alone
-        self._ground = ground
+        self._context = context
         self._replies, self._answered = replies, answered
         self._follows = False
         self._unsafe: dict[int, tuple[RecordRequest, int | None]] = {}  # by number, with its gradient's ticket
@@ -57,7 +59,7 @@ class Standby(Records):
     def taken(self, record: RecordRequest, ticket: int | None) -> list[Effect]:
         if not self._follows:
             return []  # the copy will have it
-        kept = None if ticket is None else self._ground.requests.ticket()
+        kept = None if ticket is None else self._context.requests.ticket()
         self._unsafe[record.number] = record, kept
         return [] if ticket is None or kept is None else [Share(ticket, kept)]
 
@@ -72,7 +74,7 @@ class Standby(Records):
         effects: list[Effect] = []
         if self._rests or not self._follows:
             return effects
-        patience = self._ground.members.longest
+        patience = self._context.members.longest
         under_way = set(self._open.values())
         for number, (record, kept) in self._unsafe.items():
             if len(self._open) >= AT_A_TIME:
@@ -96,7 +98,7 @@ class Standby(Records):
 
     def _rest(self, now: float) -> list[Effect]:
         self._rests = True
-        return [SetTimer(f"{RECORDS} {self.shard}", now + REST_FIRST * self._ground.timeout)]
+        return [SetTimer(f"{RECORDS} {self.shard}", now + REST_FIRST * self._context.timeout)]
 
     def again(self) -> None:
         """The rest is over; :meth:`send` follows."""
@@ -123,7 +125,7 @@ class Standby(Records):
         self._rests = False
         self._happened.clear()  # the copy has it
         self.copy, self.number = self.copy + 1, 0
-        reply = CopyReply(self._ground.incarnation, self.copy, json.dumps(shard.state_dict()), 0)
+        reply = CopyReply(self._context.incarnation, self.copy, json.dumps(shard.state_dict()), 0)
         given = Answer(event.key, reply, now + request.patience, copies=self.shard)
         # What the copy has is safe once the first record after it is followed: one of nothing.
         self._held = deque((0, answer) for _, answer in self._held)
@@ -167,13 +169,13 @@ class Replica:
     """
 
     def __init__(
-        self, shard: Shard, holder: int, ground: Ground, replies: Replies, answered: Handler, begins: bool = False
+        self, shard: Shard, holder: int, context: PeerContext, replies: Replies, answered: Handler, begins: bool = False
     ):
         self.shard = shard
         self.holder = holder
         self.begins = begins
         self.incarnation = -1
-        self._ground = ground
+        self._context = context
         self._replies, self._answered = replies, answered
         shard.records = Records(shard.index, copy=-1)  # there is none
         self._ahead: dict[int, tuple[RecordRequest, int]] = {}  # by number, each with its gradient's ticket
@@ -188,8 +190,8 @@ class Replica:
         """Ask for a copy, or tell that it waits for records."""
         if self.ticket is not None:
             return []
-        patience = self._ground.members.longest
-        request = CopyRequest(self.shard.index, self._ground.incarnation, self.shard.records.copy, patience)
+        patience = self._context.members.longest
+        request = CopyRequest(self.shard.index, self._context.incarnation, self.shard.records.copy, patience)
         send = self._replies.send(self.holder, request, now, now + patience, self._answered)
         self.ticket = send.ticket
         return [send]
@@ -208,7 +210,7 @@ class Replica:
 
     def _later(self, now: float) -> SetTimer:
         share = REST_LONGEST if self.has_copy else REST_FIRST
-        return SetTimer(f"{FOLLOW} {self.shard.index}", now + share * self._ground.timeout)
+        return SetTimer(f"{FOLLOW} {self.shard.index}", now + share * self._context.timeout)
 
     def recorded(self, event: Received, now: float) -> list[Effect]:
         """The holder tells what has happened."""
@@ -220,7 +222,7 @@ class Replica:
         done = Answer(event.key, AcceptReply(), until)
         if record.number < self.shard.records.number or record.number in self._ahead:
             return [done]
-        ticket = self._ground.requests.ticket()
+        ticket = self._context.requests.ticket()
         self._ahead[record.number] = record, ticket
         effects: list[Effect] = [] if record.bucket < 0 else [Keep(event.key, ticket)]
         effects.append(done)

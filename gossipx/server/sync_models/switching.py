@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from gossipx.errors import UsageError
-from gossipx.peer.exchange import Ground
+from gossipx.peer.exchange import PeerContext
 from gossipx.protocol.effects import Answer, Effect, Forget, Switched
 from gossipx.protocol.events import Received, SwitchSync
 from gossipx.protocol.messages import AcceptReply, NotReadyReply, Reply
@@ -15,31 +15,31 @@ from gossipx.server.shard import Shard
 from gossipx.server.sync_models.models import parse
 
 
-class Switching:
+class SyncModelSwitch:
     """One peer's part in switches of sync models. Each method says what is to be done.
 
     Args:
-        ground: of its role.
+        context: of its role.
         replies: takes the handlers of its requests.
         shards: that it holds.
         holder: gives the rank that a shard is asked of.
         rate: the learning rate, for sync models that go by it; None: it is not known.
-        hindered: why none may be switched now, or nothing.
+        obstacle: why none may be switched now, or nothing.
     """
 
     def __init__(
         self,
-        ground: Ground,
+        context: PeerContext,
         replies: Replies,
         shards: Mapping[int, Shard],
         holder: Callable[[int], int],
         rate: float | None,
-        hindered: Callable[[], str],
+        obstacle: Callable[[], str],
     ):
-        self._ground = ground
+        self._context = context
         self._replies = replies
         self._shards = shards
-        self._holder, self._rate, self._hindered = holder, rate, hindered
+        self._holder, self._rate, self._obstacle = holder, rate, obstacle
         self._open: dict[int, int] = {}  # by ticket, the number of the switch
         self._problems: dict[int, str] = {}  # of switches that are under way
 
@@ -57,7 +57,7 @@ class Switching:
                 self._problems[event.number] = self._problems[event.number] or problem
                 continue
             request = SwitchRequest(index, event.sync, event.apply, event.pulls)
-            until = now + self._ground.timeout
+            until = now + self._context.timeout
             send = self._replies.send(self._holder(index), request, now, until, self._answered)
             self._open[send.ticket] = event.number
             effects.append(send)
@@ -65,8 +65,8 @@ class Switching:
 
     def _switch(self, shard: Shard, sync: str, apply: str, pulls: str) -> tuple[list[Effect], str]:
         """What follows, or why it cannot be."""
-        if hindered := self._hindered():
-            return [], hindered
+        if obstacle := self._obstacle():
+            return [], obstacle
         try:
             model = parse(sync)
             if model.needs_rate and self._rate is not None:
@@ -81,7 +81,7 @@ class Switching:
         assert isinstance(request, SwitchRequest)
         made, problem = self._switch(shard, request.sync, request.apply, request.pulls)
         reply = NotReadyReply(problem) if problem else AcceptReply()
-        return [*made, Answer(event.key, reply, now + self._ground.timeout)]
+        return [*made, Answer(event.key, reply, now + self._context.timeout)]
 
     def _answered(self, ticket: int, to: int, reply: Reply | None, now: float) -> list[Effect]:
         """Handle a server's answer."""

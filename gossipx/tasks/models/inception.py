@@ -17,7 +17,7 @@ class Shift(nn.BatchNorm2d):
         self.bias = nn.Parameter(torch.zeros(maps))
 
 
-class Beside(nn.Module):
+class Parallel(nn.Module):
     """Branches over the same maps, what they make joined."""
 
     def __init__(self, *branches: nn.Module):
@@ -46,11 +46,11 @@ class InceptionV4(nn.Module):
         self.maps = nn.Sequential(
             *_stem(channels),
             *(_block_a() for _ in range(4)),
-            Beside(
+            Parallel(
                 _cut(384, 384, 2), nn.Sequential(_chain(384, (192, 1, 1), (224, 3, 3)), _cut(224, 256, 2)), _halve()
             ),
             *(_block_b() for _ in range(7)),
-            Beside(
+            Parallel(
                 nn.Sequential(_chain(1024, (192, 1, 1)), _cut(192, 192, 2)),
                 nn.Sequential(_chain(1024, (256, 1, 1), (256, 1, 7), (320, 7, 1)), _cut(320, 320, 2)),
                 _halve(),
@@ -73,18 +73,18 @@ def _stem(channels: int) -> list[nn.Module]:
         _cut(channels, 32, 2),
         _cut(32, 32),
         _chain(32, (64, 3, 3)),
-        Beside(_halve(), _cut(64, 96, 2)),
-        Beside(
+        Parallel(_halve(), _cut(64, 96, 2)),
+        Parallel(
             nn.Sequential(_chain(160, (64, 1, 1)), _cut(64, 96)),
             nn.Sequential(_chain(160, (64, 1, 1), (64, 1, 7), (64, 7, 1)), _cut(64, 96)),
         ),
-        Beside(_cut(192, 192, 2), _halve()),
+        Parallel(_cut(192, 192, 2), _halve()),
     ]
 
 
 def _block_a() -> nn.Module:
     """Figure 4, on 35×35 maps."""
-    return Beside(
+    return Parallel(
         _chain(384, (96, 1, 1)),
         _chain(384, (64, 1, 1), (96, 3, 3)),
         _chain(384, (64, 1, 1), (96, 3, 3), (96, 3, 3)),
@@ -94,7 +94,7 @@ def _block_a() -> nn.Module:
 
 def _block_b() -> nn.Module:
     """Figure 5, on 17×17 maps."""
-    return Beside(
+    return Parallel(
         _chain(1024, (384, 1, 1)),
         _chain(1024, (192, 1, 1), (224, 1, 7), (256, 7, 1)),
         _chain(1024, (192, 1, 1), (192, 7, 1), (224, 1, 7), (224, 7, 1), (256, 1, 7)),
@@ -104,7 +104,7 @@ def _block_b() -> nn.Module:
 
 def _block_c() -> nn.Module:
     """Figure 6, on 8×8 maps."""
-    return Beside(
+    return Parallel(
         _chain(1536, (256, 1, 1)),
         nn.Sequential(_chain(1536, (384, 1, 1)), _both_ways(384)),
         nn.Sequential(_chain(1536, (384, 1, 1), (448, 3, 1), (512, 1, 3)), _both_ways(512)),
@@ -112,8 +112,8 @@ def _block_c() -> nn.Module:
     )
 
 
-def _both_ways(before: int) -> Beside:
-    return Beside(_chain(before, (256, 1, 3)), _chain(before, (256, 3, 1)))
+def _both_ways(before: int) -> Parallel:
+    return Parallel(_chain(before, (256, 1, 3)), _chain(before, (256, 3, 1)))
 
 
 def _chain(before: int, *layers: tuple[int, int, int]) -> nn.Sequential:

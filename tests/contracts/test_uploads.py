@@ -15,8 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from giver import model
 from managers import LONG, SHORT, Host, Model, Taken, ended, runs, settings_of, soon
+from responder import model
 
 from gossipx.errors import CancelledError, PeerTimeoutError, PeerUnreachableError
 from gossipx.memory import PIECE
@@ -81,7 +81,7 @@ def test_messages_go_on_beside_a_request_that_waits_for_room(start: Callable[[in
         assert free.wait(LONG)
         return Taken(memoryview(bytearray(LARGE)))
 
-    b.comm._answering._room_for = room_for
+    b.comm._listener._room_for = room_for
     answers(b, model(PIECE))
     room = bytearray(PIECE)
     waits = a.ask(1, elastic(), room, brings=model(LARGE))
@@ -109,7 +109,7 @@ def test_a_receiver_with_no_room_has_the_senders_deadline(start: Callable[[int],
         assert over.wait(LONG)
         return Taken(memoryview(bytearray(LARGE)))
 
-    b.comm._answering._room_for = room_for
+    b.comm._listener._room_for = room_for
     result = a.ask(1, elastic(), bytearray(PIECE), seconds=SHORT, brings=model(LARGE)).get(timeout=LONG)
     over.set()
     assert isinstance(result, PeerTimeoutError)
@@ -136,7 +136,7 @@ def test_bringing_is_cancelled_in_the_middle(start: Callable[[int], list[Host]])
             assert over.wait(LONG)
 
     slow = Slow(memoryview(bytearray(LARGE)))
-    b.comm._answering._room_for = lambda sender, request: slow
+    b.comm._listener._room_for = lambda sender, request: slow
     results: queue.Queue[object] = queue.Queue()
     brought = Model(model(LARGE))
     cancel = a.comm.request(1, elastic(), deadline=soon(), payload=None, done=results.put, brought=brought)
@@ -168,8 +168,8 @@ def test_a_bringer_that_dies_in_the_middle_leaves_nothing(way: str, tmp_path: Pa
                 released.set()
 
         dead = threading.Event()
-        host.comm._answering._room_for = lambda sender, request: Counting(memoryview(bytearray(LARGE)))
-        script = str(Path(__file__).parents[1] / "bringer.py")
+        host.comm._listener._room_for = lambda sender, request: Counting(memoryview(bytearray(LARGE)))
+        script = str(Path(__file__).parents[1] / "uploader.py")
         command = [sys.executable, script, way, str(tmp_path), str(LARGE), str(host.comm.address.port)]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         with subprocess.Popen(command, env=environment) as bringer:

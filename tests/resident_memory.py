@@ -1,6 +1,6 @@
 """What the peers of a run hold in memory: a training script that tells it, and what follows from what it has told.
 
-Started by ``gossipx run ... resident.py FOLDER WIDE ITERATIONS SAMPLES``; the model has WIDE · 1000 weights.
+Started by ``gossipx run ... resident_memory.py FOLDER WIDE ITERATIONS SAMPLES``; the model has WIDE · 1000 weights.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A peer in a process of its own that brings a model to rank 0 of a run of two, and waits for the answer.
 
-python bringer.py WAY FOLDER SIZE PORT
+python uploader.py WAY FOLDER SIZE PORT
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from giver import model
 from managers import LONG, Run, settings_of
+from responder import model
 
 from gossipx.protocol.messages import ElasticRequest
 from gossipx.transports import Address

@@ -14,13 +14,13 @@ from gossipx.protocol.effects import Effect, Note, Send, SetTimer
 from gossipx.protocol.events import Answered, Received
 from gossipx.protocol.messages import ArriveRequest, HereReply, Stage
 
-GATHER = "gather"
+BARRIER = "gather"
 """The timer of the whole wait."""
 ANNOUNCE = "announce"
 """The timers after which a peer is told again: this, a space and its rank."""
 
 
-class Gathering:
+class Barrier:
     """One peer's waits for the others, one at a time. Each method says what is to be done, or how far it has come.
 
     Args:
@@ -53,7 +53,7 @@ class Gathering:
         """Wait for peer_timeout from now on, and tell ``ranks``."""
         self._deadline = now + self._timeout
         told = [self.tell(rank, self._arrival, now) for rank in ranks]
-        return [*told, SetTimer(GATHER, self._deadline)]
+        return [*told, SetTimer(BARRIER, self._deadline)]
 
     def tell(self, rank: int, arrival: ArriveRequest, now: float) -> Send:
         """Tell ``rank`` how far we have come; its answer tells how far it has."""
@@ -68,7 +68,7 @@ class Gathering:
             return [self.tell(rank, self._arrival, now)]
         return []
 
-    def tell_later(self, rank: int, at: float) -> SetTimer:
+    def retry_at(self, rank: int, at: float) -> SetTimer:
         """Look at ``rank`` again at ``at``."""
         return SetTimer(f"{ANNOUNCE} {rank}", at)
 
@@ -127,5 +127,5 @@ class Gathering:
 
     def failed(self, to: int) -> list[Effect]:
         """Another could not be told."""
-        again = min(self._members.others[to].rests_until, self._deadline)
-        return [self.tell_later(to, again)] if self.on else []
+        again = min(self._members.others[to].backoff_until, self._deadline)
+        return [self.retry_at(to, again)] if self.on else []

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gossipx.protocol.server_messages import GradientRequest, TablesReply
-from gossipx.protocol.table_effects import Asked
+from gossipx.protocol.table_effects import RequestedBucket
 from gossipx.server import placement
 from gossipx.server.placement import Partition, Placement, Table
 from gossipx.server.placement.buckets import Bucket, buckets
@@ -19,7 +19,7 @@ from gossipx.tables.client import Client
 from gossipx.tables.coding import Coding
 from gossipx.tables.parts import ApplyBuffer, ServerStorage, Storages, TransmitBuffer, raw
 from gossipx.tables.shard import ShardStore
-from gossipx.tables.store import Desk
+from gossipx.tables.store import TableStore
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 SHAPES = [(3, 4), (5,), (0,), (), (2, 2, 2)]
@@ -38,14 +38,14 @@ class Side:
     optimizer: torch.optim.Optimizer
     placed: list[list[Partition]]
     cut: list[list[Bucket]]
-    desk: Desk
+    table_store: TableStore
     stores: dict[int, ShardStore]
     progress: int = 0
     whole: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def client(self) -> Client:
-        return self.desk.client
+        return self.table_store.client
 
     def update(self, gradients: Sequence[Tensor | None]) -> None:
         """One iteration's gradients; the buckets that are whole are noted, in order."""
@@ -65,13 +65,13 @@ class Side:
         """All that is whole to the shards."""
         for place in self.whole:
             request, content = self.request(place)
-            gradient = self.desk.room_for(request)
+            gradient = self.table_store.room_for(request)
             assert gradient is not None
             gradient.take(0, memoryview(content))
             if buffered:
-                self.desk.buffer(gradient)
+                self.table_store.buffer(gradient)
             else:
-                self.desk.apply(gradient, scale)
+                self.table_store.apply(gradient, scale)
         self.progress += 1
 
     def pull(self) -> None:
@@ -79,10 +79,10 @@ class Side:
         places = [(shard, number) for shard, cut in enumerate(self.cut) for number in range(len(cut))]
         self.client.expect(places)
         for place in places:
-            given = self.desk.encode(Asked(*place, base=self.client.base(place)))
+            given = self.table_store.encode(RequestedBucket(*place, base=self.client.base(place)))
             sink = self.client.sink(place)
             sink.fit(TablesReply(0, given.parts, base=given.base)).take(0, memoryview(bytearray(given.source.view)))
-            self.desk.release(place[0], given)
+            self.table_store.release(place[0], given)
             self.client.fetched(place, sink)
         assert self.client.ready()
         self.client.apply()
@@ -109,7 +109,7 @@ def side(
         shard: ShardStore(held, cut[shard], made, numbers, step, storages, coding) for shard, held in enumerate(placed)
     }
     client = Client(made, placed, cut, storages, coding)
-    return Side(made, step, placed, cut, Desk(client, stores, made, step), stores)
+    return Side(made, step, placed, cut, TableStore(client, stores, made, step), stores)
 
 
 def values(dtype: torch.dtype = torch.float32, seed: int = 0) -> list[Tensor]:

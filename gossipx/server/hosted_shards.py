@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from gossipx.peer.exchange import Ground
+from gossipx.peer.exchange import PeerContext
 from gossipx.protocol.effects import Effect, Resume, Stop
-from gossipx.protocol.events import CameBack
+from gossipx.protocol.events import TablesRestored
 from gossipx.protocol.messages import Reply
-from gossipx.protocol.table_effects import ComeBack
+from gossipx.protocol.table_effects import RestoreTables
 from gossipx.server.failover.records import Journal
 from gossipx.server.placement.layout import Layout
 from gossipx.server.settings import ServerSettings
@@ -17,7 +17,7 @@ from gossipx.server.shard import Shard
 from gossipx.server.sync_models.clock import Clock
 
 
-class Holding:
+class HostedShards:
     """One peer's shards. Each method says what is to be done.
 
     Attributes:
@@ -26,11 +26,11 @@ class Holding:
         unsure: others were training as it came, and may know that its shards lie elsewhere by now: they have not begun.
     """
 
-    def __init__(self, ground: Ground, settings: ServerSettings):
+    def __init__(self, context: PeerContext, settings: ServerSettings):
         self.shards: dict[int, Shard] = {}
         self.epoch = 0
         self.unsure = False
-        self._ground = ground
+        self._context = context
         self._settings = settings
         self._before = (0, 0)  # figures of shards that lay here before the servers were changed
         self._leaves = False
@@ -39,7 +39,7 @@ class Holding:
         """A shard of ``layout``, which may be held here, or followed."""
         plan = self._settings.plans[index % len(self._settings.plans)] if self._settings.plans else ()
         leads = not any(layout.buckets[:index])
-        shard = Shard(index, layout.buckets[index], clock, self._ground.requests, plan, self._settings.every, leads)
+        shard = Shard(index, layout.buckets[index], clock, self._context.requests, plan, self._settings.every, leads)
         shard.records = Journal(index, self.epoch) if self._settings.journals else shard.records
         return shard
 
@@ -55,12 +55,12 @@ class Holding:
         return all(shard.begun for shard in self.shards.values())
 
     @property
-    def comes_back(self) -> bool:
+    def is_being_restored(self) -> bool:
         """Whether what this peer is to hold may be on its disk: it was killed, and others were training as it came.
 
         If none were, journals that lie there are of a run before.
         """
-        return self._settings.journals and self._ground.members.had_begun
+        return self._settings.journals and self._context.members.had_begun
 
     @property
     def made(self) -> set[str]:
@@ -81,7 +81,7 @@ class Holding:
 
     def begun(self, now: float) -> list[Effect]:
         """All have come to START: they begin, unless it is to be seen first whether they are still this peer's."""
-        again = self._ground.members.had_begun and not any(shard.restored for shard in self.shards.values())
+        again = self._context.members.had_begun and not any(shard.restored for shard in self.shards.values())
         self.unsure = bool(self.shards) and again and not self._settings.fixed
         return [] if self.unsure else self.begin(now)
 
@@ -91,13 +91,15 @@ class Holding:
         return [
             effect
             for shard in self.shards.values()
-            for effect in ([self._come_back(shard)] if self.comes_back and not shard.restored else shard.begin(now))
+            for effect in (
+                [self._restore_tables(shard)] if self.is_being_restored and not shard.restored else shard.begin(now)
+            )
         ]
 
-    def _come_back(self, shard: Shard) -> ComeBack:
-        return ComeBack(shard.index, self.epoch)
+    def _restore_tables(self, shard: Shard) -> RestoreTables:
+        return RestoreTables(shard.index, self.epoch)
 
-    def came_back(self, event: CameBack, training: Sequence[int], now: float) -> list[Effect]:
+    def tables_restored(self, event: TablesRestored, training: Sequence[int], now: float) -> list[Effect]:
         """What was on the disk of one of them has been read.
 
         Args:
@@ -140,13 +142,13 @@ class Holding:
         closed = [effect for shard in self.shards.values() for effect in shard.close(reply, now)]
         done = self.taken_in, self.delayed_pulls
         self.epoch, self.unsure = epoch, False
-        here = [index for index, rank in enumerate(layout.servers) if rank == self._ground.rank]
+        here = [index for index, rank in enumerate(layout.servers) if rank == self._context.rank]
         self.shards.clear()
         self.shards.update({index: self.make(index, self._settings.clock_of(index), layout) for index in here})
         begun = [
             effect
             for shard in self.shards.values()
-            for effect in (shard.take_over(json.loads(state), now) if state else [self._come_back(shard)])
+            for effect in (shard.take_over(json.loads(state), now) if state else [self._restore_tables(shard)])
         ]
         self._before = (0, 0)
         self._before = done[0] - self.taken_in, done[1] - self.delayed_pulls

@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from _far import HERE, end_with_parent
+from _remote import HERE, end_with_parent
 from emulated import Host
 from torch import nn
 
@@ -38,7 +38,7 @@ Job = dict[str, Any]
 Done = dict[str, Any]
 
 
-class Crew:
+class ProcessPool:
     """So many processes, on loopback or each on its host of an emulated network.
 
     Args:
@@ -112,7 +112,7 @@ class Crew:
                 done[waiting[pipe]] = json.loads(line)
         return [done[number] for number in range(len(taking))]
 
-    def __enter__(self) -> Crew:
+    def __enter__(self) -> ProcessPool:
         return self
 
     def __exit__(

@@ -11,11 +11,11 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from _far import SECONDS, end_with_parent
+from _remote import SECONDS, end_with_parent
 from _trained import Trained
 
 
-class Idle:
+class IdlePeer:
     """The other peer of two, while the block lasts; it joins in its own time.
 
     Args:
@@ -27,7 +27,7 @@ class Idle:
         command = [sys.executable, __file__, model, str(hosts), json.dumps(settings)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, text=True)
 
-    def __enter__(self) -> Idle:
+    def __enter__(self) -> IdlePeer:
         return self
 
     def __exit__(

@@ -1,6 +1,6 @@
 """A peer in a process of its own that gives one model to whoever asks, until its standard input ends.
 
-python giver.py WAY FOLDER SIZE PORT
+python responder.py WAY FOLDER SIZE PORT
 """
 
 from __future__ import annotations

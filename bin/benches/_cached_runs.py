@@ -14,7 +14,7 @@ Job = dict[str, Any]
 """What a run is of, as JSON has it: two of equal jobs are the same."""
 
 
-class Kept:
+class CachedRuns:
     """What runs have made, by their jobs.
 
     Args:

@@ -389,7 +389,12 @@ class Rpc:
 
 
 if __name__ == "__main__":
-    import _far  # under its own name, as the other side of a remote call knows it
+    import _remote  # under its own name, as the other side of a remote call knows it
 
-    ways = {"raw": _far.serve_raw, "gossipx": _far.serve_gossipx, "gloo": _far.serve_gloo, "rpc": _far.serve_rpc}
-    _far.serve(ways)
+    ways = {
+        "raw": _remote.serve_raw,
+        "gossipx": _remote.serve_gossipx,
+        "gloo": _remote.serve_gloo,
+        "rpc": _remote.serve_rpc,
+    }
+    _remote.serve(ways)
