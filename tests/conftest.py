@@ -14,6 +14,7 @@ COMMON = settings(deadline=None, derandomize=True, suppress_health_check=[Health
 settings.register_profile("all", COMMON)
 settings.register_profile("gossipx", COMMON, max_examples=30)
 settings.load_profile("gossipx")
+torch.set_num_threads(1)  # models are tiny, and tests run beside each other: more threads only wait for each other
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

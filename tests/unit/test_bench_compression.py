@@ -20,8 +20,8 @@ def bench() -> Iterator[Any]:
     """Its modules; benchmarks are no package, and one is called as a module of the standard library is."""
     before = list(sys.path)
     sys.path.append(str(BENCHES))
-    names = ("_kept", "compression", "_links")
-    yield SimpleNamespace(**{name.strip("_"): importlib.import_module(name) for name in names})
+    names = ("_cached_runs", "compression", "_links")
+    yield SimpleNamespace(**{name.strip("_").removeprefix("cached_"): importlib.import_module(name) for name in names})
     sys.path[:] = before
 
 
@@ -37,8 +37,8 @@ def test_what_is_kept_is_not_run_again(bench: Any, tmp_path: Path) -> None:
         return work(job)
 
     jobs = [{"n": n} for n in range(4)]
-    bench.kept.Kept(file).complete(jobs[:2], counted, 1)
-    again = bench.kept.Kept(file)
+    bench.runs.CachedRuns(file).complete(jobs[:2], counted, 1)
+    again = bench.runs.CachedRuns(file)
     again.complete(jobs, counted, 1)
     assert done == [0, 1, 2, 3]
     assert [again[job] for job in jobs] == [0, 10, 20, 30]
@@ -49,18 +49,18 @@ def test_a_line_that_was_cut_off_is_left_out_and_harms_no_other(
     bench: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "kept"
-    bench.kept.Kept(file).complete([{"n": 1}, {"n": 2}], work, 1)
+    bench.runs.CachedRuns(file).complete([{"n": 1}, {"n": 2}], work, 1)
     file.write_text(file.read_text()[:-9])
-    again = bench.kept.Kept(file)
+    again = bench.runs.CachedRuns(file)
     assert f"{file}, line 2 is no run" in capsys.readouterr().err
     assert {"n": 1} in again and {"n": 2} not in again
     again.complete([{"n": 2}], work, 1)
-    last = bench.kept.Kept(file)
+    last = bench.runs.CachedRuns(file)
     assert last[{"n": 1}] == 10 and last[{"n": 2}] == 20
 
 
 def test_several_processes_make_the_same(bench: Any, tmp_path: Path) -> None:
-    kept = bench.kept.Kept(tmp_path / "kept")
+    kept = bench.runs.CachedRuns(tmp_path / "kept")
     jobs = [{"object": n} for n in range(3)]
     kept.complete(jobs, json.dumps, 2)
     assert [kept[job] for job in jobs] == [json.dumps(job) for job in jobs]
@@ -72,7 +72,7 @@ def trained(accuracy: float) -> dict[str, Any]:
 
 def test_accuracy_is_compared_seed_by_seed(bench: Any) -> None:
     plan = bench.compression.Plan(full=False)
-    kept = bench.kept.Kept(None)
+    kept = bench.runs.CachedRuns(None)
     for job in plan.jobs("accuracy"):
         kept.add(job, trained(0.8 + 0.05 * job["seed"] - (0.001 if "3lc" in job["spec"] else 0)))
     _, heads, rows, figures = bench.compression.accuracy_table(plan, kept)
@@ -93,7 +93,7 @@ def test_within_a_third_of_a_point_or_within_the_interval(bench: Any, mean: floa
 
 def test_ratios_are_of_both_ways(bench: Any) -> None:
     plan = bench.compression.Plan(full=True)
-    kept = bench.kept.Kept(None)
+    kept = bench.runs.CachedRuns(None)
     for job in plan.jobs("ratios"):
         kept.add(job, trained(0.9))
     _, heads, rows, figures = bench.compression.ratios_table(plan, kept)
@@ -104,7 +104,7 @@ def test_ratios_are_of_both_ways(bench: Any) -> None:
 
 def test_a_step_is_compared_on_its_own_link(bench: Any) -> None:
     plan = bench.compression.Plan(full=True)
-    kept = bench.kept.Kept(None)
+    kept = bench.runs.CachedRuns(None)
     for job in bench.links.jobs(plan.specs, plan.rounds):
         slow = 10.0 if job["link"] == "10mbit" else 1.0
         kept.add(job, {"seconds": slow * (1.0 if job["spec"] == "none" else 0.05) + 0.001 * job["round"]})

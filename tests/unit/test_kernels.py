@@ -357,7 +357,7 @@ def test_no_pass_takes_memory_in_proportion_to_the_model():
     """48 MiB vectors; after a round on short ones, the peak of resident memory grows by less than 4 MiB."""
     script = """
         import resource, torch
-        from gossipx import kernels
+        from gossipx.model import kernels
 
         torch.set_num_threads(1)
 

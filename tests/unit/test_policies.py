@@ -122,7 +122,7 @@ class EntryPoint:
 
 
 @dataclass(frozen=True)
-class CheckpointInterval(Policy):
+class Every(Policy):
     """A policy of some other package."""
 
     third: int = 3
@@ -139,11 +139,11 @@ def at_least(length: float):
 def installed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     loaded: list[str] = []
     points = [
-        EntryPoint("every", CheckpointInterval, loaded),
+        EntryPoint("every", Every, loaded),
         EntryPoint("at-least", at_least, loaded),
         EntryPoint("wrong", lambda: 7, loaded),
         EntryPoint("gone", ImportError("no module named gone"), loaded),
-        EntryPoint("tau", CheckpointInterval, loaded),
+        EntryPoint("tau", Every, loaded),
     ]
 
     def entry_points(group: str, name: str | None = None) -> list[EntryPoint]:
@@ -155,7 +155,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_installed_policies_have_names_too(installed: list[str]):
-    assert policies.parse("every:4,warmup=2") == CheckpointInterval(4, warmup=2)
+    assert policies.parse("every:4,warmup=2") == Every(4, warmup=2)
     policy = policies.parse("at-least:length=2.5")
     assert wants(policy, travelled=2.5) and not wants(policy, travelled=2.4)
     assert installed == ["every", "at-least"], "others are not imported"
@@ -178,9 +178,9 @@ def test_installed_policies_are_named_when_a_spec_is_wrong(installed: list[str])
 
 def test_real_entry_points_are_looked_up(monkeypatch: pytest.MonkeyPatch):
     module = types.ModuleType("some_package_of_policies")
-    module.CheckpointInterval = CheckpointInterval  # type: ignore[attr-defined]
+    module.Every = Every  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
     point = importlib.metadata.EntryPoint("every", f"{module.__name__}:Every", policies.ENTRY_POINT_GROUP)
     found = importlib.metadata.EntryPoints([point])
     monkeypatch.setattr(packages, "entry_points", lambda **select: found.select(**select))
-    assert policies.parse("every:2") == CheckpointInterval(2)
+    assert policies.parse("every:2") == Every(2)

@@ -82,9 +82,9 @@ class Net(nn.Module):
 class Side:
     """A peer's arena, and the models that it has to do with: the same on every device, if all is ordered."""
 
-    def __init__(self, dtype: torch.dtype, sampled: int | None, lanes: DeviceStreams, device: str):
-        self.lanes = lanes
-        self.arena = ParameterArena(Net(0, dtype).to(device), sampled=sampled, lanes=lanes)
+    def __init__(self, dtype: torch.dtype, sampled: int | None, streams: DeviceStreams, device: str):
+        self.streams = streams
+        self.arena = ParameterArena(Net(0, dtype).to(device), sampled=sampled, streams=streams)
         self.read: list[Snapshot] = []
         self.coming: Incoming | None = None
         self.done = 0  # bytes of it
@@ -93,7 +93,7 @@ class Side:
     def step(self, amount: float) -> float:
         self.arena.go_on()
         for section in self.arena.sections:
-            self.lanes.train(lambda to=section.storage[: section.mixed]: to.mul_(1 - amount).add_(amount))
+            self.streams.train(lambda to=section.storage[: section.mixed]: to.mul_(1 - amount).add_(amount))
         return self.arena.step_done()
 
     def ask(self, whole: bool) -> None:
@@ -163,7 +163,7 @@ class Side:
 
 
 def storages(side: Side) -> list[Tensor]:
-    side.lanes.wait(side.lanes.mark())
+    side.streams.wait(side.streams.mark())
     return [section.storage.cpu().clone() for section in side.arena.sections]
 
 
@@ -219,12 +219,12 @@ def test_all_is_as_if_it_were_done_at_once(device: str, dtype: torch.dtype, samp
 
 def test_a_model_that_goes_on_in_other_memory_is_on_the_device_whole():
     """What came before the base was free is on its way to the device, from memory that is somebody else's then."""
-    lanes = Lazy(0)
-    lanes.hasty = 0.0
+    streams = Lazy(0)
+    streams.hasty = 0.0
     model = bytes(ParameterArena(Net(1, torch.float32)).snapshot().buffer.view)
     half = len(model) // 16 * 8
     mixed = []
-    for arena in (ParameterArena(Net(0, torch.float32)), ParameterArena(Net(0, torch.float32), lanes=lanes)):
+    for arena in (ParameterArena(Net(0, torch.float32)), ParameterArena(Net(0, torch.float32), streams=streams)):
         arena.step_done()
         incoming = Incoming(arena, arena.snapshot())
         incoming.take(0, memoryview(bytearray(model[:half])))
@@ -239,7 +239,7 @@ def test_a_model_that_goes_on_in_other_memory_is_on_the_device_whole():
         arena.commit(incoming.buffer, 0.5)
         incoming.release()
         arena.pool.brought()
-        lanes.wait(lanes.mark())
+        streams.wait(streams.mark())
         mixed.append(torch.cat([section.storage for section in arena.sections]))
     assert torch.equal(*mixed)
 
@@ -248,30 +248,30 @@ def test_a_model_that_goes_on_in_other_memory_is_on_the_device_whole():
 def test_training_waits_for_no_copy_and_no_number(device: str):
     """Of a step that is measured and copied, and of a model that has been brought to the device and is mixed."""
     if device == "cuda":
-        lanes: DeviceStreams = streams_of(torch.device("cuda"))
-        arena = ParameterArena(Net(0, torch.float32).cuda(), lanes=lanes)
+        streams: DeviceStreams = streams_of(torch.device("cuda"))
+        arena = ParameterArena(Net(0, torch.float32).cuda(), streams=streams)
     else:
-        lanes = Lazy(0)
-        lanes.hasty = 0.0
-        arena = ParameterArena(Net(0, torch.float32), lanes=lanes)
+        streams = Lazy(0)
+        streams.hasty = 0.0
+        arena = ParameterArena(Net(0, torch.float32), streams=streams)
     arena.step_done()
     incoming = Incoming(arena, arena.snapshot())
     model = bytes(ParameterArena(Net(1, torch.float32)).snapshot().buffer.view)
     incoming.take(0, memoryview(bytearray(model)))
     incoming.norm()
     arena.step_done()
-    lanes.wait(lanes.mark())
+    streams.wait(streams.mark())
     if device == "cuda":
         torch.cuda.set_sync_debug_mode("error")
         slow = torch.ones(4000, 4000, device="cuda")
     try:
         for _ in range(20) if device == "cuda" else ():
             slow = slow @ slow  # keeps the stream busy for longer than what follows takes to be put there
-        before = None if device == "cuda" else dict(lanes._done)
+        before = None if device == "cuda" else dict(streams._done)
         arena.commit(incoming.buffer, 0.5)
         arena.step_done()  # reads the number of the step before, which is there
-        assert device == "late" or not lanes.mark().query(), "the stream is still at work"
-        assert before is None or lanes._done == before
+        assert device == "late" or not streams.mark().query(), "the stream is still at work"
+        assert before is None or streams._done == before
     finally:
         if device == "cuda":
             torch.cuda.set_sync_debug_mode("default")
