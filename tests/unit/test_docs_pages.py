@@ -1,4 +1,4 @@
-"""The documentation names what a run can be told, and shows nothing that no test runs."""
+"""The documentation: it names every option, and tests run every example that it shows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gossipx.server.placement import BUILT_IN
 from gossipx.server.sync_models.models import SYNC_MODELS
 
 DOCS = HOUSE / "docs"
-# What a section of settings is told in.
+# The pages that document each section of settings.
 SECTIONS = {"hub": ["hub.md"], "server": ["server.md", "placement.md"]}
 
 
@@ -56,11 +56,11 @@ def test_every_spec_has_its_row(page: str, name: str) -> None:
     assert any(re.search(rf"`{name}[`:]", row) for row in rows)
 
 
-def test_the_house_has_the_rooms_of_the_import_contract() -> None:
+def test_the_architecture_page_has_the_packages_of_the_import_contract() -> None:
     contract = configparser.ConfigParser()
     contract.read(HOUSE / "setup.cfg", encoding="utf-8")
     layers = contract["importlinter:contract:house"]["layers"].replace("gossipx.", "").strip().split("\n")
-    rows = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", told(["house.md"]), re.MULTILINE)
+    rows = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", told(["architecture.md"]), re.MULTILINE)
     assert [re.findall(r"\w+", row) for row in rows] == [re.findall(r"\w+", layer) for layer in layers]
 
 
