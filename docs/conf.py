@@ -1,7 +1,7 @@
-"""Builds the documentation: ``bin/docs``, and in ``bin/test`` with every warning an error. No network is needed.
+"""Sphinx configuration of the documentation, for ``bin/docs`` and, with warnings as errors, for ``bin/test``.
 
-Sphinx, and not Material for MkDocs: that one and MkDocs itself get no new features any more, and Sphinx checks each
-cross-reference of the docstrings.
+The build needs no network. It is Sphinx rather than MkDocs with its Material theme, since these get no new features any
+more, and since Sphinx checks each cross-reference of the docstrings.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from sphinx.application import Sphinx
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from gossipx.cli.options import RunCommand, by_heading, by_table  # of the tree that these pages stand in
+from gossipx.cli.options import RunCommand, by_heading, by_table  # of the same tree as these pages
 
 project = "gossipx"
 version = release = installed("gossipx")
@@ -25,9 +25,9 @@ exclude_patterns = ["_build"]
 smartquotes = False  # options begin with two hyphens, in headings too
 nitpicky = True
 nitpick_ignore_regex = [
-    # Other projects' names: their inventories are on the network.
+    # Names of other projects, whose inventories are on the network.
     (r"py:.*", r"(torch|numpy|pathlib|collections|contextlib|types|typing|abc|enum)\..*"),
-    # What only drivers and transports make; CommManager's signatures name it.
+    # Internal types that CommManager's signatures name.
     (
         r"py:class",
         r"gossipx\.(protocol|memory|wire|transports)\..*|Address|OnRequest|RoomFor|Transport|Carriers|auth.Secret",
@@ -37,10 +37,10 @@ nitpick_ignore_regex = [
 
 myst_heading_anchors = 3
 autodoc_member_order = "bysource"
-autodoc_inherit_docstrings = False  # what a subclass only implements is told once
+autodoc_inherit_docstrings = False  # an implementation of a base's method is documented at the base
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
-autodoc_type_aliases = {"Request": "Request", "Reply": "Reply"}  # of twenty kinds each
+autodoc_type_aliases = {"Request": "Request", "Reply": "Reply"}  # unions of about twenty kinds
 python_maximum_signature_line_length = 90
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
@@ -55,7 +55,7 @@ html_show_copyright = False
 
 
 def _examples(app: Sphinx, ctx: click.Context, lines: list[str]) -> None:
-    """Commands in a help text stand line by line there, after a blank line; here they are code."""
+    """Turn the lines of commands in a help text into a code block."""
     shown: list[str] = []
     for line in lines:
         if not line.startswith("| "):
@@ -68,20 +68,20 @@ def _examples(app: Sphinx, ctx: click.Context, lines: list[str]) -> None:
 
 
 def _options(app: Sphinx, ctx: click.Context, lines: list[str]) -> None:
-    """Show the common options of a run first, then all by TOML table. --debug is told once, at the top."""
-    told: dict[str, list[str]] = {}
+    """Show the common options of a run first, then all by TOML table. --debug is shown once, for the main command."""
+    entries: dict[str, list[str]] = {}
     for line in lines:
         if line.startswith(".. option:: "):
-            into = told.setdefault(line.split()[2].strip(","), [])
-        into.append(line)
+            entry = entries.setdefault(line.split()[2].strip(","), [])
+        entry.append(line)
     if ctx.parent:
-        told.pop("--debug", None)
+        entries.pop("--debug", None)
     if isinstance(ctx.command, RunCommand):
         lines[:] = _common(ctx.command, ctx)
         for heading, options in by_table(ctx.command, ctx).items():
-            lines += [f"**{heading}**", "", *(line for one in options for line in told.get(one.opts[0], ()))]
+            lines += [f"**{heading}**", "", *(line for one in options for line in entries.get(one.opts[0], ()))]
     else:
-        lines[:] = [line for one in told.values() for line in one]
+        lines[:] = [line for entry in entries.values() for line in entry]
 
 
 def _common(command: click.Command, ctx: click.Context) -> list[str]:
@@ -96,7 +96,7 @@ def _common(command: click.Command, ctx: click.Context) -> list[str]:
 
 
 def _words(app: Sphinx, page: nodes.document) -> None:
-    """What Sphinx makes of docstrings, in their own words; smartquotes would make dashes of options as well."""
+    """Replace words that Sphinx adds to docstrings; smartquotes would turn the hyphens of options into dashes too."""
     better = {" -- ": " – ", "Variables": "Attributes"}
     for text in list(page.findall(nodes.Text)):
         if text in better:

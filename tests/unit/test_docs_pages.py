@@ -1,4 +1,4 @@
-"""The documentation names what a run can be told, and shows nothing that no test runs."""
+"""The documentation: it names every option, and tests run every example that it shows."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ from gossipx.server.placement import BUILT_IN
 from gossipx.server.sync_models.models import SYNC_MODELS
 
 DOCS = HOUSE / "docs"
-# What a section of settings is told in.
+# The pages that document each section of settings.
 SECTIONS = {"hub": ["hub.md"], "server": ["server.md", "placement.md"]}
 
 
-def told(names: list[str]) -> str:
+def text_of(names: list[str]) -> str:
+    """Return the text of these pages."""
     return "".join((DOCS / name).read_text(encoding="utf-8") for name in names)
 
 
 @pytest.mark.parametrize("key", [key for key in KEYS.values() if key.table in SECTIONS], ids=lambda key: key.name)
 def test_every_option_is_named_on_its_page(key: Key) -> None:
-    """Or its opposite, and each word that it may be; --servers-only does not name --servers."""
-    text = told(SECTIONS[key.table])
+    """The option or its opposite, and each of its choices; --servers-only does not count as --servers."""
+    text = text_of(SECTIONS[key.table])
     assert re.search(rf"--(no-)?{key.option.removeprefix('--')}(?![\w-])", text)
     for word in key.choices:
         assert re.search(rf"[`( ]{word}[`)]", text), word
@@ -38,7 +39,7 @@ def test_every_option_is_named_on_its_page(key: Key) -> None:
 
 @pytest.mark.parametrize("name", SYNC_MODELS)
 def test_every_sync_model_is_named_with_all_of_its_keys(name: str) -> None:
-    text = told(SECTIONS["server"])
+    text = text_of(SECTIONS["server"])
     assert f"`{name}" in text
     specs = "".join(re.findall(rf"`{name}(?::[^`]*)?`", text))
     for key in inspect.signature(SYNC_MODELS[name]).parameters:
@@ -52,15 +53,15 @@ def test_every_sync_model_is_named_with_all_of_its_keys(name: str) -> None:
     + [("codecs.md", name) for name in codecs.BUILT_IN],
 )
 def test_every_spec_has_its_row(page: str, name: str) -> None:
-    rows = re.findall(r"^\| `.*?\|", told([page]), re.MULTILINE)
+    rows = re.findall(r"^\| `.*?\|", text_of([page]), re.MULTILINE)
     assert any(re.search(rf"`{name}[`:]", row) for row in rows)
 
 
-def test_the_house_has_the_rooms_of_the_import_contract() -> None:
+def test_the_architecture_page_has_the_packages_of_the_import_contract() -> None:
     contract = configparser.ConfigParser()
     contract.read(HOUSE / "setup.cfg", encoding="utf-8")
     layers = contract["importlinter:contract:house"]["layers"].replace("gossipx.", "").strip().split("\n")
-    rows = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", told(["house.md"]), re.MULTILINE)
+    rows = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", text_of(["architecture.md"]), re.MULTILINE)
     assert [re.findall(r"\w+", row) for row in rows] == [re.findall(r"\w+", layer) for layer in layers]
 
 
@@ -69,19 +70,19 @@ def test_the_house_has_the_rooms_of_the_import_contract() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_nothing_that_looks_like_a_command_escapes_the_tests(page: Path) -> None:
-    """tests/e2e/test_docs.py runs bash and Python; what a command has said is text."""
+    """tests/e2e/test_docs.py runs bash and Python; the output of a command is text."""
     for one in examples(page):
         known = one.language in LANGUAGES or (one.language.startswith("{") and one.language.endswith("}"))
-        assert known, f"{one.place}: a fence is one of {', '.join(LANGUAGES)}, not '{one.language}'"
-        assert one.reason is None or len(one.reason) > 10, f"{one.place}: why is it not run?"
+        assert known, f"{one.place}: the language of a fence is one of {', '.join(LANGUAGES)}, not '{one.language}'"
+        assert one.reason is None or len(one.reason) > 10, f"{one.place}: give the reason why it is not run"
         commands = [line for line in one.text.split("\n") if re.match(r"\s*(\$ |gossipx \w|python )", line)]
-        assert one.language != "text" or not commands, f"{one.place}: {commands[0]!r} stands in a text fence"
-        assert one.language != "toml" or one.file, f"{one.place}: the first line of a TOML file is '# NAME.toml'"
+        assert one.language != "text" or not commands, f"{one.place}: a text fence has the command {commands[0]!r}"
+        assert one.language != "toml" or one.file, f"{one.place}: the first line of a TOML fence must be '# NAME.toml'"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_no_line_of_prose_is_taken_for_a_comment(page: Path) -> None:
-    """MyST leaves out a line that begins with a percent sign, and says nothing."""
+    """MyST silently leaves out a line that begins with a percent sign."""
     prose = re.sub(r"^ *```.*?^ *```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     assert not re.findall(r"^\s*%.*$", prose, re.MULTILINE)
 
@@ -93,7 +94,7 @@ def options(command: click.Command) -> Iterator[str]:
         yield from options(each)
 
 
-# Of bin/bench, bin/test and other programs.
+# Options of bin/bench, bin/test and other programs.
 OTHERS = {"--all", "--full", "--json", "--keep", "--logdir", "--only", "--scenario", "--seeds"}
 OTHERS |= {"--nproc-per-node", "--standalone", "--no-python", "--max-restarts"}  # torchrun's
 OTHERS |= {"--ntasks", "--kill-on-bad-exit", "--from-literal"}  # srun's, kubectl's
@@ -109,13 +110,13 @@ def test_every_option_that_is_named_is_there(page: Path) -> None:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.parent == HOUSE], ids=lambda page: page.stem)
 def test_every_link_leads_somewhere(page: Path) -> None:
-    """Those of docs/ are looked at by Sphinx."""
+    """Pages of the repository root; Sphinx checks those of docs/."""
     links = re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text(encoding="utf-8"))
     assert links
     assert not [link for link in links if not link.startswith("http") and not (HOUSE / link).exists()]
 
 
-# --- how a page is read -----------------------------------------------------------------------------------------
+# --- reading a page --------------------------------------------------------------------------------------------
 
 
 def page_of(tmp_path: Path, text: str) -> Path:
