@@ -84,7 +84,7 @@ def test_an_answer_that_lasts_longer_than_a_look_at_the_requester(
         looks.release()
         return quiet(stream)
 
-    monkeypatch.setattr("gossipx.comm.listener._LOOK", 0.01)
+    monkeypatch.setattr("gossipx.comm.listener._POLL", 0.01)
     monkeypatch.setattr(SocketStream, "quiet", look)
     a, b = two
     results = a.ask(1, LeaveRequest())
@@ -217,12 +217,12 @@ def test_no_answer_within_the_deadline(two: tuple[Host, Host]) -> None:
 def test_a_requester_that_hangs_up_is_noticed(  # [2]
     two: tuple[Host, Host], heard: Heard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gossipx.comm.listener._LOOK", 0.01)
+    monkeypatch.setattr("gossipx.comm.listener._POLL", 0.01)
     a, b = two
     a.ask(1, PullRequest(1, 30.0), bytearray(4))
     _, key, _ = b.received.get(timeout=LONG)
     a.comm.close()
-    heard.wait("hung up before its request was answered")
+    heard.wait("closed the connection before its request was answered")
     b.answer(key, ModelReply(1), b"1234")
     assert b.answered.get(timeout=LONG) is False
 

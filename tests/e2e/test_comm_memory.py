@@ -211,7 +211,7 @@ def test_with_a_peer_in_another_namespace_memory_is_tried_once_until_it_starts_a
         assert len(tried) == 1
         error = strict.ask(1, PullRequest(1, 30.0), bytearray(4)).get(timeout=LONG)
         assert isinstance(error, UsageError)
-        assert "no memory can be shared with peer-01, as --transport shm wants: use auto" in str(error)
+        assert "--transport shm: no memory can be shared with peer-01; use --transport auto" in str(error)
     b.comm.close()
     run.host(1, bind=b.comm.address).serve(b"1234")
     assert shares(a, beside)

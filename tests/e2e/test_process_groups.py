@@ -108,7 +108,7 @@ def test_with_a_peer_of_another_transport_models_go_over_sockets_and_it_is_said_
     give(b)
     pulls_well(a, 3)
     assert told(caplog) == [
-        "models of peer-01 come over sockets from now on: it says: its --transport is another; give every peer the same"
+        "models from peer-01 use sockets from now on: it says: its --transport differs; give every peer the same"
     ]
 
 
@@ -129,7 +129,7 @@ def test_where_no_group_can_be_built_models_go_over_sockets_and_it_is_said_once(
     pulls_well(a, 3)
     says = "it says: " if whose else ""
     assert told(caplog) == [
-        f"models of peer-01 come over sockets from now on: {says}no gloo group could be built: there is"
+        f"models from peer-01 use sockets from now on: {says}no gloo group could be built: there is"
     ]
 
 
@@ -148,7 +148,7 @@ def test_a_group_that_is_never_there_leaves_time_for_the_model(
     give(b)
     room = bytearray(SIZE)
     assert a.ask(1, PullRequest(1, 30.0), room, seconds=4).get(timeout=LONG) == ModelReply(1)
-    assert told(caplog) == ["models of peer-01 come over sockets from now on: no gloo group could be built: timed out"]
+    assert told(caplog) == ["models from peer-01 use sockets from now on: no gloo group could be built: timed out"]
     over.set()
     b.comm.close()
 
@@ -306,7 +306,7 @@ def _kind_of(kind: type, make: Callable[..., object]) -> type:
     [
         ([Noted(str(number), "00") for number in range(65)], "it sent Noted while"),
         ([Taken()], "it sent Taken while"),
-        ([CarrierReply()], "has built its end and not told"),
+        ([CarrierReply()], "built its end of the carrier without sending"),
     ],
 )
 def test_what_the_other_end_may_say_while_both_build_is_bounded(said: list[Message], told: str) -> None:
@@ -327,7 +327,7 @@ def test_an_end_that_is_built_before_the_other_has_told_what_it_must_is_refused(
     b.comm._listener._member = dataclasses.replace(b.comm._member, carriers=Liar())
     error = a.ask(1, PullRequest(1, 30.0), bytearray(4)).get(timeout=LONG)
     assert isinstance(error, ProtocolError)
-    assert "has built its end and not told" in str(error)
+    assert "built its end of the carrier without sending" in str(error)
 
 
 class Liar:
