@@ -167,7 +167,7 @@ def test_what_cannot_be_laid_out_is_refused_by_name(make, name: str, reason: str
 
 
 def test_module_without_trained_parameters_is_refused():
-    with pytest.raises(UsageError, match="no parameter that is trained"):
+    with pytest.raises(UsageError, match="no trainable parameter"):
         ParameterArena(nn.ReLU())
 
 

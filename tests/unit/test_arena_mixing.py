@@ -247,7 +247,7 @@ def grown(module: nn.Module) -> None:
     [
         (assigned, "'0.bias' lies in other memory"),
         (nn.Module.double, "'0.bias' lies in other memory"),
-        (unfrozen, "'0.weight' is trained, which was frozen"),
+        (unfrozen, "'0.weight' was frozen and is now trained"),
         (grown, "'2.weight' was added to the model"),
     ],
 )

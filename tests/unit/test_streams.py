@@ -238,7 +238,7 @@ def test_a_model_that_goes_on_in_other_memory_is_on_the_device_whole():
         incoming.norm()
         arena.commit(incoming.buffer, 0.5)
         incoming.release()
-        arena.pool.brought()
+        arena.pool.finish_uploads()
         lanes.wait(lanes.mark())
         mixed.append(torch.cat([section.storage for section in arena.sections]))
     assert torch.equal(*mixed)
