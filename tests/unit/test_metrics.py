@@ -133,7 +133,7 @@ def refused(path: Path) -> str:
 
 
 def test_no_summary_is_told(tmp_path: Path) -> None:
-    told = "no summary here: name the directory of a run that has ended"
+    told = "no summary here: name the directory of a finished run"
     assert refused(tmp_path) == f"{tmp_path / FILE}: {told}"
     assert refused(tmp_path / "none") == f"{tmp_path / 'none'}: {told}"
 
@@ -147,7 +147,7 @@ def test_a_file_that_is_not_json_is_told(tmp_path: Path, text: bytes) -> None:
 @pytest.mark.parametrize("value", [[], 5, None, "text", {}, {"name": "mine"}])
 def test_json_that_is_no_summary_is_told(tmp_path: Path, value: object) -> None:
     (tmp_path / FILE).write_text(json.dumps(value), encoding="utf-8")
-    assert f"not a summary: it {'lacks' if isinstance(value, dict) else 'holds no JSON object'}" in refused(tmp_path)
+    assert f"not a summary: it {'lacks' if isinstance(value, dict) else 'is not a JSON object'}" in refused(tmp_path)
 
 
 @pytest.mark.parametrize("missing", ["retrievals", "lost", "wall_seconds"])

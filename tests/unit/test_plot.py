@@ -12,7 +12,7 @@ from PIL import Image
 from gossipx.config import files
 from gossipx.errors import UsageError
 from gossipx.metrics import TensorBoardRecorder, curves, plot
-from gossipx.metrics.curves import NOTHING, Curves
+from gossipx.metrics.curves import EMPTY, Curves
 from gossipx.metrics.plot import Drawn, Graph
 from gossipx.tools.plot import graph_of
 
@@ -51,7 +51,7 @@ def test_traffic_between_two_records_is_on_the_line_between_them(tmp_path: Path)
 
 def test_a_run_without_curves_is_told(tmp_path: Path) -> None:
     (tmp_path / "peer-00").mkdir()
-    with pytest.raises(UsageError, match="nothing to plot: its peers have left no curves"):
+    with pytest.raises(UsageError, match="nothing to plot: its peers have recorded no curves"):
         curves.read(tmp_path)
 
 
@@ -82,7 +82,7 @@ def test_a_picture_holds_what_it_is_of_and_is_the_same_each_time(tmp_path: Path)
     assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
     text = set(re.findall(r">([^<>]+)</text>", (tmp_path / "one.svg").read_text()))
     assert {f"run-{number}: tau:10" for number in range(9)} <= text
-    assert {"Accuracy by traffic", "Accuracy by time", "Retrievals", "MB received a peer", "ring, 4 peers"} <= text
+    assert {"Accuracy by traffic", "Accuracy by time", "Retrievals", "MB received per peer", "ring, 4 peers"} <= text
     assert set(NAMES) <= text  # one graph: there is room for names
     with Image.open(tmp_path / "one.png") as picture:
         assert picture.size == (1650, 1140)
@@ -120,13 +120,11 @@ def test_a_topology_file_that_is_gone_leaves_the_rest(caplog: pytest.LogCaptureF
 
 
 def test_of_a_long_name_the_policy_is_left() -> None:
-    label = plot._labelled(
-        Drawn("n" * 60, "adaptive:threshold=0.02", Curves(NOTHING, NOTHING, NOTHING), Graph("", (), ()))
-    )
+    label = plot._labelled(Drawn("n" * 60, "adaptive:threshold=0.02", Curves(EMPTY, EMPTY, EMPTY), Graph("", (), ())))
     assert label.endswith("…: adaptive:threshold=0.02") and len(label) == plot.LONGEST
 
 
 def test_targets_that_cannot_be_are_told_before_anything_is_read(tmp_path: Path) -> None:
-    for name, told in (("x.pdf", r"ends with \.png or \.svg"), ("none/x.png", "in a directory that is there")):
+    for name, told in (("x.pdf", r"ends with \.png or \.svg"), ("none/x.png", "in an existing directory")):
         with pytest.raises(UsageError, match=told):
             plot.check_target(tmp_path / name)
