@@ -1,4 +1,4 @@
-"""Helpers of the tests of transports."""
+"""Helpers of the transport tests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gossipx.transports import Stream, Transport
 
 Beside = Callable[..., "Future[Any]"]
 LONG = 60.0  # seconds: ends a test that hangs
-SHORT = 0.2  # seconds: a deadline that is meant to pass
+SHORT = 0.2  # seconds: a deadline that must pass
 
 
 def soon(seconds: float = LONG) -> float:
@@ -28,7 +28,7 @@ def tls(tmp_path_factory: pytest.TempPathFactory) -> Transport:
 
 @pytest.fixture
 def beside() -> Iterator[Beside]:
-    """Runs a call in another thread."""
+    """Yield a function that runs a call in another thread."""
     with ThreadPoolExecutor(4) as pool:
         yield pool.submit
 

@@ -58,7 +58,7 @@ def listener(transport: Transport, kind: str) -> Iterator[Listener]:
 def pair(transport: Transport, listener: Listener, beside: Beside) -> Iterator[Pair]:
     connecting = beside(transport.connect, listener.address, soon())
     theirs = listener.accept()
-    first = beside(read, theirs, 1)  # who accepts may begin to talk no sooner
+    first = beside(read, theirs, 1)  # the accepting side may not send any sooner
     ours = connecting.result(LONG)
     ours.send([b"."], soon())
     assert first.result(LONG) == b"."
@@ -139,7 +139,7 @@ def test_who_looks_sees_all_that_fills_the_room_in_order(pair: Pair, beside: Bes
 
 
 def test_what_is_there_is_received_however_slow_this_thread_is(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between any two looks at the clock it may be off the processor for longer than the clock is left alone."""
+    """The thread may be suspended between two clock reads for longer than the timeout is left unrefreshed."""
     ours, theirs = pair
     data = os.urandom(2_000_000)
     ours.send([data[:100_000]], soon())
@@ -296,7 +296,7 @@ def test_abort_wakes_a_blocked_call(pair: Pair, beside: Beside, blocked: str) ->
     call = beside(block)
     assert started.wait(LONG)
     if blocked == "send":
-        read(theirs, 1)  # it is under way
+        read(theirs, 1)  # the transfer has begun
     ours.abort()
     with pytest.raises(PeerUnreachableError):
         call.result(LONG)
@@ -320,9 +320,9 @@ def test_quiet_until_something_comes(pair: Pair) -> None:
 
 @pytest.mark.parametrize("told", [True, False], ids=["told", "not told"])
 def test_who_has_hung_up_is_known_before_all_is_read(pair: Pair, monkeypatch: pytest.MonkeyPatch, told: bool) -> None:
-    """What a giver said last is read once its model has come by the carrier: if it died, that never comes.
+    """A sender's last message is read after its model has arrived by the carrier; if the sender died, it never arrives.
 
-    Where the system does not tell (``POLLRDHUP``), it is known when all was read.
+    Without ``POLLRDHUP`` the end is known once everything has been read.
     """
     if not told:
         monkeypatch.setattr("gossipx.transports.sockets._HANG_UP", 0)
@@ -336,7 +336,7 @@ def test_who_has_hung_up_is_known_before_all_is_read(pair: Pair, monkeypatch: py
         assert theirs.hung_up()
     assert read(theirs, 9) == b"ast words"
     assert theirs.hung_up()
-    assert ours.hung_up(), "closed here is closed, too"
+    assert ours.hung_up(), "a locally closed stream counts as closed"
 
 
 def test_closing_wakes_a_blocked_accept(listener: Listener, beside: Beside) -> None:
@@ -354,7 +354,7 @@ def test_nobody_listens(transport: Transport, listener: Listener) -> None:
     listener.close()
     with pytest.raises(PeerUnreachableError, match=re.escape(str(place))):
         transport.connect(place, soon())
-    again = transport.listen(place)  # and the place is free
+    again = transport.listen(place)  # the address is free again
     again.close()
 
 

@@ -1,4 +1,4 @@
-"""What TCP and TLS each do beyond the contract of transports.
+"""Behaviour of TCP and of TLS beyond the contract of transports.
 
 Numbers in brackets are rows of the project's fault list.
 """
@@ -118,7 +118,7 @@ def test_a_listener_that_never_accepts_keeps_the_deadline() -> None:
         listening.bind(("127.0.0.1", 0))
         listening.listen(0)
         place = Address(*listening.getsockname())
-        waiting = [socket.socket() for _ in range(4)]  # more than its queue takes
+        waiting = [socket.socket() for _ in range(4)]  # more than its accept queue holds
         for each in waiting:
             each.setblocking(False)
             assert each.connect_ex((place.host, place.port)) in (0, errno.EINPROGRESS)
@@ -162,7 +162,7 @@ def test_out_of_descriptors_accepting_fails_and_recovers() -> None:  # [40]
 def meeting(
     server: Transport, client: Transport, beside: Beside, by: str = "127.0.0.1"
 ) -> tuple[Stream | str, Stream | str]:
-    """Each side's stream after one byte both ways, or what it was refused by; ``by``: the server's name to clients."""
+    """Return each side's stream after one byte both ways, or its error; ``by``: host that clients connect to."""
     listening = server.listen(Address("127.0.0.1", 0))
     streams: list[Stream] = []
 
@@ -190,7 +190,7 @@ def meeting(
 
 @dataclass(frozen=True)
 class Bad:
-    """What is wrong with a certificate, and how both sides put it where the client has it, and where the server."""
+    """What is wrong with a certificate, and the messages of both sides if it is the client's, or the server's."""
 
     of_client: tuple[str, str]
     of_server: tuple[str, str]
@@ -265,7 +265,7 @@ def test_a_certificate_for_another_host_is_refused_by_who_connects(  # [20]
 
 
 def test_a_common_name_is_no_host_to_who_connects(tmp_path: Path, beside: Beside) -> None:  # [20]
-    """A certificate that names its host as the subject only, as were made before alternative names."""
+    """A certificate with its host only as the subject, as before alternative names were introduced."""
     authority = Authority(tmp_path)
     server, client = authority.issue("localhost", alternative=False), authority.issue()
     told = meeting(server.transport(), client.transport(), beside, by="localhost")
@@ -357,7 +357,7 @@ def test_a_stranger_that_says_nothing_holds_up_nobody_and_has_a_deadline(  # [25
 
 
 def test_what_a_sender_writes_before_it_closes_is_not_lost(tls: Transport, beside: Beside) -> None:  # [42]
-    """The client has read nothing when it closes: tickets that lay unread would make TCP take its bytes back."""
+    """The client closes without reading: unread session tickets would make TCP discard what it wrote."""
     data = os.urandom(3_000_000)
     listening = tls.listen(Address("127.0.0.1", 0))
 

@@ -1,4 +1,4 @@
-"""What every way keeps to where a request brings a model along, between CommManagers over real connections.
+"""The contract of every transport for requests that carry a model, between CommManagers over real connections.
 
 Numbers in brackets are rows of the project's fault list.
 """
@@ -22,7 +22,7 @@ from gossipx.errors import CancelledError, PeerTimeoutError, PeerUnreachableErro
 from gossipx.memory import PIECE
 from gossipx.protocol.messages import BusyReply, ElasticRequest, HereReply, LeaveRequest, ModelReply, Stage
 
-LARGE = 64 * PIECE  # more than lies on the way anywhere
+LARGE = 64 * PIECE  # more than any transport buffers
 
 
 def elastic(number: int = 1, patience: float = 30.0) -> ElasticRequest:
@@ -30,7 +30,7 @@ def elastic(number: int = 1, patience: float = 30.0) -> ElasticRequest:
 
 
 def answers(host: Host, gives: bytes | None) -> None:
-    """Have ``host`` answer all exchanges: by a model, or by "busy"."""
+    """Make ``host`` answer all exchanges with a model, or with "busy"."""
 
     def react(key: object, request: object) -> None:
         if gives is None:
@@ -67,13 +67,13 @@ def test_what_is_brought_may_be_answered_without_a_model(start: Callable[[int], 
     room = bytearray(PIECE)
     assert a.ask(1, elastic(), room, brings=model(PIECE)).get(timeout=LONG) == BusyReply()
     assert room == bytes(PIECE)
-    answers(b, model(PIECE))  # and the connection is good for more
+    answers(b, model(PIECE))  # the connection is still usable
     assert a.ask(1, elastic(2), room, brings=model(PIECE)).get(timeout=LONG) == ModelReply(2)
     assert room == model(PIECE)
 
 
 def test_messages_go_on_beside_a_request_that_waits_for_room(start: Callable[[int], list[Host]]) -> None:
-    """Memory here is bounded: what is brought waits on its connection, and nothing else does."""
+    """Memory is bounded: a payload waits on its own connection, without blocking others."""
     a, b = start(2)
     free = threading.Event()
 
@@ -147,7 +147,7 @@ def test_bringing_is_cancelled_in_the_middle(start: Callable[[int], list[Host]])
 
 
 def test_a_bringer_that_dies_in_the_middle_leaves_nothing(way: str, tmp_path: Path) -> None:  # [1]
-    """Its part is dropped, the room given back, and the role is told of no request."""
+    """Its partial payload is dropped, the buffer released, and the request not passed on."""
     with runs() as make:
         host = make(2).host(0, **settings_of(way, tmp_path))
         begun, released = threading.Event(), threading.Event()
@@ -177,16 +177,16 @@ def test_a_bringer_that_dies_in_the_middle_leaves_nothing(way: str, tmp_path: Pa
             bringer.send_signal(signal.SIGKILL)
             bringer.wait(LONG)
         dead.set()
-        if "shm" not in way:  # whose memory outlives it: what was handed over is whole
+        if "shm" not in way:  # with shared memory the payload outlives its sender
             assert released.wait(LONG)
             assert host.received.empty()
 
 
-# --- to oneself -----------------------------------------------------------------------------------
+# --- loopback -----------------------------------------------------------------------------------
 
 
 def test_a_peer_brings_to_itself_what_others_would_bring(start: Callable[[int], list[Host]]) -> None:
-    """As a hub that trains does: by the same way of asking, with nothing on the wire."""
+    """As a hub that also trains does: through the same interface, with nothing on the wire."""
     [a] = start(1)
     a.room = 5 * PIECE
     answers(a, model(3 * PIECE))

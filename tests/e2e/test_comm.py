@@ -1,4 +1,4 @@
-"""Several CommManagers in one process, over real sockets: requests, answers, deadlines and deaths.
+"""Several CommManagers in one process, over real sockets: requests, responses, deadlines and failures.
 
 Numbers in brackets are rows of the project's fault list.
 """
@@ -39,7 +39,7 @@ from gossipx.wire import Hello, Welcome, frames
 start, two, heard = managers.start, managers.two, managers.heard
 
 
-# --- requests and answers -----------------------------------------------------------------------
+# --- requests and responses ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [1, 4, 3_000_001])
@@ -110,7 +110,7 @@ def test_what_no_peer_would_accept_is_refused_where_it_is_said(two: tuple[Host, 
     a, b = two
     with pytest.raises(ValueError, match="step"):
         a.ask(1, PullRequest(-1, 30.0))
-    for to in (2, -1):  # rank 0 is itself: a request to oneself is a request
+    for to in (2, -1):  # rank 0 is the peer itself, which is allowed
         with pytest.raises(ValueError, match=f"rank {to}"):
             a.ask(to, PullRequest(1, 30.0))
     results = a.ask(1, LeaveRequest())
@@ -136,12 +136,12 @@ def test_a_model_of_another_size_is_refused(two: tuple[Host, Host]) -> None:  # 
 def test_models_leave_no_faster_than_max_rate_whoever_asks(
     start: Callable[[int], Run], way: str, tmp_path: Path
 ) -> None:
-    """Two pull at once: together they get the rate, and the small burst that is saved up."""
+    """Two concurrent pulls together get the rate, plus the burst."""
     run = start(3)
     giver = run.host(0, max_rate=4e6, **settings_of(way, tmp_path))
     pullers = [run.host(rank, **settings_of(way, tmp_path)) for rank in (1, 2)]
     giver.serve(b"1234")
-    for one in pullers:  # from here on nothing is built any more
+    for one in pullers:  # this first pull builds connections and carriers
         assert one.ask(0, PullRequest(1, 30.0), bytearray(4)).get(timeout=LONG) == ModelReply(1)
     model = bytes(range(256)) * 4_000
     giver.serve(model)
@@ -163,7 +163,7 @@ def test_what_max_rate_cannot_send_in_time_is_given_up(start: Callable[[int], Ru
     assert giver.answered.get(timeout=LONG) is False
     pace = giver.comm._member.links.pace
     assert pace is not None
-    assert pace.reserve(0.0) < 6.0, "of two pieces of 4.1 seconds, the one that was sent has been paid for"
+    assert pace.reserve(0.0) < 6.0, "of two pieces of 4.1 seconds, only the sent one was reserved"
 
 
 def test_callbacks_may_call_the_manager(two: tuple[Host, Host]) -> None:
@@ -201,7 +201,7 @@ def test_a_callback_that_fails_is_logged_and_its_answer_told(two: tuple[Host, Ho
     assert any("another mistake" in text for text in texts)
 
 
-# --- deadlines and deaths -----------------------------------------------------------------------
+# --- deadlines and failures ---------------------------------------------------------------------
 
 
 def test_no_answer_within_the_deadline(two: tuple[Host, Host]) -> None:
@@ -305,14 +305,14 @@ def test_a_request_whose_connection_dies_under_it_is_tried_once_more(
         old.sendall(frame(HereReply(Stage.TRAIN), request(old)))
         assert first.get(timeout=LONG) == HereReply(Stage.TRAIN)
         second = a.ask(1, LeaveRequest())
-        request(old)  # on the connection that was kept ...
-        old.close()  # ... which ends without a word
+        request(old)  # on the idle connection ...
+        old.close()  # ... which ends without a reply
         with accept() as new:
             new.sendall(frame(HereReply(Stage.DONE), request(new)))
             assert second.get(timeout=LONG) == HereReply(Stage.DONE)
         third = a.ask(1, LeaveRequest())
         with accept() as new:
-            request(new)  # a new connection that fails is not tried again
+            request(new)  # a failed new connection is not retried
         assert isinstance(third.get(timeout=LONG), PeerUnreachableError)
 
 

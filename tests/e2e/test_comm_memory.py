@@ -28,12 +28,12 @@ from gossipx.wire import Bytes, Sink
 start, two, heard = managers.start, managers.two, managers.heard
 
 
-# --- memory that both share ---------------------------------------------------------------------
+# --- shared memory ------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def beside(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The payloads that came beside their connections, by their sizes."""
+    """Return a list that records the sizes of payloads received in shared memory."""
     taken: list[int] = []
     take = Link._take_out_of_band
 
@@ -114,7 +114,7 @@ def test_a_descriptor_of_something_else_is_refused(two: tuple[Host, Host], make:
 
 @shares_memory
 def test_a_model_that_is_read_past_the_givers_deadline_is_not_taken(two: tuple[Host, Host]) -> None:  # [3]
-    """It may change from then on: the other side was stopped meanwhile, say, and reads what is there now."""
+    """The memory may change after the deadline, for example if the receiver was suspended meanwhile."""
     a, b = two
     late = threading.Event()
 
@@ -138,7 +138,7 @@ def test_a_model_that_is_read_past_the_givers_deadline_is_not_taken(two: tuple[H
 def test_who_comes_while_a_peer_starts_shares_memory_with_it(
     start: Callable[[int], Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A peer that tells of its Unix socket already listens at it."""
+    """A peer listens at its Unix socket before it announces it."""
     run = start(2)
     a = run.host(0)
     listen = unix.listen
@@ -164,7 +164,7 @@ def test_who_comes_while_a_peer_starts_shares_memory_with_it(
 
 
 def shares(a: Host, beside: list[int]) -> bool:
-    """Whether a model that ``a`` pulls from peer 1 comes in memory that both share."""
+    """Return whether a model that ``a`` pulls from peer 1 arrives in shared memory."""
     before = len(beside)
     assert a.ask(1, PullRequest(1, 30.0), bytearray(4)).get(timeout=LONG) == ModelReply(1)
     return len(beside) > before
@@ -188,7 +188,7 @@ def test_a_peer_that_dies_before_it_is_reached_by_its_name_is_unreachable_and_no
         error = a.ask(1, PullRequest(1, 30.0), bytearray(4)).get(timeout=LONG)
     assert isinstance(error, PeerUnreachableError)
     run.host(1, bind=b.comm.address).serve(b"1234")
-    assert shares(a, beside), "what is there now has not been out of reach"
+    assert shares(a, beside), "the new process has not been out of reach"
 
 
 @shares_memory

@@ -1,4 +1,4 @@
-"""CommManagers over real sockets: which connections they let in, and how many.
+"""CommManagers over real sockets: which connections they admit, and how many.
 
 Numbers in brackets are rows of the project's fault list.
 """
@@ -27,7 +27,7 @@ from gossipx.wire import Bytes, Hello, Refused, frames
 start, two, heard = managers.start, managers.two, managers.heard
 
 
-# --- who is let in ------------------------------------------------------------------------------
+# --- admission ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_only_requests_are_served(start: Callable[[int], Run], heard: Heard) -> 
     assert a.received.empty()
 
 
-# --- too much of everything ---------------------------------------------------------------------
+# --- limits -------------------------------------------------------------------------------------
 
 
 def test_idle_strangers_are_shown_the_door_in_time(start: Callable[[int], Run]) -> None:  # [25]
@@ -198,7 +198,7 @@ def test_a_request_that_trickles_in_is_given_up(start: Callable[[int], Run]) -> 
 
 def test_above_the_cap_the_oldest_stranger_is_closed(start: Callable[[int], Run], heard: Heard) -> None:  # [25]
     run = start(3)
-    # Without memory to share each has one connection, rather than another one for a moment.
+    # Without shared memory each peer has one connection; with it there is briefly a second one.
     a, b, c = (run.host(rank, share_memory=False, **more) for rank, more in enumerate(({}, {"max_connections": 3}, {})))
     b.serve(b"")
     assert a.ask(1, LeaveRequest()).get(timeout=LONG) == HereReply(Stage.TRAIN)
@@ -208,19 +208,19 @@ def test_above_the_cap_the_oldest_stranger_is_closed(start: Callable[[int], Run]
         with strangers.pop(0) as oldest:
             assert oldest.recv(1) == b""
     assert heard.wait("3 connections are open").levelno == logging.WARNING
-    # The peer that was there before is served on, and one that comes now is served, too.
+    # The peer connected before is still served, and so is a new one.
     assert a.ask(1, LeaveRequest()).get(timeout=LONG) == HereReply(Stage.TRAIN)
     assert c.ask(1, LeaveRequest()).get(timeout=LONG) == HereReply(Stage.TRAIN)
     for stranger in strangers:
         stranger.close()
     while not heard.records.empty():
-        assert heard.records.get().levelno == logging.DEBUG  # the warning came once
+        assert heard.records.get().levelno == logging.DEBUG  # one warning only
 
 
 def test_of_those_who_have_not_said_who_they_are_32_stay_where_there_is_room_for_more(  # [25]
     start: Callable[[int], Run], heard: Heard
 ) -> None:
-    """What is kept free for peers is not given to strangers while there are few peers."""
+    """Capacity reserved for peers is not given to strangers while few peers are connected."""
     run = start(3)
     a, b = run.host(0, share_memory=False), run.host(1)
     b.serve(b"")
@@ -230,7 +230,7 @@ def test_of_those_who_have_not_said_who_they_are_32_stay_where_there_is_room_for
             assert oldest.recv(1) == b""
         assert "32 connections are open" in heard.wait("connections are open").getMessage()
         assert a.ask(1, LeaveRequest()).get(timeout=LONG) == HereReply(Stage.TRAIN)
-        assert strangers[8].recv(1) == b"", "for the peer that came"
+        assert strangers[8].recv(1) == b"", "closed in favour of the peer"
         for other in strangers[9:]:
             other.setblocking(False)
             with pytest.raises(BlockingIOError):
@@ -239,7 +239,7 @@ def test_of_those_who_have_not_said_who_they_are_32_stay_where_there_is_room_for
 
 def test_without_room_for_a_stranger_a_new_connection_is_closed(start: Callable[[int], Run]) -> None:  # [25]
     run = start(2)
-    # Without memory to share there is one connection, rather than another one for a moment.
+    # Without shared memory there is one connection; with it there is briefly a second one.
     a, b = run.host(0, share_memory=False), run.host(1, max_connections=1)
     b.serve(b"")
     assert a.ask(1, LeaveRequest()).get(timeout=LONG) == HereReply(Stage.TRAIN)

@@ -1,4 +1,4 @@
-"""Models by torch.distributed's groups: what is theirs alone. What all ways keep to is in the contracts."""
+"""Models over torch.distributed's process groups: behaviour beyond the contract of all transports."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SIZE = 2 * CHUNK + 5
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., list[Host]]]:
-    """Starts one peer a way; all end with the test and leave no thread."""
+    """Yield a function that starts one peer per transport; all are closed after the test and must leave no thread."""
     with runs() as make:
 
         def started(*ways: str) -> list[Host]:
@@ -51,7 +51,7 @@ def groups_of(host: Host) -> ProcessGroups:
 
 
 def pulls_well(host: Host, times: int = 1) -> None:
-    """Peer 1 gives a model to ``host``."""
+    """Check that ``host`` pulls a model from peer 1."""
     for number in range(times):
         room = bytearray(SIZE)
         assert host.ask(1, PullRequest(number, 30.0), room).get(timeout=LONG) == ModelReply(number)
@@ -64,7 +64,7 @@ def give(host: Host) -> None:
 
 @pytest.fixture
 def built(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Ends of groups that were built, by whether they receive."""
+    """Return a list of the group ends built, each with whether it receives."""
     ends: list[bool] = []
     build = ProcessGroups.build
 
@@ -87,7 +87,7 @@ def test_one_group_and_one_staging_serve_all_pulls_of_a_connection(
     pulls_well(a, 10)
     assert sorted(built) == [False, True]
     assert groups_of(a)._spare == [staging]
-    assert not torch.distributed.is_initialized(), "a script's own default group is its own"
+    assert not torch.distributed.is_initialized(), "a user's default group is not touched"
 
 
 def test_messages_build_no_group(start: Callable[..., list[Host]], built: list[bool]) -> None:
@@ -136,7 +136,7 @@ def test_where_no_group_can_be_built_models_go_over_sockets_and_it_is_said_once(
 def test_a_group_that_is_never_there_leaves_time_for_the_model(
     start: Callable[..., list[Host]], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where only the run's own ports are open."""
+    """As in a network where only the run's own ports are open."""
 
     def waiting(backend: Gloo, store: Any, rank: int, here: str, deadline: float) -> Any:
         over.wait(deadline - time.monotonic())
@@ -209,7 +209,7 @@ def test_a_peer_that_dies_while_a_group_is_tried_out_is_gone_and_gets_one_once_i
         assert dying.wait(LONG) == -signal.SIGKILL
     assert isinstance(error, PeerUnreachableError)
     assert told(caplog) == []
-    assert len(aborted) == 1, "what was built of the group has ended with it"
+    assert len(aborted) == 1, "the half-built group was aborted with it"
     assert built == []
     give(b.run.host(1, bind=b.comm.address, **settings_of("gloo", tmp_path)))
     pulls_well(a)
@@ -284,12 +284,12 @@ def test_a_model_that_was_changed_on_the_way_is_refused_and_the_next_is_well(
     with monkeypatch.context() as patched:
         patched.setattr(link, "Carried", _kind_of(Carried, noting))
         pulls_well(a)
-    assert [len(digest) for digest in digests] == [digits], "a MAC, or a digest that nobody can find other bytes for"
+    assert [len(digest) for digest in digests] == [digits], "a MAC, or a collision-resistant digest"
     assert len(built) == 4, "a new group, with the new connection"
 
 
 def _kind_of(kind: type, make: Callable[..., object]) -> type:
-    """A class that makes its objects by ``make``, and takes those of ``kind`` for its own."""
+    """Return a class that creates objects with ``make``, and accepts those of ``kind`` as instances."""
 
     class Kind(type):
         def __call__(cls, *given: object) -> Any:
@@ -331,7 +331,7 @@ def test_an_end_that_is_built_before_the_other_has_told_what_it_must_is_refused(
 
 
 class Liar:
-    """Says at once that its end is there."""
+    """Reports at once that its end is built."""
 
     kind = "gloo"
 

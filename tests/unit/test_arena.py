@@ -1,4 +1,4 @@
-"""The arena: laying out, measuring, copying."""
+"""The arena: layout, measuring and copies."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gossipx.errors import UsageError
 from gossipx.model.arena import ParameterArena
 from gossipx.model.receive import Incoming
 
-# --- laying out ---------------------------------------------------------------------------------------
+# --- layout -------------------------------------------------------------------------------------------
 
 
 def test_laying_out_changes_no_value_shape_stride_or_object():
@@ -44,7 +44,8 @@ def test_one_buffer_for_each_dtype():
 
 @pytest.mark.parametrize("optimizer_first", [False, True])
 def test_training_goes_as_without_it(optimizer_first: bool):
-    """Optimizers keep working, with parameter groups, made before or after; each step is as it would have been."""
+    """Optimizers made before or after joining, with parameter groups, take exactly the same steps as without an
+    arena."""
 
     def optimizer(module: Net) -> torch.optim.Optimizer:
         groups = [{"params": [*module.conv.parameters()], "lr": 0.1}, {"params": [*module.head.parameters()]}]
@@ -225,7 +226,7 @@ def test_nothing_is_allocated_once_it_has_run_for_a_while():
 
 
 def test_a_snapshot_is_never_torn_while_another_thread_steps():
-    """Each boundary is one constant everywhere, BatchNorm's buffers too; between boundaries it is a mixture."""
+    """Each boundary is a single constant, including BatchNorm's buffers; between boundaries values are mixed."""
     module = nn.Sequential(nn.Linear(300, 300), nn.BatchNorm1d(300))
     arena = ParameterArena(module)
     tensors = [*module.parameters(), *(b for b in module.buffers() if b.is_floating_point())]

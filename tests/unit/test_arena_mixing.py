@@ -18,7 +18,7 @@ from gossipx.model.receive import Incoming
 
 
 def received(arena: ParameterArena, other: ParameterArena) -> HostBuffer:
-    """The other's model as it comes over the wire, kept as it is."""
+    """Return the other model as received from the wire, without a base."""
     buffer = arena.pool.buffer()
     buffer.view[:] = model_of(other)
     return buffer
@@ -68,7 +68,7 @@ def test_batchnorm_statistics_are_mixed_or_stay_local(mixed: bool):
 @pytest.mark.parametrize("name", ["conv.weight", "head.bias", "norm.running_var"])
 @pytest.mark.parametrize("with_base", [False, True])
 def test_mixing_is_all_or_nothing(name: str, value: float, with_base: bool):
-    """Whatever tensor holds it, of the first or the last dtype: no other is touched either."""
+    """No tensor changes, whichever tensor of whichever dtype contains the value."""
     module, other = Net(0), Net(1)
     tensor = other.state_dict()[name]
     tensor[(-1,) * tensor.dim()] = value
@@ -83,13 +83,13 @@ def test_mixing_is_all_or_nothing(name: str, value: float, with_base: bool):
 
 
 def test_models_that_were_pushed_enter_one_after_the_other():
-    """Each is weighed against the model as the one before has left it: so push-sum's Σ w z stays as it is."""
+    """Each model is compared with the result of the one before, so push-sum's Σ w z is preserved."""
     modules = [Net(seed) for seed in range(3)]
     first, second, third = (values(module) for module in modules)
     arena, *others = (ParameterArena(module) for module in modules)
     arena.step_done()
-    mix_in(arena, model_of(others[0]), 0.5)  # of weights 1 and 1,
-    mix_in(arena, model_of(others[1]), 0.75)  # then of 2 and 6
+    mix_in(arena, model_of(others[0]), 0.5)  # weights 1 and 1
+    mix_in(arena, model_of(others[1]), 0.75)  # then weights 2 and 6
     after = values(modules[0])
     for name in ("conv.weight", "norm.running_mean", "body.bias", "head.weight"):
         mean = (first[name] + second[name] + 6 * third[name]) / 8
@@ -112,7 +112,7 @@ def test_mixing_with_a_base_keeps_the_progress_made_since():
 
 
 def test_masks_of_minus_infinity_do_not_keep_models_apart():
-    """A causal mask is a float buffer with −∞ in it, on both sides."""
+    """A causal mask is a float buffer that contains −∞ on both sides."""
 
     def masked(seed: int) -> nn.Module:
         torch.manual_seed(seed)
@@ -167,11 +167,11 @@ def test_distance_to_a_reference():
     assert arena.distance(arena.snapshot().buffer) == 0.0
 
 
-# --- what is not added up -----------------------------------------------------------------------------
+# --- buffers ------------------------------------------------------------------------------------------
 
 
 def test_statistics_move_towards_the_others_and_stay_possible():
-    """A variance that fell by much since the request is not made negative by a difference to what it was then."""
+    """A variance that fell sharply since the request must not become negative by adding an old difference."""
     module = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
     arena = ParameterArena(module)
     base, model = arena.snapshot(), model_of(arena)
@@ -218,7 +218,7 @@ def unfrozen(module: nn.Module) -> None:
 
 @pytest.mark.parametrize("mix_buffers", [True, False])
 def test_what_is_not_trained_may_be_replaced(mix_buffers: bool):
-    """Buffers that forward passes make anew are as good as local; pruning renames what is trained."""
+    """Forward passes may replace buffers, and pruning renames parameters; neither is an error."""
     module = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
     arena = ParameterArena(module, mix_buffers)
     module[1].running_mean = module[1].running_mean + 1.0
@@ -227,7 +227,7 @@ def test_what_is_not_trained_may_be_replaced(mix_buffers: bool):
 
 
 def test_an_infinite_buffer_stays_and_spreads_no_nan():
-    """A least value seen, say, that begins at infinity."""
+    """Such as a running minimum that starts at infinity."""
     module = nn.Linear(2, 3)
     module.register_buffer("least", torch.tensor([math.inf, math.inf, 1.0]))
     arena = ParameterArena(module)
@@ -262,11 +262,11 @@ def test_a_model_that_is_changed_under_the_arena_is_noticed(change: Callable[[nn
         arena.check(module)
 
 
-# --- merging, as waves do -----------------------------------------------------------------------------
+# --- merging in waves ---------------------------------------------------------------------------------
 
 
 def merged(arena: ParameterArena, other: ParameterArena, own: int, theirs: int) -> HostBuffer:
-    """What both hold after a round: the other's model as it comes over the wire, ours merged into it."""
+    """Return the result of a round: the other's model from the wire, with ours merged into it."""
     held, buffer = arena.snapshot(), received(arena, other)
     assert arena.merge(buffer, held.buffer, own, theirs) > 0
     held.release()

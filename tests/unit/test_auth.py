@@ -37,7 +37,7 @@ def answerer(secret: Secret = SECRET, nonce: bytes = NONCES[1]) -> Answerer:
 def shake_hands(
     one: Opener, other: Answerer, on_the_way: Callable[[Message], Message] = lambda message: message
 ) -> tuple[Session, Session]:
-    """Both sides' sessions; all messages pass ``on_the_way``."""
+    """Return both sides' sessions; all messages pass through ``on_the_way``."""
     challenge = other.opened(on_the_way(one.opened))  # type: ignore[arg-type]
     proof = one.challenged(on_the_way(challenge))  # type: ignore[arg-type]
     accepted, theirs = other.proven(on_the_way(proof))  # type: ignore[arg-type]
@@ -49,7 +49,7 @@ def whole(session: Session, message: Message, payload: bytes = b"") -> bytes:
 
 
 class Receiver:
-    """Takes frames of a session in, with room for a payload of eight bytes."""
+    """Receives frames of a session, with a buffer for a payload of eight bytes."""
 
     def __init__(self, session: Session):
         self.room = memoryview(bytearray(8))
@@ -174,7 +174,7 @@ def test_a_nonce_that_is_sent_back_helps_nobody() -> None:  # [19]
 
 
 def test_a_connection_carried_back_to_who_opened_it_or_to_a_third_is_refused() -> None:  # [19]
-    one, same = opener(), answerer()  # both are ada's: a man in the middle has its own connection answered by itself
+    one, same = opener(), answerer()  # both are ada's: an attacker connects ada to itself
     _, session = same.proven(one.challenged(same.opened(one.opened)))
     assert misdirected(session.opened, "ada") == "this is ada, not bob; start every peer with the same hosts file"
     assert misdirected(session.opened, "carol") is not None
@@ -238,7 +238,7 @@ def test_no_byte_of_a_frame_can_be_changed(place: int, change: int) -> None:  # 
     taken: list[Message] = []
     receiver = Receiver(other)
     with pytest.raises(ProtocolError):
-        for byte in bytes(data) + bytes(2**20):  # a length that has grown asks for more
+        for byte in bytes(data) + bytes(2**20):  # a larger length field makes it wait for more
             taken += receiver.take(bytes([byte]))
     assert taken == MESSAGES[: len(taken)]
     assert len(taken) < len(MESSAGES)

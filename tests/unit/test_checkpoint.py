@@ -1,4 +1,4 @@
-"""Checkpoints on disk: what comes back, and what is done about files that are wrong.
+"""Checkpoints on disk: loading restores what was saved, and damaged files are detected.
 
 Numbers in brackets are rows of the project's fault list.
 """
@@ -33,7 +33,7 @@ def store(tmp_path: Path) -> Store:
 
 
 def parts(value: float) -> dict[str, Part]:
-    """Two parts that tell one checkpoint from another."""
+    """Return two parts that identify a checkpoint."""
     return {
         "model": Part({"weight": torch.full((64,), value), "count": torch.tensor(3)}, {"manifest": ["weight"]}),
         "hub": pack({"centre": torch.full((2, 3), -value), "rounds": 5}),
@@ -41,13 +41,13 @@ def parts(value: float) -> dict[str, Part]:
 
 
 def loaded(store: Store) -> tuple[int, float] | None:
-    """The iteration of what is loaded, and the value that it was made with."""
+    """Return the iteration of the loaded checkpoint, and the value that it was made with."""
     found = store.load()
     return None if found is None else (found.iteration, float(found.parts["model"].tensors["weight"][0]))
 
 
 def same(one: Any, other: Any) -> bool:
-    """Bit for bit, and of the same types."""
+    """Return whether two trees have the same types and the same bits."""
     if isinstance(one, torch.Tensor):
         bits = (t.contiguous().reshape(-1).view(torch.uint8) for t in (one, other))
         return (one.dtype, one.shape, one.stride()) == (other.dtype, other.shape, other.stride()) and torch.equal(*bits)
@@ -60,7 +60,7 @@ def same(one: Any, other: Any) -> bool:
     return one == other or (one != one and other != other)
 
 
-# --- what comes back ----------------------------------------------------------------------------------
+# --- restoring ----------------------------------------------------------------------------------------
 
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
@@ -75,7 +75,7 @@ PLAIN = st.recursive(
 
 @given(tree=PLAIN)
 def test_plain_data_comes_back_as_it_was(tree: Any) -> None:
-    """Floats to the bit, NaN and infinities, tuples, keys that are no text, and the reserved key."""
+    """Floats to the bit, NaN and infinities, tuples, keys other than text, and the reserved key."""
     part = pack(tree)
     assert not part.tensors
     assert same(unpack(Part({}, json.loads(files.plain(part.state)))), tree)
@@ -84,7 +84,7 @@ def test_plain_data_comes_back_as_it_was(tree: Any) -> None:
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (5,), (2, 3, 4)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_tensors_come_back_as_they_were(store: Store, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """Each dtype, scalars and empty tensors, beside others of other sizes: every bit pattern there is."""
+    """Every dtype, scalars and empty tensors, beside tensors of other sizes, with all bit patterns."""
     count = math.prod(shape)
     generator = torch.Generator().manual_seed(1)
     raw = torch.randint(0, 256, (count * dtype.itemsize,), generator=generator, dtype=torch.uint8)
@@ -96,7 +96,7 @@ def test_tensors_come_back_as_they_were(store: Store, dtype: torch.dtype, shape:
 
 
 def test_strides_come_back(store: Store) -> None:
-    """What is computed from a momentum that lies otherwise may differ in the last bit."""
+    """With other strides, results computed from a momentum may differ in the last bit."""
     image = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
     tree = {"channels last": image, "transposed": torch.arange(6.0).view(2, 3).t()}
     store.save(0, {"x": pack(tree)})
@@ -178,7 +178,7 @@ def test_no_part_leads_out_of_its_directory(store: Store) -> None:
         store.save(1, {"../x": Part()})
 
 
-# --- which are kept -----------------------------------------------------------------------------------
+# --- which checkpoints are kept -----------------------------------------------------------------------
 
 
 def names(store: Store) -> list[str]:
@@ -195,7 +195,7 @@ def test_the_last_ones_are_kept(tmp_path: Path, keep: int) -> None:
 
 
 def test_one_is_kept_anew_and_later_ones_go(store: Store) -> None:
-    """A training that has gone back is another one from there on."""
+    """Training that was resumed from an earlier checkpoint replaces the later ones."""
     for iteration in (10, 20):
         store.save(iteration, parts(1))
     store.save(10, parts(2))
@@ -215,7 +215,7 @@ def test_without_any_there_is_none(store: Store) -> None:
     store.clean()
 
 
-# --- files that are wrong -----------------------------------------------------------------------------
+# --- damaged files ------------------------------------------------------------------------------------
 
 
 def truncate(file: Path) -> None:
@@ -246,7 +246,7 @@ DAMAGES = [truncate, flip, lengthen, pickled, Path.unlink]
 def test_a_damaged_file_is_named_and_the_one_before_is_used(
     store: Store, caplog: pytest.LogCaptureFixture, name: str, damage: Callable[[Path], None]
 ) -> None:
-    """[30] In one log line; so it is for each further one."""
+    """[30] In one log line per damaged checkpoint."""
     store.save(10, parts(1))
     store.save(20, parts(2))
     damage(store.directory / "00000020" / name)
@@ -277,7 +277,7 @@ def test_no_altered_bit_goes_unnoticed(tmp_path_factory: pytest.TempPathFactory,
         unchanged = json.loads((store.directory / "00000001" / MANIFEST).read_bytes()) == before
     except ValueError:
         unchanged = False
-    harmless = file.name == MANIFEST and unchanged  # white space between two of its words
+    harmless = file.name == MANIFEST and unchanged  # white space between two JSON tokens
     assert (store.find() is not None) == harmless
 
 
@@ -305,15 +305,15 @@ def _log_level() -> Iterator[None]:
     logger.setLevel(before)
 
 
-# --- writing that is cut off --------------------------------------------------------------------------
+# --- interrupted saves --------------------------------------------------------------------------------
 
 
 class Killed(BaseException):
-    """In the place of SIGKILL: nothing is cleaned up after it."""
+    """Stands for SIGKILL: no cleanup runs after it."""
 
 
 def steps_of_a_save(tmp_path: Path) -> int:
-    """How many times a save goes to the system, by :func:`counted`."""
+    """Return the number of system calls of a save, as :func:`counted` counts them."""
     with pytest.MonkeyPatch.context() as patched:
         calls = counted(patched, None, 0)
         store = Store(tmp_path / "counted")
@@ -324,7 +324,7 @@ def steps_of_a_save(tmp_path: Path) -> int:
 
 
 def counted(patched: pytest.MonkeyPatch, error: BaseException | None, at: int) -> list[str]:
-    """Let call number ``at`` of those that change a disk or wait for it raise ``error``; notes them."""
+    """Record calls that change the disk or wait for it; call number ``at`` raises ``error``."""
     calls: list[str] = []
 
     def wrap(owner: Any, name: str) -> None:
@@ -344,7 +344,7 @@ def counted(patched: pytest.MonkeyPatch, error: BaseException | None, at: int) -
 
 
 def test_a_save_that_is_cut_off_anywhere_leaves_one_that_is_whole(tmp_path: Path) -> None:
-    """[29] Killed at any of its calls: what is loaded is the checkpoint before or the new one, and no mixture."""
+    """[29] Killed at any call: the loaded checkpoint is the previous or the new one, never a mixture."""
     steps = steps_of_a_save(tmp_path)
     assert steps > 12
     for at in range(steps):
@@ -365,7 +365,7 @@ def test_a_save_that_is_cut_off_anywhere_leaves_one_that_is_whole(tmp_path: Path
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
 def test_a_full_disk_leaves_the_old_one_and_nothing_of_the_new(tmp_path: Path, number: int) -> None:
-    """[28] At any call; the error names the place and what to turn."""
+    """[28] At any call; the error names the place and what to change."""
     steps = steps_of_a_save(tmp_path)
     refused = 0
     for at in range(steps):
@@ -399,7 +399,7 @@ def test_a_disk_that_is_really_full(small_disk: Path) -> None:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system with room for 1 MB."""
+    """Yield a file system with room for 1 MB."""
     import subprocess
 
     place = tmp_path / "small"

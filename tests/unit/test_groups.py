@@ -1,4 +1,4 @@
-"""Integrations: what a group's rank 0 says, and what is refused before anything is joined."""
+"""Integrations: what a group's rank 0 reports to the other ranks, and what is refused before joining."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_shard_is_the_same_part_that_the_peer_would_give(tmp_path: Path, monke
         ddp.Joining(hosts, rank=0, settings={"partition": "dirichlet:alpha=1"}).shard(list(range(10)))
 
 
-# --- what cannot be joined ----------------------------------------------------------------------------
+# --- refusals -----------------------------------------------------------------------------------------
 
 
 def test_lightning_strategies_that_split_a_model_are_refused() -> None:

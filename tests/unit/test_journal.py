@@ -1,4 +1,4 @@
-"""Journals beside checkpoints: entries are whole or not there; a checkpoint is followed by all that came later."""
+"""Journals beside checkpoints: records are complete or absent, and a checkpoint is followed by all later records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models that are trained in 16 bits: float32 masters are measured, exchanged and mixed."""
+"""Models trained in 16 bits, whose float32 masters are measured, exchanged and mixed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ dtypes = st.sampled_from(HALVES)
 
 
 class Net(nn.Module):
-    """Trained halves, a statistic and a frozen value among them, and a float32 layer beside them."""
+    """16-bit trained values, a statistic and a frozen value, and a float32 layer."""
 
     def __init__(self, seed: int, dtype: torch.dtype):
         super().__init__()
@@ -36,7 +36,7 @@ def made(seed: int, dtype: torch.dtype, sampled: int | None = None) -> Parameter
 
 
 def halves(arena: ParameterArena) -> tuple[Tensor, Tensor]:
-    """What the module has, and its masters."""
+    """Return the module's 16-bit values and their masters."""
     (section,) = (s for s in arena.sections if s.storage.itemsize == 2)
     return section.storage[: section.trainable], section.values[: section.trainable]
 
@@ -49,7 +49,7 @@ def model_of(arena: ParameterArena, whole: bool = False) -> bytes:
 
 
 def rounded(arena: ParameterArena) -> bool:
-    """The module has the rounded masters."""
+    """Return whether the module's values are the rounded masters."""
     return all(torch.equal(s.storage[: s.mixed], s.values[: s.mixed].to(s.storage.dtype)) for s in arena.sections)
 
 
@@ -76,7 +76,8 @@ def test_models_of_other_dtypes_are_their_own_masters():
 @pytest.mark.parametrize("sampled", [None, 0])
 @pytest.mark.parametrize("dtype", HALVES)
 def test_small_mixes_add_up(dtype: torch.dtype, sampled: int | None):
-    """A thousandth of what is left of the way, 1,000 times, is 1 − 0.999^1000 = 63 % of it; less if each is rounded."""
+    """Mixing a thousandth of the distance 1,000 times covers 1 − 0.999^1000 = 63 % of it; less if each mix is
+    rounded."""
     arena, there = made(0, dtype, sampled), made(1, dtype)
     model = model_of(there)
     now, _ = halves(arena)

@@ -1,4 +1,4 @@
-"""Memory that other processes may map: as large as it is, and writable by nobody else."""
+"""Memory shared with other processes: it cannot be resized, and others cannot write to it."""
 
 from __future__ import annotations
 
@@ -55,4 +55,4 @@ def test_its_descriptor_goes_with_it_and_its_bytes_with_the_last_view() -> None:
     del memory
     view[:] = bytes(5000)
     with contextlib.suppress(OSError):
-        assert os.fstat(descriptor).st_ino != inode  # already another file's
+        assert os.fstat(descriptor).st_ino != inode  # the number may have been reused for another file

@@ -57,7 +57,7 @@ REPORT = {
 
 
 def summary(*reports: dict[str, Any] | None, **others: Any) -> Summary:
-    """A run whose peers told ``reports``; None for one that is lost."""
+    """Return the summary of a run from its peers' reports; None for a peer that was lost."""
     values: dict[str, Any] = {
         "name": "mine",
         "policy": "tau:period=10",
@@ -121,7 +121,7 @@ def test_a_figure_that_a_peer_did_not_measure_is_null() -> None:
     assert lists["retrievals"] == [4] and lists["test_accuracy"] == [None]
 
 
-# --- a bad one ----------------------------------------------------------------------------------------
+# --- invalid summaries --------------------------------------------------------------------------------
 
 
 def refused(path: Path) -> str:
@@ -176,7 +176,7 @@ def test_what_is_missing_is_named(tmp_path: Path, missing: str) -> None:
     ],
 )
 def test_what_is_of_the_wrong_kind_is_named(tmp_path: Path, name: str, value: object) -> None:
-    """Edited by hand, or by a program: the comparison must not fail on it with a traceback."""
+    """After an edit by hand or by a program, the comparison must not fail with a traceback."""
     data = {**dataclasses.asdict(summary(REPORT, REPORT)), name: value}
     (tmp_path / FILE).write_text(json.dumps(data), encoding="utf-8")
     assert refused(tmp_path).startswith(f"{tmp_path / FILE}: not a summary: '{name}' is ")
@@ -186,7 +186,7 @@ def test_what_is_of_the_wrong_kind_is_named(tmp_path: Path, name: str, value: ob
 
 
 def test_the_comparisons_figures() -> None:
-    """By hand: 2 peers of 300 and 100 retrievals are 200 a peer; 20 a peer are 90 % fewer."""
+    """By hand: 2 peers with 300 and 100 retrievals have 200 per peer; 20 per peer are 90 % fewer."""
     first = summary(
         {**REPORT, "retrievals": 300, "bytes_received": 6_000_000, "finish_bytes": 1_000_000},
         {**REPORT, "retrievals": 100, "bytes_received": 2_000_000, "finish_bytes": 2_000_000},
@@ -243,13 +243,13 @@ def test_lost_peers_do_not_count_in_means() -> None:
 
 
 def test_delayed_pulls_are_those_of_all_shards() -> None:
-    """Two servers, a worker, and a peer that is lost: how many peers there are does not matter."""
+    """Two servers, a worker, and a lost peer: the number of peers does not matter."""
     servers = ({**REPORT, "delayed_pulls": 30}, {**REPORT, "delayed_pulls": 12})
     assert compare([summary(*servers, REPORT, None)])[0].delayed_pulls == 42
 
 
 def test_what_a_run_does_not_have_is_none() -> None:
-    """All peers lost; or a first run without retrievals, of which nothing can be saved."""
+    """All peers were lost; or the first run has no retrievals to save."""
     [lost] = compare([summary(None, None, consensus_accuracy=None)])
     assert lost.lost == 2
     for field in dataclasses.fields(lost):
@@ -280,7 +280,7 @@ def recorded(directory: Path) -> EventAccumulator:
 
 
 def test_scalars_settings_and_the_page_are_in_one_directory(tmp_path: Path) -> None:
-    """SummaryWriter.add_hparams would make a run of its own, in a directory below."""
+    """SummaryWriter.add_hparams would write a separate run in a subdirectory."""
     directory = tmp_path / "peer-00"
     recorder = TensorBoardRecorder(directory, {"sync.policy": "tau:10", "run.seed": 3, "sync.blocking": True})
     for step, value in ((10, 2.5), (20, 1.25)):
@@ -309,7 +309,7 @@ def test_scalars_settings_and_the_page_are_in_one_directory(tmp_path: Path) -> N
 
 
 def page_of(events: EventAccumulator) -> dict[str, dict[str, list[str]]]:
-    """By part and by chart of the custom-scalars page, the tags that it shows."""
+    """Return the tags of each chart and part of the custom-scalars page."""
     assert events.SummaryMetadata("custom_scalars__config__").plugin_data.plugin_name == "custom_scalars"
     layout = Layout.FromString(events.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0])
     return {part.title: {chart.title: list(chart.multiline.tag) for chart in part.chart} for part in layout.category}
@@ -339,7 +339,7 @@ def test_what_is_recorded_is_there_after_close_alone(tmp_path: Path) -> None:
     for step in range(1000):
         recorder.scalar("sync/retrievals", step, step)
     recorder.close()
-    # Its default is to keep a sample of these.
+    # By default the accumulator keeps only a sample of these.
     events = EventAccumulator(str(tmp_path), size_guidance={"scalars": 0})
     events.Reload()
     assert [one.step for one in events.Scalars("sync/retrievals")] == list(range(1000))

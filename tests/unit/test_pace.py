@@ -1,4 +1,4 @@
-"""The token bucket of ``--max-rate``: what may be sent when."""
+"""The token bucket of ``--max-rate``: when bytes may be sent."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_what_is_no_rate_is_told_with_an_example(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["7.999kbit", "1000.001gbit", "9" * 18 + "bit", "9" * 330 + "mbit"])
 def test_what_no_link_has_is_no_rate(text: str) -> None:
-    """The last is a number that no float holds."""
+    """The last one overflows a float."""
     with pytest.raises(UsageError, match=r"not a rate from 8kbit to 1000gbit"):
         parse_rate(text)
     for rate in map(parse_rate, ("8kbit", "1000gbit")):
@@ -49,7 +49,7 @@ def test_what_no_link_has_is_no_rate(text: str) -> None:
     sends=st.lists(st.tuples(st.floats(0, 1), st.integers(1, PIECE)), min_size=1, max_size=50),
 )
 def test_in_no_time_more_is_sent_than_the_rate_gives_and_one_burst(rate: float, sends: list[tuple[float, int]]) -> None:
-    """The token bucket's bound, over every interval: bytes ≤ rate · (seconds + BURST), and what is sent at its end."""
+    """The bound of a token bucket over every interval: bytes ≤ rate · (seconds + BURST), plus the last reservation."""
     clock = Clock()
     pace = Pace(rate, clock)
     begun: list[tuple[float, int]] = []
@@ -65,7 +65,7 @@ def test_in_no_time_more_is_sent_than_the_rate_gives_and_one_burst(rate: float, 
 
 
 def test_several_that_send_at_once_take_turns() -> None:
-    """Each has the next piece only after the others had theirs, so all go equally fast."""
+    """Each sender gets its next piece only after the others had theirs, so all are equally fast."""
     clock = Clock()
     pace = Pace(1e6, clock)
     waits = [pace.reserve(10_000) for _ in range(6)]

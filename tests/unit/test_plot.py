@@ -1,4 +1,4 @@
-"""Pictures of runs: what is read from real event files, and what is drawn of it."""
+"""Plots of runs: reading real event files, and drawing them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NAMES = ("a", "b", "c", "d")
 
 
 def written(folder: Path, peers: int = 2, tests: tuple[int, ...] = (10, 20, 30)) -> Path:
-    """A run's curves: peer p has accuracy .1·(p+1)·i/10 and has received 1 MB·(p+1) each 10 iterations."""
+    """Write a run's curves: peer p has accuracy .1·(p+1)·i/10 and receives 1 MB·(p+1) per 10 iterations."""
     for peer in range(peers):
         recorder = TensorBoardRecorder(folder / f"peer-{peer:02d}", {})
         for step in (0, 10, 20, 30):
@@ -96,13 +96,13 @@ def test_a_picture_holds_what_it_is_of_and_is_the_same_each_time(tmp_path: Path)
 def test_a_graph_that_lies_on_a_line_is_drawn(
     tmp_path: Path, names: str, edges: tuple[tuple[int, int], ...], centres: tuple[int, ...]
 ) -> None:
-    """All nodes in their colours, in the panel on the lower right."""
+    """All nodes appear in their colours, in the lower right panel."""
     run = Drawn("run", "tau:10", curves.read(written(tmp_path)), Graph("full", tuple(names), edges, False, centres))
     plot.draw([run], tmp_path / "one.png")
     with Image.open(tmp_path / "one.png") as picture:
         panel = np.asarray(picture.convert("RGB"))[600:, 850:]
     blue, red = ((panel == colour).all(-1).sum() for colour in ((0x00, 0x72, 0xB2), (0xD5, 0x5E, 0x00)))
-    node = 300  # pixels of one, less its number
+    node = 300  # pixels per node, without those of its number
     assert blue > node * (len(names) - len(centres)) and (red > node * len(centres) or not centres)
 
 

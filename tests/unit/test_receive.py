@@ -1,4 +1,4 @@
-"""A model comes in piece by piece: what is made of it, in whose memory, and what it costs in buffers."""
+"""Receiving a model piece by piece: the result, the memory it is stored in, and the number of buffers used."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def bytes_of(arena: ParameterArena) -> memoryview:
 
 
 def receive(view: memoryview, sink: Sink, start: int = 0, stop: int | None = None) -> int:
-    """As a connection does it: into the room that the sink gives."""
+    """Receive as a connection does: into the memory that the sink provides."""
     stop = sink.nbytes if stop is None else min(stop, sink.nbytes)
     while start < stop:
         room = sink.room(start)
@@ -61,7 +61,7 @@ def step(arena: ParameterArena, amount: float = 0.5) -> None:
 
 
 def expected(arena: ParameterArena, base: list[Tensor], theirs: list[Tensor]) -> list[Tensor]:
-    """x_j − base of trained values, x_j of the others."""
+    """Return x_j − base for trained values, and x_j for the others."""
     rows = zip(arena.sections, base, theirs, strict=True)
     return [torch.cat([t[: s.trainable] - b[: s.trainable], t[s.trainable :]]) for s, b, t in rows]
 
@@ -71,7 +71,7 @@ def same(incoming: Incoming, wanted: list[Tensor]) -> bool:
 
 
 def in_parts(size: int) -> Callable[[memoryview, Sink], None]:
-    """As a carrier brings it: in parts that know nothing of pieces, each gone when the next comes."""
+    """Receive as from a carrier: in parts unrelated to pieces, each invalid once the next one arrives."""
 
     def way(view: memoryview, sink: Sink) -> None:
         seen = bytearray()
@@ -129,7 +129,7 @@ def test_a_step_in_the_midst_moves_what_is_done_to_the_bases_memory(pieces: int)
     done = receive(model, incoming, 0, pieces * STAGED)
     if pieces:
         assert incoming.buffer.vectors[0].data_ptr() != place, (
-            "the base is still the boundary, which others may ask for"
+            "the base is still the boundary, so others may acquire it"
         )
     step(arena)
     receive(model, incoming, done)
@@ -153,7 +153,8 @@ def test_a_reader_that_is_done_in_the_midst_makes_room() -> None:
 
 
 def test_memory_is_the_model_two_boundaries_and_one_buffer_however_long_it_goes_on() -> None:
-    """Of a peer that pulls all the time, and is read all the time: model, boundary, what is read, what comes in."""
+    """A peer that always pulls and always serves uses four models: its own, the boundary, one to send, one to
+    receive."""
     arena, other = ParameterArena(Net(0)), ParameterArena(Net(1))
     model = bytes_of(other)
     places: set[int] = set()
@@ -198,7 +199,8 @@ def test_a_whole_model_comes_as_it_is() -> None:
 
 
 def test_a_base_that_others_read_is_copied_where_memory_is_short():
-    """Beside the weights: the boundary, an older one that is given, and what comes in; no fourth."""
+    """Beside the weights there are the boundary, an older snapshot being sent, and the incoming model, but no
+    fourth."""
     module, other = Net(1), ParameterArena(Net(2))
     arena = ParameterArena(module)
     given = arena.snapshot()
@@ -207,7 +209,7 @@ def test_a_base_that_others_read_is_copied_where_memory_is_short():
     sent = memoryview(bytearray(other.snapshot().buffer.view))
     incoming = Incoming(arena, base.hold())
     incoming.take(0, sent)
-    assert base.holders == 2, "it was given back: the boundary and this test hold it"
+    assert base.holders == 2, "released: the boundary and this test hold references"
     for difference, theirs, own in zip(incoming.buffer.vectors, other.snapshot().vectors, base.vectors, strict=True):
         cut = next(section.trainable for section in arena.sections if len(section.storage) >= len(own))
         assert torch.equal(difference[:cut], theirs[:cut] - own[:cut])
@@ -226,7 +228,7 @@ def test_a_boundary_waits_for_a_copy_rather_than_take_more_memory():
     def copy() -> None:
         with arena.pool.copying_base():
             began.set()
-            stepping.wait(0.2)  # the boundary comes in this time, and waits
+            stepping.wait(0.2)  # the boundary is reached now, and waits
             base.release()
 
     stepping = threading.Event()
@@ -240,7 +242,8 @@ def test_a_boundary_waits_for_a_copy_rather_than_take_more_memory():
 
 
 def test_who_gives_the_boundary_waits_for_the_buffer_that_a_model_is_about_to_leave():
-    """Its base was read by others, so that it has a buffer too; the boundary, given, would make the next a fourth."""
+    """Its base was being read, so it has a second buffer; sending the boundary would make the next one a fourth
+    model."""
     arena, model = ParameterArena(Net(1)), bytes_of(ParameterArena(Net(2)))
     base = arena.snapshot()
     read, incoming = base.hold(), Incoming(arena, base)

@@ -1,4 +1,4 @@
-"""A model's tensors as a file: readable as the umask says, and whole or not there."""
+"""The safetensors file of a model: its mode follows the umask, and it is complete or absent."""
 
 from __future__ import annotations
 

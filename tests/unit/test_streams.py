@@ -1,7 +1,7 @@
-"""What waits for what on a device: as far as that can be seen without one, and on one.
+"""The order of work on a device's streams, tested with a simulated device and, if there is one, on CUDA.
 
-Without one, :class:`Lazy` stands for a device that is as late as it may be, and now and then is not: work is done only
-when somebody waits for it, or when a coin says so. What the arena leaves unordered comes out wrong in some order.
+:class:`Lazy` simulates a device that delays work as long as possible, but not always: work is done when something waits
+for it, or at random. Where the arena fails to order two pieces of work, some seed gives a wrong result.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ DEVICES = ["late", pytest.param("cuda", marks=pytest.mark.cuda)]
 
 
 class Lazy(Asynchronous):
-    """Lanes whose work waits in queues.
+    """Streams whose work waits in queues.
 
     Attributes:
-        hasty: how likely it is that the next work of a lane is done before anyone waits for it.
+        hasty: probability that the next work of a stream is done before anything waits for it.
     """
 
     def __init__(self, seed: int):
@@ -58,15 +58,15 @@ class Lazy(Asynchronous):
         return "side", len(self._work["side"])
 
     def wait(self, mark: Mark) -> None:
-        lane, end = mark
-        while self._done[lane] < end:
-            self._done[lane] += 1
-            self._work[lane][self._done[lane] - 1]()
+        stream, end = mark
+        while self._done[stream] < end:
+            self._done[stream] += 1
+            self._work[stream][self._done[stream] - 1]()
 
     def _chance(self) -> None:
-        for lane in ("train", "side"):
-            while self._done[lane] < len(self._work[lane]) and self._coin.random() < self.hasty:
-                self.wait((lane, self._done[lane] + 1))
+        for stream in ("train", "side"):
+            while self._done[stream] < len(self._work[stream]) and self._coin.random() < self.hasty:
+                self.wait((stream, self._done[stream] + 1))
 
 
 class Net(nn.Module):
@@ -80,20 +80,20 @@ class Net(nn.Module):
 
 
 class Side:
-    """A peer's arena, and the models that it has to do with: the same on every device, if all is ordered."""
+    """A peer's arena and the models that it exchanges; the same on every device if all work is ordered."""
 
-    def __init__(self, dtype: torch.dtype, sampled: int | None, lanes: DeviceStreams, device: str):
-        self.lanes = lanes
-        self.arena = ParameterArena(Net(0, dtype).to(device), sampled=sampled, lanes=lanes)
+    def __init__(self, dtype: torch.dtype, sampled: int | None, streams: DeviceStreams, device: str):
+        self.streams = streams
+        self.arena = ParameterArena(Net(0, dtype).to(device), sampled=sampled, streams=streams)
         self.read: list[Snapshot] = []
         self.coming: Incoming | None = None
-        self.done = 0  # bytes of it
+        self.done = 0  # bytes received of it
         self.captured: Snapshot | None = None
 
     def step(self, amount: float) -> float:
         self.arena.go_on()
         for section in self.arena.sections:
-            self.lanes.train(lambda to=section.storage[: section.mixed]: to.mul_(1 - amount).add_(amount))
+            self.streams.train(lambda to=section.storage[: section.mixed]: to.mul_(1 - amount).add_(amount))
         return self.arena.step_done()
 
     def ask(self, whole: bool) -> None:
@@ -163,7 +163,7 @@ class Side:
 
 
 def storages(side: Side) -> list[Tensor]:
-    side.lanes.wait(side.lanes.mark())
+    side.streams.wait(side.streams.mark())
     return [section.storage.cpu().clone() for section in side.arena.sections]
 
 
@@ -218,13 +218,13 @@ def test_all_is_as_if_it_were_done_at_once(device: str, dtype: torch.dtype, samp
 
 
 def test_a_model_that_goes_on_in_other_memory_is_on_the_device_whole():
-    """What came before the base was free is on its way to the device, from memory that is somebody else's then."""
-    lanes = Lazy(0)
-    lanes.hasty = 0.0
+    """The part received before the base was free is still being uploaded from memory that is reused by then."""
+    streams = Lazy(0)
+    streams.hasty = 0.0
     model = bytes(ParameterArena(Net(1, torch.float32)).snapshot().buffer.view)
     half = len(model) // 16 * 8
     mixed = []
-    for arena in (ParameterArena(Net(0, torch.float32)), ParameterArena(Net(0, torch.float32), lanes=lanes)):
+    for arena in (ParameterArena(Net(0, torch.float32)), ParameterArena(Net(0, torch.float32), streams=streams)):
         arena.step_done()
         incoming = Incoming(arena, arena.snapshot())
         incoming.take(0, memoryview(bytearray(model[:half])))
@@ -233,45 +233,45 @@ def test_a_model_that_goes_on_in_other_memory_is_on_the_device_whole():
         incoming.take(half, memoryview(bytearray(model[half:])))
         assert incoming.buffer is not first
         assert incoming.buffer.on_device is there
-        assert first.on_device is None, "it is given away without"
+        assert first.on_device is None, "freed without its device copy"
         arena.pool.buffer().view[:] = bytes(len(model))
         incoming.norm()
         arena.commit(incoming.buffer, 0.5)
         incoming.release()
         arena.pool.finish_uploads()
-        lanes.wait(lanes.mark())
+        streams.wait(streams.mark())
         mixed.append(torch.cat([section.storage for section in arena.sections]))
     assert torch.equal(*mixed)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_training_waits_for_no_copy_and_no_number(device: str):
-    """Of a step that is measured and copied, and of a model that has been brought to the device and is mixed."""
+    """Neither for the measuring and copying of a step, nor for the upload and mixing of a model."""
     if device == "cuda":
-        lanes: DeviceStreams = streams_of(torch.device("cuda"))
-        arena = ParameterArena(Net(0, torch.float32).cuda(), lanes=lanes)
+        streams: DeviceStreams = streams_of(torch.device("cuda"))
+        arena = ParameterArena(Net(0, torch.float32).cuda(), streams=streams)
     else:
-        lanes = Lazy(0)
-        lanes.hasty = 0.0
-        arena = ParameterArena(Net(0, torch.float32), lanes=lanes)
+        streams = Lazy(0)
+        streams.hasty = 0.0
+        arena = ParameterArena(Net(0, torch.float32), streams=streams)
     arena.step_done()
     incoming = Incoming(arena, arena.snapshot())
     model = bytes(ParameterArena(Net(1, torch.float32)).snapshot().buffer.view)
     incoming.take(0, memoryview(bytearray(model)))
     incoming.norm()
     arena.step_done()
-    lanes.wait(lanes.mark())
+    streams.wait(streams.mark())
     if device == "cuda":
         torch.cuda.set_sync_debug_mode("error")
         slow = torch.ones(4000, 4000, device="cuda")
     try:
         for _ in range(20) if device == "cuda" else ():
-            slow = slow @ slow  # keeps the stream busy for longer than what follows takes to be put there
-        before = None if device == "cuda" else dict(lanes._done)
+            slow = slow @ slow  # keeps the stream busy for longer than it takes to submit what follows
+        before = None if device == "cuda" else dict(streams._done)
         arena.commit(incoming.buffer, 0.5)
-        arena.step_done()  # reads the number of the step before, which is there
-        assert device == "late" or not lanes.mark().query(), "the stream is still at work"
-        assert before is None or lanes._done == before
+        arena.step_done()  # reads the previous step's number, which is complete
+        assert device == "late" or not streams.mark().query(), "the stream is still at work"
+        assert before is None or streams._done == before
     finally:
         if device == "cuda":
             torch.cuda.set_sync_debug_mode("default")

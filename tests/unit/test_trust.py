@@ -1,4 +1,4 @@
-"""Who is told of strangers, and when a peer takes itself for one. Time is the test's."""
+"""Trust: when strangers are logged, and when a peer takes itself for a stranger. The clock is simulated."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_strangers_are_told_of_once_a_minute_and_all_counted(clock: Clock, caplo
 def test_a_peer_that_stays_alone_knows_whether_somebody_was_there(clock: Clock) -> None:
     own = Trust(2, 30.0)
     own.stranger("192.0.2.1:7", StrangerError("not authorised: it gave no certificate"))
-    assert own.doubt is None  # as anybody's scanner does
+    assert own.doubt is None  # a port scanner could cause it
     own.stranger("192.0.2.1:7", REFUSED)
     assert own.doubt is REFUSED
     assert not own.is_outcast
