@@ -12,7 +12,7 @@ from certificates import Authority
 
 from gossipx.transports import Stream, Transport
 
-Beside = Callable[..., "Future[Any]"]
+InThread = Callable[..., "Future[Any]"]
 LONG = 60.0  # seconds: ends a test that hangs
 SHORT = 0.2  # seconds: a deadline that must pass
 
@@ -27,7 +27,7 @@ def tls(tmp_path_factory: pytest.TempPathFactory) -> Transport:
 
 
 @pytest.fixture
-def beside() -> Iterator[Beside]:
+def in_thread() -> Iterator[InThread]:
     """Yield a function that runs a call in another thread."""
     with ThreadPoolExecutor(4) as pool:
         yield pool.submit

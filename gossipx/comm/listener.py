@@ -194,17 +194,17 @@ class Listener:
             strangers = [inbound for inbound, admitted in self._inbound.items() if not admitted]
             full = count >= self._most or len(strangers) >= self._most_strangers
             # Peers finish their handshake at once; the oldest stranger has had the most time for it.
-            goes = (strangers or [stream])[0] if full else None
-            if goes is not None and goes is not stream:
-                del self._inbound[goes]
-            if goes is not stream:
+            victim = (strangers or [stream])[0] if full else None
+            if victim is not None and victim is not stream:
+                del self._inbound[victim]
+            if victim is not stream:
                 try:
                     self._links.spawn("serve", self._serve, stream)
                     self._inbound[stream] = False
                 except RuntimeError:  # the system cannot start another thread
                     stream.abort()
-        if goes is not None:
-            goes.abort()
+        if victim is not None:
+            victim.abort()
 
         return count if full else 0
 

@@ -62,7 +62,7 @@ def check_target(target: Path) -> None:
         UsageError: it cannot, or matplotlib is not installed.
     """
     if target.suffix.lower() not in SUFFIXES:
-        raise UsageError(f"--plot {target}: the name must end with {' or '.join(SUFFIXES)}")
+        raise UsageError(f"--plot {target}: a plot's name ends with {' or '.join(SUFFIXES)}")
     if target.is_dir() or not target.parent.is_dir():
         raise UsageError(f"--plot {target}: it must name a file in an existing directory")
     try:

@@ -45,23 +45,23 @@ class Stream(Protocol):
     def here(self) -> str:
         """The local address; empty if the stream has no local address."""
 
-    def send(self, buffers: Sequence[bytes | memoryview], deadline: float, look: ByteObserver | None = None) -> None:
+    def send(self, buffers: Sequence[bytes | memoryview], deadline: float, observe: ByteObserver | None = None) -> None:
         """Send all bytes of the (contiguous) buffers; they may be changed afterwards.
 
         Args:
-            look: called with the bytes as they are sent: with all of them, or with a part if an error occurs.
+            observe: called with the bytes as they are sent: with all of them, or with a part if an error occurs.
 
         Raises:
             PeerTimeoutError: not all bytes were accepted by the deadline; some may have been.
             PeerUnreachableError: the remote side is gone, or the stream was aborted.
         """
 
-    def receive_into(self, view: memoryview, deadline: float, look: ByteObserver | None = None) -> int:
+    def receive_into(self, view: memoryview, deadline: float, observe: ByteObserver | None = None) -> int:
         """Wait for bytes, store them at the start of ``view``, and return how many there are, at least 1.
 
         Args:
-            look: called with the bytes as they arrive. With it the call fills all of ``view``; if an error occurs, it
-                has been called with a part.
+            observe: called with the bytes as they arrive. The call then fills all of ``view``; after an error it may
+                have been called with a part of them.
 
         Raises:
             PeerTimeoutError: nothing arrived by the deadline.

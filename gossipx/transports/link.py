@@ -103,24 +103,24 @@ class Link:
     def send(self, frame: Iterable[frames.Part], deadline: float) -> None:
         """Send a frame from :func:`gossipx.wire.frames.encode`; errors as :meth:`Stream.send`."""
         self.heard = False
-        for buffers, look in frame:
-            if look is None:
+        for buffers, observe in frame:
+            if observe is None:
                 self.stream.send(buffers, deadline)
                 self._owner.count(sum(map(len, buffers)), 0)
             else:
-                self.stream.send(buffers, deadline, functools.partial(self._sent, look))
+                self.stream.send(buffers, deadline, functools.partial(self._sent, observe))
 
-    def _sent(self, look: ByteObserver, part: memoryview) -> None:
-        """Count a sent part of a payload, and pass it on to ``look``."""
+    def _sent(self, observe: ByteObserver, part: memoryview) -> None:
+        """Count a sent part of a payload, and pass it on to ``observe``."""
         self._owner.count(len(part), 0)
-        look(part)
+        observe(part)
 
     def _send_paced(self, frame: Iterable[frames.Part], pace: Pace, deadline: float) -> None:
         """Send a frame as :meth:`send`, no faster than ``pace``."""
-        for buffers, look in frame:
+        for buffers, observe in frame:
             for part in pace.parts(buffers):
                 self._wait_for_turn(pace, len(part), deadline)
-                self.send([([part], look)], deadline)
+                self.send([([part], observe)], deadline)
 
     def _wait_for_turn(self, pace: Pace, nbytes: int, deadline: float) -> None:
         left = deadline - time.monotonic()
@@ -270,7 +270,7 @@ class Link:
                 deadline = time.monotonic() + max(self._owner.timeout, self._decoder.coming.patience)
             room = self._decoder.next_buffer()
             if self._decoder.in_payload:
-                count = self.stream.receive_into(room, deadline, self._look)
+                count = self.stream.receive_into(room, deadline, self._observe)
             else:
                 count = self.stream.receive_into(room, deadline)
                 self._owner.count(0, count)
@@ -285,7 +285,7 @@ class Link:
                 self._take_out_of_band(frame.payload, deadline)
         return frame
 
-    def _look(self, part: memoryview) -> None:
+    def _observe(self, part: memoryview) -> None:
         """Count a received part of a payload, and pass it on to the decoder."""
         self._owner.count(0, len(part))
         self._decoder.look(part)

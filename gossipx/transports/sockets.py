@@ -69,46 +69,46 @@ class SocketStream:
             own = self._socket.getsockname()
         return str(own[0]) if isinstance(own, tuple) else ""
 
-    def send(self, buffers: Sequence[bytes | memoryview], deadline: float, look: ByteObserver | None = None) -> None:
+    def send(self, buffers: Sequence[bytes | memoryview], deadline: float, observe: ByteObserver | None = None) -> None:
         """Pass all bytes to the kernel; see :class:`gossipx.transports.Stream`."""
         left = [view for view in (memoryview(item).cast("B") for item in buffers) if view.nbytes]
         with self._use():
             while left:
-                sent = self._attempt(lambda flags: self._hand_over(left, flags, look), self._sending, deadline)
+                sent = self._attempt(lambda flags: self._hand_over(left, flags, observe), self._sending, deadline)
                 while left and sent >= left[0].nbytes:
                     sent -= left.pop(0).nbytes
                 if sent:
                     left[0] = left[0][sent:]
 
-    def _hand_over(self, buffers: list[memoryview], flags: int, look: ByteObserver | None) -> int:
+    def _hand_over(self, buffers: list[memoryview], flags: int, observe: ByteObserver | None) -> int:
         """Send some of the bytes; return how many. A large buffer is sent in parts: after a single call for all of it,
         the bytes have left the processor's cache before the receiver reads them.
         """
         small = list(itertools.takewhile(lambda buffer: len(buffer) <= HOT, buffers[:_VECTORS]))
-        if small and look is None:
+        if small and observe is None:
             return self._socket.sendmsg(small, [], flags)
-        # ``look`` runs after sending, so that it overlaps with the receiver's own work.
-        return _by_parts(buffers[0], lambda part: self._socket.send(part, flags), look)
+        # ``observe`` runs after sending, so that it overlaps with the receiver's own work.
+        return _by_parts(buffers[0], lambda part: self._socket.send(part, flags), observe)
 
-    def receive_into(self, view: memoryview, deadline: float, look: ByteObserver | None = None) -> int:
+    def receive_into(self, view: memoryview, deadline: float, observe: ByteObserver | None = None) -> int:
         """Receive; see :class:`gossipx.transports.Stream`."""
         with self._use():
-            start = self._receive(view, deadline, look)
-            while look is not None and start < len(view):
-                start += self._receive(view[start:], deadline, look)
+            start = self._receive(view, deadline, observe)
+            while observe is not None and start < len(view):
+                start += self._receive(view[start:], deadline, observe)
             return start
 
-    def _receive(self, view: memoryview, deadline: float, look: ByteObserver | None) -> int:
-        count = self._attempt(lambda flags: self._take_in(view, flags, look), self._receiving, deadline)
+    def _receive(self, view: memoryview, deadline: float, observe: ByteObserver | None) -> int:
+        count = self._attempt(lambda flags: self._take_in(view, flags, observe), self._receiving, deadline)
         if not count:
             raise PeerUnreachableError(f"{self._remote} closed the connection")
         return count
 
-    def _take_in(self, view: memoryview, flags: int, look: ByteObserver | None) -> int:
-        """Receive some bytes, all of ``view`` if there is a ``look``; return how many, 0 at the end of the stream."""
-        if look is None:
+    def _take_in(self, view: memoryview, flags: int, observe: ByteObserver | None) -> int:
+        """Receive some bytes, all of ``view`` with ``observe``; return how many, 0 at the end of the stream."""
+        if observe is None:
             return self._socket.recv_into(view, 0, flags)
-        return _by_parts(view, lambda part: self._socket.recv_into(part, 0, flags | socket.MSG_WAITALL), look)
+        return _by_parts(view, lambda part: self._socket.recv_into(part, 0, flags | socket.MSG_WAITALL), observe)
 
     def tune(self) -> None:
         """Do nothing: there is nothing to tune."""
@@ -183,7 +183,7 @@ class SocketStream:
                 raise PeerUnreachableError(f"lost the connection to {self._remote}: {reason(error)}") from error
 
 
-def _by_parts(view: memoryview, move: Callable[[memoryview], int], look: ByteObserver | None) -> int:
+def _by_parts(view: memoryview, move: Callable[[memoryview], int], observe: ByteObserver | None) -> int:
     """Send or receive parts for at most :data:`_UNTIMED` seconds; return how many bytes, 0 at the end of the stream.
 
     Each part costs two system calls, so the loop around them does as little as possible.
@@ -197,8 +197,8 @@ def _by_parts(view: memoryview, move: Callable[[memoryview], int], look: ByteObs
             if not start:
                 raise
             return start
-        if look is not None:
-            look(part[:count])
+        if observe is not None:
+            observe(part[:count])
         start += count
         if count < len(part) or start == len(view) or time.monotonic() > until:
             return start

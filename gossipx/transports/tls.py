@@ -115,30 +115,30 @@ class TlsStream:
         certificate: dict[str, Any] = self._tls.getpeercert() or {}
         return any(_same_host(name, host) for _, name in certificate.get("subjectAltName", ()))
 
-    def send(self, buffers: Sequence[bytes | memoryview], deadline: float, look: ByteObserver | None = None) -> None:
+    def send(self, buffers: Sequence[bytes | memoryview], deadline: float, observe: ByteObserver | None = None) -> None:
         """Encrypt and send all bytes; see :class:`gossipx.transports.Stream`."""
         self.shake_hands(deadline)
         for buffer in buffers:
             view = memoryview(buffer).cast("B")
             while view:
                 count = self._encrypt(view[:_PIECE])
-                if look is not None:
-                    look(view[:count])
+                if observe is not None:
+                    observe(view[:count])
                 view = view[count:]
                 if self._outgoing.pending >= _PIECE:
                     self._flush(deadline)
         self._flush(deadline)
 
-    def receive_into(self, view: memoryview, deadline: float, look: ByteObserver | None = None) -> int:
+    def receive_into(self, view: memoryview, deadline: float, observe: ByteObserver | None = None) -> int:
         """Receive and decrypt; see :class:`gossipx.transports.Stream`."""
         self.shake_hands(deadline)
         count = 0
         while True:
             new = self._decrypt(view[count:])
-            if look is not None:
-                look(view[count : count + new])
+            if observe is not None:
+                observe(view[count : count + new])
             count += new
-            if count == len(view) or (count and look is None):
+            if count == len(view) or (count and observe is None):
                 return count
             self._fill(deadline)
 

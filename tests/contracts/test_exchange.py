@@ -34,7 +34,7 @@ PAST_ALL_32_BITS = 2**31 + 100 * PIECE + 12
 
 
 @pytest.fixture
-def giver(way: str, tmp_path: Path) -> Iterator[Callable[..., tuple[subprocess.Popen[str], int]]]:
+def sender(way: str, tmp_path: Path) -> Iterator[Callable[..., tuple[subprocess.Popen[str], int]]]:
     """Starts givers of ``model(MODEL)`` in processes of their own; tells their ports."""
     with contextlib.ExitStack() as undo:
 
@@ -390,9 +390,9 @@ def test_a_giver_that_stops_before_it_hands_its_memory_over_has_a_deadline(  # [
 
 
 def test_a_giver_that_stops_in_the_middle_has_a_deadline(  # [3]
-    start: Callable[[int], list[Host]], way: str, giver: Callable[..., tuple[subprocess.Popen[str], int]]
+    start: Callable[[int], list[Host]], way: str, sender: Callable[..., tuple[subprocess.Popen[str], int]]
 ) -> None:
-    process, port = giver()
+    process, port = sender()
     host = start_with(start, port)
     assert pulled(host, 1, MODEL) == model(MODEL)
     stopped = threading.Event()
@@ -412,9 +412,9 @@ def test_a_giver_that_stops_in_the_middle_has_a_deadline(  # [3]
 
 
 def test_a_giver_that_dies_in_the_middle_is_asked_anew_once_it_is_back(  # [1]
-    start: Callable[[int], list[Host]], way: str, giver: Callable[..., tuple[subprocess.Popen[str], int]]
+    start: Callable[[int], list[Host]], way: str, sender: Callable[..., tuple[subprocess.Popen[str], int]]
 ) -> None:
-    process, port = giver()
+    process, port = sender()
     host = start_with(start, port)
 
     def die() -> None:
@@ -427,7 +427,7 @@ def test_a_giver_that_dies_in_the_middle_is_asked_anew_once_it_is_back(  # [1]
         assert result == ModelReply(1) or isinstance(result, PeerUnreachableError)
     else:
         assert isinstance(result, PeerUnreachableError)
-    giver(port)
+    sender(port)
     assert pulled(host, 1, MODEL) == model(MODEL)
 
 

@@ -17,13 +17,13 @@ from types import SimpleNamespace
 
 import pytest
 import streamed
-from streamed import LONG, SHORT, Beside, read, soon
+from streamed import LONG, SHORT, InThread, read, soon
 
 from gossipx.errors import GossipxError, PeerTimeoutError, PeerUnreachableError
 from gossipx.memory import HOT
 from gossipx.transports import Address, Listener, Stream, Transport, sockets, tcp, unix
 
-tls, beside = streamed.tls, streamed.beside
+tls, in_thread = streamed.tls, streamed.in_thread
 
 
 Pair = tuple[Stream, Stream]
@@ -55,10 +55,10 @@ def listener(transport: Transport, kind: str) -> Iterator[Listener]:
 
 
 @pytest.fixture
-def pair(transport: Transport, listener: Listener, beside: Beside) -> Iterator[Pair]:
-    connecting = beside(transport.connect, listener.address, soon())
+def pair(transport: Transport, listener: Listener, in_thread: InThread) -> Iterator[Pair]:
+    connecting = in_thread(transport.connect, listener.address, soon())
     theirs = listener.accept()
-    first = beside(read, theirs, 1)  # the accepting side may not send any sooner
+    first = in_thread(read, theirs, 1)  # the accepting side may not send any sooner
     ours = connecting.result(LONG)
     ours.send([b"."], soon())
     assert first.result(LONG) == b"."
@@ -71,19 +71,19 @@ def pair(transport: Transport, listener: Listener, beside: Beside) -> Iterator[P
 
 
 @pytest.mark.parametrize("size", [1, 7, 65_536, 5_000_001])
-def test_bytes_arrive_as_they_were(pair: Pair, beside: Beside, size: int) -> None:
+def test_bytes_arrive_as_they_were(pair: Pair, in_thread: InThread, size: int) -> None:
     ours, theirs = pair
     data = os.urandom(size)
-    sent = beside(ours.send, [data], soon())
+    sent = in_thread(ours.send, [data], soon())
     assert read(theirs, size) == data
     sent.result(LONG)
 
 
-def test_buffers_arrive_in_order_and_empty_ones_are_nothing(pair: Pair, beside: Beside) -> None:
+def test_buffers_arrive_in_order_and_empty_ones_are_nothing(pair: Pair, in_thread: InThread) -> None:
     ours, theirs = pair
     buffers: list[bytes | memoryview] = [b"", b"first", memoryview(b""), memoryview(b"second")]
     buffers += [index.to_bytes(4, "big") for index in range(3000)]
-    sent = [beside(ours.send, buffers, soon())]
+    sent = [in_thread(ours.send, buffers, soon())]
     expected = b"".join(buffers)
     assert read(theirs, len(expected)) == expected
     ours.send([], soon())
@@ -109,10 +109,10 @@ def test_buffers_may_change_once_sent(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("size", [1, HOT, 7 * HOT + 5])
-def test_a_look_is_told_of_all_that_is_sent_in_order(pair: Pair, beside: Beside, size: int) -> None:
+def test_a_look_is_told_of_all_that_is_sent_in_order(pair: Pair, in_thread: InThread, size: int) -> None:
     ours, theirs = pair
     data, seen = os.urandom(size), bytearray()
-    receiving = beside(read, theirs, size)
+    receiving = in_thread(read, theirs, size)
     ours.send([data], soon(), seen.extend)
     assert receiving.result(LONG) == data == seen
 
@@ -127,10 +127,10 @@ def test_receiving_takes_no_more_than_there_is_room_for(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 300_001, 5_000_001])
-def test_who_looks_sees_all_that_fills_the_room_in_order(pair: Pair, beside: Beside, size: int) -> None:
+def test_who_looks_sees_all_that_fills_the_room_in_order(pair: Pair, in_thread: InThread, size: int) -> None:
     ours, theirs = pair
     data = os.urandom(size)
-    sent = beside(ours.send, [data[:7], data[7:100_000], data[100_000:], b"more"], soon())
+    sent = in_thread(ours.send, [data[:7], data[7:100_000], data[100_000:], b"more"], soon())
     room, seen = memoryview(bytearray(size)), bytearray()
     assert theirs.receive_into(room, soon(), seen.extend) == size
     assert room == seen == data
@@ -161,11 +161,11 @@ def test_a_room_that_is_not_filled_is_an_error_whoever_looks(pair: Pair) -> None
     assert len(seen) == 400_000
 
 
-def test_both_ways_at_once(pair: Pair, beside: Beside) -> None:
+def test_both_ways_at_once(pair: Pair, in_thread: InThread) -> None:
     there, back = os.urandom(6_000_000), os.urandom(6_000_000)
     ours, theirs = pair
-    sent = [beside(ours.send, [there], soon()), beside(theirs.send, [back], soon())]
-    received = beside(read, ours, len(back))
+    sent = [in_thread(ours.send, [there], soon()), in_thread(theirs.send, [back], soon())]
+    received = in_thread(read, ours, len(back))
     assert read(theirs, len(there)) == there
     assert received.result(LONG) == back
     for each in sent:
@@ -224,7 +224,7 @@ def test_a_deadline_that_has_passed_ends_at_once(pair: Pair) -> None:
         read(theirs, 1, time.monotonic())
 
 
-def test_a_trickle_does_not_stretch_the_deadline(pair: Pair, beside: Beside) -> None:  # [8]
+def test_a_trickle_does_not_stretch_the_deadline(pair: Pair, in_thread: InThread) -> None:  # [8]
     ours, theirs = pair
     more, over = threading.Semaphore(1), threading.Event()
 
@@ -232,7 +232,7 @@ def test_a_trickle_does_not_stretch_the_deadline(pair: Pair, beside: Beside) -> 
         while more.acquire(timeout=LONG) and not over.is_set():
             ours.send([b"a"], soon())
 
-    sender = beside(trickle)
+    sender = in_thread(trickle)
     deadline, received = soon(SHORT), 0
     with pytest.raises(PeerTimeoutError):
         while True:
@@ -244,7 +244,7 @@ def test_a_trickle_does_not_stretch_the_deadline(pair: Pair, beside: Beside) -> 
     assert received > 0
 
 
-def test_a_trickle_does_not_stretch_the_deadline_of_who_looks(pair: Pair, beside: Beside) -> None:  # [8]
+def test_a_trickle_does_not_stretch_the_deadline_of_who_looks(pair: Pair, in_thread: InThread) -> None:  # [8]
     ours, theirs = pair
     over = threading.Event()
 
@@ -252,7 +252,7 @@ def test_a_trickle_does_not_stretch_the_deadline_of_who_looks(pair: Pair, beside
         while not over.wait(SHORT / 100):
             ours.send([b"a"], soon())
 
-    sender = beside(trickle)
+    sender = in_thread(trickle)
     with pytest.raises(PeerTimeoutError):
         theirs.receive_into(memoryview(bytearray(5_000_000)), soon(SHORT), lambda part: None)
     over.set()
@@ -264,7 +264,7 @@ def test_a_receiver_that_never_reads_ends_the_sending(pair: Pair) -> None:  # [9
         pair[0].send([bytes(64_000_000)], soon(SHORT))
 
 
-def test_a_receiver_that_sips_does_not_stretch_the_deadline(pair: Pair, beside: Beside) -> None:  # [9]
+def test_a_receiver_that_sips_does_not_stretch_the_deadline(pair: Pair, in_thread: InThread) -> None:  # [9]
     ours, theirs = pair
     over = threading.Event()
 
@@ -274,7 +274,7 @@ def test_a_receiver_that_sips_does_not_stretch_the_deadline(pair: Pair, beside: 
             count += theirs.receive_into(memoryview(bytearray(10)), soon())
         return count
 
-    sipped = beside(sip)
+    sipped = in_thread(sip)
     with pytest.raises(PeerTimeoutError):
         ours.send([bytes(256_000_000)], soon(SHORT))
     over.set()
@@ -282,7 +282,7 @@ def test_a_receiver_that_sips_does_not_stretch_the_deadline(pair: Pair, beside: 
 
 
 @pytest.mark.parametrize("blocked", ["receive", "send"])
-def test_abort_wakes_a_blocked_call(pair: Pair, beside: Beside, blocked: str) -> None:
+def test_abort_wakes_a_blocked_call(pair: Pair, in_thread: InThread, blocked: str) -> None:
     ours, theirs = pair
     started = threading.Event()
 
@@ -293,7 +293,7 @@ def test_abort_wakes_a_blocked_call(pair: Pair, beside: Beside, blocked: str) ->
         else:
             read(ours, 1)
 
-    call = beside(block)
+    call = in_thread(block)
     assert started.wait(LONG)
     if blocked == "send":
         read(theirs, 1)  # the transfer has begun
@@ -339,8 +339,8 @@ def test_who_has_hung_up_is_known_before_all_is_read(pair: Pair, monkeypatch: py
     assert ours.hung_up(), "a locally closed stream counts as closed"
 
 
-def test_closing_wakes_a_blocked_accept(listener: Listener, beside: Beside) -> None:
-    accepting = beside(listener.accept)
+def test_closing_wakes_a_blocked_accept(listener: Listener, in_thread: InThread) -> None:
+    accepting = in_thread(listener.accept)
     listener.close()
     with pytest.raises(GossipxError):
         accepting.result(LONG)

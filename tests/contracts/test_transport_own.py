@@ -22,7 +22,7 @@ from pathlib import Path
 import pytest
 import streamed
 from certificates import Authority
-from streamed import LONG, SHORT, Beside, read, soon
+from streamed import LONG, SHORT, InThread, read, soon
 
 from gossipx.errors import (
     GossipxError,
@@ -34,7 +34,7 @@ from gossipx.errors import (
 )
 from gossipx.transports import Address, Certified, Stream, Transport, tcp
 
-tls, beside = streamed.tls, streamed.beside
+tls, in_thread = streamed.tls, streamed.in_thread
 
 
 # --- TCP ----------------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ def test_out_of_descriptors_accepting_fails_and_recovers() -> None:  # [40]
 
 
 def meeting(
-    server: Transport, client: Transport, beside: Beside, by: str = "127.0.0.1"
+    server: Transport, client: Transport, in_thread: InThread, by: str = "127.0.0.1"
 ) -> tuple[Stream | str, Stream | str]:
     """Return each side's stream after one byte both ways, or its error; ``by``: host that clients connect to."""
     listening = server.listen(Address("127.0.0.1", 0))
@@ -179,7 +179,7 @@ def meeting(
             return str(error)
         return stream
 
-    connecting = beside(talk, lambda: client.connect(Address(by, listening.address.port), soon()))
+    connecting = in_thread(talk, lambda: client.connect(Address(by, listening.address.port), soon()))
     accepted = talk(listening.accept)
     connected = connecting.result(LONG)
     listening.close()
@@ -228,7 +228,7 @@ BAD = {
 @pytest.mark.parametrize("name", ["a foreign CA", "tests' CA"])
 @pytest.mark.parametrize("what", BAD)
 def test_a_bad_certificate_is_refused_and_both_say_why(  # [20]
-    what: str, name: str, whose: str, tmp_path: Path, beside: Beside
+    what: str, name: str, whose: str, tmp_path: Path, in_thread: InThread
 ) -> None:
     authority, foreign = Authority(tmp_path / "own"), Authority(tmp_path / "foreign", name)
     good = authority.issue()
@@ -238,47 +238,47 @@ def test_a_bad_certificate_is_refused_and_both_say_why(  # [20]
         "for another use": lambda: authority.issue(uses=("server" if whose == "client" else "client",)),
     }[what]()
     server, client = (good, bad) if whose == "client" else (bad, good)
-    told = meeting(server.transport(), client.transport(), beside)
+    told = meeting(server.transport(), client.transport(), in_thread)
     for text, pattern in zip(told, BAD[what].of_client if whose == "client" else BAD[what].of_server, strict=True):
         assert isinstance(text, str)
         assert re.search(pattern, text), told
 
 
-def test_a_client_without_a_certificate_is_refused_and_both_say_so(tmp_path: Path, beside: Beside) -> None:  # [20]
+def test_a_client_without_a_certificate_is_refused_and_both_say_so(tmp_path: Path, in_thread: InThread) -> None:  # [20]
     good = Authority(tmp_path).issue()
     client = good.transport()
     client._client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     client._client.load_verify_locations(good.authority)
-    accepted, connected = meeting(good.transport(), client, beside)
+    accepted, connected = meeting(good.transport(), client, in_thread)
     assert re.search("127.0.0.1:.* gave no certificate", str(accepted))
     assert "asks for a certificate, and this peer gave none" in str(connected)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.2", "localhost", "*.0.0.1", "node1"])
 def test_a_certificate_for_another_host_is_refused_by_who_connects(  # [20]
-    host: str, tmp_path: Path, beside: Beside
+    host: str, tmp_path: Path, in_thread: InThread
 ) -> None:
     authority = Authority(tmp_path)
-    accepted, connected = meeting(authority.issue(host).transport(), authority.issue().transport(), beside)
+    accepted, connected = meeting(authority.issue(host).transport(), authority.issue().transport(), in_thread)
     assert "is not for '127.0.0.1', the host in the hosts file" in str(connected)
     assert "refuses the certificate of this peer: is it for its host in the hosts file?" in str(accepted)
 
 
-def test_a_common_name_is_no_host_to_who_connects(tmp_path: Path, beside: Beside) -> None:  # [20]
+def test_a_common_name_is_no_host_to_who_connects(tmp_path: Path, in_thread: InThread) -> None:  # [20]
     """A certificate with its host only as the subject, as before alternative names were introduced."""
     authority = Authority(tmp_path)
     server, client = authority.issue("localhost", alternative=False), authority.issue()
-    told = meeting(server.transport(), client.transport(), beside, by="localhost")
+    told = meeting(server.transport(), client.transport(), in_thread, by="localhost")
     assert "is not for 'localhost', the host in the hosts file" in str(told[1])
-    accepted, _ = meeting(client.transport(), server.transport(), beside)
+    accepted, _ = meeting(client.transport(), server.transport(), in_thread)
     assert isinstance(accepted, Certified)
     assert not accepted.speaks_for("localhost")
 
 
-def test_who_accepts_can_ask_for_whom_the_certificate_is(tmp_path: Path, beside: Beside) -> None:
+def test_who_accepts_can_ask_for_whom_the_certificate_is(tmp_path: Path, in_thread: InThread) -> None:
     authority = Authority(tmp_path)
     for host, also in (("node1", "NODE1"), ("fd00::7", "fd00:0:0:0:0:0:0:7"), ("10.0.0.7", "10.0.0.7")):
-        accepted, _ = meeting(authority.issue().transport(), authority.issue(host).transport(), beside)
+        accepted, _ = meeting(authority.issue().transport(), authority.issue(host).transport(), in_thread)
         assert isinstance(accepted, Certified)
         assert accepted.speaks_for(host)
         assert accepted.speaks_for(also)
@@ -294,7 +294,7 @@ STRANGERS = {
 
 
 @pytest.mark.parametrize("first", STRANGERS.values(), ids=STRANGERS)
-def test_who_speaks_no_tls_is_refused(tls: Transport, beside: Beside, first: bytes) -> None:  # [15]
+def test_who_speaks_no_tls_is_refused(tls: Transport, in_thread: InThread, first: bytes) -> None:  # [15]
     listening = tls.listen(Address("127.0.0.1", 0))
     with socket.create_connection((listening.address.host, listening.address.port)) as peer:
         stream = listening.accept()
@@ -306,7 +306,7 @@ def test_who_speaks_no_tls_is_refused(tls: Transport, beside: Beside, first: byt
     listening.close()
 
 
-def test_an_older_tls_is_refused(tmp_path: Path, beside: Beside) -> None:  # [16]
+def test_an_older_tls_is_refused(tmp_path: Path, in_thread: InThread) -> None:  # [16]
     good = Authority(tmp_path).issue()
     listening = good.transport().listen(Address("127.0.0.1", 0))
     old = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -318,7 +318,7 @@ def test_an_older_tls_is_refused(tmp_path: Path, beside: Beside) -> None:  # [16
         with socket.create_connection((listening.address.host, listening.address.port)) as peer:
             old.wrap_socket(peer, server_hostname="127.0.0.1")
 
-    connecting = beside(connect)
+    connecting = in_thread(connect)
     stream = listening.accept()
     with pytest.raises(ProtocolError, match=r"does not speak TLS 1\.3 as it should \(unsupported protocol\)"):
         read(stream, 1)
@@ -328,9 +328,9 @@ def test_an_older_tls_is_refused(tmp_path: Path, beside: Beside) -> None:  # [16
     listening.close()
 
 
-def test_a_listener_without_tls_is_told_from_one_that_is_gone(tls: Transport, beside: Beside) -> None:
+def test_a_listener_without_tls_is_told_from_one_that_is_gone(tls: Transport, in_thread: InThread) -> None:
     listening = tcp.listen(Address("127.0.0.1", 0))
-    connecting = beside(tls.connect, listening.address, soon())
+    connecting = in_thread(tls.connect, listening.address, soon())
     listening.accept().abort()
     with pytest.raises(PeerUnreachableError, match="in the TLS handshake"):
         connecting.result(LONG)
@@ -338,12 +338,12 @@ def test_a_listener_without_tls_is_told_from_one_that_is_gone(tls: Transport, be
 
 
 def test_a_stranger_that_says_nothing_holds_up_nobody_and_has_a_deadline(  # [25]
-    tls: Transport, beside: Beside
+    tls: Transport, in_thread: InThread
 ) -> None:
     listening = tls.listen(Address("127.0.0.1", 0))
     with socket.create_connection((listening.address.host, listening.address.port)):
         silent = listening.accept()
-        connecting = beside(tls.connect, listening.address, soon())
+        connecting = in_thread(tls.connect, listening.address, soon())
         stream = listening.accept()
         stream.send([b"a"], soon())
         assert read(connecting.result(LONG), 1) == b"a"
@@ -356,7 +356,7 @@ def test_a_stranger_that_says_nothing_holds_up_nobody_and_has_a_deadline(  # [25
     listening.close()
 
 
-def test_what_a_sender_writes_before_it_closes_is_not_lost(tls: Transport, beside: Beside) -> None:  # [42]
+def test_what_a_sender_writes_before_it_closes_is_not_lost(tls: Transport, in_thread: InThread) -> None:  # [42]
     """The client closes without reading: unread session tickets would make TCP discard what it wrote."""
     data = os.urandom(3_000_000)
     listening = tls.listen(Address("127.0.0.1", 0))
@@ -367,7 +367,7 @@ def test_what_a_sender_writes_before_it_closes_is_not_lost(tls: Transport, besid
         stream.abort()
 
     for _ in range(5):
-        writing = beside(write_and_close)
+        writing = in_thread(write_and_close)
         stream = listening.accept()
         assert read(stream, len(data)) == data
         writing.result(LONG)
@@ -375,7 +375,7 @@ def test_what_a_sender_writes_before_it_closes_is_not_lost(tls: Transport, besid
     listening.close()
 
 
-def test_a_byte_changed_on_the_way_ends_the_stream(tls: Transport, beside: Beside) -> None:  # [12]
+def test_a_byte_changed_on_the_way_ends_the_stream(tls: Transport, in_thread: InThread) -> None:  # [12]
     listening, changing = tls.listen(Address("127.0.0.1", 0)), tcp.listen(Address("127.0.0.1", 0))
 
     def pass_on(source: Stream, target: Stream, change: threading.Event) -> None:
@@ -387,12 +387,12 @@ def test_a_byte_changed_on_the_way_ends_the_stream(tls: Transport, beside: Besid
                     room[count - 1] ^= 1
                 target.send([room[:count]], soon())
 
-    connecting = beside(tls.connect, changing.address, soon())
+    connecting = in_thread(tls.connect, changing.address, soon())
     middle = changing.accept(), tcp.connect(listening.address, soon())
     change, never = threading.Event(), threading.Event()
-    passing = [beside(pass_on, *middle, change), beside(pass_on, *reversed(middle), never)]
+    passing = [in_thread(pass_on, *middle, change), in_thread(pass_on, *reversed(middle), never)]
     theirs = listening.accept()
-    first = beside(read, theirs, 5)
+    first = in_thread(read, theirs, 5)
     ours = connecting.result(LONG)
     ours.send([b"right"], soon())
     assert first.result(LONG) == b"right"

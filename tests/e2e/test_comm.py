@@ -138,13 +138,13 @@ def test_models_leave_no_faster_than_max_rate_whoever_asks(
 ) -> None:
     """Two concurrent pulls together get the rate, plus the burst."""
     run = start(3)
-    giver = run.host(0, max_rate=4e6, **settings_of(way, tmp_path))
+    sender = run.host(0, max_rate=4e6, **settings_of(way, tmp_path))
     pullers = [run.host(rank, **settings_of(way, tmp_path)) for rank in (1, 2)]
-    giver.serve(b"1234")
+    sender.serve(b"1234")
     for one in pullers:  # this first pull builds connections and carriers
         assert one.ask(0, PullRequest(1, 30.0), bytearray(4)).get(timeout=LONG) == ModelReply(1)
     model = bytes(range(256)) * 4_000
-    giver.serve(model)
+    sender.serve(model)
     rooms = [bytearray(len(model)) for _ in pullers]
     began = time.monotonic()
     asked = [one.ask(0, PullRequest(1, 30.0), room) for one, room in zip(pullers, rooms, strict=True)]
@@ -155,13 +155,13 @@ def test_models_leave_no_faster_than_max_rate_whoever_asks(
 
 def test_what_max_rate_cannot_send_in_time_is_given_up(start: Callable[[int], Run]) -> None:
     run = start(2)
-    giver, puller = run.host(0, max_rate=1e3, share_memory=False), run.host(1, share_memory=False)
+    sender, puller = run.host(0, max_rate=1e3, share_memory=False), run.host(1, share_memory=False)
     result = puller.ask(0, PullRequest(1, 30.0), bytearray(100_000))
-    _, key, _ = giver.received.get(timeout=LONG)
-    giver.comm.answer(key, ModelReply(1), payload=Model(bytes(100_000)), deadline=soon(0.5), done=giver.answered.put)
+    _, key, _ = sender.received.get(timeout=LONG)
+    sender.comm.answer(key, ModelReply(1), payload=Model(bytes(100_000)), deadline=soon(0.5), done=sender.answered.put)
     assert isinstance(result.get(timeout=LONG), GossipxError)
-    assert giver.answered.get(timeout=LONG) is False
-    pace = giver.comm._member.links.pace
+    assert sender.answered.get(timeout=LONG) is False
+    pace = sender.comm._member.links.pace
     assert pace is not None
     assert pace.reserve(0.0) < 6.0, "of two pieces of 4.1 seconds, only the sent one was reserved"
 

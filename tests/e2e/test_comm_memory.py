@@ -32,7 +32,7 @@ start, two, heard = managers.start, managers.two, managers.heard
 
 
 @pytest.fixture
-def beside(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def out_of_band(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return a list that records the sizes of payloads received in shared memory."""
     taken: list[int] = []
     take = Link._take_out_of_band
@@ -48,7 +48,7 @@ def beside(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize("share", [True, False])
 @pytest.mark.parametrize("size", [0, 1, PIECE, 3 * PIECE + 5])
 def test_models_on_one_machine_go_through_shared_memory(
-    start: Callable[[int], Run], beside: list[int], share: bool, size: int
+    start: Callable[[int], Run], out_of_band: list[int], share: bool, size: int
 ) -> None:
     run = start(2)
     a, b = run.host(0, share_memory=share), run.host(1)
@@ -59,13 +59,13 @@ def test_models_on_one_machine_go_through_shared_memory(
         assert a.ask(1, PullRequest(round, 30.0), room).get(timeout=LONG) == ModelReply(round)
         assert bytes(room) == model
         assert b.answered.get(timeout=LONG) is True
-    assert beside == ([size] * 3 if share and size and sys.platform == "linux" else [])
+    assert out_of_band == ([size] * 3 if share and size and sys.platform == "linux" else [])
     assert a.comm.bytes_received >= 3 * size
     assert b.comm.bytes_sent >= 3 * size
 
 
 def test_a_model_that_is_no_shared_memory_goes_over_the_connection(
-    start: Callable[[int], Run], beside: list[int], monkeypatch: pytest.MonkeyPatch
+    start: Callable[[int], Run], out_of_band: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gossipx.memory._create", lambda size: None)
     run = start(2)
@@ -73,7 +73,7 @@ def test_a_model_that_is_no_shared_memory_goes_over_the_connection(
     b.serve(b"1234")
     room = bytearray(4)
     assert a.ask(1, PullRequest(1, 30.0), room).get(timeout=LONG) == ModelReply(1)
-    assert (bytes(room), beside) == (b"1234", [])
+    assert (bytes(room), out_of_band) == (b"1234", [])
 
 
 def _short(size: int) -> int:
@@ -163,17 +163,17 @@ def test_who_comes_while_a_peer_starts_shares_memory_with_it(
     assert a.comm._client._apart == set()
 
 
-def shares(a: Host, beside: list[int]) -> bool:
+def shares(a: Host, out_of_band: list[int]) -> bool:
     """Return whether a model that ``a`` pulls from peer 1 arrives in shared memory."""
-    before = len(beside)
+    before = len(out_of_band)
     assert a.ask(1, PullRequest(1, 30.0), bytearray(4)).get(timeout=LONG) == ModelReply(1)
-    return len(beside) > before
+    return len(out_of_band) > before
 
 
 @shares_memory
 @pytest.mark.parametrize("only_memory", [True, False])
 def test_a_peer_that_dies_before_it_is_reached_by_its_name_is_unreachable_and_no_mistake(  # [1] [36]
-    start: Callable[[int], Run], beside: list[int], monkeypatch: pytest.MonkeyPatch, only_memory: bool
+    start: Callable[[int], Run], out_of_band: list[int], monkeypatch: pytest.MonkeyPatch, only_memory: bool
 ) -> None:
     run = start(2)
     a, b = run.host(0, only_memory=only_memory), run.host(1)
@@ -188,12 +188,12 @@ def test_a_peer_that_dies_before_it_is_reached_by_its_name_is_unreachable_and_no
         error = a.ask(1, PullRequest(1, 30.0), bytearray(4)).get(timeout=LONG)
     assert isinstance(error, PeerUnreachableError)
     run.host(1, bind=b.comm.address).serve(b"1234")
-    assert shares(a, beside), "the new process has not been out of reach"
+    assert shares(a, out_of_band), "the new process has not been out of reach"
 
 
 @shares_memory
 def test_with_a_peer_in_another_namespace_memory_is_tried_once_until_it_starts_anew(  # [36]
-    start: Callable[[int], Run], beside: list[int], monkeypatch: pytest.MonkeyPatch
+    start: Callable[[int], Run], out_of_band: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = start(3)
     a, b, strict = run.host(0), run.host(1), run.host(2, only_memory=True)
@@ -207,22 +207,22 @@ def test_with_a_peer_in_another_namespace_memory_is_tried_once_until_it_starts_a
 
     with monkeypatch.context() as patched:
         patched.setattr(unix, "connect", elsewhere)
-        assert not shares(a, beside)
+        assert not shares(a, out_of_band)
         for link in a.comm._member.links._idle[1]:
             link.stream.abort()  # so that the next request needs a connection of its own
-        assert not shares(a, beside)
+        assert not shares(a, out_of_band)
         assert len(tried) == 1
         error = strict.ask(1, PullRequest(1, 30.0), bytearray(4)).get(timeout=LONG)
         assert isinstance(error, UsageError)
         assert "--transport shm: no memory can be shared with peer-01; use --transport auto" in str(error)
     b.comm.close()
     run.host(1, bind=b.comm.address).serve(b"1234")
-    assert shares(a, beside)
+    assert shares(a, out_of_band)
 
 
 @shares_memory
 def test_what_keeps_a_peer_from_its_name_for_a_moment_ends_one_request(  # [40]
-    start: Callable[[int], Run], beside: list[int], monkeypatch: pytest.MonkeyPatch
+    start: Callable[[int], Run], out_of_band: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = start(2)
     a, b = run.host(0, only_memory=True), run.host(1)
@@ -234,7 +234,7 @@ def test_what_keeps_a_peer_from_its_name_for_a_moment_ends_one_request(  # [40]
     with monkeypatch.context() as patched:
         patched.setattr(unix, "connect", lacking)
         assert isinstance(a.ask(1, PullRequest(1, 30.0), bytearray(4)).get(timeout=LONG), LocalFaultError)
-    assert shares(a, beside)
+    assert shares(a, out_of_band)
 
 
 def test_an_answer_that_begins_later_is_not_sent_before(start: Callable[[int], Run]) -> None:

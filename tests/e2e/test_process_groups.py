@@ -197,8 +197,8 @@ def test_a_peer_that_dies_while_a_group_is_tried_out_is_gone_and_gets_one_once_i
     a, b = start("gloo", "gloo")
     b.comm.close()
     with contextlib.ExitStack() as undo:
-        giver = str(Path(__file__).parents[1] / "responder.py")
-        command = [sys.executable, "-c", DYING, giver, "gloo", str(tmp_path), "1000", str(b.comm.address.port)]
+        sender = str(Path(__file__).parents[1] / "responder.py")
+        command = [sys.executable, "-c", DYING, sender, "gloo", str(tmp_path), "1000", str(b.comm.address.port)]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         dying = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
         undo.enter_context(dying)

@@ -250,7 +250,7 @@ def test_vectors_that_do_not_match_are_refused(other: Tensor, place: int):
         lambda: kernels.commit(one, two, 0.5, three),
     ]
     for run in passes:
-        with pytest.raises(ValueError, match="one length and dtype") as raised:
+        with pytest.raises(ValueError, match="same length and dtype") as raised:
             run()
         assert "(5,)" in str(raised.value) and "\n" not in str(raised.value)
 
@@ -357,7 +357,7 @@ def test_no_pass_takes_memory_in_proportion_to_the_model():
     """48 MiB vectors; after a round on short ones, the peak of resident memory grows by less than 4 MiB."""
     script = """
         import resource, torch
-        from gossipx import kernels
+        from gossipx.model import kernels
 
         torch.set_num_threads(1)
 
