@@ -84,11 +84,11 @@ class Client:
         self._arrived = threading.Condition(self._lock)  # a job was queued, or all connections have ended
         self._jobs: deque[Job] = deque()
         self._unfinished: set[Job] = set()
-        self._resting = 0  # idle workers
+        self._idle_workers = 0
         # What is known of each peer's current process, by rank. A new process has a new local name and starts afresh.
-        self._met: dict[int, str] = {}  # local name of the process that last completed a handshake
-        self._apart: set[int] = set()  # on this machine, but its Unix socket is unreachable
-        self._bare: set[int] = set()  # no carrier can be built with it
+        self._process_names: dict[int, str] = {}  # local name of the process that last completed a handshake
+        self._unreachable_locally: set[int] = set()  # on this machine, but its Unix socket is unreachable
+        self._without_carrier: set[int] = set()  # no carrier can be built with it
 
     def request(self, job: Job) -> Callable[[], None]:
         """Queue a request; return a function that cancels it. See :meth:`gossipx.comm.CommManager.request`."""
@@ -99,7 +99,7 @@ class Client:
             if not self._links.closed.is_set():
                 # One worker per pending request, without a limit: with a limit, requests to dead peers
                 # would delay a request to a living peer past its deadline.
-                if self._resting <= len(self._jobs):
+                if self._idle_workers <= len(self._jobs):
                     self._links.spawn("ask", self._work)
                 self._jobs.append(job)
                 self._unfinished.add(job)
@@ -139,9 +139,9 @@ class Client:
         """Run jobs one after the other; return after :data:`_WORKER_IDLE` without one."""
         while True:
             with self._arrived:
-                self._resting += 1
+                self._idle_workers += 1
                 self._arrived.wait_for(lambda: self._jobs or self._links.closed.is_set(), _WORKER_IDLE)
-                self._resting -= 1
+                self._idle_workers -= 1
                 if not self._jobs:
                     return
                 job = self._jobs.popleft()
@@ -176,18 +176,18 @@ class Client:
             return self._attempt(job)
         except NoCarrierError as error:
             with self._lock:
-                met = self._met.get(job.to)
-            reply = self._attempt(job, bare=True)  # raises if the peer itself is unreachable, not only the carrier
+                before = self._process_names.get(job.to)
+            reply = self._attempt(job, without_carrier=True)  # raises if the peer is unreachable
             with self._lock:
-                new = self._met.get(job.to) == met and job.to not in self._bare
+                new = self._process_names.get(job.to) == before and job.to not in self._without_carrier
                 if new:
-                    self._bare.add(job.to)
+                    self._without_carrier.add(job.to)
             if new:
                 log.warning("models from %s use sockets from now on: %s", self._member.names[job.to], error)
             return reply
 
-    def _attempt(self, job: Job, bare: bool = False) -> Reply:
-        """Send the request on an idle connection or a new one; ``bare``: without a carrier."""
+    def _attempt(self, job: Job, without_carrier: bool = False) -> Reply:
+        """Send the request on an idle connection or a new one, with a carrier unless ``without_carrier``."""
         if job.cancelled:
             raise self._cancelled_error(job)
         if job.to == self._member.me.rank:
@@ -198,18 +198,18 @@ class Client:
         if link is not None:
             began = time.monotonic()
             try:
-                return self._ask_over(link, job, bare)
+                return self._ask_over(link, job, without_carrier)
             except PeerUnreachableError:
                 if job.cancelled or link.heard or time.monotonic() - began > _STALE_AFTER:
                     raise
-        return self._ask_over(self._open(job.to, job.deadline), job, bare)
+        return self._ask_over(self._open(job.to, job.deadline), job, without_carrier)
 
-    def _ask_over(self, link: Link, job: Job, bare: bool) -> Reply:
+    def _ask_over(self, link: Link, job: Job, without_carrier: bool) -> Reply:
         carriers = self._member.carriers
         with self._lock:
-            bare = bare or job.to in self._bare
+            without_carrier = without_carrier or job.to in self._without_carrier
         with self._links.dropped_on_failure(link), self._registered(link, job):
-            if carriers is not None and link.carrier is None and not bare and _wants_bytes(job):
+            if carriers is not None and link.carrier is None and not without_carrier and _wants_bytes(job):
                 # Half of the time left: if the carrier cannot be built, the other half remains for a transfer without
                 # one.
                 by = (time.monotonic() + self._soon(job.deadline)) / 2
@@ -238,7 +238,7 @@ class Client:
         member, deadline = self._member, self._soon(deadline)
         link = self._links.add(member.transport.connect(member.addresses[to], deadline))
         welcome = self._greet(link, to, deadline)
-        here = self._meet(welcome, to)
+        here = self._record_process(welcome, to)
         with self._links.dropped_on_failure(link):
             local = self._open_local(welcome, to, link, deadline) if here else None
         if local is not None:
@@ -249,18 +249,18 @@ class Client:
             raise UsageError(f"--transport shm: no memory can be shared with {member.names[to]}; use --transport auto")
         return link
 
-    def _meet(self, welcome: Welcome, to: int) -> bool:
+    def _record_process(self, welcome: Welcome, to: int) -> bool:
         """Record which process of peer ``to`` answered; return whether it seems to be on this machine.
 
         A new process of the peer clears what was recorded about the one before.
         """
         with self._lock:
-            if self._met.get(to) != welcome.local:
-                self._met[to] = welcome.local
-                self._apart.discard(to)
-                self._bare.discard(to)
+            if self._process_names.get(to) != welcome.local:
+                self._process_names[to] = welcome.local
+                self._unreachable_locally.discard(to)
+                self._without_carrier.discard(to)
             machine = self._member.machine
-            return machine != "" and welcome.machine == machine and to not in self._apart
+            return machine != "" and welcome.machine == machine and to not in self._unreachable_locally
 
     def _soon(self, deadline: float) -> float:
         """Return the deadline of a handshake."""
@@ -278,7 +278,7 @@ class Client:
             link.ask(DescribeRequest(), next(self._numbers), deadline)  # raises if the process has just ended
             log.debug("%s is on this machine and cannot share memory: %s", self._member.names[to], error)
             with self._lock:
-                self._apart.add(to)
+                self._unreachable_locally.add(to)
             return None
         local = self._links.add(stream)
         self._greet(local, to, deadline)

@@ -205,7 +205,6 @@ class Listener:
                     stream.abort()
         if victim is not None:
             victim.abort()
-
         return count if full else 0
 
     def _serve(self, stream: Stream) -> None:

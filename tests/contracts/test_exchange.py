@@ -92,7 +92,7 @@ def pulled(host: Host, to: int, size: int) -> bytes:
 
 
 @pytest.mark.parametrize("size", [0, 4, 9 * PIECE + 12])
-def test_models_arrive_as_they_were_and_are_counted(start: Callable[[int], list[Host]], size: int) -> None:
+def test_models_arrive_unchanged_and_are_counted(start: Callable[[int], list[Host]], size: int) -> None:
     a, b = start(2)
     for round in range(3):
         given = os.urandom(size)
@@ -105,7 +105,7 @@ def test_models_arrive_as_they_were_and_are_counted(start: Callable[[int], list[
     assert a.comm.bytes_sent == b.comm.bytes_received < 10_000
 
 
-def test_models_and_messages_come_in_order_on_one_connection(
+def test_models_and_messages_alternate_on_one_connection(
     start: Callable[[int], list[Host]],
 ) -> None:
     a, b = start(2)
@@ -174,7 +174,7 @@ def test_a_model_of_more_than_2_gb(start: Callable[[int], list[Host]]) -> None:
 # --- concurrency --------------------------------------------------------------------------------
 
 
-def test_pulls_across_and_around_do_not_wait_for_each_other(start: Callable[[int], list[Host]]) -> None:
+def test_mutual_and_circular_pulls_do_not_deadlock(start: Callable[[int], list[Host]]) -> None:
     """A pulls B while B pulls A, and a ring of four, concurrently. [27]"""
     hosts = start(4)
     models = [os.urandom(2_000_000) for _ in hosts]
@@ -191,7 +191,7 @@ def test_pulls_across_and_around_do_not_wait_for_each_other(start: Callable[[int
         assert room == models[to]
 
 
-def test_two_peers_pull_from_each_other_again_and_again(start: Callable[[int], list[Host]]) -> None:  # [27]
+def test_two_peers_pull_from_each_other_repeatedly(start: Callable[[int], list[Host]]) -> None:  # [27]
     hosts = start(2)
     models = [os.urandom(3_000_000) for _ in hosts]
     for host, given in zip(hosts, models, strict=True):
@@ -230,9 +230,7 @@ def half_close(host: Host, but: set[Any]) -> set[Any]:
 
 
 @pytest.mark.parametrize("whose", [0, 1])
-def test_a_connection_that_one_side_has_half_closed_is_not_used_again(
-    start: Callable[[int], list[Host]], whose: int
-) -> None:
+def test_a_half_closed_connection_is_not_reused(start: Callable[[int], list[Host]], whose: int) -> None:
     hosts = start(2)
     closed: set[Any] = set()
     for _ in range(3):
@@ -328,7 +326,7 @@ def test_a_pull_cancelled_at_once(start: Callable[[int], list[Host]]) -> None:
 
 
 @pytest.mark.parametrize("whose", [0, 1])
-def test_a_connection_that_one_side_half_closes_in_the_middle_of_a_model_carries_no_more(  # [7]
+def test_a_connection_half_closed_within_a_model_is_not_reused(  # [7]
     start: Callable[[int], list[Host]], way: str, whose: int
 ) -> None:
     """A model is not accepted unless it can be acknowledged, and the next one uses a new connection."""
@@ -345,7 +343,7 @@ def test_a_connection_that_one_side_half_closes_in_the_middle_of_a_model_carries
     assert pulled(hosts[0], 1, MODEL) == model(MODEL)
 
 
-def test_a_giver_that_never_answers_has_a_deadline(start: Callable[[int], list[Host]]) -> None:  # [7]
+def test_a_responder_that_never_answers_has_a_deadline(start: Callable[[int], list[Host]]) -> None:  # [7]
     a, b = start(2)
     b.serve(model(PIECE))
     assert pulled(a, 1, PIECE) == model(PIECE)
@@ -363,7 +361,7 @@ def test_a_giver_that_never_answers_has_a_deadline(start: Callable[[int], list[H
 
 
 @pytest.mark.parametrize("way", [pytest.param(name, marks=shares_memory) for name in WAYS if "shm" in name])
-def test_a_giver_that_stops_before_it_hands_its_memory_over_has_a_deadline(  # [3] [7]
+def test_a_sender_that_stops_before_passing_its_memory_has_a_deadline(  # [3] [7]
     start: Callable[[int], list[Host]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between the frame that announces a model and the descriptor of its memory."""
@@ -389,7 +387,7 @@ def test_a_giver_that_stops_before_it_hands_its_memory_over_has_a_deadline(  # [
     assert pulled(a, 1, PIECE) == model(PIECE)
 
 
-def test_a_giver_that_stops_in_the_middle_has_a_deadline(  # [3]
+def test_a_sender_that_stops_within_a_model_has_a_deadline(  # [3]
     start: Callable[[int], list[Host]], way: str, sender: Callable[..., tuple[subprocess.Popen[str], int]]
 ) -> None:
     process, port = sender()
@@ -411,7 +409,7 @@ def test_a_giver_that_stops_in_the_middle_has_a_deadline(  # [3]
     assert pulled(host, 1, MODEL) == model(MODEL)
 
 
-def test_a_giver_that_dies_in_the_middle_is_asked_anew_once_it_is_back(  # [1]
+def test_a_sender_that_dies_within_a_model_can_be_asked_again_after_a_restart(  # [1]
     start: Callable[[int], list[Host]], way: str, sender: Callable[..., tuple[subprocess.Popen[str], int]]
 ) -> None:
     process, port = sender()

@@ -71,7 +71,7 @@ def pair(transport: Transport, listener: Listener, in_thread: InThread) -> Itera
 
 
 @pytest.mark.parametrize("size", [1, 7, 65_536, 5_000_001])
-def test_bytes_arrive_as_they_were(pair: Pair, in_thread: InThread, size: int) -> None:
+def test_bytes_arrive_unchanged(pair: Pair, in_thread: InThread, size: int) -> None:
     ours, theirs = pair
     data = os.urandom(size)
     sent = in_thread(ours.send, [data], soon())
@@ -79,7 +79,7 @@ def test_bytes_arrive_as_they_were(pair: Pair, in_thread: InThread, size: int) -
     sent.result(LONG)
 
 
-def test_buffers_arrive_in_order_and_empty_ones_are_nothing(pair: Pair, in_thread: InThread) -> None:
+def test_buffers_arrive_in_order_and_empty_ones_are_skipped(pair: Pair, in_thread: InThread) -> None:
     ours, theirs = pair
     buffers: list[bytes | memoryview] = [b"", b"first", memoryview(b""), memoryview(b"second")]
     buffers += [index.to_bytes(4, "big") for index in range(3000)]
@@ -109,7 +109,7 @@ def test_buffers_may_change_once_sent(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("size", [1, HOT, 7 * HOT + 5])
-def test_a_look_is_told_of_all_that_is_sent_in_order(pair: Pair, in_thread: InThread, size: int) -> None:
+def test_an_observer_sees_all_sent_bytes_in_order(pair: Pair, in_thread: InThread, size: int) -> None:
     ours, theirs = pair
     data, seen = os.urandom(size), bytearray()
     receiving = in_thread(read, theirs, size)
@@ -117,7 +117,7 @@ def test_a_look_is_told_of_all_that_is_sent_in_order(pair: Pair, in_thread: InTh
     assert receiving.result(LONG) == data == seen
 
 
-def test_receiving_takes_no_more_than_there_is_room_for(pair: Pair) -> None:
+def test_receiving_fills_no_more_than_the_buffer(pair: Pair) -> None:
     ours, theirs = pair
     ours.send([b"abcdef"], soon())
     room = bytearray(b"......")
@@ -127,7 +127,7 @@ def test_receiving_takes_no_more_than_there_is_room_for(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 300_001, 5_000_001])
-def test_who_looks_sees_all_that_fills_the_room_in_order(pair: Pair, in_thread: InThread, size: int) -> None:
+def test_an_observer_sees_all_received_bytes_in_order(pair: Pair, in_thread: InThread, size: int) -> None:
     ours, theirs = pair
     data = os.urandom(size)
     sent = in_thread(ours.send, [data[:7], data[7:100_000], data[100_000:], b"more"], soon())
@@ -138,7 +138,7 @@ def test_who_looks_sees_all_that_fills_the_room_in_order(pair: Pair, in_thread: 
     sent.result(LONG)
 
 
-def test_what_is_there_is_received_however_slow_this_thread_is(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_available_bytes_are_received_even_by_a_slow_thread(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread may be suspended between two clock reads for longer than the timeout is left unrefreshed."""
     ours, theirs = pair
     data = os.urandom(2_000_000)
@@ -151,7 +151,7 @@ def test_what_is_there_is_received_however_slow_this_thread_is(pair: Pair, monke
     assert seen == data[:100_000]
 
 
-def test_a_room_that_is_not_filled_is_an_error_whoever_looks(pair: Pair) -> None:
+def test_a_buffer_that_is_not_filled_is_an_error_with_any_observer(pair: Pair) -> None:
     ours, theirs = pair
     ours.send([bytes(400_000)], soon())
     ours.abort()
@@ -161,7 +161,7 @@ def test_a_room_that_is_not_filled_is_an_error_whoever_looks(pair: Pair) -> None
     assert len(seen) == 400_000
 
 
-def test_both_ways_at_once(pair: Pair, in_thread: InThread) -> None:
+def test_both_directions_at_once(pair: Pair, in_thread: InThread) -> None:
     there, back = os.urandom(6_000_000), os.urandom(6_000_000)
     ours, theirs = pair
     sent = [in_thread(ours.send, [there], soon()), in_thread(theirs.send, [back], soon())]
@@ -201,7 +201,7 @@ def test_what_was_sent_before_closing_still_arrives(pair: Pair) -> None:
     assert not theirs.quiet()
 
 
-def test_sending_to_one_who_has_gone_ends(pair: Pair) -> None:  # [2]
+def test_sending_to_a_closed_peer_fails(pair: Pair) -> None:  # [2]
     ours, theirs = pair
     theirs.abort()
     with pytest.raises(PeerUnreachableError):
@@ -224,7 +224,7 @@ def test_a_deadline_that_has_passed_ends_at_once(pair: Pair) -> None:
         read(theirs, 1, time.monotonic())
 
 
-def test_a_trickle_does_not_stretch_the_deadline(pair: Pair, in_thread: InThread) -> None:  # [8]
+def test_a_trickle_does_not_extend_the_deadline(pair: Pair, in_thread: InThread) -> None:  # [8]
     ours, theirs = pair
     more, over = threading.Semaphore(1), threading.Event()
 
@@ -244,7 +244,7 @@ def test_a_trickle_does_not_stretch_the_deadline(pair: Pair, in_thread: InThread
     assert received > 0
 
 
-def test_a_trickle_does_not_stretch_the_deadline_of_who_looks(pair: Pair, in_thread: InThread) -> None:  # [8]
+def test_a_trickle_does_not_extend_the_deadline_of_an_observed_receive(pair: Pair, in_thread: InThread) -> None:  # [8]
     ours, theirs = pair
     over = threading.Event()
 
@@ -264,7 +264,7 @@ def test_a_receiver_that_never_reads_ends_the_sending(pair: Pair) -> None:  # [9
         pair[0].send([bytes(64_000_000)], soon(SHORT))
 
 
-def test_a_receiver_that_sips_does_not_stretch_the_deadline(pair: Pair, in_thread: InThread) -> None:  # [9]
+def test_a_slow_receiver_does_not_extend_the_deadline(pair: Pair, in_thread: InThread) -> None:  # [9]
     ours, theirs = pair
     over = threading.Event()
 
@@ -319,7 +319,9 @@ def test_quiet_until_something_comes(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("told", [True, False], ids=["told", "not told"])
-def test_who_has_hung_up_is_known_before_all_is_read(pair: Pair, monkeypatch: pytest.MonkeyPatch, told: bool) -> None:
+def test_a_closed_peer_is_detected_before_all_bytes_are_read(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, told: bool
+) -> None:
     """A sender's last message is read after its model has arrived by the carrier; if the sender died, it never arrives.
 
     Without ``POLLRDHUP`` the end is known once everything has been read.

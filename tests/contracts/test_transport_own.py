@@ -60,7 +60,7 @@ def test_ipv6() -> None:
     listening.close()
 
 
-def test_an_address_of_another_machine_cannot_be_listened_at() -> None:
+def test_listening_at_an_address_of_another_machine_fails() -> None:
     with pytest.raises(GossipxError, match=r"192\.0\.2\.1:0: this machine does not have that address"):
         tcp.listen(Address("192.0.2.1", 0))
 
@@ -99,7 +99,7 @@ def test_a_name_that_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:  # [
         tcp.connect(Address("node9", 7000), soon())
 
 
-def test_a_look_up_that_hangs_keeps_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hanging_name_resolution_keeps_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     over = threading.Event()
 
     def hang(*given: object, flags: int = 0, **named: object) -> None:
@@ -128,7 +128,7 @@ def test_a_listener_that_never_accepts_keeps_the_deadline() -> None:
             each.close()
 
 
-def test_a_socket_connected_to_itself_is_nobody() -> None:
+def test_a_socket_connected_to_itself_is_refused() -> None:
     with socket.socket() as alone:
         alone.bind(("127.0.0.1", 0))
         place = alone.getsockname()
@@ -255,7 +255,7 @@ def test_a_client_without_a_certificate_is_refused_and_both_say_so(tmp_path: Pat
 
 
 @pytest.mark.parametrize("host", ["127.0.0.2", "localhost", "*.0.0.1", "node1"])
-def test_a_certificate_for_another_host_is_refused_by_who_connects(  # [20]
+def test_a_certificate_for_another_host_is_refused_by_the_connecting_side(  # [20]
     host: str, tmp_path: Path, in_thread: InThread
 ) -> None:
     authority = Authority(tmp_path)
@@ -264,7 +264,7 @@ def test_a_certificate_for_another_host_is_refused_by_who_connects(  # [20]
     assert "refuses the certificate of this peer: is it for its host in the hosts file?" in str(accepted)
 
 
-def test_a_common_name_is_no_host_to_who_connects(tmp_path: Path, in_thread: InThread) -> None:  # [20]
+def test_a_common_name_is_not_accepted_as_host(tmp_path: Path, in_thread: InThread) -> None:  # [20]
     """A certificate with its host only as the subject, as before alternative names were introduced."""
     authority = Authority(tmp_path)
     server, client = authority.issue("localhost", alternative=False), authority.issue()
@@ -275,7 +275,7 @@ def test_a_common_name_is_no_host_to_who_connects(tmp_path: Path, in_thread: InT
     assert not accepted.speaks_for("localhost")
 
 
-def test_who_accepts_can_ask_for_whom_the_certificate_is(tmp_path: Path, in_thread: InThread) -> None:
+def test_the_accepting_side_can_check_the_certificates_host(tmp_path: Path, in_thread: InThread) -> None:
     authority = Authority(tmp_path)
     for host, also in (("node1", "NODE1"), ("fd00::7", "fd00:0:0:0:0:0:0:7"), ("10.0.0.7", "10.0.0.7")):
         accepted, _ = meeting(authority.issue().transport(), authority.issue(host).transport(), in_thread)
@@ -294,7 +294,7 @@ STRANGERS = {
 
 
 @pytest.mark.parametrize("first", STRANGERS.values(), ids=STRANGERS)
-def test_who_speaks_no_tls_is_refused(tls: Transport, in_thread: InThread, first: bytes) -> None:  # [15]
+def test_a_peer_without_tls_is_refused(tls: Transport, in_thread: InThread, first: bytes) -> None:  # [15]
     listening = tls.listen(Address("127.0.0.1", 0))
     with socket.create_connection((listening.address.host, listening.address.port)) as peer:
         stream = listening.accept()
@@ -328,7 +328,7 @@ def test_an_older_tls_is_refused(tmp_path: Path, in_thread: InThread) -> None:  
     listening.close()
 
 
-def test_a_listener_without_tls_is_told_from_one_that_is_gone(tls: Transport, in_thread: InThread) -> None:
+def test_a_listener_without_tls_is_distinguished_from_a_closed_one(tls: Transport, in_thread: InThread) -> None:
     listening = tcp.listen(Address("127.0.0.1", 0))
     connecting = in_thread(tls.connect, listening.address, soon())
     listening.accept().abort()
@@ -337,7 +337,7 @@ def test_a_listener_without_tls_is_told_from_one_that_is_gone(tls: Transport, in
     listening.close()
 
 
-def test_a_stranger_that_says_nothing_holds_up_nobody_and_has_a_deadline(  # [25]
+def test_a_silent_stranger_blocks_no_other_and_has_a_deadline(  # [25]
     tls: Transport, in_thread: InThread
 ) -> None:
     listening = tls.listen(Address("127.0.0.1", 0))
@@ -356,7 +356,7 @@ def test_a_stranger_that_says_nothing_holds_up_nobody_and_has_a_deadline(  # [25
     listening.close()
 
 
-def test_what_a_sender_writes_before_it_closes_is_not_lost(tls: Transport, in_thread: InThread) -> None:  # [42]
+def test_bytes_written_before_closing_are_not_lost(tls: Transport, in_thread: InThread) -> None:  # [42]
     """The client closes without reading: unread session tickets would make TCP discard what it wrote."""
     data = os.urandom(3_000_000)
     listening = tls.listen(Address("127.0.0.1", 0))
@@ -375,7 +375,7 @@ def test_what_a_sender_writes_before_it_closes_is_not_lost(tls: Transport, in_th
     listening.close()
 
 
-def test_a_byte_changed_on_the_way_ends_the_stream(tls: Transport, in_thread: InThread) -> None:  # [12]
+def test_a_byte_changed_in_transit_ends_the_stream(tls: Transport, in_thread: InThread) -> None:  # [12]
     listening, changing = tls.listen(Address("127.0.0.1", 0)), tcp.listen(Address("127.0.0.1", 0))
 
     def pass_on(source: Stream, target: Stream, change: threading.Event) -> None:

@@ -76,7 +76,7 @@ def test_pulls_across(start: Start, guard: dict[str, Any]) -> None:  # [27]
     assert all(room == models[other] for (_, other), room in rooms.items())
 
 
-def test_another_hosts_file_or_model_is_told_as_without(start: Start, guard: dict[str, Any]) -> None:
+def test_another_hosts_file_or_model_is_reported_as_without_a_secret(start: Start, guard: dict[str, Any]) -> None:
     run = start(3)
     a, b = run.host(0, **guard), run.host(1, peers_digest="another list", **guard)
     assert "hosts files of peer-00 (3 peers) and peer-01 (3 peers) differ" in str(failure(a, 1))
@@ -88,7 +88,7 @@ def test_another_hosts_file_or_model_is_told_as_without(start: Start, guard: dic
 # --- strangers ----------------------------------------------------------------------------------
 
 
-def test_a_wrong_secret_is_refused_and_told_once(start: Start, heard: Heard) -> None:  # [18]
+def test_a_wrong_secret_is_refused_and_logged_once(start: Start, heard: Heard) -> None:  # [18]
     run = start(2)
     a, b = run.host(0, secret=WRONG), run.host(1, secret=SECRET)
     for _ in range(3):
@@ -185,7 +185,7 @@ def test_garbage_is_closed_quietly(start: Start, heard: Heard, guard: dict[str, 
     assert a.ask(1, LeaveRequest()).get(timeout=LONG) == HereReply(Stage.TRAIN)
 
 
-def test_another_version_is_told_ours(start: Start) -> None:  # [16]
+def test_a_peer_of_another_version_learns_ours(start: Start) -> None:  # [16]
     with knock(start(2).host(0, secret=SECRET)) as stream:
         opening = bytearray(frame(Open("0" * 64, "the same list", "peer-01", "peer-00")))
         opening[4:6] = b"\x00\x63"
@@ -273,7 +273,7 @@ def flip(at: int) -> Callable[[bytes, int], bytes]:
     return change
 
 
-def test_a_model_changed_on_the_way_is_refused(  # [12]
+def test_a_model_changed_in_transit_is_refused(  # [12]
     start: Start, guard: dict[str, Any], middle: Callable[[Address], Middle]
 ) -> None:
     run = start(2)
@@ -290,7 +290,7 @@ def test_a_model_changed_on_the_way_is_refused(  # [12]
     assert a.ask(1, PullRequest(3, 30.0), bytearray(1_000_000)).get(timeout=LONG) == ModelReply(3)
 
 
-def test_a_request_changed_on_the_way_reaches_nobody(start: Start, middle: Callable[[Address], Middle]) -> None:
+def test_a_request_changed_in_transit_is_not_passed_on(start: Start, middle: Callable[[Address], Middle]) -> None:
     """With a corrected checksum, as an attacker would send it."""
     run = start(2)
     a, b = run.host(0, share_memory=False, secret=SECRET), run.host(1, secret=SECRET)
@@ -323,7 +323,7 @@ def test_a_replayed_connection_is_refused(start: Start, middle: Callable[[Addres
     assert b.received.empty()
 
 
-def test_a_connection_carried_back_to_its_opener_is_refused(  # [19]
+def test_a_connection_relayed_to_its_opener_is_refused(  # [19]
     start: Start, middle: Callable[[Address], Middle]
 ) -> None:
     run = start(3)
@@ -336,7 +336,7 @@ def test_a_connection_carried_back_to_its_opener_is_refused(  # [19]
     assert c.received.empty()
 
 
-def test_who_proves_to_be_one_peer_cannot_speak_as_another(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_proven_peer_cannot_claim_to_be_another(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     run = start(3)
     a, b = run.host(0, secret=SECRET), run.host(1, secret=SECRET)
     greet = handshake.greet
@@ -352,7 +352,7 @@ def test_who_proves_to_be_one_peer_cannot_speak_as_another(start: Start, monkeyp
 # --- certificates -------------------------------------------------------------------------------
 
 
-def test_a_certificate_of_the_run_is_good_for_its_own_host_alone(start: Start, tmp_path: Path) -> None:  # [20]
+def test_a_certificate_of_the_run_is_valid_for_its_own_host_only(start: Start, tmp_path: Path) -> None:  # [20]
     authority, run = Authority(tmp_path), start(2)
     other = authority.issue("node7").transport()
     a, b = run.host(0, transport=other), run.host(1, transport=authority.issue().transport())
@@ -369,7 +369,7 @@ def test_a_certificate_of_the_run_is_good_for_its_own_host_alone(start: Start, t
 
 
 @pytest.mark.parametrize("what", ["expired", "foreign"])
-def test_a_bad_certificate_is_refused_and_told(start: Start, heard: Heard, tmp_path: Path, what: str) -> None:  # [20]
+def test_a_bad_certificate_is_refused_and_logged(start: Start, heard: Heard, tmp_path: Path, what: str) -> None:  # [20]
     authority, run = Authority(tmp_path / "own"), start(2)
     if what == "expired":
         bad = authority.issue(days=-1)

@@ -62,7 +62,7 @@ def test_a_model_is_pulled(two: tuple[Host, Host], size: int) -> None:
     assert a.comm.bytes_sent == b.comm.bytes_received
 
 
-def test_a_message_is_answered_later_and_others_meanwhile(two: tuple[Host, Host]) -> None:
+def test_a_message_is_answered_later_without_blocking_others(two: tuple[Host, Host]) -> None:
     a, b = two
     first = a.ask(1, ArriveRequest(Stage.START, 1))
     _, first_key, _ = b.received.get(timeout=LONG)
@@ -75,7 +75,7 @@ def test_a_message_is_answered_later_and_others_meanwhile(two: tuple[Host, Host]
     assert first.get(timeout=LONG) == NotReadyReply("not yet")
 
 
-def test_an_answer_that_lasts_longer_than_a_look_at_the_requester(
+def test_an_answer_that_takes_longer_than_a_check_of_the_requester(
     two: tuple[Host, Host], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks, quiet = threading.Semaphore(0), SocketStream.quiet
@@ -106,7 +106,7 @@ def test_a_key_is_answered_once(two: tuple[Host, Host]) -> None:
     assert results.get(timeout=LONG) == HereReply(Stage.TRAIN)
 
 
-def test_what_no_peer_would_accept_is_refused_where_it_is_said(two: tuple[Host, Host]) -> None:
+def test_invalid_messages_are_refused_in_the_caller(two: tuple[Host, Host]) -> None:
     a, b = two
     with pytest.raises(ValueError, match="step"):
         a.ask(1, PullRequest(-1, 30.0))
@@ -133,9 +133,7 @@ def test_a_model_of_another_size_is_refused(two: tuple[Host, Host]) -> None:  # 
 
 
 @pytest.mark.parametrize("way", ["tcp", "tcp, secret", "gloo"])
-def test_models_leave_no_faster_than_max_rate_whoever_asks(
-    start: Callable[[int], Run], way: str, tmp_path: Path
-) -> None:
+def test_models_are_sent_no_faster_than_max_rate(start: Callable[[int], Run], way: str, tmp_path: Path) -> None:
     """Two concurrent pulls together get the rate, plus the burst."""
     run = start(3)
     sender = run.host(0, max_rate=4e6, **settings_of(way, tmp_path))
@@ -153,7 +151,7 @@ def test_models_leave_no_faster_than_max_rate_whoever_asks(
     assert rooms == [model] * 2
 
 
-def test_what_max_rate_cannot_send_in_time_is_given_up(start: Callable[[int], Run]) -> None:
+def test_a_model_that_max_rate_cannot_send_in_time_is_abandoned(start: Callable[[int], Run]) -> None:
     run = start(2)
     sender, puller = run.host(0, max_rate=1e3, share_memory=False), run.host(1, share_memory=False)
     result = puller.ask(0, PullRequest(1, 30.0), bytearray(100_000))
@@ -182,7 +180,7 @@ def test_callbacks_may_call_the_manager(two: tuple[Host, Host]) -> None:
     assert results.get(timeout=LONG) == HereReply(Stage.TRAIN)
 
 
-def test_a_callback_that_fails_is_logged_and_its_answer_told(two: tuple[Host, Host], heard: Heard) -> None:
+def test_a_failing_callback_is_logged(two: tuple[Host, Host], heard: Heard) -> None:
     a, b = two
 
     def react(key: Hashable, request: Request) -> None:
@@ -227,7 +225,7 @@ def test_a_requester_that_hangs_up_is_noticed(  # [2]
     assert b.answered.get(timeout=LONG) is False
 
 
-def test_a_requester_that_never_reads_is_given_up(start: Callable[[int], Run]) -> None:  # [9]
+def test_a_requester_that_never_reads_is_dropped(start: Callable[[int], Run]) -> None:  # [9]
     run = start(2)
     a = run.host(0)
     with introduced(a, 1, run.names) as stream:
@@ -268,7 +266,7 @@ def test_nobody_listens(start: Callable[[int], Run]) -> None:
     assert "peer-01: cannot connect to 127.0.0.1:1" in str(error)
 
 
-def test_a_peer_that_restarted_is_asked_anew(start: Callable[[int], Run]) -> None:  # [36]
+def test_a_restarted_peer_is_asked_on_a_new_connection(start: Callable[[int], Run]) -> None:  # [36]
     run = start(2)
     a, b = run.host(0), run.host(1)
     for _ in range(3):
@@ -279,7 +277,7 @@ def test_a_peer_that_restarted_is_asked_anew(start: Callable[[int], Run]) -> Non
         b = run.host(1, bind=b.comm.address)
 
 
-def test_a_request_whose_connection_dies_under_it_is_tried_once_more(
+def test_a_request_on_a_dead_connection_is_retried_once(
     start: Callable[[int], Run],
 ) -> None:
     run = start(2)

@@ -47,7 +47,7 @@ def out_of_band(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize("share", [True, False])
 @pytest.mark.parametrize("size", [0, 1, PIECE, 3 * PIECE + 5])
-def test_models_on_one_machine_go_through_shared_memory(
+def test_models_on_one_machine_use_shared_memory(
     start: Callable[[int], Run], out_of_band: list[int], share: bool, size: int
 ) -> None:
     run = start(2)
@@ -64,7 +64,7 @@ def test_models_on_one_machine_go_through_shared_memory(
     assert b.comm.bytes_sent >= 3 * size
 
 
-def test_a_model_that_is_no_shared_memory_goes_over_the_connection(
+def test_a_model_outside_shared_memory_uses_the_connection(
     start: Callable[[int], Run], out_of_band: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gossipx.memory._create", lambda size: None)
@@ -113,7 +113,7 @@ def test_a_descriptor_of_something_else_is_refused(two: tuple[Host, Host], make:
 
 
 @shares_memory
-def test_a_model_that_is_read_past_the_givers_deadline_is_not_taken(two: tuple[Host, Host]) -> None:  # [3]
+def test_a_model_read_after_the_senders_deadline_is_not_accepted(two: tuple[Host, Host]) -> None:  # [3]
     """The memory may change after the deadline, for example if the receiver was suspended meanwhile."""
     a, b = two
     late = threading.Event()
@@ -135,7 +135,7 @@ def test_a_model_that_is_read_past_the_givers_deadline_is_not_taken(two: tuple[H
 
 
 @shares_memory
-def test_who_comes_while_a_peer_starts_shares_memory_with_it(
+def test_a_connection_during_startup_shares_memory(
     start: Callable[[int], Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A peer listens at its Unix socket before it announces it."""
@@ -160,7 +160,7 @@ def test_who_comes_while_a_peer_starts_shares_memory_with_it(
     _, key, _ = b.received.get(timeout=LONG)
     b.answer(key, ModelReply(1), b"1234")
     assert asked[0].get(timeout=LONG) == ModelReply(1)
-    assert a.comm._client._apart == set()
+    assert a.comm._client._unreachable_locally == set()
 
 
 def shares(a: Host, out_of_band: list[int]) -> bool:
@@ -172,7 +172,7 @@ def shares(a: Host, out_of_band: list[int]) -> bool:
 
 @shares_memory
 @pytest.mark.parametrize("only_memory", [True, False])
-def test_a_peer_that_dies_before_it_is_reached_by_its_name_is_unreachable_and_no_mistake(  # [1] [36]
+def test_a_peer_that_dies_before_its_unix_socket_is_used_is_unreachable(  # [1] [36]
     start: Callable[[int], Run], out_of_band: list[int], monkeypatch: pytest.MonkeyPatch, only_memory: bool
 ) -> None:
     run = start(2)
@@ -192,7 +192,7 @@ def test_a_peer_that_dies_before_it_is_reached_by_its_name_is_unreachable_and_no
 
 
 @shares_memory
-def test_with_a_peer_in_another_namespace_memory_is_tried_once_until_it_starts_anew(  # [36]
+def test_shared_memory_with_another_namespace_is_tried_once_per_process(  # [36]
     start: Callable[[int], Run], out_of_band: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = start(3)
@@ -221,7 +221,7 @@ def test_with_a_peer_in_another_namespace_memory_is_tried_once_until_it_starts_a
 
 
 @shares_memory
-def test_what_keeps_a_peer_from_its_name_for_a_moment_ends_one_request(  # [40]
+def test_a_temporary_failure_of_the_unix_socket_fails_one_request(  # [40]
     start: Callable[[int], Run], out_of_band: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = start(2)
@@ -248,7 +248,7 @@ def test_an_answer_that_begins_later_is_not_sent_before(start: Callable[[int], R
     assert time.monotonic() >= begins
 
 
-def test_a_peer_that_does_not_tell_that_it_has_a_model_has_not_got_it(start: Callable[[int], Run]) -> None:  # [42]
+def test_a_model_without_an_acknowledgement_was_not_delivered(start: Callable[[int], Run]) -> None:  # [42]
     run = start(2)
     a = run.host(0)
     with introduced(a, 1, run.names) as stream:

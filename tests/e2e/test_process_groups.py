@@ -101,7 +101,7 @@ def told(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-def test_with_a_peer_of_another_transport_models_go_over_sockets_and_it_is_said_once(
+def test_with_a_peer_of_another_transport_models_use_sockets_and_one_line_is_logged(
     start: Callable[..., list[Host]], caplog: pytest.LogCaptureFixture
 ) -> None:
     a, b = start("gloo", "tcp")
@@ -113,7 +113,7 @@ def test_with_a_peer_of_another_transport_models_go_over_sockets_and_it_is_said_
 
 
 @pytest.mark.parametrize("whose", [0, 1])
-def test_where_no_group_can_be_built_models_go_over_sockets_and_it_is_said_once(
+def test_without_a_group_models_use_sockets_and_one_line_is_logged(
     start: Callable[..., list[Host]], caplog: pytest.LogCaptureFixture, whose: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     build = Gloo.build
@@ -133,7 +133,7 @@ def test_where_no_group_can_be_built_models_go_over_sockets_and_it_is_said_once(
     ]
 
 
-def test_a_group_that_is_never_there_leaves_time_for_the_model(
+def test_a_group_that_cannot_be_built_leaves_time_for_the_model(
     start: Callable[..., list[Host]], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in a network where only the run's own ports are open."""
@@ -153,7 +153,7 @@ def test_a_group_that_is_never_there_leaves_time_for_the_model(
     b.comm.close()
 
 
-def test_a_peer_that_dies_while_a_group_is_built_is_gone_and_not_gloo(
+def test_a_peer_that_dies_while_a_group_is_built_is_reported_as_gone(
     start: Callable[..., list[Host]], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a, b = start("gloo", "gloo")
@@ -179,7 +179,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def test_a_peer_that_dies_while_a_group_is_tried_out_is_gone_and_gets_one_once_it_is_back(  # [1] [36]
+def test_a_peer_that_dies_while_a_group_is_tested_gets_one_after_a_restart(  # [1] [36]
     start: Callable[..., list[Host]],
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
@@ -216,7 +216,7 @@ def test_a_peer_that_dies_while_a_group_is_tried_out_is_gone_and_gets_one_once_i
     assert sorted(built) == [False, True]
 
 
-def test_a_peer_that_comes_back_with_the_same_transport_gets_a_group(  # [36]
+def test_a_peer_that_restarts_with_the_same_transport_gets_a_group(  # [36]
     start: Callable[..., list[Host]], caplog: pytest.LogCaptureFixture, built: list[bool], tmp_path: Path
 ) -> None:
     a, b = start("gloo", "tcp")
@@ -232,7 +232,7 @@ def test_a_peer_that_comes_back_with_the_same_transport_gets_a_group(  # [36]
 
 
 @pytest.mark.parametrize("whose", [0, 1])
-def test_without_a_thread_left_no_model_is_taken_and_one_line_says_so(
+def test_without_a_thread_to_spare_no_model_is_received_and_one_line_is_logged(
     start: Callable[..., list[Host]], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, whose: int
 ) -> None:
     hosts = start("gloo", "gloo")
@@ -259,7 +259,7 @@ def test_without_a_thread_left_no_model_is_taken_and_one_line_says_so(
 
 
 @pytest.mark.parametrize(("way", "digits"), [("gloo", 16), ("gloo, secret", 64), ("gloo, tls", 64)])
-def test_a_model_that_was_changed_on_the_way_is_refused_and_the_next_is_well(
+def test_a_model_changed_in_transit_is_refused_and_the_next_one_accepted(
     start: Callable[..., list[Host]], monkeypatch: pytest.MonkeyPatch, way: str, digits: int, built: list[bool]
 ) -> None:
     receive, changes, digests = PairGroup.receive, [1], []
@@ -309,7 +309,7 @@ def _kind_of(kind: type, make: Callable[..., object]) -> type:
         ([CarrierReply()], "built its end of the carrier without sending"),
     ],
 )
-def test_what_the_other_end_may_say_while_both_build_is_bounded(said: list[Message], told: str) -> None:
+def test_messages_while_a_carrier_is_built_are_bounded(said: list[Message], told: str) -> None:
     notes = LinkStore(lambda message: None, iter(said).__next__)
     with pytest.raises(ProtocolError, match=told):
         notes.get("what never comes")
@@ -320,7 +320,7 @@ def test_an_end_that_cannot_be_built_ends_the_other() -> None:
         LinkStore(lambda message: None, lambda: NoCarrierReply("no")).get("a key")
 
 
-def test_an_end_that_is_built_before_the_other_has_told_what_it_must_is_refused(
+def test_an_end_reported_as_built_too_early_is_refused(
     start: Callable[..., list[Host]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a, b = start("gloo", "gloo")

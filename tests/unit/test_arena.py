@@ -43,7 +43,7 @@ def test_one_buffer_for_each_dtype():
 
 
 @pytest.mark.parametrize("optimizer_first", [False, True])
-def test_training_goes_as_without_it(optimizer_first: bool):
+def test_training_takes_the_same_steps_as_without_an_arena(optimizer_first: bool):
     """Optimizers made before or after joining, with parameter groups, take exactly the same steps as without an
     arena."""
 
@@ -73,7 +73,7 @@ def test_state_dict_goes_in_and_out():
 
 
 @pytest.mark.parametrize("by_data", [False, True])
-def test_tied_weights_lie_once_and_stay_tied(by_data: bool):
+def test_tied_weights_are_stored_once_and_stay_tied(by_data: bool):
     one, other = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
     if by_data:
         other.weight.data = one.weight.data
@@ -161,7 +161,7 @@ def partly_shared() -> nn.Module:
         (lambda: nn.Linear(4, 4, device="meta"), "weight", "materialise"),
     ],
 )
-def test_what_cannot_be_laid_out_is_refused_by_name(make, name: str, reason: str):
+def test_tensors_that_cannot_be_laid_out_are_refused_by_name(make, name: str, reason: str):
     with pytest.raises(UsageError, match=f"'(0.)?{name}'.*{reason}") as raised:
         ParameterArena(make())
     assert "\n" not in str(raised.value)
@@ -172,7 +172,7 @@ def test_module_without_trained_parameters_is_refused():
         ParameterArena(nn.ReLU())
 
 
-def test_empty_and_integer_parameters_are_no_trouble():
+def test_empty_and_integer_parameters_are_accepted():
     module = nn.Linear(4, 4)
     module.empty = nn.Parameter(torch.zeros(3, 0))
     module.table = nn.Parameter(torch.arange(5), requires_grad=False)
@@ -201,7 +201,7 @@ def test_a_snapshot_is_shared_until_the_next_boundary():
     assert bytes(three.buffer.view) != content == bytes(one.buffer.view)
 
 
-def test_nothing_is_allocated_once_it_has_run_for_a_while():
+def test_nothing_is_allocated_after_warm_up():
     module = Net()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     arena, other = ParameterArena(module), ParameterArena(Net(1))

@@ -82,7 +82,7 @@ def test_mixing_is_all_or_nothing(name: str, value: float, with_base: bool):
     assert same(values(module), before)
 
 
-def test_models_that_were_pushed_enter_one_after_the_other():
+def test_pushed_models_are_mixed_one_after_the_other():
     """Each model is compared with the result of the one before, so push-sum's Σ w z is preserved."""
     modules = [Net(seed) for seed in range(3)]
     first, second, third = (values(module) for module in modules)
@@ -111,7 +111,7 @@ def test_mixing_with_a_base_keeps_the_progress_made_since():
             torch.testing.assert_close(parameter.detach(), expected, rtol=1e-6, atol=1e-6)
 
 
-def test_masks_of_minus_infinity_do_not_keep_models_apart():
+def test_masks_of_minus_infinity_do_not_prevent_mixing():
     """A causal mask is a float buffer that contains −∞ on both sides."""
 
     def masked(seed: int) -> nn.Module:
@@ -128,7 +128,7 @@ def test_masks_of_minus_infinity_do_not_keep_models_apart():
     torch.testing.assert_close(module.weight.detach(), expected)
 
 
-def test_enormous_values_are_refused_and_raise_nothing():
+def test_enormous_values_are_refused_without_an_exception():
     module, other = nn.Linear(2, 2).double(), nn.Linear(2, 2).double()
     other.weight.data.fill_(1e200)
     arena, their_arena = ParameterArena(module), ParameterArena(other)
@@ -170,7 +170,7 @@ def test_distance_to_a_reference():
 # --- buffers ------------------------------------------------------------------------------------------
 
 
-def test_statistics_move_towards_the_others_and_stay_possible():
+def test_statistics_move_towards_the_others_and_stay_valid():
     """A variance that fell sharply since the request must not become negative by adding an old difference."""
     module = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
     arena = ParameterArena(module)
@@ -217,7 +217,7 @@ def unfrozen(module: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("mix_buffers", [True, False])
-def test_what_is_not_trained_may_be_replaced(mix_buffers: bool):
+def test_untrained_tensors_may_be_replaced(mix_buffers: bool):
     """Forward passes may replace buffers, and pruning renames parameters; neither is an error."""
     module = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
     arena = ParameterArena(module, mix_buffers)
@@ -251,7 +251,7 @@ def grown(module: nn.Module) -> None:
         (grown, "'2.weight' was added to the model"),
     ],
 )
-def test_a_model_that_is_changed_under_the_arena_is_noticed(change: Callable[[nn.Module], object], told: str):
+def test_a_change_of_the_model_after_joining_is_detected(change: Callable[[nn.Module], object], told: str):
     module = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
     module[0].weight.requires_grad_(False)
     arena = ParameterArena(module)
@@ -285,7 +285,7 @@ def test_both_merge_to_the_same_bits_and_to_the_weighted_mean(own: int, theirs: 
         torch.testing.assert_close(mine.double(), mean, rtol=1e-6, atol=1e-7)
 
 
-def test_a_mean_of_all_is_taken_as_it_is():
+def test_a_mean_of_all_is_adopted_unchanged():
     one, other = ParameterArena(Net(1)), ParameterArena(Net(2))
     for mine, theirs in zip(merged(one, other, 0, 3).vectors, other.snapshot().vectors, strict=True):
         assert torch.equal(mine, theirs)
@@ -304,7 +304,7 @@ def test_a_model_that_is_not_finite_is_not_merged(name: str, value: float):
     assert bytes(held.buffer.view) == before, "what is held stays"
 
 
-def test_without_a_step_since_the_capture_exactly_the_mean_is_taken_in():
+def test_without_a_step_since_the_capture_the_result_is_exactly_the_mean():
     module = Net(1)
     arena, other = ParameterArena(module), ParameterArena(Net(2))
     captured = arena.snapshot()
@@ -334,7 +334,7 @@ def test_own_steps_since_the_capture_are_kept():
         assert torch.equal(section.storage[cut : section.mixed], wanted[cut : section.mixed]), "statistics as merged"
 
 
-def test_masks_of_minus_infinity_do_not_hinder_a_wave():
+def test_masks_of_minus_infinity_do_not_prevent_a_wave():
     class Masked(nn.Module):
         def __init__(self, value: float):
             super().__init__()

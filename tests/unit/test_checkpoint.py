@@ -74,7 +74,7 @@ PLAIN = st.recursive(
 
 
 @given(tree=PLAIN)
-def test_plain_data_comes_back_as_it_was(tree: Any) -> None:
+def test_plain_data_is_restored_exactly(tree: Any) -> None:
     """Floats to the bit, NaN and infinities, tuples, keys other than text, and the reserved key."""
     part = pack(tree)
     assert not part.tensors
@@ -83,7 +83,7 @@ def test_plain_data_comes_back_as_it_was(tree: Any) -> None:
 
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (5,), (2, 3, 4)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_tensors_come_back_as_they_were(store: Store, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_tensors_are_restored_exactly(store: Store, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     """Every dtype, scalars and empty tensors, beside tensors of other sizes, with all bit patterns."""
     count = math.prod(shape)
     generator = torch.Generator().manual_seed(1)
@@ -95,7 +95,7 @@ def test_tensors_come_back_as_they_were(store: Store, dtype: torch.dtype, shape:
     assert found is not None and same(unpack(found.parts["x"]), tree)
 
 
-def test_strides_come_back(store: Store) -> None:
+def test_strides_are_restored(store: Store) -> None:
     """With other strides, results computed from a momentum may differ in the last bit."""
     image = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
     tree = {"channels last": image, "transposed": torch.arange(6.0).view(2, 3).t()}
@@ -106,7 +106,7 @@ def test_strides_come_back(store: Store) -> None:
     assert torch.equal(by_name["channels last"], image), "for other readers it is the tensor as it reads"
 
 
-def test_names_that_would_meet_are_kept_apart(store: Store) -> None:
+def test_names_that_would_collide_are_kept_apart(store: Store) -> None:
     tree = {"a": {"b": torch.tensor(1)}, "a.b": torch.tensor(2), "__metadata__": torch.tensor(3), 0: torch.tensor(4)}
     tree["0"] = torch.tensor(5)
     store.save(0, {"x": pack(tree)})
@@ -123,7 +123,7 @@ def test_names_that_would_meet_are_kept_apart(store: Store) -> None:
     ],
     ids=["sgd", "adamw", "lbfgs"],
 )
-def test_an_optimizer_goes_on_as_if_nothing_had_been(store: Store, make: Callable[..., torch.optim.Optimizer]) -> None:
+def test_a_restored_optimizer_takes_the_same_steps(store: Store, make: Callable[..., torch.optim.Optimizer]) -> None:
     def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
         def closure() -> torch.Tensor:
             optimizer.zero_grad()
@@ -148,7 +148,7 @@ def test_an_optimizer_goes_on_as_if_nothing_had_been(store: Store, make: Callabl
     assert same(dict(again.state_dict()), dict(model.state_dict()))
 
 
-def test_what_is_packed_does_not_change_any_more() -> None:
+def test_packed_state_is_a_copy() -> None:
     tensor, numbers = torch.zeros(3), [1, 2]
     part = pack({"tensor": tensor, "numbers": numbers})
     tensor.add_(1)
@@ -167,13 +167,13 @@ def test_what_is_packed_does_not_change_any_more() -> None:
         ({"c": torch.zeros(1, dtype=torch.complex128)}, "dtype torch.complex128"),
     ],
 )
-def test_what_cannot_be_kept_is_named(tree: Any, told: str) -> None:
+def test_state_that_cannot_be_packed_is_named(tree: Any, told: str) -> None:
     with pytest.raises(UsageError, match=r"a checkpoint keeps|keys are text or numbers") as caught:
         pack(tree)
     assert told in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_no_part_leads_out_of_its_directory(store: Store) -> None:
+def test_part_names_cannot_leave_the_directory(store: Store) -> None:
     with pytest.raises(CheckpointError, match="is no valid part name"):
         store.save(1, {"../x": Part()})
 
@@ -186,7 +186,7 @@ def names(store: Store) -> list[str]:
 
 
 @pytest.mark.parametrize("keep", [1, 2, 3])
-def test_the_last_ones_are_kept(tmp_path: Path, keep: int) -> None:
+def test_the_newest_checkpoints_are_kept(tmp_path: Path, keep: int) -> None:
     store = Store(tmp_path, keep)
     for iteration in range(0, 60, 10):
         store.save(iteration, parts(iteration))
@@ -194,7 +194,7 @@ def test_the_last_ones_are_kept(tmp_path: Path, keep: int) -> None:
     assert names(store) == [f"{iteration:08d}" for iteration in range(60 - 10 * keep, 60, 10)]
 
 
-def test_one_is_kept_anew_and_later_ones_go(store: Store) -> None:
+def test_saving_an_earlier_iteration_removes_later_checkpoints(store: Store) -> None:
     """Training that was resumed from an earlier checkpoint replaces the later ones."""
     for iteration in (10, 20):
         store.save(iteration, parts(1))
@@ -202,7 +202,7 @@ def test_one_is_kept_anew_and_later_ones_go(store: Store) -> None:
     assert loaded(store) == (10, 2) and names(store) == ["00000010"]
 
 
-def test_what_others_have_put_there_stays(store: Store) -> None:
+def test_foreign_files_are_not_removed(store: Store) -> None:
     store.directory.mkdir()
     (store.directory / "notes.txt").touch()
     store.save(1, parts(1))
@@ -210,7 +210,7 @@ def test_what_others_have_put_there_stays(store: Store) -> None:
     assert names(store) == ["00000001", "notes.txt"] and loaded(store) == (1, 1)
 
 
-def test_without_any_there_is_none(store: Store) -> None:
+def test_an_empty_store_loads_nothing(store: Store) -> None:
     assert store.load() is None and store.find() is None
     store.clean()
 
@@ -243,7 +243,7 @@ DAMAGES = [truncate, flip, lengthen, pickled, Path.unlink]
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
 @pytest.mark.parametrize("name", ["model.safetensors", "model.json", "hub.json", "hub.safetensors", MANIFEST])
-def test_a_damaged_file_is_named_and_the_one_before_is_used(
+def test_a_damaged_checkpoint_is_named_and_the_previous_one_is_used(
     store: Store, caplog: pytest.LogCaptureFixture, name: str, damage: Callable[[Path], None]
 ) -> None:
     """[30] In one log line per damaged checkpoint."""
@@ -343,7 +343,7 @@ def counted(patched: pytest.MonkeyPatch, error: BaseException | None, at: int) -
     return calls
 
 
-def test_a_save_that_is_cut_off_anywhere_leaves_one_that_is_whole(tmp_path: Path) -> None:
+def test_an_interrupted_save_leaves_a_complete_checkpoint(tmp_path: Path) -> None:
     """[29] Killed at any call: the loaded checkpoint is the previous or the new one, never a mixture."""
     steps = steps_of_a_save(tmp_path)
     assert steps > 12
@@ -424,6 +424,6 @@ def test_intervals(text: str, iterations: int, seconds: float) -> None:
 
 
 @pytest.mark.parametrize("text", ["-1", "1.5", "s", "5m", "1e9", "nan", "infs", "9" * 5000, "٣", ""])
-def test_what_is_no_interval_is_told_with_an_example(text: str) -> None:
+def test_an_invalid_interval_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(UsageError, match="is no interval: use iterations such as 500, seconds such as 60s"):
         CheckpointInterval.parse(text)

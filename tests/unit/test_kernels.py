@@ -110,7 +110,7 @@ def test_a_small_step_of_large_weights_is_measured_exactly(advance: Callable[...
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("advance", ADVANCES)
-def test_equal_changes_do_not_pile_up_rounding_errors(advance: Callable[..., float], dtype: torch.dtype):
+def test_equal_changes_do_not_accumulate_rounding_errors(advance: Callable[..., float], dtype: torch.dtype):
     """A plain float32 sum would be off by 1e-5 or more, because every addend rounds the same way."""
     before, x = torch.zeros(1_000_003, dtype=dtype), torch.full((1_000_003,), 0.1, dtype=dtype)
     expected = len(x) * float(x[0].double()) ** 2
@@ -121,7 +121,9 @@ def test_equal_changes_do_not_pile_up_rounding_errors(advance: Callable[..., flo
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("place", [0, 1500, 69_999])
 @pytest.mark.parametrize("advance", ADVANCES)
-def test_what_is_not_finite_is_seen(advance: Callable[..., float], place: int, dtype: torch.dtype, value: float):
+def test_values_that_are_not_finite_are_detected(
+    advance: Callable[..., float], place: int, dtype: torch.dtype, value: float
+):
     x, before = normal(70_000, dtype, 0), normal(70_000, dtype, 1)
     after = before.clone()
     x[place] = value
@@ -157,7 +159,9 @@ def test_difference_is_written_and_measured(
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("difference", DIFFERENCES)
-def test_a_difference_that_is_not_finite_is_seen(difference: Callable[..., float], dtype: torch.dtype, value: float):
+def test_a_difference_that_is_not_finite_is_detected(
+    difference: Callable[..., float], dtype: torch.dtype, value: float
+):
     received, base = normal(300_000, dtype, 0), normal(300_000, dtype, 1)
     received[299_999] = value
     with warnings.catch_warnings():
@@ -255,7 +259,7 @@ def test_vectors_that_do_not_match_are_refused(other: Tensor, place: int):
         assert "(5,)" in str(raised.value) and "\n" not in str(raised.value)
 
 
-def test_a_matrix_is_no_vector():
+def test_a_matrix_is_refused():
     matrix = torch.zeros(2, 3)
     with pytest.raises(ValueError, match=r"float32 \(2, 3\)"):
         kernels.advance(matrix, matrix, matrix)
@@ -294,7 +298,7 @@ def _half_lines(now: Tensor, x: Tensor) -> np.ndarray:
 
 
 @given(length=st.integers(0, 3000), dtype=dtypes, seed=seeds)
-def test_a_sample_counts_every_value_for_as_much_as_the_others(length: int, dtype: torch.dtype, seed: int):
+def test_a_sample_weights_all_values_equally(length: int, dtype: torch.dtype, seed: int):
     """If all values change alike, every draw gives the exact delta, at any length."""
     x = torch.zeros(length, dtype=dtype)
     sampled = kernels.Sampled(x, seed)
@@ -303,7 +307,7 @@ def test_a_sample_counts_every_value_for_as_much_as_the_others(length: int, dtyp
 
 
 @given(length=st.integers(0, 3000), dtype=dtypes, seed=seeds, data=st.data())
-def test_what_is_to_be_measured_whole_is(length: int, dtype: torch.dtype, seed: int, data: st.DataObject):
+def test_given_ranges_are_measured_whole(length: int, dtype: torch.dtype, seed: int, data: st.DataObject):
     """The whole change lies within the given ranges, so the result does not depend on the draw."""
     cuts = sorted(data.draw(st.lists(st.integers(0, length), min_size=4, max_size=4)))
     ranges = [(cuts[0], cuts[1]), (cuts[2], cuts[3])]
@@ -334,7 +338,7 @@ def test_a_sample_follows_its_vector(dtype: torch.dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_sample_sees_what_is_not_finite_where_it_looks(dtype: torch.dtype):
+def test_a_sample_detects_sampled_values_that_are_not_finite(dtype: torch.dtype):
     x = torch.zeros(40_000, dtype=dtype)
     sampled = kernels.Sampled(x, 0)
     x[16 * 64 // x.itemsize * 3 :][: 16 * 64 // x.itemsize] = math.inf  # a whole run
@@ -343,7 +347,7 @@ def test_a_sample_sees_what_is_not_finite_where_it_looks(dtype: torch.dtype):
         assert not math.isfinite(sampled.advance(x))
 
 
-def test_the_draw_is_the_seeds_alone():
+def test_the_draw_depends_on_the_seed_only():
     x, now = normal(50_000, torch.float32, 0), normal(50_000, torch.float32, 1)
     estimates = [kernels.Sampled(x, seed).advance(now) for seed in (1, 1, 2)]
     assert estimates[0] == estimates[1] != estimates[2]

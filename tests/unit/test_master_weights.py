@@ -54,7 +54,7 @@ def rounded(arena: ParameterArena) -> bool:
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-def test_masters_go_over_the_wire_and_the_manifest_says_so(dtype: torch.dtype):
+def test_masters_are_exchanged_and_the_manifest_says_so(dtype: torch.dtype):
     arena = made(0, dtype)
     lines = dict(line.split(" ", 1) for line in arena.manifest)
     name = str(dtype).removeprefix("torch.")
@@ -95,7 +95,7 @@ def test_small_mixes_add_up(dtype: torch.dtype, sampled: int | None):
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-def test_a_pair_comes_to_the_mean(dtype: torch.dtype):
+def test_a_pair_converges_to_the_mean(dtype: torch.dtype):
     """x_i ← x_i + ½(x_j − x_i) on both sides."""
     one, two = made(0, dtype), made(1, dtype)
     begin = [halves(arena)[0].double() for arena in (one, two)]
@@ -132,7 +132,7 @@ def _section(arena: ParameterArena):
 
 @pytest.mark.parametrize("sampled", [None, 0])
 @pytest.mark.parametrize("dtype", HALVES)
-def test_what_the_optimizer_does_is_taken_in_and_never_altered(dtype: torch.dtype, sampled: int | None):
+def test_optimizer_steps_update_masters_and_are_never_altered(dtype: torch.dtype, sampled: int | None):
     arena, other = made(0, dtype, sampled), made(1, dtype)
     now, master = halves(arena)
     generator = torch.Generator().manual_seed(0)
@@ -149,7 +149,7 @@ def test_what_the_optimizer_does_is_taken_in_and_never_altered(dtype: torch.dtyp
             assert delta == pytest.approx(float((master - fine).double().norm()), rel=1e-4)
 
 
-def test_what_rounding_left_out_is_kept_where_nothing_is_done():
+def test_rounding_remainders_are_kept_without_a_step():
     arena = made(0, torch.bfloat16)
     mix(arena, model_of(made(1, torch.bfloat16)), 0.01)
     now, master = halves(arena)
@@ -160,7 +160,7 @@ def test_what_rounding_left_out_is_kept_where_nothing_is_done():
 
 @settings(max_examples=200)
 @given(dtype=dtypes, seed=st.integers(0, 2**32 - 1), scale=st.sampled_from([1e-6, 1e-3, 1.0, 100.0]))
-def test_masters_follow_what_the_module_holds(dtype: torch.dtype, seed: int, scale: float):
+def test_masters_follow_the_modules_values(dtype: torch.dtype, seed: int, scale: float):
     generator = torch.Generator().manual_seed(seed)
     master = torch.randn(300, generator=generator)
     old, left = master.to(dtype), master - master.to(dtype).float()
@@ -195,7 +195,7 @@ def test_a_whole_model_is_adopted_with_its_masters(dtype: torch.dtype, sampled: 
 
 
 @pytest.mark.parametrize("sampled", [None, 0])
-def test_a_model_that_was_asked_for_before_a_step_is_mixed_after_it(sampled: int | None):
+def test_a_model_requested_before_a_step_is_mixed_after_it(sampled: int | None):
     arena, other = made(0, torch.bfloat16, sampled), made(1, torch.bfloat16)
     begin, base = halves(arena)[0].clone(), arena.snapshot()
     halves(arena)[0].add_(0.5)

@@ -44,12 +44,12 @@ def test_curves_are_means_over_peers_with_the_least_and_the_most(tmp_path: Path)
     assert (found.by_seconds.x >= 0).all()
 
 
-def test_traffic_between_two_records_is_on_the_line_between_them(tmp_path: Path) -> None:
+def test_traffic_between_two_records_is_interpolated(tmp_path: Path) -> None:
     found = curves.read(written(tmp_path, peers=1, tests=(5, 25)))
     np.testing.assert_allclose(found.by_megabytes.x, [0.5, 2.5])
 
 
-def test_a_run_without_curves_is_told(tmp_path: Path) -> None:
+def test_a_run_without_curves_is_reported(tmp_path: Path) -> None:
     (tmp_path / "peer-00").mkdir()
     with pytest.raises(UsageError, match="nothing to plot: its peers have recorded no curves"):
         curves.read(tmp_path)
@@ -65,7 +65,7 @@ def test_a_run_without_curves_is_told(tmp_path: Path) -> None:
         ({"exchange": "waves"}, "waves", {(i, j) for i in range(4) for j in range(i + 1, 4)}, False, ()),
     ],
 )
-def test_the_graph_is_who_exchanges_with_whom(
+def test_the_graph_shows_which_peers_exchange(
     given: dict[str, str], title: str, edges: set[tuple[int, int]] | None, directed: bool, centres: tuple[int, ...]
 ) -> None:
     graph = graph_of(files.resolve(given), NAMES)
@@ -73,7 +73,7 @@ def test_the_graph_is_who_exchanges_with_whom(
     assert edges is None or set(graph.edges) == edges
 
 
-def test_a_picture_holds_what_it_is_of_and_is_the_same_each_time(tmp_path: Path) -> None:
+def test_a_plot_shows_the_runs_and_is_reproducible(tmp_path: Path) -> None:
     found = curves.read(written(tmp_path))
     ring = Graph("ring", NAMES, ((0, 1), (1, 2), (2, 3), (0, 3)))
     runs = [Drawn(f"run-{number}", "tau:10", found, ring) for number in range(9)]
@@ -113,18 +113,18 @@ def test_a_run_without_accuracies_has_its_retrievals_drawn(tmp_path: Path) -> No
     plot.draw([Drawn("run", "tau:10", found, Graph("full", ("a", "b"), ((0, 1),)))], tmp_path / "one.png")
 
 
-def test_a_topology_file_that_is_gone_leaves_the_rest(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_missing_topology_file_leaves_the_rest(caplog: pytest.LogCaptureFixture) -> None:
     graph = graph_of(files.resolve({"topology": "gone.edges"}), NAMES)
     assert (graph.title, graph.edges, graph.names) == ("gone.edges (not found)", (), NAMES)
     assert "gone.edges: no such topology file" in caplog.text
 
 
-def test_of_a_long_name_the_policy_is_left() -> None:
+def test_a_long_name_is_shortened_before_the_policy() -> None:
     label = plot._labelled(Drawn("n" * 60, "adaptive:threshold=0.02", Curves(EMPTY, EMPTY, EMPTY), Graph("", (), ())))
     assert label.endswith("…: adaptive:threshold=0.02") and len(label) == plot.LONGEST
 
 
-def test_targets_that_cannot_be_are_told_before_anything_is_read(tmp_path: Path) -> None:
+def test_invalid_targets_are_refused_before_anything_is_read(tmp_path: Path) -> None:
     for name, told in (("x.pdf", r"ends with \.png or \.svg"), ("none/x.png", "in an existing directory")):
         with pytest.raises(UsageError, match=told):
             plot.check_target(tmp_path / name)

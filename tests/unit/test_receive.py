@@ -92,7 +92,7 @@ def in_parts(size: int) -> Callable[[memoryview, Sink], None]:
 @pytest.mark.parametrize("way", [receive, in_parts(800), in_parts(STAGED // 3 // 8 * 8), in_parts(4 * STAGED)])
 @pytest.mark.parametrize("stepped", [False, True])
 @pytest.mark.parametrize("shared", [False, True])
-def test_what_comes_in_is_the_difference_to_the_base(way, stepped: bool, shared: bool) -> None:
+def test_the_base_is_subtracted_from_an_incoming_model(way, stepped: bool, shared: bool) -> None:
     arena, other = ParameterArena(Net(0)), ParameterArena(Net(1))
     base, theirs = vectors_of(arena), vectors_of(other)
     reader = arena.snapshot() if shared else None
@@ -109,7 +109,7 @@ def test_what_comes_in_is_the_difference_to_the_base(way, stepped: bool, shared:
         assert all(torch.equal(one, two) for one, two in zip(reader.vectors, base, strict=True)), "others still read it"
 
 
-def test_the_base_gives_its_memory_once_a_step_has_passed() -> None:
+def test_the_bases_memory_is_reused_after_a_step() -> None:
     arena, other = ParameterArena(Net(0)), ParameterArena(Net(1))
     base = arena.snapshot()
     place = base.vectors[0].data_ptr()
@@ -120,7 +120,7 @@ def test_the_base_gives_its_memory_once_a_step_has_passed() -> None:
 
 
 @pytest.mark.parametrize("pieces", [0, 1, 2, 4])
-def test_a_step_in_the_midst_moves_what_is_done_to_the_bases_memory(pieces: int) -> None:
+def test_a_step_during_receiving_moves_the_model_to_the_bases_memory(pieces: int) -> None:
     arena, other = ParameterArena(Net(0)), ParameterArena(Net(1))
     base, theirs, model = vectors_of(arena), vectors_of(other), bytes_of(other)
     held = arena.snapshot()
@@ -137,7 +137,7 @@ def test_a_step_in_the_midst_moves_what_is_done_to_the_bases_memory(pieces: int)
     assert same(incoming, expected(arena, base, theirs))
 
 
-def test_a_reader_that_is_done_in_the_midst_makes_room() -> None:
+def test_a_reader_that_finishes_during_receiving_frees_a_buffer() -> None:
     arena, other = ParameterArena(Net(0)), ParameterArena(Net(1))
     base, theirs, model = vectors_of(arena), vectors_of(other), bytes_of(other)
     reader = arena.snapshot()
@@ -152,7 +152,7 @@ def test_a_reader_that_is_done_in_the_midst_makes_room() -> None:
     assert same(incoming, expected(arena, base, theirs))
 
 
-def test_memory_is_the_model_two_boundaries_and_one_buffer_however_long_it_goes_on() -> None:
+def test_memory_stays_at_the_model_two_boundaries_and_one_buffer() -> None:
     """A peer that always pulls and always serves uses four models: its own, the boundary, one to send, one to
     receive."""
     arena, other = ParameterArena(Net(0)), ParameterArena(Net(1))
@@ -179,7 +179,7 @@ def test_memory_is_the_model_two_boundaries_and_one_buffer_however_long_it_goes_
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_one_value_that_is_not_finite_is_told(value: float) -> None:
+def test_one_value_that_is_not_finite_is_reported(value: float) -> None:
     for name in ("wide", "deep", "mean"):
         other = Net(1)
         with torch.no_grad():
@@ -190,7 +190,7 @@ def test_one_value_that_is_not_finite_is_told(value: float) -> None:
         assert math.isnan(incoming.norm()), name
 
 
-def test_a_whole_model_comes_as_it_is() -> None:
+def test_a_whole_model_is_received_unchanged() -> None:
     arena, other = ParameterArena(Net(0)), ParameterArena(Net(1))
     incoming = Incoming(arena, None, whole=True)
     snapshot = other.snapshot(whole=True)
@@ -218,7 +218,7 @@ def test_a_base_that_others_read_is_copied_where_memory_is_short():
     incoming.release()
 
 
-def test_a_boundary_waits_for_a_copy_rather_than_take_more_memory():
+def test_a_boundary_waits_for_a_copy_rather_than_allocate():
     arena = ParameterArena(Net(1))
     given = arena.snapshot()
     arena.step_done()
@@ -241,7 +241,7 @@ def test_a_boundary_waits_for_a_copy_rather_than_take_more_memory():
     given.release()
 
 
-def test_who_gives_the_boundary_waits_for_the_buffer_that_a_model_is_about_to_leave():
+def test_handing_out_the_boundary_waits_for_a_buffer_about_to_become_free():
     """Its base was being read, so it has a second buffer; sending the boundary would make the next one a fourth
     model."""
     arena, model = ParameterArena(Net(1)), bytes_of(ParameterArena(Net(2)))

@@ -45,7 +45,7 @@ def model_of(arena: ParameterArena, whole: bool = False) -> bytes:
 
 
 @pytest.mark.parametrize("whole", [False, True])
-def test_while_training_rests_a_copy_is_made_at_once_and_shared(whole: bool):
+def test_at_a_boundary_a_copy_is_made_at_once_and_shared(whole: bool):
     arena = made()
     change(arena)
     arena.step_done()
@@ -68,7 +68,7 @@ def test_a_snapshot_of_nothing_knows_its_step():
 
 
 @pytest.mark.parametrize("whole", [False, True])
-def test_in_the_midst_of_a_step_the_next_boundary_is_promised(whole: bool):
+def test_within_a_step_a_snapshot_waits_for_the_next_boundary(whole: bool):
     arena = made()
     promised = arena.snapshot(whole)
     assert arena.snapshot(whole) is promised and not promised.settled
@@ -86,7 +86,7 @@ def test_in_the_midst_of_a_step_the_next_boundary_is_promised(whole: bool):
     assert len(told) == 2, "called at once for a settled snapshot"
 
 
-def test_where_nobody_asks_nothing_is_copied():
+def test_nothing_is_copied_without_a_request():
     arena = made()
 
     def refuse(*_: object) -> None:
@@ -100,7 +100,7 @@ def test_where_nobody_asks_nothing_is_copied():
         step(arena)
 
 
-def test_no_boundary_any_more():
+def test_snapshots_fail_after_the_last_boundary():
     arena = made()
     waiting = arena.snapshot()
     told: list[int] = []
@@ -113,7 +113,7 @@ def test_no_boundary_any_more():
         snapshot.release()
 
 
-def test_a_thread_is_kept_for_a_while_only(monkeypatch: pytest.MonkeyPatch):
+def test_waiting_for_a_boundary_has_a_timeout(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(snapshots, "PATIENCE", 0.0)
     with pytest.raises(LocalFaultError, match="the step takes longer"):
         _ = made().snapshot().vectors
@@ -157,7 +157,7 @@ def test_a_snapshot_is_never_torn_while_another_thread_steps():
     assert len(seen) > 3
 
 
-def test_memory_is_used_again():
+def test_memory_is_reused():
     arena = made()
     places = set()
     for _ in range(20):
@@ -186,7 +186,7 @@ def test_mixing_is_the_same_with_and_without_a_boundary(how: str):
     assert models[0] == models[1] and models[1][0] == models[1][1]
 
 
-def test_the_sampled_delta_is_the_steps_alone():
+def test_the_sampled_delta_is_of_the_step_only():
     """Eq. 6: x_{t−1} is taken after any mixing. If a step changes all values alike, every sample gives the same
     delta."""
     arena, exact = made(0), made(0, None)
@@ -201,7 +201,7 @@ def test_the_sampled_delta_is_the_steps_alone():
         exact.set_boundary(exact.step)
 
 
-def test_weights_that_are_set_from_outside_are_no_step():
+def test_replaced_weights_do_not_count_as_a_step():
     arena = made()
     change(arena, 100.0)
     arena.set_boundary(5)

@@ -170,7 +170,7 @@ def storages(side: Side) -> list[Tensor]:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("sampled", [None, 3])
-def test_all_is_as_if_it_were_done_at_once(device: str, dtype: torch.dtype, sampled: int | None):
+def test_results_equal_those_of_a_synchronous_device(device: str, dtype: torch.dtype, sampled: int | None):
     kinds = ("step", "step", "ask", "give", "pull", "half", "come", "drop", "push", "wave", "adopt")
     exact = {"rtol": 1e-2, "atol": 1e-2} if device == "cuda" else {"rtol": 0, "atol": 0}
     for seed in range(3 if device == "cuda" else 60):
@@ -217,7 +217,7 @@ def test_all_is_as_if_it_were_done_at_once(device: str, dtype: torch.dtype, samp
         assert later == pytest.approx([at_once[0], *at_once[:-1]] if at_once else [], rel=1e-3), "a step late"
 
 
-def test_a_model_that_goes_on_in_other_memory_is_on_the_device_whole():
+def test_a_model_that_moves_to_the_bases_memory_is_uploaded_whole():
     """The part received before the base was free is still being uploaded from memory that is reused by then."""
     streams = Lazy(0)
     streams.hasty = 0.0
@@ -245,7 +245,7 @@ def test_a_model_that_goes_on_in_other_memory_is_on_the_device_whole():
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_training_waits_for_no_copy_and_no_number(device: str):
+def test_training_does_not_wait_for_copies_or_the_delta(device: str):
     """Neither for the measuring and copying of a step, nor for the upload and mixing of a model."""
     if device == "cuda":
         streams: DeviceStreams = streams_of(torch.device("cuda"))
