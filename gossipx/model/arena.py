@@ -387,8 +387,7 @@ class ParameterArena:
         self._keep_sample()
 
     def held(self, model: HostBuffer, step: int) -> Snapshot:
-        """Wrap ``model``, a buffer of the pool, as a snapshot: shared, and freed when its last reference is
-        released."""
+        """Wrap ``model``, a buffer of the pool, as a snapshot; its last release frees the buffer."""
         self.pool.upload(model)
         snapshot = Snapshot(self.pool)
         snapshot.fill(model.vectors, model, step)

@@ -2,6 +2,8 @@
 
 A model is large and allocation is slow. So buffers are reference-counted (:class:`gossipx.model.snapshots.Snapshot`),
 and a buffer that is no longer needed is reused for the next model, or taken over by a model that is being received.
+
+A boundary is the model as a step left it. The base of an incoming model is the snapshot subtracted from its values.
 """
 
 from __future__ import annotations
@@ -92,8 +94,7 @@ class Pool:
             self._free_staging.append(staging)
 
     def room(self) -> tuple[list[Tensor], HostBuffer | None]:
-        """Return unreferenced vectors for one boundary on the module's device, and their host buffer if it is the
-        host."""
+        """Return unreferenced vectors for one boundary on the device, and their buffer if the device is the host."""
         if self._streams.on_host:
             buffer = self.buffer()
             return buffer.vectors, buffer
@@ -118,8 +119,7 @@ class Pool:
                 self._free_vectors.append((vectors, self._streams.mark()))
 
     def take_over(self, snapshot: Snapshot) -> HostBuffer | None:
-        """Return the memory of a snapshot if the caller has the only reference and it is not the last boundary, or
-        None."""
+        """Return the memory of a snapshot that only the caller references and that is not the boundary, or None."""
         buffer = snapshot.buffer
         with self.lock:
             if snapshot is self.now or snapshot.holders > 1:
@@ -130,8 +130,7 @@ class Pool:
             return buffer
 
     def would_crowd(self, base: Snapshot) -> bool:
-        """Return whether ``base`` is the last boundary and another model is in use: the next boundary would
-        allocate."""
+        """Return whether the next boundary would allocate, as ``base`` is the last one and another model is in use."""
         with self.lock:
             return base is self.now and self._made - len(self._free) >= 2
 

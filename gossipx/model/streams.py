@@ -64,8 +64,7 @@ class DeviceStreams(abc.ABC):
 
     @abc.abstractmethod
     def late(self, work: Callable[[], Tensor]) -> float:
-        """Submit ``work``, which computes one number, to the training stream; return the previous call's number if
-        possible.
+        """Submit ``work``, which computes one number, to the training stream; return the previous number if possible.
 
         So training does not wait for its device: the previous number is complete by now, this one is not.
         """

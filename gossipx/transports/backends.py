@@ -143,8 +143,7 @@ class Gloo:
         work.wait(_left(deadline))
 
     def abort(self, group: Group, other: int) -> None:
-        """Close the group by a receive that times out: gloo closes a group, and so ends all its operations, on a
-        timeout."""
+        """Close the group by a receive that times out, since gloo closes a group on any timeout."""
         never = torch.zeros(1, dtype=torch.uint8)
         group.recv([never], other, _NOTHING).wait(timedelta(seconds=_WAIT[0]))
 

@@ -75,8 +75,7 @@ class Owner(Protocol):
 
 
 class Link:
-    """A stream that carries frames, for use by one thread at a time. :class:`gossipx.transports.links.Links` makes
-    links.
+    """A stream that carries frames, for use by one thread at a time; made by :class:`gossipx.transports.links.Links`.
 
     Args:
         stream: the connection, ready to send and receive.
@@ -305,8 +304,10 @@ class Link:
         payload: Sink | SinkFactory | None = None,
         brought: Source | None = None,
     ) -> frames.Frame:
-        """Send ``message`` with payload ``brought`` as request ``number``; return the reply, its bytes in
-        ``payload``."""
+        """Send ``message`` with payload ``brought`` as request ``number``; return the reply.
+
+        The reply's payload is stored in ``payload``.
+        """
         if brought is None:
             self.send(frames.encode(message, number, checks=self.checks), deadline)
         else:

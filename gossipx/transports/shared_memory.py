@@ -1,4 +1,8 @@
-"""Out-of-band payloads: mappings of another peer's shared memory, and the values exchanged to build a carrier."""
+"""Support for payloads outside the stream of a connection.
+
+:class:`PeerMemory` maps memory that another peer on this machine shares. :class:`LinkStore` exchanges the values that
+both sides need to build a carrier (gloo, NCCL).
+"""
 
 from __future__ import annotations
 

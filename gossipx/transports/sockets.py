@@ -81,8 +81,10 @@ class SocketStream:
                     left[0] = left[0][sent:]
 
     def _hand_over(self, buffers: list[memoryview], flags: int, observe: ByteObserver | None) -> int:
-        """Send some of the bytes; return how many. A large buffer is sent in parts: after a single call for all of it,
-        the bytes have left the processor's cache before the receiver reads them.
+        """Send some of the bytes; return how many.
+
+        A large buffer is sent in parts: after a single call for all of it, the bytes would have left the processor's
+        cache before the receiver reads them.
         """
         small = list(itertools.takewhile(lambda buffer: len(buffer) <= HOT, buffers[:_VECTORS]))
         if small and observe is None:
