@@ -164,10 +164,12 @@ def runs() -> Iterator[Callable[[int], Run]]:
         assert not thread.is_alive(), thread
 
 
-shares_memory = pytest.mark.skipif(Memory(1).descriptor is None, reason="this system has no memory with a descriptor")
-"""What is about memory that peers share. All else of a manager is tested where there is none, too."""
+shares_memory = pytest.mark.skipif(
+    Memory(1).descriptor is None, reason="this system cannot share memory by a descriptor"
+)
+"""Marks tests of shared memory; all other tests of a manager also run on systems without it."""
 WAYS = ("tcp", "tcp, secret", "tls", "shm", "shm, secret", "gloo", "gloo, secret", "gloo, tls", "nccl")
-"""How models travel, and how peers know each other."""
+"""Transports for models, with the authentication of peers."""
 SECRET = Secret(b"known to all peers of these tests")
 
 

@@ -35,7 +35,7 @@ PAST_ALL_32_BITS = 2**31 + 100 * PIECE + 12
 
 @pytest.fixture
 def sender(way: str, tmp_path: Path) -> Iterator[Callable[..., tuple[subprocess.Popen[str], int]]]:
-    """Starts givers of ``model(MODEL)`` in processes of their own; tells their ports."""
+    """Yield a function that starts a process which serves ``model(MODEL)``, and returns it and its port."""
     with contextlib.ExitStack() as undo:
 
         def started(port: int = 0) -> tuple[subprocess.Popen[str], int]:

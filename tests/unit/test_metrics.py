@@ -53,7 +53,7 @@ REPORT = {
     "failed": 1,
     "poisoned": 0,
 }
-"""What one peer tells of itself."""
+"""The report of one peer."""
 
 
 def summary(*reports: dict[str, Any] | None, **others: Any) -> Summary:
