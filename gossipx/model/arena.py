@@ -88,7 +88,7 @@ class ParameterArena:
         self._at_boundary = True
         self._training = True  # whether further boundaries follow
         self._whole: Snapshot | None = None
-        self._promised: dict[bool, Snapshot] = {}
+        self._pending: dict[bool, Snapshot] = {}
         if self._samples is None:
             self.pool.now = Snapshot(self.pool)
             self.pool.now.fill(*self.pool.room(), 0)
@@ -148,7 +148,7 @@ class ParameterArena:
         """End training: snapshots that wait for a boundary fail, and later ones are not waited for."""
         with self.lock:
             self._training = False
-            failed, self._promised = list(self._promised.values()), {}
+            failed, self._pending = list(self._pending.values()), {}
             for snapshot in failed:
                 snapshot.fail()
         for snapshot in failed:
@@ -178,7 +178,7 @@ class ParameterArena:
     def _next_boundary(self) -> Iterator[tuple[list[Tensor] | None, list[Tensor] | None]]:
         """Yield the last boundary and the memory for the next, which is the same unless the last one is referenced.
 
-        Yields None twice if boundaries are not kept. At the end, pending snapshots are filled. The lock is held, so no
+        Yields (None, None) if boundaries are not kept. At the end, pending snapshots are filled. The lock is held, so no
         snapshot can be requested meanwhile.
         """
         with self.lock:
@@ -191,7 +191,7 @@ class ParameterArena:
                 assert before is not None
                 after = before
                 if before.holders > 1:
-                    # A base that is being copied is released soon, which is faster than allocating memory.
+                    # A snapshot that an incoming model copies is released soon, sooner than memory could be allocated.
                     self.pool.wait_for_bases()
                 if before.holders > 1:
                     after = Snapshot(self.pool)
@@ -204,8 +204,8 @@ class ParameterArena:
                 if past is not None and past is not self.pool.now:
                     past.release()
             self._whole = None
-            promised = self._fill_promised()
-        for snapshot in promised:
+            pending = self._fill_pending()
+        for snapshot in pending:
             snapshot.notify()
 
     def stand_still(self) -> None:
@@ -214,15 +214,15 @@ class ParameterArena:
         What training waits for may itself wait for a snapshot: for example, a server that was restarted.
         """
         with self.lock:
-            promised = self._fill_promised()
-        for snapshot in promised:
+            pending = self._fill_pending()
+        for snapshot in pending:
             snapshot.notify()
 
-    def _fill_promised(self) -> list[Snapshot]:
-        promised, self._promised = self._promised, {}
-        for is_whole, snapshot in promised.items():
+    def _fill_pending(self) -> list[Snapshot]:
+        pending, self._pending = self._pending, {}
+        for is_whole, snapshot in pending.items():
             self._fill(snapshot, is_whole)
-        return list(promised.values())
+        return list(pending.values())
 
     def _copy(self, to: list[Tensor]) -> None:
         """Copy the exchanged values as they are now."""
@@ -245,14 +245,14 @@ class ParameterArena:
         whole = whole and self.pool.has_more
         with self.lock:
             found = self._whole if whole else self.pool.now
-            if found is None and whole in self._promised:
-                found = self._promised[whole]
+            if found is None and whole in self._pending:
+                found = self._pending[whole]
             if found is None:
                 found = Snapshot(self.pool)
                 if self._at_boundary or self._samples is None:
                     self._fill(found, whole)
                 elif self._training:
-                    self._promised[whole] = found
+                    self._pending[whole] = found
                 else:
                     found.fail()
                     return found
