@@ -178,8 +178,8 @@ class ParameterArena:
     def _next_boundary(self) -> Iterator[tuple[list[Tensor] | None, list[Tensor] | None]]:
         """Yield the last boundary and the memory for the next, which is the same unless the last one is referenced.
 
-        Yields (None, None) if boundaries are not kept. At the end, pending snapshots are filled. The lock is held, so no
-        snapshot can be requested meanwhile.
+        Yields (None, None) if boundaries are not kept. At the end, pending snapshots are filled. The lock is held, so
+        no snapshot can be requested meanwhile.
         """
         with self.lock:
             self._at_boundary = True
