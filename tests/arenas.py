@@ -1,4 +1,4 @@
-"""What tests do with arenas beside real drivers."""
+"""Helpers that use arenas in tests as the drivers do."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gossipx.model.snapshots import Snapshot
 
 
 def mix_in(arena: ParameterArena, model: bytes, share: float) -> float:
-    """x ← x + share · (x_j − x), as a driver does it with a model that was pushed; ‖x_j − x‖₂, NaN if refused."""
+    """x ← x + share · (x_j − x), as a driver mixes a pushed model; return ‖x_j − x‖₂, NaN if refused."""
     incoming = Incoming(arena, None)
     incoming.take(0, memoryview(bytearray(model)))
     distance = incoming.norm()
@@ -25,10 +25,10 @@ def mix_in(arena: ParameterArena, model: bytes, share: float) -> float:
 
 
 def mix(arena: ParameterArena, model: bytes, share: float, base: Snapshot | None = None) -> float:
-    """x ← x + share · (x_j − base), as a driver does it with ``model`` from the wire; ‖x_j − base‖₂, NaN if refused.
+    """x ← x + share · (x_j − base), as a driver mixes a pulled model; return ‖x_j − base‖₂, NaN if refused.
 
     Args:
-        base: given away; None: x as of the last boundary.
+        base: takes ownership of the caller's reference; None: x as of the last boundary.
     """
     incoming = Incoming(arena, base or arena.snapshot())
     incoming.take(0, memoryview(bytearray(model)))
@@ -40,7 +40,7 @@ def mix(arena: ParameterArena, model: bytes, share: float, base: Snapshot | None
 
 
 class Net(nn.Module):
-    """A bit of everything that is laid out in ways of its own."""
+    """A model with every kind of tensor that the layout treats differently."""
 
     def __init__(self, seed: int = 0):
         super().__init__()
@@ -64,7 +64,7 @@ def train(module: nn.Module, optimizer: torch.optim.Optimizer, seed: int = 0) ->
 
 
 def model_of(arena: ParameterArena, whole: bool = False) -> bytes:
-    """A model as it goes over the wire."""
+    """Return a model as its bytes on the wire."""
     snapshot = arena.snapshot(whole)
     model = bytes(snapshot.buffer.view)
     snapshot.release()

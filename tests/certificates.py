@@ -1,4 +1,4 @@
-"""Certificates of every kind, good and bad, for the tests."""
+"""Certificates for tests, valid and invalid ones."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Identity:
 
 
 class Authority:
-    """A CA; all that it makes is in ``folder``. Skips the test where the package is not installed."""
+    """A CA whose files are in ``folder``. Skips the test if ``cryptography`` is not installed."""
 
     def __init__(self, folder: Path, name: str = "tests' CA"):
         pytest.importorskip("cryptography", reason="certificates are made with the package cryptography")
@@ -49,10 +49,10 @@ class Authority:
         uses: tuple[str, ...] = ("server", "client"),
         alternative: bool = True,
     ) -> Identity:
-        """A certificate for ``host``, in force until in ``days``: negative, it has expired.
+        """Issue a certificate for ``host``, valid for ``days``; negative: expired.
 
         Args:
-            alternative: whether the host is its subject alternative name, beside its common name.
+            alternative: whether the host is a subject alternative name, not only the common name.
         """
         from cryptography.hazmat.primitives import serialization
         from cryptography.hazmat.primitives.asymmetric import ec

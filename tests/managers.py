@@ -1,4 +1,4 @@
-"""CommManagers over real sockets, and every way that models travel between them."""
+"""CommManagers over real sockets for tests, with every transport for models."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from gossipx.wire.auth import Secret
 HERE = Address("127.0.0.1", 0)
 MANIFEST = ("weight float32 (10, 5) (5, 1)", "bias float32 (10,) (1,)")
 LONG = 60.0  # seconds: ends a test that hangs
-SHORT = 1.0  # seconds: a deadline that is meant to pass, but not before a request has arrived
+SHORT = 1.0  # seconds: a deadline that must pass, but not before a request has arrived
 
 Received = tuple[int, Hashable, Request]
 
@@ -39,7 +39,7 @@ def soon(seconds: float = LONG) -> float:
 
 
 class Model(Source):
-    """What a peer gives, in memory that can be shared."""
+    """A model to send, in memory that can be shared."""
 
     def __init__(self, content: bytes):
         self.memory = Memory(len(content))
@@ -48,7 +48,7 @@ class Model(Source):
 
 
 class Taken(Bytes):
-    """Where what a request brings is taken in."""
+    """The buffer for a request's payload."""
 
     released = 0
 
@@ -57,15 +57,15 @@ class Taken(Bytes):
 
 
 class Host:
-    """A manager whose requests are put into ``received``, or answered by ``react``."""
+    """A manager whose requests go to the ``received`` queue, or are answered by ``react``."""
 
     def __init__(self, run: Run, rank: int, **settings: Any):
         self.run = run
         self.received: queue.Queue[Received] = queue.Queue()
         self.answered: queue.Queue[bool] = queue.Queue()
         self.brought: queue.Queue[bytes] = queue.Queue()
-        self.room = 0  # bytes that a request may bring
-        self.rooms: list[Taken] = []  # that were given
+        self.room = 0  # largest payload of a request, in bytes
+        self.rooms: list[Taken] = []  # buffers handed out
         self.react: Callable[[Hashable, Request], None] | None = None
         given: dict[str, Any] = {
             "rank": rank,
@@ -115,7 +115,7 @@ class Host:
         self.comm.answer(key, reply, payload=model, deadline=soon(), done=self.answered.put, begins=begins)
 
     def serve(self, model: bytes) -> None:
-        """Answer every pull with ``model``, all else with HereReply."""
+        """Answer every pull with ``model``, and everything else with HereReply."""
 
         def react(key: Hashable, request: Request) -> None:
             if isinstance(request, PullRequest):
@@ -127,7 +127,7 @@ class Host:
 
 
 def ended(*hosts: Host) -> None:
-    """End all of them: what a thread has sent it counts a moment after the other side may have it."""
+    """Close all hosts: threads count sent bytes slightly after the receiver may have them."""
     for host in hosts:
         host.comm.close()
 
@@ -147,7 +147,7 @@ class Run:
 
 @contextlib.contextmanager
 def runs() -> Iterator[Callable[[int], Run]]:
-    """Makes runs; all end with it and leave no thread."""
+    """Yield a function that makes runs; all are closed at the end and must leave no thread."""
     before = set(threading.enumerate())
     made: list[Run] = []
 
@@ -164,15 +164,17 @@ def runs() -> Iterator[Callable[[int], Run]]:
         assert not thread.is_alive(), thread
 
 
-shares_memory = pytest.mark.skipif(Memory(1).descriptor is None, reason="this system has no memory with a descriptor")
-"""What is about memory that peers share. All else of a manager is tested where there is none, too."""
+shares_memory = pytest.mark.skipif(
+    Memory(1).descriptor is None, reason="this system cannot share memory by a descriptor"
+)
+"""Marks tests of shared memory; all other tests of a manager also run on systems without it."""
 WAYS = ("tcp", "tcp, secret", "tls", "shm", "shm, secret", "gloo", "gloo, secret", "gloo, tls", "nccl")
-"""How models travel, and how peers know each other."""
+"""Transports for models, with the authentication of peers."""
 SECRET = Secret(b"known to all peers of these tests")
 
 
 def certify(way: str, folder: Path) -> None:
-    """Make what peers need in ``folder``; skip the test where the way cannot be had."""
+    """Make the files that a transport needs in ``folder``; skip the test if the transport is not available."""
     if "tls" in way:
         Authority(folder).issue()
     if way == "nccl" and not (torch.distributed.is_nccl_available() and torch.cuda.device_count() > 1):
@@ -180,10 +182,10 @@ def certify(way: str, folder: Path) -> None:
 
 
 def settings_of(way: str, folder: Path, rank: int = 0) -> dict[str, Any]:
-    """A manager's settings.
+    """Return the settings of a manager.
 
     Args:
-        folder: as :func:`certify` left it.
+        folder: as prepared by :func:`certify`.
     """
     settings: dict[str, Any] = {"share_memory": "shm" in way}
     if "secret" in way:
@@ -199,7 +201,7 @@ def settings_of(way: str, folder: Path, rank: int = 0) -> dict[str, Any]:
 
 @pytest.fixture
 def start() -> Iterator[Callable[[int], Run]]:
-    """Makes runs; all end with the test and leave no thread."""
+    """Yield a function that makes runs; all are closed after the test and must leave no thread."""
     with runs() as make:
         yield make
 
@@ -211,7 +213,7 @@ def two(start: Callable[[int], Run]) -> tuple[Host, Host]:
 
 
 class Heard(logging.Handler):
-    """Log records of gossipx, to be waited for."""
+    """Log records of gossipx, which a test can wait for."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -249,7 +251,7 @@ def frame(message: Any, number: int = 0) -> bytes:
 
 
 def read_frame(stream: socket.socket, payload: Bytes | None = None) -> frames.Frame | None:
-    """The next frame; None at the end of the stream."""
+    """Read the next frame; None at the end of the stream."""
     decoder = frames.Decoder(lambda message, request: payload)
     while True:
         count = stream.recv_into(decoder.next_buffer())
@@ -261,7 +263,7 @@ def read_frame(stream: socket.socket, payload: Bytes | None = None) -> frames.Fr
 
 
 def introduced(host: Host, rank: int, names: Sequence[str]) -> socket.socket:
-    """A connection past its handshake, by someone who says he is ``rank``."""
+    """Return a connection after its handshake, opened under the rank ``rank``."""
     stream = knock(host)
     model = host.comm._member.me.model
     stream.sendall(frame(Hello(rank, names[rank], len(names), "the same list", model)))

@@ -1,4 +1,4 @@
-"""Helpers of the tests of transports."""
+"""Helpers of the transport tests."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from certificates import Authority
 
 from gossipx.transports import Stream, Transport
 
-Beside = Callable[..., "Future[Any]"]
+InThread = Callable[..., "Future[Any]"]
 LONG = 60.0  # seconds: ends a test that hangs
-SHORT = 0.2  # seconds: a deadline that is meant to pass
+SHORT = 0.2  # seconds: a deadline that must pass
 
 
 def soon(seconds: float = LONG) -> float:
@@ -27,8 +27,8 @@ def tls(tmp_path_factory: pytest.TempPathFactory) -> Transport:
 
 
 @pytest.fixture
-def beside() -> Iterator[Beside]:
-    """Runs a call in another thread."""
+def in_thread() -> Iterator[InThread]:
+    """Yield a function that runs a call in another thread."""
     with ThreadPoolExecutor(4) as pool:
         yield pool.submit
 

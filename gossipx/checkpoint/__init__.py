@@ -1,10 +1,10 @@
-"""Checkpoints on disk: named parts, each of tensors and plain data, that are whole or none.
+"""Checkpoints on disk: named parts of tensors and plain data, each checkpoint complete or absent.
 
-A checkpoint of one peer is a directory, named by its iteration, below the peer's ``checkpoints``. Each part is two
-files: ``NAME.safetensors`` with its tensors, if it has any, and ``NAME.json`` with the rest. What parts there are is up
-to whoever saves: a peer has ``model``, ``optimizer``, ``random`` and ``peer``, and any other room may add its own.
-``manifest.json`` is written last and holds the size and the hash of every file; without one that fits, a directory is
-no checkpoint. Nothing that is read is ever unpickled.
+A checkpoint of one peer is a directory, named by its iteration, below the peer's ``checkpoints``. Each part is up to
+two files: ``NAME.safetensors`` with its tensors, if it has any, and ``NAME.json`` with the rest. The caller chooses the
+parts: a peer has ``model``, ``optimizer``, ``random`` and ``peer``, and other modules add their own. ``manifest.json``
+is written last, with the size and hash of every file; a directory without a matching manifest is not a checkpoint.
+Loading never unpickles anything.
 """
 
 from gossipx.checkpoint.every import CheckpointInterval

@@ -1,4 +1,4 @@
-"""How often checkpoints are taken, as settings spell it."""
+"""The setting that says how often checkpoints are taken."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gossipx.errors import UsageError
 
 @dataclass(frozen=True)
 class CheckpointInterval:
-    """So many iterations, or so many seconds; of both 0: no checkpoint is taken at intervals."""
+    """An interval in iterations or in seconds; if both are 0, no checkpoints are taken at intervals."""
 
     iterations: int = 0
     seconds: float = 0.0
@@ -20,12 +20,12 @@ class CheckpointInterval:
 
     @classmethod
     def parse(cls, text: str) -> CheckpointInterval:
-        """What ``500`` (iterations), ``60s`` (seconds) or ``0`` (never) means.
+        """Parse ``500`` (iterations), ``60s`` (seconds) or ``0`` (never).
 
         Raises:
-            UsageError: it is none of these.
+            UsageError: not one of these forms.
         """
         found = re.fullmatch(r"(\d{1,12})|(\d{1,12}(?:\.\d{1,9})?) ?s", text.strip(), re.ASCII)
         if found is None:
-            raise UsageError(f"'{text}' is no interval: iterations such as 500, or seconds such as 60s; 0: none")
+            raise UsageError(f"'{text}' is no interval: use iterations such as 500, seconds such as 60s or 0 for none")
         return cls(iterations=int(found[1])) if found[1] else cls(seconds=float(found[2]))

@@ -1,4 +1,4 @@
-"""The files of a checkpoint: written through to the disk, and hashed as they are written."""
+"""Files of a checkpoint: hashed while they are written, and flushed to the disk."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from torch import Tensor
 from gossipx.checkpoint.plain import DTYPES
 
 HASH = "xxh3_128"
-"""It is there to notice what disks and copies damage, at memory speed; it is no protection from whoever means harm."""
+"""A fast hash that detects damage by disks and copies; it does not protect against deliberate changes."""
 PIECE = 1 << 20
-"""Bytes that are hashed and written at a time."""
+"""Bytes hashed and written at a time."""
 
 
 def write(path: Path, pieces: Iterable[bytes | memoryview]) -> dict[str, Any]:
-    """Write a new file, and wait until the disk has it.
+    """Write a new file, and wait until it is on the disk.
 
     Returns:
         Its size and hash, for the manifest.
 
     Raises:
-        OSError: it cannot be written whole.
+        OSError: the file cannot be written completely.
     """
     digest, size = xxhash.xxh3_128(), 0
     with path.open("xb") as file:
@@ -42,11 +42,11 @@ def write(path: Path, pieces: Iterable[bytes | memoryview]) -> dict[str, Any]:
     return {"bytes": size, HASH: digest.hexdigest()}
 
 
-def look(path: Path) -> dict[str, Any]:
-    """The size and the hash of a file as it is now.
+def measure(path: Path) -> dict[str, Any]:
+    """Return the size and hash of an existing file.
 
     Raises:
-        OSError: it is not there, or cannot be read.
+        OSError: the file is missing or cannot be read.
     """
     digest, size = xxhash.xxh3_128(), 0
     with path.open("rb") as file:
@@ -57,7 +57,7 @@ def look(path: Path) -> dict[str, Any]:
 
 
 def sync(directory: Path) -> None:
-    """Wait until the disk has what was made, renamed or removed in ``directory``."""
+    """Wait until new, renamed and removed entries of ``directory`` are on the disk."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -66,11 +66,11 @@ def sync(directory: Path) -> None:
 
 
 def safetensors(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
-    """Tensors in host memory as the bytes of a safetensors file: the length of a header, the header, all values.
+    """Yield tensors in host memory as the bytes of a safetensors file: header length, header, values.
 
-    The library's own writer gives no way to hash what it writes, and neither says which error of the system it met.
+    The library's own writer cannot hash what it writes, and does not report the system's error.
     """
-    # Large elements first: each tensor begins at a multiple of its element's size.
+    # Sorted by element size, largest first, so that each tensor starts at a multiple of its element size.
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0]))
     header, end = {}, 0
     for name, tensor in ordered:
@@ -85,9 +85,9 @@ def safetensors(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
 
 
 def plain(state: Any) -> bytes:
-    """Plain data as JSON.
+    """Encode plain data as JSON.
 
     Raises:
-        TypeError: it is none, by the json module's words.
+        TypeError: JSON cannot represent it.
     """
     return json.dumps(state).encode()

@@ -1,6 +1,7 @@
-"""Journals: what has happened since a checkpoint, each entry whole or not there.
+"""Journals: append-only files of the records since a checkpoint, each record complete or absent.
 
-What was appended outlives the process, however that ends, but not the machine: nothing waits for the disk.
+Records survive the end of the process, but not of the machine, because writes are not flushed to the disk. A record is
+two lengths, its words (a short description), its content, and a hash.
 """
 
 from __future__ import annotations
@@ -12,32 +13,32 @@ from pathlib import Path
 import xxhash
 
 LENGTHS = 4, 8
-"""Bytes of the numbers that an entry begins with: of its words, and of its content. Its hash comes last, 8 bytes."""
+"""Bytes of the two length fields at the start of a record: of its words, and of its content."""
 NAME = re.compile(r"journal-(\d{8,})")
 
 
 class Journal:
-    """One journal that is being written; for one thread at a time.
+    """A journal open for writing; for one thread at a time.
 
     Args:
-        path: of its file.
-        goes_on: what is there stays; else it begins anew.
+        path: the file.
+        goes_on: keep existing records; otherwise start with an empty file.
 
     Raises:
-        OSError: it cannot be opened.
+        OSError: the file cannot be opened.
     """
 
     def __init__(self, path: Path, goes_on: bool = False):
         path.parent.mkdir(parents=True, exist_ok=True)
         whole = sum(size for *_, size in _entries(path)) if goes_on and path.exists() else 0
         self._file = path.open("ab", buffering=0)
-        self._file.truncate(whole)  # an entry that was cut short would hide what comes after it
+        self._file.truncate(whole)  # records behind an incomplete one could not be read
 
     def append(self, words: bytes, content: memoryview) -> None:
-        """Add an entry.
+        """Append a record.
 
         Raises:
-            OSError: it cannot be written whole.
+            OSError: it cannot be written completely.
         """
         digest = xxhash.xxh3_64(words)
         digest.update(content)
@@ -46,21 +47,21 @@ class Journal:
         )
         for part in (lengths + words, content, digest.digest()):
             view = memoryview(part).cast("B") if len(part) else memoryview(b"")
-            while view:  # one write takes 2 GB at most
+            while view:  # one write accepts at most 2 GB
                 view = view[self._file.write(view) :]
 
     def close(self) -> None:
-        """Write no more."""
+        """Close the file."""
         self._file.close()
 
 
 def path_of(directory: Path, clock: int) -> Path:
-    """Where the journal of what follows the checkpoint of ``clock`` is."""
+    """Return the path of the journal that follows the checkpoint of ``clock``."""
     return directory / f"journal-{clock:08d}"
 
 
 def read(directory: Path, clock: int) -> Iterator[tuple[int, bytes, memoryview]]:
-    """All entries since the checkpoint of ``clock``, in order, each with the clock of the journal that it is from."""
+    """Yield all records since the checkpoint of ``clock``, in order, each with the clock of its journal."""
     for begun, path in _journals(directory):
         if begun >= clock:
             for words, content, _ in _entries(path):
@@ -68,10 +69,10 @@ def read(directory: Path, clock: int) -> Iterator[tuple[int, bytes, memoryview]]
 
 
 def drop(directory: Path, before: int = 0, after: int | None = None) -> None:
-    """Remove journals that no checkpoint needs: those of checkpoints before one clock, or after another.
+    """Remove journals that no checkpoint needs: of checkpoints before one clock, or after another.
 
     Raises:
-        OSError: one cannot be removed.
+        OSError: a journal cannot be removed.
     """
     for begun, path in _journals(directory):
         if begun < before or (after is not None and begun > after):
@@ -79,7 +80,7 @@ def drop(directory: Path, before: int = 0, after: int | None = None) -> None:
 
 
 def clocks(directory: Path) -> list[int]:
-    """Those of the checkpoints that journals follow."""
+    """Return the clocks of the checkpoints that have a journal."""
     return [clock for clock, _ in _journals(directory)]
 
 
@@ -91,7 +92,7 @@ def _journals(directory: Path) -> list[tuple[int, Path]]:
 
 
 def _entries(path: Path) -> Iterator[tuple[bytes, memoryview, int]]:
-    """Each whole entry, and how many bytes it takes; it ends where one is cut short or altered."""
+    """Yield each complete record and its size in bytes; stop at an incomplete or altered one."""
     with path.open("rb") as file:
         while True:
             head = file.read(sum(LENGTHS))

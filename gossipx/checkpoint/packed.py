@@ -1,4 +1,4 @@
-"""Nested state as bytes that another process can read; nothing in it is ever unpickled."""
+"""Nested state encoded as bytes for another process, without pickle."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from gossipx.checkpoint import files
 from gossipx.checkpoint.plain import Part, pack, unpack
 
 LENGTH = 8
-"""Bytes of the number that stands first: how long the plain data is that follows; the tensors come last."""
+"""Bytes of the leading length of the plain data, which follows; the tensors come last."""
 
 
 def to_bytes(tree: object) -> bytes:
-    """Nested state as bytes; errors as those of :func:`~gossipx.checkpoint.plain.pack`."""
+    """Encode nested state; errors as those of :func:`~gossipx.checkpoint.plain.pack`."""
     part = pack(tree)
     state = files.plain(part.state)
     return b"".join([len(state).to_bytes(LENGTH, "little"), state, *files.safetensors(part.tensors)])
 
 
 def from_bytes(packed: memoryview) -> Any:
-    """What :func:`to_bytes` was given, with tensors in host memory.
+    """Decode the output of :func:`to_bytes`, with tensors in host memory.
 
     Raises:
-        ValueError: it is none of its.
+        ValueError: the bytes are not such output.
     """
     end = LENGTH + int.from_bytes(packed[:LENGTH], "little")
     try:

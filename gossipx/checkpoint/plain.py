@@ -1,8 +1,8 @@
-"""Nested state, such as an optimizer's, as tensors by name and plain data that JSON keeps exactly.
+"""Nested state, such as an optimizer's, split into named tensors and plain data that JSON represents exactly.
 
-JSON has lists, objects with text as keys, text, numbers, true, false and null. Floats are written with as many digits
-as it takes to get the same bits back; NaN and the infinities as Python's json writes them, ``NaN`` and ``Infinity``.
-What JSON lacks stands as an object with the reserved key ``$``.
+JSON has lists, objects with text keys, text, numbers, true, false and null. Floats are written with enough digits to
+restore the same bits; NaN and the infinities as Python's json writes them, ``NaN`` and ``Infinity``. Everything else is
+an object with the reserved key ``$``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from gossipx.errors import UsageError
 
 TAG = "$"
-"""Key of an object that stands for a tensor, a tuple, or a dict whose keys are not all text."""
+"""Key of an object that represents a tensor, a tuple, or a dict with keys other than text."""
 SCALARS = (bool, int, float, str, type(None))
 DTYPES: dict[torch.dtype, str] = {
     torch.float64: "F64",
@@ -35,7 +35,7 @@ DTYPES: dict[torch.dtype, str] = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
-"""What the format has, by its names there."""
+"""Supported dtypes, with their names in the safetensors format."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class Part:
     """One named part of a checkpoint.
 
     Attributes:
-        tensors: by name, in host memory; they do not change until they are written.
-        state: what JSON can hold: None, truth values, numbers, text, and lists and dicts (keys: text) of them.
+        tensors: tensors by name, in host memory; they must not change until they are written.
+        state: JSON data: None, booleans, numbers, text, and lists and dicts (with text keys) of these.
     """
 
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
@@ -52,21 +52,21 @@ class Part:
 
 
 def pack(tree: object, called: str = "state") -> Part:
-    """Take a copy of nested state: what the caller changes afterwards does not change it.
+    """Copy nested state into a part; later changes by the caller do not affect it.
 
     Args:
-        tree: dense tensors, numbers, text, None, and lists, tuples and dicts of them to any depth; of numpy, scalars.
-        called: how messages name it.
+        tree: dense tensors, numbers, text, None, numpy scalars, and lists, tuples and dicts of these to any depth.
+        called: name of the state in messages.
 
     Raises:
-        UsageError: there is something else in it; says where.
+        UsageError: it contains something else; the message says where.
     """
     tensors: dict[str, Tensor] = {}
     return Part(tensors, _packed(tree, (called,), tensors))
 
 
 def unpack(part: Part) -> Any:
-    """What :func:`pack` was given, with tensors in host memory. Kinds of dicts and of numbers are the plain ones."""
+    """Return the state given to :func:`pack`, with tensors in host memory, plain dicts and plain numbers."""
     return _unpacked(part.state, part.tensors)
 
 
@@ -78,16 +78,16 @@ def _packed(value: Any, path: tuple[str, ...], tensors: dict[str, Tensor]) -> An
     if isinstance(value, Tensor):
         return _packed_tensor(value, path, tensors)
     if isinstance(value, list):
-        return [_packed(one, (*path, str(index)), tensors) for index, one in enumerate(value)]
+        return [_packed(item, (*path, str(index)), tensors) for index, item in enumerate(value)]
     if isinstance(value, tuple):
         return {TAG: "tuple", "of": _packed(list(value), path, tensors)}
     if isinstance(value, Mapping):
         if all(type(key) is str and key != TAG for key in value):
-            return {key: _packed(one, (*path, key), tensors) for key, one in value.items()}
+            return {key: _packed(item, (*path, key), tensors) for key, item in value.items()}
         for key in value:
             if type(key) not in SCALARS:
-                raise UsageError(f"{'.'.join(path)} has a key of type {type(key).__name__}: text or a number is kept")
-        return {TAG: "dict", "of": [[key, _packed(one, (*path, str(key)), tensors)] for key, one in value.items()]}
+                raise UsageError(f"{'.'.join(path)} has a key of type {type(key).__name__}: keys are text or numbers")
+        return {TAG: "dict", "of": [[key, _packed(item, (*path, str(key)), tensors)] for key, item in value.items()]}
     kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
     raise UsageError(
         f"{'.'.join(path)} is of type {kind}: a checkpoint keeps tensors, numbers, text, None, lists, tuples and dicts"
@@ -96,11 +96,11 @@ def _packed(value: Any, path: tuple[str, ...], tensors: dict[str, Tensor]) -> An
 
 def _packed_tensor(tensor: Tensor, path: tuple[str, ...], tensors: dict[str, Tensor]) -> dict[str, Any]:
     if tensor.layout != torch.strided or tensor.is_meta or tensor.dtype not in DTYPES:
-        told = f"a tensor of layout {tensor.layout}, dtype {tensor.dtype} on {tensor.device}"
-        raise UsageError(f"{'.'.join(path)} is {told}: a checkpoint keeps dense tensors of the usual dtypes")
+        found = f"a tensor of layout {tensor.layout}, dtype {tensor.dtype} on {tensor.device}"
+        raise UsageError(f"{'.'.join(path)} is {found}: a checkpoint keeps dense tensors of the usual dtypes")
     copied = copy_of(tensor)
     name = ".".join(path[1:]) or "tensor"
-    while name in tensors or name == "__metadata__":  # which the format keeps for itself
+    while name in tensors or name == "__metadata__":  # a reserved name of the format
         name += "_"
     tensors[name] = copied
     strides = {} if copied.is_contiguous() else {"strides": list(copied.stride())}
@@ -108,22 +108,22 @@ def _packed_tensor(tensor: Tensor, path: tuple[str, ...], tensors: dict[str, Ten
 
 
 def copy_of(tensor: Tensor) -> Tensor:
-    """A copy in host memory, with the same strides if the tensor fills its memory."""
+    """Return a copy in host memory, with the same strides if the tensor is dense."""
     return tensor.detach().to("cpu", copy=True, memory_format=torch.preserve_format).resolve_conj()
 
 
 def _unpacked(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     if isinstance(value, list):
-        return [_unpacked(one, tensors) for one in value]
+        return [_unpacked(item, tensors) for item in value]
     if not isinstance(value, dict):
         return value
     match value.get(TAG):
         case None:
-            return {key: _unpacked(one, tensors) for key, one in value.items()}
+            return {key: _unpacked(item, tensors) for key, item in value.items()}
         case "tuple":
             return tuple(_unpacked(value["of"], tensors))
         case "dict":
-            return {key: _unpacked(one, tensors) for key, one in value["of"]}
+            return {key: _unpacked(item, tensors) for key, item in value["of"]}
         case _:
             tensor = tensors[value["name"]]
             if "strides" not in value:

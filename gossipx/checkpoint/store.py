@@ -1,8 +1,8 @@
-"""One peer's checkpoints: the newest ones, each whole or none.
+"""The checkpoint store of one peer, which keeps the newest checkpoints, each complete or absent.
 
-A checkpoint's manifest comes into being by one rename, after all its files are on the disk. So a process that is
-killed, a disk that is full or a machine that loses power at any time leaves the checkpoints of before as they are, and
-beside them at most a directory without a manifest, which is removed as the next checkpoint is saved.
+A checkpoint becomes valid by one rename of its manifest, after all its files are on the disk. So a killed process, a
+full disk or a power failure at any time leaves earlier checkpoints intact, and at most one directory without a
+manifest, which the next save removes.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ from gossipx.errors import GossipxError
 log = logging.getLogger("gossipx")
 
 FORMAT = 1
-"""Raised when a reader of today could not make sense of what is written."""
+"""Format version; increased when older readers could not read what is written."""
 MANIFEST = "manifest.json"
 KEEP = 2
-"""Checkpoints that are kept: where the newest turns out to be damaged there is one before it."""
+"""Checkpoints kept: if the newest is damaged, there is an older one."""
 PART = re.compile(r"[\w-][\w.-]*", re.ASCII)
-"""Names of parts, which are names of files."""
+"""Valid names of parts, which become file names."""
 
 
 class CheckpointError(GossipxError):
-    """A checkpoint could not be written; those of before are as they were."""
+    """A checkpoint could not be written; earlier ones are intact."""
 
 
 class DamagedError(GossipxError):
-    """A directory holds no whole checkpoint; says which file is wrong, and how."""
+    """A directory is not a complete checkpoint; the message names the bad file and the problem."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What was read.
+    """A checkpoint that was read.
 
     Attributes:
         path: its directory.
-        iteration: at which it was taken.
-        parts: by name.
+        iteration: the iteration at which it was taken.
+        parts: parts by name.
     """
 
     path: Path
@@ -63,8 +63,8 @@ class Store:
     """The checkpoints in one directory; for one thread at a time.
 
     Args:
-        directory: theirs alone; made with the first.
-        keep: how many are kept, from 1.
+        directory: used for checkpoints only; created by the first save.
+        keep: number of checkpoints to keep, at least 1.
     """
 
     def __init__(self, directory: Path, keep: int = KEEP):
@@ -74,16 +74,16 @@ class Store:
     # --- writing ------------------------------------------------------------------------------------
 
     def save(self, iteration: int, parts: Mapping[str, Part]) -> None:
-        """Write a checkpoint, and then remove what it makes superfluous: the oldest, and what was cut short.
+        """Write a checkpoint, then remove the oldest ones and incomplete ones.
 
-        One that is there at this iteration or a later one is of a training that has been gone back from: it goes, too.
+        Existing checkpoints of this or a later iteration are removed, too: training was resumed from an earlier one.
 
         Args:
-            iteration: from 0.
-            parts: by name: letters, digits and . - _.
+            iteration: iterations done, from 0.
+            parts: parts by name: letters, digits and . - _.
 
         Raises:
-            CheckpointError: it cannot be written, for lack of room, say; nothing of it is left.
+            CheckpointError: it cannot be written, for example because the disk is full; no part of it remains.
         """
         target = self.directory / f"{iteration:08d}"
         try:
@@ -94,7 +94,7 @@ class Store:
             written = {}
             for name, part in parts.items():
                 if not PART.fullmatch(name):
-                    raise CheckpointError(f"'{name}' names no part of a checkpoint: letters, digits and . - _")
+                    raise CheckpointError(f"'{name}' is no valid part name: use letters, digits and . - _")
                 written[f"{name}.json"] = files.write(target / f"{name}.json", [files.plain(part.state)])
                 if part.tensors:
                     tensors = files.safetensors(part.tensors)
@@ -105,13 +105,13 @@ class Store:
             with contextlib.suppress(OSError):
                 _remove(target)
             raise CheckpointError(
-                f"{target}: the checkpoint cannot be written ({error.strerror}); make room, or give another "
+                f"{target}: the checkpoint cannot be written ({error.strerror}); make room, or change "
                 "--checkpoint-every or --keep-checkpoints"
             ) from error
         self._drop_all_but(iteration)
 
     def _drop_all_but(self, iteration: int) -> None:
-        """Keep the newest up to ``iteration``."""
+        """Keep only the newest checkpoints up to ``iteration``."""
         whole = [path for path in self._newest_first() if (path / MANIFEST).exists() and int(path.name) <= iteration]
         kept = whole[: self._keep]
         try:
@@ -124,31 +124,31 @@ class Store:
             ) from error
 
     def clean(self) -> None:
-        """Remove what a process that was killed has left half done."""
+        """Remove incomplete checkpoints that a killed process has left."""
         for path in self._newest_first():
             if not (path / MANIFEST).exists():
-                with contextlib.suppress(OSError):  # the next save says so, if it is in its way
+                with contextlib.suppress(OSError):  # if it matters, the next save reports it
                     _remove(path)
 
     # --- reading ------------------------------------------------------------------------------------
 
     def load(self, at: int | None = None) -> Checkpoint | None:
-        """The newest that is whole; what is wrong with each newer one is told in one log line. None: there is none.
+        """Return the newest complete checkpoint, or None; one line is logged about each newer, damaged one.
 
         Args:
-            at: the iteration; None: whatever it is.
+            at: the iteration to load; None: any.
         """
         paths = [path for path in self._newest_first() if at is None or int(path.name) == at]
         for number, path in enumerate(paths, 1):
             try:
                 return _read(path)
             except DamagedError as damage:
-                then = "the checkpoint before it is looked at" if number < len(paths) else "there is none before it"
+                then = "trying the checkpoint before it" if number < len(paths) else "no older checkpoint exists"
                 log.warning("%s; %s", damage, then)
         return None
 
     def find(self) -> int | None:
-        """The iteration of the newest that is whole, as :meth:`load` would read it, without a word."""
+        """Return the iteration of the checkpoint that :meth:`load` would return, without logging."""
         for path in self._newest_first():
             with contextlib.suppress(DamagedError):
                 _verify(path)
@@ -156,10 +156,10 @@ class Store:
         return None
 
     def whole(self, told: bool = False) -> set[int]:
-        """The iterations of all that are whole.
+        """Return the iterations of all complete checkpoints.
 
         Args:
-            told: what is wrong with each other one is told in one log line; else nothing is said.
+            told: whether to log one line about each damaged one.
         """
         found = set()
         for path in self._newest_first():
@@ -172,7 +172,7 @@ class Store:
         return found
 
     def oldest(self) -> int | None:
-        """The iteration of the oldest that was written whole, whatever has become of it."""
+        """Return the iteration of the oldest checkpoint that was completed, even if it was damaged since."""
         return min((int(path.name) for path in self._newest_first() if (path / MANIFEST).exists()), default=None)
 
     def _newest_first(self) -> list[Path]:
@@ -183,7 +183,7 @@ class Store:
 
 
 def _commit(target: Path, manifest: dict[str, Any]) -> None:
-    """Make what is in ``target`` a checkpoint."""
+    """Turn the contents of ``target`` into a valid checkpoint."""
     text = json.dumps({**manifest, files.HASH: _digest(manifest)}, indent=1).encode()
     unfinished = target / f"{MANIFEST}.tmp"
     files.write(unfinished, [text])
@@ -192,12 +192,12 @@ def _commit(target: Path, manifest: dict[str, Any]) -> None:
 
 
 def _digest(manifest: dict[str, Any]) -> str:
-    """The hash of a manifest, which stands in it, too: of all the rest."""
+    """Return the hash of a manifest without its own hash field."""
     return xxhash.xxh3_128(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def _remove(path: Path) -> None:
-    """Remove a checkpoint: the manifest first, so that it is whole or none at any moment."""
+    """Remove a checkpoint, its manifest first, so that a partial removal leaves no valid checkpoint."""
     (path / MANIFEST).unlink(missing_ok=True)
     shutil.rmtree(path)
 
@@ -209,27 +209,27 @@ def _read(path: Path) -> Checkpoint:
         try:
             state = json.loads((path / f"{name}.json").read_bytes())
             parts[name] = Part(load_file(path / tensors) if tensors in listed else {}, state)
-        except (OSError, ValueError, SafetensorError) as error:  # it is as it was written, but is none of ours
+        except (OSError, ValueError, SafetensorError) as error:  # unchanged since it was written, but not by this store
             raise DamagedError(f"{path}: its part '{name}' cannot be read ({error})") from error
     return Checkpoint(path, int(path.name), parts)
 
 
 def _verify(path: Path) -> list[str]:
-    """See that the checkpoint at ``path`` is whole.
+    """Check that the checkpoint at ``path`` is complete.
 
     Returns:
         The names of its files.
 
     Raises:
-        DamagedError: it is not; names the file.
+        DamagedError: it is not; the message names the file.
     """
     listed = _manifest(path)["files"]
     for name, expected in listed.items():
         file = path / name
         try:
-            found = files.look(file)
+            found = files.measure(file)
         except FileNotFoundError:
-            raise DamagedError(f"{file}: is not there any more") from None
+            raise DamagedError(f"{file}: is missing") from None
         except OSError as error:
             raise DamagedError(f"{file}: cannot be read ({error.strerror})") from error
         if found["bytes"] != expected["bytes"]:
@@ -244,15 +244,15 @@ def _manifest(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(file.read_bytes())
     except FileNotFoundError:
-        raise DamagedError(f"{file}: is not there: the checkpoint was cut short") from None
+        raise DamagedError(f"{file}: is missing: the checkpoint is incomplete") from None
     except OSError as error:
         raise DamagedError(f"{file}: cannot be read ({error.strerror})") from error
     except ValueError:
-        raise DamagedError(f"{file}: is not JSON: it was altered or cut short") from None
+        raise DamagedError(f"{file}: is not JSON: it was altered or truncated") from None
     if not isinstance(found, dict) or found.pop(files.HASH, None) != _digest(found):
-        raise DamagedError(f"{file}: its hash is not that of what it says: it was altered")
+        raise DamagedError(f"{file}: does not match its own hash: it was altered")
     if found.get("format") != FORMAT:
-        raise DamagedError(f"{file}: is of format {found.get('format')}, and this gossipx reads format {FORMAT}")
+        raise DamagedError(f"{file}: has format {found.get('format')}, but this gossipx reads format {FORMAT}")
     if found["iteration"] != int(path.name):
-        raise DamagedError(f"{file}: is that of iteration {found['iteration']}: it was moved here")
+        raise DamagedError(f"{file}: is of iteration {found['iteration']}: it was moved here")
     return found

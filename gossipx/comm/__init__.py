@@ -1,18 +1,18 @@
-"""Requests to other peers and answers to theirs, over real connections.
+"""Requests to other peers and responses to theirs, over real connections.
 
-One request, from end to end: of :class:`gossipx.comm.client.Client` here, which sends it, and of
-:class:`gossipx.comm.listener.Listener` there::
+One request, end to end, from :class:`gossipx.comm.client.Client` here to :class:`gossipx.comm.listener.Listener` on the
+other peer ("there")::
 
     request()     here    queues a job, wakes or starts a worker, returns
       _work       here    the worker takes the job
-      _exchange   here    on an idle connection to that peer, or one from _open (Hello, Welcome):
-      Link.ask    here    the request goes out ...
-        _ask      there   ... comes in on the connection's own thread, which tells on_request of it
-        answer()  there   and waits until it is answered, then sends the reply
-      Link.ask    here    ... the reply comes in, a model straight into the payload buffer
-      _finish     here    done(reply), or done(error)
+      _exchange   here    picks an idle connection to that peer, or _open makes one (Hello, Welcome)
+      Link.ask    here    sends the request ...
+        _ask      there   ... is called on the connection's own thread and passes it to on_request,
+        answer()  there   waits for the response, then sends it
+      Link.ask    here    ... receives the reply, a model straight into the payload buffer
+      _finish     here    calls done(reply) or done(error)
 
-A connection carries one request at a time, of the side that opened it. Callbacks hold no lock.
+A connection carries one request at a time, always from the side that opened it. Callbacks run without locks held.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from gossipx.transports.trust import Trust
 from gossipx.wire import Hello, Sink, SinkFactory, auth
 from gossipx.wire.agreement import manifest_bytes
 
-# Seconds that close() gives its threads: it wakes all but those in a callback or in connect.
+# Seconds that close() waits for its threads. It wakes all of them except those in a callback or in connect.
 _CLOSE = 5.0
 
 
@@ -41,35 +41,35 @@ class CommManager:
     """Sends requests to the peers of a run and receives theirs.
 
     Args:
-        rank: this peer's own.
-        names: of all peers, by rank.
-        addresses: of all peers, by rank; looked up whenever a connection is opened.
-        bind: where to listen; port 0 lets the system choose.
-        peers_digest: of the list of peers; peers with another are refused.
-        settings: by option, those that all peers must have alike; who has others is refused.
-        manifest: one line a tensor, ``name dtype shape stride``; all peers must have the same.
-        on_request: told (sender's rank, key, request, what it brought or None) from a connection's thread; each key is
-            to be given to :meth:`answer` once, then or later, and what was brought is to be released.
-        room_for: given (sender's rank, request), where what that brings is taken in. It may wait for memory to be free,
-            as the sender waits meanwhile; a GossipxError ends the connection. By default nothing may be brought.
-        peer_timeout: seconds within which a handshake, and a request once begun, must be whole.
+        rank: this peer's rank.
+        names: names of all peers, by rank.
+        addresses: addresses of all peers, by rank; read each time a connection is opened.
+        bind: address to listen at; port 0 lets the system choose a port.
+        peers_digest: digest of the peer list; a peer with another digest is refused.
+        settings: options that must be equal on all peers, name to value; a peer that differs is refused.
+        manifest: one line per tensor, ``name dtype shape stride``; must be equal on all peers.
+        on_request: called with (sender's rank, key, request, its payload or None) on a connection's thread. The callee
+            must pass each key to :meth:`answer` exactly once, then or later, and must release the payload.
+        room_for: called with (sender's rank, request); returns the buffer for the request's payload. It may block until
+            memory is free, while the sender waits; a GossipxError ends the connection. Default: payloads are refused.
+        peer_timeout: seconds allowed for a handshake, and for receiving a request once its first byte has arrived.
         transport: makes the connections.
-        share_memory: give models to peers on this machine in memory that both share, where the system can; connections
-            to them are opened by ``transport`` and go on over a Unix socket.
-        only_memory: requests to a peer with which that cannot be end in a UsageError.
-        carriers: build a way for models beside each connection that one is asked for over. Where they cannot, models
-            go over the connections, and a line is logged once a peer. Go not with ``share_memory``.
-        max_rate: bytes a second of models that are sent over a network, to all others together; None: no limit.
-        secret: that all peers of the run share; connections begin with proving it, and every frame has a MAC.
-        max_connections: inbound ones at a time; above it the oldest is closed that has not said who it is. By
-            default 32 and four a peer (two that it keeps, and two that it uses meanwhile). Of those that have not said
-            who they are there are never more than 32, or two a peer.
+        share_memory: pass models to peers on this machine through shared memory where the system supports it. Such a
+            connection is opened with ``transport`` and then replaced by a Unix socket.
+        only_memory: fail requests to peers that cannot share memory, with UsageError.
+        carriers: builds a side channel for models (gloo, NCCL) per connection. Where that fails, models use the
+            connection itself and one line per peer is logged. Excludes ``share_memory``.
+        max_rate: limit on model bytes per second sent over networks, to all peers together; None: unlimited.
+        secret: shared by all peers of the run. Each connection then starts with a proof, and each frame has a MAC.
+        max_connections: limit on inbound connections; above it the oldest one without a finished handshake is closed.
+            Default: 32 plus four per peer (two idle, two in use). Connections without a finished handshake are
+            limited to 32, or two per peer if that is more.
 
     Attributes:
-        trust: who was turned away.
+        trust: which peers and strangers were turned away.
 
     Raises:
-        UsageError: the manifest is larger than the 16 MiB that can be sent.
+        UsageError: the manifest exceeds the 16 MiB that can be sent.
     """
 
     def __init__(
@@ -114,26 +114,26 @@ class CommManager:
 
     @property
     def address(self) -> Address:
-        """Where it listens; RuntimeError before it is started."""
+        """The address that the manager listens at; RuntimeError before :meth:`start`."""
         return self._listener.address
 
     @property
     def names(self) -> Sequence[str]:
-        """Of all peers, by rank."""
+        """Names of all peers, by rank."""
         return self._member.names
 
     @property
     def bytes_sent(self) -> int:
-        """Of the whole wire, with models, messages and handshakes."""
+        """Bytes sent on the wire: models, messages and handshakes."""
         return self._member.links.sent
 
     @property
     def bytes_received(self) -> int:
-        """Of the whole wire, with what was dropped later."""
+        """Bytes received from the wire, including data that was discarded."""
         return self._member.links.received
 
     def start(self) -> None:
-        """Listen and answer from now on; GossipxError if the address cannot be had."""
+        """Listen and serve requests; GossipxError if the address is not available."""
         self._listener.start()
 
     def request(
@@ -146,24 +146,23 @@ class CommManager:
         done: Callable[[Reply | GossipxError], None],
         brought: Source | None = None,
     ) -> Callable[[], None]:
-        """Ask peer ``to``, oneself too; never blocks.
+        """Send a request to peer ``to``, which may be this peer; never blocks.
 
         Args:
-            brought: what the request brings along, if it is a CarryingRequest; its bytes must not change until ``done``
-                is called.
+            brought: payload of a CarryingRequest; its bytes must not change until ``done`` is called.
             deadline: absolute, on time.monotonic(), for everything until the last byte.
-            payload: takes a ModelReply's bytes in, which must be exactly as many (None: none), until ``done`` is
-                called; what it has taken is of worth only if a ModelReply came.
-            done: called once, from a thread of the manager's, with the reply or with
+            payload: receives a ModelReply's bytes, which must match its size exactly (None: no payload). It may be
+                written to until ``done`` is called, and its content is valid only if the result is a ModelReply.
+            done: called once, on a thread of the manager, with the reply or with
                 PeerUnreachableError, PeerTimeoutError, ProtocolError, ModelMismatchError or CancelledError.
 
         Returns:
-            What cancels it, from any thread and any number of times. A model that is on its way is not sent any
-            further then, and unless ``done`` was called before, it is told CancelledError soon.
+            A function that cancels the request; it may be called from any thread, any number of times. It stops a model
+            in transfer, and unless ``done`` was called before, ``done`` soon receives CancelledError.
 
         Raises:
-            ValueError: the request is not one that a peer would accept.
-            RuntimeError: the system has no thread left for it; ``done`` is not called.
+            ValueError: the request is invalid.
+            RuntimeError: the system cannot start another thread; ``done`` is not called.
         """
         return self._client.request(Job(to, request, deadline, payload, done, brought))
 
@@ -180,20 +179,20 @@ class CommManager:
         """Answer a received request; never blocks.
 
         Args:
-            key: as told to ``on_request``.
+            key: the key that was passed to ``on_request``.
             payload: a ModelReply's bytes; they must not change until ``done`` is called.
-            deadline: absolute; the answer is given up if its last byte has not gone out by then, or a model's receiver
-                has not told by then that it has it.
-            done: called once, from a thread of the manager's: whether it has arrived, as far as is known.
-            begins: absolute; nothing is sent before.
+            deadline: absolute; the response is abandoned if its last byte was not sent, or a model not acknowledged, by
+                then.
+            done: called once, on a thread of the manager, with whether the response was delivered, as far as is known.
+            begins: absolute; nothing is sent earlier.
 
         Raises:
-            ValueError: the reply is not one that a peer would accept.
+            ValueError: the reply is invalid.
         """
         self._listener.answer(key, Response(reply, payload, deadline, done, begins))
 
     def close(self) -> None:
-        """End everything; what is pending is told an error or False. Any number of times."""
+        """End all connections; pending calls receive an error or False. May be called any number of times."""
         self._member.links.abort()
         self._listener.end()
         self._client.wake()

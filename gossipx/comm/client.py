@@ -1,4 +1,8 @@
-"""The requests of a peer: each is sent by a worker, on a connection that this peer has opened."""
+"""The sending side of a peer: worker threads that send requests on connections which this peer has opened.
+
+:meth:`Client.request` queues a job and returns. A worker takes the job, picks or opens a connection, waits for the
+reply and calls ``done``.
+"""
 
 from __future__ import annotations
 
@@ -34,20 +38,20 @@ from gossipx.wire import DescribeRequest, Sink, SinkFactory, Welcome, frames
 
 log = logging.getLogger("gossipx")
 
-# Seconds within which a reused connection must fail for the request to be tried on a new one: it
-# was dead before. Later, the peer may have been at work on the request.
-_AT_ONCE = 1.0
-# Seconds that a worker without work stays: longer than between two pulls of a fast loop.
-_REST = 30.0
+# Seconds. If a reused connection fails this soon, it was dead before, and the request is retried on a new one. If it
+# fails later, the peer may already have acted on the request, so it is not sent twice.
+_STALE_AFTER = 1.0
+# Seconds that a worker without work stays alive: longer than the pause between two pulls of a fast loop.
+_WORKER_IDLE = 30.0
 
 
 @dataclass(eq=False)
 class Job:
-    """A request of ours; fields as the arguments of :meth:`gossipx.comm.CommManager.request`.
+    """One outgoing request; fields as the arguments of :meth:`gossipx.comm.CommManager.request`.
 
     Attributes:
-        cancelled: nobody wants an answer any more.
-        link: over which it is asked now; of a request to oneself, what ends it.
+        cancelled: whether the caller has cancelled the request.
+        link: the connection in use now, or the loopback of a request to this peer itself; aborting it ends the request.
     """
 
     to: int
@@ -61,12 +65,12 @@ class Job:
 
 
 class Client:
-    """Sends requests and takes their answers in.
+    """Sends requests and receives their replies.
 
     Args:
-        member: whose requests they are.
-        only_memory: requests to a peer with which no memory can be shared end in a UsageError.
-        own: answers requests to oneself.
+        member: identity and connections of this peer.
+        only_memory: fail requests to peers that cannot share memory, with UsageError.
+        own: serves requests that this peer sends to itself.
     """
 
     def __init__(self, member: Member, only_memory: bool, own: Listener):
@@ -75,27 +79,27 @@ class Client:
         self._only_memory = only_memory
         self._links = member.links
         self._numbers = itertools.count(1)
-        # Everything below is touched under the lock alone.
+        # The lock guards everything below.
         self._lock = threading.Lock()
-        self._arrived = threading.Condition(self._lock)  # a job, or the end
+        self._arrived = threading.Condition(self._lock)  # a job was queued, or all connections have ended
         self._jobs: deque[Job] = deque()
         self._unfinished: set[Job] = set()
-        self._resting = 0  # workers without a job
-        self._met: dict[int, str] = {}  # by rank, which process has answered last: its name on its machine
-        # Of these processes: they say that they are on this machine, and cannot be reached as such;
-        self._apart: set[int] = set()
-        self._bare: set[int] = set()  # and no carrier can be built with them.
+        self._idle_workers = 0
+        # What is known of each peer's current process, by rank. A new process has a new local name and starts afresh.
+        self._process_names: dict[int, str] = {}  # local name of the process that last completed a handshake
+        self._unreachable_locally: set[int] = set()  # on this machine, but its Unix socket is unreachable
+        self._without_carrier: set[int] = set()  # no carrier can be built with it
 
     def request(self, job: Job) -> Callable[[], None]:
-        """Have a request sent; returns what cancels it. See :meth:`gossipx.comm.CommManager.request`."""
+        """Queue a request; return a function that cancels it. See :meth:`gossipx.comm.CommManager.request`."""
         if not 0 <= job.to < self._member.me.size:
-            raise ValueError(f"rank {job.to} is no peer's")
-        frames.encode(job.request, 0, job.brought)  # raises here, where the mistake is
+            raise ValueError(f"no peer has rank {job.to}")
+        frames.encode(job.request, 0, job.brought)  # validates: raise in the caller, not in the worker
         with self._lock:
             if not self._links.closed.is_set():
-                # As many workers as requests, no cap: under one, requests to peers that are gone
-                # would keep a request to a living peer waiting past its deadline.
-                if self._resting <= len(self._jobs):
+                # One worker per pending request, without a limit: with a limit, requests to dead peers
+                # would delay a request to a living peer past its deadline.
+                if self._idle_workers <= len(self._jobs):
                     self._links.spawn("ask", self._work)
                 self._jobs.append(job)
                 self._unfinished.add(job)
@@ -110,34 +114,34 @@ class Client:
                 return
             job.cancelled, link = True, job.link
         if link is not None:
-            link.abort()  # the worker hears of it
+            link.abort()  # wakes the worker, which finishes the job
             return
-        # Nothing writes to its payload, nor will. Where the system has no thread left, the worker tells.
+        # The job has not begun, so nothing writes to its payload. Without a thread to spare, the worker finishes it.
         with contextlib.suppress(RuntimeError):
-            call_back_in_thread(lambda result: self._finish(job, result), self._given_up(job))
+            call_back_in_thread(lambda result: self._finish(job, result), self._cancelled_error(job))
 
-    def _given_up(self, job: Job) -> CancelledError:
+    def _cancelled_error(self, job: Job) -> CancelledError:
         return CancelledError(f"{self._member.names[job.to]}: the request was cancelled")
 
     def wake(self) -> None:
-        """All links have ended: let the workers see it."""
+        """Wake idle workers after all connections have ended, so that they exit."""
         with self._lock:
             self._arrived.notify_all()
 
     def give_up(self) -> None:
-        """Tell whoever still waits for an answer that there will be none."""
+        """Finish every pending request with an error."""
         with self._lock:
             left = list(self._unfinished)
         for job in left:
             self._finish(job, self._links.gone())
 
     def _work(self) -> None:
-        """A worker: one job after the other, until there is none for a while."""
+        """Run jobs one after the other; return after :data:`_WORKER_IDLE` without one."""
         while True:
             with self._arrived:
-                self._resting += 1
-                self._arrived.wait_for(lambda: self._jobs or self._links.closed.is_set(), _REST)
-                self._resting -= 1
+                self._idle_workers += 1
+                self._arrived.wait_for(lambda: self._jobs or self._links.closed.is_set(), _WORKER_IDLE)
+                self._idle_workers -= 1
                 if not self._jobs:
                     return
                 job = self._jobs.popleft()
@@ -148,7 +152,7 @@ class Client:
             return self._exchange(job)
         except PeerFaultError as error:
             if job.cancelled:
-                return self._given_up(job)
+                return self._cancelled_error(job)
             if self._links.closed.is_set():
                 return self._links.gone()
             if isinstance(error, NotAuthorisedError | RefusedError):
@@ -156,7 +160,7 @@ class Client:
             return type(error)(f"{self._member.names[job.to]}: {error}")
         except GossipxError as error:
             return error
-        except Exception as error:  # a fault of ours; the driver still has to hear of its request
+        except Exception as error:  # a bug in this package; the caller still needs a result
             log.exception("a request to %s failed", self._member.names[job.to])
             return GossipxError(f"{self._member.names[job.to]}: {error!r}")
 
@@ -172,41 +176,42 @@ class Client:
             return self._attempt(job)
         except NoCarrierError as error:
             with self._lock:
-                met = self._met.get(job.to)
-            reply = self._attempt(job, bare=True)  # raises if it is the peer that is gone, and not a way to it
+                before = self._process_names.get(job.to)
+            reply = self._attempt(job, without_carrier=True)  # raises if the peer is unreachable
             with self._lock:
-                new = self._met.get(job.to) == met and job.to not in self._bare
+                new = self._process_names.get(job.to) == before and job.to not in self._without_carrier
                 if new:
-                    self._bare.add(job.to)
+                    self._without_carrier.add(job.to)
             if new:
-                log.warning("models of %s come over sockets from now on: %s", self._member.names[job.to], error)
+                log.warning("models from %s use sockets from now on: %s", self._member.names[job.to], error)
             return reply
 
-    def _attempt(self, job: Job, bare: bool = False) -> Reply:
-        """Ask on a kept connection, or a new one; ``bare``: without a carrier."""
+    def _attempt(self, job: Job, without_carrier: bool = False) -> Reply:
+        """Send the request on an idle connection or a new one, with a carrier unless ``without_carrier``."""
         if job.cancelled:
-            raise self._given_up(job)
+            raise self._cancelled_error(job)
         if job.to == self._member.me.rank:
             loopback = LoopbackRequest()
-            with self._asking_over(loopback, job):
+            with self._registered(loopback, job):
                 return self._own.request_loopback(job.request, job.brought, job.payload, job.deadline, loopback)
         link = self._links.take(job.to)
         if link is not None:
             began = time.monotonic()
             try:
-                return self._ask_over(link, job, bare)
+                return self._ask_over(link, job, without_carrier)
             except PeerUnreachableError:
-                if job.cancelled or link.heard or time.monotonic() - began > _AT_ONCE:
+                if job.cancelled or link.heard or time.monotonic() - began > _STALE_AFTER:
                     raise
-        return self._ask_over(self._open(job.to, job.deadline), job, bare)
+        return self._ask_over(self._open(job.to, job.deadline), job, without_carrier)
 
-    def _ask_over(self, link: Link, job: Job, bare: bool) -> Reply:
+    def _ask_over(self, link: Link, job: Job, without_carrier: bool) -> Reply:
         carriers = self._member.carriers
         with self._lock:
-            bare = bare or job.to in self._bare
-        with self._links.dropped_on_failure(link), self._asking_over(link, job):
-            if carriers is not None and link.carrier is None and not bare and _wants_bytes(job):
-                # Half the time: if it cannot be built, the other half is for the model to come without.
+            without_carrier = without_carrier or job.to in self._without_carrier
+        with self._links.dropped_on_failure(link), self._registered(link, job):
+            if carriers is not None and link.carrier is None and not without_carrier and _wants_bytes(job):
+                # Half of the time left: if the carrier cannot be built, the other half remains for a transfer without
+                # one.
                 by = (time.monotonic() + self._soon(job.deadline)) / 2
                 link.ask_for_carrier(carriers, next(self._numbers), by)
             frame = link.ask(job.request, next(self._numbers), job.deadline, job.payload, job.brought)
@@ -214,66 +219,66 @@ class Client:
         return cast(Reply, frame.message)
 
     @contextlib.contextmanager
-    def _asking_over(self, link: Link | LoopbackRequest, job: Job) -> Iterator[None]:
-        """While a request is asked over ``link``, which is of no more use if it is cancelled: CancelledError."""
+    def _registered(self, link: Link | LoopbackRequest, job: Job) -> Iterator[None]:
+        """Register ``link`` with the job, so that cancelling aborts it; CancelledError if that has happened."""
         with self._lock:
             if job.cancelled:
-                raise self._given_up(job)
+                raise self._cancelled_error(job)
             job.link = link
         try:
             yield
         finally:
             with self._lock:
                 job.link = None
-        if job.cancelled:  # who has cancelled it may still be about to end the link
-            raise self._given_up(job)
+        if job.cancelled:  # _cancel may be about to abort the link, so it must not be reused
+            raise self._cancelled_error(job)
 
     def _open(self, to: int, deadline: float) -> Link:
-        """A new connection to peer ``to``, both sides having said who they are."""
+        """Open a connection to peer ``to`` and complete the handshake."""
         member, deadline = self._member, self._soon(deadline)
         link = self._links.add(member.transport.connect(member.addresses[to], deadline))
-        they = self._greet(link, to, deadline)
-        here = self._meet(they, to)
+        welcome = self._greet(link, to, deadline)
+        here = self._record_process(welcome, to)
         with self._links.dropped_on_failure(link):
-            local = self._open_local(they, to, link, deadline) if here else None
+            local = self._open_local(welcome, to, link, deadline) if here else None
         if local is not None:
             self._links.drop(link)
             return local
         if self._only_memory:
             self._links.drop(link)
-            raise UsageError(f"no memory can be shared with {member.names[to]}, as --transport shm wants: use auto")
+            raise UsageError(f"--transport shm: no memory can be shared with {member.names[to]}; use --transport auto")
         return link
 
-    def _meet(self, they: Welcome, to: int) -> bool:
-        """Peer ``to`` has answered; whether it is on this machine, as far as is known.
+    def _record_process(self, welcome: Welcome, to: int) -> bool:
+        """Record which process of peer ``to`` answered; return whether it seems to be on this machine.
 
-        What was found of a process holds no more once another has taken its place.
+        A new process of the peer clears what was recorded about the one before.
         """
         with self._lock:
-            if self._met.get(to) != they.local:
-                self._met[to] = they.local
-                self._apart.discard(to)
-                self._bare.discard(to)
+            if self._process_names.get(to) != welcome.local:
+                self._process_names[to] = welcome.local
+                self._unreachable_locally.discard(to)
+                self._without_carrier.discard(to)
             machine = self._member.machine
-            return machine != "" and they.machine == machine and to not in self._apart
+            return machine != "" and welcome.machine == machine and to not in self._unreachable_locally
 
     def _soon(self, deadline: float) -> float:
-        """When a handshake must be over."""
+        """Return the deadline of a handshake."""
         return min(deadline, time.monotonic() + self._member.timeout)
 
-    def _open_local(self, they: Welcome, to: int, link: Link, deadline: float) -> Link | None:
-        """The same over a Unix socket, to a peer that says it is on this machine; None if it cannot be reached so.
+    def _open_local(self, welcome: Welcome, to: int, link: Link, deadline: float) -> Link | None:
+        """Replace ``link`` by a Unix socket to the same peer on this machine; None if its socket is unreachable.
 
         Args:
-            link: to the same peer, by which it is asked whether it is still there.
+            link: an open connection to the peer, used to check that the peer is still alive.
         """
         try:
-            stream = unix.connect(Address(they.local, 0), deadline)
+            stream = unix.connect(Address(welcome.local, 0), deadline)
         except OutOfReachError as error:
-            link.ask(DescribeRequest(), next(self._numbers), deadline)  # raises if it has just ended, name and all
+            link.ask(DescribeRequest(), next(self._numbers), deadline)  # raises if the process has just ended
             log.debug("%s is on this machine and cannot share memory: %s", self._member.names[to], error)
             with self._lock:
-                self._apart.add(to)
+                self._unreachable_locally.add(to)
             return None
         local = self._links.add(stream)
         self._greet(local, to, deadline)
@@ -284,9 +289,9 @@ class Client:
         with self._links.dropped_on_failure(link):
             if member.secret is not None:
                 handshake.prove(link, member.secret, member.me, member.names[to], deadline)
-            they = handshake.greet(link, member.me, to, member.names[to], member.manifest, deadline)
+            welcome = handshake.greet(link, member.me, to, member.names[to], member.manifest, deadline)
         member.trust.taken_in()
-        return they
+        return welcome
 
 
 def _wants_bytes(job: Job) -> bool:

@@ -1,4 +1,7 @@
-"""The requests of others: they come in on connections that this peer has accepted, each with a thread of its own."""
+"""The serving side of a peer: inbound connections, each with its own thread, and the responses to their requests.
+
+A connection's thread passes a request to ``on_request`` and waits until :meth:`Listener.answer` provides the response.
+"""
 
 from __future__ import annotations
 
@@ -43,23 +46,23 @@ from gossipx.wire import (
 
 log = logging.getLogger("gossipx")
 
-# Seconds. How often a thread that waits for an answer looks whether the requester is still there.
-_LOOK = 1.0
-# Seconds to wait before accepting again when the system lacks something: first, and at most.
+# Seconds. How often a thread that waits for a response checks that the requester is still connected.
+_POLL = 1.0
+# Seconds to wait before accepting again after the system ran out of a resource: first, and at most.
 _PAUSE = (0.05, 1.0)
-# Connections at a time that have not said who they are, however few others there are; and how many a peer, where that
-# is more: all peers of a run may come at once, with a message and a pull each.
-_STRANGERS, _AT_FIRST = 32, 2
+# Limits on connections without a finished handshake: in total, or per peer where that is more. All peers of a run may
+# connect at once, with a message and a pull each.
+_STRANGERS, _STRANGERS_PER_PEER = 32, 2
 
 
 def no_room(sender: int, request: CarryingRequest) -> UploadSink:
-    """Refuses whatever is brought."""
-    raise ProtocolError(f"it brought {type(request).__name__}, for which there is no room here")
+    """Refuse every payload."""
+    raise ProtocolError(f"it sent {type(request).__name__} with a payload, which this peer does not accept")
 
 
 @dataclass(frozen=True)
 class Response:
-    """An answer of ours; fields as the arguments of :meth:`gossipx.comm.CommManager.answer`."""
+    """One response; fields as the arguments of :meth:`gossipx.comm.CommManager.answer`."""
 
     reply: Reply
     payload: Source | None
@@ -70,7 +73,7 @@ class Response:
 
 @dataclass(eq=False)
 class _Slot:
-    """A received request that waits for its answer."""
+    """A received request that waits for its response."""
 
     number: int
     ready: threading.Event = field(default_factory=threading.Event)
@@ -78,32 +81,32 @@ class _Slot:
 
 
 class LoopbackRequest:
-    """A request to oneself, which goes over no link."""
+    """A request of this peer to itself, which uses no connection."""
 
     def __init__(self) -> None:
         self.slot = _Slot(0)
 
     def abort(self) -> None:
-        """End it: it is not waited for."""
+        """Stop waiting for the response."""
         self.slot.ready.set()
 
 
 RoomFor: TypeAlias = Callable[[int, CarryingRequest], UploadSink]
-"""Given the sender's rank and the request."""
+"""Called with the sender's rank and the request; returns the buffer for the request's payload."""
 OnRequest: TypeAlias = Callable[[int, Hashable, Request, "UploadSink | None"], None]
-"""Told the sender's rank, a key, the request, and what it brought."""
+"""Called with the sender's rank, a key, the request and its payload."""
 
 
 class Listener:
-    """Listens, tells of requests that come in, and sends their answers.
+    """Accepts connections, passes requests on, and sends the responses.
 
     Args:
-        member: who is asked.
-        bind: where to listen; port 0 lets the system choose.
-        on_request: told of requests, from a connection's thread.
-        room_for: where what a request brings is taken in; it may wait for that, and raises if there is none.
-        most: inbound connections at a time; above it, and above a number of those that have not said who they are, the
-            oldest of these is closed.
+        member: identity and connections of this peer.
+        bind: address to listen at; port 0 lets the system choose a port.
+        on_request: called with each request, on a connection's thread.
+        room_for: returns the buffer for a request's payload; may block, and raises if there is no memory.
+        most: limit on inbound connections. Above it, and above a limit on connections without a finished handshake, the
+            oldest one without a finished handshake is closed.
     """
 
     def __init__(self, member: Member, bind: Address, on_request: OnRequest, room_for: RoomFor, most: int):
@@ -112,40 +115,40 @@ class Listener:
         self._on_request = on_request
         self._room_for = room_for
         self._most = most
-        self._most_strangers = max(_STRANGERS, _AT_FIRST * member.me.size)
+        self._most_strangers = max(_STRANGERS, _STRANGERS_PER_PEER * member.me.size)
         self._links = member.links
         self._keys = itertools.count(1)
-        # Unguessable, so that nobody else can have taken it; of processes of this machine alone. A peer that comes back
-        # is known by its new one, also where no memory is shared.
+        # A random name that no other process can have taken. It also tells a restarted process from the one before,
+        # even where no memory is shared.
         self._local = Address(f"gossipx-{secrets.token_hex(16)}", 0)
         self._listener: TransportListener | None = None
         self._local_listener: TransportListener | None = None
-        # Everything below is touched under the lock alone.
+        # The lock guards everything below.
         self._lock = threading.Lock()
         self._slots: dict[Hashable, _Slot] = {}
-        self._inbound: dict[Stream, bool] = {}  # in order of arrival; whether it has been admitted
+        self._inbound: dict[Stream, bool] = {}  # in order of arrival; value: handshake finished
 
     @property
     def address(self) -> Address:
-        """Where it listens; RuntimeError before it is started."""
+        """The address listened at; RuntimeError before :meth:`start`."""
         if self._listener is None:
             raise RuntimeError("not started")
         return self._listener.address
 
     def start(self) -> None:
-        """Listen and answer from now on; GossipxError if the address cannot be had."""
+        """Listen and serve requests; GossipxError if the address is not available."""
         self._listener = self._member.transport.listen(self._bind)
-        if self._member.machine:  # before anybody is told of it
+        if self._member.machine:  # first, as handshakes on the main address announce this socket
             self._local_listener = unix.listen(self._local)
             self._links.spawn("accept-local", self._accept, self._local_listener)
         self._links.spawn("accept", self._accept, self._listener)
 
     def answer(self, key: Hashable, outgoing: Response) -> None:
-        """Have an answer sent; see :meth:`gossipx.comm.CommManager.answer`."""
+        """Provide the response to a request; see :meth:`gossipx.comm.CommManager.answer`."""
         with self._lock:
             slot = self._slots.get(key)
             if slot is not None:
-                frames.encode(outgoing.reply, slot.number, outgoing.payload)  # raises here
+                frames.encode(outgoing.reply, slot.number, outgoing.payload)  # validates: raise in the caller
                 slot.answer = outgoing
                 del self._slots[key]
                 slot.ready.set()
@@ -153,7 +156,7 @@ class Listener:
         call_back_in_thread(outgoing.done, False)
 
     def end(self) -> None:
-        """All links have ended: accept no more, and let those see it that wait for answers."""
+        """Stop accepting, and wake threads that wait for a response."""
         with self._lock:
             for slot in self._slots.values():
                 slot.ready.set()
@@ -169,39 +172,43 @@ class Listener:
                 stream = listener.accept()
             except GossipxError as error:
                 if pause == _PAUSE[0] and not self._links.closed.is_set():
-                    log.warning("%s; trying again until it can", error)
+                    log.warning("%s; retrying until it succeeds", error)
                 self._links.closed.wait(pause)
                 pause = min(2 * pause, _PAUSE[1])
                 continue
             pause = _PAUSE[0]
-            beside = self._serve_beside(stream)
-            if beside and not full:
-                log.warning("%d connections are open: closing those that have not said who they are", beside)
-            full = beside > 0
+            over = self._admit_stream(stream)
+            if over and not full:
+                log.warning("%d connections are open: closing those without a finished handshake", over)
+            full = over > 0
         listener.close()
 
-    def _serve_beside(self, stream: Stream) -> int:
-        """Give a connection its thread; beside how many there was no room for it, without closing one. 0: there was."""
+    def _admit_stream(self, stream: Stream) -> int:
+        """Start a thread for a connection, closing another one, or this one, at the limit.
+
+        Returns:
+            The number of open connections if the limit was reached, else 0.
+        """
         with self._lock:
-            beside = len(self._inbound)
-            strangers = [one for one, admitted in self._inbound.items() if not admitted]
-            full = beside >= self._most or len(strangers) >= self._most_strangers
-            # Whoever is a peer says so at once: of those that have not, the first has had the most time.
-            goes = (strangers or [stream])[0] if full else None
-            if goes is not None and goes is not stream:
-                del self._inbound[goes]
-            if goes is not stream:
+            count = len(self._inbound)
+            strangers = [inbound for inbound, admitted in self._inbound.items() if not admitted]
+            full = count >= self._most or len(strangers) >= self._most_strangers
+            # Peers finish their handshake at once; the oldest stranger has had the most time for it.
+            victim = (strangers or [stream])[0] if full else None
+            if victim is not None and victim is not stream:
+                del self._inbound[victim]
+            if victim is not stream:
                 try:
                     self._links.spawn("serve", self._serve, stream)
                     self._inbound[stream] = False
-                except RuntimeError:  # the system has no thread left
+                except RuntimeError:  # the system cannot start another thread
                     stream.abort()
-        if goes is not None:
-            goes.abort()
-        return beside if full else 0
+        if victim is not None:
+            victim.abort()
+        return count if full else 0
 
     def _serve(self, stream: Stream) -> None:
-        """All of an inbound connection."""
+        """Serve an inbound connection from its handshake to its end."""
         member = self._member
         try:
             link = self._links.add(stream)
@@ -212,7 +219,7 @@ class Listener:
                 hosts = [address.host for address in member.addresses]
                 welcome = Welcome(member.me.rank, member.me.name, member.me.model, member.machine, self._local.host)
                 they = handshake.admit(link, member.me, member.names, hosts, welcome, deadline)
-                if they.model == member.me.model:  # else it is told in what they differ
+                if they.model == member.me.model:  # else it may only ask for the manifest
                     member.trust.taken_in()
                 with self._lock:
                     if stream in self._inbound:
@@ -224,7 +231,7 @@ class Listener:
         except (NotAuthorisedError, StrangerError) as error:
             member.trust.stranger(stream.remote, error)
         except GossipxError as error:
-            # Peers come and go, and anything may knock: not worth a user's attention.
+            # Peers end and strangers probe ports all the time: not worth a user's attention.
             log.debug("the connection from %s has ended: %s", stream.remote, error)
         except Exception:
             log.exception("serving %s has failed", stream.remote)
@@ -233,16 +240,16 @@ class Listener:
                 self._inbound.pop(stream, None)
 
     def _receive(self, link: Link, they: Hello) -> tuple[frames.Frame, UploadSink | None]:
-        """The next frame, and what it brought, which is the caller's."""
+        """Return the next frame and its payload, which the caller must release."""
         rooms: list[UploadSink] = []
 
         def expect(message: Message, request: int) -> Sink | None:
             if not isinstance(message, CarryingRequest):
                 return None
             if they.model != self._member.me.model:
-                raise ProtocolError("it brings another model")
+                raise ProtocolError("its request carries a payload of another model")
             rooms.append(self._room_for(they.rank, message))
-            undo.callback(rooms[0].release)  # unless all of it comes
+            undo.callback(rooms[0].release)  # if the payload does not arrive whole
             return rooms[0]
 
         with contextlib.ExitStack() as undo:
@@ -268,11 +275,11 @@ class Listener:
 
     def _build_carrier(self, link: Link, kind: str, number: int, deadline: float) -> None:
         if link.carrier is not None:
-            raise ProtocolError("it asked for a second way beside the connection")
+            raise ProtocolError("it asked for a second carrier on one connection")
         carriers = self._member.carriers
         if carriers is None or carriers.kind != kind:
-            link.refuse_carrier("its --transport is another; give every peer the same", number, deadline)
-            raise NoCarrierError(f"it asked for {kind}, which is not this peer's --transport")
+            link.refuse_carrier("its --transport differs; give every peer the same", number, deadline)
+            raise NoCarrierError(f"it asked for {kind}, but this peer has another --transport")
         link.build_carrier(carriers, False, number, deadline)
 
     def request_loopback(
@@ -283,10 +290,12 @@ class Listener:
         deadline: float,
         loopback: LoopbackRequest,
     ) -> Reply:
-        """Answer a request to oneself, as others' are; errors as those of a connection.
+        """Serve a request of this peer to itself, with the same errors as a connection.
 
         Args:
-            brought: what it brings; ``payload`` takes a model in; ``aside`` is aborted to end it.
+            brought: payload of the request.
+            payload: receives the reply's payload.
+            loopback: its ``abort`` ends the call.
         """
         room, slot, whole = None, loopback.slot, False
         if isinstance(request, CarryingRequest) and brought is not None:
@@ -296,11 +305,11 @@ class Listener:
         try:
             self._on_request(self._member.me.rank, key, request, room)
             if not slot.ready.wait(max(0.0, deadline - time.monotonic())):
-                raise PeerTimeoutError("it has not answered itself within the deadline")
+                raise PeerTimeoutError("this peer did not answer its own request within the deadline")
             self._forget(key)
             answer = slot.answer
             if answer is None:
-                raise PeerUnreachableError("it has ended before it answered itself")
+                raise PeerUnreachableError("this peer ended before it answered its own request")
             if isinstance(answer.reply, CarryingReply) and answer.payload is not None and payload is not None:
                 sink = payload.fit(answer.reply) if isinstance(payload, SinkFactory) else payload
                 sink.take(0, answer.payload.view)
@@ -312,7 +321,7 @@ class Listener:
                 call_back(slot.answer.done, whole)
 
     def _open(self, slot: _Slot, brought: UploadSink | None) -> Hashable:
-        """The key of a request that is to be told of; nothing is told once all links have ended."""
+        """Register a request and return its key; PeerUnreachableError if all connections have ended."""
         key = next(self._keys)
         with self._lock:
             if not self._links.closed.is_set():
@@ -323,17 +332,17 @@ class Listener:
         raise self._links.gone()
 
     def _ask(self, link: Link, sender: int, number: int, request: Request, brought: UploadSink | None) -> None:
-        """Tell of a request, wait until it is answered, send the answer."""
+        """Pass a request on, wait for its response, and send it."""
         slot, whole = _Slot(number), False
         key = self._open(slot, brought)
         try:
             self._on_request(sender, key, request, brought)
-            while not slot.ready.wait(_LOOK) and link.stream.quiet():
+            while not slot.ready.wait(_POLL) and link.stream.quiet():
                 pass
             self._forget(key)
             answer = slot.answer
             if answer is None:
-                raise PeerUnreachableError("it hung up before its request was answered")
+                raise PeerUnreachableError("it closed the connection before its request was answered")
             early = min(answer.begins, answer.deadline) - time.monotonic()
             if early > 0 and self._links.closed.wait(early):
                 raise self._links.gone()
@@ -344,13 +353,13 @@ class Listener:
             whole = True
         finally:
             if not whole:
-                # Before the memory that it gives is changed: whoever still reads it must not take it as whole.
+                # Before ``done`` allows the payload to change: the receiver must not take a mixture for a whole model.
                 link.abort()
             self._forget(key)
             if slot.answer is not None:
                 call_back(slot.answer.done, whole)
 
     def _forget(self, key: Hashable) -> None:
-        """No answer to ``key`` is taken from now on."""
+        """Unregister a request: a later response to ``key`` is dropped."""
         with self._lock:
             self._slots.pop(key, None)

@@ -1,4 +1,4 @@
-"""What both sides of a peer's connections need: those that it opens, and those that it accepts."""
+"""A peer's identity and connections, shared by its client and its listener."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ log = logging.getLogger("gossipx")
 
 @dataclass(frozen=True, eq=False)
 class Member:
-    """A peer of a run: what it is to others, and what it reaches them by.
+    """A peer of a run: what it announces to others, and how it reaches them.
 
     Attributes:
-        me: who it says it is.
+        me: what this peer announces in a handshake.
         names, addresses: of all peers, by rank.
-        manifest: of its model.
-        timeout: seconds within which a handshake, and a request once begun, must be whole.
+        manifest: description of the model, one line per tensor.
+        timeout: seconds allowed for a handshake, and for receiving a request once its first byte has arrived.
         transport: makes the connections.
-        machine: tells machines apart; empty: no memory is shared.
-        carriers: build ways for models beside connections; None: there are none.
-        secret: of the run; None: it has none.
-        trust: who was turned away.
-        links: all connections.
+        machine: identifier of this machine; empty: memory is not shared.
+        carriers: builds side channels for models; None: models use the connections.
+        secret: shared secret of the run; None: no authentication.
+        trust: records which peers and strangers were turned away.
+        links: all open connections.
     """
 
     me: Hello
@@ -47,7 +47,7 @@ class Member:
 
 
 def call_back(done: Callable[[Any], None], result: object) -> None:
-    """Call back; what that raises is logged."""
+    """Call ``done``; an exception from it is logged."""
     try:
         done(result)
     except Exception:
@@ -55,5 +55,5 @@ def call_back(done: Callable[[Any], None], result: object) -> None:
 
 
 def call_back_in_thread(done: Callable[[Any], None], result: object) -> None:
-    """Tell from a thread of its own: the caller may hold locks that ``done`` takes."""
+    """Call ``done`` on a new thread, since the caller may hold locks that ``done`` takes."""
     threading.Thread(target=call_back, args=(done, result), name="gossipx-tell", daemon=True).start()

@@ -1,4 +1,4 @@
-"""What a run leaves behind: TensorBoard curves, a summary, and the table that compares runs."""
+"""The metrics of a run: TensorBoard curves, a summary, plots, and the table that compares runs."""
 
 from gossipx.metrics.board import TensorBoardRecorder
 from gossipx.metrics.summary import Summary

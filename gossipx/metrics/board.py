@@ -1,4 +1,4 @@
-"""Curves in TensorBoard."""
+"""The recorder that writes a peer's metrics to TensorBoard."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 FLUSH_SECONDS = 10
-"""Between two writes to the disk: curves are watched while a run of a minute goes on."""
+"""Seconds between two writes to the disk: short enough to watch a run of one minute."""
 PAGE = {
     "gossipx": {
         "Accuracy against iterations": ["Multiline", ["test/accuracy"]],
@@ -30,17 +30,17 @@ PAGE = {
         "Share of time that workers wait for tables": ["Multiline", ["time/tables_fraction"]],
     },
 }
-"""The custom-scalars page by its parts; each chart lays all peers of all runs over each other. Figures: the paper's."""
+"""Parts of the custom-scalars page; each chart overlays all peers of all runs. Figure numbers are the paper's."""
 
 
 class TensorBoardRecorder:
     """Writes scalars to a TensorBoard directory (a :class:`~gossipx.metrics.recorder.Recorder`).
 
     Args:
-        directory: of this peer.
-        hparams: settings that TensorBoard's HPARAMS page compares runs by.
-        parts: of the page, those that this run has curves for.
-        goes_on_from: an iteration; what the directory has of later ones was lost, and is not shown. None: a new run.
+        directory: directory of this peer.
+        hparams: settings by which TensorBoard's HPARAMS page compares runs.
+        parts: parts of :data:`PAGE` that this run has curves for.
+        goes_on_from: iteration to resume from; later records in the directory are hidden. None: a new run.
     """
 
     def __init__(
@@ -57,15 +57,15 @@ class TensorBoardRecorder:
         purged = None if goes_on_from is None else goes_on_from + 1
         self._writer = SummaryWriter(str(directory), purge_step=purged, flush_secs=FLUSH_SECONDS)
         self._writer.add_custom_scalars({part: PAGE[part] for part in parts})
-        # SummaryWriter.add_hparams would write a run of its own beside this one.
+        # SummaryWriter.add_hparams would create a separate run beside this one.
         file_writer = self._writer._get_file_writer()  # type: ignore[no-untyped-call]
         for part in hparams_summary(dict(hparams), {"test/accuracy": 0.0}):  # type: ignore[no-untyped-call]
             file_writer.add_summary(part)
 
     def scalar(self, tag: str, value: float, step: int) -> None:
-        """Keep ``value`` under ``tag`` at iteration ``step``."""
+        """Record ``value`` under ``tag`` at iteration ``step``."""
         self._writer.add_scalar(tag, value, step)
 
     def close(self) -> None:
-        """Write out what is still held back."""
+        """Flush and close the file."""
         self._writer.close()

@@ -1,4 +1,4 @@
-"""The table that lays runs side by side: the paper's Table II for one's own runs."""
+"""The table that compares runs side by side, like the paper's Table II."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from gossipx.metrics.summary import Figures, Summary
 
 @dataclass(frozen=True)
 class Row:
-    """One run in the comparison. None where a run has no such figure.
+    """One run in the comparison. A field is None if the run does not have that value.
 
     Attributes:
-        codec: ``none`` where models or gradients travelled as they are.
-        retrievals: a peer, mean.
-        delayed_pulls: DPRs, of all shards together; 0 without servers.
-        received_mb: while training, a peer, mean, 10⁶ bytes.
-        finish_mb: in the finish, a peer, mean.
-        reduction: share of the first run's retrievals that this one saves.
-        accuracy: own models after the finish, mean.
-        accuracy_worst: the worst peer's.
-        accuracy_before_finish: mean.
+        codec: codec of models or gradients; ``none`` if they were sent unencoded.
+        retrievals: mean per peer.
+        delayed_pulls: DPRs, summed over all shards; 0 without servers.
+        received_mb: 10⁶ bytes received while training, mean per peer.
+        finish_mb: 10⁶ bytes received in the finish, mean per peer.
+        reduction: share of the first run's retrievals that this run saves.
+        accuracy: of peers' own models after the finish, mean.
+        accuracy_worst: the same of the worst peer.
+        accuracy_before_finish: the same before the finish, mean.
         accuracy_averaged: of the average of all models.
-        blocked: share of the training time in which gossipx stopped the training thread, mean of those that train.
-        lost: how many peers did not finish.
+        blocked: share of the training time in which gossipx blocked the training thread, mean of peers that train.
+        lost: number of peers that did not finish.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Row:
 
 
 def compare(summaries: Sequence[Summary]) -> list[Row]:
-    """A row a run; reductions are against the first."""
+    """Return one row per run; reductions are relative to the first."""
     first = _mean(summaries[0].retrievals)
     return [_row(summary, first) for summary in summaries]
 

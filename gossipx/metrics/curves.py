@@ -1,4 +1,4 @@
-"""The curves of a run, read back from what its peers have written for TensorBoard."""
+"""The curves of a run, read from the TensorBoard files of its peers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Values = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Series:
-    """One figure of one peer: at iterations, (n,), at seconds since the epoch, (n,), its values, (n,)."""
+    """One metric of one peer: iterations, seconds since the epoch, and values, (n,) each."""
 
     iterations: Values
     moments: Values
@@ -25,7 +25,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Band:
-    """A figure of all peers at the same points: their mean with the least and the most, (n,) each; ``x`` is a mean."""
+    """One metric of all peers at common points: mean, minimum and maximum, (n,) each; ``x`` is a mean over peers."""
 
     x: Values
     mean: Values
@@ -33,18 +33,18 @@ class Band:
     most: Values
 
 
-NOTHING = Band(*(np.empty(0) for _ in range(4)))
-"""Of a figure that nobody has recorded."""
+EMPTY = Band(*(np.empty(0) for _ in range(4)))
+"""The band of a metric without records."""
 
 
 @dataclass(frozen=True)
 class Curves:
-    """What is drawn of a run.
+    """The curves that are drawn for a run.
 
     Attributes:
-        by_megabytes: accuracy of peers' own models by 10⁶ bytes received a peer while training.
-        by_seconds: the same by seconds since the first record.
-        retrievals: accumulated, by iteration.
+        by_megabytes: accuracy of peers' own models against 10⁶ bytes received per peer while training.
+        by_seconds: the same accuracy against seconds since the first record.
+        retrievals: accumulated retrievals against iterations.
     """
 
     by_megabytes: Band
@@ -53,25 +53,25 @@ class Curves:
 
 
 def read(directory: Path) -> Curves:
-    """The curves of a run's peers; those of accuracy are empty if no peer has evaluated its model.
+    """Read the curves of a run's peers; those of accuracy are empty if no peer has evaluated its model.
 
-    A peer that was lost before its first evaluation, where others have made one, is left out.
+    If some peers have evaluated their models, those that were lost before are left out.
 
     Args:
-        directory: the run's.
+        directory: directory of the run.
 
     Raises:
-        UsageError: there are none.
+        UsageError: the peers have recorded no curves.
     """
     peers = [_scalars(one) for one in sorted(directory.glob("peer-*")) if any(one.glob("events.out.tfevents.*"))]
     peers = [one for one in peers if {"comm/bytes_received", "sync/retrievals"} <= one.keys()]
     if not peers:
-        raise UsageError("nothing to plot: its peers have left no curves of sync/retrievals", directory)
+        raise UsageError("nothing to plot: its peers have recorded no curves of sync/retrievals", directory)
     tested = [one for one in peers if "test/accuracy" in one]
     retrievals = [one["sync/retrievals"] for one in tested or peers]
     taken = _band(retrievals, [one.iterations for one in retrievals])
     if not tested:
-        return Curves(NOTHING, NOTHING, taken)
+        return Curves(EMPTY, EMPTY, taken)
     accuracy = [one["test/accuracy"] for one in tested]
     traffic = [one["comm/bytes_received"] for one in tested]
     megabytes = [
@@ -91,9 +91,7 @@ def _scalars(directory: Path) -> dict[str, Series]:
     events.Reload()
     found = {}
     for tag in events.Tags()["scalars"]:
-        rows = {
-            event.step: event for event in events.Scalars(tag)
-        }  # of two at one iteration the later, as a page shows
+        rows = {event.step: event for event in events.Scalars(tag)}  # a later record of an iteration replaces the first
         ordered = [rows[step] for step in sorted(rows)]
         columns = [[float(getattr(row, name)) for row in ordered] for name in ("step", "wall_time", "value")]
         found[tag] = Series(*(np.array(column) for column in columns))
@@ -101,7 +99,7 @@ def _scalars(directory: Path) -> dict[str, Series]:
 
 
 def _band(series: Sequence[Series], x: Sequence[Values]) -> Band:
-    """Of the iterations that all peers have, by a mean of ``x``."""
+    """Combine the peers at their common iterations; the points are means of ``x``."""
     common = series[0].iterations
     for one in series[1:]:
         common = np.intersect1d(common, one.iterations)

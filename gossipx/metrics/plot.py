@@ -1,4 +1,4 @@
-"""Runs in one picture: accuracy by traffic and by time, retrievals, and who exchanges with whom."""
+"""Plots that compare runs: accuracy against traffic and time, retrievals, and the graph of exchanges."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from gossipx.metrics.curves import Band, Curves
 
 SUFFIXES = (".png", ".svg")
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-"""Told apart by those who see fewer colours (Okabe, Ito, 2008)."""
+"""Colours that people with colour blindness can distinguish (Okabe and Ito, 2008)."""
 STYLES = ("-", "--", ":", "-.")
-"""For the eighth run and those after it."""
+"""Line styles; the second and later ones are used from the eighth run on."""
 NAMED = 12
-"""Peers up to which the nodes of a graph that stands alone have names beside them; those of more would cover it."""
+"""Largest number of peers whose names are drawn beside the nodes of a single graph; more names would cover it."""
 NUMBERED = 40
-"""Peers up to which the nodes of a graph that stands alone have their ranks in them; half as many beside others."""
+"""Largest number of peers whose ranks are drawn in the nodes of a single graph; half as many if there are several."""
 GRAPHS = 4
-"""Graphs that are drawn; the title says how many there are more."""
+"""Largest number of graphs drawn; a note counts the rest."""
 LONGEST = 44
-"""Letters of a run in the legend."""
+"""Largest number of characters per run in the legend."""
 
 
 @dataclass(frozen=True)
 class Graph:
-    """Who exchanges with whom.
+    """The graph of which peers exchange models.
 
     Attributes:
-        title: what it is called.
-        names: of the peers, by rank.
-        edges: pairs of ranks; from the first to the second where it is directed.
-        directed: whether the other way round is another edge.
+        title: name of the topology.
+        names: peer names, by rank.
+        edges: pairs of ranks; from the first to the second if directed.
+        directed: whether edges have a direction.
         centres: ranks of a hub or of servers.
     """
 
@@ -47,7 +47,7 @@ class Graph:
 
 @dataclass(frozen=True)
 class Drawn:
-    """One run: its name, how it goes by (policy or sync model), its curves and its graph."""
+    """One run to draw: its name, its policy or sync model (``by``), its curves and its graph."""
 
     name: str
     by: str
@@ -56,15 +56,15 @@ class Drawn:
 
 
 def check_target(target: Path) -> None:
-    """See that a picture can be written there, before there is one.
+    """Check that a plot can be written to ``target``, before any work is done.
 
     Raises:
         UsageError: it cannot, or matplotlib is not installed.
     """
     if target.suffix.lower() not in SUFFIXES:
-        raise UsageError(f"--plot {target}: a picture's name ends with {' or '.join(SUFFIXES)}")
+        raise UsageError(f"--plot {target}: a plot's name ends with {' or '.join(SUFFIXES)}")
     if target.is_dir() or not target.parent.is_dir():
-        raise UsageError(f"--plot {target}: it names a file in a directory that is there")
+        raise UsageError(f"--plot {target}: it must name a file in an existing directory")
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
@@ -72,10 +72,10 @@ def check_target(target: Path) -> None:
 
 
 def draw(runs: Sequence[Drawn], target: Path) -> None:
-    """Draw the runs into ``target``, png or svg; the same runs give the same bytes.
+    """Draw the runs to ``target``, as png or svg; equal runs give equal bytes.
 
     Raises:
-        GossipxError: it cannot be written.
+        GossipxError: the file cannot be written.
     """
     import matplotlib as mpl
     from matplotlib.figure import Figure
@@ -84,9 +84,9 @@ def draw(runs: Sequence[Drawn], target: Path) -> None:
         figure = Figure(figsize=(11, 7.6), layout="constrained")
         cells = figure.add_gridspec(2, 2)
         panels = [figure.add_subplot(cells[place]) for place in ((0, 0), (0, 1), (1, 0))]
-        _curves(panels[0], [run.curves.by_megabytes for run in runs], "MB received a peer", "test accuracy")
+        _curves(panels[0], [run.curves.by_megabytes for run in runs], "MB received per peer", "test accuracy")
         _curves(panels[1], [run.curves.by_seconds for run in runs], "seconds", "test accuracy")
-        _curves(panels[2], [run.curves.retrievals for run in runs], "iterations", "retrievals a peer")
+        _curves(panels[2], [run.curves.retrievals for run in runs], "iterations", "retrievals per peer")
         for panel, title in zip(panels, ("Accuracy by traffic", "Accuracy by time", "Retrievals"), strict=True):
             panel.set_title(title)
         handles = panels[0].get_lines()
@@ -98,7 +98,7 @@ def draw(runs: Sequence[Drawn], target: Path) -> None:
         try:
             figure.savefig(target, dpi=150, metadata=metadata)
         except OSError as error:
-            raise GossipxError(f"{target}: the picture cannot be written ({error.strerror})") from error
+            raise GossipxError(f"{target}: the plot cannot be written ({error.strerror})") from error
 
 
 def _curves(panel: Any, bands: Sequence[Band], x: str, y: str) -> None:
@@ -131,7 +131,7 @@ def _graphs(figure: Any, cell: Any, graphs: Sequence[Graph]) -> None:
 
 
 def _graph(panel: Any, graph: Graph, has_names: bool, has_numbers: bool) -> None:
-    """Nodes have their ranks in them; names beside them where there is room."""
+    """Draw a graph with ranks inside the nodes and names beside them, each if there is room."""
     import networkx as nx
 
     drawn = nx.DiGraph() if graph.directed else nx.Graph()
@@ -142,8 +142,8 @@ def _graph(panel: Any, graph: Graph, has_names: bool, has_numbers: bool) -> None
     places = nx.shell_layout(drawn, shells) if len(drawn) > 1 else {0: (0.0, 0.0)}
     colours = ["#D55E00" if rank in graph.centres else "#0072B2" for rank in drawn]
     size = max(15, 220 - 4 * len(drawn))
-    look = {"alpha": max(0.08, min(0.6, 40 / max(len(graph.edges), 1))), "node_size": size}
-    nx.draw_networkx_edges(drawn, places, ax=panel, **look, **({"arrowsize": 8} if graph.directed else {}))
+    style = {"alpha": max(0.08, min(0.6, 40 / max(len(graph.edges), 1))), "node_size": size}
+    nx.draw_networkx_edges(drawn, places, ax=panel, **style, **({"arrowsize": 8} if graph.directed else {}))
     nx.draw_networkx_nodes(drawn, places, ax=panel, node_size=size, node_color=colours, linewidths=0)
     if has_numbers:
         nx.draw_networkx_labels(drawn, places, ax=panel, font_size=7, font_color="white")
@@ -156,7 +156,7 @@ def _graph(panel: Any, graph: Graph, has_names: bool, has_numbers: bool) -> None
             ha=side,
             va="center",
         )
-    # Nodes lie within a circle of 1. Limits of their own would leave no height to those of a graph that is a line.
+    # Nodes lie within the unit circle. Automatic limits would leave no height for a graph that is a line.
     panel.set_xlim(-1.6 if has_names else -1.2, 1.6 if has_names else 1.2)
     panel.set_ylim(-1.3, 1.3)
     panel.set_aspect("equal")
@@ -164,7 +164,7 @@ def _graph(panel: Any, graph: Graph, has_names: bool, has_numbers: bool) -> None
 
 
 def _labelled(run: Drawn) -> str:
-    """What a run goes by, whole if that fits: it is what runs differ in."""
+    """Return the legend entry of a run; the policy is shortened last, because runs differ in it."""
     return _short(f"{_short(run.name, max(LONGEST - len(run.by) - 2, LONGEST // 3))}: {run.by}")
 
 

@@ -1,4 +1,4 @@
-"""What a run writes down about itself, and the interface of whoever keeps it."""
+"""The interface by which a run records metrics, and recorders for tests."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from typing import Protocol
 
 
 class Recorder(Protocol):
-    """Keeps figures of a run: in TensorBoard, in memory for a test, or nowhere."""
+    """Records metrics of a run: in TensorBoard, in memory for a test, or nowhere."""
 
     def scalar(self, tag: str, value: float, step: int) -> None:
-        """Keep ``value`` under ``tag`` (``sync/delta``) at iteration ``step``."""
+        """Record ``value`` under ``tag`` (such as ``sync/delta``) at iteration ``step``."""
 
     def close(self) -> None:
-        """Write out what is still held back."""
+        """Flush and close."""
 
 
 class NullRecorder:
-    """Keeps nothing."""
+    """Discards everything."""
 
     def scalar(self, tag: str, value: float, step: int) -> None:
         pass

@@ -1,1 +1,1 @@
-"""A model in memory: one flat buffer over its parameters, and what is measured, copied and mixed in it."""
+"""The model in memory: flat buffers over its parameters, snapshots of it, and the arithmetic of mixing models."""

@@ -1,11 +1,13 @@
-"""One flat buffer over a module's parameters, and consistent copies of it.
+"""Flat buffers over a module's parameters, and consistent copies of them.
 
-Every parameter becomes a view of a buffer that holds all parameters of its dtype, so that measuring, copying and mixing
-are single passes over one vector. Parameters stay the same objects with the same shape and strides, so optimizers,
-parameter groups and compiled modules keep working.
+Every parameter becomes a view of one flat buffer per dtype, so that measuring, copying and mixing a model are single
+passes over a few vectors. Parameters stay the same objects with the same shape and strides, so optimizers, parameter
+groups and compiled modules keep working.
 
-How tensors are laid out, and which cannot be, stands in :mod:`gossipx.model.layout`; what memory models are kept in, in
-:mod:`gossipx.model.pool`; the passes themselves, in :mod:`gossipx.model.passes`.
+A step boundary is the model as an optimizer step left it. Copies for other peers are always of a boundary, never torn.
+
+Related modules: :mod:`gossipx.model.layout` places the tensors, :mod:`gossipx.model.pool` reuses memory for models, and
+:mod:`gossipx.model.passes` has the passes themselves.
 """
 
 from __future__ import annotations
@@ -31,27 +33,27 @@ from gossipx.model.streams import DeviceStreams, streams_of
 
 
 class ParameterArena:
-    """Lays a module's parameters and buffers into flat buffers, one a dtype.
+    """Lays a module's parameters and buffers out in flat buffers, one per dtype.
 
     Args:
-        module: all of it on one device.
+        module: the model; all of it on one device.
         mix_buffers: whether floating-point buffers (BatchNorm's statistics) are exchanged, or stay local.
-        sampled: the delta is estimated from the cache lines that this seed draws, and a boundary is copied only if
-            somebody asks for it; None: it is measured exactly, which needs a copy of each boundary.
-        streams: of the module's device; None: those that there are.
+        sampled: seed of the cache lines that the delta is estimated from; boundaries are then copied only on request.
+            None: the delta is measured exactly, which needs a copy of each boundary.
+        streams: work queues of the module's device; None: those of :func:`gossipx.model.streams.streams_of`.
 
     Attributes:
-        manifest: one line a tensor; two peers may exchange models if these are equal.
+        manifest: one line per tensor; two peers can exchange models if their manifests are equal.
         digest: SHA-256 of the manifest, hexadecimal.
         step: iterations done.
-        mixes: how often another's model has entered: the weights are not what the last step left.
-        slots: where each tensor lies.
+        mixes: number of times that another model was mixed in, so that the weights are not those of the last step.
+        slots: place of each tensor.
         pool: memory for models of this module.
-        lock: the pool's, which guards who holds what; held while a boundary is written, and while a whole model is
-            copied for a joining peer.
+        lock: the pool's lock, which guards reference counts; held while a boundary is written, and while a whole model
+            is copied for a joining peer.
 
     Raises:
-        UsageError: a parameter that cannot be laid out, by its name and the reason.
+        UsageError: a parameter cannot be laid out; the message names it and the reason.
     """
 
     def __init__(
@@ -63,7 +65,7 @@ class ParameterArena:
     ):
         slots = list(slots_of(module, mix_buffers))
         if not any(slot.kind == 0 for slot in slots):
-            raise UsageError("the model has no parameter that is trained: nothing to exchange")
+            raise UsageError("the model has no trainable parameter: there is nothing to exchange")
         kinds = layout.by_dtype(slots)
         self.manifest = tuple(slot.line(has_masters(kinds[slot.tensor.dtype])) for slot in slots)
         self.digest = hashlib.sha256("\n".join(self.manifest).encode()).hexdigest()
@@ -79,15 +81,14 @@ class ParameterArena:
         if sampled is not None:
             rows = zip(self.sections, kinds.values(), strict=True)
             self._samples = [passes.sampler(section, kind, sampled) for section, kind in rows]
-        # What others are given is the model as of the last step boundary: the training thread changes weights, and
-        # forward passes change buffers, at any time without asking anyone. An exact delta needs a copy of each boundary
-        # anyway; it is written to memory that nobody holds, so that giving it away costs nothing more. Where none is
-        # kept, one is made when it is asked for: at once while training rests, at the end of the step that is under way
-        # otherwise.
-        self._rests = True
-        self._goes_on = True
+        # Other peers get the model of the last step boundary, because the training thread changes weights and buffers
+        # at any other time. An exact delta needs a copy of each boundary anyway; the copy goes to memory without
+        # references, so sharing it costs nothing more. Without such copies, one is made on request: at once while
+        # training is at a boundary, else at the end of the current step.
+        self._at_boundary = True
+        self._training = True  # whether further boundaries follow
         self._whole: Snapshot | None = None
-        self._promised: dict[bool, Snapshot] = {}
+        self._pending: dict[bool, Snapshot] = {}
         if self._samples is None:
             self.pool.now = Snapshot(self.pool)
             self.pool.now.fill(*self.pool.room(), 0)
@@ -99,17 +100,17 @@ class ParameterArena:
         return sum(section.trainable for section in self.sections)
 
     def nbytes(self, whole: bool = False) -> int:
-        """Bytes of a model on the wire: as a retrieval exchanges it, or whole."""
+        """Return the bytes of a model on the wire: the part that retrievals exchange, or the whole model."""
         return sum(length * dtype.itemsize for dtype, length in lengths(self.sections, whole))
 
     # --- step boundaries --------------------------------------------------------------------------
 
     def step_done(self) -> float:
-        """Called by the training thread after each change of the weights, the optimizer's step. Training rests then.
+        """Record a step boundary; the training thread calls this after each optimizer step.
 
         Returns:
-            Δ_t = ‖x_t − x_{t−1}‖₂ over the trained values (Adaptive Communication, Eq. 6); x_{t−1} is taken after any
-            mixing. On a device that works beside the processor Δ of the step before, Δ_t for the first.
+            Δ_t = ‖x_t − x_{t−1}‖₂ over the trained values (Adaptive Communication, Eq. 6), with x_{t−1} taken after any
+            mixing. On an asynchronous device this is the delta of the step before (in the first call, of this step).
         """
         self._streams.begin()
         with self._next_boundary() as (before, after):
@@ -117,7 +118,7 @@ class ParameterArena:
             return math.sqrt(self._measured(before, after))
 
     def _measured(self, before: list[Tensor] | None, after: list[Tensor] | None) -> float:
-        """Δ_t², and the copy of the boundary, if one is kept."""
+        """Return Δ_t², and copy the boundary if boundaries are kept."""
         measures: list[Callable[[bool], Any]]
         if self._samples is not None:
             pairs = zip(self._samples, self.sections, strict=True)
@@ -131,10 +132,7 @@ class ParameterArena:
         return self._streams.late(lambda: torch.stack([measure(True) for measure in measures]).sum())
 
     def set_boundary(self, step: int) -> None:
-        """The weights were set from outside, to a model that has seen ``step`` iterations: count from here.
-
-        Training rests, as after a step.
-        """
+        """Record a boundary after the weights were replaced by a model that has done ``step`` iterations."""
         with self._next_boundary() as (_, after):
             self.step = step
             if after is not None:
@@ -142,49 +140,49 @@ class ParameterArena:
         self._keep_sample()
 
     def go_on(self) -> None:
-        """Training does not rest any more: weights and buffers may change from now on, until the next boundary."""
+        """Leave the boundary: weights and buffers may change from now on, until the next boundary."""
         with self.lock:
-            self._rests = False
+            self._at_boundary = False
 
     def give_up(self) -> None:
-        """No boundary comes any more: whoever waits for one is told, and nobody is made to wait from here on."""
+        """End training: snapshots that wait for a boundary fail, and later ones are not waited for."""
         with self.lock:
-            self._goes_on = False
-            given_up, self._promised = list(self._promised.values()), {}
-            for snapshot in given_up:
+            self._training = False
+            failed, self._pending = list(self._pending.values()), {}
+            for snapshot in failed:
                 snapshot.fail()
-        for snapshot in given_up:
-            snapshot.tell()
+        for snapshot in failed:
+            snapshot.notify()
             snapshot.release()
 
     def check(self, module: nn.Module) -> None:
-        """See that what ``module`` trains is still what was laid out; what moves elsewhere is not exchanged.
+        """Check that the trained parameters still lie in the flat buffers; those that do not are not exchanged.
 
         Raises:
-            UsageError: the first parameter that is not, by its name, and why.
+            UsageError: a parameter does not; the message names it and the reason.
         """
         for name, parameter in module.named_parameters():
             slot = self._slots_at.get(parameter.data_ptr())
             if not (parameter.requires_grad and parameter.numel()) or (slot is not None and slot.kind == 0):
                 continue
             if slot is not None:
-                reason = "is trained, which was frozen"
-            elif any(plain_name(name) == one.name for one in self.slots):
+                reason = "was frozen and is now trained"
+            elif any(plain_name(name) == known.name for known in self.slots):
                 reason = "lies in other memory (load_state_dict(assign=True), a change of dtype or device)"
             else:
                 reason = "was added to the model"
-            told = f"'{plain_name(name)}' {reason} since the model was joined"
-            raise UsageError(f"{told}: change the model before gossipx.join")
+            problem = f"'{plain_name(name)}' {reason} since the model was joined"
+            raise UsageError(f"{problem}: change the model before gossipx.join")
 
     @contextlib.contextmanager
     def _next_boundary(self) -> Iterator[tuple[list[Tensor] | None, list[Tensor] | None]]:
-        """The last boundary, and where the next one is to be written: the same memory unless somebody holds it.
+        """Yield the last boundary and the memory for the next, which is the same unless the last one is referenced.
 
-        None where no boundary is kept: those who were promised a snapshot get theirs at the end. Nobody can ask for any
-        meanwhile.
+        Yields (None, None) if boundaries are not kept. At the end, pending snapshots are filled. The lock is held, so
+        no snapshot can be requested meanwhile.
         """
         with self.lock:
-            self._rests = True
+            self._at_boundary = True
             before = self.pool.now
             if self._samples is not None:
                 yield None, None
@@ -193,68 +191,68 @@ class ParameterArena:
                 assert before is not None
                 after = before
                 if before.holders > 1:
-                    # A base that is being copied is given back in a moment, sooner than new memory could be had.
+                    # A snapshot that an incoming model copies is released soon, sooner than memory could be allocated.
                     self.pool.wait_for_bases()
                 if before.holders > 1:
                     after = Snapshot(self.pool)
                     after.fill(*self.pool.room(), self.step)
                 yield before.vectors, after.vectors
-                after.became(self.step, self._streams.mark())
+                after.refill(self.step, self._streams.mark())
                 self.pool.now = after
-            # Before anybody else looks: whoever alone holds the boundary before this one may take its memory over.
+            # Under the lock, so that a sole remaining holder of the old boundary can take over its memory.
             for past in (before, self._whole):
                 if past is not None and past is not self.pool.now:
                     past.release()
             self._whole = None
-            promised = self._fill_promised()
-        for snapshot in promised:
-            snapshot.tell()
+            pending = self._fill_pending()
+        for snapshot in pending:
+            snapshot.notify()
 
     def stand_still(self) -> None:
-        """Training waits in the middle of an iteration: who was promised a model is given it as it is now.
+        """Fill pending snapshots with the model as it is now, because training blocks within an iteration.
 
-        Whom it waits for may be waiting for just that: a server that was started again, say.
+        What training waits for may itself wait for a snapshot: for example, a server that was restarted.
         """
         with self.lock:
-            promised = self._fill_promised()
-        for snapshot in promised:
-            snapshot.tell()
+            pending = self._fill_pending()
+        for snapshot in pending:
+            snapshot.notify()
 
-    def _fill_promised(self) -> list[Snapshot]:
-        promised, self._promised = self._promised, {}
-        for is_whole, snapshot in promised.items():
+    def _fill_pending(self) -> list[Snapshot]:
+        pending, self._pending = self._pending, {}
+        for is_whole, snapshot in pending.items():
             self._fill(snapshot, is_whole)
-        return list(promised.values())
+        return list(pending.values())
 
     def _copy(self, to: list[Tensor]) -> None:
-        """Copy the values that are exchanged, as they are now."""
+        """Copy the exchanged values as they are now."""
         for section, vector in zip(self.sections, to, strict=True):
             self._streams.train(functools.partial(passes.copy, section, vector))
 
     def _keep_sample(self) -> None:
-        """Something else than a step has changed the weights: the next delta counts from here."""
+        """Restart sampled deltas from the current weights, which something other than a step has changed."""
         for sample, section in zip(self._samples or (), self.sections, strict=False):
             self._streams.train(functools.partial(sample.keep, section.storage[: section.trainable]))
 
     # --- copies -----------------------------------------------------------------------------------------------------
 
     def snapshot(self, whole: bool = False) -> Snapshot:
-        """The model as of a step boundary, never torn: copied at most once a boundary, and shared.
+        """Return the model of a step boundary, copied at most once per boundary and shared; the caller releases it.
 
-        It is the last boundary if that was copied or training rests, else the next, and promised until then. Release it
-        after use. Of a whole model the frozen parameters and local buffers are read as they are now.
+        It is the last boundary if that was copied or training is at it; else it is pending until the next boundary. The
+        frozen parameters and local buffers of a whole model are read as they are now.
         """
         whole = whole and self.pool.has_more
         with self.lock:
             found = self._whole if whole else self.pool.now
-            if found is None and whole in self._promised:
-                found = self._promised[whole]
+            if found is None and whole in self._pending:
+                found = self._pending[whole]
             if found is None:
                 found = Snapshot(self.pool)
-                if self._rests or self._samples is None:
+                if self._at_boundary or self._samples is None:
                     self._fill(found, whole)
-                elif self._goes_on:
-                    self._promised[whole] = found
+                elif self._training:
+                    self._pending[whole] = found
                 else:
                     found.fail()
                     return found
@@ -262,7 +260,7 @@ class ParameterArena:
             return found
 
     def _fill(self, snapshot: Snapshot, whole: bool) -> None:
-        """Copy the boundary at which training is."""
+        """Copy the boundary that training is at."""
         if whole:
             self._whole = snapshot
             buffer = self._copy_whole()
@@ -276,7 +274,7 @@ class ParameterArena:
     def _copy_whole(self) -> HostBuffer:
         buffer = self.pool.buffer(whole=True)
         if self._samples is not None and self.pool.now is None:
-            self._follow()
+            self._update_masters()
         boundary = [s.values[: s.mixed] for s in self.sections] if self.pool.now is None else self.pool.now.vectors
 
         def copy() -> None:
@@ -289,7 +287,7 @@ class ParameterArena:
         return buffer
 
     def _to_host(self, values: Tensor) -> Tensor:
-        """Values as they are now in training's lane."""
+        """Return a copy in host memory of values as the training stream leaves them."""
         if self._streams.on_host:
             return values
         there = torch.empty_like(values, device="cpu")
@@ -297,32 +295,32 @@ class ParameterArena:
         self._streams.wait(self._streams.mark())
         return there
 
-    def _follow(self) -> None:
-        """Bring masters up to the module's tensors, where no boundary is kept, which would have done that."""
+    def _update_masters(self) -> None:
+        """Update the float32 masters from the module's tensors; kept boundaries include this update."""
         for section in self.sections if self._samples is not None else ():
-            self._streams.train(functools.partial(master_weights.take, section))
+            self._streams.train(functools.partial(master_weights.update, section))
 
-    # --- other models come in -----------------------------------------------------------------------------------
+    # --- mixing ---------------------------------------------------------------------------------------------------
 
     def buffers_of(self, received: HostBuffer) -> Iterator[tuple[Tensor, Tensor]]:
-        """Of each section with buffers that are exchanged, those in ``received``, and one's own."""
+        """Yield, for each section with exchanged buffers, those of ``received`` and those of this model."""
         for section, theirs in zip(self.sections, received.vectors, strict=True):
             cut, end = section.trainable, section.mixed
             if end > cut:
                 yield theirs[cut:], self._to_host(section.values[cut:end])
 
     def subtract(self, received: HostBuffer, on_host: bool = False) -> float:
-        """x_j ← x_j − x for trained values, in place of what was received; for the training thread or while it waits.
+        """x_j ← x_j − x for trained values, in place in ``received``; on the training thread, or while it waits.
 
         Args:
-            on_host: in host memory, too, where the model lies on a device.
+            on_host: update the copy in host memory, too, if the model is on a device.
 
         Returns:
-            ‖x_j − x‖₂ over the trained values; a device is waited for.
+            ‖x_j − x‖₂ over the trained values; blocks until the device has computed it.
         """
         theirs = self.pool.upload(received)
         kept = received.vectors if on_host and not self._streams.on_host else None
-        self._follow()
+        self._update_masters()
         squares: list[float] = []
         rows = zip(self.sections, theirs, _or_none(kept, theirs), strict=True)
         self._streams.train(lambda: squares.extend(passes.subtract(*row) for row in rows))
@@ -330,16 +328,16 @@ class ParameterArena:
         return math.sqrt(sum(squares))
 
     def commit(self, compared: HostBuffer, share: float) -> None:
-        """x ← x + share · (x_j − base) for trained values: a step boundary, for the training thread or while it waits.
+        """x ← x + share · (x_j − base) for trained values: a step boundary; on the training thread, or while it waits.
 
-        ``compared`` holds x_j − base for trained values, x_j for buffers, all finite or equal to one's own; the base is
-        x as of the request, or (:meth:`subtract`) as of now.
+        ``compared`` holds x_j − base for trained values and x_j for buffers. All values are finite or equal to this
+        model's. The base is x as of the request, or (:meth:`subtract`) as of now.
 
-        A buffer b becomes b + share · (b_j − b): running statistics follow the data and do not add up, so that a
-        difference to what they were at the request could make a variance negative. An infinite one stays.
+        A buffer b becomes b + share · (b_j − b), with b as of now: adding a difference from the time of the request
+        could make a running variance negative. An infinite buffer value stays.
         """
         changes = self.pool.upload(compared)
-        self._follow()
+        self._update_masters()
         self.mixes += 1
         with self._next_boundary() as (_, after):
             for section, change, new in zip(self.sections, changes, _or_none(after, changes), strict=True):
@@ -347,24 +345,24 @@ class ParameterArena:
         self._keep_sample()
 
     def merge(self, received: HostBuffer, held: HostBuffer, own: float, theirs: float) -> float:
-        """x_j ← (own · h + theirs · x_j) / (own + theirs), in place of what was received. Changes no weights.
+        """x_j ← (own · h + theirs · x_j) / (own + theirs), in place in ``received``; changes no weights.
 
-        Both of a pair that merge each other's models come to the same bits: each product is rounded by itself.
+        Two peers that merge each other's models get identical bits, because each product is rounded separately.
 
         Args:
             received: x_j, a mean of weight ``theirs``.
             held: h, a mean of weight ``own``; 0: x_j is taken as it is.
 
         Returns:
-            As :meth:`compare`, of x_j − h; on NaN what was received is of no more use.
+            ‖x_j − h‖₂ over the trained values; NaN if a value is not finite, and then ``received`` is unusable.
         """
         a, b = own / (own + theirs), theirs / (own + theirs)
         trained = others = 0.0
         for section, their, ours in zip(self.sections, received.vectors, held.vectors, strict=True):
             cut = section.trainable
-            at_once = PIECE // their.itemsize
-            for start in range(0, cut, at_once):
-                piece = slice(start, min(start + at_once, cut))
+            per_piece = PIECE // their.itemsize
+            for start in range(0, cut, per_piece):
+                piece = slice(start, min(start + per_piece, cut))
                 x, h = their[piece], ours[piece]
                 trained += kernels.squared_norm(x - h)
                 x.mul_(b).add_(h * a)
@@ -377,10 +375,10 @@ class ParameterArena:
     def take_in(self, merged: Snapshot, captured: Snapshot) -> None:
         """x ← merged + (x − captured) for trained values, buffers as merged: a step boundary, as :meth:`commit`.
 
-        Exactly what was merged if no step was made since the capture.
+        The result is exactly ``merged`` if no step was made since the capture.
         """
         means = self.pool.upload(merged.buffer)
-        self._follow()
+        self._update_masters()
         self.mixes += 1
         with self._next_boundary() as (_, after):
             rows = zip(self.sections, means, captured.vectors, _or_none(after, means), strict=True)
@@ -389,17 +387,17 @@ class ParameterArena:
         self._keep_sample()
 
     def held(self, model: HostBuffer, step: int) -> Snapshot:
-        """``model``, in a buffer of the pool, as a snapshot: shared, and given back after its last holder's release."""
+        """Wrap ``model``, a buffer of the pool, as a snapshot; its last release frees the buffer."""
         self.pool.upload(model)
         snapshot = Snapshot(self.pool)
         snapshot.fill(model.vectors, model, step)
         return snapshot
 
     def adopt(self, received: HostBuffer, step: int) -> bool:
-        """Take another peer's whole model, that has seen ``step`` iterations, in place of one's own.
+        """Replace this model by a peer's whole model, which has done ``step`` iterations.
 
         Returns:
-            False if its trained values hold NaN or Inf: nothing was changed then.
+            False if its trained values contain NaN or Inf; nothing was changed then.
         """
         rows = list(zip(self.sections, received.vectors, strict=True))
         if not all(math.isfinite(kernels.squared_norm(vector[: section.trainable])) for section, vector in rows):
@@ -412,8 +410,8 @@ class ParameterArena:
         return True
 
     def distance(self, reference: HostBuffer) -> float:
-        """‖x − reference‖₂ over the trained values."""
-        self._follow()
+        """Return ‖x − reference‖₂ over the trained values."""
+        self._update_masters()
         return math.sqrt(
             sum(
                 kernels.squared_norm(self._to_host(section.values[: section.trainable]) - vector[: section.trainable])
@@ -423,7 +421,7 @@ class ParameterArena:
         )
 
     def detach(self) -> None:
-        """Give every tensor storage of its own again, as it was before; the arena is not used any further."""
+        """Give every tensor its own storage again; the arena is unusable afterwards."""
         layout.detach(self.slots)
         self.pool.close()
 

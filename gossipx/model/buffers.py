@@ -1,4 +1,4 @@
-"""Room for models in host memory."""
+"""Buffers for models in host memory."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from gossipx.memory import Memory
 
 
 class HostBuffer:
-    """Room for one model in host memory, as raw bytes and as one flat vector a section.
+    """A buffer for one model in host memory, as raw bytes and as one flat vector per section (dtype).
 
     Args:
-        lengths: for each section its dtype and its elements.
-        whole: whether it has room for all of the model, or for what a retrieval exchanges.
+        lengths: dtype and number of elements of each section.
+        whole: whether it is sized for the whole model, or for the part that retrievals exchange.
 
     Attributes:
         view: the bytes, writable, for the wire.
-        descriptor: of a file of these bytes; None where there is none.
-        vectors: for each section its elements in this buffer.
-        on_device: the same on the module's device, where they have been brought there to be mixed.
+        descriptor: file descriptor of the same memory, for sharing it; None if not supported.
+        vectors: the elements of each section.
+        on_device: the same on the module's device, once uploaded for mixing.
     """
 
     def __init__(self, lengths: Sequence[tuple[torch.dtype, int]], whole: bool):
@@ -30,7 +30,7 @@ class HostBuffer:
         self._memory = Memory(sum(sizes))
         self.view = self._memory.view
         self.descriptor = self._memory.descriptor
-        ends = itertools.accumulate(sizes)  # multiples of ALIGNMENT: every part is aligned to its dtype
+        ends = itertools.accumulate(sizes)  # multiples of ALIGNMENT, so every section is aligned for its dtype
         self.vectors = [
             typed(self.view[end - size : end], dtype)
             for end, size, (dtype, _) in zip(ends, sizes, lengths, strict=True)
@@ -39,5 +39,5 @@ class HostBuffer:
 
 
 def typed(view: memoryview, dtype: torch.dtype) -> torch.Tensor:
-    """A flat tensor over the bytes of ``view``, which must be writable."""
+    """Return a flat tensor over the bytes of ``view``, which must be writable."""
     return torch.frombuffer(view, dtype=dtype) if view.nbytes else torch.empty(0, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Drift: how far own steps alone have led a model, for policies that use it."""
+"""Drift: the distance that a peer's own steps, without mixing, have moved its model; some policies use it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from gossipx.model.buffers import HostBuffer
 
 
 class DriftReference:
-    """x_r, the model that drift ‖x_t − x_r‖₂ counts from. For one thread at a time.
+    """The reference model x_r of the drift ‖x_t − x_r‖₂; for one thread at a time.
 
     Args:
-        arena: of x_t. Until :meth:`set` is first called, x_r is the model as of the last boundary.
+        arena: holds x_t. Until :meth:`set` is first called, x_r is the model of the last boundary.
     """
 
     def __init__(self, arena: ParameterArena):
@@ -22,7 +22,7 @@ class DriftReference:
         self._model: HostBuffer | None = None
 
     def set(self, model: HostBuffer | None = None) -> None:
-        """Count from a copy of ``model``; None: from the model as of the last boundary."""
+        """Set x_r to a copy of ``model``; None: of the last boundary."""
         if model is None:
             now = self._arena.snapshot()
             self.set(now.buffer)
@@ -31,10 +31,10 @@ class DriftReference:
         self.load(model.vectors)
 
     def move(self, difference: HostBuffer, share: float, base: HostBuffer | None = None) -> None:
-        """x_r ← base + share · difference, which was mixed: mixing itself is no drift.
+        """x_r ← base + share · difference after a model was mixed in, since mixing is not drift.
 
         Args:
-            base: the model at the request; None: x_r, which moves along with x.
+            base: the model at the request; None: x_r, so that it moves by as much as x.
         """
         if self._model is None:
             self.set()
@@ -47,17 +47,17 @@ class DriftReference:
             torch.add(begin[:cut], mixed[:cut], alpha=share, out=reference[:cut])
 
     def vectors(self) -> list[torch.Tensor]:
-        """x_r as flat vectors, one a section; empty where x_r is the model as of the last boundary."""
+        """Return x_r as flat vectors, one per section; empty if x_r is the model of the last boundary."""
         return [] if self._model is None else list(self._model.vectors)
 
     def load(self, vectors: Sequence[torch.Tensor]) -> None:
-        """Count from what :meth:`vectors` gave, of an arena that is laid out alike."""
+        """Set x_r to a copy of ``vectors`` from :meth:`vectors` of an arena with the same layout."""
         self._model = self._model or self._arena.pool.buffer()
         for reference, vector in zip(self._model.vectors, vectors, strict=True):
             reference.copy_(vector)
 
     def distance(self) -> float:
-        """‖x_t − x_r‖₂ over the trained values."""
+        """Return ‖x_t − x_r‖₂ over the trained values."""
         if self._model is None:
             self.set()
         assert self._model is not None

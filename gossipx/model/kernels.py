@@ -1,18 +1,18 @@
-"""Single passes over flat vectors: what a step has changed, how far two models are apart, mixing.
+"""Single passes over flat vectors: the delta of a step, the distance of two models, and mixing.
 
 A vector is a contiguous 1-D tensor of any length, real or complex. The vectors of one call have the same length, dtype
-and device; any two are the same memory or share none.
+and device; any two are either the same memory or disjoint.
 
-Each pass goes piece by piece, so that main memory is read once and what is done to a piece after that happens in cache.
-Squares are summed in the vector's own precision, at least float32, over blocks of :data:`BLOCK`, and these in float64.
-Nothing is checked on the way: NaN and Inf make the sum non-finite, which tells the caller; so does a float32 change
-above 1e19, whose square overflows. One below 1e-22 counts as none.
+Each pass works piece by piece, so that main memory is read once and further work on a piece happens in cache. Squares
+are summed in the vector's own precision, at least float32, over blocks of :data:`BLOCK`, and the block sums in float64.
+Values are not checked: NaN and Inf make the sum non-finite, which the caller sees. A float32 difference above 1e19 does
+so too, because its square overflows; one below 1e-22 counts as zero.
 
-float32 and float64 on a CPU are worked on by numpy, whose passes and calls take less time than torch's; all else by
-torch. One pass fused by a compiler (numba) takes two thirds of numpy's time, and 115 MB in every
-process and a pause when it compiles: ``bin/bench delta`` shows what share of a step there is to gain.
+float32 and float64 on a CPU use numpy, whose calls and passes are faster than torch's; everything else uses torch. A
+pass fused by a compiler (numba) takes two thirds of numpy's time, but costs 115 MB per process and a pause for
+compiling; ``bin/bench delta`` shows the share of a step that this could save.
 
-The functions ``*_on_device`` are for any device: they return a 0-dim float64 tensor there and do not wait for it.
+The functions ``*_on_device`` work on any device: they return a 0-dim float64 tensor there and do not wait for it.
 """
 
 from __future__ import annotations
@@ -28,28 +28,29 @@ from torch import Tensor
 Array: TypeAlias = npt.NDArray[Any]
 
 PIECE = 1 << 18
-"""Bytes worked on at once on a CPU: three vectors' pieces leave room in a core's second-level cache, 1 or 2 MiB."""
+"""Bytes per piece on a CPU: pieces of three vectors leave room in a core's second-level cache of 1 or 2 MiB."""
 SHARED_PIECE = 1 << 20
-"""The same beside a training thread: each piece waits for the interpreter's lock, so that few are better than small."""
+"""The same beside a training thread: each piece waits for the interpreter's lock, so fewer and larger ones are
+better."""
 DEVICE_PIECE = 1 << 24
-"""The same on a device: a launch costs little against it, and it fits the second-level cache of a large GPU."""
+"""The same on a device: large compared with a kernel launch, but within the second-level cache of a large GPU."""
 BLOCK = 1024
 """Elements whose squares are summed in the vector's own precision."""
 LINE = 64
-"""Bytes of a cache line: what memory is read in, and what is drawn at once for a sample."""
+"""Bytes of a cache line: the unit in which memory is read and sampled."""
 RUN = 16
-"""Lines that one is drawn from."""
+"""Lines per run; one line is drawn from each run."""
 SMALL = 1024
-"""Elements below which a tensor is measured whole even where the delta is sampled.
+"""Elements below which a tensor is measured whole, even where the delta is sampled.
 
-Biases and the vectors of a normalisation make up a hundredth of a model, and can make up most of its delta: without
-them in full the estimate for a ResNet-20 errs by 20 % (one standard deviation over draws), with them by 0.6 %.
+Biases and normalisation vectors are a hundredth of a model, but can contribute most of its delta: without them the
+estimate for a ResNet-20 has an error of 20 % (one standard deviation over draws), with them 0.6 %.
 """
-_NUMPYS = frozenset((torch.float32, torch.float64))
+_NUMPY_DTYPES = frozenset((torch.float32, torch.float64))
 
 
 def squared_norm(vector: Tensor) -> float:
-    """‖vector‖₂²."""
+    """Return ‖vector‖₂²."""
     if not _by_numpy(vector):
         return float(sum(_squares_on_device(piece) for (piece,) in _pieces(vector)))
     values, total = vector.numpy(), 0.0
@@ -61,12 +62,12 @@ def squared_norm(vector: Tensor) -> float:
 
 
 def advance(x: Tensor, before: Tensor, after: Tensor) -> float:
-    """``after ← x``; returns ‖x − before‖₂² (Adaptive Communication, Eq. 6, squared).
+    """Set ``after ← x``; return ‖x − before‖₂² (Adaptive Communication, Eq. 6, squared).
 
     Args:
         x: not changed.
         before: x_{t−1}.
-        after: may be ``before``. While this runs it holds neither of the two: nobody else may read it then.
+        after: may be ``before``. It holds intermediate values during the call, so no other thread may read it then.
 
     Raises:
         ValueError: the vectors do not match.
@@ -85,13 +86,13 @@ def advance(x: Tensor, before: Tensor, after: Tensor) -> float:
 
 
 def difference(received: Tensor, base: Tensor, out: Tensor) -> float:
-    """``out ← received − base``; returns ‖out‖₂².
+    """Set ``out ← received − base``; return ‖out‖₂².
 
-    Any number of threads may do it at once. It is fastest while ``received`` is still in cache.
+    Thread-safe. It is fastest while ``received`` is still in cache.
 
     Args:
         received: x_j.
-        base: what it is compared with.
+        base: the vector to compare with.
         out: may be ``received`` or ``base``.
 
     Raises:
@@ -111,22 +112,22 @@ def difference(received: Tensor, base: Tensor, out: Tensor) -> float:
 
 
 def commit(x: Tensor, difference: Tensor, share: float, boundary: Tensor | None) -> None:
-    """``x ← x + share · difference`` and ``boundary ← x``, if there is one, on any device.
+    """Set ``x ← x + share · difference`` and, if given, ``boundary ← x``, on any device.
 
     Raises:
         ValueError: the vectors do not match.
     """
     _match(x, difference, x if boundary is None else boundary)
-    if len(x):  # torch multiplies integers by no share, even where there are none
+    if len(x):  # torch refuses a float alpha for integer dtypes, even for empty vectors
         x.add_(difference, alpha=share)
     if boundary is not None:
         copy(x, boundary)
 
 
 def copy(x: Tensor, to: Tensor) -> None:
-    """``to ← x``, on any device.
+    """Set ``to ← x``, on any device.
 
-    On a CPU as bytes: of vectors larger than the cache, two thirds of the time that torch takes to copy numbers.
+    On a CPU bytes are copied: for vectors larger than the cache, this takes two thirds of torch's time.
 
     Raises:
         ValueError: the vectors do not match.
@@ -139,16 +140,18 @@ def copy(x: Tensor, to: Tensor) -> None:
 
 
 def accumulate(total: Tensor, values: Tensor) -> None:
-    """``total ← total + values``, these of the same or a narrower dtype, on any device.
+    """Set ``total ← total + values``, on any device; ``values`` may have a narrower dtype.
 
-    torch would first convert all of them, in memory that it gets and gives back each time: seven times as long.
+    Done at once, torch would convert all values first, in freshly allocated memory: seven times as slow.
     """
     for sum_, added in _pieces(total, values, nbytes=SHARED_PIECE):
         sum_.add_(added)
 
 
 def follow(rounded: Tensor, master: Tensor) -> None:
-    """``master ← rounded + (master − its rounding)`` where that rounds to ``rounded``, else ``rounded``, on any device.
+    """Update float32 masters of 16-bit values that have changed, keeping what rounding left out, on any device.
+
+    Sets ``master ← rounded + (master − its rounding)`` where that rounds to ``rounded``, else to ``rounded``.
 
     Args:
         rounded: 16-bit values, not changed.
@@ -161,18 +164,18 @@ def follow(rounded: Tensor, master: Tensor) -> None:
 
 
 def advance_on_device(x: Tensor, before: Tensor, after: Tensor) -> Tensor:
-    """As :func:`advance`, as a 0-dim float64 tensor on the device."""
+    """Return the result of :func:`advance` as a 0-dim float64 tensor on the device."""
     _match(x, before, after)
     total = torch.zeros((), dtype=torch.float64, device=x.device)
     for now, old, new in _pieces(x, before, after):
-        # A difference of two halves is rounded once more if it is a half itself.
+        # Subtracting in 16 bits would round the difference once more.
         total += _squares_on_device(now.float() - old.float() if x.itemsize == 2 else now - old)
         new.copy_(now)
     return total
 
 
 def difference_on_device(received: Tensor, base: Tensor, out: Tensor) -> Tensor:
-    """As :func:`difference`, as a 0-dim float64 tensor on the device."""
+    """Return the result of :func:`difference` as a 0-dim float64 tensor on the device."""
     _match(received, base, out)
     total = torch.zeros((), dtype=torch.float64, device=out.device)
     for theirs, ours, result in _pieces(received, base, out):
@@ -181,20 +184,20 @@ def difference_on_device(received: Tensor, base: Tensor, out: Tensor) -> Tensor:
 
 
 class Sampled:
-    """The delta estimated from a sixteenth of a vector's cache lines, for models where it costs too much to read all.
+    """The delta estimated from a sixteenth of a vector's cache lines, for models where reading all costs too much.
 
-    One line is drawn out of each run of :data:`RUN`, all equally likely, and its square counts for the run. So the
+    One line is drawn from each run of :data:`RUN`, all equally likely, and its square counts for the run. So the
     estimate of Δ² is unbiased over draws; its variance is the sum over runs of RUN² · (variance of ‖line‖² within the
-    run), and the relative error of Δ half of that of Δ². In training, with tensors below :data:`SMALL` whole, one
+    run), and the relative error of Δ is half that of Δ². In training, with tensors below :data:`SMALL` read whole, one
     standard deviation of Δ's error was 3 % for LeNet, 0.6 % for ResNet-20, 1.4 % for ResNet-110, 1.3 % for GoogLeNet
     and 0.5 % for AlexNet.
 
-    The lines are drawn once. Policies look at how the delta *changes*, where an error that stays is not seen: with
-    lines drawn anew for each step the estimate would jump two to four times as far from one step to the next.
+    The lines are drawn once. Policies look at how the delta *changes*, which a constant error does not affect; with new
+    lines for each step, the estimate would change two to four times as much from step to step.
 
     Args:
-        x: the vector as it is now; later calls are given the same one, or one like it.
-        seed: of the draw. Give each peer its own, so that their errors are independent.
+        x: the vector as it is now; later calls get the same vector, or one of the same shape.
+        seed: seed of the draw. Give each peer a different one, so that their errors are independent.
         whole: ranges of elements, (start, stop), that are measured in full: where the :data:`SMALL` tensors lie.
     """
 
@@ -209,7 +212,7 @@ class Sampled:
 
         values = _working(x)
         self._line = LINE // values.itemsize  # elements
-        self._end = len(in_full) * self._line  # of the last line; what is behind it is measured in full
+        self._end = len(in_full) * self._line  # of the last full line; elements behind it are measured in full
         self._at_once = _bytes_at_once(x) // LINE
         lines = drawn, np.flatnonzero(in_full)
         self._lines: list[Any] = [
@@ -221,19 +224,19 @@ class Sampled:
         self._tail = values[self._end :].copy() if _by_numpy(x) else values[self._end :].clone()
 
     def keep(self, x: Tensor) -> None:
-        """The next estimate is of the change from here on: something else than a step has changed ``x``."""
+        """Make the next estimate start from ``x``, which something other than a step has changed."""
         for _, fresh, kept in self._passes(x):
             kept[:] = fresh
 
     def advance(self, x: Tensor) -> float:
-        """An estimate of ‖x − x_{t−1}‖₂²; keeps what the next one needs of ``x``."""
+        """Return an estimate of ‖x − x_{t−1}‖₂²; keep the sample of ``x`` for the next call."""
         if not _by_numpy(x):
             return float(self.advance_on_device(x))
         with np.errstate(over="ignore", invalid="ignore"):
             return sum((weight * _advance(fresh, kept, kept) for weight, fresh, kept in self._passes(x)), 0.0)
 
     def advance_on_device(self, x: Tensor) -> Tensor:
-        """As :meth:`advance`, as a 0-dim float64 tensor on the device."""
+        """Return the result of :meth:`advance` as a 0-dim float64 tensor on the device."""
         total = torch.zeros((), dtype=torch.float64, device=x.device)
         for weight, fresh, kept in self._passes(x):
             old = torch.as_tensor(kept)
@@ -241,24 +244,24 @@ class Sampled:
         return total
 
     def _passes(self, x: Tensor) -> Iterator[tuple[int, Any, Any]]:
-        """The sample part by part: what a square counts for, the values now (until the next part), and those kept."""
+        """Yield the sample in parts: the weight of a square, the values now (until the next part), and those kept."""
         values = _working(x)
         rows = values[: self._end].reshape(-1, self._line)
         for weight, lines, kept in zip((RUN, 1), self._lines, self._kept, strict=True):
             for start in range(0, len(lines), self._at_once):
-                some, old = lines[start : start + self._at_once], kept[start : start + self._at_once]
-                fresh = self._fresh[: len(some)]
+                drawn, old = lines[start : start + self._at_once], kept[start : start + self._at_once]
+                fresh = self._fresh[: len(drawn)]
                 if isinstance(rows, Tensor):
-                    torch.index_select(rows, 0, some, out=fresh)
+                    torch.index_select(rows, 0, drawn, out=fresh)
                 else:
-                    np.take(rows, some, axis=0, out=fresh, mode="clip")  # other modes take a copy of out
+                    np.take(rows, drawn, axis=0, out=fresh, mode="clip")  # other modes buffer the output
                 yield weight, fresh.reshape(-1), old.reshape(-1)
         if self._end < len(values):
             yield 1, values[self._end :], self._tail
 
 
 def _advance(now: Array, old: Array, new: Array) -> float:
-    """:func:`advance` for one piece. ``new`` holds the difference meanwhile, so that no other memory is needed."""
+    """Run :func:`advance` for one piece. ``new`` holds the difference meanwhile, so no other memory is needed."""
     np.subtract(now, old, out=new)
     squared = _squares(new)
     np.copyto(new, now)
@@ -266,7 +269,7 @@ def _advance(now: Array, old: Array, new: Array) -> float:
 
 
 def _squares(piece: Array) -> float:
-    """‖piece‖₂²."""
+    """Return ‖piece‖₂²."""
     rest = len(piece) % BLOCK
     blocks = piece[: len(piece) - rest].reshape(-1, BLOCK)
     squared: float = sum(np.vecdot(blocks, blocks).tolist(), 0.0)  # Python's floats are float64
@@ -292,22 +295,22 @@ def _bytes_at_once(vector: Tensor, on_cpu: int = PIECE) -> int:
 
 
 def _by_numpy(vector: Tensor) -> bool:
-    return vector.is_cpu and vector.dtype in _NUMPYS
+    return vector.is_cpu and vector.dtype in _NUMPY_DTYPES
 
 
 def _working(vector: Tensor) -> Any:
-    """The same memory as real numbers, in what it is worked on with: numpy or torch."""
+    """Return the same memory as real numbers, as a numpy array or a tensor, whichever is used for it."""
     return vector.numpy() if _by_numpy(vector) else _real(vector)
 
 
 def _real(vector: Tensor) -> Tensor:
-    """A complex vector as its real and imaginary parts in turn."""
+    """Return a complex vector as alternating real and imaginary parts."""
     return torch.view_as_real(vector).view(-1) if vector.is_complex() else vector
 
 
 def _match(one: Tensor, two: Tensor, three: Tensor) -> None:
-    """numpy and torch would stretch a vector of one element, and convert another dtype."""
+    """Check shapes and dtypes: numpy and torch would broadcast a single element and convert dtypes."""
     if one.shape == two.shape == three.shape and one.dtype == two.dtype == three.dtype and one.dim() == 1:
         return
-    told = ", ".join(f"{str(each.dtype).removeprefix('torch.')} {tuple(each.shape)}" for each in (one, two, three))
-    raise ValueError(f"vectors of one length and dtype were expected, not {told}")
+    found = ", ".join(f"{str(each.dtype).removeprefix('torch.')} {tuple(each.shape)}" for each in (one, two, three))
+    raise ValueError(f"expected vectors of the same length and dtype, not {found}")

@@ -1,7 +1,7 @@
-"""Where the tensors of a module lie in flat buffers, and which cannot lie there.
+"""The layout of a module's tensors in flat buffers, and the checks of which tensors can be laid out.
 
-A section (one dtype) is laid out as ``[trainable | mixed buffers | frozen | other buffers]``: what is exchanged in a
-retrieval is its head, what a joining peer takes is all of it.
+All tensors of one dtype form a section, laid out as ``[trainable | mixed buffers | frozen | other buffers]``. A
+retrieval exchanges the head of it, up to the mixed buffers; a joining peer receives all of it.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from torch import Tensor, nn
 from gossipx.errors import UsageError
 
 ALIGNMENT = 64
-"""Bytes: every tensor begins on a cache line."""
+"""Bytes: every tensor starts on a cache line."""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """Where one tensor lies."""
+    """The place of one tensor in the layout."""
 
     name: str
     tensor: Tensor
     kind: int  # 0 trainable, 1 mixed buffer, 2 frozen, 3 other buffer
 
     def line(self, masters: bool) -> str:
-        """Its line of the manifest; ``masters``: it is exchanged in float32."""
+        """Return its line of the manifest; ``masters``: it is exchanged in float32."""
         kind = ("trainable", "mixed", "frozen", "local")[self.kind]
         dtype = str(self.tensor.dtype).removeprefix("torch.")
         shape = "x".join(map(str, self.tensor.shape)) or "scalar"
@@ -41,11 +41,11 @@ class Section:
     """All tensors of one dtype.
 
     Attributes:
-        storage: flat vector on the module's device, of which the module's tensors are views.
-        values: what is measured, exchanged and mixed: the storage itself, or its float32 masters where it is trained in
+        storage: flat vector on the module's device; the module's tensors are views of it.
+        values: vector that is measured, exchanged and mixed: the storage itself, or its float32 masters for training in
             16 bits (see :mod:`gossipx.model.master_weights`).
-        trainable: elements from the front that are trained.
-        mixed: elements from the front that a retrieval exchanges.
+        trainable: number of leading elements that are trained.
+        mixed: number of leading elements that a retrieval exchanges.
     """
 
     storage: Tensor
@@ -55,7 +55,7 @@ class Section:
 
 
 def slots_of(module: nn.Module, mix_buffers: bool) -> Iterator[Slot]:
-    """All tensors of a module that a joining peer needs, checked, in the order in which they are laid out."""
+    """Yield all tensors of a module that a joining peer needs, checked, in the order of the layout."""
     found: list[Slot] = []
     for name, parameter in module.named_parameters():
         name = plain_name(name)
@@ -71,30 +71,30 @@ def slots_of(module: nn.Module, mix_buffers: bool) -> Iterator[Slot]:
         other = next(slot for slot in found if slot.tensor.device != found[0].tensor.device)
         raise UsageError(
             f"parameter '{other.name}' is on {other.tensor.device}, '{found[0].name}' on {found[0].tensor.device}: "
-            "a peer trains on one device; start one peer a device"
+            "a peer trains on one device; start one peer per device"
         )
     _check_storage(found)
     yield from sorted(found, key=lambda slot: slot.kind)
 
 
 def plain_name(name: str) -> str:
-    """A name as it reads without the wrapper of torch.compile, so that compiled and plain peers agree."""
+    """Return a name without the prefix of torch.compile, so that compiled and plain peers agree."""
     return name.replace("_orig_mod.", "")
 
 
 def _refusal(tensor: Tensor) -> str | None:
-    """Why a tensor cannot be laid out, or None if it can."""
+    """Return why a tensor cannot be laid out, or None if it can."""
     kinds = {kind.__name__ for kind in type(tensor).__mro__}
     if kinds & {"UninitializedParameter", "UninitializedBuffer"}:
         return "it is not initialised yet (a lazy module): run one batch through the model before joining"
     if "DTensor" in kinds or getattr(tensor, "_is_flat_param", False) or "FlatParameter" in kinds:
-        return "it is sharded (FSDP or DTensor), so that no process holds it whole: join a model that is replicated"
+        return "it is sharded (FSDP or DTensor), so no process has all of it: join a replicated model"
     if tensor.is_meta:
         return "it is on the meta device and has no values: materialise the model before joining"
     if tensor.layout != torch.strided:
         return f"its layout is {tensor.layout}: gossipx exchanges dense tensors"
     if tensor.is_quantized:
-        return "it is quantized: join the model before it is quantized"
+        return "it is quantized: join the model before quantizing it"
     if tensor.requires_grad and not _can_be_mixed(tensor):
         return f"it is trained as {tensor.dtype}, which has no arithmetic: train in bfloat16 or wider"
     if not _is_dense(tensor):
@@ -103,12 +103,12 @@ def _refusal(tensor: Tensor) -> str | None:
 
 
 def _can_be_mixed(tensor: Tensor) -> bool:
-    """Whether values can be averaged: 8-bit floats are formats to keep values in, without sums."""
+    """Return whether values can be averaged; 8-bit floats are storage formats without addition."""
     return tensor.dtype.itemsize > 1
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill one block of memory, in any order of the dimensions (channels-last, say)."""
+    """Return whether the elements fill one block of memory, in any order of dimensions (such as channels-last)."""
     if not tensor.numel():
         return True
     expected = 1
@@ -122,7 +122,7 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def _check_storage(slots: list[Slot]) -> None:
-    """Tensors may share all of their memory (tied), but not a part of it."""
+    """Check that tensors share either all of their memory (tied) or none."""
     taken = sorted((slot for slot in slots if slot.tensor.numel()), key=lambda slot: slot.tensor.data_ptr())
     for one, other in itertools.pairwise(taken):
         if one.tensor.data_ptr() + one.tensor.nbytes > other.tensor.data_ptr() and not _tied(one.tensor, other.tensor):
@@ -154,9 +154,9 @@ def lay_out(slots: list[Slot]) -> Section:
 
 
 def _places(slots: list[Slot]) -> tuple[list[int], int, int, int]:
-    """Where the tensors of one dtype, ordered by kind, begin, and where what is trained, what is mixed and all end."""
+    """Return the offsets of tensors ordered by kind, and the ends of the trained, the mixed and all elements."""
     step = ALIGNMENT // slots[0].tensor.dtype.itemsize
-    offsets: dict[int, int] = {}  # of tensors laid out so far, by their address: tied ones get one place
+    offsets: dict[int, int] = {}  # by address: tied tensors share one offset
     ends = [0, 0, 0, 0]
     end = 0
     for slot in slots:
@@ -168,7 +168,7 @@ def _places(slots: list[Slot]) -> tuple[list[int], int, int, int]:
 
 
 def nbytes(module: nn.Module, mix_buffers: bool) -> tuple[int, int]:
-    """Bytes of a module's model on the wire, as a retrieval exchanges it and whole; nothing is laid out.
+    """Return the bytes of a module's model on the wire, exchanged and whole, without laying it out.
 
     Raises:
         UsageError: as :func:`slots_of`.
@@ -185,15 +185,15 @@ def nbytes(module: nn.Module, mix_buffers: bool) -> tuple[int, int]:
 
 
 def by_dtype(slots: Iterable[Slot]) -> dict[torch.dtype, list[Slot]]:
-    """Slots by dtype, in an order that is the same for every process that lays out this module."""
+    """Group slots by dtype, in an order that is equal in all processes with this module."""
     found = list(slots)
     dtypes = sorted({slot.tensor.dtype for slot in found}, key=str)
     return {dtype: [slot for slot in found if slot.tensor.dtype == dtype] for dtype in dtypes}
 
 
 def detach(slots: Iterable[Slot]) -> None:
-    """Give every tensor storage of its own again, as it was before :func:`lay_out`."""
-    own: dict[tuple[int, torch.Size], Tensor] = {}  # by place: tied tensors stay tied
+    """Give every tensor its own storage again, as before :func:`lay_out`."""
+    own: dict[tuple[int, torch.Size], Tensor] = {}  # by address, so that tied tensors stay tied
     for tensor in (slot.tensor for slot in slots):
         place = tensor.data_ptr(), tensor.shape
         if place not in own:
@@ -202,7 +202,7 @@ def detach(slots: Iterable[Slot]) -> None:
 
 
 def named(slots: Iterable[Slot], sections: Iterable[Section], vectors: Iterable[Tensor]) -> dict[str, Tensor]:
-    """The tensors of a whole model by name, as views of its flat vectors, one a section."""
+    """Return the tensors of a whole model by name, as views of its flat vectors, one per section."""
     at = {section.storage.dtype: vector for section, vector in zip(sections, vectors, strict=True)}
     views = {}
     for slot in slots:
@@ -216,16 +216,16 @@ NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
 def norms(module: nn.Module) -> set[str]:
-    """Names of the parameters of normalisation layers, which are few and small."""
+    """Return the names of the parameters of normalisation layers, which are few and small."""
     found = set()
-    for place, one in module.named_modules():
-        if isinstance(one, NORMS):
-            found |= {plain_name(f"{place}.{name}".lstrip(".")) for name, _ in one.named_parameters(recurse=False)}
+    for place, layer in module.named_modules():
+        if isinstance(layer, NORMS):
+            found |= {plain_name(f"{place}.{name}".lstrip(".")) for name, _ in layer.named_parameters(recurse=False)}
     return found
 
 
 def others(module: nn.Module) -> dict[str, Tensor]:
-    """By name, the buffers of a module that are not laid out, as nobody exchanges them: counters, say."""
+    """Return the buffers that are not laid out because they are never exchanged, such as counters, by name."""
     buffers = ((plain_name(name), buffer) for name, buffer in module.named_buffers())
     return {
         name: buffer
@@ -235,10 +235,10 @@ def others(module: nn.Module) -> dict[str, Tensor]:
 
 
 def lengths(sections: Iterable[Section], whole: bool) -> list[tuple[torch.dtype, int]]:
-    """For each section its dtype and the elements that a model has of it: one as a retrieval exchanges it, or whole."""
+    """Return the dtype and the number of elements of each section of a model, exchanged or whole."""
     return [(section.values.dtype, len(section.values) if whole else section.mixed) for section in sections]
 
 
 def has_masters(slots: Iterable[Slot]) -> bool:
-    """Whether tensors of one dtype are exchanged as float32 masters: some of them are trained in 16 bits."""
+    """Return whether tensors of one dtype are exchanged as float32 masters, as some are trained in 16 bits."""
     return any(slot.kind == 0 and slot.tensor.dtype in (torch.float16, torch.bfloat16) for slot in slots)

@@ -1,6 +1,7 @@
-"""What is put into training's lane, for one section each: single passes over its values.
+"""Single passes over the values of one section (dtype) of the arena; the arena runs them on the training stream.
 
-Where a section is trained in 16 bits its masters are brought up to the module's tensors before, or given to them after.
+For a section trained in 16 bits, they first update its float32 masters from the module's tensors, or afterwards write
+the masters back.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ from gossipx.model.layout import Section, Slot
 
 
 def copy(section: Section, to: Tensor) -> None:
-    """Copy what is exchanged, as it is now."""
-    master_weights.take(section)
+    """Copy the exchanged values as they are now."""
+    master_weights.update(section)
     kernels.copy(section.values[: section.mixed], to)
 
 
 def advance(section: Section, before: Tensor, after: Tensor, on_device: bool) -> float | Tensor:
-    """Δ_t² of a section, and the copy of its boundary."""
-    master_weights.take(section)
+    """Copy the section's boundary to ``after``; return its Δ_t²."""
+    master_weights.update(section)
     cut, end = section.trainable, section.mixed
     past = before[:cut]
     measure = kernels.advance_on_device if on_device else kernels.advance
@@ -30,13 +31,13 @@ def advance(section: Section, before: Tensor, after: Tensor, on_device: bool) ->
 
 
 def sampled(sample: kernels.Sampled, section: Section, on_device: bool) -> float | Tensor:
-    """An estimate of Δ_t² of a section. Of masters, the module's own tensors say as much as these would."""
+    """Return an estimate of Δ_t² of a section; the module's tensors serve as well as their masters here."""
     x = section.storage[: section.trainable]
     return sample.advance_on_device(x) if on_device else sample.advance(x)
 
 
 def subtract(section: Section, received: Tensor, kept: Tensor | None) -> float:
-    """x_j ← x_j − x for trained values; returns the square of its norm. ``kept`` takes a copy of what comes out."""
+    """x_j ← x_j − x for trained values; return ‖x_j − x‖₂². ``kept`` receives a copy of the result."""
     cut = section.trainable
     squared = kernels.difference(received[:cut], section.values[:cut], received[:cut])
     if kept is not None:
@@ -45,11 +46,11 @@ def subtract(section: Section, received: Tensor, kept: Tensor | None) -> float:
 
 
 def commit(section: Section, change: Tensor, share: float, boundary: Tensor | None) -> None:
-    """Add a share of what trained values are to change by, and bring buffers closer to those of another model.
+    """Add a share of the changes to trained values, and move buffers towards those of another model.
 
     Args:
-        change: as :meth:`gossipx.model.arena.ParameterArena.commit` has it.
-        boundary: takes a copy of what comes out; None: none is kept.
+        change: as in :meth:`gossipx.model.arena.ParameterArena.commit`.
+        boundary: receives a copy of the result; None: no copy.
     """
     cut, end = section.trainable, section.mixed
     values = section.values
@@ -60,28 +61,28 @@ def commit(section: Section, change: Tensor, share: float, boundary: Tensor | No
         own.copy_(torch.where(as_is, own, own + share * (other - own)))
         if boundary is not None:
             boundary[cut:].copy_(own)
-    master_weights.give(section)
+    master_weights.write_back(section)
 
 
 def take_in(section: Section, mean: Tensor, captured: Tensor, boundary: Tensor | None) -> None:
-    """Put a mean in place of what went into it; buffers that are finite become the mean's, ``boundary`` a copy."""
+    """x ← mean + (x − captured) for trained values; finite buffers become the mean's; ``boundary`` gets a copy."""
     cut, end = section.trainable, section.mixed
     section.values[:cut].sub_(captured[:cut]).add_(mean[:cut])
     own = section.values[cut:end]
     own.copy_(torch.where(own.isfinite(), mean[cut:end], own))
-    master_weights.give(section)
+    master_weights.write_back(section)
     if boundary is not None:
         boundary.copy_(section.values[:end])
 
 
 def adopt(section: Section, model: Tensor) -> None:
-    """Take all values of a model, whole or as it is exchanged."""
+    """Replace the values by those of a model, whole or only the exchanged part."""
     section.values[: len(model)].copy_(model)
-    master_weights.give(section, whole=len(model) > section.mixed)
+    master_weights.write_back(section, whole=len(model) > section.mixed)
 
 
 def sampler(section: Section, slots: list[Slot], seed: int) -> kernels.Sampled:
-    """Draws what :func:`sampled` looks at, by ``seed``: of a section laid out from ``slots``."""
+    """Return the sampler for :func:`sampled` of a section that was laid out from ``slots``."""
     begin, size = section.storage.data_ptr(), section.storage.itemsize
     small = [slot.tensor for slot in slots if slot.kind == 0 and slot.tensor.numel() < kernels.SMALL]
     starts = [(tensor.data_ptr() - begin) // size for tensor in small if tensor.numel()]

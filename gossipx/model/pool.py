@@ -1,7 +1,9 @@
-"""Memory for the models of one module, used again and again: in host memory, on the module's device, and between them.
+"""Reused memory for the models of one module: buffers in host memory, vectors on the device, and copies between them.
 
-Memory of a model is large, and new memory is slow to be had: so it is known who holds what, and what nobody needs any
-more is taken over or used for the next model.
+A model is large and allocation is slow. So buffers are reference-counted (:class:`gossipx.model.snapshots.Snapshot`),
+and a buffer that is no longer needed is reused for the next model, or taken over by a model that is being received.
+
+A boundary is the model as a step left it. The base of an incoming model is the snapshot subtracted from its values.
 """
 
 from __future__ import annotations
@@ -19,21 +21,21 @@ from gossipx.model.snapshots import Snapshot
 from gossipx.model.streams import DeviceStreams, Mark
 
 COPY_SECONDS = 1.0
-"""Longest that a boundary waits for a copy: several times what the largest models take."""
+"""Limit on how long a boundary waits for a copy, in seconds: several times what the largest models take."""
 
 
 class Pool:
-    """Gives room for models and takes it back; :class:`gossipx.model.snapshots.BufferOwner` of their snapshots.
+    """Allocates and reuses memory for models; the :class:`gossipx.model.snapshots.BufferOwner` of their snapshots.
 
     Args:
-        sections: of the module.
-        streams: of its device.
+        sections: sections of the module.
+        streams: work queues of its device.
 
     Attributes:
-        lock: guards who holds what.
+        lock: guards reference counts.
         copying: guards copies from the device to host memory.
-        has_more: whether a whole model has more than a retrieval exchanges.
-        now: the last boundary, if that was copied; it may be asked for at any time.
+        has_more: whether a whole model is larger than the part that a retrieval exchanges.
+        now: the last boundary, if it was copied; a snapshot of it may be requested at any time.
     """
 
     def __init__(self, sections: Sequence[Section], streams: DeviceStreams):
@@ -44,19 +46,19 @@ class Pool:
         self._sections = sections
         self._streams = streams
         self._free: list[HostBuffer] = []
-        self._made = 0  # buffers, those that are free among them
-        self._copied = 0  # bases that are being copied
-        self._doubled: list[Snapshot] = []  # bases of models that have buffers of their own
+        self._made = 0  # number of buffers, including free ones
+        self._copied = 0  # number of bases that are being copied
+        self._doubled: list[Snapshot] = []  # bases whose incoming model has a second buffer
         self._given_back = threading.Condition(self.lock)
         self._free_vectors: list[tuple[list[Tensor], Mark]] = []
         self._free_staging: list[memoryview] = []
 
-    # --- room ---------------------------------------------------------------------------------------
+    # --- allocation ---------------------------------------------------------------------------------
 
     def buffer(self, whole: bool = False) -> HostBuffer:
-        """A buffer of the size of a model, reused where one is free; give it back by :meth:`free`."""
+        """Return a buffer for a model, reusing a free one; return it with :meth:`free`."""
         if whole and self.has_more:
-            return HostBuffer(lengths(self._sections, whole=True), whole=True)  # they travel once a run: none is kept
+            return HostBuffer(lengths(self._sections, whole=True), whole=True)  # needed once per run: not reused
         with self.lock:
             if self._free:
                 return self._free.pop()
@@ -66,7 +68,7 @@ class Pool:
             return made
 
     def free(self, buffer: HostBuffer) -> None:
-        """Take back what :meth:`buffer` gave."""
+        """Take back a buffer from :meth:`buffer`."""
         with self.lock:
             if buffer.on_device is not None:
                 self._free_vectors.append((buffer.on_device, self._streams.mark()))
@@ -75,41 +77,41 @@ class Pool:
                 self._free.append(buffer)
 
     def close(self) -> None:
-        """Keep nothing any more: neither the last boundary, which holds us in turn, nor what was to be used again."""
+        """Drop the last boundary, which refers back to this pool, and all free memory."""
         with self.lock:
             self.now = None
             for free in (self._free, self._free_vectors, self._free_staging):
                 free.clear()
 
     def staging(self) -> memoryview:
-        """Room for one piece, reused where one is free; give it back by :meth:`free_staging`."""
+        """Return memory for one piece, reusing a free one; return it with :meth:`free_staging`."""
         with self.lock:
             return self._free_staging.pop() if self._free_staging else memoryview(bytearray(STAGED))
 
     def free_staging(self, staging: memoryview) -> None:
-        """Take back what :meth:`staging` gave."""
+        """Take back memory from :meth:`staging`."""
         with self.lock:
             self._free_staging.append(staging)
 
     def room(self) -> tuple[list[Tensor], HostBuffer | None]:
-        """Memory for one boundary on the module's device, that nobody holds, and the buffer if it is one's."""
+        """Return unreferenced vectors for one boundary on the device, and their buffer if the device is the host."""
         if self._streams.on_host:
             buffer = self.buffer()
             return buffer.vectors, buffer
         return self._room_on_device()[0], None
 
     def _room_on_device(self) -> tuple[list[Tensor], Mark]:
-        """The same, and when training's lane is done with it; training's own later work need not look at that."""
+        """Return such vectors, and a mark after the training stream's last use of them; that stream need not wait."""
         with self.lock:
             if self._free_vectors:
                 return self._free_vectors.pop()
         made = [self._streams.room(section.values[: section.mixed]) for section in self._sections]
         return made, self._streams.mark()
 
-    # --- of snapshots -------------------------------------------------------------------------------
+    # --- snapshots ----------------------------------------------------------------------------------
 
     def reuse(self, vectors: list[Tensor], buffer: HostBuffer | None) -> None:
-        """Take back what a snapshot held; for :meth:`Snapshot.release`."""
+        """Take back the memory of a snapshot without references."""
         if buffer is not None:
             self.free(buffer)
         if buffer is None or buffer.vectors is not vectors:
@@ -117,7 +119,7 @@ class Pool:
                 self._free_vectors.append((vectors, self._streams.mark()))
 
     def take_over(self, snapshot: Snapshot) -> HostBuffer | None:
-        """The memory of a snapshot that only the caller holds and nobody can ask for any more; None: others need it."""
+        """Return the memory of a snapshot that only the caller references and that is not the boundary, or None."""
         buffer = snapshot.buffer
         with self.lock:
             if snapshot is self.now or snapshot.holders > 1:
@@ -128,13 +130,13 @@ class Pool:
             return buffer
 
     def would_crowd(self, base: Snapshot) -> bool:
-        """Whether ``base`` is the last boundary and one more is kept: the next boundary would find no room but new."""
+        """Return whether the next boundary would allocate, as ``base`` is the last one and another model is in use."""
         with self.lock:
             return base is self.now and self._made - len(self._free) >= 2
 
     @contextlib.contextmanager
     def copying_base(self) -> Iterator[None]:
-        """Around the copy of a base and its release: a boundary that would need more memory waits for it."""
+        """Mark the copying and release of a base; a boundary that would need more memory waits for its end."""
         with self.lock:
             self._copied += 1
         try:
@@ -144,34 +146,34 @@ class Pool:
                 self._copied -= 1
                 self._given_back.notify_all()
 
-    def has_both(self, base: Snapshot) -> None:
-        """A model comes in to a buffer of its own, as others read its ``base``: until :meth:`has_one`."""
+    def begin_second_buffer(self, base: Snapshot) -> None:
+        """Record that a model is received into a buffer of its own because others read its ``base``."""
         with self.lock:
             self._doubled.append(base)
 
-    def has_one(self, base: Snapshot) -> None:
-        """It has gone on in the base, or come to an end."""
+    def end_second_buffer(self, base: Snapshot) -> None:
+        """Record that the model has moved to the base's memory, or that receiving it has ended."""
         with self.lock:
-            self._doubled = [one for one in self._doubled if one is not base]
+            self._doubled = [other for other in self._doubled if other is not base]
             self._given_back.notify_all()
 
     def wait_for_buffers(self) -> None:
-        """Before one more model is given: wait until no buffer is about to be free.
+        """Wait until no buffer is about to become free; called before another snapshot is handed out.
 
-        That is where nobody reads a base any more and its model goes on in it with the next piece. The boundary after
-        the one that is given would find no room but new.
+        A buffer is about to become free if nobody else reads a base any more: its incoming model moves to the base's
+        memory with the next piece. Handing out a snapshot earlier would make the next boundary allocate.
         """
         with self.lock:
             self._given_back.wait_for(lambda: all(base.holders > 1 for base in self._doubled), COPY_SECONDS)
 
     def wait_for_bases(self) -> None:
-        """With :attr:`lock` held, wait until no base is being copied."""
+        """Wait until no base is being copied; the caller holds :attr:`lock`."""
         self._given_back.wait_for(lambda: not self._copied, COPY_SECONDS)
 
     # --- between the device and host memory -----------------------------------------------------------
 
     def on_host(self, vectors: list[Tensor], written: Mark) -> HostBuffer:
-        """A copy of vectors on the device, complete; for :class:`Snapshot`. Who asks waits, and training does not."""
+        """Return a complete copy in host memory of vectors on the device; the caller waits, training does not."""
         buffer = self.buffer()
         rows = list(zip(buffer.vectors, vectors, strict=True))
         self._streams.on_side_stream(
@@ -180,10 +182,10 @@ class Pool:
         self._streams.wait(self._streams.mark_side_stream())
         return buffer
 
-    def bring(self, buffer: HostBuffer, section: int, piece: slice) -> None:
-        """Copy some elements of a model that comes in to the module's device, while the rest of it comes.
+    def upload_piece(self, buffer: HostBuffer, section: int, piece: slice) -> None:
+        """Start to copy some elements of an incoming model to the module's device, while the rest is received.
 
-        They stay as they are until :meth:`brought`.
+        The elements must not change until :meth:`finish_uploads`.
         """
         if self._streams.on_host:
             return
@@ -193,17 +195,17 @@ class Pool:
         there, here = buffer.on_device[section][piece], buffer.vectors[section][piece]
         self._streams.on_side_stream(lambda: there.copy_(here, non_blocking=self._streams.later), after)
 
-    def brought(self) -> None:
-        """Wait until all is there that :meth:`bring` was told of."""
+    def finish_uploads(self) -> None:
+        """Wait until all copies of :meth:`upload_piece` are complete."""
         self._streams.wait(self._streams.mark_side_stream())
 
     def upload(self, buffer: HostBuffer) -> list[Tensor]:
-        """The vectors of a model that came in, on the module's device; done beside training if called ahead."""
+        """Return the vectors of a received model on the module's device, copying them if that was not done before."""
         if self._streams.on_host:
             return buffer.vectors
         if buffer.on_device is None:
             for section in range(len(buffer.vectors)):
-                self.bring(buffer, section, slice(None))
-            self.brought()
+                self.upload_piece(buffer, section, slice(None))
+            self.finish_uploads()
         assert buffer.on_device is not None, "a model has a section"
         return buffer.on_device

@@ -1,7 +1,7 @@
-"""A model that comes in: where its bytes go, and what is made of them on the way.
+"""The sink for an incoming model, which subtracts a base from the trained values as they arrive.
 
-Of trained values only the difference to a base, one's own model as of the request, is kept: it is formed piece by piece
-as they come, in the base's own memory where nobody else needs that. So a pull with its averaging moves little more
+The base is this peer's own model as of the request. The difference is formed piece by piece, while the bytes are in
+cache, and stored in the base's own memory if nobody else reads it. So a pull with its averaging moves little more
 memory than the pull alone, and needs one buffer.
 """
 
@@ -23,27 +23,27 @@ from gossipx.model.snapshots import Snapshot
 
 @dataclass(frozen=True)
 class _Segment:
-    """A run of bytes that are treated alike."""
+    """A range of bytes that are treated alike."""
 
     start: int
     stop: int
     section: int
-    first: int  # element of the section's vector at ``start``
+    first: int  # index in the section's vector of the element at ``start``
     trained: bool
 
 
 class Incoming:
-    """Takes in one model; a :class:`gossipx.wire.Sink`.
+    """Receives one model; a :class:`gossipx.wire.Sink`.
 
     Args:
-        arena: whose model it will be mixed into.
-        whole: a whole model, to be adopted.
-        base: what trained values are compared with, held by the caller, who gives that hold away here; None: everything
-            is kept as it comes.
+        arena: arena of the model that it will be mixed into.
+        whole: whether a whole model is received, to replace this peer's.
+        base: model to subtract from trained values; takes ownership of the caller's reference. None: values are
+            stored as they arrive.
 
     Attributes:
-        nbytes: that are to come.
-        compares: whether trained values are compared with a base.
+        nbytes: number of bytes to receive.
+        compares: whether a base is subtracted.
     """
 
     def __init__(self, arena: ParameterArena, base: Snapshot | None, whole: bool = False):
@@ -54,28 +54,28 @@ class Incoming:
         self._base = base
         self._buffer: HostBuffer | None = None
         self._squared = 0.0
-        self._brings = False  # it is on its way to the device
+        self._uploading = False
         self._segments = _segments(arena, whole, self.compares)
         self._starts = [segment.start for segment in self._segments]
         self._staging: memoryview | None = None
 
     @property
     def buffer(self) -> HostBuffer:
-        """x_j − base for trained values, x_j for all others; of worth only when all has come."""
+        """x_j − base for trained values, x_j for all others; valid once all bytes have arrived."""
         if self._buffer is None:
             if self._base is not None:
-                self._pool.has_both(self._base)
+                self._pool.begin_second_buffer(self._base)
             self._buffer = self._pool.buffer(self._whole)
         return self._buffer
 
     def compared_with(self, number: int) -> Tensor | None:
-        """What the trained values of a section are compared with, before the first has come; None: with nothing."""
+        """Return the base of a section, before the first byte has arrived; None: there is no base."""
         return None if self._base is None else self._base.buffer.vectors[number]
 
     def room(self, start: int) -> memoryview:
-        """Where the bytes from ``start`` on belong; see :class:`gossipx.wire.Sink`."""
+        """Return the memory for the bytes from ``start`` on; see :class:`gossipx.wire.Sink`."""
         segment = self._segment(start)
-        self._settle(start)
+        self._reuse_base(start)
         if not segment.trained:
             return self.buffer.view[start : segment.stop]
         stop = min(start + STAGED, segment.stop)
@@ -84,30 +84,30 @@ class Incoming:
         return self._staging[: stop - start]
 
     def filled(self, start: int) -> None:
-        """The room from ``start`` on is full."""
+        """Process the memory from :meth:`room` of ``start``, which is now full."""
         segment = self._segment(start)
         if segment.trained:
             self.take(start, self.room(start))
         else:
-            self._bring(segment, start, segment.stop)
+            self._upload(segment, start, segment.stop)
 
     def take(self, start: int, view: memoryview) -> None:
-        """Take the bytes from ``start`` on from where they lie."""
+        """Process the bytes from ``start`` on, which lie in ``view``."""
         done = 0
         while done < len(view):
             segment = self._segment(start + done)
             stop = min(len(view), segment.stop - start)
-            self._settle(start + done)
+            self._reuse_base(start + done)
             if segment.trained:
                 stop = min(stop, done + STAGED)
                 self._compare(segment, start + done, view[done:stop])
             else:
                 copy(view[done:stop], self.buffer.view[start + done : start + stop])
-                self._bring(segment, start + done, start + stop)
+                self._upload(segment, start + done, start + stop)
             done = stop
 
     def _compare(self, segment: _Segment, start: int, view: memoryview) -> None:
-        """Take a piece of trained values."""
+        """Subtract the base from a piece of trained values."""
         dtype = self._arena.sections[segment.section].values.dtype
         theirs = typed(view, dtype)
         first = segment.first + (start - segment.start) // dtype.itemsize
@@ -115,22 +115,22 @@ class Incoming:
         difference = self.buffer.vectors[segment.section][here]
         own = difference if self._base is None else self._base.buffer.vectors[segment.section][here]
         self._squared += kernels.difference(theirs, own, difference)
-        self._bring(segment, start, start + len(view))
+        self._upload(segment, start, start + len(view))
 
-    def _bring(self, segment: _Segment, start: int, stop: int) -> None:
-        """What has come, and is to be mixed as it is now, goes on to the device."""
+    def _upload(self, segment: _Segment, start: int, stop: int) -> None:
+        """Start to copy finished bytes to the device, if they will be mixed."""
         if self.compares:
             size = self._arena.sections[segment.section].values.itemsize
             first = segment.first + (start - segment.start) // size
-            self._pool.bring(self.buffer, segment.section, slice(first, first + (stop - start) // size))
-            self._brings = True
+            self._pool.upload_piece(self.buffer, segment.section, slice(first, first + (stop - start) // size))
+            self._uploading = True
 
     def norm(self) -> float:
-        """‖x_j − base‖₂ over the trained values, once all has come; NaN if any value is not finite.
+        """Return ‖x_j − base‖₂ over the trained values, or ‖x_j‖₂ without a base; NaN if any value is not finite.
 
-        ‖x_j‖₂ where nothing is compared. A buffer may hold −∞ on both sides, as attention masks do.
+        Call it once all bytes have arrived. A buffer may hold −∞ on both sides, as attention masks do.
         """
-        self._let_base_go()
+        self._release_base()
         if not self.compares:
             rows = zip(self._arena.sections, self.buffer.vectors, strict=True)
             self._squared = sum(kernels.squared_norm(vector[: section.trainable]) for section, vector in rows)
@@ -140,20 +140,20 @@ class Incoming:
         )
         if not math.isfinite(self._squared + others):
             return math.nan
-        self._wait_until_brought()
-        self._pool.upload(self.buffer)  # it is to be mixed: let it be there when training comes to that
+        self._finish_uploads()
+        self._pool.upload(self.buffer)  # ahead of mixing, so that training does not wait for the copy
         return math.sqrt(self._squared)
 
     def give_away(self) -> HostBuffer:
-        """:attr:`buffer`, the caller's own from now on; all other memory is given back."""
+        """Return :attr:`buffer`, which the caller then owns; release all other memory."""
         buffer, self._buffer = self.buffer, None
         self.release()
         return buffer
 
     def release(self) -> None:
-        """Give all memory back; nothing may come any more."""
-        self._let_base_go()
-        self._wait_until_brought()
+        """Release all memory; nothing may arrive afterwards."""
+        self._release_base()
+        self._finish_uploads()
         if self._buffer is not None:
             self._pool.free(self._buffer)
             self._buffer = None
@@ -164,11 +164,11 @@ class Incoming:
     def _segment(self, start: int) -> _Segment:
         return self._segments[bisect.bisect(self._starts, start) - 1]
 
-    def _settle(self, done: int) -> None:
-        """Go on in the base's own memory, as soon as nobody else needs it: what is ``done`` moves there.
+    def _reuse_base(self, done: int) -> None:
+        """Continue in the base's own memory once nobody else reads it; the first ``done`` bytes move there.
 
-        Where it is the last boundary and others are given an older one, a copy of it is made at the beginning, and the
-        base given back: with the next boundary it would be one model more.
+        If the base is the last boundary and other peers hold an older one, it is copied at the start and released.
+        Otherwise the next boundary would need memory for one more model.
         """
         if self._base is None:
             return
@@ -183,22 +183,21 @@ class Incoming:
             return
         if self._buffer is not None:
             taken.view[:done] = self._buffer.view[:done]
-            self._wait_until_brought()
+            self._finish_uploads()
             taken.on_device, self._buffer.on_device = self._buffer.on_device, None
             self._pool.free(self._buffer)
-            self._pool.has_one(self._base)
+            self._pool.end_second_buffer(self._base)
         self._buffer, self._base = taken, None
 
-    def _wait_until_brought(self) -> None:
-        if self._brings:
-            self._pool.brought()
-            self._brings = False
+    def _finish_uploads(self) -> None:
+        if self._uploading:
+            self._pool.finish_uploads()
+            self._uploading = False
 
-    def _let_base_go(self) -> None:
-        """It is needed no more."""
+    def _release_base(self) -> None:
         if self._base is not None:
             self._base.release()
-            self._pool.has_one(self._base)
+            self._pool.end_second_buffer(self._base)
             self._base = None
 
 

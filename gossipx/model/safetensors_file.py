@@ -1,4 +1,4 @@
-"""A model's tensors as a safetensors file, which is there whole or not at all."""
+"""A model's tensors as a safetensors file, written whole or not at all."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ from gossipx.errors import GossipxError
 from gossipx.model.layout import plain_name
 
 TORCH: Mapping[str, str] = {"format": "pt"}
-"""Metadata without which Hugging Face's tools do not take a file for a torch model's."""
+"""Metadata that Hugging Face's tools require to recognise a torch model."""
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
-    """A module's tensors, by names that are the same for plain and for compiled modules."""
+    """Return a module's tensors by names that are equal for plain and compiled modules."""
     state = module.state_dict().items()
     return {plain_name(name): tensor for name, tensor in state if isinstance(tensor, Tensor)}
 
 
 def write(target: Path, tensors: Mapping[str, Tensor], knob: str, metadata: Mapping[str, str] = TORCH) -> None:
-    """Write tensors, or leave what was there.
+    """Write tensors to a file; if that fails, an existing file stays.
 
     Args:
-        target: the file; its directory is there.
-        tensors: by name.
-        knob: what to turn if it cannot be written.
-        metadata: beside them.
+        target: the file, in an existing directory.
+        tensors: tensors by name.
+        knob: what the user can change if writing fails, for the message.
+        metadata: metadata of the file.
 
     Raises:
-        GossipxError: it cannot be written.
+        GossipxError: the file cannot be written.
     """
-    # The format takes tensors that share no memory, in the usual order of dimensions.
-    copies = {name: one.detach().cpu().clone(memory_format=torch.contiguous_format) for name, one in tensors.items()}
+    # The format requires contiguous tensors that share no memory.
+    copies = {name: part.detach().cpu().clone(memory_format=torch.contiguous_format) for name, part in tensors.items()}
     unfinished = target.with_name(f".{target.name}.tmp")
     try:
         unfinished.touch()
         mode = unfinished.stat().st_mode
         save_file(copies, unfinished, dict(metadata))
-        # safetensors makes files for their owner alone, whatever the umask says; others are to read models, too.
+        # safetensors makes files readable by their owner only; restore the mode of the user's umask.
         unfinished.chmod(mode)
         with unfinished.open("rb") as file:
             os.fsync(file.fileno())

@@ -1,4 +1,4 @@
-"""Models as they were at a step boundary: shared, and never torn."""
+"""Reference-counted snapshots of a model at a step boundary, shared by all readers."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from gossipx.model.streams import Mark
 Retrieval = TypeVar("Retrieval")
 
 PATIENCE = 30.0
-"""Seconds that a thread is kept for a snapshot of the next boundary: as long as a peer is waited for by default."""
+"""Seconds that a thread waits for a pending snapshot: as long as the default peer timeout."""
 
 
 class BufferOwner(Protocol):
-    """Whose snapshots they are; :class:`gossipx.model.pool.Pool`.
+    """The owner of snapshots' memory; :class:`gossipx.model.pool.Pool`.
 
     Attributes:
-        lock: guards who holds what.
+        lock: guards reference counts.
         copying: guards copies from the device to host memory.
     """
 
@@ -32,19 +32,19 @@ class BufferOwner(Protocol):
     copying: threading.Lock
 
     def on_host(self, vectors: list[Tensor], written: Mark) -> HostBuffer:
-        """A copy in host memory of vectors on the device, complete; ``written``: when they are."""
+        """Return a complete copy in host memory of vectors on the device; ``written``: mark of their last write."""
 
     def free(self, buffer: HostBuffer) -> None:
         """Take a buffer back."""
 
     def reuse(self, vectors: list[Tensor], buffer: HostBuffer | None) -> None:
-        """Take back what a snapshot held."""
+        """Take back the memory of a snapshot without references."""
 
 
 class Snapshot:
-    """A model as it was at one step boundary, shared by all who ask for it and not changed while anyone holds it.
+    """A model as it was at one step boundary; shared, and unchanged while it has references.
 
-    One that is only promised, because training is in the midst of a step, is filled at the next boundary.
+    A snapshot that is requested in the middle of a step is pending: it is filled at the next boundary.
     """
 
     def __init__(self, owner: BufferOwner):
@@ -56,69 +56,69 @@ class Snapshot:
         self._step = 0
         self._written: Mark = None
         self._settled = threading.Event()
-        self._then: list[Callable[[], None]] = []
+        self._callbacks: list[Callable[[], None]] = []
 
     def fill(self, vectors: list[Tensor], buffer: HostBuffer | None, step: int, written: Mark = None) -> None:
-        """It is the model after ``step`` iterations, in memory that is given back with it.
+        """Set the content: the model after ``step`` iterations. The memory is released with the snapshot.
 
         Args:
-            vectors: for each section its elements, on the module's device.
-            buffer: the same in host memory, if that is where they are.
-            written: when they are on the device.
+            vectors: the elements of each section, on the module's device.
+            buffer: their host buffer, if the device is the host.
+            written: mark of the last write to ``vectors``.
         """
         self._vectors, self._buffer, self._step, self._written = vectors, buffer, step, written
         self._source = None
         self._settled.set()
 
-    def became(self, step: int, written: Mark) -> None:
-        """Its vectors hold the model after ``step`` iterations now."""
+    def refill(self, step: int, written: Mark) -> None:
+        """Record that the vectors now contain the model after ``step`` iterations."""
         self._step, self._written, self._source = step, written, None
-        if self._buffer is not None and self._buffer.vectors is not self._vectors:  # a copy of what was there before
+        if self._buffer is not None and self._buffer.vectors is not self._vectors:  # an outdated copy
             self._owner.free(self._buffer)
             self._buffer = None
 
     def fail(self) -> None:
-        """There will be no further boundary: whoever waits for it is told so."""
+        """Mark the snapshot as failed, because no further boundary follows."""
         self._settled.set()
 
     @property
     def settled(self) -> bool:
-        """Whether it is filled or has failed; nobody has to wait for it."""
+        """Whether it is filled or has failed, so that nothing blocks."""
         return self._settled.is_set()
 
-    def when_settled(self, then: Callable[[], None]) -> None:
-        """Call ``then`` once it is filled or has failed: at once, or from :meth:`tell`'s thread."""
+    def when_settled(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` once it is filled or has failed: now, or on the thread that calls :meth:`notify`."""
         with self._owner.lock:
             if not self._settled.is_set():
-                self._then.append(then)
+                self._callbacks.append(callback)
                 return
-        then()
+        callback()
 
-    def tell(self) -> None:
-        """Tell those who wait; without locks."""
+    def notify(self) -> None:
+        """Run the callbacks; the caller holds no locks."""
         with self._owner.lock:
-            told, self._then = self._then, []
-        for then in told:
-            then()
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()
 
     @property
     def vectors(self) -> list[Tensor]:
-        """For each section its elements, on the module's device.
+        """The elements of each section, on the module's device.
 
         Raises:
-            LocalFaultError: it was promised, and no step boundary has come.
+            LocalFaultError: the snapshot is pending, and no step boundary followed in time.
         """
         return self._wait()
 
     @property
     def step(self) -> int:
-        """Iterations that it has seen; as :attr:`vectors`."""
+        """Iterations that the model has done; errors as :attr:`vectors`."""
         self._wait()
         return self._step
 
     @property
     def buffer(self) -> HostBuffer:
-        """Its bytes in host memory: the vectors themselves on a CPU, else a copy made when it is first asked for."""
+        """The bytes in host memory: the vectors themselves on a CPU, else a copy made on first use."""
         vectors = self._wait()
         with self._owner.copying:
             if self._buffer is None:
@@ -126,16 +126,16 @@ class Snapshot:
             return self._buffer
 
     def _wait(self) -> list[Tensor]:
-        """Until it is filled; its vectors. Errors as :attr:`vectors`."""
+        """Wait until the snapshot is filled; return its vectors. Errors as :attr:`vectors`."""
         if not self._settled.wait(PATIENCE):
-            raise LocalFaultError(f"a model is given at a step boundary, and the step takes longer than {PATIENCE:g} s")
+            raise LocalFaultError(f"a model is sent at a step boundary, and the step takes longer than {PATIENCE:g} s")
         if self._vectors is None:
-            raise LocalFaultError("a model is given at a step boundary, and training has ended before the next")
+            raise LocalFaultError("a model is sent at a step boundary, and training has ended before the next one")
         return self._vectors
 
     @property
     def source(self) -> Source:
-        """The same to be sent, by all who send this version."""
+        """The same bytes as a source for the wire, shared by all sends of this version."""
         buffer = self.buffer
         with self._owner.lock:
             if self._source is None:
@@ -143,13 +143,13 @@ class Snapshot:
             return self._source
 
     def hold(self) -> Snapshot:
-        """Hold it once more; to be given back once more."""
+        """Acquire another reference, to be released separately."""
         with self._owner.lock:
             self.holders += 1
         return self
 
     def release(self) -> None:
-        """Give it back; after the last holder's call its memory is used again."""
+        """Release a reference; the last release frees the memory for reuse."""
         with self._owner.lock:
             self.holders -= 1
             if self.holders == 0 and self._vectors is not None:
@@ -158,12 +158,12 @@ class Snapshot:
 
 @dataclass
 class CapturedModel(Generic[Retrieval]):
-    """A model that was captured for an exchange; it holds ``base`` and ``now``.
+    """A model captured for an exchange; owns references to ``base`` and ``now``.
 
     Attributes:
         base: the model as it was captured.
-        now: what it has become by merging others into it.
-        retrievals: these, in order.
+        now: the result of merging other models into it.
+        retrievals: the merged models, in order.
     """
 
     base: Snapshot
@@ -174,6 +174,6 @@ class CapturedModel(Generic[Retrieval]):
         self.now = self.base.hold()
 
     def release(self) -> None:
-        """Let both go."""
+        """Release both references."""
         self.base.release()
         self.now.release()

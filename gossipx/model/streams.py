@@ -1,11 +1,10 @@
-"""What waits for what on a device: training's own work, and what is copied beside it.
+"""The work queues of a device: one stream for training, and a side stream for copies to and from host memory.
 
-A peer uses two lanes of its device. Training's lane is the stream on which the training thread works: whatever reads or
-changes weights is put there, in its order. The side lane has copies between the device and the host, which other
-threads wait for and training does not. A mark is a place in a lane: a lane, or the host, may be told to wait until all
-that was put there before has been done.
+All work that reads or changes weights goes to the training stream, in order. Copies go to the side stream; other
+threads wait for them and training does not. A mark is a position in a stream: another stream, or the host, can wait
+until all work before it is complete.
 
-On a CPU, and on devices of which nothing better is known, all is done when a call returns, and a mark says nothing.
+On a CPU, and on devices that are not supported specially, work is complete when a call returns, and marks are empty.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ from torch import Tensor
 from gossipx.model.buffers import HostBuffer
 
 Mark: TypeAlias = Any
-"""A place in a lane, of the kind that its :class:`DeviceStreams` knows."""
+"""A position in a stream, of a type that depends on the :class:`DeviceStreams`."""
 
 
 class DeviceStreams(abc.ABC):
-    """Puts work into the lanes of one device; any thread may.
+    """Submits work to the streams of one device; thread-safe.
 
     Attributes:
-        on_host: whether the model lies in host memory, so that nothing has to be copied there.
-        later: whether work may be done after the call that put it there has returned.
+        on_host: whether the model is in host memory, so that no copies are needed.
+        later: whether work may be incomplete when the call that submitted it returns.
     """
 
     on_host: bool = False
@@ -37,47 +36,47 @@ class DeviceStreams(abc.ABC):
 
     @abc.abstractmethod
     def begin(self) -> None:
-        """The calling thread is the one that trains: where it works on the device is training's lane."""
+        """Make the calling thread's current stream the training stream; called by the training thread."""
 
     def room(self, like: Tensor) -> Tensor:
-        """A new vector, to be kept: training's lane is done with what its memory held before."""
+        """Return a new vector whose memory the training stream no longer uses otherwise."""
         return torch.empty_like(like)
 
     @abc.abstractmethod
     def train(self, work: Callable[[], object]) -> None:
-        """Put ``work`` into training's lane."""
+        """Submit ``work`` to the training stream."""
 
     @abc.abstractmethod
     def on_side_stream(self, work: Callable[[], object], after: Mark) -> None:
-        """Put ``work`` into the side lane; it begins when what came before the mark is done."""
+        """Submit ``work`` to the side stream, to begin once the work before ``after`` is complete."""
 
     @abc.abstractmethod
     def mark(self) -> Mark:
-        """The end of training's lane as it is now."""
+        """Return the current end of the training stream."""
 
     @abc.abstractmethod
     def mark_side_stream(self) -> Mark:
-        """The end of the side lane as it is now."""
+        """Return the current end of the side stream."""
 
     @abc.abstractmethod
     def wait(self, mark: Mark) -> None:
-        """Keep the calling thread until what came before the mark is done."""
+        """Block the calling thread until the work before the mark is complete."""
 
     @abc.abstractmethod
     def late(self, work: Callable[[], Tensor]) -> float:
-        """Put ``work``, which gives one number, into training's lane; returns what the last call's gave, if it can.
+        """Submit ``work``, which computes one number, to the training stream; return the previous number if possible.
 
-        So that training needs not wait for its device: the last step's number is there by now, this one's is not.
+        So training does not wait for its device: the previous number is complete by now, this one is not.
         """
 
     @abc.abstractmethod
     def pin(self, buffer: HostBuffer) -> None:
-        """Let the device copy from and to ``buffer`` without the processor, for the life of it."""
+        """Page-lock ``buffer`` for its lifetime, so that the device can copy without the processor."""
 
 
 @final
 class Synchronous(DeviceStreams):
-    """All is done when a call returns."""
+    """Streams whose work is complete when a call returns."""
 
     def __init__(self, on_host: bool):
         self.on_host = on_host
@@ -108,17 +107,17 @@ class Synchronous(DeviceStreams):
 
 
 class Asynchronous(DeviceStreams):
-    """Work is done some time after it was put into its lane."""
+    """Streams whose work may be incomplete when a call returns."""
 
     later = True
 
     def __init__(self, numbers: Tensor) -> None:
-        self._numbers = numbers  # two in host memory, written in turn
+        self._numbers = numbers  # two in host memory, used in turn
         self._marks: list[Mark] = [None, None]
         self._turn = 0
 
     def late(self, work: Callable[[], Tensor]) -> float:
-        """As above. The first call of all has nothing earlier to give and waits for its own."""
+        """See :class:`DeviceStreams`. The first call has no previous number and waits for its own."""
         turn, self._turn = self._turn, 1 - self._turn
         number = self._numbers[turn]
         self.train(lambda: number.copy_(work(), non_blocking=True))
@@ -130,7 +129,7 @@ class Asynchronous(DeviceStreams):
 
 @final
 class Cuda(Asynchronous):
-    """Streams of a CUDA device: training's is where the training thread works, the side lane is one of our own."""
+    """CUDA streams: the training thread's current stream, and a side stream of this object."""
 
     def __init__(self, device: torch.device):
         super().__init__(torch.zeros(2, dtype=torch.float64).pin_memory())
@@ -153,7 +152,7 @@ class Cuda(Asynchronous):
             work()
 
     def room(self, like: Tensor) -> Tensor:
-        with torch.cuda.stream(self._training):  # which memory that is freed goes back to
+        with torch.cuda.stream(self._training):  # the allocator then returns the memory to this stream
             return torch.empty_like(like)
 
     def mark(self) -> Mark:
@@ -163,17 +162,17 @@ class Cuda(Asynchronous):
         return self._side.record_event()
 
     def wait(self, mark: Mark) -> None:
-        mark.synchronize()  # the interpreter's lock is free meanwhile
+        mark.synchronize()  # releases the interpreter's lock
 
     def pin(self, buffer: HostBuffer) -> None:
         if not buffer.view.nbytes:
             return
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         address = torch.frombuffer(buffer.view, dtype=torch.uint8).data_ptr()
-        if int(runtime.cudaHostRegister(address, buffer.view.nbytes, 0)) == 0:  # else copies take longer
+        if int(runtime.cudaHostRegister(address, buffer.view.nbytes, 0)) == 0:  # on failure copies are only slower
             weakref.finalize(buffer, runtime.cudaHostUnregister, address).atexit = False
 
 
 def streams_of(device: torch.device) -> DeviceStreams:
-    """The lanes of a device."""
+    """Return the work queues of a device."""
     return Cuda(device) if device.type == "cuda" else Synchronous(on_host=device.type == "cpu")

@@ -1,7 +1,7 @@
-"""Ways for bytes to reach another peer; each is a module or object that is a :class:`Transport`.
+"""Interfaces of transports, which move bytes to another peer: streams, listeners, and carriers for models.
 
-:mod:`gossipx.transports.link` carries frames over any of them; :mod:`gossipx.transports.links` has all that a peer
-has open.
+Each transport is a module or object that implements :class:`Transport`. :mod:`gossipx.transports.link` carries frames
+over any of them, and :mod:`gossipx.transports.links` keeps all connections of a peer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Address:
 
     Attributes:
         host: a name, an IPv4 or an IPv6 address without brackets; "" means all interfaces.
-        port: 0 lets the system choose when listening.
+        port: when listening, 0 lets the system choose a port.
     """
 
     host: str
@@ -30,183 +30,183 @@ class Address:
 
 
 class Stream(Protocol):
-    """Bytes in order, both ways.
+    """An ordered stream of bytes in both directions.
 
-    One thread may send while another receives; :meth:`abort` may come from any thread. Deadlines
-    are absolute, in seconds on :func:`time.monotonic`, and hold for the whole call: what trickles
-    does not stretch them. After an error but a timed-out receive, only abort is of use.
+    One thread may send while another receives, and any thread may call :meth:`abort`. Deadlines are absolute, in
+    seconds on :func:`time.monotonic`, and cover the whole call: a slow trickle of bytes does not extend them. After any
+    error except a receive timeout, the stream may only be aborted.
     """
 
     @property
     def remote(self) -> str:
-        """The other side's address, for messages."""
+        """The remote address, for messages."""
 
     @property
     def here(self) -> str:
-        """This machine's address on it; empty where it has none."""
+        """The local address; empty if the stream has no local address."""
 
-    def send(self, buffers: Sequence[bytes | memoryview], deadline: float, look: ByteObserver | None = None) -> None:
-        """Hand over all bytes of all (contiguous) buffers; they may be changed afterwards.
+    def send(self, buffers: Sequence[bytes | memoryview], deadline: float, observe: ByteObserver | None = None) -> None:
+        """Send all bytes of the (contiguous) buffers; they may be changed afterwards.
 
         Args:
-            look: is told of all bytes; where an error ends it earlier, of some.
+            observe: called with the bytes as they are sent: with all of them, or with a part if an error occurs.
 
         Raises:
-            PeerTimeoutError: not all could be handed over by the deadline; some may have been.
-            PeerUnreachableError: the other side is gone, or the stream was aborted.
+            PeerTimeoutError: not all bytes were accepted by the deadline; some may have been.
+            PeerUnreachableError: the remote side is gone, or the stream was aborted.
         """
 
-    def receive_into(self, view: memoryview, deadline: float, look: ByteObserver | None = None) -> int:
-        """Wait for bytes and put them at the start of ``view``; how many, at least 1.
+    def receive_into(self, view: memoryview, deadline: float, observe: ByteObserver | None = None) -> int:
+        """Wait for bytes, store them at the start of ``view``, and return how many there are, at least 1.
 
         Args:
-            look: is told of all bytes, and ``view`` is full when it returns; where an error ends it earlier, it was
-                told of some.
+            observe: called with the bytes as they arrive. The call then fills all of ``view``; after an error it may
+                have been called with a part of them.
 
         Raises:
-            PeerTimeoutError: none came by the deadline.
-            PeerUnreachableError: the other side has closed or is gone, or the stream was aborted.
+            PeerTimeoutError: nothing arrived by the deadline.
+            PeerUnreachableError: the remote side has closed or is gone, or the stream was aborted.
         """
 
     def tune(self) -> None:
-        """A model is about to be sent: see that what is known of the path by now is made use of."""
+        """Adapt to what is known of the path by now; called before a model is sent."""
 
     def quiet(self) -> bool:
-        """Whether the other side has neither closed nor sent what is still unread; never waits."""
+        """Return whether the remote side has neither closed nor sent unread bytes; never blocks."""
 
     def hung_up(self) -> bool:
-        """Whether the other side has closed, whatever it had sent before; never waits."""
+        """Return whether the remote side has closed, even if unread bytes remain; never blocks."""
 
     def abort(self) -> None:
-        """End both ways at once; calls blocked in other threads raise. Any number of times."""
+        """Close both directions at once; calls blocked in other threads raise. May be called any number of times."""
 
 
 @runtime_checkable
 class Certified(Protocol):
-    """A stream whose other side has proven, or will before its first byte, what host it is."""
+    """A stream whose remote side proves its host by a certificate before its first byte."""
 
     def speaks_for(self, host: str) -> bool:
-        """Whether that host, as written in the hosts file, is the other side's; asked after something was received."""
+        """Return whether the remote side's certificate is for ``host`` of the hosts file; valid after a receive."""
 
 
 @runtime_checkable
 class SharesMemory(Protocol):
-    """A stream between processes of one machine, over which files can be handed, and so memory shared."""
+    """A stream between processes of one machine that can pass file descriptors, and so share memory."""
 
     def send_descriptor(self, descriptor: int, deadline: float) -> None:
-        """Hand over a file descriptor, which stays this process's own too."""
+        """Pass a file descriptor; this process keeps its own copy."""
 
     def receive_descriptor(self, deadline: float) -> int:
-        """The descriptor that the other side sent, now this process's own to close.
+        """Receive a descriptor, which the caller must close.
 
         Raises:
-            ProtocolError: there came something else.
+            ProtocolError: something else arrived.
         """
 
 
 class Carrier(Protocol):
-    """Carries payloads beside a connection, from who accepted it to who opened it.
+    """A side channel for payloads, from the side that accepted a connection to the side that opened it.
 
-    One payload at a time. Deadlines are as those of a :class:`Stream`. After an error, only abort is of use.
+    It carries one payload at a time. Deadlines are those of a :class:`Stream`. After an error it may only be aborted.
     """
 
     def send(
         self, view: memoryview, deadline: float, turn: Callable[[memoryview], None] = lambda part: None
     ) -> Iterator[memoryview]:
-        """Send all of ``view``, which must not change until the last part was given.
+        """Send all of ``view``, which must not change until the iterator is exhausted.
 
         Args:
-            turn: told of each part before it is sent, and returns when it may be.
+            turn: called with each part before it is sent; it may block to limit the rate.
 
         Yields:
-            its bytes in order, in parts that are on their way, for whoever wants to look at them meanwhile.
+            The bytes in order, in parts that are being sent, so that the caller can compute a checksum meanwhile.
 
         Raises:
             PeerTimeoutError, PeerUnreachableError: as :meth:`Stream.send`.
         """
 
     def receive(self, nbytes: int, deadline: float) -> Iterator[memoryview]:
-        """What :meth:`send` sends on the other side.
+        """Receive a payload of ``nbytes`` from :meth:`send` on the other side.
 
         Yields:
-            its bytes in order, in parts that are good until the next is asked for.
+            The bytes in order, in parts that are valid until the next one is requested.
 
         Raises:
             PeerTimeoutError, PeerUnreachableError: as :meth:`Stream.receive_into`.
         """
 
     def abort(self) -> None:
-        """End it at once; calls blocked in other threads raise. Any number of times."""
+        """Close it at once; calls blocked in other threads raise. May be called any number of times."""
 
 
 class KeyValueStore(Protocol):
-    """What the two ends of a carrier tell each other while they are built; errors as those of a connection."""
+    """Keys and values that the two ends of a carrier exchange while they are built; errors as those of a connection."""
 
     def set(self, key: str, value: bytes) -> None:
-        """Tell the other end."""
+        """Publish a value to the other end."""
 
     def get(self, key: str) -> bytes:
-        """What was told of ``key``, by either end; waits for it."""
+        """Return the value of ``key`` from either end; waits for it."""
 
 
 class Carriers(Protocol):
     """Builds carriers of one kind.
 
     Attributes:
-        kind: such as "gloo".
+        kind: name of the library, such as "gloo".
     """
 
     @property
     def kind(self) -> str: ...
 
     def build(self, receives: bool, notes: KeyValueStore, here: str, deadline: float) -> Carrier:
-        """One end of a carrier, while the other peer builds the other end.
+        """Build one end of a carrier, while the other peer builds the other end.
 
         Args:
-            receives: whether it is the end of who opened the connection.
-            notes: carries what must be known on both sides.
+            receives: whether this is the receiving end, which is the side that opened the connection.
+            notes: exchanges values between the two ends.
             here: this machine's address on the connection.
 
         Raises:
-            NoCarrierError: it cannot be built here, or with that peer.
-            PeerFaultError: of the connection.
+            NoCarrierError: it cannot be built here, or not with that peer.
+            PeerFaultError: the connection failed.
         """
 
 
 class Listener(Protocol):
-    """Waits for others to connect."""
+    """Accepts connections."""
 
     @property
     def address(self) -> Address:
-        """Where it listens, with the port that the system chose if it was asked to."""
+        """The address listened at, including the port if the system chose it."""
 
     def accept(self) -> Stream:
         """Wait, without a limit, for the next connection.
 
         Raises:
-            GossipxError: the listener was closed, or the system lacks something now (file
+            GossipxError: the listener was closed, or the system has run out of a resource (file
                 descriptors, memory): wait a little and call again.
         """
 
     def close(self) -> None:
-        """Stop listening; a blocked accept raises. Any number of times."""
+        """Stop listening; a blocked accept raises. May be called any number of times."""
 
 
 class Transport(Protocol):
-    """Makes streams."""
+    """Makes streams: connects and listens."""
 
     def listen(self, address: Address) -> Listener:
         """Listen at ``address``.
 
         Raises:
-            GossipxError: it cannot be had; the message names it and what to do.
+            GossipxError: the address is not available; the message says why and what to do.
         """
 
     def connect(self, address: Address, deadline: float) -> Stream:
-        """A stream to whoever listens at ``address``.
+        """Connect to ``address``.
 
         Raises:
-            PeerUnreachableError: its host is not known, or nothing listens there.
+            PeerUnreachableError: its host is unknown, or nothing listens there.
             PeerTimeoutError: no answer by the deadline.
-            LocalFaultError: this machine lacks what it takes now.
+            LocalFaultError: this machine has run out of a resource.
         """

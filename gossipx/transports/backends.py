@@ -1,6 +1,6 @@
-"""gloo and NCCL, as far as they differ: how a group is built, and how bytes come to it and from it.
+"""The gloo and NCCL backends of process groups: how each builds a group of two and moves bytes to and from it.
 
-Imported by :mod:`gossipx.transports.process_group` alone, which uses either the same way.
+Only :mod:`gossipx.transports.process_group` imports this module. It uses both backends through :class:`Backend`.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from torch._C._distributed_c10d import Store
 from gossipx.model.buffers import typed
 
 CHUNK = 4 * 2**20
-"""Bytes in one message of a group."""
+"""Bytes per message of a group."""
 WINDOW = 3
-"""Messages under way at a time: one that is worked on, and two for the way."""
-# Tags of payloads, and of what never comes.
+"""Messages in flight: one that is being processed, and two in transit."""
+# Tags of payload messages, and of a message that is never sent.
 MODEL, _NOTHING = 0, 1
-# Seconds: the least and the most that a group is given to wait. Zero would mean its own default.
+# Seconds: the least and the greatest timeout given to a group. Zero would select the group's own default.
 _WAIT = (1e-3, 86_400.0)
-# Seconds between two looks whether a transfer between GPUs is done.
-_LOOK = 1e-4
+# Seconds between two checks whether a transfer between GPUs is complete.
+_POLL = 1e-4
 
 
 @dataclass(frozen=True)
 class Staging:
-    """Room for the messages that are under way.
+    """Buffers for the messages in flight.
 
     Attributes:
-        near: (WINDOW, CHUNK) uint8, where the group has its bytes.
-        host: the same in host memory; ``near`` itself where that is the host's.
+        near: (WINDOW, CHUNK) uint8, in the memory that the group sends from and receives into.
+        host: the same in host memory; identical to ``near`` if that is host memory.
     """
 
     near: torch.Tensor
@@ -47,7 +47,7 @@ class Staging:
 
 
 class Work(Protocol):
-    """Of torch.distributed: a message under way."""
+    """A message in flight; the interface of torch.distributed."""
 
     def wait(self, timeout: timedelta, /) -> bool: ...
 
@@ -57,7 +57,7 @@ class Work(Protocol):
 
 
 class Group(Protocol):
-    """Of torch.distributed: a process group."""
+    """A process group; the interface of torch.distributed."""
 
     def send(self, tensors: list[torch.Tensor], other: int, tag: int, /) -> Work: ...
 
@@ -67,44 +67,44 @@ class Group(Protocol):
 
 
 class Pair(Protocol):
-    """One end of a group, which waits for a message; :class:`gossipx.transports.process_group.PairGroup`."""
+    """The end of a group that waits for a message: :class:`gossipx.transports.process_group.PairGroup`."""
 
     @property
     def aborted(self) -> bool:
-        """Whether it was ended here."""
+        """Whether this side has aborted the group."""
 
 
 class Backend(Protocol):
-    """What gloo and NCCL do differently.
+    """Operations that differ between gloo and NCCL.
 
     Attributes:
-        copies: whether what is sent is copied to staging first.
+        copies: whether sent bytes are copied to staging buffers first.
     """
 
     @property
     def copies(self) -> bool: ...
 
     def build(self, store: Store, rank: int, here: str, deadline: float) -> Group:
-        """This end of a group of two."""
+        """Build this end of a group of two."""
 
     def staging(self) -> Staging:
-        """New staging."""
+        """Allocate staging buffers."""
 
     def outgoing(self, part: memoryview, staging: Staging | None, slot: int) -> torch.Tensor:
-        """``part`` as the group can send it."""
+        """Return ``part`` as a tensor that the group can send."""
 
     def incoming(self, staging: Staging, slot: int, size: int) -> memoryview:
-        """What has come into a slot."""
+        """Return the received bytes of a slot, in host memory."""
 
     def wait(self, work: Work, deadline: float, pair: Pair) -> None:
-        """Until it is done; RuntimeError if it fails, or is not by the deadline."""
+        """Wait until ``work`` is complete; RuntimeError if it fails, or is incomplete at the deadline."""
 
     def abort(self, group: Group, other: int) -> None:
-        """End a group at once, whoever waits for it."""
+        """Close a group at once; waiting calls raise."""
 
 
 class Gloo:
-    """TCP between the addresses that the connection has; one thread of gloo's for all groups of an address."""
+    """gloo: TCP between the addresses of the connection. All groups of one local address share a gloo thread."""
 
     copies = False
 
@@ -113,46 +113,46 @@ class Gloo:
         self._devices: dict[str, Any] = {}
 
     def build(self, store: Store, rank: int, here: str, deadline: float) -> Group:
-        """This end of a group of two."""
+        """Build this end of a group of two."""
         with self._lock:
             if here not in self._devices:
                 self._devices[here] = dist.ProcessGroupGloo.create_device(hostname=here)
             device = self._devices[here]
-        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # all versions have it, few declare it
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing in most stubs
         options._devices = [device]
-        options._threads = 0  # they are for collectives
+        options._threads = 0  # these threads serve collectives only
         options._timeout = _left(deadline)
         group: Any = dist.ProcessGroupGloo(store, rank, 2, options)
         return cast(Group, group)
 
     def staging(self) -> Staging:
-        """In host memory."""
+        """Allocate staging buffers in host memory."""
         host = torch.zeros(WINDOW, CHUNK, dtype=torch.uint8)
         return Staging(host, host)
 
     def outgoing(self, part: memoryview, staging: Staging | None, slot: int) -> torch.Tensor:
-        """From where it lies."""
+        """Return ``part`` in place: no copy is needed."""
         return typed(part, torch.uint8)
 
     def incoming(self, staging: Staging, slot: int, size: int) -> memoryview:
-        """Where it came."""
+        """Return the slot in place: no copy is needed."""
         return _bytes(staging.host[slot])[:size]
 
     def wait(self, work: Work, deadline: float, pair: Pair) -> None:
-        """Blocks without the interpreter's lock; after a time-out the group has ended."""
+        """Block without holding the interpreter's lock; gloo closes the group if this times out."""
         work.wait(_left(deadline))
 
     def abort(self, group: Group, other: int) -> None:
-        """Gloo closes a group of which one operation timed out, which ends all others: so wait for what never comes."""
+        """Close the group by a receive that times out, since gloo closes a group on any timeout."""
         never = torch.zeros(1, dtype=torch.uint8)
         group.recv([never], other, _NOTHING).wait(timedelta(seconds=_WAIT[0]))
 
 
 class Nccl:
-    """Between CUDA devices, by a stream of its own.
+    """NCCL: between CUDA devices, on a stream of its own.
 
     Args:
-        device: of this peer.
+        device: CUDA device of this peer's model.
     """
 
     copies = True
@@ -162,7 +162,7 @@ class Nccl:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def build(self, store: Store, rank: int, here: str, deadline: float) -> Group:
-        """This end of a group of two."""
+        """Build this end of a group of two."""
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = _left(deadline)
         with _environment(_NCCL_KEEPS_THE_PROCESS), torch.cuda.device(self._device):
@@ -170,12 +170,12 @@ class Nccl:
         return cast(Group, group)
 
     def staging(self) -> Staging:
-        """On the device, with its copy in pinned memory."""
+        """Allocate staging buffers on the device and in pinned host memory."""
         near = torch.zeros(WINDOW, CHUNK, dtype=torch.uint8, device=self._device)
         return Staging(near, torch.zeros(WINDOW, CHUNK, dtype=torch.uint8, pin_memory=True))
 
     def outgoing(self, part: memoryview, staging: Staging | None, slot: int) -> torch.Tensor:
-        """By way of the pinned copy."""
+        """Copy ``part`` to the device through the pinned buffer."""
         assert staging is not None
         host, near = staging.host[slot][: len(part)], staging.near[slot][: len(part)]
         host.copy_(typed(part, torch.uint8))
@@ -185,34 +185,34 @@ class Nccl:
         return near
 
     def incoming(self, staging: Staging, slot: int, size: int) -> memoryview:
-        """Copied to the host."""
+        """Copy the slot to the pinned buffer."""
         with torch.cuda.stream(self._stream):
             staging.host[slot][:size].copy_(staging.near[slot][:size], non_blocking=True)
         self._stream.synchronize()
         return _bytes(staging.host[slot])[:size]
 
     def wait(self, work: Work, deadline: float, pair: Pair) -> None:
-        """Looks at it again and again: NCCL's own wait is one of a stream, and knows no deadline."""
+        """Poll until ``work`` is complete: NCCL's own wait blocks a stream and takes no deadline."""
         while not work.is_completed():
             if pair.aborted or time.monotonic() >= deadline:
                 raise RuntimeError("not done by the deadline")
-            time.sleep(_LOOK)
+            time.sleep(_POLL)
         if not work.is_success():
             raise RuntimeError("a transfer between GPUs has failed")
 
     def abort(self, group: Group, other: int) -> None:
-        """NCCL can be told to."""
+        """Close the group; NCCL supports this directly."""
         group.abort()
 
 
-# By default NCCL's watchdog ends the whole process when a transfer fails, as it does when the other peer dies.
+# By default NCCL's watchdog kills the whole process when a transfer fails, as it does when the other peer dies.
 _NCCL_KEEPS_THE_PROCESS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 _changing_environment = threading.Lock()
 
 
 @contextlib.contextmanager
 def _environment(values: dict[str, str]) -> Iterator[None]:
-    """Environment variables that hold for a while."""
+    """Set environment variables for the duration of the block."""
     with _changing_environment:
         before = {name: os.environ.get(name) for name in values}
         os.environ.update(values)
@@ -232,5 +232,5 @@ def _bytes(row: torch.Tensor) -> memoryview:
 
 
 def _left(deadline: float) -> timedelta:
-    left = math.ceil(1000 * (deadline - time.monotonic()))  # gloo takes whole milliseconds: none too early
+    left = math.ceil(1000 * (deadline - time.monotonic()))  # gloo takes whole milliseconds: round up
     return timedelta(seconds=min(max(left / 1000, _WAIT[0]), _WAIT[1]))

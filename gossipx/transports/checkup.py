@@ -1,4 +1,7 @@
-"""The facts that a process tells about itself to ``gossipx doctor``: a doctor and a peer of a run tell the same."""
+"""Facts about a process for ``gossipx doctor``: names, versions, clock and digests.
+
+A doctor and a peer of a run report the same facts, so that one can examine the other.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from gossipx.wire import Hello, frames
 
 
 def facts(me: Hello, role: str) -> dict[str, Any]:
-    """Return the facts of this process, a "run" or "doctor" (``role``). Of hosts file and model it tells digests."""
+    """Return the facts of this process. ``role`` is "run" or "doctor"; hosts file and model are given as digests."""
     own = {"name": me.name, "role": role, "peers": me.peers, "size": me.size, "model": me.model}
     return {**own, "protocol": frames.VERSION, **_versions(), "clock": time.time()}
 

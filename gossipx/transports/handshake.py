@@ -1,4 +1,8 @@
-"""How a connection begins: both sides say, and prove, who they are, or one of them says why it will be closed."""
+"""The handshake of a connection: both sides identify and authenticate themselves, or one refuses with a reason.
+
+The opener calls :func:`prove` (only if the run has a secret), then :func:`greet`. The acceptor calls :func:`challenge`
+(likewise), then :func:`admit`.
+"""
 
 from __future__ import annotations
 
@@ -37,10 +41,10 @@ from gossipx.wire.agreement import difference, objection
 
 
 def prove(link: Link, secret: auth.Secret, me: Hello, to: str, deadline: float) -> None:
-    """Open a connection of a run that has a secret: both sides prove that they know it; then :func:`greet`.
+    """Open a connection of a run with a secret: both sides prove that they know it. :func:`greet` follows.
 
     Raises:
-        NotAuthorisedError: one of them cannot.
+        NotAuthorisedError: one side failed to prove it.
     """
     opener = auth.Opener(secret, run=me.peers, name=me.name, to=to, nonce=os.urandom(auth.NONCE_BYTES))
     asked = cast(Challenge, link.ask(opener.opened, 0, deadline).message)
@@ -49,11 +53,11 @@ def prove(link: Link, secret: auth.Secret, me: Hello, to: str, deadline: float) 
 
 
 def challenge(link: Link, secret: auth.Secret, me: Hello, deadline: float) -> None:
-    """The other side of :func:`prove`; then :func:`admit`.
+    """Accept a connection of a run with a secret, as counterpart of :func:`prove`. :func:`admit` follows.
 
     Raises:
-        NotAuthorisedError: the opener does not prove that it knows the secret.
-        ProtocolError: it does not try, or means another peer.
+        NotAuthorisedError: the opener did not prove that it knows the secret.
+        ProtocolError: the opener did not try, or meant another peer.
     """
     opened = _first(link, deadline)
     if isinstance(opened, Hello | CheckupRequest):
@@ -64,7 +68,7 @@ def challenge(link: Link, secret: auth.Secret, me: Hello, deadline: float) -> No
     link.send(frames.encode(answerer.opened(opened), 0, checks=link.checks), deadline)
     proof = link.receive(deadline).message
     if not isinstance(proof, Proof):
-        raise ProtocolError(f"it answered a challenge by {type(proof).__name__}")
+        raise ProtocolError(f"it answered a challenge with {type(proof).__name__}")
     try:
         accepted, session = answerer.proven(proof)
     except NotAuthorisedError:
@@ -84,10 +88,10 @@ def _first(link: Link, deadline: float) -> Message:
 
 
 def greet(link: Link, me: Hello, to: int, name: str, manifest: bytes, deadline: float) -> Welcome:
-    """Open a connection: say who ``me`` is, and hear that peer ``to`` answers.
+    """Open a connection: introduce this peer as ``me``, and check that peer ``to`` answers.
 
     Raises:
-        ProtocolError: it refuses, or another peer answers.
+        ProtocolError: the other side refused, or another peer answered.
         ModelMismatchError: its manifest differs from ours.
     """
     they = cast(Welcome, link.ask(me, 0, deadline).message)
@@ -109,21 +113,21 @@ def greet(link: Link, me: Hello, to: int, name: str, manifest: bytes, deadline: 
 def admit(
     link: Link, me: Hello, names: Sequence[str], hosts: Sequence[str], welcome: Welcome, deadline: float
 ) -> Hello:
-    """The other side of :func:`greet`: hear who opened the connection, and welcome or refuse.
+    """Accept a connection, as counterpart of :func:`greet`: check the opener, and welcome or refuse it.
 
     Args:
-        names, hosts: of the run's peers, by rank.
-        welcome: what is answered.
+        names, hosts: names and hosts of the run's peers, by rank.
+        welcome: the reply to an opener that is admitted.
 
     Raises:
-        StrangerError: it is not who it says.
-        NotAuthorisedError: it has a secret to prove, and this peer has none.
-        ProtocolError: it is refused.
+        StrangerError: the opener is not the peer that it claims to be.
+        NotAuthorisedError: the opener uses a secret, and this peer has none.
+        ProtocolError: the opener was refused.
     """
     they = _unproven(link, deadline)
     while isinstance(they, CheckupRequest):
         if they.part != "facts":
-            raise ProtocolError(f"it asked for {they.part}, of which a run has none")
+            raise ProtocolError(f"it asked for {they.part}, which only a doctor answers")
         link.send(frames.encode(CheckupReply(checkup.facts(me, "run")), 0, checks=link.checks), deadline)
         they = _first(link, deadline)
     if not isinstance(they, Hello):
@@ -134,23 +138,23 @@ def admit(
     if reason is not None:
         raise refuse(link, reason, deadline)
     if isinstance(link.stream, Certified) and not link.stream.speaks_for(hosts[they.rank]):
-        whose = f"the certificate of {they.name} is not for '{hosts[they.rank]}', its host in the hosts file"
-        raise _turn_away(link, whose, deadline, StrangerError)
+        fault = f"the certificate of {they.name} is not for '{hosts[they.rank]}', its host in the hosts file"
+        raise _turn_away(link, fault, deadline, StrangerError)
     link.send(frames.encode(welcome, 0, checks=link.checks), deadline)
     link.admitted()
     return they
 
 
 def visited(link: Link, names: Sequence[str], hosts: Sequence[str], deadline: float) -> CheckupRequest:
-    """The first question of a checkup, on a connection that no peer of a run answers.
+    """Accept a connection of ``gossipx doctor`` in a process that is not part of a run; return its first request.
 
     Args:
-        names, hosts: of the run's peers, by rank.
+        names, hosts: names and hosts of the run's peers, by rank.
 
     Raises:
-        NotAuthorisedError: it has a secret to prove, and here is none.
-        StrangerError: its certificate is another host's.
-        ProtocolError: it is no checkup: a peer of a run comes back later.
+        NotAuthorisedError: the opener uses a secret, and this process has none.
+        StrangerError: its certificate is for another host.
+        ProtocolError: it is not a doctor: a peer of a run, which will retry later.
     """
     first = _unproven(link, deadline)
     if not isinstance(first, CheckupRequest):
@@ -158,14 +162,14 @@ def visited(link: Link, names: Sequence[str], hosts: Sequence[str], deadline: fl
     if isinstance(link.stream, Certified) and first.name in names:
         host = hosts[names.index(first.name)]
         if not link.stream.speaks_for(host):
-            whose = f"the certificate of {first.name} is not for '{host}', its host in the hosts file"
-            raise _turn_away(link, whose, deadline, StrangerError)
+            fault = f"the certificate of {first.name} is not for '{host}', its host in the hosts file"
+            raise _turn_away(link, fault, deadline, StrangerError)
     link.admitted()
     return first
 
 
 def _unproven(link: Link, deadline: float) -> Message:
-    """The first frame where there is no secret, or after it was proven."""
+    """Receive the first frame after authentication; turn away an opener that uses a secret which is not in use here."""
     first = _first(link, deadline)
     if isinstance(first, Open):
         raise _turn_away(link, "this peer has no secret; give every peer the same --secret-file", deadline)
@@ -175,17 +179,17 @@ def _unproven(link: Link, deadline: float) -> Message:
 def _turn_away(
     link: Link, reason: str, deadline: float, kind: type[NotAuthorisedError | StrangerError] = NotAuthorisedError
 ) -> PeerFaultError:
-    """As :func:`refuse`, of one that has not proven who it is."""
+    """Refuse an opener that has not proven its identity, as :func:`refuse` does; return the error to raise."""
     _close_with(link, NotAuthorised(reason[:MAX_TEXT]), deadline)
     return kind(f"not authorised: {reason}")
 
 
 def refuse(link: Link, reason: str, deadline: float) -> ProtocolError:
-    """Say why the connection will be closed; the error to end it with."""
+    """Send the reason why the connection will be closed; return the error to raise."""
     _close_with(link, Refused(reason[:MAX_TEXT]), deadline)
     return ProtocolError(reason)
 
 
 def _close_with(link: Link, last: Message, deadline: float) -> None:
     link.send(frames.encode(last, 0, checks=link.checks), deadline)
-    link.read_out(deadline)  # closed while bytes of theirs are unread, TCP may take the reason back
+    link.read_out(deadline)  # closing with unread bytes may make TCP discard the reason

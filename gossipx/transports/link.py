@@ -1,4 +1,8 @@
-"""Frames over a stream: one connection, from its first frame to its last."""
+"""One connection: frames and payloads over a stream, from the first frame to the last.
+
+A payload travels in one of three ways: inside the stream, in shared memory whose descriptor follows the frame, or over
+a carrier (gloo, NCCL), a side channel that both sides have built. The last two are called out of band.
+"""
 
 from __future__ import annotations
 
@@ -43,17 +47,17 @@ from gossipx.wire import (
     no_payload,
 )
 
-# Seconds between two looks whether the other side of a transfer beside a connection is still there.
-_LOOK = 0.5
+# Seconds between two checks that the other side is still connected while a carrier transfers a payload.
+_POLL = 0.5
 
 
 class Owner(Protocol):
-    """Whose link it is; :class:`gossipx.transports.links.Links`.
+    """The owner of a link; :class:`gossipx.transports.links.Links`.
 
     Attributes:
-        timeout: seconds within which a frame that has begun must be whole, where the call sets no deadline.
-        pace: of the models that are sent over a network; None: as fast as it goes.
-        closed: set once nothing more is to be sent.
+        timeout: seconds allowed to receive a frame once it has begun, where the call sets no deadline.
+        pace: rate limit for models sent over a network; None: unlimited.
+        closed: set once nothing more may be sent.
     """
 
     timeout: float
@@ -61,27 +65,27 @@ class Owner(Protocol):
     closed: threading.Event
 
     def count(self, sent: int, received: int) -> None:
-        """Add bytes."""
+        """Add to the byte counters."""
 
     def spawn(self, what: str, target: Callable[..., None], *given: object) -> None:
-        """Start a daemon thread; RuntimeError if the system has none left."""
+        """Start a daemon thread; RuntimeError if the system cannot start another one."""
 
     def gone(self) -> PeerUnreachableError:
-        """Why nothing can be sent any more."""
+        """Return the error to raise after all connections have ended."""
 
 
 class Link:
-    """A stream that carries frames; for one thread at a time. Made by :class:`gossipx.transports.links.Links`.
+    """A stream that carries frames, for use by one thread at a time; made by :class:`gossipx.transports.links.Links`.
 
     Args:
-        stream: ready to send and receive.
-        owner: counts its bytes, and says how fast and how long it may send.
+        stream: the connection, ready to send and receive.
+        owner: counts bytes, and limits rate and time.
 
     Attributes:
-        heard: whether anything came since a frame was last sent.
-        checks: of the frames that are sent, for :func:`gossipx.wire.frames.encode`.
-        carrier: takes models beside the stream, once it is built.
-        opened: what the other side has proven to be, once it has.
+        heard: whether anything arrived since the last frame was sent.
+        checks: checksums or MACs of sent frames, for :func:`gossipx.wire.frames.encode`.
+        carrier: side channel for models, once built.
+        opened: what the other side has proven to be; None without a secret.
     """
 
     def __init__(self, stream: Stream, owner: Owner):
@@ -96,26 +100,26 @@ class Link:
         self.opened: Open | None = None
 
     def send(self, frame: Iterable[frames.Part], deadline: float) -> None:
-        """Send what :func:`gossipx.wire.frames.encode` gave; errors as :meth:`Stream.send`."""
+        """Send a frame from :func:`gossipx.wire.frames.encode`; errors as :meth:`Stream.send`."""
         self.heard = False
-        for buffers, look in frame:
-            if look is None:
+        for buffers, observe in frame:
+            if observe is None:
                 self.stream.send(buffers, deadline)
                 self._owner.count(sum(map(len, buffers)), 0)
             else:
-                self.stream.send(buffers, deadline, functools.partial(self._sent, look))
+                self.stream.send(buffers, deadline, functools.partial(self._sent, observe))
 
-    def _sent(self, look: ByteObserver, part: memoryview) -> None:
-        """A part of a payload has gone out."""
+    def _sent(self, observe: ByteObserver, part: memoryview) -> None:
+        """Count a sent part of a payload, and pass it on to ``observe``."""
         self._owner.count(len(part), 0)
-        look(part)
+        observe(part)
 
-    def _send_in_turn(self, frame: Iterable[frames.Part], pace: Pace, deadline: float) -> None:
-        """As :meth:`send`, no faster than ``pace``."""
-        for buffers, look in frame:
+    def _send_paced(self, frame: Iterable[frames.Part], pace: Pace, deadline: float) -> None:
+        """Send a frame as :meth:`send`, no faster than ``pace``."""
+        for buffers, observe in frame:
             for part in pace.parts(buffers):
                 self._wait_for_turn(pace, len(part), deadline)
-                self.send([([part], look)], deadline)
+                self.send([([part], observe)], deadline)
 
     def _wait_for_turn(self, pace: Pace, nbytes: int, deadline: float) -> None:
         left = deadline - time.monotonic()
@@ -126,11 +130,11 @@ class Link:
             raise PeerTimeoutError(f"--max-rate leaves no room for a model to {self.stream.remote} in time")
 
     def send_model(self, reply: CarryingReply, number: int, payload: Source, deadline: float) -> None:
-        """Send a model, and wait until the other side has it whole.
+        """Send a model, and wait until the other side acknowledges it.
 
         Raises:
-            PeerTimeoutError, PeerUnreachableError: as :meth:`Stream.send`; it may have arrived even so.
-            ProtocolError: something else came than that it has.
+            PeerTimeoutError, PeerUnreachableError: as :meth:`Stream.send`; the model may have arrived all the same.
+            ProtocolError: the other side sent something else than the acknowledgement.
         """
         self.stream.tune()
         if payload.view.nbytes and self.carrier is not None:
@@ -140,22 +144,22 @@ class Link:
             self._send_with(reply, number, payload, deadline)
         answer = self.receive(deadline)
         if not isinstance(answer.message, Taken) or answer.request != number:
-            raise ProtocolError(f"it answered a model by {type(answer.message).__name__}")
+            raise ProtocolError(f"it answered a model with {type(answer.message).__name__}")
 
     def _send_with(self, message: Message, number: int, payload: Source, deadline: float) -> None:
-        """Send a message with its payload: in memory that both share where they can, else on the stream."""
+        """Send a message with its payload, in shared memory if both sides support it, else in the stream."""
         stream, descriptor = self.stream, payload.descriptor
         if payload.view.nbytes and descriptor is not None and isinstance(stream, SharesMemory):
             self.send(frames.encode(message, number, payload, self.checks, out_of_band=True), deadline)
             stream.send_descriptor(descriptor, deadline)
             self._owner.count(payload.view.nbytes, 0)
         elif self._owner.pace is not None:
-            self._send_in_turn(frames.encode(message, number, payload, self.checks), self._owner.pace, deadline)
+            self._send_paced(frames.encode(message, number, payload, self.checks), self._owner.pace, deadline)
         else:
             self.send(frames.encode(message, number, payload, self.checks), deadline)
 
     def _carry(self, carrier: Carrier, view: memoryview, number: int, deadline: float) -> None:
-        """Send a payload by the carrier; what its check ends in goes over the connection."""
+        """Send a payload over the carrier, then its checksum over the connection."""
         check = hashlib.sha256() if isinstance(self.stream, Certified) else self.checks()
 
         def turn(part: memoryview) -> None:
@@ -171,10 +175,10 @@ class Link:
         self.send(frames.encode(Carried(check.digest().hex()), number, checks=self.checks), deadline)
 
     def _take_carried(self, carrier: Carrier, sink: Sink, number: int, deadline: float) -> None:
-        """The other side of :meth:`_carry`.
+        """Receive a payload over the carrier, as counterpart of :meth:`_carry`.
 
-        No key goes into what a TLS connection is checked by, as TLS itself tells of any change; of what does not go
-        through it, a digest must be one that nobody can find other bytes for.
+        TLS authenticates the connection but not the carrier, so the digest must then be collision-resistant (SHA-256).
+        Without TLS the check of the frames is used.
         """
         check = hashlib.sha256() if isinstance(self.stream, Certified) else self._decoder.part()
 
@@ -193,11 +197,11 @@ class Link:
 
     @contextlib.contextmanager
     def _watching(self, carrier: Carrier) -> Iterator[None]:
-        """End the carrier if the connection ends: gloo does not always notice that the other side has closed."""
-        over = threading.Event()
+        """Abort the carrier if the connection ends: gloo does not always notice that the other side has closed."""
+        finished = threading.Event()
 
         def watch() -> None:
-            while not over.wait(_LOOK):
+            while not finished.wait(_POLL):
                 if self.stream.hung_up():
                     carrier.abort()
                     return
@@ -206,18 +210,19 @@ class Link:
             self._owner.spawn("watch", watch)
         except RuntimeError as error:
             raise LocalFaultError(
-                f"no model can go by a process group with {self.stream.remote}: {error}; allow more threads (ulimit -u)"
+                f"no model can be sent over a process group to {self.stream.remote}: {error};"
+                " allow more threads (ulimit -u)"
             ) from error
         try:
             yield
         finally:
-            over.set()
+            finished.set()
 
     def ask_for_carrier(self, carriers: Carriers, number: int, deadline: float) -> None:
-        """Build :attr:`carrier` together with the other side, which does :meth:`build_carrier`.
+        """Build :attr:`carrier` together with the other side, which calls :meth:`build_carrier`.
 
         Raises:
-            NoCarrierError: one side cannot, and the connection is of no more use.
+            NoCarrierError: one side cannot build it; the connection is then unusable.
         """
         self.send(frames.encode(CarrierRequest(carriers.kind), number, checks=self.checks), deadline)
         self.build_carrier(carriers, True, number, deadline)
@@ -236,24 +241,24 @@ class Link:
         notes.end()
 
     def refuse_carrier(self, reason: str, number: int, deadline: float) -> None:
-        """Tell that this side cannot build one."""
-        with contextlib.suppress(PeerFaultError):  # who has said so first may have hung up
+        """Tell the other side that this side cannot build a carrier."""
+        with contextlib.suppress(PeerFaultError):  # a side that has refused already may have closed
             self.send(frames.encode(NoCarrierReply(reason), number, checks=self.checks), deadline)
 
     def abort(self) -> None:
-        """End the connection and what is beside it at once; from any thread, any number of times."""
+        """Close the connection and its carrier at once; may be called from any thread, any number of times."""
         self.stream.abort()
         if self.carrier is not None:
             self.carrier.abort()
 
     def receive(self, deadline: float, expect: Expect = no_payload) -> frames.Frame:
-        """The next frame; an infinite deadline ends ``Owner.timeout`` after its first byte.
+        """Receive the next frame; an infinite deadline becomes ``Owner.timeout`` after the frame's first byte.
 
-        What brings a model along may take as long as its sender waits, if that is more.
+        A request with a payload may take as long as its sender is willing to wait, if that is more.
 
         Raises:
             PeerTimeoutError, PeerUnreachableError: as :meth:`Stream.receive_into`.
-            ProtocolError: it is not allowed, or ``expect`` refused it.
+            ProtocolError: the frame is invalid, or ``expect`` refused it.
         """
         self._decoder.expect = expect
         frame = None
@@ -264,7 +269,7 @@ class Link:
                 deadline = time.monotonic() + max(self._owner.timeout, self._decoder.coming.patience)
             room = self._decoder.next_buffer()
             if self._decoder.in_payload:
-                count = self.stream.receive_into(room, deadline, self._look)
+                count = self.stream.receive_into(room, deadline, self._observe)
             else:
                 count = self.stream.receive_into(room, deadline)
                 self._owner.count(0, count)
@@ -279,15 +284,15 @@ class Link:
                 self._take_out_of_band(frame.payload, deadline)
         return frame
 
-    def _look(self, part: memoryview) -> None:
-        """A part of a payload has come."""
+    def _observe(self, part: memoryview) -> None:
+        """Count a received part of a payload, and pass it on to the decoder."""
         self._owner.count(0, len(part))
         self._decoder.look(part)
 
     def _take_out_of_band(self, sink: Sink, deadline: float) -> None:
-        """Read a payload from the memory whose descriptor follows its frame."""
+        """Read a payload from shared memory whose descriptor follows its frame."""
         if not isinstance(self.stream, SharesMemory):
-            raise ProtocolError("a payload that lies beside a connection which has nothing beside it")
+            raise ProtocolError("it announced a payload in shared memory, but this connection cannot share memory")
         sink.take(0, self._memory.view(self.stream.receive_descriptor(deadline), sink.nbytes)[: sink.nbytes])
         self._owner.count(0, sink.nbytes)
 
@@ -299,7 +304,10 @@ class Link:
         payload: Sink | SinkFactory | None = None,
         brought: Source | None = None,
     ) -> frames.Frame:
-        """Send ``message``, with ``brought``, as request ``number``; its answer, a model's bytes in ``payload``."""
+        """Send ``message`` with payload ``brought`` as request ``number``; return the reply.
+
+        The reply's payload is stored in ``payload``.
+        """
         if brought is None:
             self.send(frames.encode(message, number, checks=self.checks), deadline)
         else:
@@ -310,21 +318,21 @@ class Link:
             try:
                 self.send(frames.encode(Taken(), number, checks=self.checks), deadline)
             finally:
-                self.heard = True  # what is taken in already must not be asked for again
+                self.heard = True  # the payload was received, so the request must not be repeated
         return frame
 
     def secure(self, session: auth.Session) -> None:
-        """Every frame has a MAC of ``session`` from now on."""
+        """Authenticate every frame from now on by a MAC of ``session``."""
         self.checks = session.sending
         self._decoder.use(session.receiving)
         self.opened = session.opened
 
     def admitted(self) -> None:
-        """The other side is no stranger any more: it may say more at a time."""
+        """Allow larger messages, as the other side has finished the handshake."""
         self._decoder.most = MAX_METADATA
 
     def read_out(self, deadline: float) -> None:
-        """Read and drop whatever comes, until the other side closes or the deadline."""
+        """Read and discard bytes until the other side closes, or until the deadline."""
         scrap = memoryview(bytearray(4096))
         with contextlib.suppress(PeerFaultError):
             while True:

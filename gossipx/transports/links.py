@@ -1,4 +1,4 @@
-"""All connections of a peer, and the threads that use them."""
+"""All connections of a peer, the idle ones among them, and the threads that use them."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from gossipx.transports import Stream
 from gossipx.transports.link import Link
 from gossipx.transports.pace import Pace
 
-# Idle links kept to another peer: a pull and a message beside it.
+# Idle links kept per peer: one for a pull, and one for a message meanwhile.
 _KEPT = 2
 
 
 class Links:
-    """All links of a peer, their bytes, and the threads that use them: ended together.
+    """All links of a peer, their byte counters, and the threads that use them; all end together.
 
     Args:
-        name: of this peer, for its threads' names.
-        peers: how many there are; links that it opened itself are kept by rank for later use.
-        timeout: seconds within which a frame that has begun must be whole, where the call sets no
+        name: name of this peer, for thread names.
+        peers: number of peers; idle links that this peer opened are kept by rank.
+        timeout: seconds allowed to receive a frame once it has begun, where the call sets no
             deadline.
-        pace: of the models that are sent over a network, all together; None: as fast as it goes.
+        pace: rate limit shared by all models sent over a network; None: unlimited.
 
     Attributes:
-        closed: set once no more links and threads can be had.
-        sent, received: bytes of the whole wire.
+        closed: set once no new links are accepted.
+        sent, received: bytes on the wire.
     """
 
     def __init__(self, name: str, peers: int, timeout: float, pace: Pace | None = None):
@@ -44,13 +44,13 @@ class Links:
         self._threads: set[threading.Thread] = set()
 
     def count(self, sent: int, received: int) -> None:
-        """Add bytes."""
+        """Add to the byte counters."""
         with self._lock:
             self.sent += sent
             self.received += received
 
     def add(self, stream: Stream) -> Link:
-        """A link over ``stream``, which is aborted with PeerUnreachableError once closed."""
+        """Return a link over ``stream``; once closed, abort the stream and raise PeerUnreachableError."""
         link = Link(stream, self)
         with self._lock:
             if not self.closed.is_set():
@@ -60,21 +60,21 @@ class Links:
         raise self.gone()
 
     def drop(self, link: Link) -> None:
-        """End a link."""
+        """Close a link."""
         link.abort()
         with self._lock:
             self._links.discard(link)
 
     @contextlib.contextmanager
     def dropped_on_failure(self, link: Link) -> Iterator[None]:
-        """End ``link`` if what is done with it raises."""
+        """Close ``link`` if the block raises."""
         with contextlib.ExitStack() as undo:
             undo.callback(self.drop, link)
             yield
             undo.pop_all()
 
     def keep(self, to: int, link: Link) -> None:
-        """Keep a link to peer ``to`` for its next use, or end it if there are enough."""
+        """Keep an idle link to peer ``to`` for reuse, or close it if enough are idle."""
         with self._lock:
             if len(self._idle[to]) < _KEPT:
                 self._idle[to].append(link)
@@ -82,7 +82,7 @@ class Links:
         self.drop(link)
 
     def take(self, to: int) -> Link | None:
-        """A kept link to peer ``to`` that the peer has not closed, if there is one."""
+        """Return an idle link to peer ``to`` which the peer has not closed, or None."""
         while True:
             with self._lock:
                 if not self._idle[to]:
@@ -93,7 +93,7 @@ class Links:
             self.drop(link)
 
     def spawn(self, what: str, target: Callable[..., None], *given: object) -> None:
-        """Start a daemon thread; RuntimeError if the system has none left."""
+        """Start a daemon thread; RuntimeError if the system cannot start another one."""
 
         def run() -> None:
             try:
@@ -108,7 +108,7 @@ class Links:
             self._threads.add(thread)
 
     def abort(self) -> None:
-        """Abort all links; from now on there are no new ones."""
+        """Abort all links, and accept no new ones."""
         with self._lock:
             self.closed.set()
             links = list(self._links)
@@ -116,17 +116,17 @@ class Links:
             link.abort()
 
     def join(self, seconds: float) -> None:
-        """Wait for all threads but the caller's, no longer than ``seconds`` altogether, and let go of all links."""
+        """Wait at most ``seconds`` in total for all threads but the caller's, then drop all links."""
         until = time.monotonic() + seconds
         with self._lock:
             threads = self._threads - {threading.current_thread()}
         for thread in threads:
             thread.join(max(0.0, until - time.monotonic()))
-        with self._lock:  # they refer to us: they would stay, with the memory that they have mapped, until a gc run
+        with self._lock:  # links refer back to this object: the cycle would keep mapped memory until a gc run
             self._links.clear()
             for idle in self._idle:
                 idle.clear()
 
     def gone(self) -> PeerUnreachableError:
-        """Why nothing can be sent any more."""
+        """Return the error to raise after all connections have ended."""
         return PeerUnreachableError(f"{self._name} has ended its connections")

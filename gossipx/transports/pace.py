@@ -1,4 +1,4 @@
-"""How fast models are sent: a token bucket that all connections of a peer share."""
+"""The rate limit for models (``--max-rate``): a token bucket shared by all connections of a peer."""
 
 from __future__ import annotations
 
@@ -12,38 +12,38 @@ from gossipx.errors import UsageError
 from gossipx.memory import PIECE
 
 TICK = 0.01
-"""Seconds that one piece takes: short beside a round trip over a long path, long beside a system call."""
+"""Seconds that one piece takes: short compared with a long round trip, long compared with a system call."""
 PIECE_LEAST = 4096
 """Bytes of the smallest piece."""
 BURST = 0.02
-"""Seconds whose bytes may be saved up while nothing is sent."""
+"""Seconds of idle time whose bytes may be sent in a burst."""
 LEAST, MOST = 1e3, 1.25e11
-"""Bytes a second that can be asked for: 8 kbit/s to 1000 Gbit/s, more than any link has."""
+"""Limits of the rate, bytes per second: 8 kbit/s to 1000 Gbit/s, more than any link has."""
 _BITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 
 
 def parse_rate(text: str, option: str = "--max-rate") -> float:
-    """Bytes a second, of ``100mbit``, ``2.5gbit``, ``500kbit``; as tc writes rates.
+    """Parse a rate such as ``100mbit``, ``2.5gbit`` or ``500kbit``, as tc writes rates; return bytes per second.
 
     Args:
-        option: that it was given to, for messages.
+        option: name of the option, for messages.
 
     Raises:
-        UsageError: it is none, or below :data:`LEAST` or above :data:`MOST`.
+        UsageError: not a rate, or below :data:`LEAST` or above :data:`MOST`.
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?)bit", text.strip().lower())
     rate = float(found[1]) * _BITS[found[2]] / 8 if found else 0.0
     if not LEAST <= rate <= MOST:
-        raise UsageError(f"{option} '{text}': a rate from 8kbit to 1000gbit, as 100mbit or 2.5gbit")
+        raise UsageError(f"{option} '{text}': not a rate from 8kbit to 1000gbit, such as 100mbit or 2.5gbit")
     return rate
 
 
 class Pace:
-    """Says when bytes may be sent (``--max-rate``). Senders take turns piece by piece, so that all are served alike.
+    """Schedules when bytes may be sent. Senders take turns piece by piece, so that all get an equal share.
 
     Args:
-        rate: bytes a second.
-        clock: seconds.
+        rate: bytes per second.
+        clock: returns seconds.
     """
 
     def __init__(self, rate: float, clock: Callable[[], float] = time.monotonic):
@@ -54,7 +54,7 @@ class Pace:
         self._piece = min(max(int(rate * TICK), PIECE_LEAST), PIECE)
 
     def reserve(self, nbytes: int, within: float = math.inf) -> float:
-        """Reserve so many bytes; seconds from now at which they may go. More than ``within``: nothing was reserved."""
+        """Reserve ``nbytes``; return seconds until they may be sent. Above ``within``, nothing was reserved."""
         with self._lock:
             now = self._clock()
             begins = max(self._free_at, now - BURST)
@@ -64,7 +64,7 @@ class Pace:
             return wait
 
     def parts(self, buffers: Sequence[bytes | memoryview]) -> Iterator[memoryview]:
-        """All bytes of ``buffers`` in their order, in pieces that are each to be reserved."""
+        """Yield all bytes of ``buffers`` in order, in pieces that must each be reserved."""
         for buffer in buffers:
             view = memoryview(buffer)
             for start in range(0, len(view), self._piece):

@@ -1,11 +1,11 @@
-"""Carriers by torch.distributed: gloo on the CPU, NCCL between GPUs. Imported only where one of them is chosen.
+"""Carriers over torch.distributed: gloo on the CPU, NCCL between GPUs. Imported only if one of them is chosen.
 
-Each connection gets a process group of its own, of its two ends: rank 0 opened it and receives, rank 1 sends. Requests
-on a connection come one after the other and transfers go one way, so that two peers that pull from each other never
-wait for each other. Groups are made without ``init_process_group``: one that a user's script has is not touched.
+Each connection has its own process group of two: rank 0 opened the connection and receives, rank 1 sends. A connection
+handles one request at a time and its group transfers in one direction only, so two peers that pull from each other
+cannot deadlock. Groups are built without ``init_process_group``, so a user's default group is unaffected.
 
-What the two ends must know of each other to meet goes over the connection, authenticated as all that does. The groups
-bring neither authentication nor encryption; a payload's digest goes over the connection, too.
+The two ends find each other by keys and values sent over the connection, which is authenticated. The groups themselves
+are neither authenticated nor encrypted; so the digest of each payload is sent over the connection, too.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from gossipx.transports.backends import CHUNK, MODEL, WINDOW, Backend, Gloo, Gro
 
 Kind = Literal["gloo", "nccl"]
 
-# Characters of a library's error that a message shows.
+# Characters of a library's error message that are shown.
 _SHOWN = 300
 
 
 class ProcessGroups:
-    """Builds process groups of two; :class:`gossipx.transports.Carriers`.
+    """Builds process groups of two; a :class:`gossipx.transports.Carriers`.
 
     Args:
-        kind: what moves the bytes.
-        device: where the model is; NCCL needs it to be a CUDA device.
+        kind: backend that transfers the bytes.
+        device: device of the model; NCCL requires a CUDA device.
 
     Raises:
-        UsageError: this torch or this machine has no such thing.
+        UsageError: torch or this machine does not support the backend.
     """
 
     def __init__(self, kind: Kind, device: torch.device):
@@ -50,7 +50,7 @@ class ProcessGroups:
         self._spare: list[Staging] = []
 
     def build(self, receives: bool, notes: KeyValueStore, here: str, deadline: float) -> PairGroup:
-        """One end of a group, while the other peer builds the other; see :class:`gossipx.transports.Carriers`."""
+        """Build one end of a group, while the other peer builds the other; see :class:`gossipx.transports.Carriers`."""
         store = _Store(notes)
         try:
             with contextlib.ExitStack() as undo:
@@ -68,29 +68,29 @@ class ProcessGroups:
 
 
 def check(kind: Kind, device: torch.device | None) -> None:
-    """Look whether models on ``device`` (None: some device) can be carried so.
+    """Check that models on ``device`` (None: on some device) can use this backend.
 
     Raises:
         UsageError: they cannot.
     """
     if kind == "gloo" and not (dist.is_available() and dist.is_gloo_available()):
-        raise UsageError("--transport gloo: this torch was built without it; use auto or tcp")
+        raise UsageError("--transport gloo: this torch was built without gloo; use auto or tcp")
     if kind == "nccl" and not (dist.is_available() and dist.is_nccl_available()):
-        raise UsageError("--transport nccl: this torch was built without it; use auto, tcp or gloo")
+        raise UsageError("--transport nccl: this torch was built without NCCL; use auto, tcp or gloo")
     if kind == "nccl" and not torch.cuda.is_available():
         raise UsageError("--transport nccl: this machine has no CUDA device; use auto, tcp or gloo")
     if kind == "nccl" and device is not None and device.type != "cuda":
         raise UsageError(
-            f"--transport nccl moves models between CUDA devices, and the model is on '{device}':"
+            f"--transport nccl moves models between CUDA devices, but the model is on '{device}':"
             " give --device cuda, or use auto, tcp or gloo"
         )
 
 
 class PairGroup:
-    """One end of a process group of two; :class:`gossipx.transports.Carrier`.
+    """One end of a process group of two; a :class:`gossipx.transports.Carrier`.
 
     Args:
-        spare: staging that no group uses now, shared by all groups of a peer.
+        spare: staging buffers not in use, shared by all groups of a peer.
         other: rank of the other end.
     """
 
@@ -100,7 +100,7 @@ class PairGroup:
         self._aborted = False
 
     def try_out(self, receives: bool, deadline: float) -> None:
-        """Move one byte, so that whatever is set up by a first use is, and works."""
+        """Move one byte, which completes the group's lazy setup and shows that it works."""
         if receives:
             for _ in self.receive(1, deadline):
                 pass
@@ -148,15 +148,15 @@ class PairGroup:
                 part = self._backend.incoming(staging, number % WINDOW, size)
             yield part
             post(number + WINDOW)
-        # After a failure it is not used again: the group might still write to it.
+        # After a failure the staging buffers are not reused: the group might still write to them.
         self._spare.append(staging)
 
     def abort(self) -> None:
-        """End it; see :class:`gossipx.transports.Carrier`."""
+        """Close the group; see :class:`gossipx.transports.Carrier`."""
         with self._lock:
             first, self._aborted = not self._aborted, True
         if first:
-            with contextlib.suppress(RuntimeError):  # it has failed already
+            with contextlib.suppress(RuntimeError):  # the group has failed already
                 self._backend.abort(self._group, self._other)
 
     def _staging(self) -> Staging:
@@ -171,12 +171,12 @@ class PairGroup:
 
     @property
     def aborted(self) -> bool:
-        """Whether it was ended here."""
+        """Whether this side has closed the group."""
         return self._aborted
 
     @contextlib.contextmanager
     def _mapped(self, deadline: float) -> Iterator[None]:
-        """Errors of torch.distributed as ours."""
+        """Convert errors of torch.distributed to those of a :class:`gossipx.transports.Carrier`."""
         if self._aborted:
             raise PeerUnreachableError("the process group was closed here")
         if time.monotonic() >= deadline:
@@ -192,10 +192,10 @@ class PairGroup:
 
 
 class _Store(Store):
-    """What torch.distributed takes the two ends of a group together by: keys and values, over their connection.
+    """The store by which the two ends of a group find each other: keys and values sent over their connection.
 
-    Once the group is built it is sealed, and what threads of torch's still say goes nowhere: the connection is used by
-    others then.
+    Once the group is built, the store is sealed: background threads of torch still write to it, and these writes are
+    dropped, because the connection then serves requests.
 
     Attributes:
         failure: the first error; torch may wrap it.
@@ -207,33 +207,33 @@ class _Store(Store):
         self.failure: Exception | None = None
 
     def seal(self) -> None:
-        """No more."""
+        """Drop all further writes, and refuse reads."""
         self._notes = None
 
     def set(self, key: str, value: Any) -> None:
-        """Tell the other end."""
+        """Publish a value to the other end."""
         if self._notes is not None:
             with self._noting():
                 self._notes.set(key, value.encode() if isinstance(value, str) else bytes(value))
 
     def get(self, key: str) -> bytes:
-        """Wait for a key."""
+        """Return the value of a key; waits for it."""
         if self._notes is None:
             raise RuntimeError("the group is built")
         with self._noting():
             return self._notes.get(key)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait for keys; as long as the connection does."""
+        """Wait for keys; the connection's deadline applies, not ``timeout``."""
         for key in keys:
             self.get(key)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all keys are there: torch asks so for signs of failure, which are not exchanged."""
+        """Return False: torch uses this to look for failures reported by the other end, which are not exchanged."""
         return False
 
     def has_extended_api(self) -> bool:
-        """Several keys at once are got one by one."""
+        """Return False: torch then gets keys one by one."""
         return False
 
     @contextlib.contextmanager
@@ -246,6 +246,6 @@ class _Store(Store):
 
 
 def _line(error: Exception) -> str:
-    """An error of a library in one line that can be sent."""
+    """Return the first line of a library's error, printable and short enough to send."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return "".join(char for char in lines[0] if char.isprintable())[:_SHOWN]

@@ -1,9 +1,9 @@
-"""Connected and listening sockets of any family, as streams and listeners.
+"""Streams and listeners over connected and listening sockets of any address family.
 
-Where a socket's own time-out holds for a whole call, calls block in the kernel, and what is left to the deadline is set
-now and then: a model then moves in calls of a part each, in which no lock of the interpreter is held. Elsewhere, where
-such a time-out begins anew with each part, calls do not block but in poll. Either way one deadline holds for a whole
-transfer, for each direction on its own.
+Where a socket timeout (SO_SNDTIMEO, SO_RCVTIMEO) covers a whole system call, calls block in the kernel, and the timeout
+is set to the remaining time every few milliseconds. A model then moves in large parts, without the interpreter's lock.
+Elsewhere the timeout restarts whenever some bytes move; there calls do not block, and waiting is done in poll. Either
+way one deadline covers a whole transfer, in each direction separately.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from gossipx.errors import GossipxError, PeerTimeoutError, PeerUnreachableError
 from gossipx.memory import HOT, ByteObserver
 from gossipx.transports import Address
 
-# Buffers given to the kernel at once; it takes 1,024 at most.
+# Buffers per sendmsg call; the kernel accepts at most 1,024.
 _VECTORS = 64
-# Connections that wait to be accepted: more than a burst of all peers of a run of 100.
+# Length of the accept queue: more than a burst of all peers of a run of 100.
 BACKLOG = 256
-# In poll, that the other side sends no more; an error, or that neither does, is told unasked.
+# The poll event for "the remote side sends no more". POLLERR and POLLHUP are always reported.
 _HANG_UP = getattr(select, "POLLRDHUP", 0)
-# Seconds for which a socket's time-out stays as it was set: by as much a call may end past its deadline.
+# Seconds for which a socket timeout is not refreshed: a call may exceed its deadline by this much.
 _UNTIMED = 0.01
-# A socket's time-out is at most this many seconds; callers come back.
+# Upper limit of a single wait, in seconds; callers wait again.
 _LONGEST = 3600.0
 
 
@@ -42,9 +42,9 @@ class SocketStream:
     """A connected socket as a :class:`gossipx.transports.Stream`.
 
     Args:
-        connected: taken over.
-        remote: the other side, for messages.
-        sends_whole: whether a time-out for sending holds for a whole call.
+        connected: the socket; the stream takes ownership.
+        remote: the remote address, for messages.
+        sends_whole: whether a send timeout covers a whole system call.
     """
 
     def __init__(self, connected: socket.socket, remote: str, sends_whole: bool):
@@ -59,62 +59,64 @@ class SocketStream:
 
     @property
     def remote(self) -> str:
-        """The other side's address."""
+        """The remote address."""
         return self._remote
 
     @property
     def here(self) -> str:
-        """This machine's address on it; empty where it has none."""
+        """The local address; empty if the stream has no local address."""
         with self._use():
             own = self._socket.getsockname()
         return str(own[0]) if isinstance(own, tuple) else ""
 
-    def send(self, buffers: Sequence[bytes | memoryview], deadline: float, look: ByteObserver | None = None) -> None:
-        """Hand over all bytes to the kernel; see :class:`gossipx.transports.Stream`."""
+    def send(self, buffers: Sequence[bytes | memoryview], deadline: float, observe: ByteObserver | None = None) -> None:
+        """Pass all bytes to the kernel; see :class:`gossipx.transports.Stream`."""
         left = [view for view in (memoryview(item).cast("B") for item in buffers) if view.nbytes]
         with self._use():
             while left:
-                sent = self._attempt(lambda flags: self._hand_over(left, flags, look), self._sending, deadline)
+                sent = self._attempt(lambda flags: self._hand_over(left, flags, observe), self._sending, deadline)
                 while left and sent >= left[0].nbytes:
                     sent -= left.pop(0).nbytes
                 if sent:
                     left[0] = left[0][sent:]
 
-    def _hand_over(self, buffers: list[memoryview], flags: int, look: ByteObserver | None) -> int:
-        """Send some of the bytes; how many. Large buffers go by parts: what a call for all of them sends has left the
-        cache when the other side comes to it.
+    def _hand_over(self, buffers: list[memoryview], flags: int, observe: ByteObserver | None) -> int:
+        """Send some of the bytes; return how many.
+
+        A large buffer is sent in parts: after a single call for all of it, the bytes would have left the processor's
+        cache before the receiver reads them.
         """
         small = list(itertools.takewhile(lambda buffer: len(buffer) <= HOT, buffers[:_VECTORS]))
-        if small and look is None:
+        if small and observe is None:
             return self._socket.sendmsg(small, [], flags)
-        # Looked at after it was sent: what the other side does with it takes as long.
-        return _by_parts(buffers[0], lambda part: self._socket.send(part, flags), look)
+        # ``observe`` runs after sending, so that it overlaps with the receiver's own work.
+        return _by_parts(buffers[0], lambda part: self._socket.send(part, flags), observe)
 
-    def receive_into(self, view: memoryview, deadline: float, look: ByteObserver | None = None) -> int:
+    def receive_into(self, view: memoryview, deadline: float, observe: ByteObserver | None = None) -> int:
         """Receive; see :class:`gossipx.transports.Stream`."""
         with self._use():
-            start = self._receive(view, deadline, look)
-            while look is not None and start < len(view):
-                start += self._receive(view[start:], deadline, look)
+            start = self._receive(view, deadline, observe)
+            while observe is not None and start < len(view):
+                start += self._receive(view[start:], deadline, observe)
             return start
 
-    def _receive(self, view: memoryview, deadline: float, look: ByteObserver | None) -> int:
-        count = self._attempt(lambda flags: self._take_in(view, flags, look), self._receiving, deadline)
+    def _receive(self, view: memoryview, deadline: float, observe: ByteObserver | None) -> int:
+        count = self._attempt(lambda flags: self._take_in(view, flags, observe), self._receiving, deadline)
         if not count:
             raise PeerUnreachableError(f"{self._remote} closed the connection")
         return count
 
-    def _take_in(self, view: memoryview, flags: int, look: ByteObserver | None) -> int:
-        """Receive some bytes, as many as ``view`` takes if they are looked at; how many, 0 at the end."""
-        if look is None:
+    def _take_in(self, view: memoryview, flags: int, observe: ByteObserver | None) -> int:
+        """Receive some bytes, all of ``view`` with ``observe``; return how many, 0 at the end of the stream."""
+        if observe is None:
             return self._socket.recv_into(view, 0, flags)
-        return _by_parts(view, lambda part: self._socket.recv_into(part, 0, flags | socket.MSG_WAITALL), look)
+        return _by_parts(view, lambda part: self._socket.recv_into(part, 0, flags | socket.MSG_WAITALL), observe)
 
     def tune(self) -> None:
-        """Nothing to tune."""
+        """Do nothing: there is nothing to tune."""
 
     def quiet(self) -> bool:
-        """Whether nothing has come that is still unread, not even the end."""
+        """Return whether nothing is unread, not even the end of the stream."""
         try:
             with self._use():
                 self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
@@ -125,7 +127,7 @@ class SocketStream:
         return False
 
     def hung_up(self) -> bool:
-        """Whether the other side has closed; where the system does not tell so before all was read, not before."""
+        """Return whether the remote side has closed; without POLLRDHUP only once all bytes have been read."""
         poll = select.poll()
         try:
             with self._use():
@@ -137,13 +139,13 @@ class SocketStream:
             return True
 
     def abort(self) -> None:
-        """End both ways at once."""
+        """Close both directions at once."""
         with self._lock:
             self._aborted = True
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)
-            # Closed under a thread that still uses it, the descriptor could already be another
-            # connection's when that thread comes to its system call; the last user closes then.
+            # Closing the descriptor while another thread still uses it is unsafe: by the time of its
+            # system call the number may belong to another connection. The last user closes it instead.
             if not self._users:
                 self._socket.close()
 
@@ -164,29 +166,29 @@ class SocketStream:
             if self._aborted and not self._users:
                 self._socket.close()
 
-    def _attempt(self, call: Callable[[int], _Given], way: _Direction, deadline: float) -> _Given:
-        """``call``, given flags, until it gets somewhere."""
+    def _attempt(self, call: Callable[[int], _Result], direction: _Direction, deadline: float) -> _Result:
+        """Repeat ``call``, which takes the flags to use, until it makes progress; return its result."""
         while True:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise PeerTimeoutError(f"{self._remote} did not keep up with the deadline")
             try:
-                if way.whole:
-                    self._socket.setsockopt(socket.SOL_SOCKET, way.limit, _timeval(min(left, _LONGEST)))
-                return call(0 if way.whole else socket.MSG_DONTWAIT)
+                if direction.whole:
+                    self._socket.setsockopt(socket.SOL_SOCKET, direction.limit, _timeval(min(left, _LONGEST)))
+                return call(0 if direction.whole else socket.MSG_DONTWAIT)
             except BlockingIOError:
-                if not way.whole:
-                    wait(self._socket, way.event, deadline)
+                if not direction.whole:
+                    wait(self._socket, direction.event, deadline)
             except OSError as error:
                 if self._aborted:
                     raise PeerUnreachableError(f"the connection to {self._remote} was closed here") from error
                 raise PeerUnreachableError(f"lost the connection to {self._remote}: {reason(error)}") from error
 
 
-def _by_parts(view: memoryview, move: Callable[[memoryview], int], look: ByteObserver | None) -> int:
-    """Send or receive without a look at the clock for as long as that is allowed; how many bytes, 0 at the end.
+def _by_parts(view: memoryview, move: Callable[[memoryview], int], observe: ByteObserver | None) -> int:
+    """Send or receive parts for at most :data:`_UNTIMED` seconds; return how many bytes, 0 at the end of the stream.
 
-    Each part costs what two calls of the system cost, and hardly more: around it, nothing is to be done.
+    Each part costs two system calls, so the loop around them does as little as possible.
     """
     start, until = 0, time.monotonic() + _UNTIMED
     while True:
@@ -197,8 +199,8 @@ def _by_parts(view: memoryview, move: Callable[[memoryview], int], look: ByteObs
             if not start:
                 raise
             return start
-        if look is not None:
-            look(part[:count])
+        if observe is not None:
+            observe(part[:count])
         start += count
         if count < len(part) or start == len(view) or time.monotonic() > until:
             return start
@@ -206,18 +208,18 @@ def _by_parts(view: memoryview, move: Callable[[memoryview], int], look: ByteObs
 
 @dataclass(frozen=True)
 class _Direction:
-    """Sending, or receiving: its time-out, its event in poll, and whether the time-out holds for a whole call."""
+    """Sending or receiving: its timeout option, its poll event, and whether the timeout covers a whole call."""
 
     limit: int
     event: int
     whole: bool
 
 
-_Given = TypeVar("_Given")
+_Result = TypeVar("_Result")
 
 
 def _timeval(seconds: float) -> bytes:
-    """As the kernel takes it; never zero, which means no limit."""
+    """Encode a timeout as struct timeval; never zero, which means no limit."""
     microseconds = max(1, math.ceil(seconds * 1e6))
     return struct.pack("@ll", *divmod(microseconds, 1_000_000))
 
@@ -229,9 +231,9 @@ class SocketListener(Generic[_Stream]):
     """A listening socket as a :class:`gossipx.transports.Listener`.
 
     Args:
-        listening: taken over.
-        address: where it listens.
-        stream: makes a stream of what was accepted: the socket, and whatever the family calls its other end.
+        listening: the socket; the listener takes ownership.
+        address: the address it listens at.
+        stream: makes a stream from an accepted socket and its remote address.
     """
 
     def __init__(self, listening: socket.socket, address: Address, stream: Callable[[socket.socket, object], _Stream]):
@@ -244,7 +246,7 @@ class SocketListener(Generic[_Stream]):
 
     @property
     def address(self) -> Address:
-        """Where it listens."""
+        """The address listened at."""
         return self._address
 
     def accept(self) -> _Stream:
@@ -259,7 +261,7 @@ class SocketListener(Generic[_Stream]):
                 except BlockingIOError:
                     wait(self._socket, select.POLLIN, math.inf)
                 except ConnectionError:
-                    pass  # gone before it was accepted: the next one, please
+                    pass  # the connection ended before it was accepted: wait for the next one
                 except OSError as error:
                     if not self._closed:
                         raise GossipxError(f"cannot accept connections at {self._address}: {reason(error)}") from error
@@ -275,25 +277,25 @@ class SocketListener(Generic[_Stream]):
 
 
 def wait(waiting: socket.socket, event: int, deadline: float) -> None:
-    """Until ``event``, an error or the deadline; which of them, the next call on it tells."""
+    """Wait for ``event``, an error or the deadline; the caller's next system call shows which it was."""
     poll = select.poll()
     poll.register(waiting, event)
     left = deadline - time.monotonic()
-    # poll counts in 32-bit milliseconds; callers come back.
+    # poll takes 32-bit milliseconds; callers wait again.
     poll.poll(math.ceil(1000 * min(max(left, 0.0), _LONGEST)))
 
 
 def reason(error: OSError) -> str:
-    """What the system says of it."""
+    """Return the system's description of an error."""
     return error.strerror or str(error)
 
 
 def advice(error: OSError) -> str:
-    """What it says of an address that cannot be listened at, and what to do."""
+    """Return why an address cannot be listened at, and what to do."""
     if error.errno == errno.EADDRINUSE:
-        return "the port is in use; stop what listens there, or choose another port"
+        return "the port is in use; stop the process that listens there, or choose another port"
     if error.errno == errno.EADDRNOTAVAIL:
-        return "this machine has no such address; choose one of its own to bind to"
+        return "this machine does not have that address; bind to one of its own"
     if error.errno == errno.EACCES:
         return "not allowed; choose a port from 1024 on"
     return reason(error)

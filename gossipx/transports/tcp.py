@@ -1,4 +1,4 @@
-"""Streams over TCP sockets. This module is a :class:`gossipx.transports.Transport`."""
+"""The TCP transport. This module is a :class:`gossipx.transports.Transport`."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from gossipx.transports.sockets import BACKLOG, SocketListener, SocketStream, ad
 
 __all__ = ["Address", "TcpStream", "connect", "listen"]
 
-# An idle connection to a machine that vanished ends after 30 + 3 · 10 seconds.
+# An idle connection to a machine that has vanished ends after 30 + 3 · 10 seconds.
 _KEEPALIVE = (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3))
-# What this process lacks, whatever the other side does.
+# Errors of this machine's resources, whatever the remote side does.
 _LACKING = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 _NO_LOOK_UP = {socket.EAI_AGAIN, socket.EAI_MEMORY, socket.EAI_SYSTEM}
 
-# Congestion control, by preference. Where nothing is lost the loss-based ones fill loopback and a LAN at twice the rate
-# of bbr, the default of many systems; with 50 ms and 1 % loss bbr moves 25 times as much as they do. A connection that
-# began with bbr is paced by the system for good, at half the rate now and then: so all begin with the first.
+# Congestion control, by preference. Without loss, the loss-based algorithms reach twice the rate of bbr (the default of
+# many systems) on loopback and a LAN; with 50 ms and 1 % loss, bbr reaches 25 times their rate. A connection that began
+# with bbr keeps the kernel's pacing for good, which sometimes halves its rate: so all begin with the first.
 _SHORT = ("cubic", "reno")
 _LONG = ("bbr", "cubic")
-# Microseconds: longer than within a building, shorter than between cities.
+# Microseconds: longer than a round trip within a building, shorter than one between cities.
 _LONG_ROUND_TRIP = 10_000
-# The share of segments sent again from which a path counts as lossy, and how many must have been sent to tell.
+# The share of retransmitted segments above which a path counts as lossy, and the segments needed to judge it.
 _LOSSY = 0.005
 _ENOUGH_SEGMENTS = 1_000
-# Of Linux's struct tcp_info, up to the count of segments sent.
+# Bytes of Linux's struct tcp_info up to the count of sent segments.
 _INFO_BYTES = 140
 
 _Found = tuple[socket.AddressFamily, socket.SocketKind, int, str, tuple[object, ...]]
@@ -48,33 +48,33 @@ class TcpStream(SocketStream):
 
     def __init__(self, connected: socket.socket, remote: Address):
         super().__init__(connected, str(remote), sends_whole=sys.platform == "linux")
-        # A request is one small write, answered by one: waiting to fill a packet only adds delay.
+        # Requests and replies are single small writes: coalescing them (Nagle) only adds delay.
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in _KEEPALIVE:
-            if hasattr(socket, option):  # macOS names the first one differently, and its default will do
+            if hasattr(socket, option):  # macOS names the first one differently; its default is acceptable
                 connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
         self._control = ""
         self.tune()
 
     def tune(self) -> None:
-        """Choose the congestion control that suits the path, as far as the system has a choice and allows it."""
+        """Choose the congestion control that suits the path, if the system offers and allows it."""
         wanted = _LONG if _is_long(self._socket) else _SHORT
         if self._control != wanted[0]:
             self._control = _control(self._socket, wanted)
 
 
 def _control(socket_: socket.socket, wanted: Sequence[str]) -> str:
-    """Set the first congestion control that there is, which is returned; empty if it stays the system's default."""
+    """Set the first available congestion control and return its name; empty: the system's default stays."""
     for name in wanted if hasattr(socket, "TCP_CONGESTION") else ():
-        with contextlib.suppress(OSError):  # not loaded, or not among those that are allowed
+        with contextlib.suppress(OSError):  # not loaded, or not allowed
             socket_.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name.encode())
             return name
     return ""
 
 
 def _is_long(connected: socket.socket) -> bool:
-    """Whether delay or loss, rather than the rate of a link, limits what loss-based control sends on this path."""
+    """Return whether delay or loss, rather than bandwidth, would limit loss-based congestion control on this path."""
     if not hasattr(socket, "TCP_INFO"):
         return False
     try:
@@ -94,7 +94,7 @@ def _accepted(connected: socket.socket, remote: Any) -> TcpStream:
 
 
 def listen(address: Address) -> SocketListener[TcpStream]:
-    """Listen at ``address``; SO_REUSEADDR, so that a peer can restart at once.
+    """Listen at ``address``, with SO_REUSEADDR so that a peer can restart at once.
 
     Raises:
         GossipxError: the port is in use or not allowed, or the host is not this machine.
@@ -107,7 +107,7 @@ def listen(address: Address) -> SocketListener[TcpStream]:
         raise GossipxError(f"cannot listen at {address}: {reason(error)}") from error
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        _control(listening, _SHORT)  # of what it accepts, too
+        _control(listening, _SHORT)  # inherited by accepted connections
         listening.bind(place)
         listening.listen(BACKLOG)
         own = Address(*listening.getsockname()[:2])
@@ -118,14 +118,14 @@ def listen(address: Address) -> SocketListener[TcpStream]:
 
 
 def connect(address: Address, deadline: float) -> TcpStream:
-    """Connect to ``address``, trying each address that its name stands for.
+    """Connect to ``address``, trying each IP address of its host.
 
     Raises:
         PeerUnreachableError: the name does not resolve, or nothing listens there.
         PeerTimeoutError: no answer by the deadline.
-        LocalFaultError: this machine has no file descriptor left, or cannot look names up.
+        LocalFaultError: this machine has no file descriptor left, or cannot resolve names.
     """
-    cause = "no address"  # no error itself: with its traceback it would keep all callers' frames until a gc run
+    cause = "no address"  # a string: an exception's traceback would keep all callers' frames until a gc run
     for family, kind, protocol, _, place in _resolve(address, deadline):
         try:
             connecting = socket.socket(family, kind, protocol)
@@ -158,14 +158,14 @@ def _connect(connecting: socket.socket, place: tuple[object, ...], address: Addr
             raise PeerTimeoutError(f"{address} did not answer within the deadline")
     if code:
         raise OSError(code, os.strerror(code))
-    # Where nobody listens on a local port, the system may pick that port for our own end and
-    # connect the socket to itself.
+    # Connecting to a local port without a listener can make the system choose the same port for
+    # this end, and connect the socket to itself.
     if connecting.getsockname() == connecting.getpeername():
         raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
 
 
 def _resolve(address: Address, deadline: float) -> Sequence[_Found]:
-    """Addresses of a host. The system's look-up knows no deadline, so that a thread waits for it."""
+    """Resolve a host. The system's resolver takes no deadline, so it runs on a thread of its own."""
 
     def look_up(flags: int) -> Sequence[_Found]:
         return socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=flags)
@@ -183,9 +183,9 @@ def _resolve(address: Address, deadline: float) -> Sequence[_Found]:
     try:
         found = answer.get(timeout=max(0.0, deadline - time.monotonic()))
     except queue.Empty:
-        raise PeerTimeoutError(f"no address was found for {address} in time") from None
+        raise PeerTimeoutError(f"{address} did not resolve within the deadline") from None
     if isinstance(found, socket.gaierror) and found.errno in _NO_LOOK_UP:
-        raise LocalFaultError(f"no address can be looked up for {address} now: {reason(found)}")
+        raise LocalFaultError(f"cannot resolve {address} now: {reason(found)}")
     if isinstance(found, OSError):
-        raise PeerUnreachableError(f"no address is known for {address}: {reason(found)}")
+        raise PeerUnreachableError(f"cannot resolve {address}: {reason(found)}")
     return found

@@ -1,17 +1,16 @@
-"""Streams over mutual TLS 1.3: another transport's, encrypted, and both sides with a certificate.
+"""The TLS transport: streams of another transport, encrypted by mutual TLS 1.3 with a certificate on both sides.
 
-TLS is done in memory and its bytes are given to the stream below, so that deadlines and aborting are those of that
-stream. OpenSSL's state of a connection is for one thread at a time: a lock is held while it computes, and never while
-bytes are waited for, so that one thread may send while another receives.
+OpenSSL works on memory buffers, whose bytes are sent and received by the stream below; so deadlines and aborts are
+those of that stream. OpenSSL's state of a connection is not thread-safe: a lock is held while it computes, but never
+while waiting for bytes, so one thread may send while another receives.
 
-Who connects is checked by the connecting side while it connects: the certificate must be for the host that was asked
-for (a DNS name or an IP address among its subject alternative names), signed by the given CA, and in force. The other
-side checks all but the host, as it does not know yet who connects; :meth:`TlsStream.speaks_for` tells once it does. It
-shakes hands when it first receives or sends: the thread that accepts connections never waits for a stranger.
+The connecting side checks the whole certificate in the handshake: it must be for the requested host (a DNS name or IP
+address among its subject alternative names), signed by the given CA, and in force. The accepting side checks all but
+the host, since it does not know yet which peer connects; :meth:`TlsStream.speaks_for` checks the host later. It shakes
+hands on its first receive or send, so the thread that accepts connections never waits for a stranger.
 
-The server sends no session tickets. A client that writes and closes would never read them, and TCP would take back what
-it wrote: data would be lost, and TLS would not tell. Without them that is as rare as with TCP, and whoever needs to
-know asks for an acknowledgement.
+The server sends no session tickets. A client that writes and closes would never read them, and closing with unread
+bytes makes TCP discard what was written, unnoticed by TLS. Callers that need certainty ask for an acknowledgement.
 """
 
 from __future__ import annotations
@@ -38,25 +37,25 @@ from gossipx.errors import (
 from gossipx.memory import ByteObserver
 from gossipx.transports import Address, Listener, Stream, Transport, tcp
 
-# Bytes of plain text that are encrypted before they are sent: enough that the system call is cheap beside them.
+# Bytes of plain text encrypted per send: enough to make the system call cheap in comparison.
 _PIECE = 256 * 1024
-# Bytes received at once: a record; or, while many come, as many as are worth a large buffer, which is borrowed, so that
-# neither strangers nor idle connections hold one.
+# Bytes per receive: one TLS record; or, in a long transfer, a large buffer. That one is borrowed from a pool, so that
+# neither strangers nor idle connections hold it.
 _RECORD = 16 * 1024
 _MANY = 256 * 1024
-# Seconds that a refused client is given to read why.
+# Seconds that a refused client is given to read the reason.
 _REFUSAL = 5.0
 
 # OpenSSL's X509_V_ERR_*: what is wrong with the other side's certificate.
 _UNKNOWN_CA = {2, 7, 18, 19, 20, 21}
 _CERTIFICATE_FAULTS = {
-    9: "is not valid yet: look at the clocks of both machines",
+    9: "is not valid yet: check the clocks of both machines",
     10: "has expired",
     26: "is not for this use: it needs both serverAuth and clientAuth",
     62: "is not for '{host}', the host in the hosts file",
     64: "is not for '{host}', the host in the hosts file",
 }
-# What the other side says of ours, by OpenSSL's names; any other alert about certificates is told by its name.
+# Alerts of the other side about our certificate, by OpenSSL's names.
 _ALERTS = {
     "SSLV3_ALERT_CERTIFICATE_EXPIRED": "says that the certificate of this peer has expired (or is not valid yet)",
     "TLSV1_ALERT_UNKNOWN_CA": "does not know the CA that signed the certificate of this peer",
@@ -72,13 +71,13 @@ _NO_CERTIFICATE = "PEER_DID_NOT_RETURN_A_CERTIFICATE"
 
 
 class TlsStream:
-    """A stream of another transport, encrypted; also a :class:`gossipx.transports.Certified`.
+    """An encrypted stream over another transport; also a :class:`gossipx.transports.Certified`.
 
     Args:
         below: carries the encrypted bytes.
-        tls: not yet connected; its bytes come in by ``incoming`` and go out by ``outgoing``.
-        host: that the other side must have a certificate for, for messages; None: it is known later.
-        spare: large buffers that no stream uses now; shared by all streams of a transport.
+        tls: a connection before its handshake; reads from ``incoming``, writes to ``outgoing``.
+        host: host that the other side's certificate must be for, for messages; None: not known yet.
+        spare: large buffers not in use, shared by all streams of a transport.
     """
 
     def __init__(
@@ -93,7 +92,7 @@ class TlsStream:
         self._below = below
         self._tls, self._incoming, self._outgoing = tls, incoming, outgoing
         self._host = host
-        self._state = threading.Lock()  # of what OpenSSL computes with
+        self._state = threading.Lock()  # guards OpenSSL's state
         self._shaking = threading.Lock()
         self._is_up = False
         self._record = memoryview(bytearray(_RECORD))
@@ -103,71 +102,71 @@ class TlsStream:
 
     @property
     def remote(self) -> str:
-        """The other side's address."""
+        """The remote address."""
         return self._below.remote
 
     @property
     def here(self) -> str:
-        """This machine's address on it."""
+        """The local address."""
         return self._below.here
 
     def speaks_for(self, host: str) -> bool:
-        """Whether the other side's certificate is for ``host``: one of its names or addresses exactly."""
+        """Return whether the other side's certificate is for ``host``: one of its names or addresses exactly."""
         certificate: dict[str, Any] = self._tls.getpeercert() or {}
         return any(_same_host(name, host) for _, name in certificate.get("subjectAltName", ()))
 
-    def send(self, buffers: Sequence[bytes | memoryview], deadline: float, look: ByteObserver | None = None) -> None:
+    def send(self, buffers: Sequence[bytes | memoryview], deadline: float, observe: ByteObserver | None = None) -> None:
         """Encrypt and send all bytes; see :class:`gossipx.transports.Stream`."""
         self.shake_hands(deadline)
         for buffer in buffers:
             view = memoryview(buffer).cast("B")
             while view:
                 count = self._encrypt(view[:_PIECE])
-                if look is not None:
-                    look(view[:count])
+                if observe is not None:
+                    observe(view[:count])
                 view = view[count:]
                 if self._outgoing.pending >= _PIECE:
                     self._flush(deadline)
         self._flush(deadline)
 
-    def receive_into(self, view: memoryview, deadline: float, look: ByteObserver | None = None) -> int:
+    def receive_into(self, view: memoryview, deadline: float, observe: ByteObserver | None = None) -> int:
         """Receive and decrypt; see :class:`gossipx.transports.Stream`."""
         self.shake_hands(deadline)
         count = 0
         while True:
             new = self._decrypt(view[count:])
-            if look is not None:
-                look(view[count : count + new])
+            if observe is not None:
+                observe(view[count : count + new])
             count += new
-            if count == len(view) or (count and look is None):
+            if count == len(view) or (count and observe is None):
                 return count
             self._fill(deadline)
 
     def tune(self) -> None:
-        """As the stream below does."""
+        """Tune the stream below."""
         self._below.tune()
 
     def quiet(self) -> bool:
-        """Whether nothing has come that is still unread."""
+        """Return whether nothing is unread."""
         with self._state:
             waiting = self._tls.pending() or self._incoming.pending
         return not waiting and self._below.quiet()
 
     def hung_up(self) -> bool:
-        """Whether the other side has closed."""
+        """Return whether the remote side has closed."""
         return self._below.hung_up()
 
     def abort(self) -> None:
-        """End both ways at once."""
+        """Close both directions at once."""
         self._below.abort()
 
     def shake_hands(self, deadline: float) -> None:
-        """Let both sides prove who they are, once; sending and receiving do it first if nobody has.
+        """Authenticate both sides, once; sending and receiving do this first if necessary.
 
         Raises:
             StrangerError: the other side's certificate is missing, has expired, or is for another host or use.
-            NotAuthorisedError: the other side refuses ours, or the CAs differ. The connecting side may be told so only
-                when it receives.
+            NotAuthorisedError: the other side refuses ours, or the CAs differ. The connecting side may learn this only
+                on its first receive.
             ProtocolError: the other side does not speak TLS 1.3.
             PeerTimeoutError, PeerUnreachableError: as :meth:`receive_into`.
         """
@@ -184,13 +183,13 @@ class TlsStream:
         except PeerUnreachableError as error:
             raise PeerUnreachableError(f"{error}, in the TLS handshake") from error
         except (NotAuthorisedError, StrangerError, ProtocolError):
-            self._tell_why(deadline)
+            self._send_alert(deadline)
             raise
         finally:
             self._shaking.release()
 
     def _step(self) -> bool:
-        """Go on with the handshake; whether it is done."""
+        """Advance the handshake; return whether it is complete."""
         with self._state:
             try:
                 self._tls.do_handshake()
@@ -208,14 +207,14 @@ class TlsStream:
                 raise self._fault(error) from error
 
     def _decrypt(self, view: memoryview) -> int:
-        """As many bytes as have come whole; 0: more must come first."""
+        """Decrypt as many bytes as are complete; return how many, 0 if more must arrive first."""
         count = 0
         with self._state:
             if self._failed is not None:
                 raise self._failed
             try:
                 while count < len(view):
-                    # Given a buffer, it returns how many bytes it has put there.
+                    # With a buffer argument, read() returns a byte count.
                     count += cast(int, self._tls.read(len(view) - count, cast(bytearray, view[count:])))
             except ssl.SSLWantReadError:
                 pass
@@ -247,17 +246,17 @@ class TlsStream:
             self._spare.append(large)
 
     def _flush(self, deadline: float) -> bool:
-        """Send what is encrypted; whether there was anything."""
+        """Send pending encrypted bytes; return whether there were any."""
         with self._state:
             data = self._outgoing.read()
         if data:
             self._below.send([data], deadline)
         return bool(data)
 
-    def _tell_why(self, deadline: float) -> None:
-        """Send the alert that OpenSSL has made, if it is this side that refuses.
+    def _send_alert(self, deadline: float) -> None:
+        """Send OpenSSL's alert, if it is this side that refuses.
 
-        Closed while bytes of theirs are unread, TCP may take the alert back; so read them out.
+        Closing with unread bytes may make TCP discard the alert, so read them first.
         """
         until = min(deadline, time.monotonic() + _REFUSAL)
         with contextlib.suppress(PeerFaultError):
@@ -266,15 +265,15 @@ class TlsStream:
                     pass
 
     def _fault(self, error: ssl.SSLError) -> GossipxError:
-        """In one line: which of the two sides' certificates is refused, and why."""
+        """Convert an OpenSSL error; the message names the refused certificate and the reason in one line."""
         if isinstance(error, ssl.SSLZeroReturnError):
             return PeerUnreachableError(f"{self.remote} closed the connection")
         if isinstance(error, ssl.SSLCertVerificationError):
-            whose = f"not authorised: the certificate of {self.remote}"
+            subject = f"not authorised: the certificate of {self.remote}"
             if error.verify_code in _UNKNOWN_CA:  # either side may have the wrong CA
-                return NotAuthorisedError(f"{whose} was not signed by a CA in --tls-ca")
+                return NotAuthorisedError(f"{subject} was not signed by a CA in --tls-ca")
             fault = _CERTIFICATE_FAULTS.get(error.verify_code, f"is refused: {error.verify_message}")
-            return StrangerError(f"{whose} {fault.format(host=self._host)}")
+            return StrangerError(f"{subject} {fault.format(host=self._host)}")
         reason = error.reason or "unknown"
         if reason == _NO_CERTIFICATE:
             return StrangerError(f"not authorised: {self.remote} gave no certificate")
@@ -284,7 +283,7 @@ class TlsStream:
 
 
 class TlsListener:
-    """Another transport's listener, whose streams are encrypted."""
+    """A listener of another transport, whose streams are encrypted."""
 
     def __init__(self, below: Listener, wrap: Callable[[Stream], TlsStream]):
         self._below = below
@@ -292,11 +291,11 @@ class TlsListener:
 
     @property
     def address(self) -> Address:
-        """Where it listens."""
+        """The address listened at."""
         return self._below.address
 
     def accept(self) -> TlsStream:
-        """Wait for the next connection, which has not shaken hands yet."""
+        """Wait for the next connection; its handshake has not begun."""
         return self._wrap(self._below.accept())
 
     def close(self) -> None:
@@ -308,13 +307,13 @@ class Tls:
     """Mutual TLS 1.3 over another transport; a :class:`gossipx.transports.Transport`.
 
     Args:
-        certificate: PEM file of this peer's certificate, with those between it and the CA if there are any.
-        key: PEM file of its private key, without a passphrase, that others cannot read.
+        certificate: PEM file of this peer's certificate, followed by intermediate certificates if there are any.
+        key: PEM file of its private key, without a passphrase, readable by its owner only.
         authority: PEM file of the CA that signs the certificates of all peers.
         below: carries the encrypted bytes.
 
     Raises:
-        UsageError: a file cannot be read or is not what it should be.
+        UsageError: a file cannot be read or has the wrong content.
     """
 
     def __init__(self, certificate: Path, key: Path, authority: Path, below: Transport = tcp):
@@ -323,7 +322,7 @@ class Tls:
         self._server = self._context(ssl.PROTOCOL_TLS_SERVER)
         self._server.num_tickets = 0
         self._client = self._context(ssl.PROTOCOL_TLS_CLIENT)
-        # A name stands among the alternative names; what else stands in a certificate is for people to read.
+        # Only subject alternative names count; the common name is for people to read.
         self._client.hostname_checks_common_name = False
         self._spare: list[memoryview] = []
 
@@ -335,7 +334,7 @@ class Tls:
         """Connect and shake hands; see :class:`gossipx.transports.Transport`.
 
         Raises:
-            StrangerError: what answers has no certificate for ``address.host`` that is in force.
+            StrangerError: the other side has no certificate for ``address.host`` that is in force.
             NotAuthorisedError: the CAs differ.
         """
         stream = self._wrap(self._below.connect(address, deadline), address.host.partition("%")[0])
@@ -358,19 +357,19 @@ class Tls:
         context = ssl.SSLContext(protocol)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.verify_mode = ssl.CERT_REQUIRED
-        with _told(authority, "--tls-ca", "a CA's certificate"):
+        with _reading(authority, "--tls-ca", "a CA's certificate"):
             context.load_verify_locations(authority)
-        with _told(certificate, "--tls-cert", "a certificate"):
-            ssl.SSLContext(protocol).load_verify_locations(certificate)  # reads it, to tell it from the key
-        with _told(key, "--tls-key", f"the private key of {certificate}"):
+        with _reading(certificate, "--tls-cert", "a certificate"):
+            ssl.SSLContext(protocol).load_verify_locations(certificate)  # tells a bad certificate from a bad key
+        with _reading(key, "--tls-key", f"the private key of {certificate}"):
             key.read_bytes()
             context.load_cert_chain(certificate, key, password=_no_passphrase)
         return context
 
 
 @contextlib.contextmanager
-def _told(file: Path, option: str, what: str) -> Iterator[None]:
-    """Errors of the system and of OpenSSL as one line that names the file."""
+def _reading(file: Path, option: str, what: str) -> Iterator[None]:
+    """Convert errors of the system and of OpenSSL to a UsageError that names the file."""
     try:
         yield
     except ssl.SSLError as error:
@@ -381,7 +380,7 @@ def _told(file: Path, option: str, what: str) -> Iterator[None]:
 
 
 def _no_passphrase() -> str:
-    raise UsageError("--tls-key has a passphrase, which nobody is there to type: give the key without one")
+    raise UsageError("--tls-key has a passphrase, and nobody is there to type it: use a key without one")
 
 
 def _same_host(certified: str, host: str) -> bool:

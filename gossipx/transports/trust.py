@@ -1,4 +1,7 @@
-"""What becomes of those who do not prove that they belong to the run, and of a peer that no other takes in."""
+"""Records of failed authentication: strangers that this peer turned away, and peers that turned this one away.
+
+From these a peer decides whether it is itself the one that does not belong to the run.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +14,18 @@ from gossipx.errors import NotAuthorisedError, RefusedError, StrangerError
 
 log = logging.getLogger("gossipx")
 
-# Seconds between two log lines of strangers that were turned away; what falls between is counted.
-_TELL = 60.0
-# Share of peer_timeout after which a peer that some turn away, and that none has taken in, no longer hopes for the
-# rest: others may be started a little later, and after the whole of it this one would begin to train alone.
+# Seconds between two log lines about strangers; those in between are only counted.
+_LOG_EVERY = 60.0
+# Share of peer_timeout after which a peer that some have turned away, and none has admitted, stops waiting for the
+# rest. Others may start a little later; but after the whole of peer_timeout this peer would begin to train alone.
 _HOPE = 0.5
 
 
 class Trust:
-    """Counts, of one peer, who has turned away whom; for any thread.
+    """Records failed and successful authentications, as seen by one peer; thread-safe.
 
     Args:
-        others: how many other peers the run has.
+        others: number of other peers in the run.
         peer_timeout: seconds.
     """
 
@@ -31,22 +34,22 @@ class Trust:
         self._hopes_until = time.monotonic() + _HOPE * peer_timeout
         self._lock = threading.Lock()
         self._strangers = 0
-        self._told = (-math.inf, 0)  # when a line was logged of them, and how many there were
+        self._logged = (-math.inf, 0)  # time of the last log line about strangers, and their number then
         self._taken_in = False
         self._turned_away: set[int] = set()
         self._doubt: NotAuthorisedError | RefusedError | None = None
 
     @property
     def strangers(self) -> int:
-        """Connections that were turned away, as whoever opened them did not prove to belong to the run."""
+        """Connections that were turned away because their openers did not prove to belong to the run."""
         return self._strangers
 
     @property
     def is_outcast(self) -> bool:
-        """Whether it is this peer that does not belong to the run, as far as can be told.
+        """Whether this peer itself seems not to belong to the run.
 
-        All others turn it away, or some do and nobody has taken it in for half of peer_timeout. Once one has, it is
-        those who turn it away that do not belong.
+        That is so if all others turn it away, or if some do and none has admitted it for half of peer_timeout. Once one
+        has admitted it, the peers that turn it away are taken for the strangers.
         """
         with self._lock:
             everybody = len(self._turned_away) == self._others
@@ -55,35 +58,35 @@ class Trust:
 
     @property
     def doubt(self) -> NotAuthorisedError | RefusedError | None:
-        """Why nobody has taken this peer in, if somebody was there and that is why.
+        """The reason why no peer has admitted this one, if an authentication failure is known.
 
-        Others may have asked this peer, not have been taken in, and be gone before it could ask them. Anybody can do
-        that, so it ends nothing by itself: it tells why a peer that is alone is alone.
+        The failure may be a stranger's that connected here, which anyone can cause. So this alone ends nothing; it only
+        explains why a peer has found no others.
         """
         with self._lock:
             return None if self._taken_in else self._doubt
 
     def taken_in(self) -> None:
-        """Another peer and this one have taken each other for members."""
+        """Record that this peer and another one have admitted each other."""
         with self._lock:
             self._taken_in = True
 
     def turned_away(self, rank: int, error: NotAuthorisedError | RefusedError) -> None:
-        """That has failed with the peer of this rank."""
+        """Record that this peer was turned away by, or has turned away, the peer of this rank."""
         with self._lock:
             self._doubt = error
             self._turned_away.add(rank)
 
     def stranger(self, remote: str, error: NotAuthorisedError | StrangerError) -> None:
-        """Somebody who opened a connection was turned away; tells of it, at a limited rate."""
+        """Record that an inbound connection was turned away; log it at a limited rate."""
         with self._lock:
             self._strangers += 1
             if isinstance(error, NotAuthorisedError):
                 self._doubt = self._doubt or error
             now = time.monotonic()
-            when, before = self._told
-            if now - when < _TELL:
+            when, before = self._logged
+            if now - when < _LOG_EVERY:
                 return
-            self._told = now, self._strangers
+            self._logged = now, self._strangers
             more = self._strangers - before - 1
         log.warning("a connection from %s: %s%s", remote, error, f" ({more} more turned away before)" if more else "")

@@ -1,7 +1,7 @@
-"""Streams over Unix sockets, for peers on one machine. This module is a :class:`gossipx.transports.Transport`.
+"""The Unix socket transport, for peers on one machine. This module is a :class:`gossipx.transports.Transport`.
 
-An address is a name in the abstract namespace where the system has one (Linux), which vanishes with its socket, or else
-a path. Descriptors of memory can be handed over such a stream, so that models need not go through it.
+An address is a name in Linux's abstract namespace, which disappears with its socket, or a path on other systems. File
+descriptors can be passed over a stream, so models are shared in memory instead of copied through the socket.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ __all__ = ["Address", "UnixStream", "connect", "listen", "machine"]
 
 
 def machine() -> str:
-    """Tells machines apart: what Linux draws at each boot; empty elsewhere, where no memory can be handed over."""
+    """Return Linux's boot ID, which identifies the machine; empty elsewhere, where memory cannot be shared."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return ""
 
 
-# Bytes that a socket of this family holds: more did not make it faster.
-_HOLDS = 2**20
-# Nobody listens at a name, which other namespaces do not share; or the system does not let this process reach it.
+# Bytes of a socket's send buffer: larger ones were not faster.
+_SEND_BUFFER = 2**20
+# Errors of a name without a listener: another network namespace hides it, or the system denies access.
 _OUT_OF_REACH = {errno.ECONNREFUSED, errno.ENOENT, errno.EACCES, errno.EPERM}
 
 
@@ -52,19 +52,19 @@ class UnixStream(SocketStream):
 
     def __init__(self, connected: socket.socket, address: Address):
         super().__init__(connected, address.host, sends_whole=False)
-        connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _HOLDS)
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
 
     def send_descriptor(self, descriptor: int, deadline: float) -> None:
-        """Hand over a file descriptor; see :class:`gossipx.transports.SharesMemory`."""
+        """Pass a file descriptor; see :class:`gossipx.transports.SharesMemory`."""
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))]
         with self._use():
             self._attempt(lambda flags: self._socket.sendmsg([b"\0"], rights, flags), self._sending, deadline)
 
     def receive_descriptor(self, deadline: float) -> int:
-        """The descriptor that the other side sent, now this process's own to close.
+        """Receive a descriptor, which the caller must close.
 
         Raises:
-            ProtocolError: there came something else.
+            ProtocolError: something else arrived.
         """
 
         def receive(flags: int) -> int | None:
@@ -80,15 +80,15 @@ class UnixStream(SocketStream):
         with self._use():
             descriptor = self._attempt(receive, self._receiving, deadline)
         if descriptor is None:
-            raise ProtocolError("no descriptor came where one was announced")
+            raise ProtocolError("it announced a descriptor but sent none")
         return descriptor
 
 
 def listen(address: Address) -> SocketListener[UnixStream]:
-    """Listen at the name ``address.host``; its port has no meaning.
+    """Listen at the name ``address.host``; the port is ignored.
 
     Raises:
-        GossipxError: the name is in use, or not allowed.
+        GossipxError: the name is in use or not allowed.
     """
     listening = socket.socket(socket.AF_UNIX)
     try:
@@ -104,10 +104,10 @@ def connect(address: Address, deadline: float) -> UnixStream:
     """Connect to the name ``address.host``.
 
     Raises:
-        OutOfReachError: nothing listens there, as far as this process may see.
-        PeerUnreachableError: it cannot be reached now.
+        OutOfReachError: this process sees no listener of that name.
+        PeerUnreachableError: the connection failed for another reason.
         PeerTimeoutError: not accepted by the deadline.
-        LocalFaultError: this machine lacks what it takes now.
+        LocalFaultError: this machine has run out of a resource.
     """
     try:
         connecting = socket.socket(socket.AF_UNIX)

@@ -1,4 +1,4 @@
-"""What every way for models keeps to, between CommManagers over real connections.
+"""The contract of every transport for models, between CommManagers over real connections.
 
 Numbers in brackets are rows of the project's fault list.
 """
@@ -29,13 +29,13 @@ from gossipx.transports import Address
 from gossipx.transports.unix import UnixStream
 from gossipx.wire import Bytes
 
-MODEL = 64 * PIECE  # more than lies on the way anywhere
+MODEL = 64 * PIECE  # more than any transport buffers
 PAST_ALL_32_BITS = 2**31 + 100 * PIECE + 12
 
 
 @pytest.fixture
-def giver(way: str, tmp_path: Path) -> Iterator[Callable[..., tuple[subprocess.Popen[str], int]]]:
-    """Starts givers of ``model(MODEL)`` in processes of their own; tells their ports."""
+def sender(way: str, tmp_path: Path) -> Iterator[Callable[..., tuple[subprocess.Popen[str], int]]]:
+    """Yield a function that starts a process which serves ``model(MODEL)``, and returns it and its port."""
     with contextlib.ExitStack() as undo:
 
         def started(port: int = 0) -> tuple[subprocess.Popen[str], int]:
@@ -54,7 +54,7 @@ def giver(way: str, tmp_path: Path) -> Iterator[Callable[..., tuple[subprocess.P
 
 
 class During(Bytes):
-    """Room for a model, piece by piece; ``first`` is called once a part of it is there."""
+    """A buffer for a model; ``first`` is called once a part of it has arrived."""
 
     def __init__(self, size: int, first: Callable[[], None]):
         super().__init__(memoryview(bytearray(size)))
@@ -92,7 +92,7 @@ def pulled(host: Host, to: int, size: int) -> bytes:
 
 
 @pytest.mark.parametrize("size", [0, 4, 9 * PIECE + 12])
-def test_models_arrive_as_they_were_and_are_counted(start: Callable[[int], list[Host]], size: int) -> None:
+def test_models_arrive_unchanged_and_are_counted(start: Callable[[int], list[Host]], size: int) -> None:
     a, b = start(2)
     for round in range(3):
         given = os.urandom(size)
@@ -105,7 +105,7 @@ def test_models_arrive_as_they_were_and_are_counted(start: Callable[[int], list[
     assert a.comm.bytes_sent == b.comm.bytes_received < 10_000
 
 
-def test_models_and_messages_come_in_order_on_one_connection(
+def test_models_and_messages_alternate_on_one_connection(
     start: Callable[[int], list[Host]],
 ) -> None:
     a, b = start(2)
@@ -126,7 +126,7 @@ def test_models_and_messages_come_in_order_on_one_connection(
 
 
 class Giant(Source):
-    """A model of zeros but for a mark at the start of each piece; what is not marked takes no time to write."""
+    """A model of zeros with a mark at the start of each piece, so that most of it need not be written."""
 
     def __init__(self, size: int):
         self._memory = Memory(size)
@@ -136,7 +136,7 @@ class Giant(Source):
 
 
 class Marks:
-    """Looks whether a giant's pieces come in order; keeps none of them."""
+    """Checks that the pieces of a giant arrive in order, without storing them."""
 
     def __init__(self, size: int):
         self.nbytes, self.seen = size, 0
@@ -171,11 +171,11 @@ def test_a_model_of_more_than_2_gb(start: Callable[[int], list[Host]]) -> None:
     assert b.answered.get(timeout=LONG) is True
 
 
-# --- many at once -------------------------------------------------------------------------------
+# --- concurrency --------------------------------------------------------------------------------
 
 
-def test_pulls_across_and_around_do_not_wait_for_each_other(start: Callable[[int], list[Host]]) -> None:
-    """A pulls B while B pulls A, and a ring of four, at once. [27]"""
+def test_mutual_and_circular_pulls_do_not_deadlock(start: Callable[[int], list[Host]]) -> None:
+    """A pulls B while B pulls A, and a ring of four, concurrently. [27]"""
     hosts = start(4)
     models = [os.urandom(2_000_000) for _ in hosts]
     for host, given in zip(hosts, models, strict=True):
@@ -191,7 +191,7 @@ def test_pulls_across_and_around_do_not_wait_for_each_other(start: Callable[[int
         assert room == models[to]
 
 
-def test_two_peers_pull_from_each_other_again_and_again(start: Callable[[int], list[Host]]) -> None:  # [27]
+def test_two_peers_pull_from_each_other_repeatedly(start: Callable[[int], list[Host]]) -> None:  # [27]
     hosts = start(2)
     models = [os.urandom(3_000_000) for _ in hosts]
     for host, given in zip(hosts, models, strict=True):
@@ -215,24 +215,22 @@ def test_64_peers_pull_from_one_at_once(start: Callable[[int], list[Host]]) -> N
         assert room == given
 
 
-# --- what goes wrong ----------------------------------------------------------------------------
+# --- failures -----------------------------------------------------------------------------------
 
 
 def half_close(host: Host, but: set[Any]) -> set[Any]:
-    """Say on all connections ``but`` those that nothing more will be sent, and be ready to receive."""
+    """Half-close all connections except ``but``, which may still receive; return those that were closed."""
     said = set()
     for link in set(host.comm._member.links._links) - but:
         stream: Any = link.stream
-        with contextlib.suppress(OSError):  # the manager ends one by itself: that of TCP, where memory is shared
+        with contextlib.suppress(OSError):  # the manager closes TCP once memory is shared
             getattr(stream, "_below", stream)._socket.shutdown(socket.SHUT_WR)
             said.add(link)
     return said
 
 
 @pytest.mark.parametrize("whose", [0, 1])
-def test_a_connection_that_one_side_has_half_closed_is_not_used_again(
-    start: Callable[[int], list[Host]], whose: int
-) -> None:
+def test_a_half_closed_connection_is_not_reused(start: Callable[[int], list[Host]], whose: int) -> None:
     hosts = start(2)
     closed: set[Any] = set()
     for _ in range(3):
@@ -260,11 +258,11 @@ def test_closing_in_the_middle_of_a_model_ends_it_on_both_sides(  # [1] [2]
     assert began.wait(LONG)
     closing = threading.Thread(target=hosts[whose].comm.close)
     closing.start()
-    assert hosts[1].answered.get(timeout=LONG) is False  # while the receiver still does what it does
+    assert hosts[1].answered.get(timeout=LONG) is False  # while the receiver continues
     go_on.set()
     closing.join(LONG)
     assert isinstance(results.get(timeout=LONG), PeerUnreachableError)
-    if whose == 0:  # and the giver still gives
+    if whose == 0:  # and the sender still sends
         assert pulled(hosts[2], 1, MODEL) == model(MODEL)
     assert results.empty()
 
@@ -287,11 +285,11 @@ def test_a_pull_cancelled_in_the_middle_ends_alone_on_both_sides(start: Callable
     assert other.get(timeout=LONG) == ModelReply(1) and beside == model(MODEL)
     assert hosts[1].answered.get(timeout=LONG) is True
     cancel()
-    assert hosts[1].answered.get(timeout=LONG) is False  # while the receiver still does what it does
-    assert results.empty(), "its room is still written to"
+    assert hosts[1].answered.get(timeout=LONG) is False  # while the receiver continues
+    assert results.empty(), "its buffer is still being written to"
     go_on.set()
     assert isinstance(results.get(timeout=LONG), CancelledError)
-    assert hosts[0].comm.bytes_received <= hosts[1].comm.bytes_sent, "what went out counts, whatever came of it"
+    assert hosts[0].comm.bytes_received <= hosts[1].comm.bytes_sent, "sent bytes count even if they were lost"
     cancel()
     assert pulled(hosts[0], 1, MODEL) == model(MODEL)
     assert results.empty()
@@ -314,7 +312,7 @@ def test_a_pull_cancelled_before_it_is_answered(start: Callable[[int], list[Host
 
 
 def test_a_pull_cancelled_at_once(start: Callable[[int], list[Host]]) -> None:
-    """Before it has a connection, or while one is opened: it ends, and only once."""
+    """Before it has a connection, or while one is opened, it ends exactly once."""
     a, b = start(2)
     b.serve(model(PIECE))
     for _ in range(20):
@@ -328,10 +326,10 @@ def test_a_pull_cancelled_at_once(start: Callable[[int], list[Host]]) -> None:
 
 
 @pytest.mark.parametrize("whose", [0, 1])
-def test_a_connection_that_one_side_half_closes_in_the_middle_of_a_model_carries_no_more(  # [7]
+def test_a_connection_half_closed_within_a_model_is_not_reused(  # [7]
     start: Callable[[int], list[Host]], way: str, whose: int
 ) -> None:
-    """Nobody takes a model for whole of which the other cannot be told, and the next goes over a new connection."""
+    """A model is not accepted unless it can be acknowledged, and the next one uses a new connection."""
     hosts = start(2)
     hosts[1].serve(model(MODEL))
     assert pulled(hosts[0], 1, MODEL) == model(MODEL)
@@ -339,13 +337,13 @@ def test_a_connection_that_one_side_half_closes_in_the_middle_of_a_model_carries
     closed: set[Any] = set()
     result = pull(hosts[0], 1, During(MODEL, lambda: closed.update(half_close(hosts[whose], set())))).get(timeout=LONG)
     assert closed
-    whole = whose == 1 and "shm" in way  # all of it was given at once, and the giver can still be told
+    whole = whose == 1 and "shm" in way  # it was sent at once, and can still be acknowledged
     assert result == ModelReply(1) if whole else isinstance(result, PeerUnreachableError)
     assert hosts[1].answered.get(timeout=LONG) is whole
     assert pulled(hosts[0], 1, MODEL) == model(MODEL)
 
 
-def test_a_giver_that_never_answers_has_a_deadline(start: Callable[[int], list[Host]]) -> None:  # [7]
+def test_a_responder_that_never_answers_has_a_deadline(start: Callable[[int], list[Host]]) -> None:  # [7]
     a, b = start(2)
     b.serve(model(PIECE))
     assert pulled(a, 1, PIECE) == model(PIECE)
@@ -363,10 +361,10 @@ def test_a_giver_that_never_answers_has_a_deadline(start: Callable[[int], list[H
 
 
 @pytest.mark.parametrize("way", [pytest.param(name, marks=shares_memory) for name in WAYS if "shm" in name])
-def test_a_giver_that_stops_before_it_hands_its_memory_over_has_a_deadline(  # [3] [7]
+def test_a_sender_that_stops_before_passing_its_memory_has_a_deadline(  # [3] [7]
     start: Callable[[int], list[Host]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between the frame that announces a model and the descriptor of the memory where it lies."""
+    """Between the frame that announces a model and the descriptor of its memory."""
     a, b = start(2)
     b.serve(model(PIECE))
     given_up = threading.Event()
@@ -389,10 +387,10 @@ def test_a_giver_that_stops_before_it_hands_its_memory_over_has_a_deadline(  # [
     assert pulled(a, 1, PIECE) == model(PIECE)
 
 
-def test_a_giver_that_stops_in_the_middle_has_a_deadline(  # [3]
-    start: Callable[[int], list[Host]], way: str, giver: Callable[..., tuple[subprocess.Popen[str], int]]
+def test_a_sender_that_stops_within_a_model_has_a_deadline(  # [3]
+    start: Callable[[int], list[Host]], way: str, sender: Callable[..., tuple[subprocess.Popen[str], int]]
 ) -> None:
-    process, port = giver()
+    process, port = sender()
     host = start_with(start, port)
     assert pulled(host, 1, MODEL) == model(MODEL)
     stopped = threading.Event()
@@ -404,17 +402,17 @@ def test_a_giver_that_stops_in_the_middle_has_a_deadline(  # [3]
     result = pull(host, 1, During(MODEL, stop), 2 * SHORT).get(timeout=LONG)
     assert stopped.is_set()
     process.send_signal(signal.SIGCONT)
-    if "shm" in way:  # all of it was given at once
+    if "shm" in way:  # it was sent at once
         assert result == ModelReply(1)
     else:
         assert isinstance(result, PeerTimeoutError)
     assert pulled(host, 1, MODEL) == model(MODEL)
 
 
-def test_a_giver_that_dies_in_the_middle_is_asked_anew_once_it_is_back(  # [1]
-    start: Callable[[int], list[Host]], way: str, giver: Callable[..., tuple[subprocess.Popen[str], int]]
+def test_a_sender_that_dies_within_a_model_can_be_asked_again_after_a_restart(  # [1]
+    start: Callable[[int], list[Host]], way: str, sender: Callable[..., tuple[subprocess.Popen[str], int]]
 ) -> None:
-    process, port = giver()
+    process, port = sender()
     host = start_with(start, port)
 
     def die() -> None:
@@ -423,16 +421,16 @@ def test_a_giver_that_dies_in_the_middle_is_asked_anew_once_it_is_back(  # [1]
 
     result = pull(host, 1, During(MODEL, die)).get(timeout=LONG)
     assert process.returncode == -signal.SIGKILL
-    if "shm" in way:  # what it gave outlives it
+    if "shm" in way:  # shared memory outlives the sender
         assert result == ModelReply(1) or isinstance(result, PeerUnreachableError)
     else:
         assert isinstance(result, PeerUnreachableError)
-    giver(port)
+    sender(port)
     assert pulled(host, 1, MODEL) == model(MODEL)
 
 
 def start_with(start: Callable[[int], list[Host]], port: int) -> Host:
-    """Peer 0 of two, of which the other is a process of its own."""
+    """Start peer 0 of two, where the other one is a separate process."""
     host, other = start(2)
     other.comm.close()
     addresses: Any = host.comm._member.addresses

@@ -17,13 +17,13 @@ from types import SimpleNamespace
 
 import pytest
 import streamed
-from streamed import LONG, SHORT, Beside, read, soon
+from streamed import LONG, SHORT, InThread, read, soon
 
 from gossipx.errors import GossipxError, PeerTimeoutError, PeerUnreachableError
 from gossipx.memory import HOT
 from gossipx.transports import Address, Listener, Stream, Transport, sockets, tcp, unix
 
-tls, beside = streamed.tls, streamed.beside
+tls, in_thread = streamed.tls, streamed.in_thread
 
 
 Pair = tuple[Stream, Stream]
@@ -55,10 +55,10 @@ def listener(transport: Transport, kind: str) -> Iterator[Listener]:
 
 
 @pytest.fixture
-def pair(transport: Transport, listener: Listener, beside: Beside) -> Iterator[Pair]:
-    connecting = beside(transport.connect, listener.address, soon())
+def pair(transport: Transport, listener: Listener, in_thread: InThread) -> Iterator[Pair]:
+    connecting = in_thread(transport.connect, listener.address, soon())
     theirs = listener.accept()
-    first = beside(read, theirs, 1)  # who accepts may begin to talk no sooner
+    first = in_thread(read, theirs, 1)  # the accepting side may not send any sooner
     ours = connecting.result(LONG)
     ours.send([b"."], soon())
     assert first.result(LONG) == b"."
@@ -71,19 +71,19 @@ def pair(transport: Transport, listener: Listener, beside: Beside) -> Iterator[P
 
 
 @pytest.mark.parametrize("size", [1, 7, 65_536, 5_000_001])
-def test_bytes_arrive_as_they_were(pair: Pair, beside: Beside, size: int) -> None:
+def test_bytes_arrive_unchanged(pair: Pair, in_thread: InThread, size: int) -> None:
     ours, theirs = pair
     data = os.urandom(size)
-    sent = beside(ours.send, [data], soon())
+    sent = in_thread(ours.send, [data], soon())
     assert read(theirs, size) == data
     sent.result(LONG)
 
 
-def test_buffers_arrive_in_order_and_empty_ones_are_nothing(pair: Pair, beside: Beside) -> None:
+def test_buffers_arrive_in_order_and_empty_ones_are_skipped(pair: Pair, in_thread: InThread) -> None:
     ours, theirs = pair
     buffers: list[bytes | memoryview] = [b"", b"first", memoryview(b""), memoryview(b"second")]
     buffers += [index.to_bytes(4, "big") for index in range(3000)]
-    sent = [beside(ours.send, buffers, soon())]
+    sent = [in_thread(ours.send, buffers, soon())]
     expected = b"".join(buffers)
     assert read(theirs, len(expected)) == expected
     ours.send([], soon())
@@ -109,15 +109,15 @@ def test_buffers_may_change_once_sent(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("size", [1, HOT, 7 * HOT + 5])
-def test_a_look_is_told_of_all_that_is_sent_in_order(pair: Pair, beside: Beside, size: int) -> None:
+def test_an_observer_sees_all_sent_bytes_in_order(pair: Pair, in_thread: InThread, size: int) -> None:
     ours, theirs = pair
     data, seen = os.urandom(size), bytearray()
-    receiving = beside(read, theirs, size)
+    receiving = in_thread(read, theirs, size)
     ours.send([data], soon(), seen.extend)
     assert receiving.result(LONG) == data == seen
 
 
-def test_receiving_takes_no_more_than_there_is_room_for(pair: Pair) -> None:
+def test_receiving_fills_no_more_than_the_buffer(pair: Pair) -> None:
     ours, theirs = pair
     ours.send([b"abcdef"], soon())
     room = bytearray(b"......")
@@ -127,10 +127,10 @@ def test_receiving_takes_no_more_than_there_is_room_for(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 300_001, 5_000_001])
-def test_who_looks_sees_all_that_fills_the_room_in_order(pair: Pair, beside: Beside, size: int) -> None:
+def test_an_observer_sees_all_received_bytes_in_order(pair: Pair, in_thread: InThread, size: int) -> None:
     ours, theirs = pair
     data = os.urandom(size)
-    sent = beside(ours.send, [data[:7], data[7:100_000], data[100_000:], b"more"], soon())
+    sent = in_thread(ours.send, [data[:7], data[7:100_000], data[100_000:], b"more"], soon())
     room, seen = memoryview(bytearray(size)), bytearray()
     assert theirs.receive_into(room, soon(), seen.extend) == size
     assert room == seen == data
@@ -138,8 +138,8 @@ def test_who_looks_sees_all_that_fills_the_room_in_order(pair: Pair, beside: Bes
     sent.result(LONG)
 
 
-def test_what_is_there_is_received_however_slow_this_thread_is(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between any two looks at the clock it may be off the processor for longer than the clock is left alone."""
+def test_available_bytes_are_received_even_by_a_slow_thread(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread may be suspended between two clock reads for longer than the timeout is left unrefreshed."""
     ours, theirs = pair
     data = os.urandom(2_000_000)
     ours.send([data[:100_000]], soon())
@@ -151,7 +151,7 @@ def test_what_is_there_is_received_however_slow_this_thread_is(pair: Pair, monke
     assert seen == data[:100_000]
 
 
-def test_a_room_that_is_not_filled_is_an_error_whoever_looks(pair: Pair) -> None:
+def test_a_buffer_that_is_not_filled_is_an_error_with_any_observer(pair: Pair) -> None:
     ours, theirs = pair
     ours.send([bytes(400_000)], soon())
     ours.abort()
@@ -161,11 +161,11 @@ def test_a_room_that_is_not_filled_is_an_error_whoever_looks(pair: Pair) -> None
     assert len(seen) == 400_000
 
 
-def test_both_ways_at_once(pair: Pair, beside: Beside) -> None:
+def test_both_directions_at_once(pair: Pair, in_thread: InThread) -> None:
     there, back = os.urandom(6_000_000), os.urandom(6_000_000)
     ours, theirs = pair
-    sent = [beside(ours.send, [there], soon()), beside(theirs.send, [back], soon())]
-    received = beside(read, ours, len(back))
+    sent = [in_thread(ours.send, [there], soon()), in_thread(theirs.send, [back], soon())]
+    received = in_thread(read, ours, len(back))
     assert read(theirs, len(there)) == there
     assert received.result(LONG) == back
     for each in sent:
@@ -201,7 +201,7 @@ def test_what_was_sent_before_closing_still_arrives(pair: Pair) -> None:
     assert not theirs.quiet()
 
 
-def test_sending_to_one_who_has_gone_ends(pair: Pair) -> None:  # [2]
+def test_sending_to_a_closed_peer_fails(pair: Pair) -> None:  # [2]
     ours, theirs = pair
     theirs.abort()
     with pytest.raises(PeerUnreachableError):
@@ -224,7 +224,7 @@ def test_a_deadline_that_has_passed_ends_at_once(pair: Pair) -> None:
         read(theirs, 1, time.monotonic())
 
 
-def test_a_trickle_does_not_stretch_the_deadline(pair: Pair, beside: Beside) -> None:  # [8]
+def test_a_trickle_does_not_extend_the_deadline(pair: Pair, in_thread: InThread) -> None:  # [8]
     ours, theirs = pair
     more, over = threading.Semaphore(1), threading.Event()
 
@@ -232,7 +232,7 @@ def test_a_trickle_does_not_stretch_the_deadline(pair: Pair, beside: Beside) -> 
         while more.acquire(timeout=LONG) and not over.is_set():
             ours.send([b"a"], soon())
 
-    sender = beside(trickle)
+    sender = in_thread(trickle)
     deadline, received = soon(SHORT), 0
     with pytest.raises(PeerTimeoutError):
         while True:
@@ -244,7 +244,7 @@ def test_a_trickle_does_not_stretch_the_deadline(pair: Pair, beside: Beside) -> 
     assert received > 0
 
 
-def test_a_trickle_does_not_stretch_the_deadline_of_who_looks(pair: Pair, beside: Beside) -> None:  # [8]
+def test_a_trickle_does_not_extend_the_deadline_of_an_observed_receive(pair: Pair, in_thread: InThread) -> None:  # [8]
     ours, theirs = pair
     over = threading.Event()
 
@@ -252,7 +252,7 @@ def test_a_trickle_does_not_stretch_the_deadline_of_who_looks(pair: Pair, beside
         while not over.wait(SHORT / 100):
             ours.send([b"a"], soon())
 
-    sender = beside(trickle)
+    sender = in_thread(trickle)
     with pytest.raises(PeerTimeoutError):
         theirs.receive_into(memoryview(bytearray(5_000_000)), soon(SHORT), lambda part: None)
     over.set()
@@ -264,7 +264,7 @@ def test_a_receiver_that_never_reads_ends_the_sending(pair: Pair) -> None:  # [9
         pair[0].send([bytes(64_000_000)], soon(SHORT))
 
 
-def test_a_receiver_that_sips_does_not_stretch_the_deadline(pair: Pair, beside: Beside) -> None:  # [9]
+def test_a_slow_receiver_does_not_extend_the_deadline(pair: Pair, in_thread: InThread) -> None:  # [9]
     ours, theirs = pair
     over = threading.Event()
 
@@ -274,7 +274,7 @@ def test_a_receiver_that_sips_does_not_stretch_the_deadline(pair: Pair, beside: 
             count += theirs.receive_into(memoryview(bytearray(10)), soon())
         return count
 
-    sipped = beside(sip)
+    sipped = in_thread(sip)
     with pytest.raises(PeerTimeoutError):
         ours.send([bytes(256_000_000)], soon(SHORT))
     over.set()
@@ -282,7 +282,7 @@ def test_a_receiver_that_sips_does_not_stretch_the_deadline(pair: Pair, beside: 
 
 
 @pytest.mark.parametrize("blocked", ["receive", "send"])
-def test_abort_wakes_a_blocked_call(pair: Pair, beside: Beside, blocked: str) -> None:
+def test_abort_wakes_a_blocked_call(pair: Pair, in_thread: InThread, blocked: str) -> None:
     ours, theirs = pair
     started = threading.Event()
 
@@ -293,10 +293,10 @@ def test_abort_wakes_a_blocked_call(pair: Pair, beside: Beside, blocked: str) ->
         else:
             read(ours, 1)
 
-    call = beside(block)
+    call = in_thread(block)
     assert started.wait(LONG)
     if blocked == "send":
-        read(theirs, 1)  # it is under way
+        read(theirs, 1)  # the transfer has begun
     ours.abort()
     with pytest.raises(PeerUnreachableError):
         call.result(LONG)
@@ -319,10 +319,12 @@ def test_quiet_until_something_comes(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("told", [True, False], ids=["told", "not told"])
-def test_who_has_hung_up_is_known_before_all_is_read(pair: Pair, monkeypatch: pytest.MonkeyPatch, told: bool) -> None:
-    """What a giver said last is read once its model has come by the carrier: if it died, that never comes.
+def test_a_closed_peer_is_detected_before_all_bytes_are_read(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, told: bool
+) -> None:
+    """A sender's last message is read after its model has arrived by the carrier; if the sender died, it never arrives.
 
-    Where the system does not tell (``POLLRDHUP``), it is known when all was read.
+    Without ``POLLRDHUP`` the end is known once everything has been read.
     """
     if not told:
         monkeypatch.setattr("gossipx.transports.sockets._HANG_UP", 0)
@@ -336,11 +338,11 @@ def test_who_has_hung_up_is_known_before_all_is_read(pair: Pair, monkeypatch: py
         assert theirs.hung_up()
     assert read(theirs, 9) == b"ast words"
     assert theirs.hung_up()
-    assert ours.hung_up(), "closed here is closed, too"
+    assert ours.hung_up(), "a locally closed stream counts as closed"
 
 
-def test_closing_wakes_a_blocked_accept(listener: Listener, beside: Beside) -> None:
-    accepting = beside(listener.accept)
+def test_closing_wakes_a_blocked_accept(listener: Listener, in_thread: InThread) -> None:
+    accepting = in_thread(listener.accept)
     listener.close()
     with pytest.raises(GossipxError):
         accepting.result(LONG)
@@ -354,7 +356,7 @@ def test_nobody_listens(transport: Transport, listener: Listener) -> None:
     listener.close()
     with pytest.raises(PeerUnreachableError, match=re.escape(str(place))):
         transport.connect(place, soon())
-    again = transport.listen(place)  # and the place is free
+    again = transport.listen(place)  # the address is free again
     again.close()
 
 

@@ -1,4 +1,4 @@
-"""What TCP and TLS each do beyond the contract of transports.
+"""Behaviour of TCP and of TLS beyond the contract of transports.
 
 Numbers in brackets are rows of the project's fault list.
 """
@@ -22,7 +22,7 @@ from pathlib import Path
 import pytest
 import streamed
 from certificates import Authority
-from streamed import LONG, SHORT, Beside, read, soon
+from streamed import LONG, SHORT, InThread, read, soon
 
 from gossipx.errors import (
     GossipxError,
@@ -34,7 +34,7 @@ from gossipx.errors import (
 )
 from gossipx.transports import Address, Certified, Stream, Transport, tcp
 
-tls, beside = streamed.tls, streamed.beside
+tls, in_thread = streamed.tls, streamed.in_thread
 
 
 # --- TCP ----------------------------------------------------------------------------------------
@@ -60,8 +60,8 @@ def test_ipv6() -> None:
     listening.close()
 
 
-def test_an_address_of_another_machine_cannot_be_listened_at() -> None:
-    with pytest.raises(GossipxError, match=r"192\.0\.2\.1:0: this machine has no such address"):
+def test_listening_at_an_address_of_another_machine_fails() -> None:
+    with pytest.raises(GossipxError, match=r"192\.0\.2\.1:0: this machine does not have that address"):
         tcp.listen(Address("192.0.2.1", 0))
 
 
@@ -95,11 +95,11 @@ def test_a_name_that_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:  # [
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
-    with pytest.raises(PeerUnreachableError, match="no address is known for node9:7000"):
+    with pytest.raises(PeerUnreachableError, match="cannot resolve node9:7000"):
         tcp.connect(Address("node9", 7000), soon())
 
 
-def test_a_look_up_that_hangs_keeps_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hanging_name_resolution_keeps_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     over = threading.Event()
 
     def hang(*given: object, flags: int = 0, **named: object) -> None:
@@ -118,7 +118,7 @@ def test_a_listener_that_never_accepts_keeps_the_deadline() -> None:
         listening.bind(("127.0.0.1", 0))
         listening.listen(0)
         place = Address(*listening.getsockname())
-        waiting = [socket.socket() for _ in range(4)]  # more than its queue takes
+        waiting = [socket.socket() for _ in range(4)]  # more than its accept queue holds
         for each in waiting:
             each.setblocking(False)
             assert each.connect_ex((place.host, place.port)) in (0, errno.EINPROGRESS)
@@ -128,7 +128,7 @@ def test_a_listener_that_never_accepts_keeps_the_deadline() -> None:
             each.close()
 
 
-def test_a_socket_connected_to_itself_is_nobody() -> None:
+def test_a_socket_connected_to_itself_is_refused() -> None:
     with socket.socket() as alone:
         alone.bind(("127.0.0.1", 0))
         place = alone.getsockname()
@@ -160,9 +160,9 @@ def test_out_of_descriptors_accepting_fails_and_recovers() -> None:  # [40]
 
 
 def meeting(
-    server: Transport, client: Transport, beside: Beside, by: str = "127.0.0.1"
+    server: Transport, client: Transport, in_thread: InThread, by: str = "127.0.0.1"
 ) -> tuple[Stream | str, Stream | str]:
-    """Each side's stream after one byte both ways, or what it was refused by; ``by``: the server's name to clients."""
+    """Return each side's stream after one byte both ways, or its error; ``by``: host that clients connect to."""
     listening = server.listen(Address("127.0.0.1", 0))
     streams: list[Stream] = []
 
@@ -179,7 +179,7 @@ def meeting(
             return str(error)
         return stream
 
-    connecting = beside(talk, lambda: client.connect(Address(by, listening.address.port), soon()))
+    connecting = in_thread(talk, lambda: client.connect(Address(by, listening.address.port), soon()))
     accepted = talk(listening.accept)
     connected = connecting.result(LONG)
     listening.close()
@@ -190,7 +190,7 @@ def meeting(
 
 @dataclass(frozen=True)
 class Bad:
-    """What is wrong with a certificate, and how both sides put it where the client has it, and where the server."""
+    """What is wrong with a certificate, and the messages of both sides if it is the client's, or the server's."""
 
     of_client: tuple[str, str]
     of_server: tuple[str, str]
@@ -228,7 +228,7 @@ BAD = {
 @pytest.mark.parametrize("name", ["a foreign CA", "tests' CA"])
 @pytest.mark.parametrize("what", BAD)
 def test_a_bad_certificate_is_refused_and_both_say_why(  # [20]
-    what: str, name: str, whose: str, tmp_path: Path, beside: Beside
+    what: str, name: str, whose: str, tmp_path: Path, in_thread: InThread
 ) -> None:
     authority, foreign = Authority(tmp_path / "own"), Authority(tmp_path / "foreign", name)
     good = authority.issue()
@@ -238,47 +238,47 @@ def test_a_bad_certificate_is_refused_and_both_say_why(  # [20]
         "for another use": lambda: authority.issue(uses=("server" if whose == "client" else "client",)),
     }[what]()
     server, client = (good, bad) if whose == "client" else (bad, good)
-    told = meeting(server.transport(), client.transport(), beside)
+    told = meeting(server.transport(), client.transport(), in_thread)
     for text, pattern in zip(told, BAD[what].of_client if whose == "client" else BAD[what].of_server, strict=True):
         assert isinstance(text, str)
         assert re.search(pattern, text), told
 
 
-def test_a_client_without_a_certificate_is_refused_and_both_say_so(tmp_path: Path, beside: Beside) -> None:  # [20]
+def test_a_client_without_a_certificate_is_refused_and_both_say_so(tmp_path: Path, in_thread: InThread) -> None:  # [20]
     good = Authority(tmp_path).issue()
     client = good.transport()
     client._client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     client._client.load_verify_locations(good.authority)
-    accepted, connected = meeting(good.transport(), client, beside)
+    accepted, connected = meeting(good.transport(), client, in_thread)
     assert re.search("127.0.0.1:.* gave no certificate", str(accepted))
     assert "asks for a certificate, and this peer gave none" in str(connected)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.2", "localhost", "*.0.0.1", "node1"])
-def test_a_certificate_for_another_host_is_refused_by_who_connects(  # [20]
-    host: str, tmp_path: Path, beside: Beside
+def test_a_certificate_for_another_host_is_refused_by_the_connecting_side(  # [20]
+    host: str, tmp_path: Path, in_thread: InThread
 ) -> None:
     authority = Authority(tmp_path)
-    accepted, connected = meeting(authority.issue(host).transport(), authority.issue().transport(), beside)
+    accepted, connected = meeting(authority.issue(host).transport(), authority.issue().transport(), in_thread)
     assert "is not for '127.0.0.1', the host in the hosts file" in str(connected)
     assert "refuses the certificate of this peer: is it for its host in the hosts file?" in str(accepted)
 
 
-def test_a_common_name_is_no_host_to_who_connects(tmp_path: Path, beside: Beside) -> None:  # [20]
-    """A certificate that names its host as the subject only, as were made before alternative names."""
+def test_a_common_name_is_not_accepted_as_host(tmp_path: Path, in_thread: InThread) -> None:  # [20]
+    """A certificate with its host only as the subject, as before alternative names were introduced."""
     authority = Authority(tmp_path)
     server, client = authority.issue("localhost", alternative=False), authority.issue()
-    told = meeting(server.transport(), client.transport(), beside, by="localhost")
+    told = meeting(server.transport(), client.transport(), in_thread, by="localhost")
     assert "is not for 'localhost', the host in the hosts file" in str(told[1])
-    accepted, _ = meeting(client.transport(), server.transport(), beside)
+    accepted, _ = meeting(client.transport(), server.transport(), in_thread)
     assert isinstance(accepted, Certified)
     assert not accepted.speaks_for("localhost")
 
 
-def test_who_accepts_can_ask_for_whom_the_certificate_is(tmp_path: Path, beside: Beside) -> None:
+def test_the_accepting_side_can_check_the_certificates_host(tmp_path: Path, in_thread: InThread) -> None:
     authority = Authority(tmp_path)
     for host, also in (("node1", "NODE1"), ("fd00::7", "fd00:0:0:0:0:0:0:7"), ("10.0.0.7", "10.0.0.7")):
-        accepted, _ = meeting(authority.issue().transport(), authority.issue(host).transport(), beside)
+        accepted, _ = meeting(authority.issue().transport(), authority.issue(host).transport(), in_thread)
         assert isinstance(accepted, Certified)
         assert accepted.speaks_for(host)
         assert accepted.speaks_for(also)
@@ -294,7 +294,7 @@ STRANGERS = {
 
 
 @pytest.mark.parametrize("first", STRANGERS.values(), ids=STRANGERS)
-def test_who_speaks_no_tls_is_refused(tls: Transport, beside: Beside, first: bytes) -> None:  # [15]
+def test_a_peer_without_tls_is_refused(tls: Transport, in_thread: InThread, first: bytes) -> None:  # [15]
     listening = tls.listen(Address("127.0.0.1", 0))
     with socket.create_connection((listening.address.host, listening.address.port)) as peer:
         stream = listening.accept()
@@ -306,7 +306,7 @@ def test_who_speaks_no_tls_is_refused(tls: Transport, beside: Beside, first: byt
     listening.close()
 
 
-def test_an_older_tls_is_refused(tmp_path: Path, beside: Beside) -> None:  # [16]
+def test_an_older_tls_is_refused(tmp_path: Path, in_thread: InThread) -> None:  # [16]
     good = Authority(tmp_path).issue()
     listening = good.transport().listen(Address("127.0.0.1", 0))
     old = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -318,7 +318,7 @@ def test_an_older_tls_is_refused(tmp_path: Path, beside: Beside) -> None:  # [16
         with socket.create_connection((listening.address.host, listening.address.port)) as peer:
             old.wrap_socket(peer, server_hostname="127.0.0.1")
 
-    connecting = beside(connect)
+    connecting = in_thread(connect)
     stream = listening.accept()
     with pytest.raises(ProtocolError, match=r"does not speak TLS 1\.3 as it should \(unsupported protocol\)"):
         read(stream, 1)
@@ -328,22 +328,22 @@ def test_an_older_tls_is_refused(tmp_path: Path, beside: Beside) -> None:  # [16
     listening.close()
 
 
-def test_a_listener_without_tls_is_told_from_one_that_is_gone(tls: Transport, beside: Beside) -> None:
+def test_a_listener_without_tls_is_distinguished_from_a_closed_one(tls: Transport, in_thread: InThread) -> None:
     listening = tcp.listen(Address("127.0.0.1", 0))
-    connecting = beside(tls.connect, listening.address, soon())
+    connecting = in_thread(tls.connect, listening.address, soon())
     listening.accept().abort()
     with pytest.raises(PeerUnreachableError, match="in the TLS handshake"):
         connecting.result(LONG)
     listening.close()
 
 
-def test_a_stranger_that_says_nothing_holds_up_nobody_and_has_a_deadline(  # [25]
-    tls: Transport, beside: Beside
+def test_a_silent_stranger_blocks_no_other_and_has_a_deadline(  # [25]
+    tls: Transport, in_thread: InThread
 ) -> None:
     listening = tls.listen(Address("127.0.0.1", 0))
     with socket.create_connection((listening.address.host, listening.address.port)):
         silent = listening.accept()
-        connecting = beside(tls.connect, listening.address, soon())
+        connecting = in_thread(tls.connect, listening.address, soon())
         stream = listening.accept()
         stream.send([b"a"], soon())
         assert read(connecting.result(LONG), 1) == b"a"
@@ -356,8 +356,8 @@ def test_a_stranger_that_says_nothing_holds_up_nobody_and_has_a_deadline(  # [25
     listening.close()
 
 
-def test_what_a_sender_writes_before_it_closes_is_not_lost(tls: Transport, beside: Beside) -> None:  # [42]
-    """The client has read nothing when it closes: tickets that lay unread would make TCP take its bytes back."""
+def test_bytes_written_before_closing_are_not_lost(tls: Transport, in_thread: InThread) -> None:  # [42]
+    """The client closes without reading: unread session tickets would make TCP discard what it wrote."""
     data = os.urandom(3_000_000)
     listening = tls.listen(Address("127.0.0.1", 0))
 
@@ -367,7 +367,7 @@ def test_what_a_sender_writes_before_it_closes_is_not_lost(tls: Transport, besid
         stream.abort()
 
     for _ in range(5):
-        writing = beside(write_and_close)
+        writing = in_thread(write_and_close)
         stream = listening.accept()
         assert read(stream, len(data)) == data
         writing.result(LONG)
@@ -375,7 +375,7 @@ def test_what_a_sender_writes_before_it_closes_is_not_lost(tls: Transport, besid
     listening.close()
 
 
-def test_a_byte_changed_on_the_way_ends_the_stream(tls: Transport, beside: Beside) -> None:  # [12]
+def test_a_byte_changed_in_transit_ends_the_stream(tls: Transport, in_thread: InThread) -> None:  # [12]
     listening, changing = tls.listen(Address("127.0.0.1", 0)), tcp.listen(Address("127.0.0.1", 0))
 
     def pass_on(source: Stream, target: Stream, change: threading.Event) -> None:
@@ -387,12 +387,12 @@ def test_a_byte_changed_on_the_way_ends_the_stream(tls: Transport, beside: Besid
                     room[count - 1] ^= 1
                 target.send([room[:count]], soon())
 
-    connecting = beside(tls.connect, changing.address, soon())
+    connecting = in_thread(tls.connect, changing.address, soon())
     middle = changing.accept(), tcp.connect(listening.address, soon())
     change, never = threading.Event(), threading.Event()
-    passing = [beside(pass_on, *middle, change), beside(pass_on, *reversed(middle), never)]
+    passing = [in_thread(pass_on, *middle, change), in_thread(pass_on, *reversed(middle), never)]
     theirs = listening.accept()
-    first = beside(read, theirs, 5)
+    first = in_thread(read, theirs, 5)
     ours = connecting.result(LONG)
     ours.send([b"right"], soon())
     assert first.result(LONG) == b"right"

@@ -1,4 +1,4 @@
-"""What every way keeps to where a request brings a model along, between CommManagers over real connections.
+"""The contract of every transport for requests that carry a model, between CommManagers over real connections.
 
 Numbers in brackets are rows of the project's fault list.
 """
@@ -22,7 +22,7 @@ from gossipx.errors import CancelledError, PeerTimeoutError, PeerUnreachableErro
 from gossipx.memory import PIECE
 from gossipx.protocol.messages import BusyReply, ElasticRequest, HereReply, LeaveRequest, ModelReply, Stage
 
-LARGE = 64 * PIECE  # more than lies on the way anywhere
+LARGE = 64 * PIECE  # more than any transport buffers
 
 
 def elastic(number: int = 1, patience: float = 30.0) -> ElasticRequest:
@@ -30,7 +30,7 @@ def elastic(number: int = 1, patience: float = 30.0) -> ElasticRequest:
 
 
 def answers(host: Host, gives: bytes | None) -> None:
-    """Have ``host`` answer all exchanges: by a model, or by "busy"."""
+    """Make ``host`` answer all exchanges with a model, or with "busy"."""
 
     def react(key: object, request: object) -> None:
         if gives is None:
@@ -60,20 +60,20 @@ def test_a_model_goes_each_way_in_one_round_trip(start: Callable[[int], list[Hos
     assert b.comm.bytes_sent == a.comm.bytes_received >= 3 * size
 
 
-def test_what_is_brought_may_be_answered_without_a_model(start: Callable[[int], list[Host]]) -> None:
+def test_an_upload_may_be_answered_without_a_model(start: Callable[[int], list[Host]]) -> None:
     a, b = start(2)
     b.room = PIECE
     answers(b, None)
     room = bytearray(PIECE)
     assert a.ask(1, elastic(), room, brings=model(PIECE)).get(timeout=LONG) == BusyReply()
     assert room == bytes(PIECE)
-    answers(b, model(PIECE))  # and the connection is good for more
+    answers(b, model(PIECE))  # the connection is still usable
     assert a.ask(1, elastic(2), room, brings=model(PIECE)).get(timeout=LONG) == ModelReply(2)
     assert room == model(PIECE)
 
 
-def test_messages_go_on_beside_a_request_that_waits_for_room(start: Callable[[int], list[Host]]) -> None:
-    """Memory here is bounded: what is brought waits on its connection, and nothing else does."""
+def test_messages_continue_while_an_upload_waits_for_memory(start: Callable[[int], list[Host]]) -> None:
+    """Memory is bounded: a payload waits on its own connection, without blocking others."""
     a, b = start(2)
     free = threading.Event()
 
@@ -92,7 +92,7 @@ def test_messages_go_on_beside_a_request_that_waits_for_room(start: Callable[[in
     assert b.brought.get(timeout=LONG) == model(LARGE)
 
 
-def test_more_than_there_is_room_for_is_refused_before_it_is_taken_in(start: Callable[[int], list[Host]]) -> None:
+def test_a_too_large_upload_is_refused_before_it_is_received(start: Callable[[int], list[Host]]) -> None:
     a, b = start(2)
     b.room = PIECE
     result = a.ask(1, elastic(), bytearray(PIECE), brings=model(2 * PIECE)).get(timeout=LONG)
@@ -101,7 +101,7 @@ def test_more_than_there_is_room_for_is_refused_before_it_is_taken_in(start: Cal
     assert b.rooms and all(taken.released == 1 for taken in b.rooms)
 
 
-def test_a_receiver_with_no_room_has_the_senders_deadline(start: Callable[[int], list[Host]]) -> None:  # [9]
+def test_a_receiver_without_memory_has_the_senders_deadline(start: Callable[[int], list[Host]]) -> None:  # [9]
     a, b = start(2)
     over = threading.Event()
 
@@ -115,7 +115,7 @@ def test_a_receiver_with_no_room_has_the_senders_deadline(start: Callable[[int],
     assert isinstance(result, PeerTimeoutError)
 
 
-def test_bringing_is_cancelled_in_the_middle(start: Callable[[int], list[Host]]) -> None:
+def test_an_upload_can_be_cancelled_in_the_middle(start: Callable[[int], list[Host]]) -> None:
     a, b = start(2)
     b.room = LARGE
     reached, over = threading.Event(), threading.Event()
@@ -146,8 +146,8 @@ def test_bringing_is_cancelled_in_the_middle(start: Callable[[int], list[Host]])
     assert isinstance(results.get(timeout=LONG), CancelledError)
 
 
-def test_a_bringer_that_dies_in_the_middle_leaves_nothing(way: str, tmp_path: Path) -> None:  # [1]
-    """Its part is dropped, the room given back, and the role is told of no request."""
+def test_a_sender_that_dies_within_an_upload_leaves_nothing(way: str, tmp_path: Path) -> None:  # [1]
+    """Its partial payload is dropped, the buffer released, and the request not passed on."""
     with runs() as make:
         host = make(2).host(0, **settings_of(way, tmp_path))
         begun, released = threading.Event(), threading.Event()
@@ -177,16 +177,16 @@ def test_a_bringer_that_dies_in_the_middle_leaves_nothing(way: str, tmp_path: Pa
             bringer.send_signal(signal.SIGKILL)
             bringer.wait(LONG)
         dead.set()
-        if "shm" not in way:  # whose memory outlives it: what was handed over is whole
+        if "shm" not in way:  # with shared memory the payload outlives its sender
             assert released.wait(LONG)
             assert host.received.empty()
 
 
-# --- to oneself -----------------------------------------------------------------------------------
+# --- loopback -----------------------------------------------------------------------------------
 
 
-def test_a_peer_brings_to_itself_what_others_would_bring(start: Callable[[int], list[Host]]) -> None:
-    """As a hub that trains does: by the same way of asking, with nothing on the wire."""
+def test_a_peer_can_upload_to_itself(start: Callable[[int], list[Host]]) -> None:
+    """As a hub that also trains does: through the same interface, with nothing on the wire."""
     [a] = start(1)
     a.room = 5 * PIECE
     answers(a, model(3 * PIECE))
@@ -198,7 +198,7 @@ def test_a_peer_brings_to_itself_what_others_would_bring(start: Callable[[int], 
     assert a.comm.bytes_sent == a.comm.bytes_received == 0
 
 
-def test_what_a_peer_asks_of_itself_has_a_deadline_and_can_be_cancelled(start: Callable[[int], list[Host]]) -> None:
+def test_a_request_to_itself_has_a_deadline_and_can_be_cancelled(start: Callable[[int], list[Host]]) -> None:
     [a] = start(1)
     a.room = 1
     assert isinstance(a.ask(0, elastic(), seconds=0.1, brings=b"x").get(timeout=LONG), PeerTimeoutError)

@@ -1,4 +1,4 @@
-"""Who may talk: CommManagers in one process, over real sockets, with a secret or mutual TLS.
+"""Authentication by a secret or by mutual TLS: CommManagers in one process, over real sockets.
 
 Numbers in brackets are rows of the project's fault list.
 """
@@ -37,7 +37,7 @@ Start = Callable[[int], Run]
 
 @pytest.fixture(params=["secret", "tls"])
 def guard(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
-    """What a CommManager is given so that it asks who the others are."""
+    """Return the settings that make a CommManager authenticate others."""
     return {"secret": SECRET} if request.param == "secret" else {"transport": Authority(tmp_path).issue().transport()}
 
 
@@ -47,7 +47,7 @@ def failure(host: Host, to: int) -> GossipxError:
     return result
 
 
-# --- among themselves ---------------------------------------------------------------------------
+# --- between members ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [0, 1, 5_000_001])
@@ -76,7 +76,7 @@ def test_pulls_across(start: Start, guard: dict[str, Any]) -> None:  # [27]
     assert all(room == models[other] for (_, other), room in rooms.items())
 
 
-def test_another_hosts_file_or_model_is_told_as_without(start: Start, guard: dict[str, Any]) -> None:
+def test_another_hosts_file_or_model_is_reported_as_without_a_secret(start: Start, guard: dict[str, Any]) -> None:
     run = start(3)
     a, b = run.host(0, **guard), run.host(1, peers_digest="another list", **guard)
     assert "hosts files of peer-00 (3 peers) and peer-01 (3 peers) differ" in str(failure(a, 1))
@@ -88,7 +88,7 @@ def test_another_hosts_file_or_model_is_told_as_without(start: Start, guard: dic
 # --- strangers ----------------------------------------------------------------------------------
 
 
-def test_a_wrong_secret_is_refused_and_told_once(start: Start, heard: Heard) -> None:  # [18]
+def test_a_wrong_secret_is_refused_and_logged_once(start: Start, heard: Heard) -> None:  # [18]
     run = start(2)
     a, b = run.host(0, secret=WRONG), run.host(1, secret=SECRET)
     for _ in range(3):
@@ -97,12 +97,12 @@ def test_a_wrong_secret_is_refused_and_told_once(start: Start, heard: Heard) -> 
         assert error.exit_code == 5
         assert str(error) == ("peer-01: not authorised: the secrets differ; give every peer of the run the same")
     assert a.comm.trust.is_outcast
-    b.comm.close()  # its threads have counted then
+    b.comm.close()  # waits for its threads, so that all bytes are counted
     assert b.comm.trust.strangers == 3
     assert b.received.empty()
     assert heard.wait("not authorised: the secrets differ").levelno == logging.WARNING
     while not heard.records.empty():
-        assert heard.records.get().levelno == logging.DEBUG  # the warning came once
+        assert heard.records.get().levelno == logging.DEBUG  # one warning only
 
 
 @pytest.mark.parametrize(("own", "others"), [(SECRET, None), (None, SECRET)])
@@ -118,12 +118,12 @@ def test_one_stranger_makes_nobody_an_outcast(start: Start) -> None:
     run = start(3)
     a, b, stranger = (run.host(rank, secret=secret) for rank, secret in enumerate([SECRET, SECRET, WRONG]))
     assert isinstance(failure(a, 2), NotAuthorisedError)
-    assert not a.comm.trust.is_outcast  # peer 1 may still come
+    assert not a.comm.trust.is_outcast  # peer 1 may still connect
     b.serve(b"")
     assert a.ask(1, LeaveRequest()).get(timeout=LONG) == HereReply(Stage.TRAIN)
     assert isinstance(failure(b, 2), NotAuthorisedError)
     assert not a.comm.trust.is_outcast
-    assert not b.comm.trust.is_outcast  # which was asked itself
+    assert not b.comm.trust.is_outcast  # it has admitted peer 0
     assert isinstance(failure(stranger, 0), NotAuthorisedError)
     assert not stranger.comm.trust.is_outcast
     assert isinstance(failure(stranger, 1), NotAuthorisedError)
@@ -149,7 +149,7 @@ def test_a_stranger_is_told_nothing_about_the_run(start: Start) -> None:
     assert answer is not None
     assert answer.message == NotAuthorised("this run has a secret; give every peer the same --secret-file")
     with knock(b) as stream:
-        stream.sendall(frame(Open("0" * 64, "the same list", "peer-00", "whoever")))
+        stream.sendall(frame(Open("0" * 64, "the same list", "peer-00", "another")))
         stream.sendall(frame(Proof("0" * 64)))
         stream.shutdown(socket.SHUT_WR)
         told = everything(stream)
@@ -185,7 +185,7 @@ def test_garbage_is_closed_quietly(start: Start, heard: Heard, guard: dict[str, 
     assert a.ask(1, LeaveRequest()).get(timeout=LONG) == HereReply(Stage.TRAIN)
 
 
-def test_another_version_is_told_ours(start: Start) -> None:  # [16]
+def test_a_peer_of_another_version_learns_ours(start: Start) -> None:  # [16]
     with knock(start(2).host(0, secret=SECRET)) as stream:
         opening = bytearray(frame(Open("0" * 64, "the same list", "peer-01", "peer-00")))
         opening[4:6] = b"\x00\x63"
@@ -198,7 +198,7 @@ def test_another_version_is_told_ours(start: Start) -> None:  # [16]
 
 @pytest.mark.parametrize("secret", [None, SECRET])
 def test_a_stranger_cannot_make_a_peer_allocate(start: Start, heard: Heard, secret: Secret | None) -> None:  # [14]
-    """Of the kinds that are large among members, too."""
+    """Not even with messages that may be large between members."""
     b = start(2).host(1, secret=secret)
     with knock(b) as stream:
         kind = kind_of(RoundRequest).number
@@ -207,12 +207,12 @@ def test_a_stranger_cannot_make_a_peer_allocate(start: Start, heard: Heard, secr
     assert f"at most {SMALL_METADATA}" in heard.wait("RoundRequest announced").getMessage()
 
 
-# --- men in the middle --------------------------------------------------------------------------
+# --- attackers in the middle --------------------------------------------------------------------
 
 
 class Middle:
-    """Passes connections on to ``target``, and what the client says through ``change``, what the other says through
-    ``back``; both are told how many bytes have passed before."""
+    """Forwards connections to ``target``, passing the client's bytes through ``change`` and the server's through
+    ``back``; both functions get the number of bytes forwarded before."""
 
     def __init__(self, target: Address):
         self.sent = bytearray()
@@ -273,7 +273,7 @@ def flip(at: int) -> Callable[[bytes, int], bytes]:
     return change
 
 
-def test_a_model_changed_on_the_way_is_refused(  # [12]
+def test_a_model_changed_in_transit_is_refused(  # [12]
     start: Start, guard: dict[str, Any], middle: Callable[[Address], Middle]
 ) -> None:
     run = start(2)
@@ -282,7 +282,7 @@ def test_a_model_changed_on_the_way_is_refused(  # [12]
     way = middle(b.comm.address)
     run.addresses[1] = way.address
     assert a.ask(1, PullRequest(1, 30.0), bytearray(1_000_000)).get(timeout=LONG) == ModelReply(1)
-    way.back = flip(1_700_000)  # in the second model, over the same connection
+    way.back = flip(1_700_000)  # in the second model, on the same connection
     error = a.ask(1, PullRequest(2, 30.0), bytearray(1_000_000)).get(timeout=LONG)
     assert isinstance(error, ProtocolError), error
     assert "does not match" in str(error) or "bad record mac" in str(error)
@@ -290,8 +290,8 @@ def test_a_model_changed_on_the_way_is_refused(  # [12]
     assert a.ask(1, PullRequest(3, 30.0), bytearray(1_000_000)).get(timeout=LONG) == ModelReply(3)
 
 
-def test_a_request_changed_on_the_way_reaches_nobody(start: Start, middle: Callable[[Address], Middle]) -> None:
-    """With its checksum made right again, as an attacker would."""
+def test_a_request_changed_in_transit_is_not_passed_on(start: Start, middle: Callable[[Address], Middle]) -> None:
+    """With a corrected checksum, as an attacker would send it."""
     run = start(2)
     a, b = run.host(0, share_memory=False, secret=SECRET), run.host(1, secret=SECRET)
     way = middle(b.comm.address)
@@ -318,12 +318,12 @@ def test_a_replayed_connection_is_refused(start: Start, middle: Callable[[Addres
         stream.sendall(way.sent)
         stream.shutdown(socket.SHUT_WR)
         assert b"secrets differ" in everything(stream)
-    b.comm.close()  # its threads have counted then
+    b.comm.close()  # waits for its threads, so that all bytes are counted
     assert b.comm.trust.strangers == 1
     assert b.received.empty()
 
 
-def test_a_connection_carried_back_to_its_opener_is_refused(  # [19]
+def test_a_connection_relayed_to_its_opener_is_refused(  # [19]
     start: Start, middle: Callable[[Address], Middle]
 ) -> None:
     run = start(3)
@@ -336,7 +336,7 @@ def test_a_connection_carried_back_to_its_opener_is_refused(  # [19]
     assert c.received.empty()
 
 
-def test_who_proves_to_be_one_peer_cannot_speak_as_another(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_proven_peer_cannot_claim_to_be_another(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     run = start(3)
     a, b = run.host(0, secret=SECRET), run.host(1, secret=SECRET)
     greet = handshake.greet
@@ -352,7 +352,7 @@ def test_who_proves_to_be_one_peer_cannot_speak_as_another(start: Start, monkeyp
 # --- certificates -------------------------------------------------------------------------------
 
 
-def test_a_certificate_of_the_run_is_good_for_its_own_host_alone(start: Start, tmp_path: Path) -> None:  # [20]
+def test_a_certificate_of_the_run_is_valid_for_its_own_host_only(start: Start, tmp_path: Path) -> None:  # [20]
     authority, run = Authority(tmp_path), start(2)
     other = authority.issue("node7").transport()
     a, b = run.host(0, transport=other), run.host(1, transport=authority.issue().transport())
@@ -369,7 +369,7 @@ def test_a_certificate_of_the_run_is_good_for_its_own_host_alone(start: Start, t
 
 
 @pytest.mark.parametrize("what", ["expired", "foreign"])
-def test_a_bad_certificate_is_refused_and_told(start: Start, heard: Heard, tmp_path: Path, what: str) -> None:  # [20]
+def test_a_bad_certificate_is_refused_and_logged(start: Start, heard: Heard, tmp_path: Path, what: str) -> None:  # [20]
     authority, run = Authority(tmp_path / "own"), start(2)
     if what == "expired":
         bad = authority.issue(days=-1)
@@ -388,7 +388,7 @@ def test_a_bad_certificate_is_refused_and_told(start: Start, heard: Heard, tmp_p
     assert b.received.empty()
 
 
-# --- too many of them ---------------------------------------------------------------------------
+# --- many connections ---------------------------------------------------------------------------
 
 
 def test_a_thousand_idle_connections_leave_peers_and_threads_alone(start: Start, guard: dict[str, Any]) -> None:  # [25]
@@ -404,7 +404,7 @@ def test_a_thousand_idle_connections_leave_peers_and_threads_alone(start: Start,
         assert a.ask(1, PullRequest(1, 30.0), room).get(timeout=LONG) == ModelReply(1)
         assert room == model
         for link in a.comm._member.links._idle[1]:
-            link.stream.abort()  # so that the next request needs a connection of its own among them
+            link.stream.abort()  # so that the next request opens a new connection among them
         assert a.ask(1, PullRequest(2, 30.0), bytearray(len(model))).get(timeout=LONG) == ModelReply(2)
         assert len(b.comm._listener._inbound) <= 32 + 4 * 2
         assert threading.active_count() <= threads + 2 * (32 + 4 * 2)

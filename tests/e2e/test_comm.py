@@ -1,4 +1,4 @@
-"""Several CommManagers in one process, over real sockets: requests, answers, deadlines and deaths.
+"""Several CommManagers in one process, over real sockets: requests, responses, deadlines and failures.
 
 Numbers in brackets are rows of the project's fault list.
 """
@@ -39,7 +39,7 @@ from gossipx.wire import Hello, Welcome, frames
 start, two, heard = managers.start, managers.two, managers.heard
 
 
-# --- requests and answers -----------------------------------------------------------------------
+# --- requests and responses ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [1, 4, 3_000_001])
@@ -62,7 +62,7 @@ def test_a_model_is_pulled(two: tuple[Host, Host], size: int) -> None:
     assert a.comm.bytes_sent == b.comm.bytes_received
 
 
-def test_a_message_is_answered_later_and_others_meanwhile(two: tuple[Host, Host]) -> None:
+def test_a_message_is_answered_later_without_blocking_others(two: tuple[Host, Host]) -> None:
     a, b = two
     first = a.ask(1, ArriveRequest(Stage.START, 1))
     _, first_key, _ = b.received.get(timeout=LONG)
@@ -75,7 +75,7 @@ def test_a_message_is_answered_later_and_others_meanwhile(two: tuple[Host, Host]
     assert first.get(timeout=LONG) == NotReadyReply("not yet")
 
 
-def test_an_answer_that_lasts_longer_than_a_look_at_the_requester(
+def test_an_answer_that_takes_longer_than_a_check_of_the_requester(
     two: tuple[Host, Host], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks, quiet = threading.Semaphore(0), SocketStream.quiet
@@ -84,7 +84,7 @@ def test_an_answer_that_lasts_longer_than_a_look_at_the_requester(
         looks.release()
         return quiet(stream)
 
-    monkeypatch.setattr("gossipx.comm.listener._LOOK", 0.01)
+    monkeypatch.setattr("gossipx.comm.listener._POLL", 0.01)
     monkeypatch.setattr(SocketStream, "quiet", look)
     a, b = two
     results = a.ask(1, LeaveRequest())
@@ -106,11 +106,11 @@ def test_a_key_is_answered_once(two: tuple[Host, Host]) -> None:
     assert results.get(timeout=LONG) == HereReply(Stage.TRAIN)
 
 
-def test_what_no_peer_would_accept_is_refused_where_it_is_said(two: tuple[Host, Host]) -> None:
+def test_invalid_messages_are_refused_in_the_caller(two: tuple[Host, Host]) -> None:
     a, b = two
     with pytest.raises(ValueError, match="step"):
         a.ask(1, PullRequest(-1, 30.0))
-    for to in (2, -1):  # rank 0 is itself: a request to oneself is a request
+    for to in (2, -1):  # rank 0 is the peer itself, which is allowed
         with pytest.raises(ValueError, match=f"rank {to}"):
             a.ask(to, PullRequest(1, 30.0))
     results = a.ask(1, LeaveRequest())
@@ -133,18 +133,16 @@ def test_a_model_of_another_size_is_refused(two: tuple[Host, Host]) -> None:  # 
 
 
 @pytest.mark.parametrize("way", ["tcp", "tcp, secret", "gloo"])
-def test_models_leave_no_faster_than_max_rate_whoever_asks(
-    start: Callable[[int], Run], way: str, tmp_path: Path
-) -> None:
-    """Two pull at once: together they get the rate, and the small burst that is saved up."""
+def test_models_are_sent_no_faster_than_max_rate(start: Callable[[int], Run], way: str, tmp_path: Path) -> None:
+    """Two concurrent pulls together get the rate, plus the burst."""
     run = start(3)
-    giver = run.host(0, max_rate=4e6, **settings_of(way, tmp_path))
+    sender = run.host(0, max_rate=4e6, **settings_of(way, tmp_path))
     pullers = [run.host(rank, **settings_of(way, tmp_path)) for rank in (1, 2)]
-    giver.serve(b"1234")
-    for one in pullers:  # from here on nothing is built any more
+    sender.serve(b"1234")
+    for one in pullers:  # this first pull builds connections and carriers
         assert one.ask(0, PullRequest(1, 30.0), bytearray(4)).get(timeout=LONG) == ModelReply(1)
     model = bytes(range(256)) * 4_000
-    giver.serve(model)
+    sender.serve(model)
     rooms = [bytearray(len(model)) for _ in pullers]
     began = time.monotonic()
     asked = [one.ask(0, PullRequest(1, 30.0), room) for one, room in zip(pullers, rooms, strict=True)]
@@ -153,17 +151,17 @@ def test_models_leave_no_faster_than_max_rate_whoever_asks(
     assert rooms == [model] * 2
 
 
-def test_what_max_rate_cannot_send_in_time_is_given_up(start: Callable[[int], Run]) -> None:
+def test_a_model_that_max_rate_cannot_send_in_time_is_abandoned(start: Callable[[int], Run]) -> None:
     run = start(2)
-    giver, puller = run.host(0, max_rate=1e3, share_memory=False), run.host(1, share_memory=False)
+    sender, puller = run.host(0, max_rate=1e3, share_memory=False), run.host(1, share_memory=False)
     result = puller.ask(0, PullRequest(1, 30.0), bytearray(100_000))
-    _, key, _ = giver.received.get(timeout=LONG)
-    giver.comm.answer(key, ModelReply(1), payload=Model(bytes(100_000)), deadline=soon(0.5), done=giver.answered.put)
+    _, key, _ = sender.received.get(timeout=LONG)
+    sender.comm.answer(key, ModelReply(1), payload=Model(bytes(100_000)), deadline=soon(0.5), done=sender.answered.put)
     assert isinstance(result.get(timeout=LONG), GossipxError)
-    assert giver.answered.get(timeout=LONG) is False
-    pace = giver.comm._member.links.pace
+    assert sender.answered.get(timeout=LONG) is False
+    pace = sender.comm._member.links.pace
     assert pace is not None
-    assert pace.reserve(0.0) < 6.0, "of two pieces of 4.1 seconds, the one that was sent has been paid for"
+    assert pace.reserve(0.0) < 6.0, "of two pieces of 4.1 seconds, only the sent one was reserved"
 
 
 def test_callbacks_may_call_the_manager(two: tuple[Host, Host]) -> None:
@@ -182,7 +180,7 @@ def test_callbacks_may_call_the_manager(two: tuple[Host, Host]) -> None:
     assert results.get(timeout=LONG) == HereReply(Stage.TRAIN)
 
 
-def test_a_callback_that_fails_is_logged_and_its_answer_told(two: tuple[Host, Host], heard: Heard) -> None:
+def test_a_failing_callback_is_logged(two: tuple[Host, Host], heard: Heard) -> None:
     a, b = two
 
     def react(key: Hashable, request: Request) -> None:
@@ -201,7 +199,7 @@ def test_a_callback_that_fails_is_logged_and_its_answer_told(two: tuple[Host, Ho
     assert any("another mistake" in text for text in texts)
 
 
-# --- deadlines and deaths -----------------------------------------------------------------------
+# --- deadlines and failures ---------------------------------------------------------------------
 
 
 def test_no_answer_within_the_deadline(two: tuple[Host, Host]) -> None:
@@ -217,17 +215,17 @@ def test_no_answer_within_the_deadline(two: tuple[Host, Host]) -> None:
 def test_a_requester_that_hangs_up_is_noticed(  # [2]
     two: tuple[Host, Host], heard: Heard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gossipx.comm.listener._LOOK", 0.01)
+    monkeypatch.setattr("gossipx.comm.listener._POLL", 0.01)
     a, b = two
     a.ask(1, PullRequest(1, 30.0), bytearray(4))
     _, key, _ = b.received.get(timeout=LONG)
     a.comm.close()
-    heard.wait("hung up before its request was answered")
+    heard.wait("closed the connection before its request was answered")
     b.answer(key, ModelReply(1), b"1234")
     assert b.answered.get(timeout=LONG) is False
 
 
-def test_a_requester_that_never_reads_is_given_up(start: Callable[[int], Run]) -> None:  # [9]
+def test_a_requester_that_never_reads_is_dropped(start: Callable[[int], Run]) -> None:  # [9]
     run = start(2)
     a = run.host(0)
     with introduced(a, 1, run.names) as stream:
@@ -268,7 +266,7 @@ def test_nobody_listens(start: Callable[[int], Run]) -> None:
     assert "peer-01: cannot connect to 127.0.0.1:1" in str(error)
 
 
-def test_a_peer_that_restarted_is_asked_anew(start: Callable[[int], Run]) -> None:  # [36]
+def test_a_restarted_peer_is_asked_on_a_new_connection(start: Callable[[int], Run]) -> None:  # [36]
     run = start(2)
     a, b = run.host(0), run.host(1)
     for _ in range(3):
@@ -279,7 +277,7 @@ def test_a_peer_that_restarted_is_asked_anew(start: Callable[[int], Run]) -> Non
         b = run.host(1, bind=b.comm.address)
 
 
-def test_a_request_whose_connection_dies_under_it_is_tried_once_more(
+def test_a_request_on_a_dead_connection_is_retried_once(
     start: Callable[[int], Run],
 ) -> None:
     run = start(2)
@@ -305,14 +303,14 @@ def test_a_request_whose_connection_dies_under_it_is_tried_once_more(
         old.sendall(frame(HereReply(Stage.TRAIN), request(old)))
         assert first.get(timeout=LONG) == HereReply(Stage.TRAIN)
         second = a.ask(1, LeaveRequest())
-        request(old)  # on the connection that was kept ...
-        old.close()  # ... which ends without a word
+        request(old)  # on the idle connection ...
+        old.close()  # ... which ends without a reply
         with accept() as new:
             new.sendall(frame(HereReply(Stage.DONE), request(new)))
             assert second.get(timeout=LONG) == HereReply(Stage.DONE)
         third = a.ask(1, LeaveRequest())
         with accept() as new:
-            request(new)  # a new connection that fails is not tried again
+            request(new)  # a failed new connection is not retried
         assert isinstance(third.get(timeout=LONG), PeerUnreachableError)
 
 

@@ -28,12 +28,12 @@ from gossipx.wire import Bytes, Sink
 start, two, heard = managers.start, managers.two, managers.heard
 
 
-# --- memory that both share ---------------------------------------------------------------------
+# --- shared memory ------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def beside(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The payloads that came beside their connections, by their sizes."""
+def out_of_band(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that records the sizes of payloads received in shared memory."""
     taken: list[int] = []
     take = Link._take_out_of_band
 
@@ -47,8 +47,8 @@ def beside(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize("share", [True, False])
 @pytest.mark.parametrize("size", [0, 1, PIECE, 3 * PIECE + 5])
-def test_models_on_one_machine_go_through_shared_memory(
-    start: Callable[[int], Run], beside: list[int], share: bool, size: int
+def test_models_on_one_machine_use_shared_memory(
+    start: Callable[[int], Run], out_of_band: list[int], share: bool, size: int
 ) -> None:
     run = start(2)
     a, b = run.host(0, share_memory=share), run.host(1)
@@ -59,13 +59,13 @@ def test_models_on_one_machine_go_through_shared_memory(
         assert a.ask(1, PullRequest(round, 30.0), room).get(timeout=LONG) == ModelReply(round)
         assert bytes(room) == model
         assert b.answered.get(timeout=LONG) is True
-    assert beside == ([size] * 3 if share and size and sys.platform == "linux" else [])
+    assert out_of_band == ([size] * 3 if share and size and sys.platform == "linux" else [])
     assert a.comm.bytes_received >= 3 * size
     assert b.comm.bytes_sent >= 3 * size
 
 
-def test_a_model_that_is_no_shared_memory_goes_over_the_connection(
-    start: Callable[[int], Run], beside: list[int], monkeypatch: pytest.MonkeyPatch
+def test_a_model_outside_shared_memory_uses_the_connection(
+    start: Callable[[int], Run], out_of_band: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gossipx.memory._create", lambda size: None)
     run = start(2)
@@ -73,7 +73,7 @@ def test_a_model_that_is_no_shared_memory_goes_over_the_connection(
     b.serve(b"1234")
     room = bytearray(4)
     assert a.ask(1, PullRequest(1, 30.0), room).get(timeout=LONG) == ModelReply(1)
-    assert (bytes(room), beside) == (b"1234", [])
+    assert (bytes(room), out_of_band) == (b"1234", [])
 
 
 def _short(size: int) -> int:
@@ -86,10 +86,13 @@ def _short(size: int) -> int:
 @pytest.mark.parametrize(
     ("make", "told"),
     [
-        (lambda: os.memfd_create("loose", os.MFD_ALLOW_SEALING), "stays as it is"),  # [1] it could be cut short
+        (
+            lambda: os.memfd_create("loose", os.MFD_ALLOW_SEALING),
+            "sealed against truncation",
+        ),  # [1] it could be cut short
         (lambda: os.open(__file__, os.O_RDONLY), "cannot be mapped"),
-        (lambda: os.open(os.devnull, os.O_RDONLY), "stays as it is"),
-        (lambda: _short(3), "stays as it is"),  # [24] less than was announced
+        (lambda: os.open(os.devnull, os.O_RDONLY), "sealed against truncation"),
+        (lambda: _short(3), "sealed against truncation"),  # [24] less than was announced
     ],
 )
 def test_a_descriptor_of_something_else_is_refused(two: tuple[Host, Host], make: Callable[[], int], told: str) -> None:
@@ -110,8 +113,8 @@ def test_a_descriptor_of_something_else_is_refused(two: tuple[Host, Host], make:
 
 
 @shares_memory
-def test_a_model_that_is_read_past_the_givers_deadline_is_not_taken(two: tuple[Host, Host]) -> None:  # [3]
-    """It may change from then on: the other side was stopped meanwhile, say, and reads what is there now."""
+def test_a_model_read_after_the_senders_deadline_is_not_accepted(two: tuple[Host, Host]) -> None:  # [3]
+    """The memory may change after the deadline, for example if the receiver was suspended meanwhile."""
     a, b = two
     late = threading.Event()
 
@@ -132,10 +135,10 @@ def test_a_model_that_is_read_past_the_givers_deadline_is_not_taken(two: tuple[H
 
 
 @shares_memory
-def test_who_comes_while_a_peer_starts_shares_memory_with_it(
+def test_a_connection_during_startup_shares_memory(
     start: Callable[[int], Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A peer that tells of its Unix socket already listens at it."""
+    """A peer listens at its Unix socket before it announces it."""
     run = start(2)
     a = run.host(0)
     listen = unix.listen
@@ -157,20 +160,20 @@ def test_who_comes_while_a_peer_starts_shares_memory_with_it(
     _, key, _ = b.received.get(timeout=LONG)
     b.answer(key, ModelReply(1), b"1234")
     assert asked[0].get(timeout=LONG) == ModelReply(1)
-    assert a.comm._client._apart == set()
+    assert a.comm._client._unreachable_locally == set()
 
 
-def shares(a: Host, beside: list[int]) -> bool:
-    """Whether a model that ``a`` pulls from peer 1 comes in memory that both share."""
-    before = len(beside)
+def shares(a: Host, out_of_band: list[int]) -> bool:
+    """Return whether a model that ``a`` pulls from peer 1 arrives in shared memory."""
+    before = len(out_of_band)
     assert a.ask(1, PullRequest(1, 30.0), bytearray(4)).get(timeout=LONG) == ModelReply(1)
-    return len(beside) > before
+    return len(out_of_band) > before
 
 
 @shares_memory
 @pytest.mark.parametrize("only_memory", [True, False])
-def test_a_peer_that_dies_before_it_is_reached_by_its_name_is_unreachable_and_no_mistake(  # [1] [36]
-    start: Callable[[int], Run], beside: list[int], monkeypatch: pytest.MonkeyPatch, only_memory: bool
+def test_a_peer_that_dies_before_its_unix_socket_is_used_is_unreachable(  # [1] [36]
+    start: Callable[[int], Run], out_of_band: list[int], monkeypatch: pytest.MonkeyPatch, only_memory: bool
 ) -> None:
     run = start(2)
     a, b = run.host(0, only_memory=only_memory), run.host(1)
@@ -185,12 +188,12 @@ def test_a_peer_that_dies_before_it_is_reached_by_its_name_is_unreachable_and_no
         error = a.ask(1, PullRequest(1, 30.0), bytearray(4)).get(timeout=LONG)
     assert isinstance(error, PeerUnreachableError)
     run.host(1, bind=b.comm.address).serve(b"1234")
-    assert shares(a, beside), "what is there now has not been out of reach"
+    assert shares(a, out_of_band), "the new process has not been out of reach"
 
 
 @shares_memory
-def test_with_a_peer_in_another_namespace_memory_is_tried_once_until_it_starts_anew(  # [36]
-    start: Callable[[int], Run], beside: list[int], monkeypatch: pytest.MonkeyPatch
+def test_shared_memory_with_another_namespace_is_tried_once_per_process(  # [36]
+    start: Callable[[int], Run], out_of_band: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = start(3)
     a, b, strict = run.host(0), run.host(1), run.host(2, only_memory=True)
@@ -204,22 +207,22 @@ def test_with_a_peer_in_another_namespace_memory_is_tried_once_until_it_starts_a
 
     with monkeypatch.context() as patched:
         patched.setattr(unix, "connect", elsewhere)
-        assert not shares(a, beside)
+        assert not shares(a, out_of_band)
         for link in a.comm._member.links._idle[1]:
             link.stream.abort()  # so that the next request needs a connection of its own
-        assert not shares(a, beside)
+        assert not shares(a, out_of_band)
         assert len(tried) == 1
         error = strict.ask(1, PullRequest(1, 30.0), bytearray(4)).get(timeout=LONG)
         assert isinstance(error, UsageError)
-        assert "no memory can be shared with peer-01, as --transport shm wants: use auto" in str(error)
+        assert "--transport shm: no memory can be shared with peer-01; use --transport auto" in str(error)
     b.comm.close()
     run.host(1, bind=b.comm.address).serve(b"1234")
-    assert shares(a, beside)
+    assert shares(a, out_of_band)
 
 
 @shares_memory
-def test_what_keeps_a_peer_from_its_name_for_a_moment_ends_one_request(  # [40]
-    start: Callable[[int], Run], beside: list[int], monkeypatch: pytest.MonkeyPatch
+def test_a_temporary_failure_of_the_unix_socket_fails_one_request(  # [40]
+    start: Callable[[int], Run], out_of_band: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = start(2)
     a, b = run.host(0, only_memory=True), run.host(1)
@@ -231,7 +234,7 @@ def test_what_keeps_a_peer_from_its_name_for_a_moment_ends_one_request(  # [40]
     with monkeypatch.context() as patched:
         patched.setattr(unix, "connect", lacking)
         assert isinstance(a.ask(1, PullRequest(1, 30.0), bytearray(4)).get(timeout=LONG), LocalFaultError)
-    assert shares(a, beside)
+    assert shares(a, out_of_band)
 
 
 def test_an_answer_that_begins_later_is_not_sent_before(start: Callable[[int], Run]) -> None:
@@ -245,7 +248,7 @@ def test_an_answer_that_begins_later_is_not_sent_before(start: Callable[[int], R
     assert time.monotonic() >= begins
 
 
-def test_a_peer_that_does_not_tell_that_it_has_a_model_has_not_got_it(start: Callable[[int], Run]) -> None:  # [42]
+def test_a_model_without_an_acknowledgement_was_not_delivered(start: Callable[[int], Run]) -> None:  # [42]
     run = start(2)
     a = run.host(0)
     with introduced(a, 1, run.names) as stream:

@@ -1,4 +1,4 @@
-"""CommManagers over real sockets: which connections they let in, and how many.
+"""CommManagers over real sockets: which connections they admit, and how many.
 
 Numbers in brackets are rows of the project's fault list.
 """
@@ -27,7 +27,7 @@ from gossipx.wire import Bytes, Hello, Refused, frames
 start, two, heard = managers.start, managers.two, managers.heard
 
 
-# --- who is let in ------------------------------------------------------------------------------
+# --- admission ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_garbage_is_closed_quietly(two: tuple[Host, Host], heard: Heard, garbage
     assert a.ask(1, LeaveRequest()).get(timeout=LONG) == HereReply(Stage.TRAIN)
 
 
-def test_another_version_is_told_ours_in_a_frame(two: tuple[Host, Host]) -> None:  # [16]
+def test_a_peer_of_another_version_learns_ours_in_a_frame(two: tuple[Host, Host]) -> None:  # [16]
     with knock(two[0]) as stream:
         hello = bytearray(frame(Hello(1, "peer-01", 2, "the same list", "m")))
         hello[4:6] = b"\x00\x63"
@@ -83,7 +83,7 @@ def test_another_hosts_file_is_refused(start: Callable[[int], Run]) -> None:
     assert "hosts files of peer-00 (2 peers) and peer-01 (2 peers) differ" in str(error)
 
 
-def test_settings_that_must_be_alike_are_compared(start: Callable[[int], Run]) -> None:
+def test_settings_that_must_be_equal_are_compared(start: Callable[[int], Run]) -> None:
     run = start(3)
     hosts = [run.host(rank, settings={"--mode": mode}) for rank, mode in enumerate(("push", "pull", "push"))]
     for asking, other in ((0, 1), (1, 0)):
@@ -97,7 +97,7 @@ def test_settings_that_must_be_alike_are_compared(start: Callable[[int], Run]) -
     assert asked.get(timeout=LONG) == HereReply(Stage.TRAIN)
 
 
-def test_a_long_reason_is_told_in_part(start: Callable[[int], Run]) -> None:
+def test_a_long_reason_is_truncated(start: Callable[[int], Run]) -> None:
     run = start(2)
     hosts = [run.host(rank, settings={"--a": str(rank) * 1000}) for rank in range(2)]
     error = hosts[0].ask(1, LeaveRequest()).get(timeout=LONG)
@@ -105,7 +105,7 @@ def test_a_long_reason_is_told_in_part(start: Callable[[int], Run]) -> None:
     assert str(error).startswith("peer-01: refused: --a is 0000")
 
 
-def test_a_cancelled_request_is_told_of_though_the_system_has_no_thread_left(
+def test_a_cancelled_request_is_reported_without_a_thread_to_spare(
     start: Callable[[int], Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def none_left(*given: Any) -> None:
@@ -177,10 +177,10 @@ def test_only_requests_are_served(start: Callable[[int], Run], heard: Heard) -> 
     assert a.received.empty()
 
 
-# --- too much of everything ---------------------------------------------------------------------
+# --- limits -------------------------------------------------------------------------------------
 
 
-def test_idle_strangers_are_shown_the_door_in_time(start: Callable[[int], Run]) -> None:  # [25]
+def test_idle_strangers_are_disconnected_in_time(start: Callable[[int], Run]) -> None:  # [25]
     b = start(2).host(1, peer_timeout=SHORT)
     strangers = [knock(b) for _ in range(20)]
     for stranger in strangers:
@@ -188,7 +188,7 @@ def test_idle_strangers_are_shown_the_door_in_time(start: Callable[[int], Run]) 
             assert stranger.recv(1) == b""
 
 
-def test_a_request_that_trickles_in_is_given_up(start: Callable[[int], Run]) -> None:  # [8]
+def test_a_request_that_trickles_in_is_dropped(start: Callable[[int], Run]) -> None:  # [8]
     run = start(2)
     b = run.host(1, peer_timeout=SHORT)
     with introduced(b, 0, run.names) as stream:
@@ -198,7 +198,7 @@ def test_a_request_that_trickles_in_is_given_up(start: Callable[[int], Run]) -> 
 
 def test_above_the_cap_the_oldest_stranger_is_closed(start: Callable[[int], Run], heard: Heard) -> None:  # [25]
     run = start(3)
-    # Without memory to share each has one connection, rather than another one for a moment.
+    # Without shared memory each peer has one connection; with it there is briefly a second one.
     a, b, c = (run.host(rank, share_memory=False, **more) for rank, more in enumerate(({}, {"max_connections": 3}, {})))
     b.serve(b"")
     assert a.ask(1, LeaveRequest()).get(timeout=LONG) == HereReply(Stage.TRAIN)
@@ -208,19 +208,19 @@ def test_above_the_cap_the_oldest_stranger_is_closed(start: Callable[[int], Run]
         with strangers.pop(0) as oldest:
             assert oldest.recv(1) == b""
     assert heard.wait("3 connections are open").levelno == logging.WARNING
-    # The peer that was there before is served on, and one that comes now is served, too.
+    # The peer connected before is still served, and so is a new one.
     assert a.ask(1, LeaveRequest()).get(timeout=LONG) == HereReply(Stage.TRAIN)
     assert c.ask(1, LeaveRequest()).get(timeout=LONG) == HereReply(Stage.TRAIN)
     for stranger in strangers:
         stranger.close()
     while not heard.records.empty():
-        assert heard.records.get().levelno == logging.DEBUG  # the warning came once
+        assert heard.records.get().levelno == logging.DEBUG  # one warning only
 
 
-def test_of_those_who_have_not_said_who_they_are_32_stay_where_there_is_room_for_more(  # [25]
+def test_at_most_32_strangers_stay_connected_below_the_cap(  # [25]
     start: Callable[[int], Run], heard: Heard
 ) -> None:
-    """What is kept free for peers is not given to strangers while there are few peers."""
+    """Capacity reserved for peers is not given to strangers while few peers are connected."""
     run = start(3)
     a, b = run.host(0, share_memory=False), run.host(1)
     b.serve(b"")
@@ -230,16 +230,16 @@ def test_of_those_who_have_not_said_who_they_are_32_stay_where_there_is_room_for
             assert oldest.recv(1) == b""
         assert "32 connections are open" in heard.wait("connections are open").getMessage()
         assert a.ask(1, LeaveRequest()).get(timeout=LONG) == HereReply(Stage.TRAIN)
-        assert strangers[8].recv(1) == b"", "for the peer that came"
+        assert strangers[8].recv(1) == b"", "closed in favour of the peer"
         for other in strangers[9:]:
             other.setblocking(False)
             with pytest.raises(BlockingIOError):
                 other.recv(1)
 
 
-def test_without_room_for_a_stranger_a_new_connection_is_closed(start: Callable[[int], Run]) -> None:  # [25]
+def test_a_new_connection_is_closed_if_no_stranger_can_be(start: Callable[[int], Run]) -> None:  # [25]
     run = start(2)
-    # Without memory to share there is one connection, rather than another one for a moment.
+    # Without shared memory there is one connection; with it there is briefly a second one.
     a, b = run.host(0, share_memory=False), run.host(1, max_connections=1)
     b.serve(b"")
     assert a.ask(1, LeaveRequest()).get(timeout=LONG) == HereReply(Stage.TRAIN)
@@ -248,7 +248,7 @@ def test_without_room_for_a_stranger_a_new_connection_is_closed(start: Callable[
     assert a.ask(1, LeaveRequest()).get(timeout=LONG) == HereReply(Stage.TRAIN)
 
 
-def test_out_of_descriptors_then_well_again(  # [40]
+def test_out_of_descriptors_then_recovers(  # [40]
     start: Callable[[int], Run], heard: Heard
 ) -> None:
     b = start(2).host(1)

@@ -1,4 +1,4 @@
-"""Models by torch.distributed's groups: what is theirs alone. What all ways keep to is in the contracts."""
+"""Models over torch.distributed's process groups: behaviour beyond the contract of all transports."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SIZE = 2 * CHUNK + 5
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., list[Host]]]:
-    """Starts one peer a way; all end with the test and leave no thread."""
+    """Yield a function that starts one peer per transport; all are closed after the test and must leave no thread."""
     with runs() as make:
 
         def started(*ways: str) -> list[Host]:
@@ -51,7 +51,7 @@ def groups_of(host: Host) -> ProcessGroups:
 
 
 def pulls_well(host: Host, times: int = 1) -> None:
-    """Peer 1 gives a model to ``host``."""
+    """Check that ``host`` pulls a model from peer 1."""
     for number in range(times):
         room = bytearray(SIZE)
         assert host.ask(1, PullRequest(number, 30.0), room).get(timeout=LONG) == ModelReply(number)
@@ -64,7 +64,7 @@ def give(host: Host) -> None:
 
 @pytest.fixture
 def built(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Ends of groups that were built, by whether they receive."""
+    """Return a list of the group ends built, each with whether it receives."""
     ends: list[bool] = []
     build = ProcessGroups.build
 
@@ -87,7 +87,7 @@ def test_one_group_and_one_staging_serve_all_pulls_of_a_connection(
     pulls_well(a, 10)
     assert sorted(built) == [False, True]
     assert groups_of(a)._spare == [staging]
-    assert not torch.distributed.is_initialized(), "a script's own default group is its own"
+    assert not torch.distributed.is_initialized(), "a user's default group is not touched"
 
 
 def test_messages_build_no_group(start: Callable[..., list[Host]], built: list[bool]) -> None:
@@ -101,19 +101,19 @@ def told(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-def test_with_a_peer_of_another_transport_models_go_over_sockets_and_it_is_said_once(
+def test_with_a_peer_of_another_transport_models_use_sockets_and_one_line_is_logged(
     start: Callable[..., list[Host]], caplog: pytest.LogCaptureFixture
 ) -> None:
     a, b = start("gloo", "tcp")
     give(b)
     pulls_well(a, 3)
     assert told(caplog) == [
-        "models of peer-01 come over sockets from now on: it says: its --transport is another; give every peer the same"
+        "models from peer-01 use sockets from now on: it says: its --transport differs; give every peer the same"
     ]
 
 
 @pytest.mark.parametrize("whose", [0, 1])
-def test_where_no_group_can_be_built_models_go_over_sockets_and_it_is_said_once(
+def test_without_a_group_models_use_sockets_and_one_line_is_logged(
     start: Callable[..., list[Host]], caplog: pytest.LogCaptureFixture, whose: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     build = Gloo.build
@@ -129,14 +129,14 @@ def test_where_no_group_can_be_built_models_go_over_sockets_and_it_is_said_once(
     pulls_well(a, 3)
     says = "it says: " if whose else ""
     assert told(caplog) == [
-        f"models of peer-01 come over sockets from now on: {says}no gloo group could be built: there is"
+        f"models from peer-01 use sockets from now on: {says}no gloo group could be built: there is"
     ]
 
 
-def test_a_group_that_is_never_there_leaves_time_for_the_model(
+def test_a_group_that_cannot_be_built_leaves_time_for_the_model(
     start: Callable[..., list[Host]], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where only the run's own ports are open."""
+    """As in a network where only the run's own ports are open."""
 
     def waiting(backend: Gloo, store: Any, rank: int, here: str, deadline: float) -> Any:
         over.wait(deadline - time.monotonic())
@@ -148,12 +148,12 @@ def test_a_group_that_is_never_there_leaves_time_for_the_model(
     give(b)
     room = bytearray(SIZE)
     assert a.ask(1, PullRequest(1, 30.0), room, seconds=4).get(timeout=LONG) == ModelReply(1)
-    assert told(caplog) == ["models of peer-01 come over sockets from now on: no gloo group could be built: timed out"]
+    assert told(caplog) == ["models from peer-01 use sockets from now on: no gloo group could be built: timed out"]
     over.set()
     b.comm.close()
 
 
-def test_a_peer_that_dies_while_a_group_is_built_is_gone_and_not_gloo(
+def test_a_peer_that_dies_while_a_group_is_built_is_reported_as_gone(
     start: Callable[..., list[Host]], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a, b = start("gloo", "gloo")
@@ -179,7 +179,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def test_a_peer_that_dies_while_a_group_is_tried_out_is_gone_and_gets_one_once_it_is_back(  # [1] [36]
+def test_a_peer_that_dies_while_a_group_is_tested_gets_one_after_a_restart(  # [1] [36]
     start: Callable[..., list[Host]],
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
@@ -197,8 +197,8 @@ def test_a_peer_that_dies_while_a_group_is_tried_out_is_gone_and_gets_one_once_i
     a, b = start("gloo", "gloo")
     b.comm.close()
     with contextlib.ExitStack() as undo:
-        giver = str(Path(__file__).parents[1] / "responder.py")
-        command = [sys.executable, "-c", DYING, giver, "gloo", str(tmp_path), "1000", str(b.comm.address.port)]
+        sender = str(Path(__file__).parents[1] / "responder.py")
+        command = [sys.executable, "-c", DYING, sender, "gloo", str(tmp_path), "1000", str(b.comm.address.port)]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         dying = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
         undo.enter_context(dying)
@@ -209,14 +209,14 @@ def test_a_peer_that_dies_while_a_group_is_tried_out_is_gone_and_gets_one_once_i
         assert dying.wait(LONG) == -signal.SIGKILL
     assert isinstance(error, PeerUnreachableError)
     assert told(caplog) == []
-    assert len(aborted) == 1, "what was built of the group has ended with it"
+    assert len(aborted) == 1, "the half-built group was aborted with it"
     assert built == []
     give(b.run.host(1, bind=b.comm.address, **settings_of("gloo", tmp_path)))
     pulls_well(a)
     assert sorted(built) == [False, True]
 
 
-def test_a_peer_that_comes_back_with_the_same_transport_gets_a_group(  # [36]
+def test_a_peer_that_restarts_with_the_same_transport_gets_a_group(  # [36]
     start: Callable[..., list[Host]], caplog: pytest.LogCaptureFixture, built: list[bool], tmp_path: Path
 ) -> None:
     a, b = start("gloo", "tcp")
@@ -232,7 +232,7 @@ def test_a_peer_that_comes_back_with_the_same_transport_gets_a_group(  # [36]
 
 
 @pytest.mark.parametrize("whose", [0, 1])
-def test_without_a_thread_left_no_model_is_taken_and_one_line_says_so(
+def test_without_a_thread_to_spare_no_model_is_received_and_one_line_is_logged(
     start: Callable[..., list[Host]], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, whose: int
 ) -> None:
     hosts = start("gloo", "gloo")
@@ -259,7 +259,7 @@ def test_without_a_thread_left_no_model_is_taken_and_one_line_says_so(
 
 
 @pytest.mark.parametrize(("way", "digits"), [("gloo", 16), ("gloo, secret", 64), ("gloo, tls", 64)])
-def test_a_model_that_was_changed_on_the_way_is_refused_and_the_next_is_well(
+def test_a_model_changed_in_transit_is_refused_and_the_next_one_accepted(
     start: Callable[..., list[Host]], monkeypatch: pytest.MonkeyPatch, way: str, digits: int, built: list[bool]
 ) -> None:
     receive, changes, digests = PairGroup.receive, [1], []
@@ -284,12 +284,12 @@ def test_a_model_that_was_changed_on_the_way_is_refused_and_the_next_is_well(
     with monkeypatch.context() as patched:
         patched.setattr(link, "Carried", _kind_of(Carried, noting))
         pulls_well(a)
-    assert [len(digest) for digest in digests] == [digits], "a MAC, or a digest that nobody can find other bytes for"
+    assert [len(digest) for digest in digests] == [digits], "a MAC, or a collision-resistant digest"
     assert len(built) == 4, "a new group, with the new connection"
 
 
 def _kind_of(kind: type, make: Callable[..., object]) -> type:
-    """A class that makes its objects by ``make``, and takes those of ``kind`` for its own."""
+    """Return a class that creates objects with ``make``, and accepts those of ``kind`` as instances."""
 
     class Kind(type):
         def __call__(cls, *given: object) -> Any:
@@ -306,10 +306,10 @@ def _kind_of(kind: type, make: Callable[..., object]) -> type:
     [
         ([Noted(str(number), "00") for number in range(65)], "it sent Noted while"),
         ([Taken()], "it sent Taken while"),
-        ([CarrierReply()], "has built its end and not told"),
+        ([CarrierReply()], "built its end of the carrier without sending"),
     ],
 )
-def test_what_the_other_end_may_say_while_both_build_is_bounded(said: list[Message], told: str) -> None:
+def test_messages_while_a_carrier_is_built_are_bounded(said: list[Message], told: str) -> None:
     notes = LinkStore(lambda message: None, iter(said).__next__)
     with pytest.raises(ProtocolError, match=told):
         notes.get("what never comes")
@@ -320,18 +320,18 @@ def test_an_end_that_cannot_be_built_ends_the_other() -> None:
         LinkStore(lambda message: None, lambda: NoCarrierReply("no")).get("a key")
 
 
-def test_an_end_that_is_built_before_the_other_has_told_what_it_must_is_refused(
+def test_an_end_reported_as_built_too_early_is_refused(
     start: Callable[..., list[Host]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a, b = start("gloo", "gloo")
     b.comm._listener._member = dataclasses.replace(b.comm._member, carriers=Liar())
     error = a.ask(1, PullRequest(1, 30.0), bytearray(4)).get(timeout=LONG)
     assert isinstance(error, ProtocolError)
-    assert "has built its end and not told" in str(error)
+    assert "built its end of the carrier without sending" in str(error)
 
 
 class Liar:
-    """Says at once that its end is there."""
+    """Reports at once that its end is built."""
 
     kind = "gloo"
 

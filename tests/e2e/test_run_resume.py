@@ -215,7 +215,7 @@ def test_a_checkpoint_that_is_cut_short_or_altered_is_named_and_the_one_before_i
     newest = max(store(here, 0).directory.iterdir(), key=lambda path: int(path.name))
     if damage == "cut short":
         (newest / MANIFEST).unlink(missing_ok=True)
-        told = f"{newest.name}/{MANIFEST}: is not there: the checkpoint was cut short"
+        told = f"{newest.name}/{MANIFEST}: is missing: the checkpoint is incomplete"
     else:
         newest = store(here, 0).directory / f"{store(here, 0).find():08d}"
         content = bytearray((newest / "model.safetensors").read_bytes())
@@ -266,7 +266,7 @@ tell(peer, begun=begun)
     assert cut.is_dir() and not (cut / MANIFEST).exists()
     again = resumed(here)
     assert here.told(0) == {"begun": 20}
-    assert f"00000030/{MANIFEST}: is not there: the checkpoint was cut short" in again.ended.output
+    assert f"00000030/{MANIFEST}: is missing: the checkpoint is incomplete" in again.ended.output
     assert sorted(path.name for path in store(here, 0).directory.iterdir()) == ["00000040", "00000050"]
 
 
@@ -437,7 +437,7 @@ def refused(here: Folder, *options: str | Path, name: str | Path = "x") -> str:
         (("--overwrite",), "--overwrite cannot change in a run that goes on, where it is false"),
         (("--iterations", "5"), "--iterations 5, and its checkpoints have done"),
         (("--config", "x/config.toml"), "--config is for a new run"),
-        (("--checkpoint-every", "5m"), "'5m' is no interval: iterations such as 500, or seconds such as 60s"),
+        (("--checkpoint-every", "5m"), "'5m' is no interval: use iterations such as 500, seconds such as 60s"),
         (("--keep-checkpoints", "0"), "--keep-checkpoints is 0: at least 1"),
     ],
 )

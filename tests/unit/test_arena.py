@@ -1,4 +1,4 @@
-"""The arena: laying out, measuring, copying."""
+"""The arena: layout, measuring and copies."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gossipx.errors import UsageError
 from gossipx.model.arena import ParameterArena
 from gossipx.model.receive import Incoming
 
-# --- laying out ---------------------------------------------------------------------------------------
+# --- layout -------------------------------------------------------------------------------------------
 
 
 def test_laying_out_changes_no_value_shape_stride_or_object():
@@ -43,8 +43,9 @@ def test_one_buffer_for_each_dtype():
 
 
 @pytest.mark.parametrize("optimizer_first", [False, True])
-def test_training_goes_as_without_it(optimizer_first: bool):
-    """Optimizers keep working, with parameter groups, made before or after; each step is as it would have been."""
+def test_training_takes_the_same_steps_as_without_an_arena(optimizer_first: bool):
+    """Optimizers made before or after joining, with parameter groups, take exactly the same steps as without an
+    arena."""
 
     def optimizer(module: Net) -> torch.optim.Optimizer:
         groups = [{"params": [*module.conv.parameters()], "lr": 0.1}, {"params": [*module.head.parameters()]}]
@@ -72,7 +73,7 @@ def test_state_dict_goes_in_and_out():
 
 
 @pytest.mark.parametrize("by_data", [False, True])
-def test_tied_weights_lie_once_and_stay_tied(by_data: bool):
+def test_tied_weights_are_stored_once_and_stay_tied(by_data: bool):
     one, other = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
     if by_data:
         other.weight.data = one.weight.data
@@ -160,18 +161,18 @@ def partly_shared() -> nn.Module:
         (lambda: nn.Linear(4, 4, device="meta"), "weight", "materialise"),
     ],
 )
-def test_what_cannot_be_laid_out_is_refused_by_name(make, name: str, reason: str):
+def test_tensors_that_cannot_be_laid_out_are_refused_by_name(make, name: str, reason: str):
     with pytest.raises(UsageError, match=f"'(0.)?{name}'.*{reason}") as raised:
         ParameterArena(make())
     assert "\n" not in str(raised.value)
 
 
 def test_module_without_trained_parameters_is_refused():
-    with pytest.raises(UsageError, match="no parameter that is trained"):
+    with pytest.raises(UsageError, match="no trainable parameter"):
         ParameterArena(nn.ReLU())
 
 
-def test_empty_and_integer_parameters_are_no_trouble():
+def test_empty_and_integer_parameters_are_accepted():
     module = nn.Linear(4, 4)
     module.empty = nn.Parameter(torch.zeros(3, 0))
     module.table = nn.Parameter(torch.arange(5), requires_grad=False)
@@ -200,7 +201,7 @@ def test_a_snapshot_is_shared_until_the_next_boundary():
     assert bytes(three.buffer.view) != content == bytes(one.buffer.view)
 
 
-def test_nothing_is_allocated_once_it_has_run_for_a_while():
+def test_nothing_is_allocated_after_warm_up():
     module = Net()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     arena, other = ParameterArena(module), ParameterArena(Net(1))
@@ -225,7 +226,7 @@ def test_nothing_is_allocated_once_it_has_run_for_a_while():
 
 
 def test_a_snapshot_is_never_torn_while_another_thread_steps():
-    """Each boundary is one constant everywhere, BatchNorm's buffers too; between boundaries it is a mixture."""
+    """Each boundary is a single constant, including BatchNorm's buffers; between boundaries values are mixed."""
     module = nn.Sequential(nn.Linear(300, 300), nn.BatchNorm1d(300))
     arena = ParameterArena(module)
     tensors = [*module.parameters(), *(b for b in module.buffers() if b.is_floating_point())]

@@ -18,7 +18,7 @@ from gossipx.model.receive import Incoming
 
 
 def received(arena: ParameterArena, other: ParameterArena) -> HostBuffer:
-    """The other's model as it comes over the wire, kept as it is."""
+    """Return the other model as received from the wire, without a base."""
     buffer = arena.pool.buffer()
     buffer.view[:] = model_of(other)
     return buffer
@@ -68,7 +68,7 @@ def test_batchnorm_statistics_are_mixed_or_stay_local(mixed: bool):
 @pytest.mark.parametrize("name", ["conv.weight", "head.bias", "norm.running_var"])
 @pytest.mark.parametrize("with_base", [False, True])
 def test_mixing_is_all_or_nothing(name: str, value: float, with_base: bool):
-    """Whatever tensor holds it, of the first or the last dtype: no other is touched either."""
+    """No tensor changes, whichever tensor of whichever dtype contains the value."""
     module, other = Net(0), Net(1)
     tensor = other.state_dict()[name]
     tensor[(-1,) * tensor.dim()] = value
@@ -82,14 +82,14 @@ def test_mixing_is_all_or_nothing(name: str, value: float, with_base: bool):
     assert same(values(module), before)
 
 
-def test_models_that_were_pushed_enter_one_after_the_other():
-    """Each is weighed against the model as the one before has left it: so push-sum's Σ w z stays as it is."""
+def test_pushed_models_are_mixed_one_after_the_other():
+    """Each model is compared with the result of the one before, so push-sum's Σ w z is preserved."""
     modules = [Net(seed) for seed in range(3)]
     first, second, third = (values(module) for module in modules)
     arena, *others = (ParameterArena(module) for module in modules)
     arena.step_done()
-    mix_in(arena, model_of(others[0]), 0.5)  # of weights 1 and 1,
-    mix_in(arena, model_of(others[1]), 0.75)  # then of 2 and 6
+    mix_in(arena, model_of(others[0]), 0.5)  # weights 1 and 1
+    mix_in(arena, model_of(others[1]), 0.75)  # then weights 2 and 6
     after = values(modules[0])
     for name in ("conv.weight", "norm.running_mean", "body.bias", "head.weight"):
         mean = (first[name] + second[name] + 6 * third[name]) / 8
@@ -111,8 +111,8 @@ def test_mixing_with_a_base_keeps_the_progress_made_since():
             torch.testing.assert_close(parameter.detach(), expected, rtol=1e-6, atol=1e-6)
 
 
-def test_masks_of_minus_infinity_do_not_keep_models_apart():
-    """A causal mask is a float buffer with −∞ in it, on both sides."""
+def test_masks_of_minus_infinity_do_not_prevent_mixing():
+    """A causal mask is a float buffer that contains −∞ on both sides."""
 
     def masked(seed: int) -> nn.Module:
         torch.manual_seed(seed)
@@ -128,7 +128,7 @@ def test_masks_of_minus_infinity_do_not_keep_models_apart():
     torch.testing.assert_close(module.weight.detach(), expected)
 
 
-def test_enormous_values_are_refused_and_raise_nothing():
+def test_enormous_values_are_refused_without_an_exception():
     module, other = nn.Linear(2, 2).double(), nn.Linear(2, 2).double()
     other.weight.data.fill_(1e200)
     arena, their_arena = ParameterArena(module), ParameterArena(other)
@@ -167,11 +167,11 @@ def test_distance_to_a_reference():
     assert arena.distance(arena.snapshot().buffer) == 0.0
 
 
-# --- what is not added up -----------------------------------------------------------------------------
+# --- buffers ------------------------------------------------------------------------------------------
 
 
-def test_statistics_move_towards_the_others_and_stay_possible():
-    """A variance that fell by much since the request is not made negative by a difference to what it was then."""
+def test_statistics_move_towards_the_others_and_stay_valid():
+    """A variance that fell sharply since the request must not become negative by adding an old difference."""
     module = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
     arena = ParameterArena(module)
     base, model = arena.snapshot(), model_of(arena)
@@ -217,8 +217,8 @@ def unfrozen(module: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("mix_buffers", [True, False])
-def test_what_is_not_trained_may_be_replaced(mix_buffers: bool):
-    """Buffers that forward passes make anew are as good as local; pruning renames what is trained."""
+def test_untrained_tensors_may_be_replaced(mix_buffers: bool):
+    """Forward passes may replace buffers, and pruning renames parameters; neither is an error."""
     module = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
     arena = ParameterArena(module, mix_buffers)
     module[1].running_mean = module[1].running_mean + 1.0
@@ -227,7 +227,7 @@ def test_what_is_not_trained_may_be_replaced(mix_buffers: bool):
 
 
 def test_an_infinite_buffer_stays_and_spreads_no_nan():
-    """A least value seen, say, that begins at infinity."""
+    """Such as a running minimum that starts at infinity."""
     module = nn.Linear(2, 3)
     module.register_buffer("least", torch.tensor([math.inf, math.inf, 1.0]))
     arena = ParameterArena(module)
@@ -247,11 +247,11 @@ def grown(module: nn.Module) -> None:
     [
         (assigned, "'0.bias' lies in other memory"),
         (nn.Module.double, "'0.bias' lies in other memory"),
-        (unfrozen, "'0.weight' is trained, which was frozen"),
+        (unfrozen, "'0.weight' was frozen and is now trained"),
         (grown, "'2.weight' was added to the model"),
     ],
 )
-def test_a_model_that_is_changed_under_the_arena_is_noticed(change: Callable[[nn.Module], object], told: str):
+def test_a_change_of_the_model_after_joining_is_detected(change: Callable[[nn.Module], object], told: str):
     module = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
     module[0].weight.requires_grad_(False)
     arena = ParameterArena(module)
@@ -262,11 +262,11 @@ def test_a_model_that_is_changed_under_the_arena_is_noticed(change: Callable[[nn
         arena.check(module)
 
 
-# --- merging, as waves do -----------------------------------------------------------------------------
+# --- merging in waves ---------------------------------------------------------------------------------
 
 
 def merged(arena: ParameterArena, other: ParameterArena, own: int, theirs: int) -> HostBuffer:
-    """What both hold after a round: the other's model as it comes over the wire, ours merged into it."""
+    """Return the result of a round: the other's model from the wire, with ours merged into it."""
     held, buffer = arena.snapshot(), received(arena, other)
     assert arena.merge(buffer, held.buffer, own, theirs) > 0
     held.release()
@@ -285,7 +285,7 @@ def test_both_merge_to_the_same_bits_and_to_the_weighted_mean(own: int, theirs: 
         torch.testing.assert_close(mine.double(), mean, rtol=1e-6, atol=1e-7)
 
 
-def test_a_mean_of_all_is_taken_as_it_is():
+def test_a_mean_of_all_is_adopted_unchanged():
     one, other = ParameterArena(Net(1)), ParameterArena(Net(2))
     for mine, theirs in zip(merged(one, other, 0, 3).vectors, other.snapshot().vectors, strict=True):
         assert torch.equal(mine, theirs)
@@ -304,7 +304,7 @@ def test_a_model_that_is_not_finite_is_not_merged(name: str, value: float):
     assert bytes(held.buffer.view) == before, "what is held stays"
 
 
-def test_without_a_step_since_the_capture_exactly_the_mean_is_taken_in():
+def test_without_a_step_since_the_capture_the_result_is_exactly_the_mean():
     module = Net(1)
     arena, other = ParameterArena(module), ParameterArena(Net(2))
     captured = arena.snapshot()
@@ -334,7 +334,7 @@ def test_own_steps_since_the_capture_are_kept():
         assert torch.equal(section.storage[cut : section.mixed], wanted[cut : section.mixed]), "statistics as merged"
 
 
-def test_masks_of_minus_infinity_do_not_hinder_a_wave():
+def test_masks_of_minus_infinity_do_not_prevent_a_wave():
     class Masked(nn.Module):
         def __init__(self, value: float):
             super().__init__()

@@ -37,7 +37,7 @@ def answerer(secret: Secret = SECRET, nonce: bytes = NONCES[1]) -> Answerer:
 def shake_hands(
     one: Opener, other: Answerer, on_the_way: Callable[[Message], Message] = lambda message: message
 ) -> tuple[Session, Session]:
-    """Both sides' sessions; all messages pass ``on_the_way``."""
+    """Return both sides' sessions; all messages pass through ``on_the_way``."""
     challenge = other.opened(on_the_way(one.opened))  # type: ignore[arg-type]
     proof = one.challenged(on_the_way(challenge))  # type: ignore[arg-type]
     accepted, theirs = other.proven(on_the_way(proof))  # type: ignore[arg-type]
@@ -49,7 +49,7 @@ def whole(session: Session, message: Message, payload: bytes = b"") -> bytes:
 
 
 class Receiver:
-    """Takes frames of a session in, with room for a payload of eight bytes."""
+    """Receives frames of a session, with a buffer for a payload of eight bytes."""
 
     def __init__(self, session: Session):
         self.room = memoryview(bytearray(8))
@@ -71,7 +71,7 @@ class Receiver:
 # --- the handshake ------------------------------------------------------------------------------
 
 
-def test_who_share_a_secret_take_each_other_in_and_understand_each_other() -> None:
+def test_peers_with_the_same_secret_admit_and_understand_each_other() -> None:
     one, other = shake_hands(opener(), answerer())
     assert one.opened == other.opened == Open(NONCES[0].hex(), "the list", "ada", "bob")
     for sender, receiver in ((one, other), (other, one)):
@@ -123,7 +123,7 @@ def test_no_field_of_the_opening_can_be_changed_on_the_way(field: str) -> None:
         shake_hands(opener(), answerer(), change)
 
 
-def test_names_and_run_do_not_run_into_each_other() -> None:
+def test_fields_of_the_proof_are_delimited() -> None:
     def move(message: Message) -> Message:
         return Open(message.nonce, "the list", "adab", "ob") if isinstance(message, Open) else message
 
@@ -159,29 +159,29 @@ def test_a_replayed_handshake_is_refused() -> None:  # [19]
         again.proven(proof)  # type: ignore[arg-type]
 
 
-def test_a_proof_that_is_sent_back_is_refused() -> None:  # [19]
+def test_a_reflected_proof_is_refused() -> None:  # [19]
     one = opener()
     proof = one.challenged(Challenge(NONCES[1].hex()))
     with pytest.raises(StrangerError):
         one.accepted(Accepted(proof.proof))
 
 
-def test_a_nonce_that_is_sent_back_helps_nobody() -> None:  # [19]
+def test_a_reflected_nonce_is_useless() -> None:  # [19]
     one = opener()
     proof = one.challenged(Challenge(one.opened.nonce))
     with pytest.raises(StrangerError):
         one.accepted(Accepted(proof.proof))
 
 
-def test_a_connection_carried_back_to_who_opened_it_or_to_a_third_is_refused() -> None:  # [19]
-    one, same = opener(), answerer()  # both are ada's: a man in the middle has its own connection answered by itself
+def test_a_connection_relayed_to_its_opener_or_to_a_third_peer_is_refused() -> None:  # [19]
+    one, same = opener(), answerer()  # both are ada's: an attacker connects ada to itself
     _, session = same.proven(one.challenged(same.opened(one.opened)))
     assert misdirected(session.opened, "ada") == "this is ada, not bob; start every peer with the same hosts file"
     assert misdirected(session.opened, "carol") is not None
     assert misdirected(session.opened, "bob") is None
 
 
-def test_proofs_before_their_time_are_refused() -> None:
+def test_proofs_out_of_order_are_refused() -> None:
     with pytest.raises(ProtocolError):
         answerer().proven(Proof("0" * 64))
     with pytest.raises(ProtocolError):
@@ -219,7 +219,7 @@ def sent(session: Session) -> list[bytes]:
 
 
 @given(order=st.lists(st.integers(0, 3), max_size=6))
-def test_frames_are_taken_in_their_order_alone(order: list[int]) -> None:  # [26]
+def test_frames_are_accepted_only_in_order(order: list[int]) -> None:  # [26]
     one, other = shake_hands(opener(), answerer())
     data, receiver = sent(one), Receiver(other)
     fitting = next((at for at, index in enumerate(order) if at != index), len(order))
@@ -238,14 +238,14 @@ def test_no_byte_of_a_frame_can_be_changed(place: int, change: int) -> None:  # 
     taken: list[Message] = []
     receiver = Receiver(other)
     with pytest.raises(ProtocolError):
-        for byte in bytes(data) + bytes(2**20):  # a length that has grown asks for more
+        for byte in bytes(data) + bytes(2**20):  # a larger length field makes it wait for more
             taken += receiver.take(bytes([byte]))
     assert taken == MESSAGES[: len(taken)]
     assert len(taken) < len(MESSAGES)
 
 
 @given(cut=st.integers(0))
-def test_a_truncated_frame_is_no_frame(cut: int) -> None:  # [13]
+def test_a_truncated_frame_is_not_accepted(cut: int) -> None:  # [13]
     one, other = shake_hands(opener(), answerer())
     data = b"".join(sent(one))
     assert len(Receiver(other).take(data[: cut % len(data)])) < len(MESSAGES)
@@ -259,7 +259,7 @@ def test_a_payload_cannot_stand_for_a_header_nor_move_to_another_frame() -> None
         Receiver(other).take(first[:-tail] + second[-tail:])
 
 
-def test_frames_that_are_sent_back_are_refused() -> None:  # [19]
+def test_reflected_frames_are_refused() -> None:  # [19]
     one, _ = shake_hands(opener(), answerer())
     with pytest.raises(ProtocolError, match="does not match"):
         Receiver(one).take(whole(one, PullRequest(1, 30.0)))

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: what comes back, and what is done about files that are wrong.
+"""Checkpoints on disk: loading restores what was saved, and damaged files are detected.
 
 Numbers in brackets are rows of the project's fault list.
 """
@@ -33,7 +33,7 @@ def store(tmp_path: Path) -> Store:
 
 
 def parts(value: float) -> dict[str, Part]:
-    """Two parts that tell one checkpoint from another."""
+    """Return two parts that identify a checkpoint."""
     return {
         "model": Part({"weight": torch.full((64,), value), "count": torch.tensor(3)}, {"manifest": ["weight"]}),
         "hub": pack({"centre": torch.full((2, 3), -value), "rounds": 5}),
@@ -41,13 +41,13 @@ def parts(value: float) -> dict[str, Part]:
 
 
 def loaded(store: Store) -> tuple[int, float] | None:
-    """The iteration of what is loaded, and the value that it was made with."""
+    """Return the iteration of the loaded checkpoint, and the value that it was made with."""
     found = store.load()
     return None if found is None else (found.iteration, float(found.parts["model"].tensors["weight"][0]))
 
 
 def same(one: Any, other: Any) -> bool:
-    """Bit for bit, and of the same types."""
+    """Return whether two trees have the same types and the same bits."""
     if isinstance(one, torch.Tensor):
         bits = (t.contiguous().reshape(-1).view(torch.uint8) for t in (one, other))
         return (one.dtype, one.shape, one.stride()) == (other.dtype, other.shape, other.stride()) and torch.equal(*bits)
@@ -60,7 +60,7 @@ def same(one: Any, other: Any) -> bool:
     return one == other or (one != one and other != other)
 
 
-# --- what comes back ----------------------------------------------------------------------------------
+# --- restoring ----------------------------------------------------------------------------------------
 
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
@@ -74,8 +74,8 @@ PLAIN = st.recursive(
 
 
 @given(tree=PLAIN)
-def test_plain_data_comes_back_as_it_was(tree: Any) -> None:
-    """Floats to the bit, NaN and infinities, tuples, keys that are no text, and the reserved key."""
+def test_plain_data_is_restored_exactly(tree: Any) -> None:
+    """Floats to the bit, NaN and infinities, tuples, keys other than text, and the reserved key."""
     part = pack(tree)
     assert not part.tensors
     assert same(unpack(Part({}, json.loads(files.plain(part.state)))), tree)
@@ -83,8 +83,8 @@ def test_plain_data_comes_back_as_it_was(tree: Any) -> None:
 
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (5,), (2, 3, 4)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_tensors_come_back_as_they_were(store: Store, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """Each dtype, scalars and empty tensors, beside others of other sizes: every bit pattern there is."""
+def test_tensors_are_restored_exactly(store: Store, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """Every dtype, scalars and empty tensors, beside tensors of other sizes, with all bit patterns."""
     count = math.prod(shape)
     generator = torch.Generator().manual_seed(1)
     raw = torch.randint(0, 256, (count * dtype.itemsize,), generator=generator, dtype=torch.uint8)
@@ -95,8 +95,8 @@ def test_tensors_come_back_as_they_were(store: Store, dtype: torch.dtype, shape:
     assert found is not None and same(unpack(found.parts["x"]), tree)
 
 
-def test_strides_come_back(store: Store) -> None:
-    """What is computed from a momentum that lies otherwise may differ in the last bit."""
+def test_strides_are_restored(store: Store) -> None:
+    """With other strides, results computed from a momentum may differ in the last bit."""
     image = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
     tree = {"channels last": image, "transposed": torch.arange(6.0).view(2, 3).t()}
     store.save(0, {"x": pack(tree)})
@@ -106,7 +106,7 @@ def test_strides_come_back(store: Store) -> None:
     assert torch.equal(by_name["channels last"], image), "for other readers it is the tensor as it reads"
 
 
-def test_names_that_would_meet_are_kept_apart(store: Store) -> None:
+def test_names_that_would_collide_are_kept_apart(store: Store) -> None:
     tree = {"a": {"b": torch.tensor(1)}, "a.b": torch.tensor(2), "__metadata__": torch.tensor(3), 0: torch.tensor(4)}
     tree["0"] = torch.tensor(5)
     store.save(0, {"x": pack(tree)})
@@ -123,7 +123,7 @@ def test_names_that_would_meet_are_kept_apart(store: Store) -> None:
     ],
     ids=["sgd", "adamw", "lbfgs"],
 )
-def test_an_optimizer_goes_on_as_if_nothing_had_been(store: Store, make: Callable[..., torch.optim.Optimizer]) -> None:
+def test_a_restored_optimizer_takes_the_same_steps(store: Store, make: Callable[..., torch.optim.Optimizer]) -> None:
     def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
         def closure() -> torch.Tensor:
             optimizer.zero_grad()
@@ -148,7 +148,7 @@ def test_an_optimizer_goes_on_as_if_nothing_had_been(store: Store, make: Callabl
     assert same(dict(again.state_dict()), dict(model.state_dict()))
 
 
-def test_what_is_packed_does_not_change_any_more() -> None:
+def test_packed_state_is_a_copy() -> None:
     tensor, numbers = torch.zeros(3), [1, 2]
     part = pack({"tensor": tensor, "numbers": numbers})
     tensor.add_(1)
@@ -167,18 +167,18 @@ def test_what_is_packed_does_not_change_any_more() -> None:
         ({"c": torch.zeros(1, dtype=torch.complex128)}, "dtype torch.complex128"),
     ],
 )
-def test_what_cannot_be_kept_is_named(tree: Any, told: str) -> None:
-    with pytest.raises(UsageError, match=r"a checkpoint keeps|is kept") as caught:
+def test_state_that_cannot_be_packed_is_named(tree: Any, told: str) -> None:
+    with pytest.raises(UsageError, match=r"a checkpoint keeps|keys are text or numbers") as caught:
         pack(tree)
     assert told in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_no_part_leads_out_of_its_directory(store: Store) -> None:
-    with pytest.raises(CheckpointError, match="names no part"):
+def test_part_names_cannot_leave_the_directory(store: Store) -> None:
+    with pytest.raises(CheckpointError, match="is no valid part name"):
         store.save(1, {"../x": Part()})
 
 
-# --- which are kept -----------------------------------------------------------------------------------
+# --- which checkpoints are kept -----------------------------------------------------------------------
 
 
 def names(store: Store) -> list[str]:
@@ -186,7 +186,7 @@ def names(store: Store) -> list[str]:
 
 
 @pytest.mark.parametrize("keep", [1, 2, 3])
-def test_the_last_ones_are_kept(tmp_path: Path, keep: int) -> None:
+def test_the_newest_checkpoints_are_kept(tmp_path: Path, keep: int) -> None:
     store = Store(tmp_path, keep)
     for iteration in range(0, 60, 10):
         store.save(iteration, parts(iteration))
@@ -194,15 +194,15 @@ def test_the_last_ones_are_kept(tmp_path: Path, keep: int) -> None:
     assert names(store) == [f"{iteration:08d}" for iteration in range(60 - 10 * keep, 60, 10)]
 
 
-def test_one_is_kept_anew_and_later_ones_go(store: Store) -> None:
-    """A training that has gone back is another one from there on."""
+def test_saving_an_earlier_iteration_removes_later_checkpoints(store: Store) -> None:
+    """Training that was resumed from an earlier checkpoint replaces the later ones."""
     for iteration in (10, 20):
         store.save(iteration, parts(1))
     store.save(10, parts(2))
     assert loaded(store) == (10, 2) and names(store) == ["00000010"]
 
 
-def test_what_others_have_put_there_stays(store: Store) -> None:
+def test_foreign_files_are_not_removed(store: Store) -> None:
     store.directory.mkdir()
     (store.directory / "notes.txt").touch()
     store.save(1, parts(1))
@@ -210,12 +210,12 @@ def test_what_others_have_put_there_stays(store: Store) -> None:
     assert names(store) == ["00000001", "notes.txt"] and loaded(store) == (1, 1)
 
 
-def test_without_any_there_is_none(store: Store) -> None:
+def test_an_empty_store_loads_nothing(store: Store) -> None:
     assert store.load() is None and store.find() is None
     store.clean()
 
 
-# --- files that are wrong -----------------------------------------------------------------------------
+# --- damaged files ------------------------------------------------------------------------------------
 
 
 def truncate(file: Path) -> None:
@@ -243,10 +243,10 @@ DAMAGES = [truncate, flip, lengthen, pickled, Path.unlink]
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
 @pytest.mark.parametrize("name", ["model.safetensors", "model.json", "hub.json", "hub.safetensors", MANIFEST])
-def test_a_damaged_file_is_named_and_the_one_before_is_used(
+def test_a_damaged_checkpoint_is_named_and_the_previous_one_is_used(
     store: Store, caplog: pytest.LogCaptureFixture, name: str, damage: Callable[[Path], None]
 ) -> None:
-    """[30] In one log line; so it is for each further one."""
+    """[30] In one log line per damaged checkpoint."""
     store.save(10, parts(1))
     store.save(20, parts(2))
     damage(store.directory / "00000020" / name)
@@ -259,7 +259,7 @@ def test_a_damaged_file_is_named_and_the_one_before_is_used(
     damage(store.directory / "00000010" / name)
     assert store.find() is None and loaded(store) is None
     assert [str(store.directory / f"{i:08d}" / name) in line for i, line in zip((20, 10), caplog.messages, strict=True)]
-    assert caplog.messages[-1].endswith("there is none before it")
+    assert caplog.messages[-1].endswith("no older checkpoint exists")
 
 
 @given(data=st.data())
@@ -277,7 +277,7 @@ def test_no_altered_bit_goes_unnoticed(tmp_path_factory: pytest.TempPathFactory,
         unchanged = json.loads((store.directory / "00000001" / MANIFEST).read_bytes()) == before
     except ValueError:
         unchanged = False
-    harmless = file.name == MANIFEST and unchanged  # white space between two of its words
+    harmless = file.name == MANIFEST and unchanged  # white space between two JSON tokens
     assert (store.find() is not None) == harmless
 
 
@@ -294,7 +294,7 @@ def test_a_manifest_of_another_kind_is_refused(store: Store, caplog: pytest.LogC
         manifest.pop(files.HASH)
         file.write_text(json.dumps({**manifest, files.HASH: module._digest(manifest)}))
     assert loaded(store) is None
-    assert ("format 2, and this gossipx reads format 1" if told == "format" else "iteration 1") in caplog.text
+    assert ("format 2, but this gossipx reads format 1" if told == "format" else "iteration 1") in caplog.text
 
 
 @pytest.fixture(autouse=True)
@@ -305,15 +305,15 @@ def _log_level() -> Iterator[None]:
     logger.setLevel(before)
 
 
-# --- writing that is cut off --------------------------------------------------------------------------
+# --- interrupted saves --------------------------------------------------------------------------------
 
 
 class Killed(BaseException):
-    """In the place of SIGKILL: nothing is cleaned up after it."""
+    """Stands for SIGKILL: no cleanup runs after it."""
 
 
 def steps_of_a_save(tmp_path: Path) -> int:
-    """How many times a save goes to the system, by :func:`counted`."""
+    """Return the number of system calls of a save, as :func:`counted` counts them."""
     with pytest.MonkeyPatch.context() as patched:
         calls = counted(patched, None, 0)
         store = Store(tmp_path / "counted")
@@ -324,7 +324,7 @@ def steps_of_a_save(tmp_path: Path) -> int:
 
 
 def counted(patched: pytest.MonkeyPatch, error: BaseException | None, at: int) -> list[str]:
-    """Let call number ``at`` of those that change a disk or wait for it raise ``error``; notes them."""
+    """Record calls that change the disk or wait for it; call number ``at`` raises ``error``."""
     calls: list[str] = []
 
     def wrap(owner: Any, name: str) -> None:
@@ -343,8 +343,8 @@ def counted(patched: pytest.MonkeyPatch, error: BaseException | None, at: int) -
     return calls
 
 
-def test_a_save_that_is_cut_off_anywhere_leaves_one_that_is_whole(tmp_path: Path) -> None:
-    """[29] Killed at any of its calls: what is loaded is the checkpoint before or the new one, and no mixture."""
+def test_an_interrupted_save_leaves_a_complete_checkpoint(tmp_path: Path) -> None:
+    """[29] Killed at any call: the loaded checkpoint is the previous or the new one, never a mixture."""
     steps = steps_of_a_save(tmp_path)
     assert steps > 12
     for at in range(steps):
@@ -365,7 +365,7 @@ def test_a_save_that_is_cut_off_anywhere_leaves_one_that_is_whole(tmp_path: Path
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
 def test_a_full_disk_leaves_the_old_one_and_nothing_of_the_new(tmp_path: Path, number: int) -> None:
-    """[28] At any call; the error names the place and what to turn."""
+    """[28] At any call; the error names the place and what to change."""
     steps = steps_of_a_save(tmp_path)
     refused = 0
     for at in range(steps):
@@ -399,7 +399,7 @@ def test_a_disk_that_is_really_full(small_disk: Path) -> None:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system with room for 1 MB."""
+    """Yield a file system with room for 1 MB."""
     import subprocess
 
     place = tmp_path / "small"
@@ -424,6 +424,6 @@ def test_intervals(text: str, iterations: int, seconds: float) -> None:
 
 
 @pytest.mark.parametrize("text", ["-1", "1.5", "s", "5m", "1e9", "nan", "infs", "9" * 5000, "٣", ""])
-def test_what_is_no_interval_is_told_with_an_example(text: str) -> None:
-    with pytest.raises(UsageError, match="is no interval: iterations such as 500, or seconds such as 60s"):
+def test_an_invalid_interval_is_refused_with_an_example(text: str) -> None:
+    with pytest.raises(UsageError, match="is no interval: use iterations such as 500, seconds such as 60s"):
         CheckpointInterval.parse(text)

@@ -348,7 +348,7 @@ def test_compare_for_programs(tmp_path: Path) -> None:
 
 def test_compare_with_a_missing_run_is_one_line(place: Path) -> None:
     [run] = write(place / "mine", summary("tau", 300.0))
-    told = "no summary here: name the directory of a run that has ended"
+    told = "no summary here: name the directory of a finished run"
     assert one_line(gossipx("compare", run, "none")) == f"none: {told}"
     Path(run, FILE).unlink()
     assert one_line(gossipx("compare", run)) == f"{Path(run, FILE)}: {told}"
@@ -358,4 +358,6 @@ def test_compare_with_a_spoilt_summary_is_one_line(place: Path) -> None:
     [run] = write(place / "mine", summary("tau", 300.0))
     file = Path(run, FILE)
     file.write_text(file.read_text(encoding="utf-8").replace("300.0", '"many"'), encoding="utf-8")
-    assert one_line(gossipx("compare", run)) == f"{file}: not a summary: 'retrievals' is not one number or null a peer"
+    assert (
+        one_line(gossipx("compare", run)) == f"{file}: not a summary: 'retrievals' is not one number or null per peer"
+    )

@@ -217,7 +217,7 @@ def test_who_waits_for_a_boundary_that_does_not_come_is_told(in_midst: Bench):
     answered(in_midst)
     in_midst.do(Answer("b", ModelReply(0), math.inf))
     assert in_midst.role.told.count(Answered("a", False)) == in_midst.role.told.count(Answered("b", False)) == 1
-    refusal = "a model is given at a step boundary, and training has ended before the next"
+    refusal = "a model is sent at a step boundary, and training has ended before the next one"
     assert in_midst.comm.answers == [(NotReadyReply(refusal), None)] * 2
 
 

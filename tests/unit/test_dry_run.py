@@ -272,7 +272,7 @@ def test_runs_of_the_same_kind_are_what_an_estimate_rests_on(place: Path) -> Non
         (["--min-peers", "9"], "hosts.txt: --min-peers 9 is more than the 4 peers here"),
         (["--name", "taken"], "a run 'taken' is there already"),
         (["--name", "a/b"], "letters, digits"),
-        (["--link", "fast"], "--link 'fast': a rate from 8kbit"),
+        (["--link", "fast"], "--link 'fast': not a rate from 8kbit"),
         (["--resume", "taken"], "--dry-run shows what a new run would be"),
         (["--model", "googlnet"], "unknown model 'googlnet' (did you mean 'googlenet'?)"),
         (["missing.py"], "missing.py: no such script"),

@@ -1,4 +1,4 @@
-"""Integrations: what a group's rank 0 says, and what is refused before anything is joined."""
+"""Integrations: what a group's rank 0 reports to the other ranks, and what is refused before joining."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ COUNT = st.integers(0, 2**31 - 1)
         GroupStatus, COUNT, COUNT, st.integers(0, 2**62), st.booleans(), st.none() | st.integers(0, 255), st.text()
     )
 )
-def test_a_word_arrives_as_it_was_said(word: GroupStatus) -> None:
+def test_a_status_arrives_unchanged(word: GroupStatus) -> None:
     said = _unpacked(_packed(word))
     assert (said.rank, said.size, said.iteration) == (word.rank, word.size, word.iteration)
     assert (said.entered, said.exit_code) == (word.entered, word.exit_code)
@@ -71,7 +71,7 @@ def test_the_others_leave_as_rank_0_leaves(error: BaseException, code: int) -> N
         ({"polcy": "tau:5"}, "", "policy"),
     ],
 )
-def test_settings_for_loops_of_ones_own_are_refused(
+def test_settings_that_need_gossipxs_own_loop_are_refused(
     monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], variable: str, told: str
 ) -> None:
     if variable:
@@ -91,7 +91,7 @@ def test_a_shard_is_the_same_part_that_the_peer_would_give(tmp_path: Path, monke
         ddp.Joining(hosts, rank=0, settings={"partition": "dirichlet:alpha=1"}).shard(list(range(10)))
 
 
-# --- what cannot be joined ----------------------------------------------------------------------------
+# --- refusals -----------------------------------------------------------------------------------------
 
 
 def test_lightning_strategies_that_split_a_model_are_refused() -> None:

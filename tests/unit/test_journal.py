@@ -1,4 +1,4 @@
-"""Journals beside checkpoints: entries are whole or not there; a checkpoint is followed by all that came later."""
+"""Journals beside checkpoints: records are complete or absent, and a checkpoint is followed by all later records."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def read(directory: Path, clock: int) -> list[tuple[bytes, bytes]]:
     return [(words, bytes(content)) for _, words, content in journal.read(directory, clock)]
 
 
-def test_what_was_written_is_read_in_order(tmp_path: Path) -> None:
+def test_records_are_read_in_order(tmp_path: Path) -> None:
     write(tmp_path / "new", 7, ENTRIES)
     assert read(tmp_path / "new", 7) == ENTRIES
     assert read(tmp_path / "none", 0) == []
@@ -41,7 +41,7 @@ def test_a_checkpoint_is_followed_by_its_own_journal_and_all_later_ones(tmp_path
 
 
 @given(cut=st.integers(1, 400))
-def test_an_entry_that_was_cut_short_is_not_there_and_hides_none_that_follow(
+def test_an_incomplete_record_is_dropped_and_hides_no_later_one(
     tmp_path_factory: pytest.TempPathFactory, cut: int
 ) -> None:
     directory = tmp_path_factory.mktemp("cut")
@@ -55,9 +55,7 @@ def test_an_entry_that_was_cut_short_is_not_there_and_hides_none_that_follow(
 
 
 @given(place=st.integers(0, 340), bit=st.integers(0, 7))
-def test_nothing_from_an_altered_entry_on_is_taken(
-    tmp_path_factory: pytest.TempPathFactory, place: int, bit: int
-) -> None:
+def test_reading_stops_at_an_altered_record(tmp_path_factory: pytest.TempPathFactory, place: int, bit: int) -> None:
     directory = tmp_path_factory.mktemp("altered")
     path = write(directory, 0, ENTRIES)
     content = bytearray(path.read_bytes())
@@ -67,13 +65,13 @@ def test_nothing_from_an_altered_entry_on_is_taken(
     assert left == ENTRIES[: len(left)] and len(left) < len(ENTRIES)
 
 
-def test_one_that_begins_anew_forgets_what_was_there(tmp_path: Path) -> None:
+def test_a_new_journal_drops_old_records(tmp_path: Path) -> None:
     write(tmp_path, 0, ENTRIES)
     write(tmp_path, 0, ENTRIES[:1])
     assert read(tmp_path, 0) == ENTRIES[:1]
 
 
-def test_those_that_no_checkpoint_needs_are_removed(tmp_path: Path) -> None:
+def test_journals_that_no_checkpoint_needs_are_removed(tmp_path: Path) -> None:
     for clock in (1, 2, 3, 4):
         write(tmp_path, clock, ENTRIES)
     journal.drop(tmp_path, before=2)
@@ -81,7 +79,7 @@ def test_those_that_no_checkpoint_needs_are_removed(tmp_path: Path) -> None:
     assert sorted(journal.clocks(tmp_path)) == [2, 3]
 
 
-def test_packed_state_that_was_cut_short_is_refused() -> None:
+def test_truncated_packed_state_is_refused() -> None:
     packed = to_bytes({"a": [1.5, "x"]})
     assert from_bytes(memoryview(packed)) == {"a": [1.5, "x"]}
     with pytest.raises(ValueError, match=r"read|Expecting|Unterminated"):

@@ -1,4 +1,4 @@
-"""The passes over flat vectors, against float64 arithmetic; that they take no memory; that a sample is unbiased."""
+"""The passes over flat vectors: results against float64 arithmetic, memory use, and the sampled estimate."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from gossipx.model import kernels
 HALVES = (torch.float16, torch.bfloat16)
 REAL = (*HALVES, torch.float32, torch.float64)
 DTYPES = (*REAL, torch.complex64, torch.complex128)
-# Around a block, a piece of either size (in elements of 4, 8 and 2 bytes), and what is nearly nothing.
+# Lengths around a block and around a piece of either size (elements of 4, 8 and 2 bytes), and very short ones.
 LENGTHS = (0, 1, 2, 15, 16, 17, 1023, 1024, 1025, 32768, 65535, 65536, 65537, 131073)
 
 dtypes = st.sampled_from(DTYPES)
@@ -41,7 +41,7 @@ def exact(vector: Tensor) -> Tensor:
 
 
 def squared(vector: Tensor) -> float:
-    """‖vector‖₂² in float64, which torch sums in pairs."""
+    """Return ‖vector‖₂² in float64, which torch sums pairwise."""
     parts = torch.view_as_real(exact(vector)) if vector.is_complex() else exact(vector)
     return float(parts.square().sum())
 
@@ -56,7 +56,7 @@ def close(measured: float, expected: float, dtype: torch.dtype) -> bool:
 
 
 def on_device(function: Callable[..., Tensor]) -> Callable[..., float]:
-    """The device's variant, on a CPU's tensors."""
+    """Return the device variant of a function, for use with CPU tensors."""
 
     def call(*vectors: Tensor) -> float:
         result = function(*vectors)
@@ -97,7 +97,7 @@ def test_advance_is_the_delta_of_equation_6_and_the_copy(
 @pytest.mark.parametrize("advance", ADVANCES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_small_step_of_large_weights_is_measured_exactly(advance: Callable[..., float], dtype: torch.dtype):
-    """The difference is squared, not the squares subtracted; and of halves it is not rounded to a half."""
+    """The difference is squared, rather than squares subtracted; 16-bit differences are not rounded to 16 bits."""
     before = normal(5000, dtype, 0)
     x = before.clone()
     x[17] *= 1 + 2 * torch.finfo(dtype).eps
@@ -110,8 +110,8 @@ def test_a_small_step_of_large_weights_is_measured_exactly(advance: Callable[...
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("advance", ADVANCES)
-def test_equal_changes_do_not_pile_up_rounding_errors(advance: Callable[..., float], dtype: torch.dtype):
-    """A sum in float32 over all of them would be off by 1e-5 and more: each addend rounds the same way."""
+def test_equal_changes_do_not_accumulate_rounding_errors(advance: Callable[..., float], dtype: torch.dtype):
+    """A plain float32 sum would be off by 1e-5 or more, because every addend rounds the same way."""
     before, x = torch.zeros(1_000_003, dtype=dtype), torch.full((1_000_003,), 0.1, dtype=dtype)
     expected = len(x) * float(x[0].double()) ** 2
     assert math.isclose(advance(x, before, before), expected, rel_tol=3e-7)
@@ -121,7 +121,9 @@ def test_equal_changes_do_not_pile_up_rounding_errors(advance: Callable[..., flo
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("place", [0, 1500, 69_999])
 @pytest.mark.parametrize("advance", ADVANCES)
-def test_what_is_not_finite_is_seen(advance: Callable[..., float], place: int, dtype: torch.dtype, value: float):
+def test_values_that_are_not_finite_are_detected(
+    advance: Callable[..., float], place: int, dtype: torch.dtype, value: float
+):
     x, before = normal(70_000, dtype, 0), normal(70_000, dtype, 1)
     after = before.clone()
     x[place] = value
@@ -157,7 +159,9 @@ def test_difference_is_written_and_measured(
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("difference", DIFFERENCES)
-def test_a_difference_that_is_not_finite_is_seen(difference: Callable[..., float], dtype: torch.dtype, value: float):
+def test_a_difference_that_is_not_finite_is_detected(
+    difference: Callable[..., float], dtype: torch.dtype, value: float
+):
     received, base = normal(300_000, dtype, 0), normal(300_000, dtype, 1)
     received[299_999] = value
     with warnings.catch_warnings():
@@ -174,7 +178,7 @@ def test_a_square_that_overflows_counts_as_not_finite():
 
 
 def test_differences_in_four_threads_at_once():
-    """Pieces of one model, each by whoever received it, again and again."""
+    """Several threads receive pieces of one model, repeatedly."""
     length = 4_000_000
     received, base = normal(length, torch.float32, 0), normal(length, torch.float32, 1)
     cuts = [slice(start, start + length // 16) for start in range(0, length, length // 16)]
@@ -222,7 +226,7 @@ def test_commit_moves_weights_and_boundary_alike(length: int, dtype: torch.dtype
     torch.testing.assert_close(exact(x), before + share * exact(change), rtol=2 * eps, atol=4 * eps)
 
 
-# --- vectors that do not go together ----------------------------------------------------------------------------------
+# --- mismatched vectors -------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=60)
@@ -238,7 +242,7 @@ def test_accumulate_adds_as_torch_does_in_the_wider_dtype(length: int, dtype: to
 @pytest.mark.parametrize("other", [torch.zeros(1), torch.zeros(4), torch.zeros(5, dtype=torch.float64)])
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_vectors_that_do_not_match_are_refused(other: Tensor, place: int):
-    """A vector of one element would be stretched, another dtype converted, and nobody would know."""
+    """Otherwise one element would be broadcast, and another dtype converted, unnoticed."""
     vectors = [torch.zeros(5), torch.zeros(5), torch.zeros(5)]
     vectors[place] = other
     one, two, three = vectors
@@ -250,12 +254,12 @@ def test_vectors_that_do_not_match_are_refused(other: Tensor, place: int):
         lambda: kernels.commit(one, two, 0.5, three),
     ]
     for run in passes:
-        with pytest.raises(ValueError, match="one length and dtype") as raised:
+        with pytest.raises(ValueError, match="same length and dtype") as raised:
             run()
         assert "(5,)" in str(raised.value) and "\n" not in str(raised.value)
 
 
-def test_a_matrix_is_no_vector():
+def test_a_matrix_is_refused():
     matrix = torch.zeros(2, 3)
     with pytest.raises(ValueError, match=r"float32 \(2, 3\)"):
         kernels.advance(matrix, matrix, matrix)
@@ -265,7 +269,7 @@ def test_a_matrix_is_no_vector():
 
 
 def lines_of(change: Tensor) -> np.ndarray:
-    """The square of each whole cache line."""
+    """Return the squared norm of each whole cache line."""
     per_line = 64 // change.itemsize
     count = len(change) // per_line
     return exact(change)[: count * per_line].view(count, per_line).abs().square().sum(1).numpy()
@@ -273,7 +277,7 @@ def lines_of(change: Tensor) -> np.ndarray:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_sampled_estimate_is_unbiased_over_draws(dtype: torch.dtype):
-    """Its mean over draws is Δ² (Eq. 6), within 4.5 standard errors of the variance that the docstring states."""
+    """The mean over draws is Δ² (Eq. 6), within 4.5 standard errors of the variance that the docstring states."""
     x = normal(8000, dtype, 0)
     step = normal(8000, dtype, 1, 1e-2) * torch.logspace(-1, 1, 8000, dtype=torch.float64).to(dtype)
     now = x + step
@@ -287,15 +291,15 @@ def test_the_sampled_estimate_is_unbiased_over_draws(dtype: torch.dtype):
 
 
 def _half_lines(now: Tensor, x: Tensor) -> np.ndarray:
-    """Of halves, 32 to a line, whose difference is wider."""
+    """Compute 16-bit differences in float32, with 32 elements per line."""
     change = exact(now) - exact(x)
     count = len(change) // 32
     return change[: count * 32].view(count, 32).square().sum(1).numpy()
 
 
 @given(length=st.integers(0, 3000), dtype=dtypes, seed=seeds)
-def test_a_sample_counts_every_value_for_as_much_as_the_others(length: int, dtype: torch.dtype, seed: int):
-    """Where all values change alike, every draw has the exact delta, at any length."""
+def test_a_sample_weights_all_values_equally(length: int, dtype: torch.dtype, seed: int):
+    """If all values change alike, every draw gives the exact delta, at any length."""
     x = torch.zeros(length, dtype=dtype)
     sampled = kernels.Sampled(x, seed)
     assert close(sampled.advance(x + 0.5), 0.25 * length, dtype)
@@ -303,8 +307,8 @@ def test_a_sample_counts_every_value_for_as_much_as_the_others(length: int, dtyp
 
 
 @given(length=st.integers(0, 3000), dtype=dtypes, seed=seeds, data=st.data())
-def test_what_is_to_be_measured_whole_is(length: int, dtype: torch.dtype, seed: int, data: st.DataObject):
-    """All of the change lies in the ranges given, so that nothing is left to chance."""
+def test_given_ranges_are_measured_whole(length: int, dtype: torch.dtype, seed: int, data: st.DataObject):
+    """The whole change lies within the given ranges, so the result does not depend on the draw."""
     cuts = sorted(data.draw(st.lists(st.integers(0, length), min_size=4, max_size=4)))
     ranges = [(cuts[0], cuts[1]), (cuts[2], cuts[3])]
     x, now = torch.zeros(length, dtype=dtype), torch.zeros(length, dtype=dtype)
@@ -315,7 +319,7 @@ def test_what_is_to_be_measured_whole_is(length: int, dtype: torch.dtype, seed: 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_sample_follows_its_vector(dtype: torch.dtype):
-    """Each estimate is of the last step alone; what was changed before keep() is not in it. The sample has 2 pieces."""
+    """Each estimate covers the last step only, and no change before keep(). The sample has 2 pieces."""
     x = normal(1_200_000, dtype, 0)
     sampled, on_device = kernels.Sampled(x, 5, [(0, 900)]), kernels.Sampled(x, 5, [(0, 900)])
     for step in range(1, 4):
@@ -334,7 +338,7 @@ def test_a_sample_follows_its_vector(dtype: torch.dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_sample_sees_what_is_not_finite_where_it_looks(dtype: torch.dtype):
+def test_a_sample_detects_sampled_values_that_are_not_finite(dtype: torch.dtype):
     x = torch.zeros(40_000, dtype=dtype)
     sampled = kernels.Sampled(x, 0)
     x[16 * 64 // x.itemsize * 3 :][: 16 * 64 // x.itemsize] = math.inf  # a whole run
@@ -343,7 +347,7 @@ def test_a_sample_sees_what_is_not_finite_where_it_looks(dtype: torch.dtype):
         assert not math.isfinite(sampled.advance(x))
 
 
-def test_the_draw_is_the_seeds_alone():
+def test_the_draw_depends_on_the_seed_only():
     x, now = normal(50_000, torch.float32, 0), normal(50_000, torch.float32, 1)
     estimates = [kernels.Sampled(x, seed).advance(now) for seed in (1, 1, 2)]
     assert estimates[0] == estimates[1] != estimates[2]

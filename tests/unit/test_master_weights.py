@@ -1,4 +1,4 @@
-"""Models that are trained in 16 bits: float32 masters are measured, exchanged and mixed."""
+"""Models trained in 16 bits, whose float32 masters are measured, exchanged and mixed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ dtypes = st.sampled_from(HALVES)
 
 
 class Net(nn.Module):
-    """Trained halves, a statistic and a frozen value among them, and a float32 layer beside them."""
+    """16-bit trained values, a statistic and a frozen value, and a float32 layer."""
 
     def __init__(self, seed: int, dtype: torch.dtype):
         super().__init__()
@@ -36,7 +36,7 @@ def made(seed: int, dtype: torch.dtype, sampled: int | None = None) -> Parameter
 
 
 def halves(arena: ParameterArena) -> tuple[Tensor, Tensor]:
-    """What the module has, and its masters."""
+    """Return the module's 16-bit values and their masters."""
     (section,) = (s for s in arena.sections if s.storage.itemsize == 2)
     return section.storage[: section.trainable], section.values[: section.trainable]
 
@@ -49,12 +49,12 @@ def model_of(arena: ParameterArena, whole: bool = False) -> bytes:
 
 
 def rounded(arena: ParameterArena) -> bool:
-    """The module has the rounded masters."""
+    """Return whether the module's values are the rounded masters."""
     return all(torch.equal(s.storage[: s.mixed], s.values[: s.mixed].to(s.storage.dtype)) for s in arena.sections)
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-def test_masters_go_over_the_wire_and_the_manifest_says_so(dtype: torch.dtype):
+def test_masters_are_exchanged_and_the_manifest_says_so(dtype: torch.dtype):
     arena = made(0, dtype)
     lines = dict(line.split(" ", 1) for line in arena.manifest)
     name = str(dtype).removeprefix("torch.")
@@ -76,7 +76,8 @@ def test_models_of_other_dtypes_are_their_own_masters():
 @pytest.mark.parametrize("sampled", [None, 0])
 @pytest.mark.parametrize("dtype", HALVES)
 def test_small_mixes_add_up(dtype: torch.dtype, sampled: int | None):
-    """A thousandth of what is left of the way, 1,000 times, is 1 − 0.999^1000 = 63 % of it; less if each is rounded."""
+    """Mixing a thousandth of the distance 1,000 times covers 1 − 0.999^1000 = 63 % of it; less if each mix is
+    rounded."""
     arena, there = made(0, dtype, sampled), made(1, dtype)
     model = model_of(there)
     now, _ = halves(arena)
@@ -94,7 +95,7 @@ def test_small_mixes_add_up(dtype: torch.dtype, sampled: int | None):
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-def test_a_pair_comes_to_the_mean(dtype: torch.dtype):
+def test_a_pair_converges_to_the_mean(dtype: torch.dtype):
     """x_i ← x_i + ½(x_j − x_i) on both sides."""
     one, two = made(0, dtype), made(1, dtype)
     begin = [halves(arena)[0].double() for arena in (one, two)]
@@ -131,7 +132,7 @@ def _section(arena: ParameterArena):
 
 @pytest.mark.parametrize("sampled", [None, 0])
 @pytest.mark.parametrize("dtype", HALVES)
-def test_what_the_optimizer_does_is_taken_in_and_never_altered(dtype: torch.dtype, sampled: int | None):
+def test_optimizer_steps_update_masters_and_are_never_altered(dtype: torch.dtype, sampled: int | None):
     arena, other = made(0, dtype, sampled), made(1, dtype)
     now, master = halves(arena)
     generator = torch.Generator().manual_seed(0)
@@ -148,7 +149,7 @@ def test_what_the_optimizer_does_is_taken_in_and_never_altered(dtype: torch.dtyp
             assert delta == pytest.approx(float((master - fine).double().norm()), rel=1e-4)
 
 
-def test_what_rounding_left_out_is_kept_where_nothing_is_done():
+def test_rounding_remainders_are_kept_without_a_step():
     arena = made(0, torch.bfloat16)
     mix(arena, model_of(made(1, torch.bfloat16)), 0.01)
     now, master = halves(arena)
@@ -159,7 +160,7 @@ def test_what_rounding_left_out_is_kept_where_nothing_is_done():
 
 @settings(max_examples=200)
 @given(dtype=dtypes, seed=st.integers(0, 2**32 - 1), scale=st.sampled_from([1e-6, 1e-3, 1.0, 100.0]))
-def test_masters_follow_what_the_module_holds(dtype: torch.dtype, seed: int, scale: float):
+def test_masters_follow_the_modules_values(dtype: torch.dtype, seed: int, scale: float):
     generator = torch.Generator().manual_seed(seed)
     master = torch.randn(300, generator=generator)
     old, left = master.to(dtype), master - master.to(dtype).float()
@@ -194,7 +195,7 @@ def test_a_whole_model_is_adopted_with_its_masters(dtype: torch.dtype, sampled: 
 
 
 @pytest.mark.parametrize("sampled", [None, 0])
-def test_a_model_that_was_asked_for_before_a_step_is_mixed_after_it(sampled: int | None):
+def test_a_model_requested_before_a_step_is_mixed_after_it(sampled: int | None):
     arena, other = made(0, torch.bfloat16, sampled), made(1, torch.bfloat16)
     begin, base = halves(arena)[0].clone(), arena.snapshot()
     halves(arena)[0].add_(0.5)

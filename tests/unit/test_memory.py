@@ -1,4 +1,4 @@
-"""Memory that other processes may map: as large as it is, and writable by nobody else."""
+"""Memory shared with other processes: it cannot be resized, and others cannot write to it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has 
 
 
 @pytest.mark.parametrize("size", [0, 1, 5000])
-def test_others_see_what_is_written(size: int) -> None:
+def test_other_processes_see_writes(size: int) -> None:
     memory = Memory(size)
     memory.view[:] = os.urandom(size)
     assert memory.descriptor is not None
@@ -39,7 +39,7 @@ def test_it_can_neither_shrink_nor_be_written_by_others() -> None:
     os.close(loose)
 
 
-def test_what_is_written_to_a_view_of_it_does_not_reach_its_owner() -> None:
+def test_writes_to_a_private_view_do_not_reach_the_owner() -> None:
     memory = Memory(5000)
     assert memory.descriptor is not None
     view = PeerMemory().view(os.dup(memory.descriptor), 5000)
@@ -47,7 +47,7 @@ def test_what_is_written_to_a_view_of_it_does_not_reach_its_owner() -> None:
     assert bytes(memory.view) == bytes(5000)
 
 
-def test_its_descriptor_goes_with_it_and_its_bytes_with_the_last_view() -> None:
+def test_the_descriptor_is_closed_with_the_object_and_the_bytes_freed_with_the_last_view() -> None:
     memory = Memory(5000)
     view, descriptor = memory.view, memory.descriptor
     assert descriptor is not None
@@ -55,4 +55,4 @@ def test_its_descriptor_goes_with_it_and_its_bytes_with_the_last_view() -> None:
     del memory
     view[:] = bytes(5000)
     with contextlib.suppress(OSError):
-        assert os.fstat(descriptor).st_ino != inode  # already another file's
+        assert os.fstat(descriptor).st_ino != inode  # the number may have been reused for another file

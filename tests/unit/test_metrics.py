@@ -53,11 +53,11 @@ REPORT = {
     "failed": 1,
     "poisoned": 0,
 }
-"""What one peer tells of itself."""
+"""The report of one peer."""
 
 
 def summary(*reports: dict[str, Any] | None, **others: Any) -> Summary:
-    """A run whose peers told ``reports``; None for one that is lost."""
+    """Return the summary of a run from its peers' reports; None for a peer that was lost."""
     values: dict[str, Any] = {
         "name": "mine",
         "policy": "tau:period=10",
@@ -85,14 +85,14 @@ def test_a_summary_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == [FILE]
 
 
-def test_a_summary_replaces_one_that_is_there(tmp_path: Path) -> None:
+def test_a_summary_replaces_an_existing_one(tmp_path: Path) -> None:
     summary(REPORT).write(tmp_path)
     later = summary(REPORT, REPORT, name="later")
     later.write(tmp_path)
     assert read(tmp_path) == later
 
 
-def test_the_file_has_the_keys_that_are_relied_on(tmp_path: Path) -> None:
+def test_the_file_has_the_documented_keys(tmp_path: Path) -> None:
     summary(REPORT, None).write(tmp_path)
     data = json.loads((tmp_path / FILE).read_text(encoding="utf-8"))
     assert data.keys() >= RELIED_ON
@@ -101,7 +101,7 @@ def test_the_file_has_the_keys_that_are_relied_on(tmp_path: Path) -> None:
         assert data[name] == [REPORT[name], None], name
 
 
-def test_what_a_later_version_adds_is_passed_over(tmp_path: Path) -> None:
+def test_fields_of_a_later_version_are_ignored(tmp_path: Path) -> None:
     written = summary(REPORT)
     text = json.dumps({**dataclasses.asdict(written), "of_a_later_version": 1})
     (tmp_path / FILE).write_text(text, encoding="utf-8")
@@ -121,7 +121,7 @@ def test_a_figure_that_a_peer_did_not_measure_is_null() -> None:
     assert lists["retrievals"] == [4] and lists["test_accuracy"] == [None]
 
 
-# --- a bad one ----------------------------------------------------------------------------------------
+# --- invalid summaries --------------------------------------------------------------------------------
 
 
 def refused(path: Path) -> str:
@@ -132,26 +132,26 @@ def refused(path: Path) -> str:
     return message
 
 
-def test_no_summary_is_told(tmp_path: Path) -> None:
-    told = "no summary here: name the directory of a run that has ended"
+def test_a_missing_summary_is_reported(tmp_path: Path) -> None:
+    told = "no summary here: name the directory of a finished run"
     assert refused(tmp_path) == f"{tmp_path / FILE}: {told}"
     assert refused(tmp_path / "none") == f"{tmp_path / 'none'}: {told}"
 
 
 @pytest.mark.parametrize("text", [b"", b"{", b"\xff\xfe", b'{"name": }', b"curves"])
-def test_a_file_that_is_not_json_is_told(tmp_path: Path, text: bytes) -> None:
+def test_a_file_that_is_not_json_is_reported(tmp_path: Path, text: bytes) -> None:
     (tmp_path / FILE).write_bytes(text)
     assert refused(tmp_path).startswith(f"{tmp_path / FILE}: not a summary: ")
 
 
 @pytest.mark.parametrize("value", [[], 5, None, "text", {}, {"name": "mine"}])
-def test_json_that_is_no_summary_is_told(tmp_path: Path, value: object) -> None:
+def test_json_that_is_no_summary_is_reported(tmp_path: Path, value: object) -> None:
     (tmp_path / FILE).write_text(json.dumps(value), encoding="utf-8")
-    assert f"not a summary: it {'lacks' if isinstance(value, dict) else 'holds no JSON object'}" in refused(tmp_path)
+    assert f"not a summary: it {'lacks' if isinstance(value, dict) else 'is not a JSON object'}" in refused(tmp_path)
 
 
 @pytest.mark.parametrize("missing", ["retrievals", "lost", "wall_seconds"])
-def test_what_is_missing_is_named(tmp_path: Path, missing: str) -> None:
+def test_a_missing_field_is_named(tmp_path: Path, missing: str) -> None:
     data = dataclasses.asdict(summary(REPORT))
     del data[missing]
     (tmp_path / FILE).write_text(json.dumps(data), encoding="utf-8")
@@ -175,8 +175,8 @@ def test_what_is_missing_is_named(tmp_path: Path, missing: str) -> None:
         ("policy", 5),
     ],
 )
-def test_what_is_of_the_wrong_kind_is_named(tmp_path: Path, name: str, value: object) -> None:
-    """Edited by hand, or by a program: the comparison must not fail on it with a traceback."""
+def test_a_field_of_the_wrong_type_is_named(tmp_path: Path, name: str, value: object) -> None:
+    """After an edit by hand or by a program, the comparison must not fail with a traceback."""
     data = {**dataclasses.asdict(summary(REPORT, REPORT)), name: value}
     (tmp_path / FILE).write_text(json.dumps(data), encoding="utf-8")
     assert refused(tmp_path).startswith(f"{tmp_path / FILE}: not a summary: '{name}' is ")
@@ -186,7 +186,7 @@ def test_what_is_of_the_wrong_kind_is_named(tmp_path: Path, name: str, value: ob
 
 
 def test_the_comparisons_figures() -> None:
-    """By hand: 2 peers of 300 and 100 retrievals are 200 a peer; 20 a peer are 90 % fewer."""
+    """By hand: 2 peers with 300 and 100 retrievals have 200 per peer; 20 per peer are 90 % fewer."""
     first = summary(
         {**REPORT, "retrievals": 300, "bytes_received": 6_000_000, "finish_bytes": 1_000_000},
         {**REPORT, "retrievals": 100, "bytes_received": 2_000_000, "finish_bytes": 2_000_000},
@@ -243,13 +243,13 @@ def test_lost_peers_do_not_count_in_means() -> None:
 
 
 def test_delayed_pulls_are_those_of_all_shards() -> None:
-    """Two servers, a worker, and a peer that is lost: how many peers there are does not matter."""
+    """Two servers, a worker, and a lost peer: the number of peers does not matter."""
     servers = ({**REPORT, "delayed_pulls": 30}, {**REPORT, "delayed_pulls": 12})
     assert compare([summary(*servers, REPORT, None)])[0].delayed_pulls == 42
 
 
-def test_what_a_run_does_not_have_is_none() -> None:
-    """All peers lost; or a first run without retrievals, of which nothing can be saved."""
+def test_values_that_a_run_does_not_have_are_none() -> None:
+    """All peers were lost; or the first run has no retrievals to save."""
     [lost] = compare([summary(None, None, consensus_accuracy=None)])
     assert lost.lost == 2
     for field in dataclasses.fields(lost):
@@ -260,7 +260,7 @@ def test_what_a_run_does_not_have_is_none() -> None:
     assert never.retrievals == 0.0 and tau.retrievals == 30.0
 
 
-def test_a_peer_that_only_serves_others_does_not_count_as_one_that_is_never_blocked() -> None:
+def test_a_peer_that_only_serves_others_does_not_count_as_unblocked() -> None:
     assert compare([summary({**REPORT, "blocked_seconds": None}, REPORT)])[0].blocked == 0.25
 
 
@@ -280,7 +280,7 @@ def recorded(directory: Path) -> EventAccumulator:
 
 
 def test_scalars_settings_and_the_page_are_in_one_directory(tmp_path: Path) -> None:
-    """SummaryWriter.add_hparams would make a run of its own, in a directory below."""
+    """SummaryWriter.add_hparams would write a separate run in a subdirectory."""
     directory = tmp_path / "peer-00"
     recorder = TensorBoardRecorder(directory, {"sync.policy": "tau:10", "run.seed": 3, "sync.blocking": True})
     for step, value in ((10, 2.5), (20, 1.25)):
@@ -309,7 +309,7 @@ def test_scalars_settings_and_the_page_are_in_one_directory(tmp_path: Path) -> N
 
 
 def page_of(events: EventAccumulator) -> dict[str, dict[str, list[str]]]:
-    """By part and by chart of the custom-scalars page, the tags that it shows."""
+    """Return the tags of each chart and part of the custom-scalars page."""
     assert events.SummaryMetadata("custom_scalars__config__").plugin_data.plugin_name == "custom_scalars"
     layout = Layout.FromString(events.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0])
     return {part.title: {chart.title: list(chart.multiline.tag) for chart in part.chart} for part in layout.category}
@@ -334,12 +334,12 @@ def test_the_page_has_charts_of_a_hub_or_of_servers_where_the_run_has_them(tmp_p
     assert ["server/clock/"] in page["gossipx: servers"].values()
 
 
-def test_what_is_recorded_is_there_after_close_alone(tmp_path: Path) -> None:
+def test_close_flushes_the_records(tmp_path: Path) -> None:
     recorder = TensorBoardRecorder(tmp_path, {})
     for step in range(1000):
         recorder.scalar("sync/retrievals", step, step)
     recorder.close()
-    # Its default is to keep a sample of these.
+    # By default the accumulator keeps only a sample of these.
     events = EventAccumulator(str(tmp_path), size_guidance={"scalars": 0})
     events.Reload()
     assert [one.step for one in events.Scalars("sync/retrievals")] == list(range(1000))

@@ -1,4 +1,4 @@
-"""The token bucket of ``--max-rate``: what may be sent when."""
+"""The token bucket of ``--max-rate``: when bytes may be sent."""
 
 from __future__ import annotations
 
@@ -23,20 +23,22 @@ class Clock:
     ("text", "rate"),
     [("100mbit", 12.5e6), ("2.5gbit", 312.5e6), ("8kbit", 1e3), ("1 GBIT".replace(" ", ""), 125e6), ("8000bit", 1e3)],
 )
-def test_rates_are_read_as_tc_writes_them(text: str, rate: float) -> None:
+def test_rates_use_the_notation_of_tc(text: str, rate: float) -> None:
     assert parse_rate(text) == rate
 
 
 @pytest.mark.parametrize("text", ["100", "mbit", "100MB/s", "1kbit", "-1mbit", "0mbit", "nan bit", "1e9bit", ""])
-def test_what_is_no_rate_is_told_with_an_example(text: str) -> None:
-    with pytest.raises(UsageError, match=r"--max-rate .* a rate from 8kbit to 1000gbit, as 100mbit or 2.5gbit"):
+def test_an_invalid_rate_is_refused_with_an_example(text: str) -> None:
+    with pytest.raises(
+        UsageError, match=r"--max-rate .* not a rate from 8kbit to 1000gbit, such as 100mbit or 2.5gbit"
+    ):
         parse_rate(text)
 
 
 @pytest.mark.parametrize("text", ["7.999kbit", "1000.001gbit", "9" * 18 + "bit", "9" * 330 + "mbit"])
-def test_what_no_link_has_is_no_rate(text: str) -> None:
-    """The last is a number that no float holds."""
-    with pytest.raises(UsageError, match=r"a rate from 8kbit to 1000gbit"):
+def test_rates_out_of_range_are_refused(text: str) -> None:
+    """The last one overflows a float."""
+    with pytest.raises(UsageError, match=r"not a rate from 8kbit to 1000gbit"):
         parse_rate(text)
     for rate in map(parse_rate, ("8kbit", "1000gbit")):
         assert len(next(Pace(rate).parts([bytes(PIECE)]))) in (PIECE_LEAST, PIECE)
@@ -46,8 +48,8 @@ def test_what_no_link_has_is_no_rate(text: str) -> None:
     rate=st.floats(1e3, 1e10),
     sends=st.lists(st.tuples(st.floats(0, 1), st.integers(1, PIECE)), min_size=1, max_size=50),
 )
-def test_in_no_time_more_is_sent_than_the_rate_gives_and_one_burst(rate: float, sends: list[tuple[float, int]]) -> None:
-    """The token bucket's bound, over every interval: bytes ≤ rate · (seconds + BURST), and what is sent at its end."""
+def test_no_interval_sends_more_than_the_rate_and_one_burst(rate: float, sends: list[tuple[float, int]]) -> None:
+    """The bound of a token bucket over every interval: bytes ≤ rate · (seconds + BURST), plus the last reservation."""
     clock = Clock()
     pace = Pace(rate, clock)
     begun: list[tuple[float, int]] = []
@@ -62,8 +64,8 @@ def test_in_no_time_more_is_sent_than_the_rate_gives_and_one_burst(rate: float, 
             total += nbytes
 
 
-def test_several_that_send_at_once_take_turns() -> None:
-    """Each has the next piece only after the others had theirs, so all go equally fast."""
+def test_concurrent_senders_take_turns() -> None:
+    """Each sender gets its next piece only after the others had theirs, so all are equally fast."""
     clock = Clock()
     pace = Pace(1e6, clock)
     waits = [pace.reserve(10_000) for _ in range(6)]
@@ -78,7 +80,7 @@ def test_the_pieces_are_the_bytes_in_their_order(sizes: list[int], rate: float) 
     assert all(0 < len(piece) <= max(PIECE_LEAST, min(rate / 100, PIECE)) for piece in pieces)
 
 
-def test_what_may_not_go_in_time_is_not_spent() -> None:
+def test_a_refused_reservation_is_not_charged() -> None:
     clock = Clock()
     pace = Pace(1.0, clock)
     clock.now += 100

@@ -1,4 +1,4 @@
-"""Pictures of runs: what is read from real event files, and what is drawn of it."""
+"""Plots of runs: reading real event files, and drawing them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from PIL import Image
 from gossipx.config import files
 from gossipx.errors import UsageError
 from gossipx.metrics import TensorBoardRecorder, curves, plot
-from gossipx.metrics.curves import NOTHING, Curves
+from gossipx.metrics.curves import EMPTY, Curves
 from gossipx.metrics.plot import Drawn, Graph
 from gossipx.tools.plot import graph_of
 
@@ -20,7 +20,7 @@ NAMES = ("a", "b", "c", "d")
 
 
 def written(folder: Path, peers: int = 2, tests: tuple[int, ...] = (10, 20, 30)) -> Path:
-    """A run's curves: peer p has accuracy .1·(p+1)·i/10 and has received 1 MB·(p+1) each 10 iterations."""
+    """Write a run's curves: peer p has accuracy .1·(p+1)·i/10 and receives 1 MB·(p+1) per 10 iterations."""
     for peer in range(peers):
         recorder = TensorBoardRecorder(folder / f"peer-{peer:02d}", {})
         for step in (0, 10, 20, 30):
@@ -44,14 +44,14 @@ def test_curves_are_means_over_peers_with_the_least_and_the_most(tmp_path: Path)
     assert (found.by_seconds.x >= 0).all()
 
 
-def test_traffic_between_two_records_is_on_the_line_between_them(tmp_path: Path) -> None:
+def test_traffic_between_two_records_is_interpolated(tmp_path: Path) -> None:
     found = curves.read(written(tmp_path, peers=1, tests=(5, 25)))
     np.testing.assert_allclose(found.by_megabytes.x, [0.5, 2.5])
 
 
-def test_a_run_without_curves_is_told(tmp_path: Path) -> None:
+def test_a_run_without_curves_is_reported(tmp_path: Path) -> None:
     (tmp_path / "peer-00").mkdir()
-    with pytest.raises(UsageError, match="nothing to plot: its peers have left no curves"):
+    with pytest.raises(UsageError, match="nothing to plot: its peers have recorded no curves"):
         curves.read(tmp_path)
 
 
@@ -65,7 +65,7 @@ def test_a_run_without_curves_is_told(tmp_path: Path) -> None:
         ({"exchange": "waves"}, "waves", {(i, j) for i in range(4) for j in range(i + 1, 4)}, False, ()),
     ],
 )
-def test_the_graph_is_who_exchanges_with_whom(
+def test_the_graph_shows_which_peers_exchange(
     given: dict[str, str], title: str, edges: set[tuple[int, int]] | None, directed: bool, centres: tuple[int, ...]
 ) -> None:
     graph = graph_of(files.resolve(given), NAMES)
@@ -73,7 +73,7 @@ def test_the_graph_is_who_exchanges_with_whom(
     assert edges is None or set(graph.edges) == edges
 
 
-def test_a_picture_holds_what_it_is_of_and_is_the_same_each_time(tmp_path: Path) -> None:
+def test_a_plot_shows_the_runs_and_is_reproducible(tmp_path: Path) -> None:
     found = curves.read(written(tmp_path))
     ring = Graph("ring", NAMES, ((0, 1), (1, 2), (2, 3), (0, 3)))
     runs = [Drawn(f"run-{number}", "tau:10", found, ring) for number in range(9)]
@@ -82,7 +82,7 @@ def test_a_picture_holds_what_it_is_of_and_is_the_same_each_time(tmp_path: Path)
     assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
     text = set(re.findall(r">([^<>]+)</text>", (tmp_path / "one.svg").read_text()))
     assert {f"run-{number}: tau:10" for number in range(9)} <= text
-    assert {"Accuracy by traffic", "Accuracy by time", "Retrievals", "MB received a peer", "ring, 4 peers"} <= text
+    assert {"Accuracy by traffic", "Accuracy by time", "Retrievals", "MB received per peer", "ring, 4 peers"} <= text
     assert set(NAMES) <= text  # one graph: there is room for names
     with Image.open(tmp_path / "one.png") as picture:
         assert picture.size == (1650, 1140)
@@ -96,13 +96,13 @@ def test_a_picture_holds_what_it_is_of_and_is_the_same_each_time(tmp_path: Path)
 def test_a_graph_that_lies_on_a_line_is_drawn(
     tmp_path: Path, names: str, edges: tuple[tuple[int, int], ...], centres: tuple[int, ...]
 ) -> None:
-    """All nodes in their colours, in the panel on the lower right."""
+    """All nodes appear in their colours, in the lower right panel."""
     run = Drawn("run", "tau:10", curves.read(written(tmp_path)), Graph("full", tuple(names), edges, False, centres))
     plot.draw([run], tmp_path / "one.png")
     with Image.open(tmp_path / "one.png") as picture:
         panel = np.asarray(picture.convert("RGB"))[600:, 850:]
     blue, red = ((panel == colour).all(-1).sum() for colour in ((0x00, 0x72, 0xB2), (0xD5, 0x5E, 0x00)))
-    node = 300  # pixels of one, less its number
+    node = 300  # pixels per node, without those of its number
     assert blue > node * (len(names) - len(centres)) and (red > node * len(centres) or not centres)
 
 
@@ -113,20 +113,18 @@ def test_a_run_without_accuracies_has_its_retrievals_drawn(tmp_path: Path) -> No
     plot.draw([Drawn("run", "tau:10", found, Graph("full", ("a", "b"), ((0, 1),)))], tmp_path / "one.png")
 
 
-def test_a_topology_file_that_is_gone_leaves_the_rest(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_missing_topology_file_leaves_the_rest(caplog: pytest.LogCaptureFixture) -> None:
     graph = graph_of(files.resolve({"topology": "gone.edges"}), NAMES)
     assert (graph.title, graph.edges, graph.names) == ("gone.edges (not found)", (), NAMES)
     assert "gone.edges: no such topology file" in caplog.text
 
 
-def test_of_a_long_name_the_policy_is_left() -> None:
-    label = plot._labelled(
-        Drawn("n" * 60, "adaptive:threshold=0.02", Curves(NOTHING, NOTHING, NOTHING), Graph("", (), ()))
-    )
+def test_a_long_name_is_shortened_before_the_policy() -> None:
+    label = plot._labelled(Drawn("n" * 60, "adaptive:threshold=0.02", Curves(EMPTY, EMPTY, EMPTY), Graph("", (), ())))
     assert label.endswith("…: adaptive:threshold=0.02") and len(label) == plot.LONGEST
 
 
-def test_targets_that_cannot_be_are_told_before_anything_is_read(tmp_path: Path) -> None:
-    for name, told in (("x.pdf", r"ends with \.png or \.svg"), ("none/x.png", "in a directory that is there")):
+def test_invalid_targets_are_refused_before_anything_is_read(tmp_path: Path) -> None:
+    for name, told in (("x.pdf", r"ends with \.png or \.svg"), ("none/x.png", "in an existing directory")):
         with pytest.raises(UsageError, match=told):
             plot.check_target(tmp_path / name)

@@ -1,4 +1,4 @@
-"""A model comes in piece by piece: what is made of it, in whose memory, and what it costs in buffers."""
+"""Receiving a model piece by piece: the result, the memory it is stored in, and the number of buffers used."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def bytes_of(arena: ParameterArena) -> memoryview:
 
 
 def receive(view: memoryview, sink: Sink, start: int = 0, stop: int | None = None) -> int:
-    """As a connection does it: into the room that the sink gives."""
+    """Receive as a connection does: into the memory that the sink provides."""
     stop = sink.nbytes if stop is None else min(stop, sink.nbytes)
     while start < stop:
         room = sink.room(start)
@@ -61,7 +61,7 @@ def step(arena: ParameterArena, amount: float = 0.5) -> None:
 
 
 def expected(arena: ParameterArena, base: list[Tensor], theirs: list[Tensor]) -> list[Tensor]:
-    """x_j − base of trained values, x_j of the others."""
+    """Return x_j − base for trained values, and x_j for the others."""
     rows = zip(arena.sections, base, theirs, strict=True)
     return [torch.cat([t[: s.trainable] - b[: s.trainable], t[s.trainable :]]) for s, b, t in rows]
 
@@ -71,7 +71,7 @@ def same(incoming: Incoming, wanted: list[Tensor]) -> bool:
 
 
 def in_parts(size: int) -> Callable[[memoryview, Sink], None]:
-    """As a carrier brings it: in parts that know nothing of pieces, each gone when the next comes."""
+    """Receive as from a carrier: in parts unrelated to pieces, each invalid once the next one arrives."""
 
     def way(view: memoryview, sink: Sink) -> None:
         seen = bytearray()
@@ -92,7 +92,7 @@ def in_parts(size: int) -> Callable[[memoryview, Sink], None]:
 @pytest.mark.parametrize("way", [receive, in_parts(800), in_parts(STAGED // 3 // 8 * 8), in_parts(4 * STAGED)])
 @pytest.mark.parametrize("stepped", [False, True])
 @pytest.mark.parametrize("shared", [False, True])
-def test_what_comes_in_is_the_difference_to_the_base(way, stepped: bool, shared: bool) -> None:
+def test_the_base_is_subtracted_from_an_incoming_model(way, stepped: bool, shared: bool) -> None:
     arena, other = ParameterArena(Net(0)), ParameterArena(Net(1))
     base, theirs = vectors_of(arena), vectors_of(other)
     reader = arena.snapshot() if shared else None
@@ -109,7 +109,7 @@ def test_what_comes_in_is_the_difference_to_the_base(way, stepped: bool, shared:
         assert all(torch.equal(one, two) for one, two in zip(reader.vectors, base, strict=True)), "others still read it"
 
 
-def test_the_base_gives_its_memory_once_a_step_has_passed() -> None:
+def test_the_bases_memory_is_reused_after_a_step() -> None:
     arena, other = ParameterArena(Net(0)), ParameterArena(Net(1))
     base = arena.snapshot()
     place = base.vectors[0].data_ptr()
@@ -120,7 +120,7 @@ def test_the_base_gives_its_memory_once_a_step_has_passed() -> None:
 
 
 @pytest.mark.parametrize("pieces", [0, 1, 2, 4])
-def test_a_step_in_the_midst_moves_what_is_done_to_the_bases_memory(pieces: int) -> None:
+def test_a_step_during_receiving_moves_the_model_to_the_bases_memory(pieces: int) -> None:
     arena, other = ParameterArena(Net(0)), ParameterArena(Net(1))
     base, theirs, model = vectors_of(arena), vectors_of(other), bytes_of(other)
     held = arena.snapshot()
@@ -129,7 +129,7 @@ def test_a_step_in_the_midst_moves_what_is_done_to_the_bases_memory(pieces: int)
     done = receive(model, incoming, 0, pieces * STAGED)
     if pieces:
         assert incoming.buffer.vectors[0].data_ptr() != place, (
-            "the base is still the boundary, which others may ask for"
+            "the base is still the boundary, so others may acquire it"
         )
     step(arena)
     receive(model, incoming, done)
@@ -137,7 +137,7 @@ def test_a_step_in_the_midst_moves_what_is_done_to_the_bases_memory(pieces: int)
     assert same(incoming, expected(arena, base, theirs))
 
 
-def test_a_reader_that_is_done_in_the_midst_makes_room() -> None:
+def test_a_reader_that_finishes_during_receiving_frees_a_buffer() -> None:
     arena, other = ParameterArena(Net(0)), ParameterArena(Net(1))
     base, theirs, model = vectors_of(arena), vectors_of(other), bytes_of(other)
     reader = arena.snapshot()
@@ -152,8 +152,9 @@ def test_a_reader_that_is_done_in_the_midst_makes_room() -> None:
     assert same(incoming, expected(arena, base, theirs))
 
 
-def test_memory_is_the_model_two_boundaries_and_one_buffer_however_long_it_goes_on() -> None:
-    """Of a peer that pulls all the time, and is read all the time: model, boundary, what is read, what comes in."""
+def test_memory_stays_at_the_model_two_boundaries_and_one_buffer() -> None:
+    """A peer that always pulls and always serves uses four models: its own, the boundary, one to send, one to
+    receive."""
     arena, other = ParameterArena(Net(0)), ParameterArena(Net(1))
     model = bytes_of(other)
     places: set[int] = set()
@@ -178,7 +179,7 @@ def test_memory_is_the_model_two_boundaries_and_one_buffer_however_long_it_goes_
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_one_value_that_is_not_finite_is_told(value: float) -> None:
+def test_one_value_that_is_not_finite_is_reported(value: float) -> None:
     for name in ("wide", "deep", "mean"):
         other = Net(1)
         with torch.no_grad():
@@ -189,7 +190,7 @@ def test_one_value_that_is_not_finite_is_told(value: float) -> None:
         assert math.isnan(incoming.norm()), name
 
 
-def test_a_whole_model_comes_as_it_is() -> None:
+def test_a_whole_model_is_received_unchanged() -> None:
     arena, other = ParameterArena(Net(0)), ParameterArena(Net(1))
     incoming = Incoming(arena, None, whole=True)
     snapshot = other.snapshot(whole=True)
@@ -198,7 +199,8 @@ def test_a_whole_model_comes_as_it_is() -> None:
 
 
 def test_a_base_that_others_read_is_copied_where_memory_is_short():
-    """Beside the weights: the boundary, an older one that is given, and what comes in; no fourth."""
+    """Beside the weights there are the boundary, an older snapshot being sent, and the incoming model, but no
+    fourth."""
     module, other = Net(1), ParameterArena(Net(2))
     arena = ParameterArena(module)
     given = arena.snapshot()
@@ -207,7 +209,7 @@ def test_a_base_that_others_read_is_copied_where_memory_is_short():
     sent = memoryview(bytearray(other.snapshot().buffer.view))
     incoming = Incoming(arena, base.hold())
     incoming.take(0, sent)
-    assert base.holders == 2, "it was given back: the boundary and this test hold it"
+    assert base.holders == 2, "released: the boundary and this test hold references"
     for difference, theirs, own in zip(incoming.buffer.vectors, other.snapshot().vectors, base.vectors, strict=True):
         cut = next(section.trainable for section in arena.sections if len(section.storage) >= len(own))
         assert torch.equal(difference[:cut], theirs[:cut] - own[:cut])
@@ -216,7 +218,7 @@ def test_a_base_that_others_read_is_copied_where_memory_is_short():
     incoming.release()
 
 
-def test_a_boundary_waits_for_a_copy_rather_than_take_more_memory():
+def test_a_boundary_waits_for_a_copy_rather_than_allocate():
     arena = ParameterArena(Net(1))
     given = arena.snapshot()
     arena.step_done()
@@ -226,7 +228,7 @@ def test_a_boundary_waits_for_a_copy_rather_than_take_more_memory():
     def copy() -> None:
         with arena.pool.copying_base():
             began.set()
-            stepping.wait(0.2)  # the boundary comes in this time, and waits
+            stepping.wait(0.2)  # the boundary is reached now, and waits
             base.release()
 
     stepping = threading.Event()
@@ -239,8 +241,9 @@ def test_a_boundary_waits_for_a_copy_rather_than_take_more_memory():
     given.release()
 
 
-def test_who_gives_the_boundary_waits_for_the_buffer_that_a_model_is_about_to_leave():
-    """Its base was read by others, so that it has a buffer too; the boundary, given, would make the next a fourth."""
+def test_handing_out_the_boundary_waits_for_a_buffer_about_to_become_free():
+    """Its base was being read, so it has a second buffer; sending the boundary would make the next one a fourth
+    model."""
     arena, model = ParameterArena(Net(1)), bytes_of(ParameterArena(Net(2)))
     base = arena.snapshot()
     read, incoming = base.hold(), Incoming(arena, base)

@@ -1,4 +1,4 @@
-"""A model's tensors as a file: readable as the umask says, and whole or not there."""
+"""The safetensors file of a model: its mode follows the umask, and it is complete or absent."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gossipx.model import safetensors_file
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
-def test_others_may_read_it_as_the_umask_says(tmp_path: Path, umask: int, mode: int) -> None:
+def test_the_files_mode_follows_the_umask(tmp_path: Path, umask: int, mode: int) -> None:
     before = os.umask(umask)
     try:
         safetensors_file.write(tmp_path / "model.safetensors", {"weight": torch.ones(3)}, "give another place")
@@ -25,7 +25,7 @@ def test_others_may_read_it_as_the_umask_says(tmp_path: Path, umask: int, mode: 
     assert [file.name for file in tmp_path.iterdir()] == ["model.safetensors"]
 
 
-def test_what_cannot_be_written_leaves_what_was_there(tmp_path: Path) -> None:
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
     target = tmp_path / "model.safetensors"
     safetensors_file.write(target, {"weight": torch.ones(3)}, "give another place")
     (tmp_path / ".model.safetensors.tmp").mkdir()

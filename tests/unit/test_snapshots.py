@@ -1,4 +1,4 @@
-"""Where no boundary is kept: models are copied when someone asks, and only then; the delta is a sample's."""
+"""Snapshots with a sampled delta: boundaries are copied only on request."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def step(arena: ParameterArena, amount: float = 0.5) -> float:
 
 
 def model_of(arena: ParameterArena, whole: bool = False) -> bytes:
-    """The model as it is now, whether training rests or not."""
+    """Return the model as it is now, at a boundary or within a step."""
     ends = [len(s.storage) if whole else s.mixed for s in arena.sections]
     return b"".join(s.values[:end].numpy().tobytes() for s, end in zip(arena.sections, ends, strict=True))
 
 
 @pytest.mark.parametrize("whole", [False, True])
-def test_while_training_rests_a_copy_is_made_at_once_and_shared(whole: bool):
+def test_at_a_boundary_a_copy_is_made_at_once_and_shared(whole: bool):
     arena = made()
     change(arena)
     arena.step_done()
@@ -55,9 +55,9 @@ def test_while_training_rests_a_copy_is_made_at_once_and_shared(whole: bool):
     assert model == model_of(arena, whole)
     arena.go_on()
     three = arena.snapshot(whole)
-    assert three is one, "the boundary has been copied: who asks later in the step is given the same"
+    assert three is one, "the boundary has been copied: later requests in the same step share it"
     step(arena)
-    assert bytes(one.buffer.view) == model, "one that is held does not change"
+    assert bytes(one.buffer.view) == model, "a referenced snapshot does not change"
     assert arena.snapshot(whole) is not one
 
 
@@ -68,7 +68,7 @@ def test_a_snapshot_of_nothing_knows_its_step():
 
 
 @pytest.mark.parametrize("whole", [False, True])
-def test_in_the_midst_of_a_step_the_next_boundary_is_promised(whole: bool):
+def test_within_a_step_a_snapshot_waits_for_the_next_boundary(whole: bool):
     arena = made()
     promised = arena.snapshot(whole)
     assert arena.snapshot(whole) is promised and not promised.settled
@@ -83,10 +83,10 @@ def test_in_the_midst_of_a_step_the_next_boundary_is_promised(whole: bool):
     reader.join(10)
     assert told == [True] and found == [(1, model_of(arena, whole))]
     promised.when_settled(lambda: told.append(True))
-    assert len(told) == 2, "there already"
+    assert len(told) == 2, "called at once for a settled snapshot"
 
 
-def test_where_nobody_asks_nothing_is_copied():
+def test_nothing_is_copied_without_a_request():
     arena = made()
 
     def refuse(*_: object) -> None:
@@ -100,7 +100,7 @@ def test_where_nobody_asks_nothing_is_copied():
         step(arena)
 
 
-def test_no_boundary_any_more():
+def test_snapshots_fail_after_the_last_boundary():
     arena = made()
     waiting = arena.snapshot()
     told: list[int] = []
@@ -113,14 +113,14 @@ def test_no_boundary_any_more():
         snapshot.release()
 
 
-def test_a_thread_is_kept_for_a_while_only(monkeypatch: pytest.MonkeyPatch):
+def test_waiting_for_a_boundary_has_a_timeout(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(snapshots, "PATIENCE", 0.0)
     with pytest.raises(LocalFaultError, match="the step takes longer"):
         _ = made().snapshot().vectors
 
 
 def test_a_snapshot_is_never_torn_while_another_thread_steps():
-    """At rest all values are one constant, BatchNorm's buffers too; in a step they are a mixture."""
+    """At a boundary all values are one constant, including BatchNorm's buffers; within a step they are mixed."""
     module = nn.Sequential(nn.Linear(300, 300), nn.BatchNorm1d(300))
     arena = ParameterArena(module, sampled=0)
     tensors = [*module.parameters(), *(b for b in module.buffers() if b.is_floating_point())]
@@ -157,7 +157,7 @@ def test_a_snapshot_is_never_torn_while_another_thread_steps():
     assert len(seen) > 3
 
 
-def test_memory_is_used_again():
+def test_memory_is_reused():
     arena = made()
     places = set()
     for _ in range(20):
@@ -186,8 +186,9 @@ def test_mixing_is_the_same_with_and_without_a_boundary(how: str):
     assert models[0] == models[1] and models[1][0] == models[1][1]
 
 
-def test_the_sampled_delta_is_the_steps_alone():
-    """Eq. 6: x_{t−1} is taken after any mixing. Of a step that changes all values alike every sample says the same."""
+def test_the_sampled_delta_is_of_the_step_only():
+    """Eq. 6: x_{t−1} is taken after any mixing. If a step changes all values alike, every sample gives the same
+    delta."""
     arena, exact = made(0), made(0, None)
     for amount in (0.5, 0.25):
         measured, wanted = step(arena, amount), step(exact, amount)
@@ -200,7 +201,7 @@ def test_the_sampled_delta_is_the_steps_alone():
         exact.set_boundary(exact.step)
 
 
-def test_weights_that_are_set_from_outside_are_no_step():
+def test_replaced_weights_do_not_count_as_a_step():
     arena = made()
     change(arena, 100.0)
     arena.set_boundary(5)

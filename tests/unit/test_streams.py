@@ -1,7 +1,7 @@
-"""What waits for what on a device: as far as that can be seen without one, and on one.
+"""The order of work on a device's streams, tested with a simulated device and, if there is one, on CUDA.
 
-Without one, :class:`Lazy` stands for a device that is as late as it may be, and now and then is not: work is done only
-when somebody waits for it, or when a coin says so. What the arena leaves unordered comes out wrong in some order.
+:class:`Lazy` simulates a device that delays work as long as possible, but not always: work is done when something waits
+for it, or at random. Where the arena fails to order two pieces of work, some seed gives a wrong result.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ DEVICES = ["late", pytest.param("cuda", marks=pytest.mark.cuda)]
 
 
 class Lazy(Asynchronous):
-    """Lanes whose work waits in queues.
+    """Streams whose work waits in queues.
 
     Attributes:
-        hasty: how likely it is that the next work of a lane is done before anyone waits for it.
+        hasty: probability that the next work of a stream is done before anything waits for it.
     """
 
     def __init__(self, seed: int):
@@ -58,15 +58,15 @@ class Lazy(Asynchronous):
         return "side", len(self._work["side"])
 
     def wait(self, mark: Mark) -> None:
-        lane, end = mark
-        while self._done[lane] < end:
-            self._done[lane] += 1
-            self._work[lane][self._done[lane] - 1]()
+        stream, end = mark
+        while self._done[stream] < end:
+            self._done[stream] += 1
+            self._work[stream][self._done[stream] - 1]()
 
     def _chance(self) -> None:
-        for lane in ("train", "side"):
-            while self._done[lane] < len(self._work[lane]) and self._coin.random() < self.hasty:
-                self.wait((lane, self._done[lane] + 1))
+        for stream in ("train", "side"):
+            while self._done[stream] < len(self._work[stream]) and self._coin.random() < self.hasty:
+                self.wait((stream, self._done[stream] + 1))
 
 
 class Net(nn.Module):
@@ -80,14 +80,14 @@ class Net(nn.Module):
 
 
 class Side:
-    """A peer's arena, and the models that it has to do with: the same on every device, if all is ordered."""
+    """A peer's arena and the models that it exchanges; the same on every device if all work is ordered."""
 
     def __init__(self, dtype: torch.dtype, sampled: int | None, streams: DeviceStreams, device: str):
         self.streams = streams
         self.arena = ParameterArena(Net(0, dtype).to(device), sampled=sampled, streams=streams)
         self.read: list[Snapshot] = []
         self.coming: Incoming | None = None
-        self.done = 0  # bytes of it
+        self.done = 0  # bytes received of it
         self.captured: Snapshot | None = None
 
     def step(self, amount: float) -> float:
@@ -170,7 +170,7 @@ def storages(side: Side) -> list[Tensor]:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("sampled", [None, 3])
-def test_all_is_as_if_it_were_done_at_once(device: str, dtype: torch.dtype, sampled: int | None):
+def test_results_equal_those_of_a_synchronous_device(device: str, dtype: torch.dtype, sampled: int | None):
     kinds = ("step", "step", "ask", "give", "pull", "half", "come", "drop", "push", "wave", "adopt")
     exact = {"rtol": 1e-2, "atol": 1e-2} if device == "cuda" else {"rtol": 0, "atol": 0}
     for seed in range(3 if device == "cuda" else 60):
@@ -217,8 +217,8 @@ def test_all_is_as_if_it_were_done_at_once(device: str, dtype: torch.dtype, samp
         assert later == pytest.approx([at_once[0], *at_once[:-1]] if at_once else [], rel=1e-3), "a step late"
 
 
-def test_a_model_that_goes_on_in_other_memory_is_on_the_device_whole():
-    """What came before the base was free is on its way to the device, from memory that is somebody else's then."""
+def test_a_model_that_moves_to_the_bases_memory_is_uploaded_whole():
+    """The part received before the base was free is still being uploaded from memory that is reused by then."""
     streams = Lazy(0)
     streams.hasty = 0.0
     model = bytes(ParameterArena(Net(1, torch.float32)).snapshot().buffer.view)
@@ -233,20 +233,20 @@ def test_a_model_that_goes_on_in_other_memory_is_on_the_device_whole():
         incoming.take(half, memoryview(bytearray(model[half:])))
         assert incoming.buffer is not first
         assert incoming.buffer.on_device is there
-        assert first.on_device is None, "it is given away without"
+        assert first.on_device is None, "freed without its device copy"
         arena.pool.buffer().view[:] = bytes(len(model))
         incoming.norm()
         arena.commit(incoming.buffer, 0.5)
         incoming.release()
-        arena.pool.brought()
+        arena.pool.finish_uploads()
         streams.wait(streams.mark())
         mixed.append(torch.cat([section.storage for section in arena.sections]))
     assert torch.equal(*mixed)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_training_waits_for_no_copy_and_no_number(device: str):
-    """Of a step that is measured and copied, and of a model that has been brought to the device and is mixed."""
+def test_training_does_not_wait_for_copies_or_the_delta(device: str):
+    """Neither for the measuring and copying of a step, nor for the upload and mixing of a model."""
     if device == "cuda":
         streams: DeviceStreams = streams_of(torch.device("cuda"))
         arena = ParameterArena(Net(0, torch.float32).cuda(), streams=streams)
@@ -266,10 +266,10 @@ def test_training_waits_for_no_copy_and_no_number(device: str):
         slow = torch.ones(4000, 4000, device="cuda")
     try:
         for _ in range(20) if device == "cuda" else ():
-            slow = slow @ slow  # keeps the stream busy for longer than what follows takes to be put there
+            slow = slow @ slow  # keeps the stream busy for longer than it takes to submit what follows
         before = None if device == "cuda" else dict(streams._done)
         arena.commit(incoming.buffer, 0.5)
-        arena.step_done()  # reads the number of the step before, which is there
+        arena.step_done()  # reads the previous step's number, which is complete
         assert device == "late" or not streams.mark().query(), "the stream is still at work"
         assert before is None or streams._done == before
     finally:

@@ -1,4 +1,4 @@
-"""Who is told of strangers, and when a peer takes itself for one. Time is the test's."""
+"""Trust: when strangers are logged, and when a peer takes itself for a stranger. The clock is simulated."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return made
 
 
-def test_who_is_turned_away_by_all_others_is_an_outcast_at_once(clock: Clock) -> None:
+def test_a_peer_turned_away_by_all_others_is_an_outcast_at_once(clock: Clock) -> None:
     own = Trust(2, 30.0)
     assert not own.is_outcast
     own.turned_away(1, REFUSED)
@@ -38,7 +38,7 @@ def test_who_is_turned_away_by_all_others_is_an_outcast_at_once(clock: Clock) ->
     assert own.is_outcast
 
 
-def test_who_is_turned_away_by_some_hopes_for_the_others_until_half_of_peer_timeout(clock: Clock) -> None:
+def test_a_peer_turned_away_by_some_waits_for_others_until_half_of_peer_timeout(clock: Clock) -> None:
     own, nobody_there = Trust(5, 30.0), Trust(5, 30.0)
     own.turned_away(1, REFUSED)
     clock.now += 15
@@ -48,7 +48,7 @@ def test_who_is_turned_away_by_some_hopes_for_the_others_until_half_of_peer_time
     assert not nobody_there.is_outcast
 
 
-def test_who_was_taken_in_by_one_is_no_outcast(clock: Clock) -> None:
+def test_a_peer_admitted_by_one_is_no_outcast(clock: Clock) -> None:
     own = Trust(2, 30.0)
     own.taken_in()
     own.turned_away(1, REFUSED)
@@ -57,7 +57,7 @@ def test_who_was_taken_in_by_one_is_no_outcast(clock: Clock) -> None:
     assert not own.is_outcast
 
 
-def test_strangers_are_told_of_once_a_minute_and_all_counted(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+def test_strangers_are_logged_once_a_minute_and_all_counted(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "gossipx")
     own = Trust(2, 30.0)
     for _ in range(5):
@@ -71,10 +71,10 @@ def test_strangers_are_told_of_once_a_minute_and_all_counted(clock: Clock, caplo
     assert own.strangers == 6
 
 
-def test_a_peer_that_stays_alone_knows_whether_somebody_was_there(clock: Clock) -> None:
+def test_a_peer_without_others_knows_whether_one_was_refused(clock: Clock) -> None:
     own = Trust(2, 30.0)
     own.stranger("192.0.2.1:7", StrangerError("not authorised: it gave no certificate"))
-    assert own.doubt is None  # as anybody's scanner does
+    assert own.doubt is None  # a port scanner could cause it
     own.stranger("192.0.2.1:7", REFUSED)
     assert own.doubt is REFUSED
     assert not own.is_outcast
