@@ -315,8 +315,8 @@ def _backward(
     def ready(buckets: Sequence[tuple[int, int]]) -> None:
         driver.tell(GradientsReady(tuple(buckets)))
 
-    return lambda look: Backward(
-        module, served.tables, served.table_store.client, ready, driver.may_go_on, look, wait_free
+    return lambda poll: Backward(
+        module, served.tables, served.table_store.client, ready, driver.wait_for_resume, poll, wait_free
     )
 
 
