@@ -319,7 +319,7 @@ class Driver:
                 return None
 
     def begin_codec(self) -> None:
-        """Start the model codec's error feedback from the current weights, which are the same on all peers."""
+        """Initialize the codec from the current weights: at step 0 they are the same on all peers."""
         if self.transfers.codec is not None:
             self.transfers.codec.begin_from(self.arena)
 
