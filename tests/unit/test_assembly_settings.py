@@ -94,7 +94,7 @@ def test_join_refuses_a_policy_of_ones_own_with_servers() -> None:
         ({"codec": "3lc", "exchange": "waves"}, "--codec 3lc is for exchanges between two peers"),
         ({"codec": "3lc", "mode": "push", "weights": "push-sum"}, "--codec 3lc is lossy, and --weights push-sum"),
         ({"codec": "dgc"}, "--codec dgc is for gradients only"),
-        ({"codec": "topk", "references": 0}, "--codec topk loses too much of a model out to be used without"),
+        ({"codec": "topk", "references": 0}, "--codec topk loses too much of a model to be used without"),
         ({"codec": "moniqua"}, "--codec moniqua is for models, and with references differences are encoded"),
         ({"codec": "moniqua", "references": 0, "hub": "0"}, "--codec moniqua is for models that peers exchange"),
         ({"codec": "moniqua", "references": 0, "mode": "push"}, "--codec moniqua is decoded with the puller's own"),
