@@ -1,6 +1,6 @@
 """Decentralized peer-to-peer gossip training for PyTorch.
 
-The public names are loaded when they are first used, so that ``gossipx --help`` does not wait for torch.
+The public names are imported on first use, so that ``gossipx --help`` does not wait for torch.
 """
 
 from __future__ import annotations

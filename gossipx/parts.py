@@ -1,9 +1,9 @@
-"""What of a parameter server can be a user's own, in one place to import it from.
+"""The replaceable parts of the parameter server: base classes and defaults, in one place to import from.
 
-Each can be replaced alone by a class of a few lines (Modularized Parameter Server, section 4.1): the two sides of a
-table, its five storages, the placement manager's decision, and the consistency controller. ``gossipx.join(...,
-parts=Parts(...))`` and ``gossipx.initialize(parts=Parts(...))`` take them. Comm is none of them. The hybrid sync model
-takes a growth function of one's own.
+Each part can be replaced separately by a class of a few lines (Modularized Parameter Server, section 4.1): the two
+sides of a table, its five storages, the placement of tables, and the sync model (the paper's consistency controller).
+Pass them as ``gossipx.join(..., parts=Parts(...))`` or ``gossipx.initialize(parts=Parts(...))``. The communication
+layer cannot be replaced. The hybrid sync model accepts a custom growth function.
 """
 
 from __future__ import annotations

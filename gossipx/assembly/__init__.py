@@ -1,6 +1,7 @@
-"""The one place that names concrete classes and puts a run together.
+"""The composition root: it checks the settings of a run and builds a peer from them.
 
-``peer`` makes a peer of what the other files make of its settings: the graph, a hub, a server's part. ``settings`` says
-which settings go together, and ``devices`` whether this machine has what they need. Nothing is imported here: the
-process of ``gossipx run`` checks settings and needs no torch for it.
+This is the only package that names the concrete classes of the others. ``peer`` builds a peer from the graph, the hub
+and the server parts that the other modules make. ``settings`` refuses settings that exclude each other, and ``devices``
+checks that this machine has the hardware. Nothing is imported here, so that ``gossipx run`` can check settings without
+loading torch.
 """

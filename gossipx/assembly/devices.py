@@ -1,4 +1,4 @@
-"""Whether this machine has what a run wants of it."""
+"""Checks that this machine has the device and the transport that a run needs."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from gossipx.errors import UsageError
 
 
 def check_device(name: str, option: str, file: Path | None = None, line: int | None = None) -> None:
-    """Look whether this machine has a device, without opening it.
+    """Check that this machine has a device, without opening it.
 
     Args:
-        option: how it was named, for the message; ``file`` and ``line``: where.
+        name: the device, such as ``cuda:0``.
+        option: the option that named it, for the message.
+        file, line: where it was named, for the message.
 
     Raises:
-        UsageError: it is none, or is not here.
+        UsageError: the name is not a device, or this machine does not have it.
     """
     if name == "cpu":
         return
@@ -24,25 +26,26 @@ def check_device(name: str, option: str, file: Path | None = None, line: int | N
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise UsageError(f"{option} '{name}' is no device: cpu, cuda:0, mps or the like", file, line) from None
+        raise UsageError(f"{option} '{name}' is not a device: use cpu, cuda:0, mps or the like", file, line) from None
     if device.type == "cpu":
         return
     kind = getattr(torch, device.type, None)
-    there = kind.device_count() if kind is not None and hasattr(kind, "device_count") else 0
-    if (device.index or 0) >= there:
+    count = kind.device_count() if kind is not None and hasattr(kind, "device_count") else 0
+    if (device.index or 0) >= count:
         raise UsageError(
-            f"{option} '{name}': {there} devices of type {device.type} are here; cpu always is", file, line
+            f"{option} '{name}': this machine has {count} devices of type {device.type}; cpu always works", file, line
         )
 
 
 def check_transport(exchange: ExchangeSettings, device: str | None) -> None:
-    """Look whether models can travel so, here.
+    """Check that this machine supports the transport of models.
 
     Args:
-        device: of the model; None: a script will say.
+        exchange: the settings that name the transport.
+        device: the model's device; None: a script chooses it later.
 
     Raises:
-        UsageError: they cannot.
+        UsageError: the transport is not available.
     """
     transport = exchange.transport
     if transport == "gloo" or transport == "nccl":

@@ -1,4 +1,4 @@
-"""Who exchanges with whom, and when it is whose turn."""
+"""The exchange schedule of a run: which peers exchange models with each other, and in which order."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from gossipx.topology.schedules import Schedule
 
 
 def build_schedule(config: RunConfig, size: int, hosts: Sequence[str] = ()) -> Schedule:
-    """The schedule over the run's graph.
+    """Return the schedule over the run's topology.
 
     Args:
-        size: peers in the run.
-        hosts: by rank; the sites of a topology that has none of its own.
+        size: number of peers in the run.
+        hosts: the host of each rank; peers on one host form a site if the topology defines no sites.
 
     Raises:
-        UsageError: a topology, schedule or weights that are not right, or do not go together.
+        UsageError: the topology, the schedule or the weights are invalid, or exclude each other.
     """
     graph = topology.load(config.sync.topology, size, config.run.seed)
     weights.check(config.sync.weights, graph)
     if config.sync.mode == "pushpull" and graph.edge_shares:
         raise UsageError(
-            f"--mode pushpull takes half of a model, and '{graph.name}' gives edges weights: leave one out"
+            f"--mode pushpull averages two models equally, and '{graph.name}' has edge weights: leave one out"
         )
     sites = graph.sites or tuple(hosts.index(host) for host in hosts)
     return schedules.parse(config.sync.schedule, dataclasses.replace(graph, sites=sites))

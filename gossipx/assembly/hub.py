@@ -1,4 +1,4 @@
-"""How workers and a hub go together."""
+"""The settings of elastic SGD: a hub holds the centre, and the workers exchange their models with it."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ from gossipx.hub import ElasticSettings
 from gossipx.specs import rank_of
 
 EASGD_BETA = 0.9
-"""β of Zhang et al., whose α is β/p."""
+"""β of EASGD (Zhang et al.), which sets α = β/p for p workers."""
 
 
 def elastic_settings(config: RunConfig, names: Sequence[str]) -> ElasticSettings | None:
-    """How workers and the hub go together; None: there is no hub.
+    """Return the settings of elastic SGD; None if the run has no hub.
 
     Args:
-        names: of all peers, by rank.
+        names: the names of all peers, by rank.
 
     Raises:
-        UsageError: a hub that is no peer, or settings that do not go with one.
+        UsageError: the hub is not a peer, or other settings exclude a hub or need one.
     """
     hub, usual = config.hub, HubSettings()
     if hub.hub is None:
         for name in ("hub_only", "alpha", "beta", "hub_lost"):
             if getattr(hub, name) != getattr(usual, name):
-                raise UsageError(f"--{name.replace('_', '-')} is of a hub: name it by --hub, or leave this out")
+                option = f"--{name.replace('_', '-')}"
+                raise UsageError(f"{option} needs a hub: name it with --hub, or leave {option} out")
         return None
     rank = rank_of(hub.hub, "--hub", names)
     workers = len(names) - hub.hub_only
@@ -35,5 +36,5 @@ def elastic_settings(config: RunConfig, names: Sequence[str]) -> ElasticSettings
     alpha = EASGD_BETA / workers if hub.alpha is None else hub.alpha
     beta = workers * alpha if hub.beta is None else hub.beta
     if beta > workers:
-        raise UsageError(f"--beta {beta:g} moves the centre past a worker's model: at most {workers}, one a worker")
+        raise UsageError(f"--beta {beta:g} moves the centre past a worker's model: at most {workers}, 1 per worker")
     return ElasticSettings(rank, alpha, beta / workers, not hub.hub_only, hub.hub_lost)

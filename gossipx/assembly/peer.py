@@ -1,4 +1,4 @@
-"""A peer, put together from its settings."""
+"""The builder of a peer: it connects role, driver, network, checkpoints and reports according to the settings."""
 
 from __future__ import annotations
 
@@ -52,25 +52,26 @@ from gossipx.transports import Address, Carriers
 from gossipx.transports.pace import parse_rate
 
 SLOWEST = 1.25e6
-"""Bytes a second, 10 Mbit/s: the slowest network on which the first model that a peer asks for is expected in time."""
+"""Bytes/s (10 Mbit/s) of the slowest supported network; it sets the timeout of the first model that a peer requests."""
 MODEL_SLACK = 2.0
-"""Times as long as that takes: a link may be shared."""
+"""Factor on that timeout, since a link may be shared."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a peer stands among the others.
+    """The identity of a peer in its run: its rank, addresses and directories.
 
     Attributes:
-        rank: from 0.
-        names: of all peers, by rank.
-        addresses: of all peers, by rank.
-        bind: where this peer listens.
-        digest: of the list of peers; those with another one are refused.
-        directory: the run's; None: nothing is written.
-        progress: to the parent process.
+        rank: this peer's rank, from 0.
+        names: the names of all peers, by rank.
+        addresses: the addresses of all peers, by rank.
+        bind: the address on which this peer listens.
+        digest: a hash of the list of peers; peers with another one are refused.
+        directory: the run's directory; None: nothing is written.
+        progress: the pipe to the parent process.
         under_run: whether ``gossipx run`` started this process.
-        resumes: whether the run goes on from checkpoints; ``resumes_at``: of which iteration, None: the newest.
+        resumes: whether the run resumes from checkpoints.
+        resumes_at: the iteration of the checkpoint to resume from; None: the newest.
     """
 
     rank: int
@@ -94,15 +95,15 @@ def build_peer(
     evaluate: Callable[[nn.Module], float] | None = None,
     parts: Parts | None = None,
 ) -> Peer:
-    """Put a peer together; it takes part once it is started.
+    """Build a peer. It joins the run when it is started.
 
     Args:
-        module: as for :func:`gossipx.join`.
-        policy: in place of the one that the configuration names.
-        parts: of a parameter server, a user's own.
+        module, optimizer, evaluate: as for :func:`gossipx.join`.
+        policy: a custom policy; None: the configured one.
+        parts: custom parts of the parameter server; None: none.
 
     Raises:
-        UsageError: settings that do not fit, or a parameter that cannot be joined.
+        UsageError: settings exclude each other, or a parameter cannot be joined.
     """
     granted = grant(config.exchange, place.bind.host)
     check_exchange(config)
@@ -125,13 +126,13 @@ def build_peer(
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """The inputs of the steps below, each of which makes one part of a peer.
+    """The inputs of the functions below, each of which makes one part of a peer.
 
     Attributes:
-        policy: a user's own, in place of the configured one.
-        hub: None: the run has no hub.
-        served: None: the run has no parameter server.
-        turns: who exchanges with whom, and when.
+        policy: a custom policy; None: the configured one.
+        hub: settings of elastic SGD; None: the run has no hub.
+        served: the server-mode parts; None: the run has no parameter server.
+        turns: the exchange schedule.
     """
 
     module: nn.Module
@@ -145,20 +146,20 @@ class _Plan:
 
     @property
     def max_rate(self) -> float | None:
-        """Bytes a second that models may take of a network; None: no limit."""
+        """The maximum rate at which models are sent over a network, in bytes/s; None: no limit."""
         given = self.config.exchange.max_rate
         return None if given is None else parse_rate(given)
 
 
 def _arena(config: RunConfig, place: Place, module: nn.Module) -> ParameterArena:
-    # Servers keep what others are given, so that no copy of a boundary is needed.
+    # In server mode only servers send tables, so the arena needs no copy of the model at each step boundary.
     sampled = config.sync.delta == "sampled" or server_ranks(config, place.names) is not None
     drawn = random.Random(f"delta {config.run.seed} {place.rank}").getrandbits(64) if sampled else None
     return ParameterArena(module, mix_buffers=config.sync.buffers == "mix", sampled=drawn)
 
 
 def _driver(plan: _Plan, arena: ParameterArena) -> Driver:
-    """Put the role into its driver, with the codec of models and the tables of a server."""
+    """Return a driver for the peer's role, with the codec of models and the tables of a server."""
     config, place = plan.config, plan.place
     driver = Driver(_role(plan, arena.nbytes()), arena, config.exchange.max_served)
     driver.tables.transfers.table_store = None if plan.served is None else plan.served.table_store
@@ -172,7 +173,7 @@ def _role(plan: _Plan, model_bytes: int) -> PeerRole:
     config, place, turns = plan.config, plan.place, plan.turns
     sync = config.sync
     policy = policies.parse("never") if plan.served else plan.policy or policies.parse(sync.policy)
-    # Each peer draws from generators of its own; the split of the data is the same for all.
+    # Each peer has its own random numbers; only the split of the data is the same on all.
     rng = random.Random(f"peer {config.run.seed} {place.rank}")
     return PeerRole(
         rank=place.rank,
@@ -208,7 +209,7 @@ def _role_settings(config: RunConfig, model_bytes: int, max_rate: float | None) 
 
 
 def _comm(plan: _Plan, driver: Driver, granted: Access) -> CommManager:
-    """Connect the driver to the other peers."""
+    """Return the CommManager that connects the driver to the other peers."""
     exchange, place = plan.config.exchange, plan.place
     return CommManager(
         rank=place.rank,
@@ -260,22 +261,22 @@ def _checkpoints(plan: _Plan, driver: Driver, options: PeerOptions) -> Checkpoin
         TrainingState(plan.module, plan.optimizer, driver, about),
         place.resumes,
         place.resumes_at,
-        _told_to_keep(driver),
+        _servers_due(driver),
     )
 
 
 def codec_of(config: RunConfig) -> str:
-    """Return what the codecs of a run are called in its summary."""
+    """Return the description of a run's codecs for its summary."""
     if config.sync.codec != "none":
         return codecs.describe(codecs.parse(config.sync.codec))
-    push, pull = (codecs.describe(codecs.parse(one)) for one in (config.server.push_codec, config.server.pull_codec))
+    push, pull = (codecs.describe(codecs.parse(spec)) for spec in (config.server.push_codec, config.server.pull_codec))
     return push if push == pull else f"push {push}, pull {pull}"
 
 
 def _model_codec(
     config: RunConfig, arena: ParameterArena, module: nn.Module, rank: int, hub: ElasticSettings | None
 ) -> Coded | None:
-    """What models are encoded by; None: they travel as they are."""
+    """Return the encoder of models; None: models are sent as raw values."""
     sync = config.sync
     codec = codecs.parse(sync.codec)
     if codec == codecs.NoCodec():
@@ -283,7 +284,7 @@ def _model_codec(
     warm_up(codec)
     seed = random.Random(f"codec {config.run.seed} {rank}").getrandbits(63)
     plain = norms(module)
-    references = sync.references if hub is None else 0  # around a hub no two peers exchange theirs
+    references = sync.references if hub is None else 0  # with a hub, workers do not exchange with each other
     models = ModelCodec(codec, arena, references, plain, seed, mixing.parse(sync.mixing).public)
     if hub is None:
         return Coded(models)
@@ -291,7 +292,7 @@ def _model_codec(
 
 
 def _keep_shards(driver: Driver, served: Served, place: Place, keep: int) -> None:
-    """Have the shards that lie here kept, and go on from what was kept of them."""
+    """Enable checkpoints of this peer's shards; in a resumed run, restore the shards."""
     assert place.directory is not None
     stores = {index: store_of_shard(place.directory, index, keep) for index in range(len(place.names))}
     settings = served.settings
@@ -303,8 +304,8 @@ def _keep_shards(driver: Driver, served: Served, place: Place, keep: int) -> Non
         keeper.resume(shard, place.resumes_at)
 
 
-def _told_to_keep(driver: Driver) -> Callable[[], int] | None:
-    """Of a worker that trains by servers: gives the iteration after which these have all take a checkpoint."""
+def _servers_due(driver: Driver) -> Callable[[], int] | None:
+    """Return a function that returns the iteration at which the servers request a checkpoint; None without servers."""
     exchange = driver.role.exchange
     return (lambda: exchange.keep_at) if isinstance(exchange, ServerMode) and exchange.gives else None
 
@@ -315,20 +316,20 @@ def _backward(
     def ready(buckets: Sequence[tuple[int, int]]) -> None:
         driver.tell(GradientsReady(tuple(buckets)))
 
-    return lambda look: Backward(
-        module, served.tables, served.table_store.client, ready, driver.may_go_on, look, wait_free
+    return lambda poll: Backward(
+        module, served.tables, served.table_store.client, ready, driver.wait_for_resume, poll, wait_free
     )
 
 
 def _exchange_of(hub: ElasticSettings | None, served: Served | None) -> Callable[[PeerContext, Pulls], Exchange] | None:
-    """What makes the exchange of a run with a hub or servers; None: it has neither."""
+    """Return the factory of the exchange of a run with a hub or servers; None: the run has neither."""
     if served is not None:
         return functools.partial(ServerMode, settings=served.settings, clocks=served.clocks)
     return None if hub is None else functools.partial(Elastic, settings=hub)
 
 
 def _alike(config: RunConfig, turns: Schedule, hub: ElasticSettings | None, served: Served | None) -> dict[str, str]:
-    """By option, what all peers must have alike: who exchanges with whom, and how."""
+    """Return the settings of the exchange that must be equal on all peers, by option."""
     sync = config.sync
     around = {} if hub is None else {
         "--hub": str(hub.rank),
@@ -354,12 +355,12 @@ def _carriers(exchange: ExchangeSettings, module: nn.Module) -> Carriers | None:
     transport = exchange.transport
     if transport != "gloo" and transport != "nccl":
         return None
-    from gossipx.transports import process_group  # loads torch.distributed, which takes a while
+    from gossipx.transports import process_group  # torch.distributed is slow to import
 
     return process_group.ProcessGroups(transport, next(module.parameters()).device)
 
 
-def _recorder(plan: _Plan, goes_on_from: int | None) -> Recorder:
+def _recorder(plan: _Plan, resumed_at: int | None) -> Recorder:
     config, place = plan.config, plan.place
     if place.directory is None:
         return NullRecorder()
@@ -371,5 +372,5 @@ def _recorder(plan: _Plan, goes_on_from: int | None) -> Recorder:
     }
     hparams = {**settings, "rank": place.rank}
     around = {"gossipx: hub": config.hub.hub is not None, "gossipx: servers": plan.served is not None}
-    parts = ["gossipx", *(part for part, there in around.items() if there)]
-    return TensorBoardRecorder(models.directory_of(place.directory, place.rank), hparams, parts, goes_on_from)
+    parts = ["gossipx", *(part for part, used in around.items() if used)]
+    return TensorBoardRecorder(models.directory_of(place.directory, place.rank), hparams, parts, resumed_at)

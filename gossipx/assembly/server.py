@@ -1,4 +1,4 @@
-"""Puts a peer of a run with a parameter server together."""
+"""The server-mode parts of a peer: its tables, its sync models and the settings of its role."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ from gossipx.tables.store import TableStore
 
 log = logging.getLogger("gossipx")
 
-NOTICED = 1.0
-"""Seconds above which a codec that is compiled is worth a line."""
+SLOW_COMPILE = 1.0
+"""Seconds above which the compilation of a codec is logged."""
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What of the parameter server is a user's own, which no command line can name.
+    """Custom parts of the parameter server: Python objects that no command line option can name.
+
+    All peers of a run need the same parts. :mod:`gossipx.parts` has the base classes.
 
     Attributes:
-        placement: in place of the configured one.
-        sync: a sync model, or one a shard.
-        storages: the classes that tables are made with.
-
-    All peers of a run need the same; :mod:`gossipx.parts` has what they are made of.
+        placement: the placement of tables on servers; None: the configured one.
+        sync: a sync model, or one per shard; None: the configured ones.
+        storages: the classes of the tables and their storages.
     """
 
     placement: Placement | None = None
@@ -56,13 +56,15 @@ class Parts:
 
 @dataclass(frozen=True)
 class Served:
-    """What a peer in server mode is made of.
+    """The parts of a peer in server mode.
 
     Attributes:
-        tables: the model's trained parameters by table, with their names.
-        clocks: of the shards that lie here.
-        alike: by option, what all peers must have alike.
-        sync: the sync models, for people.
+        settings: the settings of its role.
+        tables: the model's trained parameters with their names, by table.
+        clocks: the clocks of the shards that this peer may hold, by shard.
+        table_store: the tables of this peer, as a worker and as a server.
+        alike: settings that must be equal on all peers, by option.
+        sync: description of the sync models, for the summary.
     """
 
     settings: Settings
@@ -81,25 +83,25 @@ def serve(
     optimizer: torch.optim.Optimizer | None,
     own: Parts,
 ) -> Served | None:
-    """What this peer needs in a run with a parameter server; None: the run has none.
+    """Build the server-mode parts of this peer; return None if the run has no parameter server.
 
     Raises:
-        UsageError: settings that do not fit, no optimizer, or one that servers cannot have, too.
+        UsageError: settings exclude each other, or there is no optimizer, or servers cannot run a copy of it.
     """
     ranks = server_ranks(config, names)
     if ranks is None:
         return None
     if optimizer is None:
-        raise UsageError("in server mode the servers make the optimizer's steps: give gossipx.join the optimizer")
-    tables = [(plain_name(name), one) for name, one in module.named_parameters() if one.requires_grad]
+        raise UsageError("in server mode the servers run the optimizer: pass it to gossipx.join")
+    tables = [(plain_name(name), value) for name, value in module.named_parameters() if value.requires_grad]
     layouts = _layouts(tables, config.server, own)
     rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
     settings = _settings(config, layouts, ranks, len(names), rates[0] if rates else None, own)
-    here = [index for index, able in enumerate(settings.holders) if rank in able]
-    groups = {id(one): number for number, group in enumerate(optimizer.param_groups) for one in group["params"]}
-    numbers = [groups.get(id(one), -1) for _, one in tables]
+    here = [index for index, holders in enumerate(settings.holders) if rank in holders]
+    groups = {id(value): number for number, group in enumerate(optimizer.param_groups) for value in group["params"]}
+    numbers = [groups.get(id(value), -1) for _, value in tables]
     coding = _coding(config, own.storages, module, tables, numbers, rank)
-    layout, parameters = settings.layout, [one for _, one in tables]
+    layout, parameters = settings.layout, [value for _, value in tables]
 
     def store_of(partitions: Sequence[Partition], cut: Sequence[Bucket]) -> ShardStore:
         return ShardStore(partitions, cut, parameters, numbers, optimizer, own.storages, coding)
@@ -109,7 +111,7 @@ def serve(
     table_store = TableStore(client, stores, parameters, optimizer, max(8, 2 * len(names)))
     table_store.migrator = TableMigrator(rank, layouts, layout, store_of)
     clocks = {index: settings.clock_of(index) for index in here}
-    return Served(settings, tables, clocks, table_store, _alike(config, ranks, own), _told(config, own))
+    return Served(settings, tables, clocks, table_store, _alike(config, ranks, own), _describe_sync(config, own))
 
 
 def _layouts(tables: Sequence[tuple[str, nn.Parameter]], given: ServerSettings, own: Parts) -> Layouts:
@@ -128,9 +130,9 @@ def _settings(
     """Return the settings of the role in server mode.
 
     Args:
-        ranks: the servers', by shard.
-        size: peers in the run.
-        rate: the learning rate at the start; None: the optimizer has none.
+        ranks: the rank of each shard's server, by shard.
+        size: number of peers in the run.
+        rate: the initial learning rate; None: the optimizer has none.
     """
     given = config.server
     layout = layouts.make(ranks)
@@ -169,10 +171,10 @@ def _coding(
     groups: Sequence[int],
     rank: int,
 ) -> Coding:
-    """The codecs of gradients and tables.
+    """Return the codecs of gradients and tables.
 
     Raises:
-        UsageError: one that does not go with parts of one's own, or with tables.
+        UsageError: a codec is combined with custom parts that encode, too.
     """
     given = config.server
     push, pull = codecs.parse(given.push_codec), codecs.parse(given.pull_codec)
@@ -181,15 +183,17 @@ def _coding(
         ("--pull-codec", pull, storages.raw_pulls),
     ):
         if codec != codecs.NoCodec() and not is_raw:
-            raise UsageError(f"{option} and parts of one's own that encode, too: leave one out: {storages.describe()}")
+            raise UsageError(
+                f"{option} and custom parts that encode exclude each other: leave out {storages.describe()}"
+            )
     for codec in (push, pull):
         warm_up(codec)
-    kept = norms(module)
+    norm_names = norms(module)
     return Coding(
         push=None if push == codecs.NoCodec() else push,
         pull=None if pull == codecs.NoCodec() else pull,
         shapes=tuple(tuple(parameter.shape) for _, parameter in tables),
-        norms=frozenset(number for number, (name, _) in enumerate(tables) if name in kept),
+        norms=frozenset(number for number, (name, _) in enumerate(tables) if name in norm_names),
         groups=groups,
         rescale=given.rescale_error,
         seed=random.Random(f"codec {config.run.seed} {rank}").getrandbits(63),
@@ -197,24 +201,25 @@ def _coding(
 
 
 def warm_up(codec: codecs.Codec) -> None:
-    """Have a codec's loops compiled now, and not while training waits."""
+    """Compile a codec's loops now, so that training does not wait for it later."""
     began = time.monotonic()
     for encoder in (codec, codecs.ErrorFeedback(codec)):
         values = torch.zeros(1)
         frame, _ = encoder.encode(values, encoder.init(values))
         codecs.decode_into(frame, values, add=True, near=values)
     took = time.monotonic() - began
-    if took > NOTICED:
-        log.warning("%s was compiled in %.1f s; later runs on this machine have it", codecs.describe(codec), took)
+    if took > SLOW_COMPILE:
+        log.warning("compiling %s took %.1f s; later runs on this machine reuse it", codecs.describe(codec), took)
 
 
 def _alike(config: RunConfig, ranks: Sequence[int], own: Parts) -> dict[str, str]:
+    """Return the settings of the servers that must be equal on all peers, by option."""
     given = config.server
     return {
         "--servers": ",".join(map(str, ranks)),
         "--server-replicas": str(given.server_replicas),
         "--servers-only": str(given.servers_only).lower(),
-        "--sync": _told(config, own),
+        "--sync": _describe_sync(config, own),
         "--sync-plan": given.sync_plan or "none",
         "--apply": given.apply or "the sync model's",
         "--pulls": given.pulls,
@@ -227,9 +232,12 @@ def _alike(config: RunConfig, ranks: Sequence[int], own: Parts) -> dict[str, str
 
 
 def _holders(servers: Sequence[int], replicas: int, size: int) -> tuple[tuple[int, ...], ...]:
-    """By shard, who holds it and who its replica: the next server, or the next peer where there is one server only."""
+    """Return by shard the rank of its server, followed by that of its replica if there are replicas.
+
+    The replica is on the next server, or on the next peer if there is a single server.
+    """
     if replicas and size == 1:
-        raise UsageError("--server-replicas 1 needs a second peer, which holds the replica: give more, or leave it out")
+        raise UsageError("--server-replicas 1 needs a second peer for the replica: give more peers, or leave it out")
     if not replicas:
         return tuple((rank,) for rank in servers)
     if len(servers) == 1:
@@ -238,16 +246,16 @@ def _holders(servers: Sequence[int], replicas: int, size: int) -> tuple[tuple[in
 
 
 def _fixed(config: RunConfig, storages: Storages) -> str:
-    """Why tables cannot go to other servers while the run goes on, or nothing."""
+    """Return why the servers cannot be changed during the run; empty if they can."""
     if config.server.server_replicas:
-        return "with --server-replicas the servers stay: a replica is of one shard, as it was at the beginning"
+        return "with --server-replicas the servers cannot be changed: a replica belongs to a shard of the first layout"
     if config.server.servers_only and CheckpointInterval.parse(str(config.run.checkpoint_every)):
-        return "with --servers-only and --checkpoint-every the servers stay: --resume takes from them who trains"
+        return "with --servers-only and --checkpoint-every the servers cannot be changed: --resume needs the same ones"
     own = storages.describe()
-    return f"parts of one's own may keep what only they know of, and stay where they are: {own}" if own else ""
+    return f"with custom parts the servers cannot be changed, as their state cannot be moved: {own}" if own else ""
 
 
-def _told(config: RunConfig, own: Parts) -> str:
+def _describe_sync(config: RunConfig, own: Parts) -> str:
     if own.sync is None:
         return config.server.sync
     return "|".join(map(models.describe, [own.sync] if isinstance(own.sync, models.SyncModel) else own.sync))

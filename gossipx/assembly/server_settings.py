@@ -1,4 +1,4 @@
-"""Which peers hold shards of a parameter server, and by which sync models."""
+"""The servers of a run and their sync models: which peers hold a shard, and when it answers pushes and pulls."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from gossipx.specs import rank_of
 
 
 def server_ranks(config: RunConfig, names: Sequence[str]) -> tuple[int, ...] | None:
-    """The ranks that hold shards, by shard; None: the run has no parameter server.
+    """Return the rank of each shard's server, by shard; None if the run has no parameter server.
 
     Raises:
-        UsageError: one that is no peer, or settings that do not go with servers.
+        UsageError: a server is not a peer, or other settings exclude servers or need them.
     """
     given, usual = config.server, ServerSettings()
     if given.servers is None and config.sync.mode != "server":
         for name in ServerSettings.__dataclass_fields__:
             if getattr(given, name) != getattr(usual, name):
+                option = f"--{name.replace('_', '-')}"
                 raise UsageError(
-                    f"--{name.replace('_', '-')} is of a parameter server: name its peers by --servers, or leave it out"
+                    f"{option} needs a parameter server: name its peers with --servers, or leave {option} out"
                 )
         return None
     ranks = tuple(rank_of(name.strip(), "--servers", names) for name in (given.servers or "0").split(","))
@@ -30,7 +31,7 @@ def server_ranks(config: RunConfig, names: Sequence[str]) -> tuple[int, ...] | N
     if given.servers_only and len(ranks) == len(names):
         raise UsageError("--servers-only leaves no peer that trains: give more peers, or leave it out")
     if config.hub.hub is not None:
-        raise UsageError("--hub and --servers are two ways to train around a server: leave one out")
+        raise UsageError("--hub and --servers exclude each other: leave one out")
     sync_models(config, len(ranks))
     return ranks
 
@@ -38,20 +39,21 @@ def server_ranks(config: RunConfig, names: Sequence[str]) -> tuple[int, ...] | N
 def sync_models(
     config: RunConfig, shards: int, own: models.SyncModel | Sequence[models.SyncModel] | None = None
 ) -> list[models.SyncModel]:
-    """The sync model of each shard.
+    """Return the sync model of each shard.
 
     Args:
-        own: models in place of the configured ones.
+        shards: the number of shards.
+        own: custom sync models instead of the configured ones; None: the configured ones.
 
     Raises:
-        UsageError: not one for all or one each, or one that its gradients cannot be applied by.
+        UsageError: there is not one for all shards or one per shard, or ``--apply`` does not work with one of them.
     """
     if own is not None:
-        made = [own] if isinstance(own, models.SyncModel) else list(own)
+        syncs = [own] if isinstance(own, models.SyncModel) else list(own)
     else:
-        made = [models.parse(spec) for spec in config.server.sync.split("|")]
-    if len(made) not in (1, shards):
-        raise UsageError(f"--sync gives {len(made)} sync models for {shards} shards: one for all, or one each")
-    for model in made:
+        syncs = [models.parse(spec) for spec in config.server.sync.split("|")]
+    if len(syncs) not in (1, shards):
+        raise UsageError(f"--sync has {len(syncs)} sync models for {shards} shards: give one for all, or one per shard")
+    for model in syncs:
         models.application(model, config.server.apply)
-    return made * shards if len(made) == 1 else made
+    return syncs * shards if len(syncs) == 1 else syncs

@@ -1,4 +1,4 @@
-"""gossipx in loops that others run: DDP groups, Lightning, the Hugging Face Trainer, Accelerate.
+"""Integrations with training frameworks: DDP groups, Lightning, the Hugging Face Trainer and Accelerate.
 
-Each module needs its own package, and none is imported before it is asked for.
+Each module needs the package of its framework, so import the one that you use.
 """

@@ -1,4 +1,4 @@
-"""One line that makes a loop under Accelerate a peer."""
+"""The integration with Hugging Face Accelerate: ``join`` makes its training loop a peer."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ except ImportError as error:
 __all__ = ["join", "shard"]
 
 SPLIT = {DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA}
-"""Ways to train in which no process holds the whole model, or none that gossipx can reach."""
+"""Distributed types under which no process holds the whole model, or gossipx cannot access it."""
 
 
 def check_whole(kind: DistributedType) -> None:
-    """See that each process holds the whole model.
+    """Check that each process holds the whole model.
 
     Raises:
         UsageError: it does not.
     """
     if kind in SPLIT:
         raise UsageError(
-            f"{kind.value} splits the model among processes: gossipx takes one process or DDP, "
-            "where each process holds all of it"
+            f"{kind.value} splits the model among processes: gossipx needs the whole model in each process, "
+            "so use one process or DDP"
         )
 
 
@@ -49,23 +49,23 @@ def join(
     config_file: str | Path | None = None,
     **settings: Any,
 ) -> GroupPeer:
-    """Make a loop under Accelerate a peer: from here on each update by ``optimizer`` is an iteration of the run.
+    """Join a run from a loop under Accelerate: each update by ``optimizer`` is then an iteration of the run.
 
-    As :func:`gossipx.join`. Under DDP the processes are one peer. ``accelerator.save_state`` keeps gossipx's state,
-    too; ``load_state`` comes after joining.
+    This is :func:`gossipx.join` for Accelerate. Under DDP the processes are one peer. ``accelerator.save_state`` saves
+    gossipx's state, too; call ``load_state`` after joining.
 
     Args:
-        accelerator: has prepared what follows.
-        model, optimizer: as ``accelerator.prepare`` gave them.
+        accelerator: the accelerator that prepared the model and the optimizer.
+        model, optimizer: as returned by ``accelerator.prepare``.
         peers, policy, rank, config_file, settings: as for :func:`gossipx.join`.
-        evaluate: gives the accuracy of the unwrapped model, from 0 to 1; called by the main process alone.
+        evaluate: returns the accuracy of the unwrapped model, from 0 to 1; called by the main process only.
 
     Raises:
         UsageError: as :func:`gossipx.integrations.ddp.join`; or the optimizer is not prepared.
     """
     check_whole(accelerator.distributed_type)
     if not isinstance(optimizer, AcceleratedOptimizer):
-        raise UsageError("join what accelerator.prepare gave: this optimizer is not prepared")
+        raise UsageError("this optimizer is not prepared: give the one that accelerator.prepare returned")
     plain = accelerator.unwrap_model(model)
     peer = Joining(peers, policy, rank, evaluate, config_file, settings).join(plain, optimizer.optimizer)
     peer.copy_state()

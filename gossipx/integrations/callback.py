@@ -1,6 +1,6 @@
-"""The part that the callbacks of Lightning and the Hugging Face Trainer share.
+"""The common base of the callbacks for Lightning and the Hugging Face Trainer.
 
-Both frameworks drive a training by calling methods of a callback; only the names and arguments of these differ.
+Both frameworks call methods of a callback during training; only the names and arguments of the methods differ.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from gossipx.integrations.ddp import GroupPeer, Joining, PolicyLike
 
 
 class PeerCallback:
-    """Make each training of a framework a peer; its callback inherits from this and from the framework's base.
+    """A base class for callbacks that make each training a peer; combine it with the framework's callback class.
 
     Args:
         peers, policy, rank, config_file, settings: as for :func:`gossipx.join`.
-        evaluate: gives the model's accuracy from 0 to 1, for the figures before and after the finish.
-        accuracy: name of a metric of the framework, to be recorded as ``test/accuracy``.
+        evaluate: returns the model's accuracy from 0 to 1, for the figures before and after the finish.
+        accuracy: name of a metric of the framework that is recorded as ``test/accuracy``.
 
     Attributes:
-        peer: the peer, from the first batch on.
+        peer: the peer; None before the first batch.
     """
 
     def __init__(
@@ -43,11 +43,11 @@ class PeerCallback:
         self._accuracy = accuracy
 
     def shard(self, dataset: Dataset[Any]) -> Subset[Any]:
-        """Return this peer's part of a data set by the run's ``partition``, for use before the training begins."""
+        """Return this peer's part of a data set by the run's ``partition``. Call it before training begins."""
         return self._joining.shard(dataset)
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
-        """Run the finish, while the module is still where it was trained."""
+        """Run the finish, while the module is still on its training device."""
         if self.peer is not None:
             self.peer.finish()
 

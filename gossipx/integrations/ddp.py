@@ -1,4 +1,7 @@
-"""One gossip peer for each group of processes that DDP keeps equal: DDP inside a host, gossip between hosts."""
+"""Gossip between DDP groups: the processes of a group are one peer, with DDP inside a host and gossip between hosts.
+
+Rank 0 of the group exchanges models with other peers and broadcasts its weights to the group afterwards.
+"""
 
 from __future__ import annotations
 
@@ -42,21 +45,21 @@ def join(
     config_file: str | Path | None = None,
     **settings: Any,
 ) -> GroupPeer:
-    """Make the processes of this DDP group one peer; to be called by all of them, as all else that is here.
+    """Make the processes of this DDP group one peer. All of them must call this, and all other functions here.
 
-    As :func:`gossipx.join`, which it is for a process without a group. Rank 0 of the group gossips; its weights reach
-    the others before their next forward pass. All take the values of the peer that began.
+    For a process without a group this is :func:`gossipx.join`. Rank 0 of the group exchanges models; the other
+    processes get its weights before their next forward pass. All processes start with rank 0's model after it joined.
 
     Args:
-        model: in DistributedDataParallel or not.
-        optimizer: its step is an iteration.
-        peers: the hosts file: a line a group.
+        model: may be wrapped in DistributedDataParallel.
+        optimizer: each of its steps is an iteration.
+        peers: the hosts file, with one line per group.
         policy, config_file, settings: as for :func:`gossipx.join`.
-        rank: of the group, which line of the hosts file it is.
-        evaluate: called by rank 0 alone.
+        rank: the group's line in the hosts file, from 0.
+        evaluate: called by rank 0 only.
 
     Raises:
-        UsageError: as :func:`gossipx.join`; or settings for loops of one's own alone: servers, ``checkpoint_every``.
+        UsageError: as :func:`gossipx.join`; or servers or ``checkpoint_every`` are set, which are not supported here.
         GossipxError: as :func:`gossipx.join`, on all ranks of the group.
     """
     return Joining(peers, policy, rank, evaluate, config_file, settings).join(model, optimizer)
@@ -70,21 +73,21 @@ def shard(
     config_file: str | Path | None = None,
     **settings: Any,
 ) -> Subset[Any]:
-    """This peer's part of a data set, before joining; the same in all processes of a group.
+    """Return this peer's part of a data set, before joining; the same in all processes of a group.
 
     Args:
         dataset: as for :meth:`gossipx.Peer.shard`.
-        peers, rank, config_file, settings: as for :func:`join`; none under ``gossipx run``.
+        peers, rank, config_file, settings: as for :func:`join`; not needed under ``gossipx run``.
 
     Raises:
-        UsageError: it has no labels, and the partition needs them; or this is no peer of the hosts file.
+        UsageError: the partition needs labels and the data set has none, or the hosts file does not name this peer.
     """
     return Joining(peers, None, rank, None, config_file, settings).shard(dataset)
 
 
 @dataclass
 class Joining:
-    """What a peer is to join with, before there is a model to join: arguments as :func:`join` has them."""
+    """The arguments of :func:`join` except model and optimizer, stored until these exist."""
 
     peers: str | Path | None = None
     policy: PolicyLike = None
@@ -95,17 +98,17 @@ class Joining:
 
     @property
     def run(self) -> RunConfig:
-        """The settings that hold here."""
+        """The effective settings: under ``gossipx run`` those of the run, otherwise the given ones."""
         policy = {"policy": self.policy} if isinstance(self.policy, str) else {}
         return settings_of(self.config_file, {**self.settings, **policy})
 
     def shard(self, dataset: Dataset[Any]) -> Subset[Any]:
-        """This peer's part of a data set, as :meth:`gossipx.Peer.shard` gives it, before joining.
+        """Return this peer's part of a data set, as :meth:`gossipx.Peer.shard` does, but before joining.
 
-        All processes of a group get the same part, which a sampler deals out to them.
+        All processes of a group get the same part; a sampler divides it among them.
 
         Raises:
-            UsageError: the data set has no labels, and the partition needs them; or this is no peer of the hosts file.
+            UsageError: the partition needs labels and the data set has none, or the hosts file does not name this peer.
         """
         run = self.run
         rank, size = rank_and_size(run, self.peers, self.rank)
@@ -116,19 +119,24 @@ class Joining:
     def join(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any] | None = None
     ) -> GroupPeer:
-        """Join; with ``state``, what :meth:`GroupPeer.state_dict` gave, go on from there with the model as it is."""
+        """Join the run.
+
+        Args:
+            state: what :meth:`GroupPeer.state_dict` returned: resume from it with the model's current values. None:
+                start with the run's initial model.
+        """
         return GroupPeer(self, model, optimizer, state)
 
 
 class GroupPeer:
-    """A peer that is a group of processes with equal models, or one process; made by :func:`join`.
+    """A peer that consists of a group of processes with equal models, or of one process; created by :func:`join`.
 
-    Use it as a context manager, as :class:`gossipx.Peer`. All of it but :meth:`log`, :meth:`leave`,
-    :meth:`leave_at_exit` and :meth:`close` is for all processes of the group together.
+    Use it as a context manager, like :class:`gossipx.Peer`. All processes of the group must call each method together,
+    except :meth:`log`, :meth:`leave`, :meth:`leave_at_exit` and :meth:`close`.
 
     Attributes:
-        rank: of the peer, the same in all processes of the group.
-        size: peers in the run.
+        rank: the peer's rank in the run, the same in all processes of the group.
+        size: number of peers in the run.
         iteration: iterations done.
     """
 
@@ -144,29 +152,29 @@ class GroupPeer:
         self._module: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
         self._group = Group()
         self._peer: Peer | None = None
-        self._slots: list[Slot] = []  # where this process lays the model out by itself
+        self._slots: list[Slot] = []  # the model's layout on ranks other than 0; on rank 0 the peer's arena has it
         self._sections: list[Section] = []
         self._mixes = 0
         self._unhook: list[Callable[[], None]] = []
         self._open = False
 
-        status = self._after(functools.partial(self._begin, joining, state) if self._group.rank == 0 else None)
+        status = self._run_on_rank_0(functools.partial(self._begin, joining, state) if self._group.rank == 0 else None)
         self.rank, self.size, self.iteration = status.rank, status.size, status.iteration
         if self._peer is None:
             self._slots = list(layout.slots_of(self._module, run.sync.buffers == "mix"))
             self._sections = [layout.lay_out(kind) for kind in layout.by_dtype(self._slots).values()]
-        self._group.give(section.storage for section in self._sections)
+        self._group.broadcast(section.storage for section in self._sections)
         self._unhook.append(optimizer.register_step_post_hook(self._optimizer_stepped).remove)
         self._open = True
 
     def _begin(self, joining: Joining, state: Mapping[str, Any] | None) -> None:
-        """Rank 0's part of joining."""
+        """Join the run; for rank 0 of the group."""
         if self._group.size > 1 and joining.peers is None and ENV_PEERS not in os.environ:
             raise UsageError(
-                f"the {self._group.size} processes of this group are one peer: say who the other peers are, "
+                f"the {self._group.size} processes of this group are one peer: name the other peers with "
                 "peers='hosts.txt'"
             )
-        # torchrun's rank is that of a process in its group, and not that of a peer.
+        # torchrun's RANK is the rank of a process in its group, not of a peer in the run.
         rank, _ = rank_and_size(joining.run, joining.peers, joining.rank)
         own = None if state is None else [tensor.detach().clone() for tensor in _tensors(self._module)]
         self._peer = peer = join_alone(
@@ -186,20 +194,26 @@ class GroupPeer:
                     tensor.copy_(value)
             peer.load_state_dict(dict(state))
 
-    def _after(self, act: Callable[[], object] | None) -> GroupStatus:
-        """Rank 0 acts, and all learn what has come of it; None: this is another rank."""
+    def _run_on_rank_0(self, action: Callable[[], object] | None) -> GroupStatus:
+        """Run an action on rank 0 and share the resulting status with all ranks.
+
+        If the action fails, all ranks raise an error.
+
+        Args:
+            action: None on the other ranks.
+        """
         status = None
-        if act is not None:
+        if action is not None:
             try:
-                act()
+                action()
             except BaseException as error:
-                self._group.tell(GroupStatus.of(error))
+                self._group.share(GroupStatus.of(error))
                 raise
             peer = self._peer
             assert peer is not None
             status = GroupStatus(peer.rank, peer.size, peer.iteration, peer.mixes > self._mixes)
             self._mixes = peer.mixes
-        status = self._group.tell(status)
+        status = self._group.share(status)
         if status.exit_code is not None:
             status.end()
         return status
@@ -207,50 +221,50 @@ class GroupPeer:
     # --- the training loop --------------------------------------------------------------------------
 
     def step(self) -> None:
-        """One iteration is done. The joined optimizer calls this itself.
+        """Count one iteration. The optimizer given to :func:`join` calls this after each of its steps.
 
         Raises:
-            GossipxError: training cannot go on (too few peers left, models that differ).
+            GossipxError: training cannot continue, for example because too few peers are left or the models differ.
         """
         if not self._open:
             return
-        status = self._after(None if self._peer is None else self._peer.step)
+        status = self._run_on_rank_0(None if self._peer is None else self._peer.step)
         self.iteration = status.iteration
         if status.entered:
-            self._give_exchanged()
+            self._broadcast_exchanged()
 
-    def _give_exchanged(self) -> None:
+    def _broadcast_exchanged(self) -> None:
         with torch.no_grad():
-            self._group.give(section.storage[: section.mixed] for section in self._sections)
+            self._group.broadcast(section.storage[: section.mixed] for section in self._sections)
 
     def _optimizer_stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if not overflowed(optimizer):
             self.step()
 
     def log(self, tag: str, value: float | Tensor) -> None:
-        """As :meth:`gossipx.Peer.log`; what others than rank 0 of the group say is left out."""
+        """As :meth:`gossipx.Peer.log` on rank 0 of the group; ignored on the other ranks."""
         if self._peer is not None:
             self._peer.log(tag, value)
 
     def state_dict(self) -> dict[str, Any]:
-        """As :meth:`gossipx.Peer.state_dict`, by rank 0 of the group; empty elsewhere."""
+        """As :meth:`gossipx.Peer.state_dict` on rank 0 of the group; empty on the other ranks."""
         return {} if self._peer is None else self._peer.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """As :meth:`gossipx.Peer.load_state_dict`: model and optimizer, the same in all processes, are loaded before.
+        """As :meth:`gossipx.Peer.load_state_dict`. Load model and optimizer before, equally in all processes.
 
         Args:
-            state: what :meth:`state_dict` gave on rank 0.
+            state: what :meth:`state_dict` returned on rank 0; the same in all processes.
         """
         if self._peer is not None:
             self._peer.load_state_dict(dict(state))
         self.iteration = int(state["iteration"])
 
     def copy_state(self) -> None:
-        """While joined, have ``state_dict()`` of the model give copies.
+        """Make ``state_dict()`` of the model return copies of its tensors while the peer is open.
 
-        Joined, all are views of one vector. Who writes safetensors takes tensors of one storage for one tensor:
-        Accelerate would leave out all but the first.
+        The parameters of a joined model are views of one vector. Writers of safetensors files treat tensors with the
+        same storage as one tensor: Accelerate would write only the first.
         """
         handle = self._module._register_state_dict_hook(_copied)  # type: ignore[no-untyped-call]
         self._unhook.append(handle.remove)
@@ -258,16 +272,16 @@ class GroupPeer:
     # --- the end ------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Training is over: agree with the other peers, and leave; all processes hold the model that comes out."""
+        """End the training: take part in the finish, and leave. All processes of the group have the final model."""
         if not self._open:
             return
         self._close_hooks()
-        self._after(None if self._peer is None else self._peer.finish)
-        self._give_exchanged()
+        self._run_on_rank_0(None if self._peer is None else self._peer.finish)
+        self._broadcast_exchanged()
         self.close()
 
     def leave(self) -> None:
-        """Take no further part, without a finish, and tell the other peers."""
+        """Leave the run without a finish, and notify the other peers."""
         if self._peer is not None:
             self._peer.leave()
         self.close()
@@ -278,7 +292,7 @@ class GroupPeer:
             self._peer.leave_at_exit()
 
     def close(self) -> None:
-        """Take no further part, without a finish; any number of times."""
+        """Leave the run without a finish or a notice. Idempotent."""
         self._close_hooks()
         if self._peer is not None:
             self._peer.close()
@@ -308,21 +322,21 @@ class GroupPeer:
 
 def _check(run: RunConfig) -> None:
     if run.server.servers is not None or run.sync.mode == "server":
-        raise UsageError("a parameter server is for loops of your own, with gossipx.join: leave out --servers here")
+        raise UsageError("a parameter server needs a loop of your own with gossipx.join: leave out --servers here")
     if str(run.run.checkpoint_every) != "0" or os.environ.get(ENV_RESUME):
         raise UsageError(
-            "--checkpoint-every and --resume are for loops of your own, with gossipx.join: here the loop's own "
-            "checkpoints hold gossipx's state"
+            "--checkpoint-every and --resume need a loop of your own with gossipx.join: leave them out, since the "
+            "framework's checkpoints contain gossipx's state"
         )
 
 
 def _tensors(module: nn.Module) -> list[Tensor]:
-    """Parameters and buffers, tied ones once."""
+    """Return all parameters and buffers; tied ones appear once."""
     return [*module.parameters(), *module.buffers()]
 
 
 def _copied(module: nn.Module, state: dict[str, Any], prefix: str, local: Any) -> None:
-    """Give each tensor of a state storage of its own; tied ones stay tied."""
+    """Replace each tensor of a state dict by a copy with its own storage; tied tensors stay tied."""
     own: dict[tuple[int, torch.Size, tuple[int, ...]], Tensor] = {}
     for name, value in state.items():
         if name.startswith(prefix) and isinstance(value, Tensor):

@@ -1,9 +1,9 @@
-"""The processes of a DDP group, which are one peer: what its rank 0 tells the others.
+"""Communication inside a DDP group whose processes are one peer: rank 0 broadcasts its status and its weights.
 
-Rank 0 alone gossips. At each step it says in one small message whether another peer's model has entered its weights,
-and if so, gives these to the others: DDP spreads gradients and buffers, and no parameters. All of it happens in the
-training thread, after the last gradient of one iteration and before the first forward pass of the next, so that it
-never crosses what DDP itself sends.
+Only rank 0 exchanges models with other peers. After each step it broadcasts a small status message. If a received model
+was mixed, it broadcasts the weights, too, since DDP synchronizes gradients and buffers but not parameters. All of this
+happens in the training thread between the last gradient of an iteration and the next forward pass, so that it does not
+interfere with DDP's own collectives.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ from torch import Tensor
 
 from gossipx.errors import GossipxError
 
-PATIENCE = datetime.timedelta(days=30)
-"""How long the others wait for a word of rank 0, which may wait for slow peers at the finish. Its death ends the wait
-at once, as its connections close."""
+TIMEOUT = datetime.timedelta(days=30)
+"""How long the other ranks wait for rank 0's status: rank 0 may wait for slow peers in the finish. If it dies, its
+connections close, and the wait ends at once."""
 
 
 @dataclass(frozen=True)
 class GroupStatus:
-    """What rank 0 says.
+    """The status that rank 0 broadcasts.
 
     Attributes:
-        rank, size: of the peer among all peers.
+        rank: the peer's rank in the run.
+        size: number of peers in the run.
         iteration: iterations done.
-        entered: whether another model has entered the weights since the last word: they follow.
-        exit_code: with which rank 0 ends; None: it goes on.
-        reason: why it ends.
+        entered: whether a received model was mixed since the last status; the weights follow then.
+        exit_code: the exit code of rank 0, which is ending; None: it continues.
+        reason: why it ends; empty if it left normally.
     """
 
     rank: int
@@ -46,7 +47,7 @@ class GroupStatus:
 
     @staticmethod
     def of(error: BaseException) -> GroupStatus:
-        """That rank 0 ends, by this error."""
+        """Return the status of a rank 0 that ends with this error."""
         if isinstance(error, GossipxError):
             code, reason = error.exit_code, str(error)
         elif isinstance(error, SystemExit):
@@ -58,11 +59,11 @@ class GroupStatus:
         return GroupStatus(0, 0, 0, exit_code=code, reason=reason)
 
     def end(self) -> NoReturn:
-        """End as rank 0 does.
+        """End this process like rank 0.
 
         Raises:
-            GossipxError: with what rank 0 failed.
-            SystemExit: it has left.
+            GossipxError: rank 0 failed; with its reason.
+            SystemExit: rank 0 exited without an error message.
         """
         if not self.reason:
             raise SystemExit(self.exit_code)
@@ -86,22 +87,22 @@ def _unpacked(data: bytes) -> GroupStatus:
 
 
 class Group:
-    """The processes of torch.distributed's world, or this process alone if there is none.
+    """The processes of torch.distributed's world; only this process if torch.distributed is not initialized.
 
     Attributes:
-        rank: of this process in the group.
-        size: processes in it.
+        rank: the rank of this process in the group.
+        size: number of processes in the group.
     """
 
     def __init__(self) -> None:
-        there = dist.is_available() and dist.is_initialized()
-        self.rank = dist.get_rank() if there else 0
-        self.size = dist.get_world_size() if there else 1
-        # Words go between processors: one from a GPU would have training wait for it.
-        self._gloo = dist.new_group(backend="gloo", timeout=PATIENCE) if self.size > 1 else None
+        is_initialized = dist.is_available() and dist.is_initialized()
+        self.rank = dist.get_rank() if is_initialized else 0
+        self.size = dist.get_world_size() if is_initialized else 1
+        # The status is sent between CPUs: reading it from a GPU would synchronize with the training kernels.
+        self._gloo = dist.new_group(backend="gloo", timeout=TIMEOUT) if self.size > 1 else None
 
-    def tell(self, status: GroupStatus | None) -> GroupStatus:
-        """Rank 0 gives a word, the others None; all return it."""
+    def share(self, status: GroupStatus | None) -> GroupStatus:
+        """Broadcast rank 0's status, and return it on all ranks. The other ranks pass None."""
         if self._gloo is None:
             assert status is not None
             return status
@@ -111,17 +112,17 @@ class Group:
         dist.broadcast(data, src=0, group=self._gloo)
         return status or _unpacked(bytes(data.numpy()))
 
-    def give(self, vectors: Iterable[Tensor]) -> None:
-        """All ranks' vectors become those of rank 0."""
+    def broadcast(self, vectors: Iterable[Tensor]) -> None:
+        """Overwrite the vectors on all ranks with those of rank 0."""
         if self._gloo is not None:
             for vector in vectors:
                 if vector.numel():
-                    # From a GPU by DDP's own way, in whose order it is.
+                    # GPU vectors use the default group, so that they are ordered with DDP's collectives.
                     dist.broadcast(vector, src=0, group=self._gloo if vector.device.type == "cpu" else None)
 
     def close(self) -> None:
-        """End this process's part. A word that others still wait for does not come: they fail."""
+        """Leave the group. Ranks that still wait for a status from this process fail."""
         if self._gloo is not None and dist.is_initialized():
-            # Its threads hold Python's objects, and must not outlive the interpreter.
+            # Its threads use Python objects and must end before the interpreter does.
             dist.destroy_process_group(self._gloo)
         self._gloo = None

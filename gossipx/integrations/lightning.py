@@ -1,4 +1,4 @@
-"""A callback that makes each Lightning training a peer."""
+"""The integration with Lightning: a callback that makes each training a peer."""
 
 from __future__ import annotations
 
@@ -20,38 +20,38 @@ KNOWN = {"SingleDeviceStrategy", "DDPStrategy"}
 
 
 class GossipCallback(PeerCallback, Callback):
-    """Make a Lightning training a peer; nothing else changes.
+    """A Lightning callback that makes a training a peer; the rest of the script is unchanged.
 
     ``fit`` joins before its first batch and ends with the finish. Under DDP the processes of a fit are one peer. With
-    several optimizers a step of the last one is an iteration. Lightning's checkpoints hold gossipx's state, too, so
-    that ``fit(ckpt_path=...)`` goes on from there.
+    several optimizers, each step of the last one is an iteration. Lightning's checkpoints contain gossipx's state, so
+    that ``fit(ckpt_path=...)`` resumes from them.
 
-    Under ``gossipx run`` nothing has to be given.
+    Under ``gossipx run`` no argument is needed.
 
     Args:
         peers, policy, rank, config_file, settings: as for :func:`gossipx.join`.
-        evaluate: gives the LightningModule's accuracy from 0 to 1, for the figures before and after the finish.
-        accuracy: name of a metric that the module logs in validation, to be recorded as ``test/accuracy``.
+        evaluate: returns the LightningModule's accuracy from 0 to 1, for the figures before and after the finish.
+        accuracy: name of a metric that the module logs in validation; it is recorded as ``test/accuracy``.
 
     Attributes:
-        peer: the peer, from the first batch on.
+        peer: the peer; None before the first batch.
     """
 
     _loaded: dict[str, Any] | None = None
     _every = 1
 
-    # --- what Lightning calls -----------------------------------------------------------------------
+    # --- called by Lightning ------------------------------------------------------------------------
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """All is in its place: the module on its device and in DDP, checkpoints loaded."""
+        """Join: by now the module is on its device and wrapped by DDP, and a checkpoint is loaded."""
         kinds = [kind.__name__ for kind in type(trainer.strategy).__mro__]
         if not KNOWN & set(kinds) or "DeepSpeedStrategy" in kinds:
             raise UsageError(
-                f"{kinds[0]} splits the model among processes: gossipx takes one device or strategy='ddp', where each "
-                "process holds all of it"
+                f"{kinds[0]} splits the model among processes: gossipx needs the whole model in each process, "
+                "so use one device or strategy='ddp'"
             )
         if not trainer.optimizers:
-            raise UsageError("configure_optimizers gives no optimizer, whose steps gossipx counts")
+            raise UsageError("configure_optimizers returns no optimizer: gossipx needs one to count its steps")
         self._every = self._joining.run.run.log_interval
         state, self._loaded = self._loaded, None
         self.peer = self._joining.join(pl_module, trainer.optimizers[-1], state)
@@ -67,14 +67,14 @@ class GossipCallback(PeerCallback, Callback):
         self._record_accuracy(trainer.callback_metrics)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """The training failed: the other peers go on without this one."""
+        """Leave after a failed training, so that the other peers continue without this one."""
         if self.peer is not None:
             self.peer.__exit__(type(exception), exception, exception.__traceback__)
 
     def state_dict(self) -> dict[str, Any]:
-        """For Lightning's checkpoints."""
+        """Return gossipx's state for Lightning's checkpoints."""
         return {} if self.peer is None else self.peer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """From one of Lightning's checkpoints, before the training begins."""
+        """Store the state from a Lightning checkpoint until the training begins."""
         self._loaded = state_dict or None

@@ -1,4 +1,4 @@
-"""A callback that makes each training of the Hugging Face Trainer a peer."""
+"""The integration with the Hugging Face Trainer: a callback that makes each training a peer."""
 
 from __future__ import annotations
 
@@ -14,45 +14,46 @@ try:
 except ImportError as error:
     raise UsageError(f"transformers cannot be imported ({error}): pip install 'gossipx[transformers]'") from error
 
-KEPT = "gossipx"
-"""Where the Trainer's state holds gossipx's."""
+STATE_KEY = "gossipx"
+"""Key of gossipx's state within the Trainer's state."""
 
 
 class GossipCallback(PeerCallback, TrainerCallback):
-    """Make a training by the Hugging Face Trainer a peer; nothing else changes.
+    """A Trainer callback that makes a training a peer; the rest of the script is unchanged.
 
     ``train`` joins before its first batch and ends with the finish. Under DDP the processes of a training are one peer.
-    The Trainer's checkpoints hold gossipx's state, too, in ``trainer_state.json``, so that
-    ``train(resume_from_checkpoint=...)`` goes on from there.
+    The Trainer's checkpoints contain gossipx's state in ``trainer_state.json``, so that
+    ``train(resume_from_checkpoint=...)`` resumes from them.
 
-    Under ``gossipx run`` nothing has to be given.
+    Under ``gossipx run`` no argument is needed.
 
     Args:
         peers, policy, rank, config_file, settings: as for :func:`gossipx.join`.
-        evaluate: gives the model's accuracy from 0 to 1, for the figures before and after the finish.
-        accuracy: name of a metric of the Trainer's evaluation, ``eval_accuracy``, to be recorded as ``test/accuracy``.
+        evaluate: returns the model's accuracy from 0 to 1, for the figures before and after the finish.
+        accuracy: name of a metric of the Trainer's evaluation, such as ``eval_accuracy``; recorded as
+            ``test/accuracy``.
 
     Attributes:
-        peer: the peer, from the first batch on.
+        peer: the peer; None before the first batch.
     """
 
-    # --- what the Trainer calls ---------------------------------------------------------------------
+    # --- called by the Trainer ----------------------------------------------------------------------
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """All is in its place: the model on its device and in DDP, checkpoints loaded."""
+        """Join: by now the model is on its device and wrapped by DDP, and a checkpoint is loaded."""
         check_whole(args.distributed_state.distributed_type)
         if self.peer is not None:
-            self.peer.leave()  # of a training that failed
-        kept = state.stateful_callbacks.get(KEPT)
-        optimizer = getattr(kwargs["optimizer"], "optimizer", kwargs["optimizer"])  # of Accelerate's wrapper
-        self.peer = self._joining.join(kwargs["model"], optimizer, None if kept is None else json.loads(kept))
+            self.peer.leave()  # its training failed
+        saved = state.stateful_callbacks.get(STATE_KEY)
+        optimizer = getattr(kwargs["optimizer"], "optimizer", kwargs["optimizer"])  # unwrap Accelerate's optimizer
+        self.peer = self._joining.join(kwargs["model"], optimizer, None if saved is None else json.loads(saved))
         self.peer.copy_state()
-        self.peer.leave_at_exit()  # the Trainer tells nobody that a training has failed
+        self.peer.leave_at_exit()  # the Trainer does not notify callbacks of a failed training
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Keep the state where the Trainer writes it, as a checkpoint may come next."""
+        """Update gossipx's state within the Trainer's state, since a checkpoint may follow."""
         if self.peer is not None and state.is_world_process_zero:
-            state.stateful_callbacks[KEPT] = json.dumps(self.peer.state_dict())
+            state.stateful_callbacks[STATE_KEY] = json.dumps(self.peer.state_dict())
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Record the loss."""

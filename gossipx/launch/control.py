@@ -13,7 +13,7 @@ from typing import Any
 from gossipx.config import files
 from gossipx.errors import GossipxError, UsageError
 from gossipx.launch.directory import CONFIG_FILE
-from gossipx.runtime.control import ANSWER, COMMAND, DIRECTORY, LOOK_EVERY, write
+from gossipx.runtime.control import ANSWER, COMMAND, DIRECTORY, POLL_INTERVAL, write
 
 TAKEN_WITHIN = 10.0
 """Seconds within which a peer that runs takes a command: many times the interval between two of its looks."""
@@ -49,7 +49,7 @@ def command(run: Path, told: Mapping[str, Any], patience: float) -> None:
             raise GossipxError(f"{run}: no peer of this run is at work on this machine, or it has no parameter server")
         if waited > TAKEN_WITHIN + patience:
             raise GossipxError(f"{run}: a peer has taken the command and does not answer")
-        time.sleep(LOOK_EVERY / 5)
+        time.sleep(POLL_INTERVAL / 5)
     problem = json.loads(answer.read_text(encoding="utf-8"))["problem"]
     answer.unlink()
     if problem:

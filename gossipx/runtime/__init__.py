@@ -1,1 +1,1 @@
-"""Roles in real processes: threads, clocks and sockets stand here and below, decisions do not."""
+"""The driver of a peer role in a real process: it owns the threads, clocks and sockets, and makes no decisions."""

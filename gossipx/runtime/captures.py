@@ -1,4 +1,8 @@
-"""Models of a peer as they were captured, and what has become of them since; and what drift counts from."""
+"""Captured models of this peer: copies that an exchange works on while training continues.
+
+An exchange captures the model, merges received models into the copy, and then writes the result into the weights.
+Drift, ‖x_t − x_r‖₂, is the distance from the model at the last exchange; its reference is stored here, too.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +21,14 @@ from gossipx.runtime.model_transfers import Transfer
 
 @dataclass(frozen=True)
 class Retrieval:
-    """One model that was mixed while training.
+    """A received model that was mixed while training.
 
     Attributes:
-        seconds: from the request to the last byte.
-        staleness: own iterations minus those that the model had seen.
-        distance: ‖x_j − base‖₂ over the trained values, the base being the own model as of the request, or when a push
-            is mixed; None where either is a mean of several peers' models.
-        of_centre: it was a hub's centre, as it was before this exchange.
+        seconds: from the request to the last byte of the reply.
+        staleness: this peer's iterations minus the received model's.
+        distance: ‖x_j − base‖₂ over the trained values. The base is this peer's model at the time of the request, or of
+            the mixing for a pushed model. None if either model is a mean of several peers' models.
+        of_centre: whether the model was a hub's centre, before this exchange changed it.
     """
 
     seconds: float
@@ -34,15 +38,15 @@ class Retrieval:
 
 
 class Captures:
-    """Captured models by ticket; each is held until it is forgotten.
+    """Captured models by ticket; each is kept until its ticket is forgotten.
 
     Args:
-        arena: whose models they are.
-        uses_drift: whether the policy does; else none is kept for it.
+        arena: holds the weights that are captured.
+        uses_drift: whether the policy uses drift; if not, no model is kept for it.
 
     Attributes:
-        reference: what drift counts from; for the training thread, or while it waits.
-        saved: a held model that a checkpoint has kept, and the iterations that it has seen.
+        reference: the model from which drift is measured. For the training thread, or others while it waits.
+        saved: a captured model from a checkpoint, and its iterations; None without one.
     """
 
     def __init__(self, arena: ParameterArena, uses_drift: bool):
@@ -50,45 +54,46 @@ class Captures:
         self.saved: tuple[list[Tensor], int] | None = None
         self._arena = arena
         self._uses_drift = uses_drift
-        # Guarded by the arena's lock, as what its snapshots are held for:
-        self._held: dict[int, CapturedModel[Retrieval]] = {}
-        self._given: deque[CapturedModel[Retrieval]] = deque()  # drift is to count from the last of these
+        # Both are guarded by the arena's lock, like the reference counts of its snapshots.
+        self._captured: dict[int, CapturedModel[Retrieval]] = {}
+        self._delivered: deque[CapturedModel[Retrieval]] = deque()  # the last one becomes the reference of drift
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._captured)
 
     def capture(self, ticket: int, saved: bool = False) -> None:
-        """Hold the model as of the last step boundary; or (``saved``) what a checkpoint has kept, if it has."""
+        """Capture the model as of the last step boundary; with ``saved``, the model from the checkpoint if any."""
         if saved and self.saved is not None:
             vectors, step = self.saved
             buffer = self._arena.pool.buffer()
-            for own, kept in zip(buffer.vectors, vectors, strict=True):
-                own.copy_(kept)
-            self._held[ticket] = CapturedModel(self._arena.held(buffer, step))
+            for target, source in zip(buffer.vectors, vectors, strict=True):
+                target.copy_(source)
+            self._captured[ticket] = CapturedModel(self._arena.held(buffer, step))
         else:
-            self._held[ticket] = CapturedModel(self._arena.snapshot())
+            self._captured[ticket] = CapturedModel(self._arena.snapshot())
 
     def base(self, ticket: int) -> Snapshot:
-        """The model as of the last boundary, held for the caller, and where the policy uses drift under ``ticket``."""
+        """Return a reference to the model as of the last step boundary; with drift also capture it as ``ticket``."""
         base = self._arena.snapshot()
         if self._uses_drift:
             with self._arena.lock:
-                self._held[ticket] = CapturedModel(base.hold())
+                self._captured[ticket] = CapturedModel(base.hold())
         return base
 
     def hold(self, ticket: int) -> Snapshot | None:
-        """What is held under ``ticket`` by now; release it after use. None: it was forgotten."""
+        """Return a reference to the current state of a captured model; None if it was forgotten."""
         with self._arena.lock:
-            held = self._held.get(ticket)
-            return None if held is None else held.now.hold()
+            captured = self._captured.get(ticket)
+            return None if captured is None else captured.now.hold()
 
     def merge(self, transfer: Transfer, into: int, own: float, theirs: float) -> bool | None:
-        """Merge a model into the one held under ``into``; see :class:`gossipx.protocol.effects.Merge`.
+        """Merge a received model into the one captured under ``into``; see :class:`gossipx.protocol.effects.Merge`.
 
-        Outside the training thread, and with no lock: no weights are touched, and nobody else merges into it meanwhile.
+        Runs outside the training thread. The computation needs no lock: it does not touch the weights, and the role
+        allows one merge per captured model at a time.
 
         Returns:
-            Whether it was finite; None: what it was to be merged into was forgotten.
+            Whether the received model was finite; None if the captured model was forgotten.
         """
         before = self.hold(into)
         if before is None:
@@ -99,56 +104,61 @@ class Captures:
         if math.isnan(distance):
             transfer.incoming.release()
             return False
-        in_wave = isinstance(transfer.request, RoundRequest)  # else it is the centre that has seen as much as the most
+        in_wave = isinstance(transfer.request, RoundRequest)  # otherwise a hub merges a worker's model into its centre
         step = before.step if in_wave else max(before.step, transfer.their_step)
         merged = self._arena.held(transfer.incoming.give_away(), step)
         staleness = self._arena.step - transfer.their_step
         with self._arena.lock:
-            held = self._held.get(into)
-            if held is not None:
-                two_models = held.now is held.base and transfer.weight == 1
+            captured = self._captured.get(into)
+            if captured is not None:
+                two_models = captured.now is captured.base and transfer.weight == 1
                 if in_wave:
-                    held.retrievals.append(Retrieval(transfer.seconds, staleness, distance if two_models else None))
-                held.now, merged = merged, held.now
+                    captured.retrievals.append(Retrieval(transfer.seconds, staleness, distance if two_models else None))
+                captured.now, merged = merged, captured.now
         merged.release()
         return True
 
     def take_in(self, ticket: int, training: bool) -> list[Retrieval]:
-        """Put what is held in the captured model's place; see :class:`gossipx.protocol.effects.TakeIn`.
+        """Write the merged model into the weights; see :class:`gossipx.protocol.effects.TakeIn`.
 
         Args:
-            training: whether the run is at that, and not at its end.
+            training: whether the peer is training, not in the finish.
+
+        Returns:
+            The models that were merged while training.
         """
         with self._arena.lock:
-            held = self._held.pop(ticket)
-        self._arena.take_in(held.now, held.base)
+            captured = self._captured.pop(ticket)
+        self._arena.take_in(captured.now, captured.base)
         if training and self._uses_drift:
-            self.reference.set(held.now.buffer)
-        held.release()
-        return held.retrievals if training else []
+            self.reference.set(captured.now.buffer)
+        captured.release()
+        return captured.retrievals if training else []
 
     def forget(self, ticket: int) -> None:
-        """What is held under ``ticket`` is no longer needed."""
+        """Release the model captured under ``ticket``, if any."""
         with self._arena.lock:
-            held = self._held.pop(ticket, None)
-        if held is not None:
-            held.release()
+            captured = self._captured.pop(ticket, None)
+        if captured is not None:
+            captured.release()
 
     # --- drift ------------------------------------------------------------------------------------
 
-    def given(self, ticket: int) -> None:
-        """The model captured under ``ticket`` has been given away: drift counts from it."""
+    def delivered(self, ticket: int) -> None:
+        """Measure drift from the model captured under ``ticket``, which another peer has received."""
         if self._uses_drift:
             with self._arena.lock:
-                self._given.append(self._held.pop(ticket))  # the training thread may be at work on the reference
+                self._delivered.append(self._captured.pop(ticket))  # the training thread may be using the reference
         else:
             self.forget(ticket)
 
     def moved(self, transfer: Transfer, share: float, ticket: int | None) -> None:
-        """A share of a model was mixed.
+        """Move the reference of drift after a share of a received model was mixed.
 
         Args:
-            ticket: under which its base is held; None: another has pushed it, and drift goes on from where it began.
+            share: the share of the difference that was added to the weights.
+            ticket: the ticket under which the base is captured; None: another peer pushed the model, and the current
+                reference is moved.
         """
         if not self._uses_drift:
             return
@@ -158,22 +168,22 @@ class Captures:
             base.release()
 
     def drift(self, pulling: int | None) -> float:
-        """‖x_t − x_r‖₂, the way that own steps have led since the last exchange.
+        """Return ‖x_t − x_r‖₂: how far this peer's own steps have moved the model since the last exchange.
 
-        For the training thread, which alone works on the reference.
+        For the training thread only, which owns the reference.
 
         Args:
-            pulling: the ticket of an exchange under way, which drift counts from.
+            pulling: the ticket of an exchange under way, from whose start drift is measured; None: the last exchange.
         """
-        while self._given:
-            given = self._given.popleft()
-            self.reference.set(given.base.buffer)
-            given.release()
+        while self._delivered:
+            delivered = self._delivered.popleft()
+            self.reference.set(delivered.base.buffer)
+            delivered.release()
         base = None
         if pulling is not None:
             with self._arena.lock:
-                held = self._held.get(pulling)
-                base = None if held is None else held.base.hold()
+                captured = self._captured.get(pulling)
+                base = None if captured is None else captured.base.hold()
         if base is None:
             return self.reference.distance()
         distance = self._arena.distance(base.buffer)

@@ -1,8 +1,7 @@
-"""A peer's checkpoints: when one is due, the thread that writes them, and the one that training goes on from.
+"""A peer's checkpoints: when one is due, the thread that writes them, and the one that training resumes from.
 
-The training thread captures; one thread of its own writes, to the disk and not only to the system's memory. A
-checkpoint that is due while the one before is still being written is left out and counted: a queue would grow on a slow
-disk.
+The training thread captures the state, and a second thread writes and syncs it to the disk. A checkpoint that is due
+while the previous one is still being written is skipped and counted: a queue would grow without bound on a slow disk.
 """
 
 from __future__ import annotations
@@ -19,40 +18,41 @@ from gossipx.checkpoint import KEEP, Checkpoint, CheckpointError, CheckpointInte
 from gossipx.checkpoint.store import PART
 from gossipx.errors import GossipxError, UsageError
 from gossipx.runtime import models
-from gossipx.runtime.state import MODEL, SCRIPT, CapturedState, OwnPart, TrainingState
+from gossipx.runtime.state import MODEL, SCRIPT, CapturedState, ScriptPart, TrainingState
 
 log = logging.getLogger("gossipx")
 
-TELL_EVERY = 60.0
-"""Seconds between two warnings of one kind; what falls between is counted and told with the next."""
-LONGEST_WRITE = 300.0
-"""Seconds that an ending peer waits for its last checkpoint: 3 GB at 10 MB/s. A disk that hangs must not keep it."""
+WARN_INTERVAL = 60.0
+"""Minimum seconds between two warnings of one kind; those in between are counted, and the next one says how many."""
+WRITE_TIMEOUT = 300.0
+"""Seconds that an ending peer waits for its last checkpoint: 3 GB at 10 MB/s. A hung disk must not block it forever."""
 
-Kept = Callable[[], Mapping[str, Any]]
-"""Gives figures to be kept in a checkpoint."""
+Figures = Callable[[], Mapping[str, Any]]
+"""Returns the figures to be saved in a checkpoint."""
 
 
 def store_of(directory: Path, rank: int, keep: int = KEEP) -> Store:
-    """The checkpoints of a peer in the run's directory."""
+    """Return the store of a peer's checkpoints in the run's directory."""
     return Store(models.directory_of(directory, rank) / "checkpoints", keep)
 
 
 class Checkpoints:
-    """One peer's; all but :attr:`skipped` for the training thread.
+    """The checkpoints of one peer. For the training thread.
 
     Args:
-        store: None: none are written.
-        every: how often one is due while training; none: only one as the peer is asked to leave.
-        state: what they are taken of.
-        resumes: the run goes on from checkpoints: the newest whole one is looked for here.
-        at: the iteration of the one that is to be gone on from, whichever is the newest.
-        told: gives the iteration after which the next is due, where others say so and not the clock on the wall here.
+        store: where they are written; None: none are written.
+        every: the interval between checkpoints; falsy: only one when the peer is asked to leave.
+        state: the training state that they save.
+        resumes: whether the run resumes from checkpoints; the newest complete one is then loaded here.
+        at: the iteration of the checkpoint to resume from; None: the newest.
+        servers_due: for a worker of servers whose interval is in seconds: returns the iteration at which the servers
+            take a checkpoint, so that all peers take one at the same iteration. None: this peer's clock decides.
 
     Attributes:
-        skipped: those that were due while one was being written.
-        failed: those that could not be written.
-        found: the one that training goes on from; None: there is none.
-        resumed: None: the run is a new one; else whether there is one.
+        skipped: number of checkpoints that were due while the previous one was being written.
+        failed: number of checkpoints that could not be written.
+        found: the checkpoint that training resumes from, if any.
+        resumed: whether a checkpoint was found; None: the run does not resume.
     """
 
     def __init__(
@@ -62,120 +62,122 @@ class Checkpoints:
         state: TrainingState,
         resumes: bool,
         at: int | None = None,
-        told: Callable[[], int] | None = None,
+        servers_due: Callable[[], int] | None = None,
     ):
         self.skipped = 0
         self.failed = 0
         self._store = store
         self._every = every
         self._state = state
-        self._told_by = told
-        self._told_last = 0
+        self._servers_due = servers_due
+        self._servers_last = 0
         self.found = store.load(at) if store is not None and resumes else None
         self.resumed = self.found is not None if resumes else None
-        self._last = -1 if self.found is None else self.found.iteration  # the iteration of the newest
-        self._looked = max(self._last, 0)  # the iteration at which it was last asked whether one is due
-        self._due = 0.0  # by the clock, where it goes by seconds
+        self._last = -1 if self.found is None else self.found.iteration  # iteration of the newest checkpoint
+        self._checked = max(self._last, 0)  # iteration of the last check whether one is due
+        self._due = 0.0  # time.monotonic() at which the next is due, if the interval is in seconds
         self._queue: queue.SimpleQueue[CapturedState | None] = queue.SimpleQueue()
         self._writer: threading.Thread | None = None
         self._idle = threading.Event()
         self._idle.set()
         self._error: GossipxError | None = None  # why the last one was not written
-        self._told: dict[str, tuple[float, int]] = {}  # by kind of warning: when, and how many were not told since
+        self._warned: dict[str, tuple[float, int]] = {}  # by kind of warning: its last time, and how many were dropped
 
-    # --- going on from one --------------------------------------------------------------------------
+    # --- resuming -----------------------------------------------------------------------------------
 
     def restore(self) -> dict[str, Any]:
-        """Bring the state of the checkpoint that was found into model, optimizer and role, before joining.
+        """Restore model, optimizer and role from the checkpoint that was found, before joining.
 
         Returns:
-            The figures that were kept with it; empty if none was found.
+            The figures in the checkpoint; empty if none was found.
 
         Raises:
-            UsageError: it is of another run or model.
+            UsageError: the checkpoint is of another run or another model.
         """
         return {} if self.found is None else self._state.restore(self.found)
 
     def start(self) -> None:
-        """Training begins, or goes on."""
+        """Restore the random number generators and start the interval, when training begins."""
         if self._store is not None:
             self._store.clean()
         if self.found is not None:
             self._state.restore_random(self.found)
             own = {name: part for name, part in self.found.parts.items() if name.startswith(SCRIPT)}
-            self.found = Checkpoint(self.found.path, self.found.iteration, own)  # the rest is memory of no more use
+            self.found = Checkpoint(self.found.path, self.found.iteration, own)  # free the memory of the other parts
         self._due = time.monotonic() + self._every.seconds
 
     def register(self, name: str, state_dict: Callable[[], object], load_state_dict: Callable[[Any], object]) -> None:
         """See :meth:`gossipx.runtime.peer.Peer.checkpoint_part`."""
-        if not PART.fullmatch(name) or name in self._state.own:
-            raise UsageError(f"'{name}' names no new part of a checkpoint: letters, digits and . - _, each name once")
-        pack(state_dict(), name)  # what cannot be kept is told now, and not after hours
+        if not PART.fullmatch(name) or name in self._state.script_parts:
+            raise UsageError(
+                f"'{name}' is no valid new name of a checkpoint part: use letters, digits and . - _, each once"
+            )
+        pack(state_dict(), name)  # fail now, not hours later at the first checkpoint
         if self.found is not None:
             part = self.found.parts.get(SCRIPT + name)
             if part is None:
-                log.warning("%s: the checkpoint has no part '%s', which begins anew", self.found.path, name)
+                log.warning("%s: the checkpoint has no part '%s': it keeps its initial state", self.found.path, name)
             else:
                 load_state_dict(unpack(part))
-        self._state.own[name] = OwnPart(state_dict, load_state_dict)
+        self._state.script_parts[name] = ScriptPart(state_dict, load_state_dict)
 
     # --- taking them --------------------------------------------------------------------------------
 
-    def step_done(self, kept: Kept) -> None:
-        """An iteration is done: take a checkpoint if one is due."""
+    def step_done(self, figures: Figures) -> None:
+        """Take a checkpoint after an iteration if one is due."""
         if not self._every or not self._is_due():
             return
         if not self._idle.is_set():
             self.skipped += 1
-            self._tell(
+            self._warn(
                 "skipped",
-                "a checkpoint is left out, as the one before is still being written: raise --checkpoint-every",
+                "a checkpoint is skipped because the previous one is still being written: raise --checkpoint-every",
             )
             return
-        self._take(kept)
+        self._take(figures)
 
-    def training_ended(self, kept: Kept) -> None:
-        """The last iteration is done: where checkpoints are taken, one of this is, for a run that goes on longer."""
+    def training_ended(self, figures: Figures) -> None:
+        """Take a checkpoint after the last iteration, if checkpoints are enabled, so that the run can be extended."""
         if self._every:
-            self.leaving(kept)
+            self.leaving(figures)
 
-    def leaving(self, kept: Kept) -> None:
-        """Take one in any case, the last, unless this iteration has one; see :meth:`flush`."""
-        if self._state.iteration != self._last and self._idle.wait(LONGEST_WRITE):
-            self._take(kept)
+    def leaving(self, figures: Figures) -> None:
+        """Take the last checkpoint unless this iteration has one; :meth:`flush` waits until it is written."""
+        if self._state.iteration != self._last and self._idle.wait(WRITE_TIMEOUT):
+            self._take(figures)
 
     def flush(self) -> GossipxError | None:
-        """Wait until the last one is written; an error to end with, if it is not."""
-        if not self._idle.wait(LONGEST_WRITE):
-            return CheckpointError(f"the last checkpoint was not written within {LONGEST_WRITE:g} s: see the disk")
+        """Wait until the last checkpoint is written. Return the error if it is not."""
+        if not self._idle.wait(WRITE_TIMEOUT):
+            return CheckpointError(f"the last checkpoint was not written within {WRITE_TIMEOUT:g} s: check the disk")
         return self._error
 
     def close(self) -> None:
-        """Wait for what is being written, and end the thread."""
+        """Wait for the checkpoint that is being written, and end the thread."""
         if self._writer is not None:
             self._queue.put(None)
-            self._writer.join(LONGEST_WRITE)
+            self._writer.join(WRITE_TIMEOUT)
             self._writer = None
 
     def _is_due(self) -> bool:
         if self._every.iterations:
-            # Not where it is a multiple: a hub that only serves is looked at now and then, not at each iteration.
-            before, self._looked = self._looked, self._state.iteration
-            return self._looked // self._every.iterations > before // self._every.iterations
-        if self._told_by is not None:
-            told = self._told_by()
-            due = self._told_last < told <= self._state.iteration
-            self._told_last = told if due else self._told_last
+            # Compare multiples, not remainders: a hub that does not train is not checked at each iteration.
+            before, self._checked = self._checked, self._state.iteration
+            return self._checked // self._every.iterations > before // self._every.iterations
+        if self._servers_due is not None:
+            iteration = self._servers_due()
+            due = self._servers_last < iteration <= self._state.iteration
+            self._servers_last = iteration if due else self._servers_last
             return due
         return time.monotonic() >= self._due
 
-    def _take(self, kept: Kept) -> None:
+    def _take(self, figures: Figures) -> None:
         if self._store is None or not self._state.sound:
             return
         self._due = time.monotonic() + self._every.seconds
         self._last = self._state.iteration
         try:
-            captured = self._state.capture(kept())
+            captured = self._state.capture(figures())
         except UsageError as error:
             self._not_written(error)
             return
@@ -202,13 +204,13 @@ class Checkpoints:
     def _not_written(self, error: GossipxError) -> None:
         self._error, self._last = error, -1
         self.failed += 1
-        self._tell("failed", str(error))
+        self._warn("failed", str(error))
 
-    def _tell(self, kind: str, text: str) -> None:
+    def _warn(self, kind: str, text: str) -> None:
         now = time.monotonic()
-        told, held_back = self._told.get(kind, (-TELL_EVERY, 0))
-        if now - told < TELL_EVERY:
-            self._told[kind] = (told, held_back + 1)
+        last, suppressed = self._warned.get(kind, (-WARN_INTERVAL, 0))
+        if now - last < WARN_INTERVAL:
+            self._warned[kind] = (last, suppressed + 1)
             return
-        self._told[kind] = (now, 0)
-        log.warning("%s%s", text, f" ({held_back} more like it before)" if held_back else "")
+        self._warned[kind] = (now, 0)
+        log.warning("%s%s", text, f" ({suppressed} similar messages suppressed)" if suppressed else "")

@@ -1,6 +1,6 @@
-"""Commands to a run that goes on: files in its directory, each taken by one of its peers and answered beside it.
+"""Commands to a running run: files in its directory, each taken by one peer and answered by a file beside it.
 
-Whoever may write into the run's directory may command it; nothing listens for that.
+No network port is opened for this: the write permission on the run's directory is the access control.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from typing import Any
 log = logging.getLogger("gossipx")
 
 DIRECTORY = "control"
-"""In the run's directory."""
+"""Name of the directory for commands, within the run's directory."""
 COMMAND, TAKEN, ANSWER = ".command", ".taken", ".answer"
-LOOK_EVERY = 0.5
-"""Seconds between two looks: a person waits for the answer, and a look costs a few microseconds."""
-LARGEST = 10_000
-"""Bytes of a command."""
+POLL_INTERVAL = 0.5
+"""Seconds between two checks for commands: a person waits for the answer, and a check costs a few microseconds."""
+MAX_BYTES = 10_000
+"""Maximum size of a command."""
 
 
 class Control:
-    """Takes commands while a peer trains.
+    """A thread that takes commands while a peer trains.
 
     Args:
-        directory: the run's.
-        carry_out: does what a command says; returns why it cannot be done, or nothing.
+        directory: the run's directory.
+        carry_out: carries out a command; returns why that failed, empty on success.
     """
 
     def __init__(self, directory: Path, carry_out: Callable[[Mapping[str, Any]], str]):
@@ -40,36 +40,36 @@ class Control:
         threading.Thread(target=self._work, name="gossipx-control", daemon=True).start()
 
     def close(self) -> None:
-        """Take no more."""
+        """Stop taking commands."""
         self._closed.set()
 
     def _work(self) -> None:
-        while not self._closed.wait(LOOK_EVERY):
+        while not self._closed.wait(POLL_INTERVAL):
             for command in sorted(self._directory.glob(f"*{COMMAND}")):
                 self._take(command)
 
     def _take(self, command: Path) -> None:
         taken = command.with_suffix(TAKEN)
         try:
-            command.rename(taken)  # of several peers one succeeds
+            command.rename(taken)  # atomic: of several peers on this directory one succeeds
         except OSError:
             return
         try:
             with taken.open("rb") as file:
-                told = json.loads(file.read(LARGEST))
-            if not isinstance(told, dict):
-                raise ValueError("it is no JSON object")
-            problem = self._carry_out(told)
-        except Exception as error:  # whatever was written there: training goes on
-            log.warning("%s is no command: %s", command, error)
-            problem = f"no command: {error}"
+                content = json.loads(file.read(MAX_BYTES))
+            if not isinstance(content, dict):
+                raise ValueError("it is not a JSON object")
+            problem = self._carry_out(content)
+        except Exception as error:  # a malformed command must not end the training
+            log.warning("%s is not a command: %s", command, error)
+            problem = f"not a command: {error}"
         with contextlib.suppress(OSError):
             write(command.with_suffix(ANSWER), {"problem": problem})
             taken.unlink()
 
 
 def write(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a file that is whole as soon as it is there."""
+    """Write a JSON file atomically."""
     unfinished = path.with_suffix(f".{os.getpid()}.tmp")
     unfinished.write_text(json.dumps(content), encoding="utf-8")
     unfinished.replace(path)

@@ -1,8 +1,9 @@
-"""Runs one peer role in a real process: tells it of events and carries out its effects.
+"""The driver of one peer role in a real process: it passes events to the role and carries out the role's effects.
 
-Events come from the training thread, from the CommManager's threads and from the timers' thread. Each is decided under
-one lock; what is to be done is done after it is released, by the thread that told the event. Only whether the training
-thread may go on, and why not, is set under the lock, so that it always follows the order of the decisions.
+A role is a pure state machine: it maps an event to a list of effects. Events come from the training thread, the
+CommManager's threads and the timer thread. The driver calls the role under one lock and carries out most effects after
+releasing it, in the thread that reported the event. Effects whose order must match the order of the decisions, such as
+blocking and resuming the training thread, are carried out under the lock.
 """
 
 from __future__ import annotations
@@ -86,29 +87,29 @@ from gossipx.wire import UploadSink
 
 log = logging.getLogger("gossipx")
 
-NOTE_EVERY = 10.0
-"""Seconds between two log lines of one topic; what falls between is counted and told with the next."""
-LOOK_EVERY = 0.5
-"""Seconds between two looks at signals and errors while the training thread waits."""
+LOG_INTERVAL = 10.0
+"""Minimum seconds between two log lines on one topic; lines in between are counted, and the next line says how many."""
+POLL_INTERVAL = 0.5
+"""Seconds between two checks for signals and errors while the training thread waits."""
 
 
 class Driver:
-    """One role, its arena and its CommManager in one process.
+    """One role with its parameter arena and its CommManager.
 
     Args:
-        role: told of every event.
-        arena: whose weights are given and mixed.
-        places: models that others may bring at a time.
+        role: handles every event.
+        arena: holds the weights of this peer.
+        places: number of models that other peers may upload at the same time.
 
     Attributes:
-        outbox: requests on their way.
-        transfers: models on their way.
-        brought: what others bring with theirs.
-        held: captured models.
-        tables: what is done to tables of a parameter server.
-        on_retrieval: told of each model mixed while training, from the thread that mixed it.
-        error: why training cannot go on, once it cannot.
-        committing: held while another model enters the weights.
+        outbox: sends requests.
+        transfers: models that are being received.
+        uploads: models and gradients that other peers upload with their requests.
+        captures: captured models of this peer.
+        tables: carries out effects on the tables of a parameter server.
+        on_retrieval: called with each model mixed during training, in the thread that mixed it.
+        error: why training cannot continue; None while it can.
+        committing: lock that is held while a received model is written into the weights.
     """
 
     def __init__(self, role: PeerRole, arena: ParameterArena, places: int = 4):
@@ -120,11 +121,11 @@ class Driver:
         self.captures = Captures(arena, role.sync.policy.uses_drift)
         self.outbox = Outbox(role.rank, self.tell, self._note, self.fail)
         self.transfers = Transfers(arena, self.outbox)
-        self.tables = TableWork(role.rank, self.outbox, self.tell, self._give)
+        self.tables = TableWork(role.rank, self.outbox, self.tell, self._reply)
         self.uploads = Uploads(arena, self.transfers, self.tables.transfers, places)
         self._lock = threading.Lock()
-        self._may_go_on = threading.Event()
-        self._may_go_on.set()
+        self._resumed = threading.Event()
+        self._resumed.set()
         self._notes: dict[str, tuple[float, int]] = {}
         self._numbers = itertools.count(1)
         self._switches: dict[int, Future[str]] = {}
@@ -133,7 +134,7 @@ class Driver:
 
     @property
     def comm(self) -> CommManager | None:
-        """Made with ``on_request`` = :meth:`received` and ``room_for`` = that of :attr:`brought`."""
+        """The CommManager, built with ``on_request`` = :meth:`received` and ``room_for`` = ``uploads.room_for``."""
         return self.outbox.comm
 
     @comm.setter
@@ -143,37 +144,39 @@ class Driver:
     # --- events -------------------------------------------------------------------------------------
 
     def tell(self, event: Event) -> None:
-        """Tell the role of ``event`` and carry out what follows, in this thread."""
+        """Pass ``event`` to the role and carry out the resulting effects in the calling thread."""
         with self._lock:
             if self._closed:
                 return
             effects = self.role.handle(event, time.monotonic())
-            given = [self._at_once(effect) for effect in effects]
-        for effect, snapshot in zip(effects, given, strict=True):
+            snapshots = [self._carry_out_locked(effect) for effect in effects]
+        for effect, snapshot in zip(effects, snapshots, strict=True):
             self._carry_out(effect, snapshot)
 
-    def received(self, sender: int, key: Hashable, request: Request, brought: UploadSink | None) -> None:
-        """A request came in; for the CommManager."""
+    def received(self, sender: int, key: Hashable, request: Request, upload: UploadSink | None) -> None:
+        """Handle a request of another peer; called by the CommManager."""
         if isinstance(request, PullRequest):
             self.arena.pool.wait_for_buffers()
-        if isinstance(request, CarryingRequest) and brought is not None:
+        if isinstance(request, CarryingRequest) and upload is not None:
             try:
-                self.uploads.take(key, request, brought)
-            except ProtocolError as error:  # it changes what is not here any more: the next is brought whole
-                self._note("protocol", f"what peer {sender} brings is left out: {error}")
-                brought.release()
-                self._give(Answer(key, BusyReply(), time.monotonic() + request.patience), BusyReply(), None)
+                self.uploads.take(key, request, upload)
+            except (
+                ProtocolError
+            ) as error:  # a difference to a model that was dropped: the sender uploads a whole model next
+                self._note("protocol", f"the upload of peer {sender} is ignored: {error}")
+                upload.release()
+                self._reply(Answer(key, BusyReply(), time.monotonic() + request.patience), BusyReply(), None)
                 return
         self.tell(Received(sender, key, request))
 
     def switch_sync(self, sync: str, shard: int | None, apply: str, pulls: str) -> str:
-        """Have shards go over to another sync model; why that cannot be, or nothing."""
+        """Switch one shard, or all of them, to another sync model. Return why that failed; empty on success."""
         patience = 2 * self.role.settings.peer_timeout
         return self._ask(lambda number: SwitchSync(number, shard, sync, apply, pulls), patience)
 
     def change_servers(self, servers: Sequence[int]) -> str:
-        """Have these peers hold the shards; why that cannot be, or nothing."""
-        return self._ask(lambda number: ChangeServers(number, tuple(servers)))  # the role bounds it
+        """Move the shards to these peers. Return why that failed; empty on success."""
+        return self._ask(lambda number: ChangeServers(number, tuple(servers)))  # the role sets a deadline itself
 
     def _ask(self, event: Callable[[int], Event], patience: float | None = None) -> str:
         number = next(self._numbers)
@@ -185,67 +188,68 @@ class Driver:
             return "no answer within peer_timeout"
 
     def counted(self) -> dict[str, tuple[int, float]]:
-        """Return what a hub or the shards here have counted by now; see ``ServerRole.counted``."""
+        """Return the counters of the hub or the shards on this peer; see ``ServerRole.counted``."""
         with self._lock:
             return self.role.server.counted
 
     @property
-    def stranger(self) -> NotAuthorisedError | RefusedError | None:
-        """Why no other peer takes this one in, if that is so."""
+    def rejection(self) -> NotAuthorisedError | RefusedError | None:
+        """Why all other peers refuse connections from this one; None if they do not."""
         return None if self.comm is None else self.comm.trust.doubt
 
     @property
     def waiting(self) -> bool:
-        """Whether the training thread may not go on."""
-        return not self._may_go_on.is_set()
+        """Whether the training thread must wait."""
+        return not self._resumed.is_set()
 
-    def may_go_on(self, seconds: float) -> bool:
-        """Wait at most so long until the training thread may go on; whether it may."""
-        return self._may_go_on.wait(seconds)
+    def wait_for_resume(self, seconds: float) -> bool:
+        """Wait at most ``seconds`` until the training thread may continue. Return whether it may."""
+        return self._resumed.wait(seconds)
 
     def wait(self, interrupted: Callable[[], bool] = lambda: False) -> None:
-        """Keep the training thread here until it may go on. The role's timers bound it.
+        """Block the training thread until the role lets it continue. The role's timers bound the wait.
 
         Args:
-            interrupted: looked at now and then; the wait ends early when it is true.
+            interrupted: called every :data:`POLL_INTERVAL` seconds; the wait ends early when it returns true.
 
         Raises:
-            GossipxError: training cannot go on.
+            GossipxError: training cannot continue.
         """
-        while not self._may_go_on.wait(LOOK_EVERY) and self.error is None and not interrupted():
+        while not self._resumed.wait(POLL_INTERVAL) and self.error is None and not interrupted():
             pass
         if self.error is not None:
             raise self.error
 
     def fail(self, error: GossipxError) -> None:
-        """Training cannot go on: the training thread raises ``error`` at its next step or wait."""
+        """Stop the training: the training thread raises ``error`` at its next step or wait."""
         self.error = self.error or error
-        self._may_go_on.set()
+        self._resumed.set()
 
     def close(self) -> None:
-        """Decide nothing any more."""
+        """Ignore all later events and stop the driver's threads."""
         with self._lock:
             self._closed = True
         self._timers.close()
         self.outbox.close()
         self.tables.close()
-        self.on_retrieval = lambda retrieval: None  # who is told holds us
+        self.on_retrieval = lambda retrieval: None  # break the reference cycle with the reporter
 
     # --- effects ------------------------------------------------------------------------------------
 
-    def _at_once(self, effect: Effect) -> Snapshot | None:
-        """What has to follow the order of the decisions, under the lock.
+    def _carry_out_locked(self, effect: Effect) -> Snapshot | None:
+        """Carry out, under the lock, the part of an effect that must follow the order of the decisions.
 
         Returns:
-            The held model that an answer gives: another thread may merge into it before the answer is carried out.
+            For an answer with a captured model, a reference to it as of now: another thread may merge into the captured
+            model before the answer is sent.
         """
         match effect:
             case Wait():
-                self._may_go_on.clear()
+                self._resumed.clear()
             case Resume():
-                self._may_go_on.set()
+                self._resumed.set()
             case Stop(reason):
-                self.fail(self.stranger or NotEnoughPeersError(reason))
+                self.fail(self.rejection or NotEnoughPeersError(reason))
             case Capture(ticket, saved):
                 self.captures.capture(ticket, saved)
             case Answer(captured=int(ticket)):
@@ -262,7 +266,7 @@ class Driver:
                 self.tables.do(effect)
         return None
 
-    def _carry_out(self, effect: Effect, given: Snapshot | None) -> None:
+    def _carry_out(self, effect: Effect, snapshot: Snapshot | None) -> None:
         match effect:
             case Send() if isinstance(effect.request, TableRequest):
                 self.tables.transfers.send(effect)
@@ -271,7 +275,7 @@ class Driver:
             case Cancel(ticket):
                 self.outbox.cancel(ticket)
             case Answer():
-                self._answer(effect, given)
+                self._answer(effect, snapshot)
             case Merge():
                 self._merge(effect)
             case TakeIn(ticket):
@@ -289,7 +293,7 @@ class Driver:
             case Forget(ticket):
                 self._forget(ticket)
             case Delivered(ticket):
-                self.captures.given(ticket)
+                self.captures.delivered(ticket)
             case Fetched(ticket) if not self.tables.raw_pulls:
                 self.tables.transfers.fetched(ticket)
             case Switched(number, problem):
@@ -299,10 +303,13 @@ class Driver:
             case Note(topic, text):
                 self._note(topic, text)
             case _:
-                pass  # done while deciding
+                pass  # carried out under the lock
 
     def _base(self, send: Send) -> Snapshot | None:
-        """What the model that is asked for is compared with, held; None: it is kept as it comes."""
+        """Return a reference to the model that the requested one is subtracted from.
+
+        None: the requested model is stored as received.
+        """
         match send.request:
             case TakeRequest():
                 return self.captures.hold(send.ticket)
@@ -312,7 +319,7 @@ class Driver:
                 return None
 
     def begin_codec(self) -> None:
-        """Begin with the model as it is now, like all peers."""
+        """Initialize the codec from the current weights: at step 0 they are the same on all peers."""
         if self.transfers.codec is not None:
             self.transfers.codec.begin_from(self.arena)
 
@@ -320,15 +327,15 @@ class Driver:
         assert self.comm is not None
         self.uploads.drop(answer.key)
         if not self.tables.answers(answer):
-            self._answer_now(answer, snapshot)  # else when all that was decided before is done
+            self._answer_now(answer, snapshot)  # answers about tables are queued on the table thread instead
 
     def _answer_now(self, answer: Answer, snapshot: Snapshot | None) -> None:
         if isinstance(answer.reply, ModelReply):
             self._answer_model(answer, answer.reply, snapshot or self.arena.snapshot(answer.whole_model))
         else:
-            self._give(answer, answer.reply, None)
+            self._reply(answer, answer.reply, None)
 
-    def _give(
+    def _reply(
         self, answer: Answer, reply: Reply, source: Source | None, sent: Callable[[], None] = lambda: None
     ) -> None:
         assert self.comm is not None
@@ -347,22 +354,22 @@ class Driver:
             snapshot.release()
             self.tell(Answered(answer.key, whole))
 
-        def give() -> None:
+        def send() -> None:
             try:
-                told, payload = self._coded(answer, dataclasses.replace(reply, step=snapshot.step), snapshot)
+                encoded, payload = self._encode(answer, dataclasses.replace(reply, step=snapshot.step), snapshot)
             except LocalFaultError as error:
                 refusal = NotReadyReply(str(error))
                 comm.answer(answer.key, refusal, payload=None, deadline=answer.deadline, done=lambda whole: done(False))
                 return
-            comm.answer(answer.key, told, payload=payload, deadline=answer.deadline, begins=answer.begins, done=done)
+            comm.answer(answer.key, encoded, payload=payload, deadline=answer.deadline, begins=answer.begins, done=done)
 
-        if snapshot.settled or answer.differs is not None:  # what this is for is merged next, which waits, too
-            give()
-        else:  # at the next step boundary, and not in the training thread
-            snapshot.when_settled(lambda: self.outbox.post(give))
+        if snapshot.settled or answer.differs is not None:  # an uploaded model is merged next, and that waits anyway
+            send()
+        else:  # the copy is complete at the next step boundary; the outbox thread sends it, not the training thread
+            snapshot.when_settled(lambda: self.outbox.post(send))
 
-    def _coded(self, answer: Answer, reply: ModelReply, snapshot: Snapshot) -> tuple[ModelReply, Source]:
-        """A model as it is given, and the reply that goes with it."""
+    def _encode(self, answer: Answer, reply: ModelReply, snapshot: Snapshot) -> tuple[ModelReply, Source]:
+        """Encode a model for the wire. Return the reply with the codec's fields, and the payload."""
         codec = self.transfers.codec
         upload_sink = None if answer.differs is None else self.transfers.upload_sink(answer.differs)
         if upload_sink is not None:
@@ -372,7 +379,7 @@ class Driver:
         return codec.models.give(*answer.taker, snapshot.buffer.vectors, reply)
 
     def _mix(self, ticket: int, share: float) -> None:
-        own = ticket == self.role.pulling  # else another has pushed it, and drift goes on from where it began
+        own = ticket == self.role.pulling  # else another peer has pushed the model, and drift keeps its reference
         transfer = self.transfers.pop(ticket)
         poisoned = math.isnan(transfer.distance)
         if not poisoned:
@@ -390,7 +397,7 @@ class Driver:
 
     def _merge(self, merge: Merge) -> None:
         sound = self.captures.merge(self.transfers.pop(merge.ticket), merge.into, merge.own, merge.theirs)
-        if sound is not None:  # else what it was for was given up
+        if sound is not None:  # None: the model to merge into was forgotten
             self.tell(Merged(merge.ticket, merge.into, sound))
 
     def _take_in(self, ticket: int) -> None:
@@ -408,24 +415,24 @@ class Driver:
 
     def _note(self, topic: str, text: str) -> None:
         now = time.monotonic()
-        told, held_back = self._notes.get(topic, (-NOTE_EVERY, 0))
-        if topic and now - told < NOTE_EVERY:
-            self._notes[topic] = (told, held_back + 1)
+        last, suppressed = self._notes.get(topic, (-LOG_INTERVAL, 0))
+        if topic and now - last < LOG_INTERVAL:
+            self._notes[topic] = (last, suppressed + 1)
             return
         self._notes[topic] = (now, 0)
-        log.warning("%s%s", text, f" ({held_back} more like it before)" if held_back else "")
+        log.warning("%s%s", text, f" ({suppressed} similar messages suppressed)" if suppressed else "")
 
     # --- checkpoints --------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next decision depends on, as plain data."""
+        """Return the state that the role's next decision depends on, as plain data."""
         with self._lock:
             sync = self.role.sync.state_dict()
             draws = self.role.draws()
             return {"iteration": self.arena.step, "sync": sync, "weight": self.role.weight, "draws": draws}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` gave; the weights are there already."""
+        """Restore what :meth:`state_dict` returned. The weights must have been restored before."""
         self.arena.set_boundary(state["iteration"])
         self.tell(Restored(state["iteration"], state["sync"], state["weight"], state["draws"]))
         if self.role.sync.policy.uses_drift:

@@ -1,4 +1,7 @@
-"""What there is once a process: the peer that is open in it, and how its script ends."""
+"""Process-wide exit handling: the one open peer of this process is finished or closed when the script ends.
+
+A process is at most one peer. The state is global because interpreter exit hooks and signal handlers are.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +19,19 @@ from gossipx.errors import GossipxError, UsageError
 
 
 class Finishable(Protocol):
-    """A peer, as far as a process's end goes.
+    """The part of a peer that the exit hook uses.
 
     Attributes:
-        finishes_at_exit: whether a script that ends without a word of it has trained to its end.
+        finishes_at_exit: whether a script that ends normally without closing the peer has completed its training.
     """
 
     finishes_at_exit: bool
 
     def finish(self) -> None:
-        """Training is over."""
+        """End a completed training with the finish."""
 
     def leave(self) -> None:
-        """Training has failed."""
+        """End a failed training without a finish."""
 
 
 _open: list[Finishable] = []
@@ -43,17 +46,17 @@ _masks = threading.local()
 
 
 def register(peer: Finishable, under_run: bool) -> None:
-    """The process is to be this peer, which is finished when its script ends, if it does not do so itself.
+    """Make ``peer`` the open peer of this process, to be finished or closed when the script ends.
 
     Raises:
-        UsageError: it is one already, or was one of the run that it was started for.
+        UsageError: the process has an open peer, or it has left the ``gossipx run`` that started it.
     """
     global _watching, _exit, _pid, _thread
     check_unregistered(under_run)
     if not _watching:
         _watching = True
-        # The interpreter tells nobody at exit that sys.exit was called with a failure.
-        _exit, sys.exit = sys.exit, _leaving
+        # An exit hook cannot see the code that was given to sys.exit, so sys.exit is wrapped.
+        _exit, sys.exit = sys.exit, _record_exit
         _register()
     _open.append(peer)
     _pid = os.getpid()
@@ -61,26 +64,28 @@ def register(peer: Finishable, under_run: bool) -> None:
 
 
 def check_unregistered(under_run: bool) -> None:
-    """See whether :func:`register` would be refused.
+    """Check that :func:`register` would succeed.
 
     Raises:
-        UsageError: as there.
+        UsageError: as :func:`register`.
     """
     if _open:
-        raise UsageError("this process has joined already: a process is one peer, until it leaves the with block")
+        raise UsageError(
+            "this process has joined already: finish its peer, or leave its with block, before the next join"
+        )
     if under_run and _has_left:
         raise UsageError("this process has left its run already: under gossipx run a script joins once")
 
 
 def training_continues() -> None:
-    """Training goes on: a sys.exit before was caught."""
+    """Forget an earlier sys.exit: the script caught it, since it still trains."""
     global _failed
     _failed = False
 
 
 def _register() -> None:
-    # From Python 3.12 on no thread can be started in atexit's callbacks, as the finish has to; threading's own come
-    # before, and before other threads are waited for, as long as the main thread has not ended.
+    # The finish starts threads, which atexit callbacks cannot do from Python 3.12 on. Threading's own exit callbacks
+    # run earlier, before the interpreter joins other threads; registering fails once the main thread has ended.
     if sys.version_info >= (3, 12) and hasattr(threading, "_register_atexit"):
         with contextlib.suppress(RuntimeError):
             threading._register_atexit(_at_exit)
@@ -89,7 +94,7 @@ def _register() -> None:
 
 
 def unregister(peer: Finishable) -> None:
-    """The peer is closed."""
+    """Remove a peer that was closed."""
     global _has_left
     if peer in _open:
         _open.remove(peer)
@@ -97,31 +102,31 @@ def unregister(peer: Finishable) -> None:
 
 
 def on_sigterm(handler: Callable[[int, FrameType | None], None]) -> None:
-    """Have SIGTERM handled here, and not in processes that the script forks: it ends those as ever."""
+    """Install a SIGTERM handler for this process only: processes that the script forks keep the default action."""
     forks = not _handlers
     _handlers[:] = [handler]
     signal.signal(signal.SIGTERM, handler)
     if forks:
-        # Between fork and the interpreter's own preparations a signal would be lost: it is held until it can end the
-        # child.
-        os.register_at_fork(before=_hold, after_in_parent=_release, after_in_child=_forget)
+        # A signal between fork and the interpreter's set-up of the child would be lost, so it is blocked until the
+        # child has the default action.
+        os.register_at_fork(before=_block, after_in_parent=_unblock, after_in_child=_reset)
 
 
-def _hold() -> None:
+def _block() -> None:
     _masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
 
-def _release() -> None:
+def _unblock() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, _masks.before)
 
 
-def _forget() -> None:
+def _reset() -> None:
     if signal.getsignal(signal.SIGTERM) in _handlers:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    _release()
+    _unblock()
 
 
-def _leaving(code: object = None, /) -> NoReturn:
+def _record_exit(code: object = None, /) -> NoReturn:
     global _failed
     _failed = bool(code) and threading.current_thread() is threading.main_thread()
     _exit(code)  # type: ignore[arg-type]
@@ -129,9 +134,9 @@ def _leaving(code: object = None, /) -> NoReturn:
 
 def _at_exit() -> None:
     if os.getpid() != _pid:
-        return  # a process that the script has forked: a worker of its data loader, say
+        return  # a process that the script forked, such as a data loader's worker
     if _thread not in (None, threading.current_thread()):
-        _thread.join()  # it trains, and ends as the script has it
+        _thread.join()  # the script trains in another thread
     for peer in list(_open):
         try:
             if peer.finishes_at_exit and getattr(sys, "last_value", None) is None and not _failed:

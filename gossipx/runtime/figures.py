@@ -1,4 +1,4 @@
-"""What a peer measures of itself while it trains."""
+"""The figures that a peer measures of itself while it trains, in seconds and bytes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gossipx.runtime.captures import Retrieval
 
 @dataclass(frozen=True)
 class EarlierTotals:
-    """What the processes that this one goes on from have added up, while training."""
+    """Totals of the earlier processes of this peer, from the checkpoint that it resumed from."""
 
     bytes_received: int = 0
     bytes_sent: int = 0
@@ -21,22 +21,24 @@ class EarlierTotals:
     poisoned: int = 0
 
 
-_KEPT = ("blocked", "waited", "overhead", "distance")
-"""Attributes that a checkpoint keeps as they are."""
+_SAVED = ("blocked", "waited", "overhead", "distance")
+"""Attributes that a checkpoint saves unchanged."""
 
 
 class Figures:
-    """Seconds and bytes.
+    """The figures of one peer, for the whole run unless stated otherwise.
 
     Attributes:
-        blocked: seconds that gossipx stopped the training thread.
-        waited: of these, seconds for tables of a parameter server.
-        overhead: seconds that it measured the model and recorded figures there.
-        distance: the last estimate of the consensus distance.
-        squared_distances: ‖x_j − x_i‖² of the retrievals since then.
-        retrievals: those since the last step.
+        blocked: seconds that gossipx blocked the training thread.
+        waited: the part of ``blocked`` that was spent waiting for tables of a parameter server.
+        overhead: seconds that the training thread spent measuring the model and recording figures.
+        distance: the last estimate of the consensus distance; None before the first.
+        squared_distances: ‖x_j − x_i‖² of the retrievals since that estimate.
+        retrievals: the retrievals since the last step.
+        bytes_at_end: bytes that this process had received when training ended.
+        finish_bytes: bytes received in the finish.
         seconds: from the first iteration to the last.
-        before: what comes from a checkpoint; the others above are of the whole run.
+        before: totals of earlier processes; zero in a new run.
     """
 
     def __init__(self) -> None:
@@ -54,39 +56,44 @@ class Figures:
         self._began = time.perf_counter()
 
     def start(self, received: int) -> None:
-        """Training begins, or goes on from a checkpoint; what came since then does not count."""
+        """Begin to count. Bytes received before this, while joining, do not count.
+
+        Args:
+            received: bytes that this process has received so far.
+        """
         self._bytes_at_start = received - self.before.bytes_received
         self._began = time.perf_counter() - self.before.seconds
 
-    def kept(self, received: int, sent: int, poisoned: int) -> dict[str, Any]:
-        """What a checkpoint keeps, as plain data.
+    def state_dict(self, received: int, sent: int, poisoned: int) -> dict[str, Any]:
+        """Return what a checkpoint saves, as plain data.
 
         Args:
-            received: bytes that this process has received; ``sent``, and ``poisoned`` models that it has refused, too.
+            received, sent: bytes that this process has received and sent.
+            poisoned: models with NaN or Inf that this process has refused.
         """
         seconds = time.perf_counter() - self._began
         before = EarlierTotals(
             self.received(received), self.before.bytes_sent + sent, seconds, self.before.poisoned + poisoned
         )
-        own = {name: getattr(self, name) for name in _KEPT}
+        own = {name: getattr(self, name) for name in _SAVED}
         return {"before": dataclasses.asdict(before), **own, "squared_distances": list(self.squared_distances)}
 
-    def go_on(self, kept: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`kept` gave; before :meth:`start`."""
-        self.before = EarlierTotals(**kept["before"])
-        for name in _KEPT:
-            setattr(self, name, kept[name])
-        self.squared_distances = list(kept["squared_distances"])
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned; call it before :meth:`start`."""
+        self.before = EarlierTotals(**state["before"])
+        for name in _SAVED:
+            setattr(self, name, state[name])
+        self.squared_distances = list(state["squared_distances"])
 
     def end(self, received: int) -> None:
-        """Training has ended."""
+        """Stop counting, after the last iteration."""
         self.bytes_at_end = received
         self.seconds = time.perf_counter() - self._began
 
     def received(self, received: int) -> int:
-        """Bytes received while training."""
+        """Return the bytes received while training, given all bytes that this process has received."""
         return received - self._bytes_at_start
 
     def fraction(self, seconds: float) -> float:
-        """Share that these are of the training's wall time so far."""
+        """Return ``seconds`` as a fraction of the training's wall time so far."""
         return seconds / (time.perf_counter() - self._began)

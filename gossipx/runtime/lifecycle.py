@@ -1,4 +1,7 @@
-"""A peer's way from joining to the end of its run."""
+"""The lifecycle of a peer: it joins, trains or serves, takes part in the finish, and leaves.
+
+The finish is the last wave of a run, after which all peers hold the average of their models.
+"""
 
 from __future__ import annotations
 
@@ -27,17 +30,18 @@ log = logging.getLogger("gossipx")
 
 
 class Lifecycle:
-    """How a peer joins, waits for the others, and ends; what it trains with in between is the caller's.
+    """Joining, waiting and ending of one peer. The training loop in between is the caller's.
 
     Args:
-        backward: in server mode makes the module's hooks; given what is called now and then while these wait.
+        backward: makes the module's hooks in server mode; None in other modes. Its argument is called periodically
+            while the hooks wait for tables.
 
     Attributes:
-        open: until it is closed.
-        finishes_at_exit: whether a script that ends without a word of the peer has trained to its end.
+        open: whether the peer is not closed yet.
+        finishes_at_exit: whether a script that ends normally without closing the peer has completed its training.
         steps: iterations done in this process.
-        backward: the module's hooks, in server mode.
-        unhook: called as it is closed; what takes the caller's own hooks away.
+        backward: the module's hooks in server mode; None in other modes.
+        unhook: functions that remove the caller's hooks, called on close.
     """
 
     def __init__(
@@ -64,20 +68,20 @@ class Lifecycle:
         self._options = options
         self._term = threading.Event()
         self._control: Control | None = None
-        self.backward = None if backward is None else backward(self._look_while_waiting)
+        self.backward = None if backward is None else backward(self._poll_while_waiting)
 
     # --- joining ------------------------------------------------------------------------------------
 
     def start(self, command: Callable[[Mapping[str, Any]], str]) -> None:
-        """Listen, take a model to begin with, and wait for the others.
+        """Listen, get the initial model, and wait for the other peers.
 
         Args:
-            command: carries out a command to the run; returns why that cannot be, or nothing.
+            command: carries out a command to the running run; returns why that failed, empty on success.
         """
         with contextlib.ExitStack() as undo:
             undo.callback(self.close)
-            if kept := self._checkpoints.restore():
-                self._reporter.figures.go_on(kept)
+            if figures := self._checkpoints.restore():
+                self._reporter.figures.load_state_dict(figures)
             exit_hooks.register(self, self._options.under_run)
             if threading.current_thread() is threading.main_thread() and self._options.under_run:
                 exit_hooks.on_sigterm(self._terminated)
@@ -86,8 +90,8 @@ class Lifecycle:
             self._reporter.tell("joining")
             self._driver.tell(JoinRun(self._checkpoints.resumed))
             self.wait()
-            if self._driver.stranger is not None:  # nobody else has come: do not train alone by mistake
-                raise self._driver.stranger
+            if self._driver.rejection is not None:  # do not train alone because all other peers refused this one
+                raise self._driver.rejection
             undo.pop_all()
         if self._role.sync.policy.uses_drift and not self._checkpoints.resumed:
             self._driver.captures.reference.set()
@@ -103,26 +107,26 @@ class Lifecycle:
     # --- ending -------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Training is over: agree with the others, write down the figures, and leave."""
+        """Take part in the finish, write the model and the figures, and leave."""
         if not self.open:
             return
         if not self.steps and self._role.trains:
-            log.warning("no iteration was counted: give gossipx.join the optimizer, or call peer.step() in the loop")
+            log.warning("no iteration was counted: pass the optimizer to gossipx.join, or call peer.step() in the loop")
         reporter = self._reporter
         reporter.training_ended()
         agrees = self._takes_part()
-        self._arena.set_boundary(self._arena.step)  # with what the loop did since its last step (averaged weights, say)
+        self._arena.set_boundary(self._arena.step)  # include changes since the last step, such as averaged weights
         reporter.tell("finish" if self._role.trains else "serve")
         if agrees:
-            self._checkpoints.training_ended(reporter.kept)
+            self._checkpoints.training_ended(reporter.state_dict)
         before = reporter.accuracy() if self._role.trains else None
         self._driver.tell(TrainingEnded(agrees))
         self.wait()
         self.wait_for_tables()
-        if not self._role.trains:  # that was what it is here for
+        if not self._role.trains:  # serving counts as its training time
             reporter.training_ended()
         reporter.finished()
-        agreed = self._role.stage is Stage.AGREE  # this model has been averaged
+        agreed = self._role.stage is Stage.AGREE  # this model was averaged
         after = reporter.accuracy() if agreed else before
         if after is not None:
             reporter.scalar("test/accuracy", after)
@@ -135,7 +139,7 @@ class Lifecycle:
             raise unsaved
 
     def _takes_part(self) -> bool:
-        """Whether the arena still holds the model. If not, the training is done all the same, and worth keeping."""
+        """Return whether the arena still holds the model; if not, log that the model is saved without the finish."""
         try:
             self._arena.check(self._module)
         except UsageError as error:
@@ -144,26 +148,26 @@ class Lifecycle:
         return True
 
     def _save(self) -> GossipxError | None:
-        """Write the model; an error to end with, if that cannot be done: the figures are worth telling first."""
+        """Write the model. Return the error if that fails, to be raised after the figures are reported."""
         if self._options.directory is None or not self._options.save_model:
             return None
         return models.save(self._module, self._arena.step, models.file_of(self._options.directory, self._role.rank))
 
     def leave(self) -> None:
-        """Take no further part, without a finish, and tell the others."""
+        """Leave the run without a finish, and notify the other peers."""
         if self.open:
             self._arena.give_up()
             self._tell_leaving()
         self.close()
 
     def close(self) -> None:
-        """Take no further part, without a finish. Weights stay as they are; any number of times."""
+        """Leave the run without a finish or a notice. The weights stay as they are. Idempotent."""
         if not self.open:
             return
         self.open = False
         if self._control is not None:
             self._control.close()
-            self._control = None  # its command holds the peer
+            self._control = None  # break the reference cycle with the peer
         self._arena.give_up()
         exit_hooks.unregister(self)
         for unhook in self.unhook:
@@ -172,7 +176,7 @@ class Lifecycle:
             self.backward.close()
         self._driver.close()
         self._comm.close()
-        self._driver.comm = None  # it tells the driver of requests: both would stay until a gc run
+        self._driver.comm = None  # break the reference cycle: otherwise both stay until the next gc run
         self._reporter.close()
         self._checkpoints.close()
         self._arena.detach()
@@ -181,19 +185,22 @@ class Lifecycle:
 
     @property
     def asked_to_leave(self) -> bool:
-        """SIGTERM has asked for it: :meth:`wait` leaves."""
+        """Whether SIGTERM was received: the next :meth:`wait` leaves the run."""
         return self._term.is_set()
 
     def _terminated(self, number: int, frame: FrameType | None) -> None:
         self._term.set()
 
     def wait(self) -> None:
-        """Wait until the role says go on; or leave, if SIGTERM asks for it: keep the state, tell the others, and go."""
-        self._driver.wait(self._look)
+        """Wait until the role lets training continue.
+
+        After SIGTERM take a checkpoint, notify the other peers, save the model, and exit with status 0.
+        """
+        self._driver.wait(self._poll)
         if not self._term.is_set():
             return
         if self.steps:
-            self._checkpoints.leaving(self._reporter.kept)
+            self._checkpoints.leaving(self._reporter.state_dict)
         self._tell_leaving()
         with self._driver.committing:
             unsaved = self._save() or self._checkpoints.flush()
@@ -204,37 +211,37 @@ class Lifecycle:
         raise SystemExit(0)
 
     def wait_for_tables(self, tables: Sequence[int] | None = None) -> None:
-        """In server mode, have the model hold what it is to compute with next.
+        """In server mode, wait until the model holds the current values of tables.
 
         Args:
-            tables: numbers of those that are read; None: all.
+            tables: numbers of the tables; None: all.
         """
         if self.backward is not None:
             self.backward.wait(tables)
             self.count_waited(self.backward)
 
     def count_waited(self, backward: Backward) -> None:
-        """What the training thread has stood still for tables since the last time is of the figures."""
+        """Add the seconds that the training thread waited for tables since the last call to the figures."""
         figures = self._reporter.figures
         figures.blocked += backward.waited
         figures.waited += backward.waited
         backward.waited = 0.0
 
-    def _look_while_waiting(self) -> None:
-        """Now and then while tables are waited for: leave, or fail, if it has come to that."""
+    def _poll_while_waiting(self) -> None:
+        """Raise the driver's error, or leave after SIGTERM; called periodically while tables are awaited."""
         if self._driver.error is not None:
             raise self._driver.error
         self._arena.stand_still()
-        if self._look():
+        if self._poll():
             self.wait()
 
-    def _look(self) -> bool:
-        """Now and then while waiting: whether to leave."""
+    def _poll(self) -> bool:
+        """Report progress, and take due checkpoints of a serving peer. Return whether to leave."""
         reporter = self._reporter
         if reporter.progress.due:
             reporter.tell(reporter.state)
-        if reporter.state == "serve":  # no step of its own would be one to take a checkpoint at, or record something
-            self._checkpoints.step_done(reporter.kept)
+        if reporter.state == "serve":  # it has no steps of its own at which this would happen
+            self._checkpoints.step_done(reporter.state_dict)
             reporter.record_counted(self._options.log_interval)
         return self._term.is_set()
 

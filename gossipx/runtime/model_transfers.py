@@ -1,4 +1,4 @@
-"""Models on their way to a peer: what it asks others for, what they bring, and what is kept of both by its ticket."""
+"""Model transfers: requested models and uploads of other peers, stored by ticket until the role forgets them."""
 
 from __future__ import annotations
 
@@ -29,28 +29,40 @@ from gossipx.runtime.requests import Outbox, Prepared
 
 @dataclass
 class Transfer:
-    """A model on its way to us."""
+    """A model that is being received, or was received.
+
+    Attributes:
+        request: the request whose reply, or whose payload, is the model.
+        incoming: the buffer that receives it.
+        began: time of the request, time.monotonic().
+        distance: the distance to the base once everything has arrived; NaN: the model has a NaN or Inf.
+        seconds: from the request to the last byte.
+        their_step: iterations that the model had done.
+        weight: the number of models of which it is the mean.
+        model_sink: decodes a reply; None: no codec.
+        upload_sink: decodes an upload; None: no codec.
+    """
 
     request: Request
     incoming: Incoming
     began: float
-    distance: float = math.nan  # to what it is compared with, once all has come; NaN: it is poisoned
+    distance: float = math.nan
     seconds: float = 0.0
     their_step: int = 0
-    weight: float = 1.0  # the number of models that are averaged in it
-    model_sink: ModelSink | None = None  # where models have a codec
-    upload_sink: UploadedModelSink | None = None  # ... and others bring theirs
+    weight: float = 1.0
+    model_sink: ModelSink | None = None
+    upload_sink: UploadedModelSink | None = None
 
 
 class Transfers:
-    """Sends requests, and keeps the models that come until they are forgotten.
+    """Sends requests and stores received models by ticket.
 
     Args:
-        arena: that of the models.
-        outbox: of the peer.
+        arena: lends the buffers.
+        outbox: sends this peer's requests.
 
     Attributes:
-        codec: of models; None: they travel as they are.
+        codec: encodes models; None: they are sent as raw values.
     """
 
     def __init__(self, arena: ParameterArena, outbox: Outbox):
@@ -62,46 +74,46 @@ class Transfers:
     # --- out --------------------------------------------------------------------------------------
 
     def send(self, send: Send, base: Snapshot | None) -> None:
-        """Send a request for a model, or one that carries nothing.
+        """Send a request for a model, or one without a payload.
 
         Args:
-            base: what the requested model is compared with; None: it is kept as it comes. An elastic request carries
-                it. This takes ownership of the caller's reference.
+            base: the model that the requested one is subtracted from; None: the requested one is stored as received. An
+                elastic request uploads it, too. This takes ownership of the caller's reference.
         """
         if not isinstance(send.request, ModelRequest):
             self._outbox.send(send, lambda: (send.request, None, None), lambda reply: None)
             return
-        brought = None
+        upload = None
         if isinstance(send.request, CarryingRequest):
             assert base is not None
-            brought = base.hold()
+            upload = base.hold()
         payload = Incoming(self._arena, base, whole=isinstance(send.request, InitialRequest))
         model_sink = None if self.codec is None else self.codec.model_sink(send.to, send.request, payload)
         self._transfers[send.ticket] = Transfer(send.request, payload, time.monotonic(), model_sink=model_sink)
 
         def over() -> None:
-            if brought is not None:
-                brought.release()
+            if upload is not None:
+                upload.release()
 
         def post() -> None:
             self._outbox.send(
                 send,
-                lambda: self._prepared(send, payload, model_sink, brought),
+                lambda: self._prepared(send, payload, model_sink, upload),
                 lambda reply: self._arrived(send.ticket, reply),
                 over,
             )
 
         if base is None:
             post()
-        else:  # before that, nothing can be made of what comes
+        else:  # the reply is subtracted from the base as it arrives, so the base must be complete first
             base.when_settled(post)
 
     def _prepared(
-        self, send: Send, payload: Incoming, model_sink: ModelSink | None, brought: Snapshot | None
+        self, send: Send, payload: Incoming, model_sink: ModelSink | None, upload: Snapshot | None
     ) -> Prepared:
         if self.codec is None or model_sink is None:
-            return send.request, payload, None if brought is None else brought.source
-        request, source = self.codec.asked(send.to, send.request, brought.buffer.vectors if brought else [])
+            return send.request, payload, None if upload is None else upload.source
+        request, source = self.codec.asked(send.to, send.request, upload.buffer.vectors if upload else [])
         return request, model_sink, source
 
     def _arrived(self, ticket: int, reply: Reply) -> Fault | None:
@@ -114,29 +126,29 @@ class Transfers:
             try:
                 transfer.model_sink.decode()
             except ProtocolError as error:
-                raise ProtocolError(f"a model cannot be decoded: {error}") from error
+                raise ProtocolError(f"a received model cannot be decoded: {error}") from error
         if isinstance(transfer.request, PullRequest | TakeRequest | ElasticRequest):
             transfer.distance = transfer.incoming.norm()
-        # Of a take or an elastic exchange it has to be known before the other side counts on it.
-        at_once = isinstance(transfer.request, TakeRequest | ElasticRequest)
-        return Fault.POISONED if at_once and math.isnan(transfer.distance) else None
+        # In a take or an elastic exchange the other side relies on the mixing, so a NaN must be refused now.
+        is_paired = isinstance(transfer.request, TakeRequest | ElasticRequest)
+        return Fault.POISONED if is_paired and math.isnan(transfer.distance) else None
 
     # --- by ticket --------------------------------------------------------------------------------
 
     def upload_sink(self, ticket: int) -> UploadedModelSink | None:
-        """What has decoded the model that another has brought, and that is under ``ticket``; None: nothing had to."""
+        """Return the sink that decoded the upload stored under ``ticket``; None if it was not encoded or is gone."""
         transfer = self._transfers.get(ticket)
         return None if transfer is None else transfer.upload_sink
 
-    def keep(self, ticket: int, brought: Transfer) -> None:
-        """Keep the model that another has brought."""
-        self._transfers[ticket] = brought
+    def keep(self, ticket: int, upload: Transfer) -> None:
+        """Store an uploaded model under ``ticket``."""
+        self._transfers[ticket] = upload
 
     def pop(self, ticket: int) -> Transfer:
-        """Give the model under ``ticket`` away to the caller."""
+        """Remove and return the model stored under ``ticket``."""
         return self._transfers.pop(ticket)
 
     def forget(self, ticket: int) -> None:
-        """Release what is under ``ticket``."""
+        """Release the model stored under ``ticket``, if any."""
         if transfer := self._transfers.pop(ticket, None):
             transfer.incoming.release()

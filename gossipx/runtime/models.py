@@ -1,4 +1,4 @@
-"""Final models on disk: one file a peer, and the average of several."""
+"""Final models on disk: one file per peer, and the average of several files."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from gossipx.model.layout import plain_name
 
 MODEL_FILE = "model.safetensors"
 ITERATION = "gossipx.iteration"
-"""What a model's file says in its metadata of how far it was trained."""
+"""Metadata key of a model file: the number of iterations that the model was trained."""
 
 
 def directory_of(directory: Path, rank: int) -> Path:
-    """A peer's own directory in the run's."""
+    """Return a peer's directory within the run's directory."""
     return directory / f"peer-{rank:02d}"
 
 
 def file_of(directory: Path, rank: int) -> Path:
-    """Where a peer's model lies in the run's directory."""
+    """Return the path of a peer's model file."""
     return directory_of(directory, rank) / MODEL_FILE
 
 
 def save(module: nn.Module, iteration: int, target: Path) -> GossipxError | None:
-    """Write a model that has seen so many iterations whole, or leave what was there.
+    """Write a model file atomically.
 
     Returns:
-        An error to end with, if it cannot be written: a peer's figures are worth telling first.
+        The error if the file cannot be written, so that the caller can report its figures before it raises.
     """
     metadata = {**safetensors_file.TORCH, ITERATION: str(iteration)}
     try:
@@ -47,14 +47,14 @@ def save(module: nn.Module, iteration: int, target: Path) -> GossipxError | None
 
 
 @contextlib.contextmanager
-def holding_average(module: nn.Module, models: Sequence[Path]) -> Iterator[bool]:
-    """For the moment, ``module`` holds the average of the models in these files.
+def averaged(module: nn.Module, models: Sequence[Path]) -> Iterator[bool]:
+    """Return a context in which ``module`` holds the average of the models in these files.
 
-    A model that holds NaN or Inf is left out: a peer that diverged, without which the others have agreed. Gives whether
-    any was left; if not, the module is as it was.
+    Models with NaN or Inf are omitted: their peers diverged, and the others agreed without them. The context yields
+    whether any model remained; if none did, the module is unchanged.
     """
     weights = {plain_name(name) for name, _ in module.named_parameters()}
-    sound = [model for model in models if all(bool(one.isfinite().all()) for one in _read(model, weights))]
+    sound = [model for model in models if all(bool(tensor.isfinite().all()) for tensor in _read(model, weights))]
     if not sound:
         yield False
         return
@@ -70,10 +70,12 @@ def holding_average(module: nn.Module, models: Sequence[Path]) -> Iterator[bool]
 
 
 def average(models: Sequence[Path]) -> Iterator[tuple[str, Tensor]]:
-    """The average of models, one tensor after another; of a tensor that holds no floating-point numbers the first's.
+    """Yield the average of models, one named tensor at a time.
+
+    A tensor that is not floating-point is taken from the first model.
 
     Raises:
-        UsageError: one cannot be read, or has other tensors than the first.
+        UsageError: a file cannot be read, or its tensors are not those of the first.
     """
     with contextlib.ExitStack() as opened:
         files = [opened.enter_context(_opened(model)) for model in models]
@@ -93,13 +95,13 @@ def average(models: Sequence[Path]) -> Iterator[tuple[str, Tensor]]:
 
 
 def iteration_of(model: Path) -> int:
-    """How many iterations a model that a run has left has seen; 0 where its file does not say."""
+    """Return the number of iterations that a model file says it was trained; 0 if it does not say."""
     with _opened(model) as file:
         return int((file.metadata() or {}).get(ITERATION, 0))
 
 
 def is_sound(model: Path) -> bool:
-    """Whether a model holds no NaN."""
+    """Return whether a model file contains no NaN."""
     with _opened(model) as file:
         return not any(bool(file.get_tensor(name).isnan().any()) for name in file.keys())  # noqa: SIM118
 

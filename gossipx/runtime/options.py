@@ -1,4 +1,4 @@
-"""What surrounds a peer's training."""
+"""The options of a peer that its role does not need: names, output, intervals, and the split of the data."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from gossipx.errors import UsageError
 
 @dataclass(frozen=True)
 class PeerOptions:
-    """What surrounds a peer's training.
+    """Options of a peer that its role does not need.
 
     Attributes:
-        name: this peer's.
-        policy: in words.
-        codec: as its spec.
-        directory: the run's; None: nothing is written.
-        log_interval: iterations between two records of the figures of every step.
+        name: this peer's name.
+        policy: description of the policy, for the summary.
+        codec: spec of the codec, for the summary.
+        directory: the run's directory; None: nothing is written.
+        log_interval: iterations between two records of the per-step figures.
         distance_interval: iterations between two estimates of the consensus distance (Eq. 8).
-        split: indices of a data set's samples for each rank, from its labels.
-        by_label: whether that looks at the labels, or at how many there are alone.
+        split: returns the sample indices of each rank, given a data set's labels.
+        by_label: whether ``split`` uses the values of the labels, or only their number.
         save_model: whether the final model is written.
-        under_run: whether ``gossipx run`` started this process: SIGTERM then means leave.
+        under_run: whether ``gossipx run`` started this process; SIGTERM then makes the peer leave the run.
     """
 
     name: str
@@ -42,22 +42,22 @@ class PeerOptions:
     codec: str = "none"
 
     def part(self, dataset: Dataset[Any], rank: int) -> list[int]:
-        """The indices of a peer's samples of a data set.
+        """Return the indices of a peer's samples.
 
         Raises:
-            UsageError: it has no labels, and the split needs them.
+            UsageError: the split needs labels, and the data set has none.
         """
         return [int(index) for index in self.split(labels_of(dataset, self.by_label))[rank]]
 
 
 def labels_of(dataset: Dataset[Any], by_label: bool) -> np.ndarray[Any, Any]:
-    """The label of each sample, to deal a data set out by; zeros where it has none, and they do not matter.
+    """Return the label of each sample; zeros if there are no labels and ``by_label`` is false.
 
     Raises:
-        UsageError: it has none, and they matter.
+        UsageError: there are no labels, and ``by_label`` is true.
     """
     labels = getattr(dataset, "targets", getattr(dataset, "labels", None))
     if labels is None and by_label:
-        raise UsageError("shard deals by label under --partition dirichlet: the data set has no targets or labels")
+        raise UsageError("--partition dirichlet divides by label, and the data set has no targets or labels")
     length = len(dataset)  # type: ignore[arg-type]
     return np.zeros(length, dtype=np.int64) if labels is None else np.asarray(labels)

@@ -1,4 +1,4 @@
-"""The peer as a training script holds it."""
+"""The peer object that a training script uses: the public face of one process of a run."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from gossipx.specs import rank_of
 
 
 class Peer:
-    """One process with one model replica; made by :func:`gossipx.join`.
+    """One process with one model replica, created by :func:`gossipx.join`.
 
     Use it as a context manager: leaving the block ends the training, by default with a last wave after which all peers
-    hold the average of their models. A script that never says so does it when it exits.
+    hold the average of their models. Without a context manager this happens when the script exits.
 
     Attributes:
         rank: from 0 to ``size`` − 1.
-        size: peers in the run.
-        iteration: iterations done; a peer that joins a run under way begins where the others are.
+        size: number of peers in the run.
+        iteration: iterations done; a peer that joins a running run starts at the iteration of the others.
     """
 
     def __init__(
@@ -77,27 +77,29 @@ class Peer:
 
     @property
     def mixes(self) -> int:
-        """How often another's model has entered this one; between two calls of :meth:`step` it stays the same.
+        """How often a model of another peer was mixed into this one; constant between two calls of :meth:`step`.
 
-        With a parameter server tables come in instead.
+        It does not count the tables that a parameter server sends.
         """
         return self._arena.mixes
 
     @property
     def arena(self) -> ParameterArena:
-        """The vectors in which the model lies, for who keeps copies of it in step; not to be written to."""
+        """The contiguous vectors that hold the model's parameters. Read-only: write to the module instead."""
         return self._arena
 
     @property
     def trains(self) -> bool:
-        """Whether it trains; else it only serves those that do, in :meth:`finish`."""
+        """Whether this peer trains; if not, it is a hub or server only, and serves the others in :meth:`finish`."""
         return self._role.trains
 
     def step(self) -> None:
-        """One iteration is done: measure it, and let the policy decide. A joined optimizer calls this itself.
+        """Count one iteration and let the policy decide whether to exchange models.
+
+        The optimizer given to :func:`gossipx.join` calls this after each of its steps.
 
         Raises:
-            GossipxError: training cannot go on (too few peers left, models that differ).
+            GossipxError: training cannot continue, for example because too few peers are left or the models differ.
         """
         if not self._lifecycle.open:
             return
@@ -113,99 +115,107 @@ class Peer:
             self._driver.tell(StepDone(self._arena.step, delta, drift))
             if self._driver.waiting or self._driver.error or self._lifecycle.asked_to_leave:
                 self._lifecycle.wait()
-            went_on = time.perf_counter()
+            resumed = time.perf_counter()
             self._reporter.step_done(delta)
-            self._checkpoints.step_done(self._reporter.kept)
+            self._checkpoints.step_done(self._reporter.state_dict)
         finally:
             self._arena.go_on()
         if self._backward is not None:
             self._backward.after_step()
             self._lifecycle.count_waited(self._backward)
         figures = self._reporter.figures
-        figures.blocked += went_on - measured
-        figures.overhead += measured - began + time.perf_counter() - went_on
+        figures.blocked += resumed - measured
+        figures.overhead += measured - began + time.perf_counter() - resumed
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """For all but the last backward pass of an iteration, in server mode: gradients accumulate and do not leave.
+        """Return a context in which backward passes only accumulate gradients and do not send them.
 
-        In other modes there is nothing to keep back.
+        In server mode, use it for all but the last backward pass of an iteration. In other modes it does nothing.
         """
         return contextlib.nullcontext() if self._backward is None else self._backward.no_sync()
 
     def sync(self, tables: Sequence[int] | None = None) -> None:
-        """Have the model hold what it is to compute with next, for whoever reads it without a forward pass.
+        """In server mode, wait until parameters have their current values; in other modes do nothing.
 
-        In server mode parameters are fetched while the loop goes on, and put into the model where its modules use them.
+        Parameters are fetched in the background and written into the model when a module's forward pass needs them.
+        Call this before reading parameters in any other way.
 
         Args:
-            tables: numbers of those that are read, in the order of the model's trained parameters; None: all.
+            tables: indices of the parameters to read, in the order of the model's trained parameters; None: all.
         """
         self._lifecycle.wait_for_tables(tables)
 
     def update(self, table: int, gradient: torch.Tensor) -> None:
-        """In server mode, take the gradient of a table that autograd does not make; see :meth:`sync` for its number.
+        """In server mode, push a gradient that autograd does not compute.
+
+        Args:
+            table: index of the parameter, as for :meth:`sync`.
+            gradient: copied before this returns.
 
         Raises:
-            ValueError: it has given one in this iteration already.
+            ValueError: the table has a gradient in this iteration already.
         """
         assert self._backward is not None
         self._backward.update(table, gradient)
 
     def set_sync(self, sync: str, shard: int | None = None, *, apply: str = "", pulls: str = "") -> None:
-        """Have the parameter server go over to another sync model while the run goes on. Not for the training thread
-        alone: from any thread of any peer.
+        """Switch the parameter server to another sync model during the run.
+
+        May be called from any thread, on any peer.
 
         Args:
-            sync: as ``--sync`` has it, ``ssp:staleness=3``.
-            shard: of one shard; None: of all.
-            apply, pulls: as ``--apply`` and ``--pulls`` have it; empty: the sync model's way, and as before.
+            sync: as for ``--sync``, such as ``ssp:staleness=3``.
+            shard: index of one shard; None: all shards.
+            apply, pulls: as for ``--apply`` and ``--pulls``; empty: the sync model's default, and unchanged.
 
         Raises:
-            UsageError: it is no sync model, or cannot be had; or a server does not answer.
+            UsageError: the sync model does not exist or cannot be used here, or a server does not answer.
         """
         problem = self._driver.switch_sync(sync, shard, apply, pulls)
         if problem:
             raise UsageError(problem)
 
     def set_servers(self, servers: str | Sequence[int | str]) -> None:
-        """Have other peers hold the parameter server's shards while the run goes on: what has to move there moves.
+        """Move the parameter server's shards to other peers during the run.
 
-        From any thread of any peer. Of several that ask at once all but one are refused.
+        May be called from any thread, on any peer. If several calls overlap, all but one are refused.
 
         Args:
-            servers: their ranks or names, in any order; or text as ``--servers`` has it, ``0,1``.
+            servers: ranks or names of the new servers, in any order; or text as for ``--servers``, such as ``0,1``.
 
         Raises:
-            UsageError: one of them is no peer or not there, or what there is cannot be moved; everything stays as it is
-                then.
+            UsageError: one of them is not a peer or not present, or the shards cannot be moved. The servers are
+                unchanged then.
         """
         given = servers.split(",") if isinstance(servers, str) else servers
         names = self._comm.names
-        ranks = [rank_of(one.strip(), "server", names) if isinstance(one, str) else one for one in given]
+        ranks = [rank_of(server.strip(), "server", names) if isinstance(server, str) else server for server in given]
         problem = self._driver.change_servers(ranks)
         if problem:
             raise UsageError(problem)
 
     def log(self, tag: str, value: float | torch.Tensor) -> None:
-        """Record a figure of one's own under ``tag`` (``train/loss``, ``test/accuracy``) at this iteration.
+        """Record a figure at the current iteration.
 
         Args:
-            value: a number, or what float() makes one of, such as a tensor of one element.
+            tag: such as ``train/loss`` or ``test/accuracy``.
+            value: a number, or anything that ``float()`` accepts, such as a tensor of one element.
         """
         self._reporter.scalar(tag, float(value))
 
     def state_dict(self) -> dict[str, Any]:
-        """Iterations done, and what the next decision needs, as plain data: for a loop that goes back by itself.
+        """Return the iteration count and the state of the policy, as plain data.
 
-        The model and the optimizer have state of their own, which belongs beside it. Checkpoints hold all of this.
+        For loops that save and restore their own state. Save the model and the optimizer beside it. gossipx's
+        checkpoints contain all of this already.
         """
         return self._driver.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go back to an earlier moment; call it after the model's own values are loaded, which come after joining.
+        """Restore a state. Call it after joining and after loading the model's values.
 
         Args:
-            state: what :meth:`state_dict` gave, under the same policy.
+            state: what :meth:`state_dict` returned, under the same policy.
         """
         self._driver.load_state_dict(state)
         self._arena.go_on()
@@ -213,29 +223,31 @@ class Peer:
     def checkpoint_part(
         self, name: str, *, state_dict: Callable[[], object], load_state_dict: Callable[[Any], object]
     ) -> None:
-        """Keep something of the script's own in each checkpoint: the order of its data, a learning rate's schedule.
+        """Add state of the script to each checkpoint, such as a data order or a learning rate schedule.
 
-        A run that goes on from a checkpoint calls ``load_state_dict`` here and now, with what was kept. A checkpoint is
-        taken within the optimizer's step: what the loop does after that belongs to the next iteration.
+        In a run that resumes from a checkpoint this calls ``load_state_dict`` at once, with the saved state. A
+        checkpoint is taken within the optimizer's step: whatever the loop does after it belongs to the next iteration.
 
         Args:
             name: letters, digits and ``. - _``.
-            state_dict: gives tensors, numbers, text, None, and lists, tuples and dicts of them.
-            load_state_dict: takes the same.
+            state_dict: returns tensors, numbers, text, None, and lists, tuples and dicts of them.
+            load_state_dict: accepts what ``state_dict`` returned.
 
         Raises:
-            UsageError: the name is none or in use, or the state holds something else.
+            UsageError: the name is invalid or in use, or the state contains other types.
         """
         self._checkpoints.register(name, state_dict, load_state_dict)
 
     def shard(self, dataset: Dataset[Any]) -> Subset[Any]:
-        """This peer's part of a data set, by the run's ``partition``; the parts of all peers are disjoint and cover it.
+        """Return this peer's part of a data set; the parts of all peers are disjoint and cover it.
+
+        The run's ``partition`` setting says how it is divided.
 
         Args:
-            dataset: with a length; for a Dirichlet partition also with ``targets`` or ``labels``, an integer a sample.
+            dataset: has a length; for a Dirichlet partition also ``targets`` or ``labels``, one integer per sample.
 
         Raises:
-            UsageError: it has no labels, and the partition needs them.
+            UsageError: the partition needs labels, and the data set has none.
         """
         return Subset(dataset, self._options.part(dataset, self.rank))
 
@@ -248,45 +260,45 @@ class Peer:
     # --- from join to finish ------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Listen, take a model to begin with, and wait for the others; called by :func:`gossipx.join`."""
+        """Listen, get the initial model, and wait for the other peers; called by :func:`gossipx.join`."""
         self._lifecycle.start(self._command)
 
-    def _command(self, told: Mapping[str, Any]) -> str:
-        """A command to the run; why it cannot be carried out, or nothing."""
-        if "set-servers" in told:
+    def _command(self, command: Mapping[str, Any]) -> str:
+        """Carry out a command to the run. Return why that failed; empty on success."""
+        if "set-servers" in command:
             try:
-                self.set_servers(str(told["set-servers"]))
+                self.set_servers(str(command["set-servers"]))
             except UsageError as error:
                 return str(error)
             return ""
-        shard = told.get("shard")
+        shard = command.get("shard")
         return self._driver.switch_sync(
-            str(told["set-sync"]),
+            str(command["set-sync"]),
             None if shard is None else int(shard),
-            str(told.get("apply", "")),
-            str(told.get("pulls", "")),
+            str(command.get("apply", "")),
+            str(command.get("pulls", "")),
         )
 
     def finish(self) -> None:
-        """Training is over: agree with the others, write down the figures, and leave.
+        """End the training: take part in the finish, write the model and the figures, and leave.
 
-        A peer that others need, a hub or a server, stays until theirs is over, too.
+        A hub or a server stays until the training of the other peers has ended, too.
         """
         self._lifecycle.finish()
 
     def leave_at_exit(self) -> None:
-        """A script that ends without a word of this peer has not trained to its end: it leaves then.
+        """Leave without a finish if the script ends without closing this peer.
 
-        For loops of others, which do not tell of a failure that the script has caught.
+        For frameworks that do not report a failed training which the script has caught.
         """
         self._lifecycle.finishes_at_exit = False
 
     def leave(self) -> None:
-        """Take no further part, without a finish, and tell the others."""
+        """Leave the run without a finish, and notify the other peers."""
         self._lifecycle.leave()
 
     def close(self) -> None:
-        """Take no further part, without a finish. Weights stay as they are; any number of times."""
+        """Leave the run without a finish or a notice. The weights stay as they are. Idempotent."""
         self._lifecycle.close()
 
     def __enter__(self) -> Peer:
@@ -306,6 +318,6 @@ class Peer:
 
 
 def overflowed(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a step was none: GradScaler tells fused optimizers of an overflow, and these skip the update."""
+    """Whether a fused optimizer skipped its update because GradScaler reported an overflow."""
     overflow = getattr(optimizer, "found_inf", None)
     return overflow is not None and bool(float(overflow))

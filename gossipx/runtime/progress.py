@@ -1,4 +1,7 @@
-"""What a peer tells ``gossipx run``, its parent process: JSON lines on a pipe."""
+"""Progress reports from a peer to its parent process, ``gossipx run``: JSON lines on a pipe.
+
+The pipe also detects that the parent has died; the peer then ends itself, so that no peer outlives its run.
+"""
 
 from __future__ import annotations
 
@@ -14,33 +17,33 @@ from typing import Any
 
 from gossipx.errors import GossipxError
 
-EVERY = 0.25
-"""Seconds between two lines of progress: as often as a person can follow."""
+INTERVAL = 0.25
+"""Minimum seconds between two progress lines: as often as a person can read them."""
 ORPHAN_GRACE = 5.0
-"""Seconds that a process has to end by itself once its run is gone: as long as an interrupted script may tidy up."""
+"""Seconds between SIGINT and a forced exit once the parent has died, for the script's own cleanup."""
 ORPHANED = 130
-"""Exit code of one that did not: that of one that was interrupted."""
+"""Exit code of that forced exit, the same as after Ctrl-C."""
 
 
 class Progress:
-    """The pipe to the parent.
+    """The pipe to the parent process.
 
     Args:
-        fd: its write end; None: nobody listens.
+        fd: its write end; None: there is no parent, and nothing is written.
     """
 
     def __init__(self, fd: int | None):
         self._fd = fd
         self._last = 0.0
-        self._ending = threading.Lock()  # held once this process is being ended
+        self._ending = threading.Lock()  # acquired once, by the thread that ends this process
 
     @property
     def due(self) -> bool:
-        """Whether the next line of progress is to be told."""
-        return self._fd is not None and time.monotonic() - self._last >= EVERY
+        """Whether :data:`INTERVAL` has passed since the last line."""
+        return self._fd is not None and time.monotonic() - self._last >= INTERVAL
 
     def tell(self, **line: Any) -> None:
-        """Tell one line. If the parent is gone this process is ended: no peer outlives its run."""
+        """Write one line. If the parent has died, end this process."""
         if self._fd is None:
             return
         self._last = time.monotonic()
@@ -53,11 +56,11 @@ class Progress:
             threading.Thread(target=self._end, name="gossipx-parent", daemon=True).start()
 
     def watch_parent(self) -> None:
-        """Notice from here on that the parent has died, also while there is nothing to tell."""
+        """Start a thread that ends this process when the parent dies, even while nothing is written."""
         if self._fd is None:
             return
         poll = select.poll()
-        poll.register(self._fd, 0)  # errors and hang-ups alone
+        poll.register(self._fd, 0)  # errors and hang-ups only
 
         def watch() -> None:
             poll.poll()
@@ -66,7 +69,7 @@ class Progress:
         threading.Thread(target=watch, name="gossipx-parent", daemon=True).start()
 
     def _end(self) -> None:
-        """As Ctrl-C would, which wakes a script that waits for something, too; then whatever it makes of that."""
+        """Interrupt the main thread as Ctrl-C would, also in a blocking call; force an exit after ORPHAN_GRACE."""
         if not self._ending.acquire(blocking=False):
             return
         main = threading.main_thread().ident
@@ -76,7 +79,11 @@ class Progress:
         os._exit(ORPHANED)
 
     def take_errors(self, with_traceback: bool = False) -> None:
-        """Tell the parent, rather than print, errors that end this process: one line each, an interruption none."""
+        """Report GossipxErrors that end this process to the parent, not on stderr, and do not report interruptions.
+
+        Args:
+            with_traceback: print the traceback of every error, too.
+        """
         print_others = sys.excepthook
 
         def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -1,4 +1,4 @@
-"""What a peer says of its training: curves, lines to its parent process, and the figures of its summary."""
+"""The reporter of a peer: training curves, progress lines to the parent process, and the figures of the summary."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ log = logging.getLogger("gossipx")
 
 
 class Reporter:
-    """One peer's; for the training thread.
+    """The reports of one peer. All methods are for the training thread.
 
     Args:
-        module: whose accuracy is measured.
-        recorder: of curves.
-        progress: to the parent process.
-        evaluate: gives a model's accuracy from 0 to 1; None: it is not measured.
+        module: the model whose accuracy is measured.
+        recorder: records curves.
+        progress: the pipe to the parent process.
+        evaluate: returns a model's accuracy from 0 to 1; None: accuracy is not measured.
 
     Attributes:
-        figures: seconds and bytes.
-        progress: to the parent process.
-        state: what the peer does, as it was last told.
+        figures: the measured seconds and bytes.
+        progress: the pipe to the parent process.
+        state: the peer's state as last reported, such as ``joining`` or ``train``.
     """
 
     def __init__(
@@ -60,22 +60,22 @@ class Reporter:
         self._options = options
         self._evaluate = evaluate
         self._last: dict[str, float] = {}
-        self._counted: dict[str, int] = {}  # the iteration of the last record, by tag
+        self._counted: dict[str, int] = {}  # by tag: the iteration of the last record
 
     # --- curves -------------------------------------------------------------------------------------
 
     def scalar(self, tag: str, value: float) -> None:
-        """Record a figure at this iteration."""
+        """Record a figure at the current iteration."""
         self._last[tag] = value
         self._recorder.scalar(tag, value, self._arena.step)
 
     def _retrieved(self, retrieval: Retrieval) -> None:
         if retrieval.distance is not None:
             self.figures.squared_distances.append(retrieval.distance**2)
-        self.figures.retrievals.append(retrieval)  # recorded when the model is mixed and training may go on
+        self.figures.retrievals.append(retrieval)  # recorded by the training thread at its next step
 
     def step_done(self, delta: float) -> None:
-        """Record what there is to record of an iteration."""
+        """Record the figures of an iteration that are due."""
         step, options, figures = self._arena.step, self._options, self.figures
         self._record_retrievals()
         if step % options.log_interval == 0:
@@ -104,10 +104,10 @@ class Reporter:
         self.figures.retrievals.clear()
 
     def record_counted(self, every: int = 0) -> None:
-        """Record what a hub or the shards here have counted, at the iterations of those whom they serve.
+        """Record the counters of the hub or the shards on this peer, at the iterations of the workers they serve.
 
         Args:
-            every: iterations between two records.
+            every: minimum iterations between two records of one counter.
         """
         for tag, (step, value) in self._driver.counted().items():
             if step >= self._counted.get(tag, -every) + every:
@@ -115,37 +115,37 @@ class Reporter:
                 self._recorder.scalar(tag, value, step)
 
     def close(self) -> None:
-        """Write out what is still held back."""
+        """Flush and close the recorder."""
         self._recorder.close()
 
     # --- from the first iteration to the finish -------------------------------------------------------
 
     def training_begins(self) -> None:
-        """Training begins, or goes on from a checkpoint."""
+        """Start the clock and the byte counters of the training."""
         self.figures.start(self._comm.bytes_received)
 
     def training_ended(self) -> None:
-        """Training has ended: what comes is of the finish."""
+        """Stop the clock of the training: bytes received from now on count as the finish's."""
         self.figures.end(self._comm.bytes_received)
 
     def finished(self) -> None:
-        """The finish is over."""
+        """Record the final figures, after the finish."""
         self._record_retrievals()  # the last one may have been mixed just now
         self._recorder.scalar("sync/retrievals", self._role.sync.retrievals, self._arena.step)
         self.record_counted()
         self.figures.finish_bytes = self._comm.bytes_received - self.figures.bytes_at_end
 
-    def kept(self) -> dict[str, Any]:
-        """What a checkpoint keeps of the figures."""
-        return self.figures.kept(self._comm.bytes_received, self._comm.bytes_sent, self._role.poisoned)
+    def state_dict(self) -> dict[str, Any]:
+        """Return the figures for a checkpoint, as plain data."""
+        return self.figures.state_dict(self._comm.bytes_received, self._comm.bytes_sent, self._role.poisoned)
 
     # --- to the parent process ------------------------------------------------------------------------
 
     def tell(self, state: str) -> None:
-        """Tell how far it is.
+        """Report the peer's state and its progress to the parent process.
 
         Args:
-            state: what the peer does.
+            state: ``joining``, ``train``, ``finish``, ``serve`` or ``left``.
         """
         self.state = state
         self.progress.tell(
@@ -158,10 +158,10 @@ class Reporter:
         )
 
     def tell_result(self, agreed: bool) -> None:
-        """Tell the figures of this peer and of the others.
+        """Report the final figures of this peer and of the others to the parent process.
 
         Args:
-            agreed: this model has been averaged in the finish.
+            agreed: whether this model was averaged in the finish.
         """
         missing = self._role.missing()
         reports = {rank: other.report for rank, other in self._role.members.others.items() if rank not in missing}
@@ -179,20 +179,20 @@ class Reporter:
     # --- figures --------------------------------------------------------------------------------------
 
     def accuracy(self) -> float | None:
-        """Measure the model's; None: it cannot be."""
+        """Measure the model's accuracy. Return None if it is not measured or not a finite number."""
         if self._evaluate is None:
             return None
-        self._arena.snapshot().release()  # what others are given meanwhile: evaluating may change the model for a while
-        given = self._evaluate(self._module)
+        self._arena.snapshot().release()  # other peers get this copy meanwhile: evaluate may change the model briefly
+        result = self._evaluate(self._module)
         try:
-            accuracy = float(given)
-        except (TypeError, ValueError):  # at the end of a training that is not to be lost for it
-            log.warning("evaluate gave %s, which is no accuracy: a number from 0 to 1", type(given).__name__)
+            accuracy = float(result)
+        except (TypeError, ValueError):  # a warning only: an error here would lose a completed training
+            log.warning("evaluate returned a %s: it must return a number from 0 to 1", type(result).__name__)
             return None
         return accuracy if math.isfinite(accuracy) else None
 
     def report(self, before: float | None, after: float | None) -> dict[str, Any]:
-        """This peer's figures in the summary.
+        """Return this peer's figures for the summary.
 
         Args:
             before, after: the model's accuracy before and after the finish.
@@ -222,16 +222,19 @@ class Reporter:
         }
 
     def _averaged_accuracy(self, missing: Sequence[int], agreed: bool) -> float | None:
-        """The accuracy of the average of all final models, measured by the lowest rank, where it can read them all."""
+        """Return the accuracy of the average of all final models.
+
+        The lowest present rank measures it if it can read all model files. Otherwise a peer that took part in the
+        finish returns the accuracy of its own model, which is the average then.
+        """
         present = [rank for rank in range(self._role.size) if rank not in missing]
         if self._evaluate is None or self._options.directory is None:
             return None
-        # Elsewhere one's own is the average, after a last wave; without one, nobody there has it.
-        elsewhere = self._last.get("test/accuracy") if agreed else None
+        own = self._last.get("test/accuracy") if agreed else None
         if self._role.rank != present[0]:
-            return elsewhere
+            return own
         files = [models.file_of(self._options.directory, rank) for rank in present]
         if not all(file.is_file() for file in files):
-            return elsewhere
-        with models.holding_average(self._module, files) as held:
-            return self.accuracy() if held else None
+            return own
+        with models.averaged(self._module, files) as is_averaged:
+            return self.accuracy() if is_averaged else None

@@ -1,6 +1,6 @@
-"""Requests on their way: they leave by a thread of their own, and the role is told what came of each.
+"""The outbox: it sends requests from a thread of its own and reports the outcome of each to the role.
 
-Models and tables travel alike but for what a request carries and what its reply brings; both use this.
+Transfers of models and of tables both use it; they differ only in the payloads of request and reply.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from gossipx.runtime.serial_worker import SerialWorker
 from gossipx.wire import Sink, SinkFactory
 
 Prepared = tuple[Request, Sink | SinkFactory | None, Source | None]
-"""A request as it leaves, the sink of its reply's payload, and its own payload."""
+"""The request that is sent, the sink for the reply's payload, and the request's own payload."""
 
 
-def nothing(*told: object) -> None:
-    """Do nothing: of a request that holds nothing, or in the place of those that are told once all is over."""
+def nothing(*args: object) -> None:
+    """Do nothing: the default callback, and the one that replaces the others after ``close``."""
 
 
 class Outbox:
-    """Sends requests.
+    """A queue of outgoing requests.
 
     Args:
-        rank: our own, for the thread's name.
-        tell: told Replied or Failed of each request, once.
-        note: told of faults worth a line in the log, with their topic.
-        fail: told of what ends training.
+        rank: this peer's rank, for the thread's name.
+        tell: called once per request with a Replied or Failed event.
+        note: called with a topic and a text for each fault that is worth logging.
+        fail: called with an error that ends training.
 
     Attributes:
-        comm: set before the first request; None again once the peer is closed.
+        comm: the CommManager; set before the first request, and None again once the peer is closed.
     """
 
     def __init__(
@@ -56,9 +56,9 @@ class Outbox:
     ):
         self.comm: CommManager | None = None
         self._tell, self.note, self.fail = tell, note, fail
-        self._cancelled: set[int] = set()  # until they are forgotten
+        self._cancelled: set[int] = set()  # tickets, until they are forgotten
         self._cancels: dict[int, Callable[[], None]] = {}
-        # Handing a request to the CommManager wakes its threads, which would take the processor from a training step.
+        # Passing a request to the CommManager wakes its threads; in the training thread that would delay the step.
         self._serial_worker = SerialWorker(f"gossipx-outbox-{rank}")
 
     def send(
@@ -71,9 +71,9 @@ class Outbox:
         """Send a request.
 
         Args:
-            prepare: called just before the request leaves; raises CancelledError if it is not to leave.
-            arrived: called with a reply before the role is told of it; raises ProtocolError, or returns a fault, if
-                the reply is of no use.
+            prepare: called just before the request is sent; raises CancelledError to drop it.
+            arrived: called with the reply before the role handles it; raises ProtocolError, or returns a fault, if the
+                reply is unusable.
             over: called once the request's payload is no longer read.
         """
         ticket, ended = send.ticket, False
@@ -89,16 +89,16 @@ class Outbox:
             comm = self.comm
             try:
                 if comm is None or ticket in self._cancelled:  # None: the peer was closed meanwhile
-                    raise CancelledError("its request was not sent yet")
+                    raise CancelledError("the request was cancelled before it was sent")
                 request, sink, source = prepare()
                 cancel = comm.request(send.to, request, deadline=send.deadline, payload=sink, done=done, brought=source)
             except CancelledError as error:
                 done(error)
-            except Exception as error:  # the role still has to hear of its request
+            except Exception as error:  # the role waits for the outcome of every request
                 done(LocalFaultError(f"a request could not be sent: {error}"))
             else:
                 self._cancels[ticket] = cancel
-                if ended:  # before there was anything to cancel
+                if ended:  # done() ran before the cancel function was stored
                     self._cancels.pop(ticket, None)
 
         self.post(post)
@@ -133,22 +133,22 @@ class Outbox:
                 self._tell(Replied(ticket, result))
 
     def give_up(self, ticket: int) -> None:
-        """Note that the reply is not wanted any more; :meth:`cancel` follows."""
+        """Mark a request as cancelled, so that it is not sent if it is still queued; :meth:`cancel` follows."""
         self._cancelled.add(ticket)
 
     def cancel(self, ticket: int) -> None:
-        """Have the request end."""
+        """Cancel a request that has been sent."""
         self.post(lambda: self._cancels.get(ticket, nothing)())
 
     def forget(self, ticket: int) -> None:
-        """Note that the role does not refer to the request any more."""
+        """Drop what is stored for a request that the role no longer refers to."""
         self._cancelled.discard(ticket)
 
-    def post(self, what: Callable[[], None]) -> None:
-        """Have something done, in order, by the outbox's thread."""
-        self._serial_worker.put(what)
+    def post(self, job: Callable[[], None]) -> None:
+        """Queue a job for the outbox's thread."""
+        self._serial_worker.put(job)
 
     def close(self) -> None:
-        """Send nothing any more, and tell nobody."""
+        """Stop sending, and make no more callbacks."""
         self._serial_worker.close()
-        self._tell = self.note = self.fail = nothing  # those that are told hold us
+        self._tell = self.note = self.fail = nothing  # break the reference cycle with the driver

@@ -1,4 +1,4 @@
-"""A thread that does one thing after the other."""
+"""A worker thread with a queue: it runs jobs one at a time, in order."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from collections.abc import Callable
 
 log = logging.getLogger("gossipx")
 
-LONGEST = 300.0
-"""Seconds that the end of a lane is waited for: a checkpoint of 3 GB at 10 MB/s."""
+CLOSE_TIMEOUT = 300.0
+"""Seconds to wait for queued jobs: enough to write a checkpoint of 3 GB at 10 MB/s."""
 
 
 class SerialWorker:
-    """Does what is put into it, in order, in a thread of its own.
+    """A thread that runs queued jobs in order.
 
     Args:
-        name: of the thread.
-        failed: told of an error, which is logged otherwise.
+        name: the thread's name.
+        failed: called with the error of a job; None: errors are logged.
     """
 
     def __init__(self, name: str, failed: Callable[[Exception], None] | None = None):
@@ -28,22 +28,26 @@ class SerialWorker:
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
-    def put(self, what: Callable[[], None]) -> None:
-        """Have ``what`` done."""
-        self._queue.put(what)
+    def put(self, job: Callable[[], None]) -> None:
+        """Queue a job."""
+        self._queue.put(job)
 
     def close(self, wait: bool = False) -> None:
-        """Do nothing that is put into it from now on; ``wait`` for what was put into it before."""
+        """Stop the thread after the jobs that are queued; ignore later ones.
+
+        Args:
+            wait: wait for the queued jobs, at most :data:`CLOSE_TIMEOUT` seconds.
+        """
         self._queue.put(None)
         if wait:
-            self._thread.join(LONGEST)
+            self._thread.join(CLOSE_TIMEOUT)
 
     def _work(self) -> None:
-        while (what := self._queue.get()) is not None:
+        while (job := self._queue.get()) is not None:
             try:
-                what()
+                job()
             except Exception as error:
                 if self._failed is None:
-                    log.exception("%s: something could not be done", self._name)
+                    log.exception("%s: a job failed", self._name)
                 else:
                     self._failed(error)

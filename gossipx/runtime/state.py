@@ -1,7 +1,7 @@
-"""What a checkpoint of a peer is taken of, and how a peer goes on from it.
+"""The state in a peer's checkpoint: how it is captured, and how a peer resumes from it.
 
-All of it is captured by the training thread at a step boundary: the model as a snapshot of the arena, which costs that
-thread no copy where each boundary is kept anyway, the rest as copies.
+The training thread captures everything at a step boundary: the model as a snapshot of the arena, the rest as copies.
+The snapshot costs that thread no copy if the arena copies the model at each boundary anyway.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from gossipx.runtime.driver import Driver
 
 MODEL, OPTIMIZER, RANDOM, PEER, DRIFT, HUB = "model", "optimizer", "random", "peer", "drift", "hub"
 TABLES = "tables"
-"""Names of a peer's parts."""
+"""Names of the parts of a checkpoint."""
 SCRIPT = "script."
-"""Names of a script's own parts begin so: they meet none of the others."""
+"""Prefix of the names of parts that the training script adds, so that they cannot collide with the names above."""
 
 
 @dataclass(frozen=True)
 class CapturedState:
-    """Parts that are consistent with each other.
+    """The parts of one checkpoint, all of the same step boundary.
 
     Attributes:
-        iteration: at which.
-        parts: by name, all but the model.
-        model: makes that of the snapshot; for another thread than training's, which a device's copy would keep.
-        release: gives the snapshot back; to be called once all is written.
+        iteration: the iteration of the boundary.
+        parts: all parts but the model, by name.
+        model: makes the model's part from the snapshot; not for the training thread, since it may copy from a device.
+        release: releases the snapshot; must be called once everything is written.
     """
 
     iteration: int
@@ -49,20 +49,23 @@ class CapturedState:
 
 
 @dataclass(frozen=True)
-class OwnPart:
-    """A part of the script's own: how its state is had, and how it is taken."""
+class ScriptPart:
+    """A part that the training script adds to checkpoints, by the functions that get and set its state."""
 
     state_dict: Callable[[], object]
     load_state_dict: Callable[[Any], object]
 
 
 class TrainingState:
-    """One peer's training, as far as a checkpoint goes.
+    """The training state of one peer, as checkpoints save it.
 
     Args:
-        module: laid out in the driver's arena.
-        optimizer: None: the script has a way of its own.
-        about: what both must have alike who writes a checkpoint and who goes on from it, by the option that says it.
+        module: the model; its parameters are in the driver's arena.
+        optimizer: None: the script saves its optimizer itself.
+        about: settings that must be the same in the run that writes a checkpoint and the run that resumes, by option.
+
+    Attributes:
+        script_parts: the parts that the script adds, by name.
     """
 
     def __init__(
@@ -72,46 +75,46 @@ class TrainingState:
         self._optimizer = optimizer
         self._driver = driver
         self._about = dict(about)
-        self.own: dict[str, OwnPart] = {}
+        self.script_parts: dict[str, ScriptPart] = {}
 
     @property
     def sound(self) -> bool:
-        """Whether the model is finite: what is not is no state to go on from."""
+        """Whether the model is finite; otherwise no checkpoint is taken."""
         return self._driver.role.training.sound
 
     @property
     def iteration(self) -> int:
-        """Iterations done; of a hub that only serves, the most that a model it took in has seen."""
+        """Iterations done; for a hub that does not train, the most of any model that entered its centre."""
         centre = self._centre
         return self._driver.arena.step if centre is None or self._driver.role.trains else centre.step
 
     def capture(self, figures: Mapping[str, Any]) -> CapturedState:
-        """All of it as it is now; for the training thread, at a step boundary.
+        """Capture the state. For the training thread, at a step boundary.
 
         Args:
-            figures: plain data, given back by :meth:`restore`.
+            figures: plain data that :meth:`restore` returns.
 
         Raises:
-            UsageError: state that a checkpoint cannot keep; or the module is not what was joined any more.
+            UsageError: some state cannot be saved in a checkpoint, or the module's parameters left the arena.
         """
         driver, arena = self._driver, self._driver.arena
         arena.check(self._module)
-        parts = {SCRIPT + name: pack(own.state_dict(), name) for name, own in self.own.items()}
+        parts = {SCRIPT + name: pack(part.state_dict(), name) for name, part in self.script_parts.items()}
         parts[RANDOM] = _random(self._device)
         if self._optimizer is not None:
             parts[OPTIMIZER] = pack(self._optimizer.state_dict(), OPTIMIZER)
         if (
             (table_store := driver.tables.transfers.table_store) is not None
             and driver.role.trains
-            and (kept := table_store.client.state_dict())
+            and (tables := table_store.client.state_dict())
         ):
-            parts[TABLES] = pack(kept, TABLES)
+            parts[TABLES] = pack(tables, TABLES)
         with driver.committing:
             snapshot = arena.snapshot(whole=True)
-            told = {**driver.state_dict(), "about": self._about, "figures": dict(figures)}
+            peer = {**driver.state_dict(), "about": self._about, "figures": dict(figures)}
         with contextlib.ExitStack() as undo:
             undo.callback(snapshot.release)
-            parts[PEER] = pack(told, PEER)
+            parts[PEER] = pack(peer, PEER)
             if driver.role.sync.policy.uses_drift:
                 parts[DRIFT] = pack(driver.captures.reference.vectors(), DRIFT)
             if (centre := self._centre) is not None and (held := driver.captures.hold(centre.ticket)) is not None:
@@ -128,21 +131,21 @@ class TrainingState:
         return CapturedState(self.iteration, parts, model, snapshot.release)
 
     def restore(self, checkpoint: Checkpoint) -> dict[str, Any]:
-        """Go on from a checkpoint, but for the random numbers and the script's own parts.
+        """Restore everything but the random number generators and the script's parts.
 
         Returns:
-            What :meth:`capture` was given as figures.
+            The ``figures`` that :meth:`capture` got.
 
         Raises:
-            UsageError: it is one of another run or of another model, by what differs.
+            UsageError: the checkpoint is of another run or another model; the message says what differs.
         """
         driver = self._driver
-        told = unpack(checkpoint.parts[PEER])
+        peer = unpack(checkpoint.parts[PEER])
         for option, ours in self._about.items():
-            theirs = told["about"].get(option)
+            theirs = peer["about"].get(option)
             if theirs != ours:
                 raise UsageError(f"the checkpoint is of a run with {option} {theirs}, not {ours}", checkpoint.path)
-        self._restore_model(checkpoint, told["iteration"])
+        self._restore_model(checkpoint, peer["iteration"])
         if self._optimizer is not None and OPTIMIZER in checkpoint.parts:
             try:
                 self._optimizer.load_state_dict(unpack(checkpoint.parts[OPTIMIZER]))
@@ -153,23 +156,23 @@ class TrainingState:
                 table_store.client.load_state_dict(unpack(checkpoint.parts[TABLES]))
             except (UsageError, ValueError) as error:
                 raise UsageError(f"the checkpoint is of other tables: {error}", checkpoint.path) from error
-        driver.load_state_dict(told)
+        driver.load_state_dict(peer)
         if driver.role.sync.policy.uses_drift and (vectors := unpack(checkpoint.parts[DRIFT])):
             driver.captures.reference.load(vectors)
         if (centre := self._centre) is not None and HUB in checkpoint.parts:
-            kept = unpack(checkpoint.parts[HUB])
-            centre.load_state_dict(kept)
-            driver.captures.saved = kept["vectors"], kept["held"]
-        return dict(told["figures"])
+            hub = unpack(checkpoint.parts[HUB])
+            centre.load_state_dict(hub)
+            driver.captures.saved = hub["vectors"], hub["held"]
+        return dict(peer["figures"])
 
     @property
     def _centre(self) -> Centre | None:
-        """What this peer holds for others, if it is a hub."""
+        """The elastic centre that this peer holds if it is a hub; None otherwise."""
         exchange = self._driver.role.exchange
         return exchange.centre if isinstance(exchange, Elastic) else None
 
     def restore_random(self, checkpoint: Checkpoint) -> None:
-        """Go on with the random numbers, of torch, of Python and of numpy, and of a CUDA device."""
+        """Restore the random number generators of torch, Python, numpy and a CUDA device."""
         state = unpack(checkpoint.parts[RANDOM])
         torch.set_rng_state(state["torch"])
         if "cuda" in state and self._device.type == "cuda":
@@ -190,7 +193,8 @@ class TrainingState:
             tensor.copy_(part.tensors[name])
         if not arena.adopt(buffer, iteration):
             raise UsageError(
-                "the checkpoint's model holds NaN or Inf: remove it, to use the one before", checkpoint.path
+                "the checkpoint's model has a NaN or Inf: delete the checkpoint to resume from the one before",
+                checkpoint.path,
             )
         arena.pool.free(buffer)
         for name, tensor in layout.others(self._module).items():
@@ -203,14 +207,14 @@ def _compare(theirs: list[str], arena: ParameterArena, checkpoint: Checkpoint) -
     if theirs == ours:
         return
     pairs = zip([*theirs, "no more tensors"], [*ours, "no more tensors"], strict=False)
-    there, here = next((one, other) for one, other in pairs if one != other)
+    saved, own = next((saved, own) for saved, own in pairs if saved != own)
     raise UsageError(
-        f"the checkpoint is of another model: it has '{there}' where this one has '{here}'", checkpoint.path
+        f"the checkpoint is of another model: it has '{saved}' where this one has '{own}'", checkpoint.path
     )
 
 
 def _random(device: torch.device) -> Part:
-    """The generators' states."""
+    """Return the states of the random number generators."""
     kind, words, *rest = np.random.get_state()
     state: dict[str, Tensor | tuple[Any, ...]] = {
         "torch": torch.get_rng_state(),

@@ -1,4 +1,7 @@
-"""Tables on their way, in server mode: gradients that are pushed, tables that are pulled, and shards that move."""
+"""Table transfers in server mode: gradients that are pushed, tables that are pulled, and shards that move.
+
+Each transfer is stored under the ticket by which the role refers to it, until the role forgets the ticket.
+"""
 
 from __future__ import annotations
 
@@ -24,22 +27,22 @@ from gossipx.tables.migration import RangesSink
 from gossipx.tables.store import CopySink, Gradient, TableStore
 
 TableRequest = GradientRequest | TablesRequest | RecordRequest | CopyRequest | RangesRequest
-"""Requests whose payload, or whose reply's, is tables or parts of them."""
+"""Requests that carry tables, gradients or parts of them in the request or the reply."""
 
 
 @dataclass
 class _Fetching:
-    """Tables on their way to us."""
+    """A pull of one bucket of tables that is under way."""
 
     place: tuple[int, int]
     sink: TablesSink | ChangeSink
 
 
 class TableTransfers:
-    """Sends requests about tables, and keeps what comes, or was brought, until it is forgotten.
+    """Sends requests about tables and stores received tables and uploaded gradients by ticket.
 
     Args:
-        outbox: of the peer.
+        outbox: sends this peer's requests.
 
     Attributes:
         table_store: the peer's tables; None without a parameter server.
@@ -48,7 +51,7 @@ class TableTransfers:
     def __init__(self, outbox: Outbox):
         self.table_store: TableStore | None = None
         self._outbox = outbox
-        self._gradients: dict[int, Gradient] = {}  # those that others brought and that were kept
+        self._gradients: dict[int, Gradient] = {}  # uploaded by other peers
         self._fetching: dict[int, _Fetching] = {}
         self._copies: dict[int, CopySink] = {}
         self._ranges: dict[int, RangesSink] = {}
@@ -61,7 +64,7 @@ class TableTransfers:
     # --- out --------------------------------------------------------------------------------------
 
     def expect(self, send: Send) -> None:
-        """Make room for the tables that a request is about to ask for, where they are placed at this moment."""
+        """Prepare the sink for a pull by the current placement. Called under the driver's lock."""
         match send.request:
             case TablesRequest(shard=shard, bucket=bucket) if bucket >= 0:
                 self._fetching[send.ticket] = _Fetching((shard, bucket), self._table_store.client.sink((shard, bucket)))
@@ -69,7 +72,7 @@ class TableTransfers:
                 self._ranges[send.ticket] = self._table_store.ranges()
 
     def send(self, send: Send) -> None:
-        """Send a request of the kinds of :data:`TableRequest`."""
+        """Send a request of one of the types of :data:`TableRequest`."""
         if isinstance(send.request, CopyRequest):
             self._copies[send.ticket] = self._table_store.room_for_copy(send.request.shard)
         self._outbox.send(send, lambda: self._prepared(send), lambda reply: self._arrived(send.ticket, reply))
@@ -91,14 +94,14 @@ class TableTransfers:
                 return request, self._ranges.get(ticket, EmptySink()), None
 
     def _push(self, request: GradientRequest) -> Prepared:
-        """Encode a bucket's gradients as they are when they leave."""
+        """Encode a bucket's gradients just before they are sent."""
         client, place = self._table_store.client, (request.shard, request.bucket)
         if request.epoch != client.epoch:
-            raise CancelledError("it is of a layout that is over")
+            raise CancelledError("the servers were changed before the push was sent")
         try:
             parts, source = client.encode(place)
         except Exception as error:
-            self._broken(error)
+            self._fail(error)
             raise CancelledError("its gradients cannot be encoded") from error
         return dataclasses.replace(request, parts=parts, settings=client.settings(place)), None, source
 
@@ -108,67 +111,67 @@ class TableTransfers:
             try:
                 fetching.sink.read()
             except ProtocolError as error:
-                raise ProtocolError(f"tables cannot be decoded, and are asked for again: {error}") from error
+                raise ProtocolError(f"pulled tables cannot be decoded, the pull is retried: {error}") from error
         return None
 
-    # --- what came --------------------------------------------------------------------------------
+    # --- received tables --------------------------------------------------------------------------
 
     def fetched(self, ticket: int) -> None:
-        """Use the tables that came under ``ticket``; nothing if that was done before."""
+        """Pass the tables received under ``ticket`` to the client. Do nothing if that was done before."""
         fetching = self._fetching.pop(ticket, None)
         if fetching is None:
             return
         try:
             self._table_store.client.fetched(fetching.place, fetching.sink)
         except Exception as error:
-            self._broken(error)
+            self._fail(error)
 
     def ranges(self, ticket: int) -> RangesSink:
-        """Give away what came under ``ticket`` of tables that move here."""
+        """Take the ranges of a moving shard that were received under ``ticket``."""
         return self._ranges.pop(ticket)
 
     def copy(self, ticket: int) -> CopySink:
-        """Give away the copy of a shard that came under ``ticket``."""
+        """Take the copy of a shard that was received under ``ticket``."""
         return self._copies.pop(ticket)
 
-    # --- gradients that others brought ----------------------------------------------------------------
+    # --- uploaded gradients -----------------------------------------------------------------------
 
-    def keep(self, ticket: int, brought: Gradient) -> None:
-        """Keep a gradient."""
-        self._gradients[ticket] = brought
+    def keep(self, ticket: int, gradient: Gradient) -> None:
+        """Store an uploaded gradient under ``ticket``."""
+        self._gradients[ticket] = gradient
 
     def share(self, ticket: int, other: int) -> None:
-        """Keep the gradient that was kept under ``ticket`` under ``other``, too."""
+        """Store a second reference to the gradient of ``ticket`` under ``other``."""
         self._gradients[other] = self._gradients[ticket].hold()
 
     def held_gradient(self, ticket: int) -> Gradient:
-        """Return the gradient under ``ticket`` with a reference of its own, which the caller releases."""
+        """Return a new reference to the gradient of ``ticket``; the caller releases it."""
         return self._gradients[ticket].hold()
 
     def gradient(self, ticket: int) -> Gradient:
-        """Give away the gradient under ``ticket``."""
+        """Take the gradient of ``ticket``; its reference becomes the caller's."""
         return self._gradients.pop(ticket)
 
     def forget(self, ticket: int) -> None:
-        """Release what is under ``ticket``."""
-        for kept in (self._fetching, self._copies, self._ranges):
-            kept.pop(ticket, None)
+        """Release everything stored under ``ticket``."""
+        for stored in (self._fetching, self._copies, self._ranges):
+            stored.pop(ticket, None)
         if gradient := self._gradients.pop(ticket, None):
             gradient.release()
 
     # --- faults -----------------------------------------------------------------------------------
 
     def rejected(self, error: Exception) -> None:
-        """Leave out another's push that does not fit its shard; end training by any other error."""
+        """Log and ignore a push that does not fit its shard; end training on any other error."""
         if isinstance(error, ProtocolError):
-            self._outbox.note("protocol", f"a push that does not fit is left out: {error}")
+            self._outbox.note("protocol", f"a push that does not fit its shard is ignored: {error}")
         else:
-            self._broken(error)
+            self._fail(error)
 
-    def _broken(self, error: Exception) -> None:
-        if isinstance(error, UsageError):  # it says what is wrong, and where
+    def _fail(self, error: Exception) -> None:
+        if isinstance(error, UsageError):  # its message names the cause
             self._outbox.fail(error)
             return
-        made = UsageError(f"a part of the parameter server failed: {type(error).__name__}: {error}")
-        made.__cause__ = error
-        self._outbox.fail(made)
+        failure = UsageError(f"a part of the parameter server failed: {type(error).__name__}: {error}")
+        failure.__cause__ = error
+        self._outbox.fail(failure)

@@ -1,4 +1,8 @@
-"""What a driver does with the tables of a parameter server: by a thread of its own, in the order of the decisions."""
+"""The table work of a driver in server mode: it carries out the effects on the tables of a parameter server.
+
+A table is one parameter tensor; a shard is the part of all tables that one server holds. A thread of its own does the
+work in the order of the role's decisions, so that neither training nor the network waits for it.
+"""
 
 from __future__ import annotations
 
@@ -38,30 +42,30 @@ from gossipx.runtime.shards import ShardKeeper
 from gossipx.runtime.table_transfers import TableTransfers
 from gossipx.tables.store import TableStore
 
-Give = Callable[[Answer, Reply, Source | None, Callable[[], None]], None]
-"""Gives an answer with its payload, and says when that is not read any more."""
+SendReply = Callable[[Answer, Reply, Source | None, Callable[[], None]], None]
+"""Sends a reply with its payload, and calls back once the payload is no longer read."""
 
 
 class TableWork:
-    """Carries out effects on tables.
+    """Carries out the effects on tables.
 
     Args:
-        rank: one's own, for the thread's name.
-        outbox: of the peer.
-        tell: told of what has come of it.
-        give: gives an answer.
+        rank: this peer's rank, for the thread's name.
+        outbox: sends this peer's requests.
+        tell: called with the events that result.
+        reply: sends a reply.
 
     Attributes:
-        transfers: tables on their way.
-        keeper: of shards' checkpoints; set by the caller where there are any.
+        transfers: tables and gradients that are being sent or received.
+        keeper: writes the shards' checkpoints and journals; None: nothing is written. Set by the caller.
     """
 
-    def __init__(self, rank: int, outbox: Outbox, tell: Callable[[Event], None], give: Give):
+    def __init__(self, rank: int, outbox: Outbox, tell: Callable[[Event], None], reply: SendReply):
         self.keeper: ShardKeeper | None = None
         self.transfers = TableTransfers(outbox)
         self._serial_worker = SerialWorker(f"gossipx-tables-{rank}", self.transfers.rejected)
         self._tell = tell
-        self._give = give
+        self._reply = reply
 
     @property
     def _table_store(self) -> TableStore:
@@ -70,20 +74,20 @@ class TableWork:
 
     @property
     def raw_pulls(self) -> bool:
-        """Whether tables come as they lie in memory: there is nothing to decode."""
+        """Whether tables are sent as raw values, with nothing to decode."""
         return self._table_store.client.raw_pulls
 
     def close(self) -> None:
-        """Do nothing any more; what checkpoints were asked for are written."""
+        """Stop the thread. Checkpoints that are queued are still written."""
         self._serial_worker.close(wait=self.keeper is not None)
         if self.keeper is not None:
             self.keeper.close()
-        self._tell = self._give = nothing  # who was told holds us
+        self._tell = self._reply = nothing  # break the reference cycle with the driver
 
     # --- effects ------------------------------------------------------------------------------------
 
     def do(self, effect: TableEffect) -> None:
-        """Do it, or have it done after all that was decided before; for the thread that decides."""
+        """Carry out an effect, or queue it behind the effects of earlier decisions. Called under the driver's lock."""
         table_store, put = self._table_store, self._serial_worker.put
         match effect:
             case Fetch(buckets):
@@ -91,14 +95,14 @@ class TableWork:
             case Unchanged(buckets):
                 table_store.client.unchanged(buckets)
             case Fetched(ticket):
-                if self.raw_pulls:  # else they are decoded, by the thread that was told of them
+                if self.raw_pulls:  # otherwise the driver decodes them after it releases its lock
                     self.transfers.fetched(ticket)
             case ApplyGradient(ticket, scale):
                 gradient = self.transfers.gradient(ticket)
-                put(lambda: self._left_out(table_store.apply(gradient, scale)))
+                put(lambda: self._report_poisoned(table_store.apply(gradient, scale)))
             case BufferGradient(ticket):
                 added = self.transfers.gradient(ticket)
-                put(lambda: self._left_out(table_store.buffer(added)))
+                put(lambda: self._report_poisoned(table_store.buffer(added)))
             case ApplyBuffer(shard):
                 put(lambda: table_store.apply_buffer(shard))
             case FillTables(shard):
@@ -114,7 +118,7 @@ class TableWork:
             case _:
                 self._move(effect)
 
-    def _left_out(self, sender: int | None) -> None:
+    def _report_poisoned(self, sender: int | None) -> None:
         if sender is not None:
             self._tell(GradientPoisoned(sender))
 
@@ -129,7 +133,7 @@ class TableWork:
                 self._serial_worker.put(lambda: self._tell(TablesRestored(shard, epoch, keeper.restore_tables(shard))))
 
     def _move(self, effect: PrepareTables | TakeRanges | ReportPrepared | PlaceTables | DropTables) -> None:
-        """Of a change of servers."""
+        """Carry out an effect of a change of servers."""
         table_store, put = self._table_store, self._serial_worker.put
         match effect:
             case PrepareTables(epoch, servers):
@@ -146,9 +150,12 @@ class TableWork:
                 put(table_store.drop)
 
     def _unwritten(self) -> str:
-        """Why shards cannot be handed over yet, as their next holders write to the same places; or nothing."""
+        """Return why shards cannot move yet; empty if they can.
+
+        The next server of a shard writes its checkpoints to the same directory, so ours must be complete first.
+        """
         settled = self.keeper is None or self.keeper.settle()
-        return "" if settled else "its last checkpoint takes too long to be written"
+        return "" if settled else "its last checkpoint takes too long to write"
 
     def _place(self, epoch: int, servers: tuple[int, ...]) -> None:
         self._table_store.place(epoch, servers)
@@ -158,35 +165,35 @@ class TableWork:
     # --- answers ------------------------------------------------------------------------------------
 
     def answers(self, answer: Answer) -> bool:
-        """Whether it has to do with tables: it is given by :meth:`answer` then."""
+        """Whether an answer is about tables and must be sent by :meth:`answer`."""
         return answer.in_order or isinstance(answer.reply, TablesReply | CopyReply)
 
     def answer(self, answer: Answer) -> None:
-        """Answer after all that was decided before; for the thread that decides."""
+        """Queue an answer behind the effects of earlier decisions. Called under the driver's lock."""
         self._serial_worker.put(lambda: self._answer(answer))
 
     def _answer(self, answer: Answer) -> None:
         reply = answer.reply
         if answer.tables is not None and isinstance(reply, TablesReply):
             shard = answer.tables.shard
-            given = self._table_store.encode(answer.tables)
-            told = dataclasses.replace(reply, parts=given.parts, base=given.base)
-            self._give(answer, told, given.source, lambda: self._table_store.release(shard, given))
+            encoded = self._table_store.encode(answer.tables)
+            reply = dataclasses.replace(reply, parts=encoded.parts, base=encoded.base)
+            self._reply(answer, reply, encoded.source, lambda: self._table_store.release(shard, encoded))
         elif answer.copies is not None and isinstance(reply, CopyReply):
             source = self._table_store.copy(answer.copies)
-            self._give(answer, dataclasses.replace(reply, size=source.view.nbytes), source, nothing)
+            self._reply(answer, dataclasses.replace(reply, size=source.view.nbytes), source, nothing)
         elif answer.pieces is not None and isinstance(reply, TablesReply):
             self._answer_pieces(answer, reply, answer.pieces)
         else:
-            self._give(answer, reply, Source(memoryview(b"")) if isinstance(reply, TablesReply) else None, nothing)
+            self._reply(answer, reply, Source(memoryview(b"")) if isinstance(reply, TablesReply) else None, nothing)
 
     def _answer_pieces(self, answer: Answer, reply: TablesReply, pieces: Pieces) -> None:
         if unwritten := self._unwritten():
-            self._give(answer, NotReadyReply(unwritten), None, nothing)
+            self._reply(answer, NotReadyReply(unwritten), None, nothing)
             return
         try:
             source = self._table_store.pack(pieces)
         except GossipxError as error:
-            self._give(answer, NotReadyReply(str(error)), None, nothing)
+            self._reply(answer, NotReadyReply(str(error)), None, nothing)
             return
-        self._give(answer, dataclasses.replace(reply, parts=((0, source.view.nbytes),)), source, nothing)
+        self._reply(answer, dataclasses.replace(reply, parts=((0, source.view.nbytes),)), source, nothing)

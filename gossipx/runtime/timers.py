@@ -1,4 +1,4 @@
-"""Timers by name on one thread."""
+"""Named timers that share one thread."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 
 class Timers:
-    """Calls ``fire(name)`` when the time of a name has come.
+    """A thread that calls ``fire(name)`` when the timer ``name`` expires.
 
     Args:
-        fire: called from the timers' thread.
-        name: of the thread.
+        fire: called from the timer thread.
+        name: suffix of the thread's name.
     """
 
     def __init__(self, fire: Callable[[str], None], name: str):
@@ -24,19 +24,19 @@ class Timers:
         self._thread.start()
 
     def set(self, name: str, at: float) -> None:
-        """Fire ``name`` at ``at`` on time.monotonic(), in place of an earlier setting."""
+        """Set the timer ``name`` to expire at ``at`` (time.monotonic()); replace its earlier setting."""
         with self._changed:
             self._at[name] = at
             self._changed.notify()
 
     def close(self) -> None:
-        """Fire nothing any more."""
+        """Stop the thread; no timer expires after this."""
         with self._changed:
             self._closed = True
             self._changed.notify()
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=5)
-        self._fire = lambda name: None  # who is told holds us
+        self._fire = lambda name: None  # break the reference cycle with the driver
 
     def _run(self) -> None:
         while True:

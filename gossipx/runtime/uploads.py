@@ -1,4 +1,8 @@
-"""What others bring with their requests: models and gradients, by the request that brought them."""
+"""Uploads: models and gradients that other peers send as payloads of their requests.
+
+The payload arrives before the role has handled the request; it is stored under the request's key until the role keeps
+it under a ticket or drops it.
+"""
 
 from __future__ import annotations
 
@@ -18,95 +22,95 @@ from gossipx.tables.store import Gradient
 from gossipx.wire import UploadSink
 
 
-class _UploadPlace(Incoming):
-    """A model that another brings, in one of the places there are."""
+class _UploadedModel(Incoming):
+    """A model that another peer uploads; it occupies one of the limited places."""
 
-    def __init__(self, arena: ParameterArena, leave: Callable[[], None]):
+    def __init__(self, arena: ParameterArena, free_place: Callable[[], None]):
         super().__init__(arena, None)
-        self._leave: Callable[[], None] | None = leave
+        self._free_place: Callable[[], None] | None = free_place
 
     def release(self) -> None:
-        """Give all memory back, and the place."""
+        """Release the buffers and the place."""
         super().release()
-        leave, self._leave = self._leave, None
-        if leave is not None:
-            leave()
+        free_place, self._free_place = self._free_place, None
+        if free_place is not None:
+            free_place()
 
 
 class Uploads:
-    """Takes in what others bring, and holds it until it is kept or dropped.
+    """Receives uploads and stores each until it is kept or dropped.
 
     Args:
-        arena: whose models they are.
-        transfers: of the peer; models that are kept go there.
-        tables: of the peer; gradients that are kept go there.
-        places: models that others may bring at a time; who brings more waits.
+        arena: lends the buffers for models.
+        transfers: stores the models that are kept.
+        tables: stores the gradients that are kept.
+        places: number of models that may be uploaded at the same time; further senders wait.
     """
 
     def __init__(self, arena: ParameterArena, transfers: Transfers, tables: TableTransfers, places: int):
         self._arena = arena
         self._transfers = transfers
         self._tables = tables
-        self._uploads: dict[Hashable, Transfer | Gradient] = {}  # by the key of the request
+        self._uploads: dict[Hashable, Transfer | Gradient] = {}  # by the request's key
         self._places = threading.BoundedSemaphore(places)
 
     def room_for(self, sender: int, request: CarryingRequest) -> UploadSink:
-        """Where a model or a gradient that another brings is taken in, once there is a place; for the CommManager.
+        """Return the sink for an upload; wait for a free place if it is a model. Called by the CommManager.
 
         Raises:
-            LocalFaultError: there was none for as long as its sender waits.
-            ProtocolError: it is a gradient of tables that are not here.
+            LocalFaultError: no place became free while the sender waits.
+            ProtocolError: it is a gradient, and its tables are not on this peer.
         """
-        room: UploadSink | None = None
+        sink: UploadSink | None = None
         if isinstance(request, GradientRequest | RecordRequest):
             table_store = self._tables.table_store
             if table_store is None:
-                raise ProtocolError("it brought a gradient, and this peer is no server")
-            room = table_store.room_for(request)
-            if isinstance(room, Gradient) and isinstance(request, GradientRequest):
-                room.sender = sender
+                raise ProtocolError("it sent a gradient, and this peer is not a server")
+            sink = table_store.room_for(request)
+            if isinstance(sink, Gradient) and isinstance(request, GradientRequest):
+                sink.sender = sender
         elif self._places.acquire(timeout=request.patience):
-            placed = _UploadPlace(self._arena, self._places.release)
+            model = _UploadedModel(self._arena, self._places.release)
             codec = self._transfers.codec
             try:
-                room = None if codec is None else codec.room(sender, request, placed)
+                sink = None if codec is None else codec.room(sender, request, model)
             except ProtocolError:
-                placed.release()
+                model.release()
                 raise
-            room = room or placed
-        if room is None:
-            raise LocalFaultError(f"no place for what peer {sender} brings: too many bring something at once")
-        return room
+            sink = sink or model
+        if sink is None:
+            raise LocalFaultError(f"no memory for the upload of peer {sender}: too many peers upload at once")
+        return sink
 
-    def take(self, key: Hashable, request: CarryingRequest, room: UploadSink) -> None:
-        """The request ``key`` has brought this.
+    def take(self, key: Hashable, request: CarryingRequest, upload: UploadSink) -> None:
+        """Store the upload of the request ``key``.
 
         Raises:
-            ProtocolError: it is malformed, or changes what is not here.
+            ProtocolError: it is malformed, or a difference to a model that this peer no longer holds.
         """
-        if isinstance(room, Gradient):
-            self._uploads[key] = room
+        if isinstance(upload, Gradient):
+            self._uploads[key] = upload
         elif isinstance(request, ElasticRequest):
-            upload_sink = room if isinstance(room, UploadedModelSink) else None
+            upload_sink = upload if isinstance(upload, UploadedModelSink) else None
             if upload_sink is not None:
                 upload_sink.decode()
-            incoming = room.incoming if isinstance(room, UploadedModelSink) else room
+            incoming = upload.incoming if isinstance(upload, UploadedModelSink) else upload
             assert isinstance(incoming, Incoming)
             began = time.monotonic()
             self._uploads[key] = Transfer(request, incoming, began, their_step=request.step, upload_sink=upload_sink)
 
     def keep(self, key: Hashable, ticket: int) -> None:
-        """What ``key`` has brought is under ``ticket`` from now on."""
-        brought = self._uploads.pop(key)
-        if isinstance(brought, Gradient):
-            self._tables.keep(ticket, brought)
+        """Move the upload of the request ``key`` to ``ticket``."""
+        upload = self._uploads.pop(key)
+        if isinstance(upload, Gradient):
+            self._tables.keep(ticket, upload)
         else:
-            self._transfers.keep(ticket, brought)
+            self._transfers.keep(ticket, upload)
 
     def drop(self, key: Hashable) -> None:
-        """What ``key`` has brought is not needed, if it is not kept."""
-        brought = self._uploads.pop(key, None)
-        if isinstance(brought, Gradient):
-            brought.release()
-        elif brought is not None:
-            brought.incoming.release()
+        """Release the upload of the request ``key`` unless it was kept."""
+        upload = self._uploads.pop(key, None)
+        if isinstance(upload, Gradient):
+            upload.release()
+        elif upload is not None:
+            upload.incoming.release()

@@ -1,4 +1,7 @@
-"""Roles in virtual time over a modelled network: the same decisions as in real processes, replayed from a seed."""
+"""A simulator: the same peer roles as in real processes, in virtual time over a modelled network.
+
+Everything random comes from one seed, so that a run with faults can be replayed exactly.
+"""
 
 from gossipx.sim.network import Network
 from gossipx.sim.peer import SimPeer

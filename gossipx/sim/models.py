@@ -1,4 +1,8 @@
-"""The models of one peer in virtual time: those that come, those that are held, and what drift counts from."""
+"""The models of one simulated peer: received models, captured models, and the reference of drift.
+
+Drift, ‖x_t − x_r‖₂, is the distance from the model at the last exchange. It corresponds to
+:mod:`gossipx.runtime.captures` and :mod:`gossipx.runtime.driver`.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,18 @@ from gossipx.protocol.messages import ElasticRequest, PullRequest, RoundRequest,
 
 @dataclass
 class Exchange:
-    """A request of ours: open until it is answered or has failed, kept until it is forgotten."""
+    """One request that this peer sent, or an upload that it received; stored until the role forgets its ticket.
+
+    Attributes:
+        send: the effect that sent it.
+        began: virtual time of the request.
+        incoming: the buffer for the model; None: the exchange has no model.
+        open: whether the reply is still awaited.
+        their_step: iterations that the received model had done.
+        arrived: virtual time of the last byte.
+        model_sink: decodes the reply; None: no codec.
+        upload_sink: decodes the upload; None: no codec.
+    """
 
     send: effects.Send
     began: float
@@ -32,10 +47,15 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Retrieval:
-    """One model mixed, or merged in a wave, while training: at ``time``, after own iteration ``step``.
+    """A received model that was mixed, or merged in a wave, while training.
 
-    ``seconds`` from the request to the last byte; ``staleness`` own iterations minus the model's; ``distance``
-    ‖x_j − base‖₂ over the trained values.
+    Attributes:
+        time: virtual time of the mixing.
+        step: this peer's iteration.
+        sender: rank of the model's peer.
+        seconds: from the request to the last byte.
+        staleness: this peer's iterations minus the model's.
+        distance: ‖x_j − base‖₂ over the trained values.
     """
 
     time: float
@@ -47,17 +67,17 @@ class Retrieval:
 
 
 class SimModels:
-    """What of a peer's effects is about models.
+    """Carries out a peer's effects on models.
 
     Args:
-        role: the peer's.
-        arena: its weights.
-        note: told of what happens, for the log.
-        tell: told of what has come of an effect.
+        role: the peer's role.
+        arena: the peer's weights.
+        note: adds a line to the log.
+        tell: called with the events that result from an effect.
 
     Attributes:
-        held: captured models, by ticket.
-        reference: what drift counts from.
+        captures: captured models by ticket.
+        reference: the model from which drift is measured.
         retrievals: models that were mixed, or merged in a wave, while training.
     """
 
@@ -76,18 +96,21 @@ class SimModels:
         self._note = note
         self._tell = tell
 
-    # --- held models ------------------------------------------------------------------------------
+    # --- captured models --------------------------------------------------------------------------
 
     def capture(self, ticket: int) -> None:
-        """Hold the model as of the last step boundary."""
+        """Capture the model as of the last step boundary under ``ticket``."""
         self.captures[ticket] = CapturedModel(self._arena.snapshot())
 
     def base(self, send: effects.Send) -> Snapshot | None:
-        """What the model that is asked for is compared with, held; None: it is kept as it comes."""
+        """Return a reference to the model that the requested one is subtracted from.
+
+        None: the requested model is stored as received.
+        """
         match send.request:
             case TakeRequest():
-                held = self.captures.get(send.ticket)
-                return None if held is None else held.base.hold()
+                captured = self.captures.get(send.ticket)
+                return None if captured is None else captured.base.hold()
             case PullRequest() | ElasticRequest():
                 if self._role.sync.policy.uses_drift:
                     self.captures[send.ticket] = CapturedModel(self._arena.snapshot())
@@ -96,14 +119,14 @@ class SimModels:
                 return None
 
     def forget(self, ticket: int) -> None:
-        """What is held under ``ticket`` is no longer needed."""
-        if held := self.captures.pop(ticket, None):
-            held.release()
+        """Release the model captured under ``ticket``, if any."""
+        if captured := self.captures.pop(ticket, None):
+            captured.release()
 
-    # --- models that come -------------------------------------------------------------------------
+    # --- received models --------------------------------------------------------------------------
 
     def mix(self, ticket: int, exchange: Exchange, share: float, now: float) -> None:
-        """Mix the model that is under ``ticket``."""
+        """Mix a share of a received model into the weights, or refuse it if it has a NaN."""
         assert exchange.incoming is not None
         distance = exchange.incoming.norm()
         if math.isnan(distance):
@@ -124,16 +147,16 @@ class SimModels:
         seconds = exchange.arrived - exchange.began
         self.retrievals.append(Retrieval(now, step, exchange.send.to, seconds, staleness, distance))
         if self._role.sync.policy.uses_drift:
-            assert exchange.incoming is not None  # it holds the difference now, of which a share was added
-            own = exchange.send.ticket == self._role.pulling  # else another has pushed it
+            assert exchange.incoming is not None  # its buffer holds the difference, of which a share was added
+            own = exchange.send.ticket == self._role.pulling  # otherwise another peer pushed the model
             base = self.captures[exchange.send.ticket].base.buffer if own else None
             self.reference.move(exchange.incoming.buffer, share, base)
 
     def merge(self, exchange: Exchange, merge: effects.Merge, now: float) -> None:
-        """Merge a model into a held one."""
-        held = self.captures[merge.into]
+        """Merge a received model into a captured one, or refuse it if it has a NaN."""
+        captured = self.captures[merge.into]
         assert exchange.incoming is not None
-        distance = self._arena.merge(exchange.incoming.buffer, held.now.buffer, merge.own, merge.theirs)
+        distance = self._arena.merge(exchange.incoming.buffer, captured.now.buffer, merge.own, merge.theirs)
         sound = not math.isnan(distance)
         in_wave = isinstance(exchange.send.request, RoundRequest)
         taken = "mixes" if in_wave else "takes in"
@@ -141,27 +164,27 @@ class SimModels:
         if sound:
             seconds = exchange.arrived - exchange.began
             staleness = self._arena.step - exchange.their_step
-            found = Retrieval(now, self._arena.step, exchange.send.to, seconds, staleness, distance)
+            retrieval = Retrieval(now, self._arena.step, exchange.send.to, seconds, staleness, distance)
             if in_wave:
-                held.retrievals.append(found)
-            step = held.base.step if in_wave else max(held.now.step, exchange.their_step)
-            held.now.release()
-            held.now = self._arena.held(exchange.incoming.give_away(), step)
+                captured.retrievals.append(retrieval)
+            step = captured.base.step if in_wave else max(captured.now.step, exchange.their_step)
+            captured.now.release()
+            captured.now = self._arena.held(exchange.incoming.give_away(), step)
         self._tell(events.Merged(merge.ticket, merge.into, sound))
 
     def take_in(self, ticket: int) -> None:
-        """Put what is held in the captured model's place."""
-        held = self.captures[ticket]
-        self._arena.take_in(held.now, held.base)
+        """Write a merged model into the weights."""
+        captured = self.captures[ticket]
+        self._arena.take_in(captured.now, captured.base)
         self._note("takes the mean in")
         if self._role.stage is Stage.TRAIN:
-            self.retrievals += held.retrievals
+            self.retrievals += captured.retrievals
             if self._role.sync.policy.uses_drift:
-                self.reference.set(held.now.buffer)
+                self.reference.set(captured.now.buffer)
         self._tell(events.Mixed(ticket))
 
     def adopt(self, ticket: int, exchange: Exchange, step: int) -> None:
-        """Begin with the model that is under ``ticket``."""
+        """Replace the weights with a received model, or refuse it if it has a NaN."""
         assert exchange.incoming is not None
         taken = self._arena.adopt(exchange.incoming.buffer, step)
         self._note(f"{'adopts' if taken else 'refuses'} the model of {exchange.send.to}")
@@ -169,14 +192,17 @@ class SimModels:
 
     # --- drift ------------------------------------------------------------------------------------
 
-    def given(self, ticket: int) -> None:
-        """The model captured under ``ticket`` has been given away: drift counts from it."""
+    def delivered(self, ticket: int) -> None:
+        """Measure drift from the model captured under ``ticket``, which another peer has received."""
         if self._role.sync.policy.uses_drift:
             self.reference.set(self.captures[ticket].base.buffer)
 
     def drift(self) -> float | None:
-        """‖x_t − x_r‖₂: from the request that is under way, which is forgotten if it fails, or the last retrieval."""
+        """Return ‖x_t − x_r‖₂ since the exchange that is under way, or else since the last one.
+
+        None: the policy does not use drift.
+        """
         if not self._role.sync.policy.uses_drift:
             return None
-        held = None if self._role.pulling is None else self.captures.get(self._role.pulling)
-        return self.reference.distance() if held is None else self._arena.distance(held.base.buffer)
+        captured = None if self._role.pulling is None else self.captures.get(self._role.pulling)
+        return self.reference.distance() if captured is None else self._arena.distance(captured.base.buffer)

@@ -1,4 +1,4 @@
-"""A network as a few numbers: how long a message takes, and whether it comes through."""
+"""A network model: how long a message takes, and whether it arrives."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Delivery:
-    """One message's way.
+    """The delivery of one message.
 
     Attributes:
-        left: when its last byte has left the sender, in seconds of virtual time.
-        arrives: when its last byte is at the receiver.
+        left: when its last byte leaves the sender, in seconds of virtual time.
+        arrives: when its last byte arrives.
         lost: whether it never arrives.
     """
 
@@ -32,18 +32,17 @@ class _Cut:
 
 @dataclass
 class Network:
-    """Links between in-memory peers.
+    """The links between simulated peers.
 
-    Every peer has one link out and one link in. Models queue: one at a time leaves a peer, and one at a time enters it,
-    in the order in which they were sent; a transfer that breaks off keeps its place. A message without a model takes
-    the delay alone.
+    Every peer has one outgoing and one incoming link. Models are queued: each link carries one at a time, in the order
+    in which they were sent; an aborted transfer keeps its time slot. A message without a model takes only the delay.
 
     Attributes:
-        bandwidth: of each link in each direction, bytes/s; 125e6 is 1 Gbit/s, the network of section VI.
-        delay: from a byte's leaving to its arrival, in seconds.
-        loss: probability that a message is lost: nothing of it arrives, and nobody is told.
+        bandwidth: of each link in bytes/s; 125e6 is 1 Gbit/s, as in section VI of Adaptive Gossip.
+        delay: propagation delay in seconds.
+        loss: probability that a message is lost without notice.
         repeat: probability that a message arrives twice.
-        jitter: up to so many seconds more of delay for each message, so that one overtakes another.
+        jitter: maximum additional delay per message in seconds; messages may overtake each other.
     """
 
     bandwidth: float = 125e6
@@ -58,21 +57,28 @@ class Network:
     def cut(
         self, one: Iterable[int], other: Iterable[int], start: float, end: float = float("inf"), one_way: bool = False
     ) -> None:
-        """Let nothing pass from ranks ``one`` to ranks ``other``, nor back unless ``one_way``, from start to end."""
+        """Partition the network from ``start`` to ``end``: nothing passes between the ranks ``one`` and ``other``.
+
+        With ``one_way``, messages from ``other`` to ``one`` still pass.
+        """
         a, b = frozenset(one), frozenset(other)
         self._cuts.append(_Cut(a, b, start, end))
         if not one_way:
             self._cuts.append(_Cut(b, a, start, end))
 
     def passable(self, sender: int, receiver: int, start: float, end: float) -> bool:
-        """Whether nothing is cut from ``sender`` to ``receiver`` in any moment from ``start`` to ``end``."""
+        """Whether the path from ``sender`` to ``receiver`` is intact for the whole time from ``start`` to ``end``."""
         return not any(
             sender in cut.senders and receiver in cut.receivers and start < cut.end and end >= cut.start
             for cut in self._cuts
         )
 
     def send(self, sender: int, receiver: int, nbytes: int, now: float, rng: random.Random) -> Delivery:
-        """A message sets out now; ``nbytes`` of model are in it."""
+        """Send a message now and return its delivery.
+
+        Args:
+            nbytes: size of the model in it; 0: no model.
+        """
         left = now
         if nbytes:
             begins = max(now, self._out_free.get(sender, 0.0), self._in_free.get(receiver, 0.0))
@@ -81,8 +87,8 @@ class Network:
         late = rng.uniform(0.0, self.jitter) if self.jitter else 0.0
         return Delivery(left, left + self.delay + late, rng.random() < self.loss)
 
-    def repeats(self, journey: Delivery, rng: random.Random) -> list[Delivery]:
-        """The journey, and another one if this message arrives twice."""
+    def repeats(self, delivery: Delivery, rng: random.Random) -> list[Delivery]:
+        """Return the delivery, and a second one if the message arrives twice."""
         if not self.repeat or rng.random() >= self.repeat:
-            return [journey]
-        return [journey, Delivery(journey.left, journey.arrives + rng.uniform(0.0, self.jitter), lost=False)]
+            return [delivery]
+        return [delivery, Delivery(delivery.left, delivery.arrives + rng.uniform(0.0, self.jitter), lost=False)]

@@ -1,4 +1,4 @@
-"""The driver of one peer role in virtual time, over a real arena of a real module."""
+"""A simulated peer: the driver of one peer role in virtual time, with a real module and a real parameter arena."""
 
 from __future__ import annotations
 
@@ -21,24 +21,26 @@ from gossipx.tables.store import TableStore
 
 
 class SimPeer(SimRequests):
-    """One peer: its life is join, train, finish, tell its figures, end.
+    """One simulated peer: it joins, trains, takes part in the finish, sends its figures and ends.
 
     Args:
-        role: fresh, with this peer's rank.
-        module: laid out in an arena here.
-        gradient_step: one real optimizer step on ``peer.module``; called when the step's time has passed.
-        iterations: steps in all, those counted that an adopted model has seen.
-        compute_seconds: virtual seconds a step takes.
+        role: a new role with this peer's rank.
+        module: the model; an arena for it is made here.
+        gradient_step: makes one real optimizer step on ``peer.module``; called at the end of each step.
+        iterations: the total number of steps, including those of an adopted model.
+        compute_seconds: virtual duration of a step.
         mix_buffers: see :class:`~gossipx.model.arena.ParameterArena`.
-        table_store_of: of a run with a parameter server: makes the tables of the module. ``gradient_step`` then makes
-            gradients alone.
+        table_store_of: makes the tables of the module for a run with a parameter server; ``gradient_step`` then only
+            computes gradients. None: there is no parameter server.
+        codec_of: makes the codec of models; None: models are sent as raw values.
 
     Attributes:
-        down_since: when it ended or crashed; None while it runs.
-        before_finish: trained values as it entered the finish; None before.
-        reason: why it had to stop, if it had to.
-        bytes_received, finish_bytes: of models, while training and in the finish.
-        blocked_seconds: how long training stood still for the role, from the first step to the last.
+        down_since: virtual time at which it ended or crashed; None while it runs.
+        resumed: whether it resumed from a checkpoint, as the role is told when it joins; None: the run is new.
+        before_finish: the trained values when it entered the finish; None before that.
+        reason: why it had to stop; None if it did not.
+        bytes_received, finish_bytes: bytes of models and tables, while training and in the finish.
+        blocked_seconds: how long the role blocked training, from the first step to the last.
     """
 
     def __init__(
@@ -72,8 +74,8 @@ class SimPeer(SimRequests):
         self._leaving = False
         self._waits_since: float | None = None
         self._stepping = False
-        self._lacks_since: float | None = None  # tables that are to be computed with
-        self._computed = False  # an iteration's gradients are made, and to be pushed
+        self._lacks_since: float | None = None  # since when training waits for tables
+        self._computed = False  # whether there are gradients that were not pushed yet
 
     @property
     def retrievals(self) -> list[Retrieval]:
@@ -81,18 +83,18 @@ class SimPeer(SimRequests):
         return self.models.retrievals
 
     def weights(self) -> Tensor:
-        """All trained values, one float64 vector."""
+        """Return all trained values as one float64 vector."""
         parts = [section.values[: section.trainable].double() for section in self.arena.sections]
         return torch.cat(parts).clone()
 
     def centre(self) -> Tensor:
-        """The centre that this peer, the hub, holds: one float64 vector of trained values."""
+        """Return the hub's elastic centre as one float64 vector of trained values. For the hub only."""
         assert isinstance(self.role.exchange, Elastic) and self.role.exchange.centre
-        held = self.models.captures[self.role.exchange.centre.ticket].now
-        rows = zip(self.arena.sections, held.vectors, strict=True)
+        centre = self.models.captures[self.role.exchange.centre.ticket].now
+        rows = zip(self.arena.sections, centre.vectors, strict=True)
         return torch.cat([vector[: section.trainable].double() for section, vector in rows])
 
-    # --- its life -----------------------------------------------------------------------------------
+    # --- lifecycle ----------------------------------------------------------------------------------
 
     def begin(self, world: Surroundings) -> None:
         """Join the run; called by the world."""
@@ -100,16 +102,16 @@ class SimPeer(SimRequests):
         self._tell(events.JoinRun(self.resumed))
 
     def tell(self, event: events.Event) -> None:
-        """Tell its role of an event from outside."""
+        """Pass an event from outside to the role."""
         self._tell(event)
 
     def ask_to_leave(self) -> None:
-        """SIGTERM."""
+        """Leave the run after the current step, as after SIGTERM."""
         self._leaving = True
-        self._later(self._world.now, self._go_on)
+        self._later(self._world.now, self._proceed)
 
-    def _go_on(self) -> None:
-        """What the training thread does next, if it may."""
+    def _proceed(self) -> None:
+        """Start the next action of the training thread, unless it must wait."""
         if self._stepping or self.down_since is not None:
             return
         if self.reason is not None:
@@ -121,7 +123,7 @@ class SimPeer(SimRequests):
             self._next_phase()
 
     def _has_tables(self) -> bool:
-        """Whether all tables that were asked for are here; they are in the model then."""
+        """Write the pulled tables into the model if all have arrived. Return whether they have."""
         if self.tables is None:
             return True
         now = self._world.now
@@ -140,7 +142,7 @@ class SimPeer(SimRequests):
                 self._phase = "train"
                 if self.role.sync.policy.uses_drift:
                     self.models.reference.set()
-                self._go_on()
+                self._proceed()
             case "train" if self._computed:
                 self._computed = False
                 assert self.tables is not None
@@ -166,7 +168,7 @@ class SimPeer(SimRequests):
         self._gradient_step(self)
         if self.tables is None:
             self._step_done()
-        else:  # which may have to wait before the first gradient
+        else:  # the role may block training before the first gradient is pushed
             self._computed = True
             self._tell(events.GradientsReady(()))
 
@@ -176,9 +178,9 @@ class SimPeer(SimRequests):
         self._tell(events.StepDone(self.arena.step, delta, self.models.drift()))
 
     def _push(self, client: Client) -> None:
-        """Gradients leave as backward makes them: those of the last tables first."""
+        """Push gradients in the order in which backpropagation computes them: the last tables first."""
         trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-        self._stepping = True  # until the step is done
+        self._stepping = True  # so that no event starts the next action before the step is done
         for number in reversed(range(len(trained))):
             gradient = trained[number].grad
             if gradient is not None and (whole := client.update(number, gradient)):
@@ -190,7 +192,7 @@ class SimPeer(SimRequests):
     # --- events and effects ---------------------------------------------------------------------------
 
     def _tell(self, event: events.Event) -> None:
-        """Tell the role, carry out what follows, and let training go on if it may."""
+        """Pass an event to the role, carry out its effects, and let training proceed if it may."""
         self._events.append(event)
         if self._handling:
             return
@@ -204,7 +206,7 @@ class SimPeer(SimRequests):
                 if stage < Stage.FINISH <= self.role.stage < Stage.LEFT:
                     self.before_finish = self.weights()
         self._handling = False
-        self._go_on()
+        self._proceed()
 
     def _carry_out(self, effect: effects.Effect) -> None:
         now = self._world.now
@@ -220,7 +222,7 @@ class SimPeer(SimRequests):
             case effects.Answer():
                 self._answer(effect)
             case effects.Keep(key, ticket):
-                self._exchanges[ticket] = self._brought.pop(key)
+                self._exchanges[ticket] = self._uploads.pop(key)
             case effects.Capture(ticket, _):
                 self.models.capture(ticket)
             case effects.Merge():
@@ -239,7 +241,7 @@ class SimPeer(SimRequests):
             case effects.Forget(ticket):
                 self._forget(ticket)
             case effects.Delivered(ticket):
-                self.models.given(ticket)
+                self.models.delivered(ticket)
                 self._forget(ticket)
             case effects.SetTimer(name, at):
                 self._timers[name] = at
@@ -251,7 +253,7 @@ class SimPeer(SimRequests):
                     self.blocked_seconds += now - self._waits_since
                 self._waits_since = None
             case effects.Switched(_, problem):
-                self._note(problem or "has had the sync model switched")
+                self._note(problem or "has switched the sync model")
             case effects.Note(_, text):
                 self._note(text)
             case effects.Stop(reason):
@@ -259,7 +261,7 @@ class SimPeer(SimRequests):
                 self.reason = self.reason or reason
 
     def begin_codec(self) -> None:
-        """Begin with the model as it is now, like all peers."""
+        """Initialize the codec from the current weights: at step 0 they are the same on all peers."""
         if self.codec is not None:
             self.codec.begin_from(self.arena)
 

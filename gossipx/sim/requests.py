@@ -1,4 +1,4 @@
-"""The requests of one peer in virtual time: its own and those of others, with the models and tables that they carry."""
+"""The requests of one simulated peer, sent and received, with the models and tables that they carry."""
 
 from __future__ import annotations
 
@@ -48,33 +48,33 @@ from gossipx.tables.store import TableStore
 
 
 class Surroundings(Protocol):
-    """What a peer uses of its world, which knows the peers in turn."""
+    """The part of the world that a peer uses; a protocol, since the world imports the peers."""
 
     now: float
     fired: Counter[str]
 
     @property
     def peers(self) -> Mapping[int, SimRequests]:
-        """The latest incarnation of each peer, by rank."""
+        """The latest started incarnation of each peer, by rank."""
 
     def at(self, time: float, action: Callable[[], None]) -> None:
-        """Do ``action`` at ``time``."""
+        """Schedule ``action`` at ``time``."""
 
     def note(self, rank: int, what: str) -> None:
         """Add a line to the log."""
 
     def carry(self, sender: SimRequests, to: int, nbytes: int, deliver: Callable[[], None]) -> None:
-        """Take a message to ``to``."""
+        """Send a message to ``to``."""
 
     def refuse(self, requester: SimRequests, ticket: int, by: int) -> None:
-        """Tell ``requester`` that nothing answers."""
+        """Fail a request as unreachable."""
 
     def end(self, peer: SimRequests, what: str) -> None:
         """End a peer."""
 
 
 class SimRequests(abc.ABC):
-    """The requests of one peer; see :class:`~gossipx.sim.peer.SimPeer`."""
+    """The request handling of one peer; the base class of :class:`~gossipx.sim.peer.SimPeer`."""
 
     _world: Surroundings
 
@@ -91,16 +91,16 @@ class SimRequests(abc.ABC):
         self.models = SimModels(role, arena, self._note, self._events.append)
         self.tables = None if table_store is None else SimTables(table_store, self._events.append)
         self._exchanges: dict[int, Exchange] = {}
-        self._requests = 0  # received so far: the keys of requests
+        self._requests = 0  # number received; the key of the last one
         self._requesters: dict[Hashable, tuple[SimRequests, int]] = {}
-        self._brought: dict[Hashable, Exchange] = {}  # by the key of the request
+        self._uploads: dict[Hashable, Exchange] = {}  # by the request's key, until kept or dropped
 
     @abc.abstractmethod
     def _tell(self, event: events.Event) -> None:
-        """Tell the role of an event."""
+        """Pass an event to the role."""
 
     def _later(self, time: float, action: Callable[[], None]) -> None:
-        """Do ``action`` at ``time`` if this process then lives, or when it is no longer paused."""
+        """Schedule ``action`` at ``time``, or at the end of a pause; drop it if this peer is down by then."""
 
         def act() -> None:
             if self.down_since is not None:
@@ -115,47 +115,47 @@ class SimRequests(abc.ABC):
     def _note(self, what: str) -> None:
         self._world.note(self.rank, what)
 
-    # --- requests of its own ----------------------------------------------------------------------------
+    # --- sent requests ----------------------------------------------------------------------------------
 
     def _send(self, send: effects.Send) -> None:
         incoming = model_sink = None
-        brought = bytearray()
+        upload = bytearray()
         if isinstance(send.request, ModelRequest):
             base = self.models.base(send)
             if isinstance(send.request, ElasticRequest):
                 assert base is not None
-                brought += self._poison(bytearray(base.buffer.view))
+                upload += self._poison(bytearray(base.buffer.view))
             incoming = Incoming(self.arena, base, whole=isinstance(send.request, InitialRequest))
             if self.codec is not None:
                 model_sink = self.codec.model_sink(send.to, send.request, incoming)
             if self.codec is not None and model_sink is not None:
-                told, source = self.codec.asked(send.to, send.request, [] if base is None else base.buffer.vectors)
-                send = dataclasses.replace(send, request=told)
+                request, source = self.codec.asked(send.to, send.request, [] if base is None else base.buffer.vectors)
+                send = dataclasses.replace(send, request=request)
                 if source is not None:
-                    brought[:] = source.view
+                    upload[:] = source.view
         if self.tables is not None and isinstance(send.request, ServerRequest | RangesRequest):
-            send, brought = self.tables.outgoing(send)
+            send, upload = self.tables.outgoing(send)
         exchange = Exchange(send, self._world.now, incoming, model_sink=model_sink)
         self._exchanges[send.ticket] = exchange
-        if what := _described(send.request, send.to):
-            self._note(what)
-        self._world.carry(self, send.to, len(brought), lambda: self._arrive(send, brought))
+        if text := _described(send.request, send.to):
+            self._note(text)
+        self._world.carry(self, send.to, len(upload), lambda: self._arrive(send, upload))
         self._later(send.deadline, lambda: self.fail(send.ticket, Fault.TIMEOUT))
 
-    def _arrive(self, send: effects.Send, brought: bytearray) -> None:
-        """Our request is at the other's address, with what it brings."""
+    def _arrive(self, send: effects.Send, upload: bytearray) -> None:
+        """Deliver a request of this peer, with its payload, to the receiver."""
         other = self._world.peers.get(send.to)
         if other is None or other.down_since is not None:
             self._world.refuse(self, send.ticket, send.to)
         else:
-            other.receive(self, send, brought)
+            other.receive(self, send, upload)
 
     def waiting_for(self, rank: int) -> list[int]:
-        """Tickets of open requests to ``rank``."""
+        """Return the tickets of open requests to ``rank``."""
         return [ticket for ticket, exchange in self._exchanges.items() if exchange.open and exchange.send.to == rank]
 
     def fail(self, ticket: int, fault: Fault) -> None:
-        """Our request ``ticket`` gets no answer; nothing if it had one before."""
+        """Fail the request ``ticket`` unless it was answered before."""
 
         def failed() -> None:
             exchange = self._exchanges.get(ticket)
@@ -168,12 +168,12 @@ class SimRequests(abc.ABC):
         self._later(self._world.now, failed)
 
     def replied(self, ticket: int, reply: Reply, payload: bytearray) -> bool:
-        """The last byte of an answer is here; returns whether it was still wanted."""
+        """Handle a reply whose last byte has arrived. Return False if the request is no longer open."""
         exchange = self._exchanges.get(ticket)
         if self.down_since is not None or exchange is None or not exchange.open:
             return False
         exchange.open = False
-        unread = ""
+        decode_error = ""
         if isinstance(reply, TablesReply | CopyReply):
             assert self.tables is not None
             self.tables.arrived(ticket, reply, payload)
@@ -189,77 +189,77 @@ class SimRequests(abc.ABC):
                 try:
                     exchange.model_sink.decode()
                 except ProtocolError as error:
-                    unread = str(error)
+                    decode_error = str(error)
             request = exchange.send.request
             if isinstance(request, RoundRequest) and request.wave == LAST_WAVE:
                 self.finish_bytes += len(payload)
             elif not isinstance(request, InitialRequest):
                 self.bytes_received += len(payload)
 
-        def told() -> None:
-            if unread:
-                self._note(f"cannot decode the model of {exchange.send.to}: {unread}")
+        def handle() -> None:
+            if decode_error:
+                self._note(f"cannot decode the model of {exchange.send.to}: {decode_error}")
                 self._tell(events.Failed(ticket, Fault.PROTOCOL))
                 return
             if isinstance(reply, ModelReply) and isinstance(exchange.send.request, TakeRequest | ElasticRequest):
                 assert exchange.incoming is not None
-                if math.isnan(exchange.incoming.norm()):  # known before the other side counts on it
+                if math.isnan(exchange.incoming.norm()):  # refuse it before the other side relies on it
                     self._note(f"refuses the model of {exchange.send.to}")
                     self._tell(events.Failed(ticket, Fault.POISONED))
                     return
             self._tell(events.Replied(ticket, reply))
             self._close(exchange)
 
-        self._later(self._world.now, told)
+        self._later(self._world.now, handle)
         return True
 
     def _close(self, exchange: Exchange) -> None:
-        """It has its answer: unless it holds a model, nobody refers to it any more."""
+        """Drop an answered request, unless it has a model that the role still refers to."""
         if exchange.incoming is None:
             self._exchanges.pop(exchange.send.ticket, None)
 
-    # --- requests of others -----------------------------------------------------------------------------
+    # --- received requests ------------------------------------------------------------------------------
 
-    def receive(self, sender: SimRequests, send: effects.Send, brought: bytearray) -> None:
-        """A request is here."""
+    def receive(self, sender: SimRequests, send: effects.Send, upload: bytearray) -> None:
+        """Handle a request of another peer."""
         self._requests += 1
         key = self._requests
         self._requesters[key] = (sender, send.ticket)
 
-        def told() -> None:
+        def handle() -> None:
             if isinstance(send.request, GradientRequest | RecordRequest):
                 assert self.tables is not None
-                self.tables.brought(sender.rank, key, send.request, brought)
-                self.bytes_received += len(brought) if sender is not self else 0
+                self.tables.uploaded(sender.rank, key, send.request, upload)
+                self.bytes_received += len(upload) if sender is not self else 0
             elif isinstance(send.request, CarryingRequest):
                 incoming = Incoming(self.arena, None)
-                self.bytes_received += len(brought) if sender is not self else 0
-                came = dataclasses.replace(send, to=sender.rank)
+                self.bytes_received += len(upload) if sender is not self else 0
+                reversed_send = dataclasses.replace(send, to=sender.rank)
                 assert isinstance(send.request, ElasticRequest)
                 upload_sink = None if self.codec is None else self.codec.room(sender.rank, send.request, incoming)
-                (upload_sink or incoming).take(0, memoryview(brought))
+                (upload_sink or incoming).take(0, memoryview(upload))
                 now, step = self._world.now, send.request.step
                 exchange = Exchange(
-                    came, now, incoming, open=False, their_step=step, arrived=now, upload_sink=upload_sink
+                    reversed_send, now, incoming, open=False, their_step=step, arrived=now, upload_sink=upload_sink
                 )
                 try:
                     if upload_sink is not None:
                         upload_sink.decode()
                 except ProtocolError as error:
-                    self._note(f"leaves out what {sender.rank} brings: {error}")
+                    self._note(f"ignores the upload of {sender.rank}: {error}")
                     incoming.release()
                     self._answer(effects.Answer(key, BusyReply(), now + send.request.patience))
                     return
-                self._brought[key] = exchange
+                self._uploads[key] = exchange
             self._tell(events.Received(sender.rank, key, send.request))
 
-        self._later(self._world.now, told)
+        self._later(self._world.now, handle)
 
     def _answer(self, answer: effects.Answer) -> None:
         requester, ticket = self._requesters.pop(answer.key)
         if self.tables is not None:
             self.tables.drop(answer.key)
-        if dropped := self._brought.pop(answer.key, None):
+        if dropped := self._uploads.pop(answer.key, None):
             assert dropped.incoming is not None
             dropped.incoming.release()
         reply = answer.reply
@@ -283,12 +283,12 @@ class SimRequests(abc.ABC):
             else:
                 payload += self._poison(bytearray(snapshot.buffer.view))
             snapshot.release()
-        told = False
+        done = False
 
         def answered(whole: bool) -> None:
-            nonlocal told
-            if not told:
-                told = True
+            nonlocal done
+            if not done:
+                done = True
                 self._later(self._world.now, lambda: self._tell(events.Answered(answer.key, whole)))
 
         self._world.carry(
@@ -297,7 +297,7 @@ class SimRequests(abc.ABC):
         self._later(answer.deadline, lambda: answered(False))
 
     def _poison(self, model: bytearray) -> bytearray:
-        """A model that goes out, with a NaN if this peer's do."""
+        """Put a NaN into a model that is sent, if this fault is switched on."""
         if self.poisoned:
             self._world.fired["poison"] += 1
             dtype = next(section.values.dtype for section in self.arena.sections if section.mixed)
@@ -316,7 +316,7 @@ class SimRequests(abc.ABC):
 
 
 def _described(request: Request, to: int) -> str:
-    """Return what the log says of a request for a model or an exchange; nothing of others."""
+    """Return the log line of a request for a model or an exchange; empty for other requests."""
     match request:
         case InitialRequest():
             return f"asks {to} for a model to begin with"

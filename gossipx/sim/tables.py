@@ -1,4 +1,8 @@
-"""The tables of one peer in virtual time: what the driver's threads do in real processes, done at once."""
+"""The tables of one simulated peer: effects on the tables of a parameter server, carried out immediately.
+
+It corresponds to :mod:`gossipx.runtime.tables`, which uses a thread. Gradients, copies and ranges are stored under the
+ticket by which the role refers to them.
+"""
 
 from __future__ import annotations
 
@@ -22,18 +26,18 @@ from gossipx.tables.store import CopySink, Gradient, TableStore
 
 
 class SimTables:
-    """What of a peer's effects is about tables.
+    """Carries out a peer's effects on tables.
 
     Args:
-        table_store: its tables.
-        tell: told of what has come of an effect.
+        table_store: the peer's tables.
+        tell: called with the events that result from an effect.
     """
 
     def __init__(self, table_store: TableStore, tell: Callable[[events.Event], None]):
         self.table_store = table_store
         self._tell = tell
-        self._brought: dict[Hashable, Gradient] = {}  # by the key of the request
-        self._kept: dict[int, Gradient] = {}
+        self._uploads: dict[Hashable, Gradient] = {}  # by the request's key, until kept or dropped
+        self._gradients: dict[int, Gradient] = {}
         self._fetching: dict[int, tuple[Where, TablesSink | ChangeSink]] = {}
         self._copies: dict[int, CopySink] = {}
         self._ranges: dict[int, RangesSink] = {}
@@ -41,15 +45,15 @@ class SimTables:
     # --- requests ---------------------------------------------------------------------------------
 
     def outgoing(self, send: effects.Send) -> tuple[effects.Send, bytearray]:
-        """A request as it leaves, and what it brings."""
+        """Return a request as it is sent, and its payload."""
         request = send.request
         if isinstance(request, GradientRequest):
             place = request.shard, request.bucket
             parts, source = self.table_store.client.encode(place)
-            told = dataclasses.replace(request, parts=parts, settings=self.table_store.client.settings(place))
-            return dataclasses.replace(send, request=told), bytearray(source.view)
+            push = dataclasses.replace(request, parts=parts, settings=self.table_store.client.settings(place))
+            return dataclasses.replace(send, request=push), bytearray(source.view)
         if isinstance(request, RecordRequest) and request.bucket >= 0:
-            return send, bytearray(self._kept[send.ticket].view)
+            return send, bytearray(self._gradients[send.ticket].view)
         if isinstance(request, CopyRequest):
             self._copies[send.ticket] = self.table_store.room_for_copy(request.shard)
         if isinstance(request, RangesRequest):
@@ -61,46 +65,48 @@ class SimTables:
         return send, bytearray()
 
     def arrived(self, ticket: int, reply: TablesReply | CopyReply, payload: bytearray) -> None:
-        """An answer is here."""
-        asked = self._fetching.get(ticket, (None, EmptySink()))[1]
+        """Store the payload of a reply."""
+        pulled = self._fetching.get(ticket, (None, EmptySink()))[1]
         sink: TablesSink | ChangeSink | CopySink | RangesSink | EmptySink = (
-            self._copies.get(ticket) or self._ranges.get(ticket) or asked
+            self._copies.get(ticket) or self._ranges.get(ticket) or pulled
         )
         sink.fit(reply).take(0, memoryview(payload))
 
-    def brought(self, sender: int, key: Hashable, request: GradientRequest | RecordRequest, content: bytearray) -> None:
-        """The request ``key`` has brought a gradient."""
+    def uploaded(
+        self, sender: int, key: Hashable, request: GradientRequest | RecordRequest, content: bytearray
+    ) -> None:
+        """Store the gradient that the request ``key`` uploaded."""
         gradient = self.table_store.room_for(request)
         if isinstance(gradient, Gradient):
             gradient.sender = sender if isinstance(request, GradientRequest) else None
             gradient.take(0, memoryview(content))
-            self._brought[key] = gradient
+            self._uploads[key] = gradient
 
     def drop(self, key: Hashable) -> None:
-        """What it has brought is not needed, if it was not kept."""
-        if gradient := self._brought.pop(key, None):
+        """Release the upload of the request ``key`` unless it was kept."""
+        if gradient := self._uploads.pop(key, None):
             gradient.release()
 
     # --- effects ----------------------------------------------------------------------------------
 
     def carry_out(self, effect: effects.Effect) -> bool:
-        """Do what is about tables; whether it was that."""
+        """Carry out an effect on tables. Return False if the effect is not about tables."""
         table_store = self.table_store
         match effect:
-            case effects.Keep(key, ticket) if key in self._brought:
-                self._kept[ticket] = self._brought.pop(key)
+            case effects.Keep(key, ticket) if key in self._uploads:
+                self._gradients[ticket] = self._uploads.pop(key)
             case table_effects.Share(ticket, other):
-                self._kept[other] = self._kept[ticket].hold()
+                self._gradients[other] = self._gradients[ticket].hold()
             case table_effects.TakeCopy(ticket, shard):
                 table_store.take_copy(shard, self._copies.pop(ticket))
             case table_effects.ApplyGradient(ticket, scale):
-                self._left_out(table_store.apply(self._kept.pop(ticket), scale))
+                self._report_poisoned(table_store.apply(self._gradients.pop(ticket), scale))
             case table_effects.BufferGradient(ticket):
-                self._left_out(table_store.buffer(self._kept.pop(ticket)))
+                self._report_poisoned(table_store.buffer(self._gradients.pop(ticket)))
             case table_effects.ApplyBuffer(shard):
                 table_store.apply_buffer(shard)
             case table_effects.RestoreTables(shard, epoch):
-                self._tell(events.TablesRestored(shard, epoch, None))  # there are no files in virtual time
+                self._tell(events.TablesRestored(shard, epoch, None))  # the simulator has no files
             case table_effects.FillTables(shard):
                 table_store.fill(shard)
             case table_effects.Fetch(buckets):
@@ -124,22 +130,22 @@ class SimTables:
                 return False
         return True
 
-    def _left_out(self, sender: int | None) -> None:
+    def _report_poisoned(self, sender: int | None) -> None:
         if sender is not None:
             self._tell(events.GradientPoisoned(sender))
 
     def forget(self, ticket: int) -> None:
-        """What is under ``ticket`` is no longer needed."""
+        """Release everything stored under ``ticket``."""
         self._fetching.pop(ticket, None)
         self._copies.pop(ticket, None)
         self._ranges.pop(ticket, None)
-        if gradient := self._kept.pop(ticket, None):
+        if gradient := self._gradients.pop(ticket, None):
             gradient.release()
 
     def answer(
         self, answer: effects.Answer, reply: TablesReply | CopyReply
     ) -> tuple[TablesReply | CopyReply, bytearray]:
-        """An answer as it leaves, and what it brings."""
+        """Return a reply as it is sent, and its payload."""
         if isinstance(reply, CopyReply):
             assert answer.copies is not None
             content = bytearray(self.table_store.copy(answer.copies).view)
@@ -149,7 +155,7 @@ class SimTables:
             return dataclasses.replace(reply, parts=((0, len(packed.view)),)), bytearray(packed.view)
         if answer.tables is None:
             return reply, bytearray()
-        given = self.table_store.encode(answer.tables)
-        content = bytearray(given.source.view)
-        self.table_store.release(answer.tables.shard, given)
-        return dataclasses.replace(reply, parts=given.parts, base=given.base), content
+        encoded = self.table_store.encode(answer.tables)
+        content = bytearray(encoded.source.view)
+        self.table_store.release(answer.tables.shard, encoded)
+        return dataclasses.replace(reply, parts=encoded.parts, base=encoded.base), content

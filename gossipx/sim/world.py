@@ -1,4 +1,7 @@
-"""Virtual time: a clock, a heap of what is to happen, and faults as inputs. Nothing is random but by the seed."""
+"""The simulated world: a virtual clock, a heap of scheduled actions, and methods that inject faults.
+
+All randomness comes from one seed.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,12 @@ from gossipx.sim.network import Network
 from gossipx.sim.peer import SimPeer
 from gossipx.sim.requests import SimRequests
 
-EVENTS = 10_000_000
-"""More events than this in one run mean that it goes round in circles: a run of 100 peers has about 100,000."""
+MAX_EVENTS = 10_000_000
+"""A run with more events is assumed to loop forever: a run of 100 peers has about 100,000."""
 
 
 class Entry(NamedTuple):
-    """One line of the log: at ``time`` (virtual seconds), the peer ``rank`` does or meets ``what``."""
+    """One line of the log: the event ``what`` of the peer ``rank``, at ``time`` in virtual seconds."""
 
     time: float
     rank: int
@@ -28,18 +31,18 @@ class Entry(NamedTuple):
 
 
 class World:
-    """Peers, a network between them, and a clock that jumps from event to event.
+    """Peers, the network between them, and a clock that jumps from event to event.
 
     Args:
-        seed: of everything that is random here; two runs of one seed give equal logs.
-        network: see :class:`Network`.
+        seed: seed of all randomness; two runs with the same seed have the same log.
+        network: the model of the network; None: one with the default settings.
 
     Attributes:
-        now: virtual seconds.
-        peers: by rank, the latest incarnation of each that has started.
-        log: what happened, in order.
-        fired: how often each kind of fault struck: ``lost``, ``cut``, ``broken`` (transfers that the sender's end
-            broke off), ``repeated``, ``crash``, ``pause``, ``restart``, ``poison``.
+        now: virtual time in seconds.
+        peers: by rank, the latest started incarnation of each peer.
+        log: all events so far, in order.
+        fired: number of faults that took effect, by kind: ``lost``, ``cut``, ``broken`` (the sender ended during the
+            transfer), ``repeated``, ``crash``, ``pause``, ``restart``, ``poison``.
     """
 
     def __init__(self, seed: int, network: Network | None = None):
@@ -58,34 +61,34 @@ class World:
     # --- a run --------------------------------------------------------------------------------------
 
     def start(self, rank: int, make: Callable[[int], SimPeer], at: float = 0.0) -> None:
-        """Start the peer that ``make(incarnation)`` makes, with a role of this rank, at ``at``; incarnations from 0."""
+        """Start the peer of this rank at ``at``. ``make`` returns it, given its incarnation, which counts from 0."""
         self._makers[rank] = make
         self._to_start += 1
         self.at(at, lambda: self._start(rank))
 
     def run(self, limit: float = math.inf, until: Callable[[], object] = lambda: False) -> bool:
-        """Go on until all peers have ended, or ``limit`` virtual seconds, or ``until()`` is true.
+        """Run until all peers have ended, the virtual time exceeds ``limit``, or ``until()`` is true.
 
         Returns:
-            Whether all have ended.
+            Whether all peers have ended.
 
         Raises:
-            RuntimeError: the run goes round in circles.
+            RuntimeError: the run had more than :data:`MAX_EVENTS` events.
         """
-        for _ in range(EVENTS):
+        for _ in range(MAX_EVENTS):
             if self.over or until() or not self._heap or self._heap[0][0] > limit:
                 return self.over
             self.now, _, action = heapq.heappop(self._heap)
             action()
-        raise RuntimeError(f"{EVENTS} events and no end: virtual time stands at {self.now:g} s")
+        raise RuntimeError(f"the run has not ended after {MAX_EVENTS} events, at {self.now:g} s of virtual time")
 
     @property
     def over(self) -> bool:
-        """Whether every peer has ended or crashed, and none is still to start."""
+        """Whether every peer has ended or crashed, and no start is scheduled."""
         return not self._to_start and all(peer.down_since is not None for peer in self.peers.values())
 
     def at(self, time: float, action: Callable[[], None]) -> None:
-        """Do ``action`` at ``time``, or now if that is past; what falls on one moment keeps its order."""
+        """Schedule ``action`` at ``time``, or now if that is past. Actions at the same time keep their order."""
         heapq.heappush(self._heap, (max(time, self.now), next(self._numbers), action))
 
     def note(self, rank: int, what: str) -> None:
@@ -93,17 +96,17 @@ class World:
         self.log.append(Entry(self.now, rank, what))
 
     def lines(self, rank: int, what: str = "") -> list[str]:
-        """What the log says of ``rank``, the lines that begin with ``what``."""
+        """Return the log lines of ``rank`` that begin with ``what``."""
         return [entry.what for entry in self.log if entry.rank == rank and entry.what.startswith(what)]
 
     # --- faults -------------------------------------------------------------------------------------
 
     def crash(self, rank: int, at: float) -> None:
-        """Kill -9 at ``at``: it decides nothing more, and of a model that it was sending nothing arrives."""
+        """Kill the peer at ``at``, as by SIGKILL: it handles no more events, and the models it is sending are lost."""
         self.at(at, lambda: self._crash(rank))
 
     def restart(self, rank: int, at: float) -> None:
-        """Start it again, with a fresh role and a fresh module; what still ran of it is killed."""
+        """Start the peer again at ``at``, with a new role and module. If it still runs, it is killed first."""
         self._to_start += 1
 
         def again() -> None:
@@ -114,7 +117,7 @@ class World:
         self.at(at, again)
 
     def pause(self, rank: int, start: float, end: float) -> None:
-        """SIGSTOP at ``start``, SIGCONT at ``end``: it sees and does nothing between; messages wait for it."""
+        """Suspend the peer from ``start`` to ``end``, as by SIGSTOP and SIGCONT; messages to it are queued."""
 
         def stop() -> None:
             self.fired["pause"] += 1
@@ -124,7 +127,7 @@ class World:
         self.at(start, stop)
 
     def poison(self, rank: int, start: float, end: float = math.inf) -> None:
-        """Every model that ``rank`` gives from ``start`` to ``end`` holds a NaN; its own weights stay as they are."""
+        """Put a NaN into every model that ``rank`` sends from ``start`` to ``end``; its own weights are unchanged."""
 
         def change(poisoned: bool) -> Callable[[], None]:
             return lambda: setattr(self.peers[rank], "poisoned", poisoned)
@@ -134,46 +137,46 @@ class World:
             self.at(end, change(False))
 
     def switch_sync(self, rank: int, at: float, sync: str, shard: int | None = None, apply: str = "") -> None:
-        """Somebody asks peer ``rank`` at ``at`` that shards go over to another sync model."""
+        """At ``at``, request on peer ``rank`` that a shard, or all (None), switch to another sync model."""
         self.at(at, lambda: self.peers[rank].tell(SwitchSync(0, shard, sync, apply)))
 
     def change_servers(self, rank: int, at: float, servers: Sequence[int]) -> None:
-        """Somebody asks peer ``rank`` at ``at`` that other peers hold the shards."""
+        """At ``at``, request on peer ``rank`` that the shards move to other servers."""
         self.at(at, lambda: self.peers[rank].tell(ChangeServers(0, tuple(servers))))
 
     def leave(self, rank: int, at: float) -> None:
-        """SIGTERM at ``at``: it finishes its step and leaves."""
+        """Ask the peer to leave at ``at``, as by SIGTERM: it completes its step and leaves."""
         self.at(at, lambda: self.peers[rank].ask_to_leave())
 
     # --- for peers ----------------------------------------------------------------------------------
 
     def carry(self, sender: SimRequests, to: int, nbytes: int, deliver: Callable[[], None]) -> None:
-        """Take a message to ``to``: ``deliver`` is called when its last byte is there, if ever."""
+        """Send a message to ``to``; ``deliver`` is called when its last byte has arrived, unless it is lost."""
         sent = self.now
         if to == sender.rank:
             self.at(sent, deliver)
             return
-        journey = self.network.send(sender.rank, to, nbytes, sent, self._rng)
-        if journey.lost:
+        delivery = self.network.send(sender.rank, to, nbytes, sent, self._rng)
+        if delivery.lost:
             self.fired["lost"] += 1
             return
 
         def arrive() -> None:
-            if sender.down_since is not None and sender.down_since < journey.left:
+            if sender.down_since is not None and sender.down_since < delivery.left:
                 self.fired["broken"] += 1
             elif not self.network.passable(sender.rank, to, sent, self.now):
                 self.fired["cut"] += 1
             else:
                 deliver()
 
-        times = self.network.repeats(journey, self._rng)
+        times = self.network.repeats(delivery, self._rng)
         if len(times) > 1:
             self.fired["repeated"] += 1
-        for one in times:
-            self.at(one.arrives, arrive)
+        for copy in times:
+            self.at(copy.arrives, arrive)
 
     def end(self, peer: SimRequests, what: str) -> None:
-        """``peer`` is no more: its connections close, and whoever waits for its answer hears of that."""
+        """End ``peer``: its connections close, and open requests to it fail."""
         if peer.down_since is not None:
             return
         peer.down_since = self.now
@@ -183,7 +186,7 @@ class World:
                 self.refuse(other, ticket, peer.rank)
 
     def refuse(self, requester: SimRequests, ticket: int, by: int) -> None:
-        """Tell ``requester``, one delay from now, that nothing answers at the address of ``by``."""
+        """Fail a request as unreachable after one network delay: nothing listens at the address of ``by``."""
 
         def hear() -> None:
             if self.network.passable(by, requester.rank, self.now, self.now):

@@ -673,7 +673,7 @@ def test_under_a_run_its_rank_and_settings_hold_but_a_function_is_taken(two: Fol
 def test_a_loop_that_counts_no_iteration_is_warned(two: Folder) -> None:
     script = two.script("with gossipx.join(nn.Linear(4, 1)):\n    pass\n")
     run = two.run(*BRIEF, script, two.path)
-    assert run.ended.output.count("no iteration was counted: give gossipx.join the optimizer") == 2
+    assert run.ended.output.count("no iteration was counted: pass the optimizer to gossipx.join") == 2
 
 
 def test_a_forked_process_is_not_the_peer(two: Folder) -> None:

@@ -96,12 +96,12 @@ def test_a_hub_that_is_killed_blocks_nobody(tmp_path: Path, lost: str, code: int
     ("options", "told"),
     [
         (("--hub", "3"), "--hub '3' is no peer: a number from 0 to 2, or a name"),
-        (("--hub-only",), "--hub-only is of a hub: name it by --hub, or leave this out"),
-        (("--alpha", "0.2"), "--alpha is of a hub: name it by --hub, or leave this out"),
+        (("--hub-only",), "--hub-only needs a hub: name it with --hub, or leave --hub-only out"),
+        (("--alpha", "0.2"), "--alpha needs a hub: name it with --hub, or leave --alpha out"),
         (("--hub", "0", "--alpha", "1.5"), "--alpha is 1.5: at most 1"),
-        (("--hub", "0", "--beta", "4"), "--beta 4 moves the centre past a worker's model: at most 3, one a worker"),
-        (("--hub", "0", "--mode", "push"), "--mode push is of peers that exchange with each other"),
-        (("--hub", "0", "--exchange", "waves"), "--exchange waves is of peers that exchange with each other"),
+        (("--hub", "0", "--beta", "4"), "--beta 4 moves the centre past a worker's model: at most 3, 1 per worker"),
+        (("--hub", "0", "--mode", "push"), "--mode push is for peers that exchange with each other"),
+        (("--hub", "0", "--exchange", "waves"), "--exchange waves is for peers that exchange with each other"),
     ],
 )
 def test_settings_that_do_not_go_together(tmp_path: Path, options: tuple[str, ...], told: str) -> None:

@@ -59,7 +59,7 @@ def test_a_mistake_in_the_file_is_one_line_with_its_place(two: Folder) -> None:
     assert re.match(
         r".*value\.prototxt:1:26: lr_policy: unknown lr_policy 'steps'", two.refused("--solver", "value.prototxt")
     )
-    assert "--momentum is the solver file's to say" in two.refused("--solver", "convnet", "--momentum", "0.5")
+    assert "--momentum is set by the solver file" in two.refused("--solver", "convnet", "--momentum", "0.5")
     assert "none of alexnet, convnet, googlenet" in two.refused("--solver", "nowhere.prototxt")
     assert not (two.path / "x").exists()
 

@@ -61,7 +61,7 @@ def test_it_comes_back_from_its_checkpoint_and_its_journal(tmp_path: Path) -> No
         ended = process.end()
         assert ended.code == 0, ended.shown
         came = again.end()
-        assert came.code == 0 and "shard 0 comes back as it was when its server was killed" in came.errors, came.shown
+        assert came.code == 0 and "shard 0 is restored as it was when its server was killed" in came.errors, came.shown
         same(whole, Run(here.path / "x", ended), [1, 2])
 
 
@@ -151,7 +151,7 @@ def test_it_comes_back_after_the_servers_were_changed(tmp_path: Path, servers: s
         killed.open()
         ended, came = process.end(), started.end()
         assert (ended.code, came.code) == (0, 0), ended.shown + came.shown
-        told = f"{held} comes back as it was when its server was killed"
+        told = f"{held} is restored as it was when its server was killed"
         assert (told in came.errors) == bool(held), came.shown
         assert [here.told(rank)["values"] for rank in range(3)] == whole
 

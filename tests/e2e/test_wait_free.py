@@ -347,7 +347,7 @@ def test_clipping_after_gradients_have_left_is_refused_with_its_knob(join: Join)
     with join(model, optimizer := sgd(model)) as peer:
         loss_of(model, batch(0)).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        with pytest.raises(UsageError, match=r"gradient of '0\.weight' was changed after backward.*--no-wait-free"):
+        with pytest.raises(UsageError, match=r"gradient of '0\.weight' was changed after it was sent.*--no-wait-free"):
             optimizer.step()
         peer.close()
 
@@ -384,7 +384,7 @@ def test_without_wait_free_they_may(join: Join, step: Step) -> None:
 def test_a_parameter_without_its_module_is_refused_with_its_knob(join: Join) -> None:
     model = net()
     with join(model, optimizer := sgd(model)) as peer:
-        with pytest.raises(UsageError, match=r"'2\.\w+' was used without its module's forward: give --no-wait-free"):
+        with pytest.raises(UsageError, match=r"'2\.\w+' was used outside its module's forward: give --no-wait-free"):
             directly(model, optimizer, 0)
         peer.close()
 

@@ -200,8 +200,8 @@ def test_a_peer_that_is_killed_costs_a_round(four: Folder) -> None:
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (("--topology", "ring"), "--topology ring says who may pull from whom"),
-        (("--mixing", "aged"), "--mixing aged says how a pulled model enters"),
+        (("--topology", "ring"), "--topology ring limits which peers exchange"),
+        (("--mixing", "aged"), "--mixing aged is for pulled models"),
     ],
 )
 def test_what_a_wave_would_not_heed_is_refused(four: Folder, options: tuple[str, str], told: str) -> None:

@@ -115,8 +115,8 @@ class Own(TransmitBuffer):
     ("options", "told"),
     [
         ({"sync": "bsp|asp"}, "shards go by"),
-        ({"server_replicas": 1}, "with --server-replicas the servers stay"),
-        ({"parts": Parts(storages=Storages(transmit=Own))}, "parts of one's own may keep what only they know of"),
+        ({"server_replicas": 1}, "with --server-replicas the servers cannot be changed"),
+        ({"parts": Parts(storages=Storages(transmit=Own))}, "with custom parts the servers cannot be changed"),
         ({"servers_only": True, "checkpoint_every": "5"}, "with --servers-only and --checkpoint-every"),
         ({"placement": "uniform", "servers": "0", "optimizer": Whole}, "looks at whole tensors, which this placement"),
     ],

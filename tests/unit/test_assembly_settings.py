@@ -44,8 +44,8 @@ def test_servers_refuse_what_is_of_peers_among_themselves(given: dict[str, str])
     ((name, value),) = given.items()
     told = refused(servers="0,1", **given)
     shown = PRESETS["lenet"].policies.get(value, value) if name == "policy" else value
-    assert told.startswith(f"--{name} {shown} is of peers that exchange with each other")
-    assert "with --servers 0,1 they do so by the servers alone" in told and "\n" not in told
+    assert told.startswith(f"--{name} {shown} is for peers that exchange with each other")
+    assert "with --servers 0,1 they exchange only with the servers" in told and "\n" not in told
     if name != "mode":
         assert "with --mode server they" in refused(mode="server", **given)
 
@@ -90,26 +90,26 @@ def test_join_refuses_a_policy_of_ones_own_with_servers() -> None:
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"codec": "3lc", "servers": "0"}, "--codec 3lc is of models, and servers have --push-codec and --pull-codec"),
-        ({"codec": "3lc", "exchange": "waves"}, "--codec 3lc is of models that are exchanged with one peer"),
-        ({"codec": "3lc", "mode": "push", "weights": "push-sum"}, "--codec 3lc loses a part of what push-sum's"),
-        ({"codec": "dgc"}, "--codec dgc is for gradients alone"),
-        ({"codec": "topk", "references": 0}, "--codec topk leaves too much of a model out to be used without"),
-        ({"codec": "moniqua"}, "--codec moniqua is of models, and with references differences are encoded"),
-        ({"codec": "moniqua", "references": 0, "hub": "0"}, "--codec moniqua is of models that peers exchange"),
-        ({"codec": "moniqua", "references": 0, "mode": "push"}, "--codec moniqua is recovered near the model that ask"),
-        ({"push_codec": "moniqua", "servers": "0"}, "--push-codec moniqua is of models that peers exchange with"),
-        ({"pull_codec": "moniqua:bits=4", "servers": "0"}, "--pull-codec moniqua:bits=4 is of models that peers"),
-        ({"pull_codec": "dgc", "servers": "0"}, "--pull-codec dgc is for gradients alone: give it as --push-codec"),
-        ({"rescale_error": True, "servers": "0"}, "--rescale-error is of a --push-codec with error feedback"),
+        ({"codec": "3lc", "servers": "0"}, "--codec 3lc is for models, and servers have --push-codec and --pull-codec"),
+        ({"codec": "3lc", "exchange": "waves"}, "--codec 3lc is for exchanges between two peers"),
+        ({"codec": "3lc", "mode": "push", "weights": "push-sum"}, "--codec 3lc is lossy, and --weights push-sum"),
+        ({"codec": "dgc"}, "--codec dgc is for gradients only"),
+        ({"codec": "topk", "references": 0}, "--codec topk loses too much of a model to be used without"),
+        ({"codec": "moniqua"}, "--codec moniqua is for models, and with references differences are encoded"),
+        ({"codec": "moniqua", "references": 0, "hub": "0"}, "--codec moniqua is for models that peers exchange"),
+        ({"codec": "moniqua", "references": 0, "mode": "push"}, "--codec moniqua is decoded with the puller's own"),
+        ({"push_codec": "moniqua", "servers": "0"}, "--push-codec moniqua is for models that peers exchange with"),
+        ({"pull_codec": "moniqua:bits=4", "servers": "0"}, "--pull-codec moniqua:bits=4 is for models that peers"),
+        ({"pull_codec": "dgc", "servers": "0"}, "--pull-codec dgc is for gradients only: give it as --push-codec"),
+        ({"rescale_error": True, "servers": "0"}, "--rescale-error needs a --push-codec with error feedback"),
         (
             {"push_codec": "none+zlib", "rescale_error": True, "servers": "0"},
-            "--rescale-error is of a --push-codec with error feedback",
+            "--rescale-error needs a --push-codec with error feedback",
         ),
-        ({"references": 3}, "--references 3 is of --codec: give one, or leave it out"),
-        ({"mixing": "choco"}, "--mixing choco mixes what a codec makes of differences: give --codec, such as 3lc"),
-        ({"mixing": "choco", "codec": "int8", "references": 0}, "--mixing choco mixes what a codec makes of differ"),
-        ({"mixing": "choco", "codec": "3lc", "mode": "push"}, "--mixing choco mixes what a codec makes of models that"),
+        ({"references": 3}, "--references 3 needs a --codec: give one, or leave it out"),
+        ({"mixing": "choco"}, "--mixing choco mixes encoded differences: give --codec, such as 3lc"),
+        ({"mixing": "choco", "codec": "int8", "references": 0}, "--mixing choco mixes encoded differences:"),
+        ({"mixing": "choco", "codec": "3lc", "mode": "push"}, "--mixing choco mixes pulled models"),
     ],
 )
 def test_codecs_of_models_that_do_not_go_with_a_run(given: dict[str, Any], told: str) -> None:
@@ -133,5 +133,5 @@ def test_what_is_named_instead_goes_with_the_run(given: dict[str, Any]) -> None:
 
 def test_a_script_has_a_solver_of_its_own() -> None:
     assert refused(has_script=True, solver="convnet") == (
-        "--solver convnet is of the built-in task, and a script calls gossipx.get_solver: leave one out"
+        "--solver convnet is for the built-in task, and a script calls gossipx.get_solver instead: leave one out"
     )

@@ -66,8 +66,8 @@ def test_the_others_leave_as_rank_0_leaves(error: BaseException, code: int) -> N
     [
         ({"servers": "0"}, "", "leave out --servers"),
         ({"mode": "server"}, "", "leave out --servers"),
-        ({"checkpoint_every": "500"}, "", "own checkpoints hold gossipx's state"),
-        ({}, ENV_RESUME, "own checkpoints hold gossipx's state"),
+        ({"checkpoint_every": "500"}, "", "framework's checkpoints contain gossipx's state"),
+        ({}, ENV_RESUME, "framework's checkpoints contain gossipx's state"),
         ({"polcy": "tau:5"}, "", "policy"),
     ],
 )
@@ -105,7 +105,7 @@ def test_lightning_strategies_that_split_a_model_are_refused() -> None:
         with pytest.raises(UsageError, match=rf"{strategy.__name__}.*strategy='ddp'"):
             GossipCallback().on_train_start(fake, nn.Linear(1, 1))
     fake = SimpleNamespace(strategy=DDPStrategy.__new__(DDPStrategy), optimizers=[])
-    with pytest.raises(UsageError, match="configure_optimizers gives no optimizer"):
+    with pytest.raises(UsageError, match="configure_optimizers returns no optimizer"):
         GossipCallback().on_train_start(fake, nn.Linear(1, 1))
 
 

@@ -112,7 +112,7 @@ class Bench:
         exchange = self.driver.role.exchange
         assert isinstance(exchange, Elastic) and exchange.centre is not None
         for effect in exchange.begun(0.0):
-            self.driver._at_once(effect)
+            self.driver._carry_out_locked(effect)
         held = self.driver.captures.hold(exchange.centre.ticket)
         assert held is not None
         values = [vector.clone() for vector in held.buffer.vectors]
@@ -240,8 +240,8 @@ def test_one_that_is_due_while_another_is_written_is_left_out_and_counted(
     one.begin()
     one.step(35, flush=False)
     assert one.checkpoints.skipped == 2
-    assert [line for line in caplog.messages if "left out" in line] == [
-        "a checkpoint is left out, as the one before is still being written: raise --checkpoint-every"
+    assert [line for line in caplog.messages if "skipped" in line] == [
+        "a checkpoint is skipped because the previous one is still being written: raise --checkpoint-every"
     ]
     one.store.may.release()
     assert one.checkpoints.flush() is None
@@ -386,14 +386,14 @@ def test_parts_of_a_scripts_own(bench: Callable[..., Bench], caplog: pytest.LogC
     again.checkpoints.register("order", dict, taken.append)
     assert taken[0]["epoch"] == 3 and torch.equal(taken[0]["place"], torch.arange(5))
     again.checkpoints.register("new", dict, taken.append)
-    assert len(taken) == 1 and "has no part 'new', which begins anew" in caplog.text
+    assert len(taken) == 1 and "has no part 'new': it keeps its initial state" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "..", "twice", "ä"])
 def test_names_of_parts(bench: Callable[..., Bench], name: str) -> None:
     one = bench()
     one.checkpoints.register("twice", dict, lambda state: None)
-    with pytest.raises(UsageError, match="names no new part of a checkpoint"):
+    with pytest.raises(UsageError, match="is no valid new name of a checkpoint part"):
         one.checkpoints.register(name, dict, lambda state: None)
 
 

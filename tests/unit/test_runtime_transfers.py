@@ -70,7 +70,7 @@ def test_tables_that_cannot_be_decoded_are_as_an_answer_that_did_not_come(damage
     )  # until the role has said what becomes of it
     if damage:
         assert events == [Failed(7, Fault.PROTOCOL)]
-        assert "tables cannot be decoded, and are asked for again: a codec's frame does not match" in notes[0]
+        assert "pulled tables cannot be decoded, the pull is retried: a codec's frame does not match" in notes[0]
         assert here.client.base((0, 0)) == FULL  # next as they are
     else:
         assert events == [Replied(7, reply)] and not notes
