@@ -291,7 +291,7 @@ def test_peer_whose_own_model_becomes_nan(size: int, blocking: bool):
         bound(size, 30, waits=2 if blocking else 0),
     )
     assert [line for line in made.lines(1) if "own model holds NaN" in line] == [
-        "own model holds NaN or Inf since iteration 8: it is not given to others; a lower learning rate may help"
+        "own model holds NaN or Inf since iteration 8: it is not sent to others; a lower learning rate may help"
     ]
     assert not made.peers[1].weights().isfinite().all() and made.peers[1].arena.step == 30
     assert all(peer.role.poisoned == 0 for peer in made.peers.values())

@@ -164,7 +164,7 @@ def test_what_comes_while_others_are_mixed_is_for_the_next_boundary():
     until(made, 1, "takes from 0")
     began, pushes = made.now, made.peers[1].role.exchange
     for moment in range(60):
-        if any(inbound.phase is Phase.STANDS for inbound in pushes._inbound):
+        if any(inbound.phase is Phase.SETTLED for inbound in pushes._inbound):
             break
         made.run(began + 0.05 * moment)
     (first,) = pushes._inbound

@@ -185,4 +185,4 @@ def test_where_nobody_has_a_checkpoint_nobody_begins() -> None:
     made.run(10 * TIMEOUT)
     assert first_steps(made) == {}
     for peer in made.peers.values():
-        assert peer.reason is not None and "no peer gave the model of a checkpoint within peer_timeout" in peer.reason
+        assert peer.reason is not None and "no peer sent the model of a checkpoint within peer_timeout" in peer.reason

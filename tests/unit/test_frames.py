@@ -341,7 +341,7 @@ def test_every_kind_has_a_number_of_its_own_and_a_check_for_each_field() -> None
 @pytest.mark.parametrize("unchecked", [int, Annotated[int, "a count"], "tuple[int, ...]"])
 def test_a_field_whose_type_names_no_check_cannot_be_declared(unchecked: object) -> None:
     message = dataclasses.make_dataclass("Unchecked", [("field", unchecked)])
-    with pytest.raises(TypeError, match="Unchecked: the type of field names no check"):
+    with pytest.raises(TypeError, match="Unchecked: the type of field carries no check"):
         declare(99)(message)
 
 
@@ -509,7 +509,7 @@ def test_a_truncated_frame_is_no_frame() -> None:  # [13]
 
 @pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\n", b"\x16\x03\x01", b"SSH-2.0", b"GS\n"])
 def test_strangers_are_refused_by_their_first_bytes(data: bytes) -> None:  # [15]
-    with pytest.raises(ProtocolError, match="no gossipx peer"):
+    with pytest.raises(ProtocolError, match="not a gossipx peer"):
         feed(Decoder(no_payload), data, 1)
 
 
@@ -614,7 +614,7 @@ def test_only_the_answer_to_the_question_is_accepted() -> None:
         (Hello(2, "c", 2, "list", "model"), "not rank 2 of this run"),
         (Hello(1, "c", 2, "list", "model"), "not rank 1 of this run"),
         (Hello(1, "b", 2, "list", "model", {"--mode": "push"}), "^--mode is push at b and pull at a; give every peer"),
-        (Hello(1, "b", 2, "list", "model", {}), "^--mode is none at b and pull at a; give every peer the same$"),
+        (Hello(1, "b", 2, "list", "model", {}), "^--mode is none at b and pull at a; give every peer the same value$"),
         (Hello(1, "b", 2, "list", "model", {"--a": "1", "--mode": "pull"}), "^--a is 1 at b and none at a"),
     ],
 )

@@ -69,22 +69,22 @@ def test_what_takes_as_long_as_before_comes_in_time(seconds: list[float]):
 def test_what_is_given_is_measured_apart_and_waited_for_a_whole_peer_timeout_at_least():
     """A link may be faster one way than the other; who takes gives up before who gives."""
     made = members(300.0)
-    made.measured(1, 40.0, given=True)
-    assert made.patience(1, given=True) == made.patience(2, given=True) == 80.0
+    made.measured(1, 40.0, outgoing=True)
+    assert made.patience(1, outgoing=True) == made.patience(2, outgoing=True) == 80.0
     assert made.patience(1) == 300.0, "of what comes nothing is known"
-    made.was_late(1, given=True)
-    assert (made.patience(1, given=True), made.patience(1)) == (160.0, 300.0)
-    made.measured(2, 0.001, given=True)
-    assert made.patience(2, given=True) == TIMEOUT
+    made.was_late(1, outgoing=True)
+    assert (made.patience(1, outgoing=True), made.patience(1)) == (160.0, 300.0)
+    made.measured(2, 0.001, outgoing=True)
+    assert made.patience(2, outgoing=True) == TIMEOUT
 
 
 def test_the_draw_goes_by_the_rates_of_the_way_that_the_model_will_go():
     made = Membership(0, 3, BandwidthAware(load("full", 3)), TIMEOUT, random.Random(0))
     for rank, comes, goes in ((1, 1.0, 1e6), (2, 1e6, 1.0)):
         made.measured(rank, comes)
-        made.measured(rank, goes, given=True)
+        made.measured(rank, goes, outgoing=True)
     assert {made.draw(0.0) for _ in range(50)} == {1}
-    assert {made.draw(0.0, given=True) for _ in range(50)} == {2}
+    assert {made.draw(0.0, outgoing=True) for _ in range(50)} == {2}
 
 
 # --- rests: whoever refuses connections is asked less and less often, and others meanwhile ----------
@@ -149,5 +149,5 @@ def test_a_sign_of_life_ends_the_rest_and_the_next_begins_short_again(fault: Fau
 
 def test_who_has_left_is_asked_no_more_whatever_its_rest():
     made = members()
-    made.others[1].came_to(Stage.LEFT, 1, {})
+    made.others[1].reached(Stage.LEFT, 1, {})
     assert {made.draw(now) for now in (0.0, 1e9) for _ in range(20)} == {2}

@@ -157,7 +157,7 @@ def meant(sender: int, members: tuple[int, ...], wave: int = 1, key: str = "k") 
 
 def test_who_has_given_a_model_stays_with_those_whom_it_gave_it_to():
     waves = peer(0, 4)
-    waves.hold(meant(1, (0, 1), key="one"))
+    waves.defer(meant(1, (0, 1), key="one"))
     assert any(isinstance(effect, Answer) for effect in waves.join(5, 0.0))
     first = waves.current
     (answer,) = waves.requested(meant(1, (0, 1, 2, 3), key="all"), 5, 0.1)
@@ -186,7 +186,7 @@ def test_of_several_that_wait_the_latest_wave_is_joined():
     waves = peer(0, 4)
     everyone = (0, 1, 2, 3)
     for event in (meant(2, everyone, 4, "old"), meant(1, everyone, 6, "new"), meant(3, (0, 3), 6, "few")):
-        waves.hold(event)
+        waves.defer(event)
     answers = {effect.key: effect.reply for effect in waves.join(5, 0.0) if isinstance(effect, Answer)}
     assert waves.current is not None and (waves.current.number, waves.current.members) == (6, everyone)
     assert isinstance(answers["new"], ModelReply)
@@ -224,11 +224,11 @@ def test_the_number_of_the_next_wave_is_above_all_that_are_over():
     """A wave that is under way may still be joined by whoever has only heard of it: it is not told to be over."""
     waves = peer(0, 2)
     assert waves.latest == 0
-    waves.heard_of(8)
+    waves.record_over(8)
     waves.start(5, 0.0)
     assert waves.current is not None and (waves.current.number, waves.latest) == (9, 8)
     other = peer(1, 2)
-    other.heard_of(waves.latest + 1)
+    other.record_over(waves.latest + 1)
     assert other.requested(meant(0, (0, 1), 9), 5, 0.1) == [] and other.join(5, 0.1)
     waves.give_up("no more", 0.2)
     assert waves.latest == 9
@@ -239,7 +239,7 @@ def test_the_number_of_the_next_wave_is_above_all_that_are_over():
 def test_no_wave_is_started_beyond_the_highest_number():
     """Whoever is told of it, or takes part in it, starts none with a number above, and not the finish."""
     waves = peer(0, 2)
-    waves.heard_of(MAX_WAVE)
+    waves.record_over(MAX_WAVE)
     assert waves.start(5, 0.0) == [] and waves.current is None
     waves = peer(0, 2)
     assert waves.requested(meant(1, (0, 1), MAX_WAVE), 5, 0.0) == []
