@@ -1,4 +1,4 @@
-"""``gossipx run --mode``: pushes and pairs over real sockets. What they do to the weights is in the scenarios."""
+"""``gossipx run --mode``: pushes and pairs over real sockets. The scenarios test their effect on the weights."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_four_peers_exchange_and_agree(tmp_path: Path, mode: str, blocking: bool
     for received, retrievals, finish in zip(
         summary["bytes_received"], summary["retrievals"], summary["finish_bytes"], strict=True
     ):
-        # One may come in the moment before training begins here, and is not counted; some are given up at the end.
+        # One may arrive just before training starts here, and is not counted; some are abandoned at the end.
         assert (retrievals - 1) * model <= received <= (retrievals + 4) * model + 60_000, "models, and small messages"
         assert finish > 2 * model * 0.99
     assert (sum(summary["failed"]), sum(summary["poisoned"]), summary["lost"]) == (0, 0, [])

@@ -30,7 +30,7 @@ def test_all_end_with_the_centre(trains: bool) -> None:
 
 
 def test_the_hub_stays_until_the_slowest_has_come_to_its_end() -> None:
-    """However long that takes: far beyond peer_timeout."""
+    """However long that takes, far beyond peer_timeout."""
     slow = 3 * toy.TIMEOUT / toy.ITERATIONS + 1
     made = toy.world(3, 0, Network(delay=0.1), {2: slow}, hub=settings(trains=False), policy="tau:2")
     toy.ended(made, toy.bound(3, compute=slow))
@@ -63,7 +63,7 @@ def test_the_hub_dies_and_nothing_blocks(lost: str, blocking: bool) -> None:  # 
 @pytest.mark.parametrize("after", [0.1, 5.0, 8.2])
 @pytest.mark.parametrize("trains", [True, False])
 def test_the_hub_dies_once_some_have_come_to_the_end(trains: bool, after: float) -> None:  # [38]
-    """They have heard that it is there, and learn that it is not by asking for its centre."""
+    """They know that it was alive, and notice its loss only when they request its centre."""
     made = toy.world(4, 0, Network(delay=0.1), {3: 1.4}, hub=settings("wait", trains), policy="tau:2")
     made.crash(HUB, toy.ITERATIONS + after)
     toy.ended(made, toy.bound(4, compute=1.4, waits=4))

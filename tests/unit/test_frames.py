@@ -1,4 +1,7 @@
-"""The protocol, bytes in and events out. Numbers in brackets are rows of the project's fault list."""
+"""Frames, without sockets: encoding, decoding and every input that must be rejected.
+
+Numbers in brackets are rows of the project's fault list.
+"""
 
 from __future__ import annotations
 
@@ -143,7 +146,7 @@ def whole(message: Message, request: int = 0, payload: memoryview | None = None)
 
 
 def feed(decoder: Decoder, data: bytes, step: int = 2**30) -> list[Frame]:
-    """All frames in ``data``, fed at most ``step`` bytes at a time."""
+    """Decode ``data`` in chunks of at most ``step`` bytes and return all frames."""
     frames: list[Frame] = []
     source = io.BytesIO(data)
     while True:
@@ -166,13 +169,13 @@ def forged(
     version: int = VERSION,
     announced: int | None = None,
 ) -> bytes:
-    """A frame with a right checksum around whatever it is given."""
+    """Return a frame with a valid checksum around arbitrary metadata and payload."""
     length = len(metadata) if announced is None else announced
     header = struct.pack("!4sHHQIQ", magic, version, kind, 7, length, payload)
     return header + struct.pack("!Q", xxhash.xxh3_64_intdigest(header + metadata)) + metadata
 
 
-# --- what is right ------------------------------------------------------------------------------
+# --- valid frames -------------------------------------------------------------------------------
 
 
 def test_the_bytes_of_one_frame() -> None:
@@ -226,12 +229,12 @@ def test_a_model_is_read_for_its_checksum_when_it_is_first_sent_and_then_no_more
     first = joined(encode(ModelReply(1), 1, source))
     assert source.checksum == xxhash.xxh3_64_digest(model) == first[-8:]
     assert joined(encode(ModelReply(1), 1, source)) == first
-    model[0] ^= 1  # nobody would do that
+    model[0] ^= 1  # forbidden by the interface; shows that the model is not read again
     assert joined(encode(ModelReply(1), 1, source))[-8:] == first[-8:]
 
 
 def test_where_frames_are_signed_no_checksum_takes_the_place_of_the_mac() -> None:
-    """It is of a connection and of a place in it: what was found for another is no proof here."""
+    """A MAC depends on the connection and the position in it, so a cached checksum must not replace it."""
     source = Source(memoryview(b"model"))
     encode(ModelReply(1), 1, source)
     (*_, mac) = [buffer for buffers, _ in encode(ModelReply(1), 1, source, hashlib.sha256) for buffer in buffers]
@@ -328,7 +331,7 @@ def test_figures_that_are_not_finite_go_as_none() -> None:
     assert frame.message == HereReply(Stage.DONE, {"loss": None, "rates": [1.0, None, None]})
 
 
-# --- what is declared ---------------------------------------------------------------------------
+# --- declarations -------------------------------------------------------------------------------
 
 
 def test_every_kind_has_a_number_of_its_own_and_a_check_for_each_field() -> None:
@@ -345,7 +348,7 @@ def test_a_field_whose_type_names_no_check_cannot_be_declared(unchecked: object)
         declare(99)(message)
 
 
-# --- what is refused ----------------------------------------------------------------------------
+# --- rejected input -----------------------------------------------------------------------------
 
 # No float holds an integer of 401 digits.
 SIGNIFICANCE = b'{"shard":0,"bucket":0,"incarnation":1,"progress":0,"significance":%s,"patience":1,"epoch":0,"base":0}'
@@ -485,7 +488,7 @@ def test_monstrous_metadata_are_refused_before_anything_is_allocated(kind: int) 
 
 @pytest.mark.parametrize("size", [0, 7, 9])
 def test_a_payload_of_another_size_than_expected_is_refused(size: int) -> None:  # [23, 24]
-    """No message has an offset, which could overlap or point elsewhere: parts follow one another by their lengths."""
+    """No message has an offset that could overlap or point elsewhere: parts follow one another by their lengths."""
     room = memoryview(bytearray(8))
     data = whole(ModelReply(1), 1, memoryview(bytes(size)))
     with pytest.raises(ProtocolError, match=f"{size} bytes where 8"):
@@ -587,7 +590,7 @@ def test_mutated_frames_are_refused(message: Message, changes: list[tuple[int, i
     digest(bytes(data))
 
 
-# --- who may talk to whom -----------------------------------------------------------------------
+# --- agreement before a connection is used --------------------------------------------------------
 
 
 def test_only_the_answer_to_the_question_is_accepted() -> None:

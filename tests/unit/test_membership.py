@@ -1,4 +1,4 @@
-"""How long a model is waited for, by how long the last ones took; how long who gave none is left alone.
+"""Model deadlines derived from recent transfer times, and back-offs after failures.
 
 Numbers in brackets are rows of the project's fault list.
 """
@@ -67,7 +67,7 @@ def test_what_takes_as_long_as_before_comes_in_time(seconds: list[float]):
 
 
 def test_what_is_given_is_measured_apart_and_waited_for_a_whole_peer_timeout_at_least():
-    """A link may be faster one way than the other; who takes gives up before who gives."""
+    """A link may be faster in one direction than in the other; the receiver gives up before the sender."""
     made = members(300.0)
     made.measured(1, 40.0, outgoing=True)
     assert made.patience(1, outgoing=True) == made.patience(2, outgoing=True) == 80.0
@@ -87,11 +87,12 @@ def test_the_draw_goes_by_the_rates_of_the_way_that_the_model_will_go():
     assert {made.draw(0.0, outgoing=True) for _ in range(50)} == {2}
 
 
-# --- rests: whoever refuses connections is asked less and less often, and others meanwhile ----------
+# --- back-offs: a peer that refuses connections is asked less and less often, others meanwhile --------
 
 
 def refused(made: Membership, rank: int, times: int) -> list[float]:
-    """``rank`` refuses so often in a row, each time as soon as it is asked again; the rests, in seconds."""
+    """Make ``rank`` refuse ``times`` requests in a row, each as soon as it may be asked; return the back-offs in
+    seconds."""
     now, rests = 100.0, []
     for _ in range(times):
         made.failed(rank, Fault.UNREACHABLE, now)
@@ -102,7 +103,7 @@ def refused(made: Membership, rank: int, times: int) -> list[float]:
 
 
 def test_rests_double_up_to_the_longest_and_jitter_spreads_them():  # [10]
-    """Over many peers: each rest is drawn from half to one and a half of what it is on average, and fills that."""
+    """Over many peers: each back-off is uniform between half and one and a half times its mean."""
     seeds = 400
     drawn = [refused(members(seed=seed), 1, 8) for seed in range(seeds)]
     for number, rests in enumerate(zip(*drawn, strict=True)):
@@ -114,7 +115,7 @@ def test_rests_double_up_to_the_longest_and_jitter_spreads_them():  # [10]
 
 
 def test_rests_differ_from_peer_to_peer_and_from_time_to_time():  # [10]
-    """So that those whom one peer turned away do not all come back in the same moment."""
+    """Peers that one peer turned away must not all return in the same moment."""
     asking = [refused(members(seed=seed), 1, 8) for seed in range(20)]
     for rests in zip(*asking, strict=True):
         assert len(set(rests)) == 20

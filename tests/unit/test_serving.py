@@ -1,4 +1,4 @@
-"""Which pulls are answered, and by which version."""
+"""Which pulls are answered, and with which version of the model."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_who_was_turned_away_has_precedence_over_who_was_served_since(most: int)
 
 
 def test_all_that_ask_again_and_again_are_served_in_turns():
-    """However they are ordered: seven ask one after the other, for one place that is free every third time."""
+    """In any order: seven peers retry one after the other, for one slot that is free every third time."""
     serving, turns = serving_at_most(1), list[int]()
     for time in range(7 * 3 * 4):
         for rank in range(1, 8):
@@ -147,7 +147,7 @@ def test_at_any_time_one_version_at_most_is_kept_for_no_more_than_so_many(
 
 
 def test_while_it_trains_models_follow_one_another_by_their_share_of_its_time_after_what_it_saved_up():
-    """SAVED's share is given at once, then one model each GIVING / share; what is begun is not put off any more."""
+    """The saved time is spent at once, then one model every SECONDS_PER_MODEL / share; a reserved time never moves."""
     serving, begins = serving_at_most(1, share=0.1), list[float]()
     for number in range(40):
         *_, answer = serving.requested(Received(1, number, PullRequest(1, 7.0)), 1, now=100.0, trains=True)

@@ -1,4 +1,4 @@
-"""One peer's way through a wave, and which wave it is in, told event by event."""
+"""One peer's part in a wave, and its choice of wave, event by event."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_what_is_not_meant_is_refused():
 
 
 def test_each_round_may_end_a_little_later_than_the_one_before():
-    """Whoever waited in vain for a first partner meets the second in time."""
+    """A peer that waited in vain for its first partner meets the second in time."""
     wave, _ = begun(0, 4)
     assert wave.timer(TIMEOUT - 0.01) == [], "a timer of an earlier wave"
     lost = wave.timer(TIMEOUT)
@@ -99,7 +99,7 @@ def test_each_round_may_end_a_little_later_than_the_one_before():
 
 
 def test_weights_after_a_lost_round():
-    """While training, a pair of a power of two shares alike; in the finish each model counts as one."""
+    """While training, the partners of a power of two average equally; in the finish each model counts once."""
     for number, shares in ((7, (1, 1)), (LAST_WAVE, (1, 2))):
         wave, _ = begun(0, 4, number)
         ticket = sent(wave.partner_lost(1.0)).ticket
@@ -141,7 +141,7 @@ def test_one_that_leaves_is_not_waited_for():
     assert wave.over and (wave.lost, wave.merged) == (2, 0)
 
 
-# --- which wave a peer is in ----------------------------------------------------------------------------
+# --- the choice of wave -------------------------------------------------------------------------------
 
 
 def peer(rank: int, size: int) -> Waves:
@@ -195,7 +195,7 @@ def test_of_several_that_wait_the_latest_wave_is_joined():
 
 
 def test_a_round_may_take_what_was_measured_but_is_not_doubled_for_good():
-    """What holds up a whole wave: the slowest of its members, and one that is late again and again four times."""
+    """The slowest member sets the timeout; a member that is late again and again at most quadruples it."""
 
     def patience(members: tuple[int, ...]) -> float:
         return sent(waves.finish(members, 5, 1.0, 0.0)).deadline
@@ -221,7 +221,7 @@ def test_members_that_cannot_be_meant_are_refused():
 
 
 def test_the_number_of_the_next_wave_is_above_all_that_are_over():
-    """A wave that is under way may still be joined by whoever has only heard of it: it is not told to be over."""
+    """A wave under way is not announced as over, since a peer that has only heard of it may still join."""
     waves = peer(0, 2)
     assert waves.latest == 0
     waves.record_over(8)
@@ -237,7 +237,7 @@ def test_the_number_of_the_next_wave_is_above_all_that_are_over():
 
 
 def test_no_wave_is_started_beyond_the_highest_number():
-    """Whoever is told of it, or takes part in it, starts none with a number above, and not the finish."""
+    """A peer that hears of it or takes part in it starts no wave with a higher number, and not the finish."""
     waves = peer(0, 2)
     waves.record_over(MAX_WAVE)
     assert waves.start(5, 0.0) == [] and waves.current is None
