@@ -178,7 +178,7 @@ class Elastic(Exchange, ServerRole):
             return [self._answer(event.key, NotReadyReply("it is not the hub: give all peers the same --hub"), now)]
         worker = self._context.members.others.get(event.sender)
         if worker is not None and worker.suspended_until > now and isinstance(event.request, ElasticRequest):
-            return [self._answer(event.key, NotReadyReply("the last model that you sent held NaN or Inf"), now)]
+            return [self._answer(event.key, NotReadyReply("the requester's last model held NaN or Inf"), now)]
         return self.centre.requested(event, now)
 
     def merged(self, event: Merged, now: float) -> list[Effect] | None:

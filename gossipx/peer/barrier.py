@@ -83,7 +83,7 @@ class Barrier:
     def _has_arrived(self, rank: int) -> bool:
         other, stage = self._members.others[rank], self._arrival.stage
         # This process exits after DONE: a peer that lacks its figures by then would wait for them in vain.
-        return other.stage is not None and other.stage >= stage and (stage < Stage.DONE or other.knows)
+        return other.stage is not None and other.stage >= stage and (stage < Stage.DONE or other.knows_report)
 
     def complete(self) -> bool:
         """Return whether no peer remains to be waited for."""
@@ -117,7 +117,7 @@ class Barrier:
         """Handle the delivery of a reply. A peer that received a reply with our figures needs no further one."""
         announced = self._reporting.pop(event.key, None)
         if announced is not None and event.whole:
-            self._members.others[announced].knows = True
+            self._members.others[announced].knows_report = True
 
     def replied(self, to: int, request: ArriveRequest, reply: HereReply) -> None:
         """Handle the reply to an announcement of ours."""
@@ -125,7 +125,7 @@ class Barrier:
         other.first = reply.stage if other.first is None else other.first
         other.stage = reply.stage if other.stage is None else max(reply.stage, other.stage)
         other.report = reply.report or other.report
-        other.knows = other.knows or request.stage is Stage.DONE
+        other.knows_report = other.knows_report or request.stage is Stage.DONE
 
     def failed(self, to: int) -> list[Effect]:
         """Handle an announcement that failed: schedule the next attempt."""

@@ -1,4 +1,4 @@
-"""The membership list: what this peer knows about each other peer, and the requests that await a reply.
+"""The membership list: what this peer knows_report about each other peer, and the requests that await a reply.
 
 There is no membership service. Every peer learns about the others from ordinary traffic: any request or reply proves
 that its sender is alive, and a failed request is the only evidence that it is not. For each other peer the list holds
@@ -48,7 +48,7 @@ DEVIATION = 1.4826
 """Factor from the median absolute deviation to the standard deviation of normally distributed values."""
 PATIENCE_LEAST = 1 / 4
 """Lower bound of that deadline, as a share of peer_timeout (7.5 s of 30 s), as a machine may be overloaded for a while.
-A sender allows at least the whole peer_timeout: the receiver knows better when to give up."""
+A sender allows at least the whole peer_timeout: the receiver knows_report better when to give up."""
 PATIENCE_DOUBLINGS = 6
 """Limit on doublings of that deadline, one for each transfer that missed it: until one succeeds, all that is known is
 that it takes longer."""
@@ -85,7 +85,7 @@ class OtherPeer:
         stage: the furthest stage that its current incarnation announced; None: none yet.
         incarnation: the incarnation that announced it.
         report: its final figures; empty until it has some.
-        knows: whether it has our final figures.
+        knows_report: whether it has our final figures.
         faults: requests to it that failed in a row; determines the back-off.
         refusals: how many times in a row nothing answered at its address.
         silent_since: time of the first failure since it was last heard from; None while it is responsive.
@@ -100,7 +100,7 @@ class OtherPeer:
     stage: Stage | None = None
     incarnation: int | None = None
     report: dict[str, Any] = field(default_factory=dict)
-    knows: bool = False
+    knows_report: bool = False
     faults: int = 0
     refusals: int = 0
     silent_since: float | None = None

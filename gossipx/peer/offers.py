@@ -78,9 +78,9 @@ class InboundExchange:
         self._context = context
         self._fetching = False  # our TakeRequest has no reply yet
         self._settling: int | None = None  # the ticket of our open SettleRequest
-        self._crosses = isinstance(offer.request, PairRequest)  # a pair: our model is fetched too
-        self._until = math.inf  # end of training plus peer_timeout: no SettleRequest after it
-        self._fruitless = math.inf  # the same limit for a pair while training
+        self._is_pair = isinstance(offer.request, PairRequest)  # a pair: our model is fetched too
+        self._settle_deadline = math.inf  # set at the end of training: then it is settled without a reply
+        self._pair_deadline = math.inf  # the same limit for a pair, also while training
 
     @property
     def in_doubt(self) -> bool:
@@ -99,7 +99,7 @@ class InboundExchange:
         deadline = now + self._context.members.patience(self.sender)
         send = self._context.requests.send(self.sender, take, now, deadline)
         self.ticket, self._fetching = send.ticket, True
-        return [Capture(send.ticket), send] if self._crosses else [send]
+        return [Capture(send.ticket), send] if self._is_pair else [send]
 
     def awaits(self, ticket: int) -> bool:
         """Return whether ``ticket`` is an open request of this exchange."""
@@ -127,15 +127,19 @@ class InboundExchange:
             return self.decline(now)
         self._settling = None
         sender = self._context.members.others[self.sender]
-        if sender.gone or now >= self._until or (self._crosses and (sender.lost or now >= self._fruitless)):
+        if (
+            sender.gone
+            or now >= self._settle_deadline
+            or (self._is_pair and (sender.lost or now >= self._pair_deadline))
+        ):
             # Nobody is left to settle it. Mixing the model keeps the push-sum weight of a sender that died after it
             # gave half away. A pair blocks other exchanges and perhaps training, so the wait for a sender that is
             # silent, or that we hear but cannot reach, is bounded.
             self.phase = Phase.SETTLED
             return []
         # At the end others wait for us for peer_timeout at most, so retry without long back-offs.
-        rest = sender.backoff_until if self._until == math.inf else now + REST_FIRST * self._context.timeout
-        return [SetTimer(SETTLE, min(rest, self._until, self._fruitless))]
+        rest = sender.backoff_until if self._settle_deadline == math.inf else now + REST_FIRST * self._context.timeout
+        return [SetTimer(SETTLE, min(rest, self._settle_deadline, self._pair_deadline))]
 
     def retry_settle(self, now: float) -> list[Effect]:
         """Send another SettleRequest if the exchange is in doubt and none is open."""
@@ -151,7 +155,7 @@ class InboundExchange:
         if self.phase is not Phase.SETTLING:
             return []
         lost = self._context.members.others[self.sender].lost
-        self._until = now if lost else now + self._context.timeout
+        self._settle_deadline = now if lost else now + self._context.timeout
         return self._settle(now)
 
     def decline(self, now: float) -> list[Effect]:
@@ -169,10 +173,10 @@ class InboundExchange:
     def _settle(self, now: float) -> list[Effect]:
         request = SettleRequest(self._incarnation, self._number, taken=True)
         patience = self._context.timeout * OFFER_SHARE
-        if self._crosses:  # the initiator replies once it has our model
+        if self._is_pair:  # the initiator replies once it has our model
             patience = self._context.members.patience(self.sender, outgoing=True)
-            self._fruitless = min(self._fruitless, now + patience + self._context.timeout)
-        send = self._context.requests.send(self.sender, request, now, min(now + patience, self._fruitless))
+            self._pair_deadline = min(self._pair_deadline, now + patience + self._context.timeout)
+        send = self._context.requests.send(self.sender, request, now, min(now + patience, self._pair_deadline))
         self._settling = send.ticket
         return [send]
 

@@ -73,7 +73,7 @@ class Pairs(Offers):
         self._outbound: _OutboundExchange | None = None
         self._inbound: InboundExchange | None = None
         self._decided = False  # the current exchange serves a decision of our own policy
-        self._held: list[Received] = []  # a waiting offer and its repetitions
+        self._waiting: list[Received] = []  # a waiting offer and its repetitions
 
     @property
     def captured(self) -> int | None:
@@ -111,16 +111,16 @@ class Pairs(Offers):
         assert outbound is not None
         if outbound.ticket is not None:
             return []
-        comes, goes = (self._context.members.patience(outbound.partner, outgoing) for outgoing in (False, True))
+        incoming, outgoing = (self._context.members.patience(outbound.partner, sending) for sending in (False, True))
         take = TakeRequest(self._context.incarnation, outbound.number)
-        send = self._context.requests.send(outbound.partner, take, now, now + comes)
+        send = self._context.requests.send(outbound.partner, take, now, now + incoming)
         outbound.ticket, outbound.fetching = send.ticket, True
-        held, self._held = self._held, []
+        waiting, self._waiting = self._waiting, []
         return [
             Capture(send.ticket),
             send,
-            SetTimer(OFFER, now + max(comes, goes)),
-            *(self._busy(event.key, now) for event in held),
+            SetTimer(OFFER, now + max(incoming, outgoing)),
+            *(self._busy(event.key, now) for event in waiting),
         ]
 
     def _offered(self, event: Received, now: float) -> list[Effect]:
@@ -140,10 +140,10 @@ class Pairs(Offers):
 
     def _hold(self, event: Received, now: float) -> list[Effect]:
         """Let the offer wait, unless another one already does."""
-        first = self._held[0] if self._held else event
+        first = self._waiting[0] if self._waiting else event
         if (event.sender, event.request) != (first.sender, first.request):
             return [self._busy(event.key, now)]
-        self._held.append(event)
+        self._waiting.append(event)
         return []
 
     def _enter(self, offers: list[Received], now: float) -> list[Effect]:
@@ -153,12 +153,12 @@ class Pairs(Offers):
         self._inbound = InboundExchange(self._context, offers[0])
         answers = [self._accept(event.key, now) for event in offers]
         wait: list[Effect] = [Wait()] if self._context.blocking else []
-        held, self._held = self._held, []
-        rest = [self._busy(event.key, now) for event in held if event not in offers]
+        waiting, self._waiting = self._waiting, []
+        rest = [self._busy(event.key, now) for event in waiting if event not in offers]
         return [*wait, *answers, *self._inbound.start(now), *rest]
 
     def boundary(self, now: float) -> list[Effect]:
-        return self._enter(list(self._held), now) if self._held and self.over else []
+        return self._enter(list(self._waiting), now) if self._waiting and self.over else []
 
     # --- the outbound exchange --------------------------------------------------------------------
 
@@ -167,8 +167,8 @@ class Pairs(Offers):
         outbound = self._outbound
         assert outbound is not None
         effects = self._withdraw(now)
-        if self._held:
-            return [*effects, *self._enter(list(self._held), now)]
+        if self._waiting:
+            return [*effects, *self._enter(list(self._waiting), now)]
         fault = fault or outbound.fault
         to = self._draw(now, outbound.tried, fault)
         if to is not None:
@@ -297,8 +297,8 @@ class Pairs(Offers):
     def end(self, now: float) -> list[Effect]:
         self._ending = True
         self._decided = False  # what is given up from here on is no failure
-        effects: list[Effect] = [self._refuse(event.key, now) for event in self._held]
-        self._held = []
+        effects: list[Effect] = [self._refuse(event.key, now) for event in self._waiting]
+        self._waiting = []
         if self._outbound and self._outbound.phase is Phase.FETCHING:
             effects += self._withdraw(now)
         if self._inbound:
@@ -310,8 +310,8 @@ class Pairs(Offers):
 
     def drop(self, now: float) -> list[Effect]:
         self._decided = False
-        effects: list[Effect] = [self._refuse(event.key, now) for event in self._held]
-        self._held = []
+        effects: list[Effect] = [self._refuse(event.key, now) for event in self._waiting]
+        self._waiting = []
         effects += self._withdraw(now)
         if self._inbound:
             effects += self._inbound.decline(now) if self._inbound.phase is Phase.FETCHING else self._inbound.forget()

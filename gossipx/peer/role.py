@@ -286,9 +286,9 @@ class PeerRole:
             case InitialRequest() | PullRequest() if not self.training.sound:
                 return [self._answer(event.key, NotReadyReply(UNSOUND), now)]
             case InitialRequest():
-                held = self.server.before_giving(event, now)
-                given = self._answer(event.key, ModelReply(self.training.step), now, whole=True)
-                return [given] if held is None else held
+                deferred = self.server.before_giving(event, now)
+                answer = self._answer(event.key, ModelReply(self.training.step), now, whole=True)
+                return [answer] if deferred is None else deferred
             case PullRequest() if not self.server.gives:
                 return [self._answer(event.key, NotReadyReply("it only serves and has no model of its own"), now)]
             case PullRequest():
@@ -346,7 +346,7 @@ class PeerRole:
         effects: list[Effect] = []
         other = self.members.others[to]
         if isinstance(request, ArriveRequest) and other.stage is Stage.DONE and event.fault is events.Fault.UNREACHABLE:
-            other.knows = True  # it exits only once it has everybody's figures
+            other.knows_report = True  # it exits only once it has everybody's figures
             return self.server.look(now)
         if isinstance(request, TIMED_REQUESTS) and event.fault is events.Fault.TIMEOUT:
             self.members.was_late(to)

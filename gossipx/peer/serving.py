@@ -48,7 +48,7 @@ class Serving:
     def __init__(self, most: int, share: float, requests: Requests, outgoing: Outgoing):
         self.turned_away = 0
         self._most = most
-        self._apart = SECONDS_PER_MODEL / share if share < 1 else 0.0  # seconds between served models
+        self._spacing = SECONDS_PER_MODEL / share if share < 1 else 0.0  # seconds between served models
         self._free_at = -math.inf  # when the next may be served, ignoring saved time
         self._requests = requests
         self._outgoing = outgoing
@@ -85,7 +85,7 @@ class Serving:
     def _turn(self, now: float) -> float:
         """Reserve the time at which the next model may be served."""
         begins = max(self._free_at, now - SAVED)
-        self._free_at = begins + self._apart
+        self._free_at = begins + self._spacing
         return max(begins, now)
 
     def _has_room_for(self, sender: int, step: int) -> bool:

@@ -83,8 +83,8 @@ class Stages:
             case Stage.AGREE if last is not None and self._waves.over:
                 return [*self._waves.take_in(), *([] if last.merged else [Resume()])]
             case Stage.JOINING if self._barrier.active:
-                if asked := self._joining.ask(now):
-                    return asked
+                if requested := self._joining.ask(now):
+                    return requested
                 return self.enter_barrier(Stage.START, now) if self._joining.may_begin() else []
             case Stage.START | Stage.FINISH | Stage.DONE if self._barrier.active and self._barrier.complete():
                 return self._barrier_passed(now)
@@ -137,8 +137,8 @@ class Stages:
             members: ranks that take part in the last wave; None: all that have reached the finish.
         """
         self.stage = Stage.AGREE
-        if members is None and (asked := self._server.agree(now)) is not None:
-            return asked
+        if members is None and (requested := self._server.agree(now)) is not None:
+            return requested
         return self._last_wave(members, now)
 
     def _last_wave(self, members: tuple[int, ...] | None, now: float) -> list[Effect]:

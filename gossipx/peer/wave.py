@@ -102,11 +102,11 @@ class Wave:
         self._rounds = agreement_rounds(len(members))
         # While training, partners among a power of two average equally, even after a lost round: the sum of models is
         # conserved. In the last wave, or for other sizes, weights make the result the mean of all models reached.
-        self._alike = number != LAST_WAVE and len(members) == 1 << self._rounds
+        self._equal_weights = number != LAST_WAVE and len(members) == 1 << self._rounds
         self._entered = -1  # last round that was entered or skipped
         self._round: _Round | None = None
         self._missing = set(missing)
-        self._held: list[Received] = []  # requests of later rounds
+        self._early: list[Received] = []  # requests of later rounds
 
     @property
     def name(self) -> str:
@@ -171,7 +171,7 @@ class Wave:
             return self._next_round(now)
         assert current.ticket is not None
         current.merging = True
-        own, theirs = (1, 1) if self._alike else (0 if current.meeting.whole else self._weight, current.weight)
+        own, theirs = (1, 1) if self._equal_weights else (0 if current.meeting.whole else self._weight, current.weight)
         return [Merge(current.ticket, self.ticket, own, theirs)]
 
     # --- receiving --------------------------------------------------------------------------------
@@ -202,13 +202,14 @@ class Wave:
         return [Note("poisoned", text), *self._next_round(now)]
 
     def partner_lost(self, now: float) -> list[Effect]:
-        """The partner did not come, or not whole: the round is lost, and no further one is spent on waiting for it."""
+        """Give up the partner for the rest of the wave: its model did not arrive, or only in part. This loses the
+        round."""
         current = self._round
         if current is None or current.merging:
             return []
-        note = Note("round", f"peer {current.partner} did not come to a round of {self.name}")
+        note = Note("round", f"peer {current.partner} missed a round of {self.name}")
         self._missing.add(current.partner)
-        if current.weight:  # its model is here, only ours did not reach it
+        if current.weight:  # its model is here, only ours was not delivered
             current.given = True
             return [note, *self._complete(now)]
         self.lost += 1
@@ -237,7 +238,7 @@ class Wave:
         request, current = event.request, self._round
         same = (request.wave, request.members) == (self.number, self.members)
         if same and self._entered < request.round < self._rounds:
-            self._held.append(event)
+            self._early.append(event)
             return []
         if current is None or not same or (request.round, event.sender) != (current.number, current.partner):
             return [self._refuse(event, now)]
@@ -267,5 +268,5 @@ class Wave:
 
     def leave(self) -> list[Received]:
         """Return the requests that are still unanswered, which the caller now owns."""
-        held, self._held = self._held, []
+        held, self._early = self._early, []
         return held

@@ -32,7 +32,7 @@ MAX_GROUPS, MAX_GROUP = 1_000, 32  # parameter groups of an optimizer, and numbe
 # peers is 5 KiB. The small bound is what an unauthenticated connection can make us allocate.
 MAX_METADATA = 512 * 1024
 SMALL_METADATA = 16 * 1024
-# Bytes of payload. The receiver knows a model's true size; this bound only keeps sums from overflowing.
+# Bytes of payload. The receiver knows a model's true size; this bound only rejects absurd values.
 MAX_MODEL = 2**40
 
 # --- numbers ------------------------------------------------------------------------------------
@@ -222,10 +222,10 @@ def _group(value: object) -> dict[str, float]:
 def _happening(value: object) -> tuple[object, ...]:
     if type(value) is not list or not 1 <= len(value) <= 4:
         raise ValueError("has an entry that is not a word with at most three figures")
-    made = tuple(_figure(item) for item in value)
-    if any(item is None or type(item) is bool for item in made):
+    entry = tuple(_figure(item) for item in value)
+    if any(item is None or type(item) is bool for item in entry):
         raise ValueError("has a value that is not text or a finite number")
-    return made
+    return entry
 
 
 # --- types of fields ----------------------------------------------------------------------------

@@ -33,9 +33,9 @@ def objection(own: Hello, theirs: Hello, names: Sequence[str]) -> str | None:
     if theirs.rank >= own.size or theirs.name != names[theirs.rank]:
         return f"{theirs.name} is not rank {theirs.rank} of this run; give every peer the same hosts file"
     for option in sorted(own.settings.keys() | theirs.settings.keys()):
-        has = [f"{one.settings.get(option, 'none')} at {one.name}" for one in (theirs, own)]
+        values = [f"{peer.settings.get(option, 'none')} at {peer.name}" for peer in (theirs, own)]
         if own.settings.get(option) != theirs.settings.get(option):
-            return f"{option} is {' and '.join(has)}; give every peer the same value"
+            return f"{option} is {' and '.join(values)}; give every peer the same value"
     return None
 
 

@@ -77,7 +77,7 @@ with gossipx.join(model, optimizer, init="own") as peer:
 tell(peer, before=value, after=[float(model.weight.min()), float(model.weight.max())], weight=weight)
 """
 )
-"""Peers that begin at their rank and do not train: all that changes them is mixing."""
+"""A script whose peers start at their rank and do not train, so that only mixing changes their models."""
 
 
 @pytest.mark.parametrize("mode", ["push-sum", "pushpull"])

@@ -100,7 +100,7 @@ def test_who_asks_and_does_not_read_keeps_no_place():
 
 
 LARGE = {"model_timeout": 40 * TIMEOUT, "iterations": 120, "finish": "none", "blocking": True}
-"""A model for which a slow network has to be allowed for, as long as it is not known how fast this one is."""
+"""Options of a large model, whose first deadline allows for a slow network."""
 
 
 @pytest.mark.parametrize("mode", ["pull", "push", "pushpull"])

@@ -21,7 +21,7 @@ STILL: dict[str, Any] = {
     "finish": "none",
     "gradient_step": lambda peer: None,
 }
-"""Nothing is learnt, so that only exchanges change models: all peers pull at the same moments, round by round."""
+"""Options without training, so that only exchanges change models; all peers pull in the same moments."""
 
 
 def began(size: int) -> torch.Tensor:

@@ -117,7 +117,7 @@ FITS: dict[object, st.SearchStrategy[object]] = {
     AnyWave: st.integers(1, MAX_WAVE) | st.just(LAST_WAVE),
     PastWave: st.integers(0, MAX_WAVE),
 }
-"""What a field of each type may hold."""
+"""Strategies for the values of each field type."""
 OWN: dict[tuple[type, str], st.SearchStrategy[object]] = {
     (Hello, "size"): st.integers(1, 65_536),
     (Description, "size"): st.integers(0, 2**24),
@@ -128,7 +128,7 @@ OWN: dict[tuple[type, str], st.SearchStrategy[object]] = {
     (CheckupRequest, "back"): st.integers(0, 2**24),
     (CheckupReply, "size"): st.integers(0, 2**24),
 }
-"""What fields may hold that are declared with a bound of their own."""
+"""Strategies for fields with their own bounds."""
 
 
 def any_of(message: type[Message]) -> st.SearchStrategy[Message]:

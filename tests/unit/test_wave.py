@@ -88,7 +88,7 @@ def test_each_round_may_end_a_little_later_than_the_one_before():
     wave, _ = begun(0, 4)
     assert wave.timer(TIMEOUT - 0.01) == [], "a timer of an earlier wave"
     lost = wave.timer(TIMEOUT)
-    assert lost[0] == Note("round", "peer 1 did not come to a round of wave 7")
+    assert lost[0] == Note("round", "peer 1 missed a round of wave 7")
     assert sent(lost).to == 2 and sent(lost).deadline == 1.5 * TIMEOUT
     other, _ = begun(2, 4)
     other.taken(1, 0.1)
@@ -137,7 +137,7 @@ def test_one_that_only_gives_at_first_tells_of_the_wave_that_it_starts():
 def test_one_that_leaves_is_not_waited_for():
     wave, _ = begun(0, 4)
     assert wave.gone(2, 0.1) == []
-    assert wave.gone(1, 0.2) == [Note("round", "peer 1 did not come to a round of wave 7")]
+    assert wave.gone(1, 0.2) == [Note("round", "peer 1 missed a round of wave 7")]
     assert wave.over and (wave.lost, wave.merged) == (2, 0)
 
 
