@@ -5,8 +5,7 @@ Communication, Algorithm 1, lines 5 and 6)::
 
     x̃ ← x̃ + β/p · (x_i − x̃)
 
-Eq. 2 is the sum of that over all p workers. The worker moves by α (x̃ − x_i), so with β = p·α the sum x_i + x̃ is
-conserved.
+Eq. 2 is the sum of that over all p workers. The worker moves by α (x̃ − x_i): β = p·α conserves the sum x_i + x̃.
 """
 
 from __future__ import annotations

@@ -31,8 +31,7 @@ class ElasticSettings:
     Attributes:
         rank: of the hub.
         alpha: α of Eq. 1, in (0, 1]: the share of the difference to the centre by which a worker moves.
-        share: β/p of Eq. 2, in (0, 1]: the share of that difference by which the centre moves; equal to α, the sum of
-            both is conserved.
+        share: β/p of Eq. 2, in (0, 1]: the share of it by which the centre moves; equal to α, the sum is conserved.
         trains: whether the hub trains, too.
         lost: what a worker does while the hub does not answer: pull from other workers, continue alone, or stop.
     """
@@ -46,11 +45,7 @@ class ElasticSettings:
 
 @dataclass
 class _Elastic:
-    """Our exchange under way.
-
-    Attributes:
-        taken: whether the centre has arrived.
-    """
+    """Our exchange under way; ``taken``: the centre has arrived."""
 
     ticket: int
     taken: bool = False

@@ -2,8 +2,7 @@
 
 A peer that enters such a stage announces it to all others by an ArriveRequest, and each reply carries the other's own
 stage. The barrier is complete when all others have reached the stage; it is given up after peer_timeout. An
-announcement that fails is repeated after a back-off. Lost peers get it too, since they may be back, but are not waited
-for.
+announcement that fails is repeated after a back-off. Lost peers get it too, as they may be back; nobody waits for them.
 """
 
 from __future__ import annotations

@@ -98,8 +98,7 @@ class Exchange(abc.ABC):
 
     @abc.abstractmethod
     def end(self, now: float) -> list[Effect]:
-        """Start no more exchanges, as training has ended, and abandon those that may be; the caller waits until
-        :attr:`over`."""
+        """Start no more exchanges and abandon what may be; the caller then waits until :attr:`over`."""
 
     @abc.abstractmethod
     def drop(self, now: float) -> list[Effect]:

@@ -1,4 +1,4 @@
-"""The membership list: what this peer knows_report about each other peer, and the requests that await a reply.
+"""The membership list: what this peer knows about each other peer, and the requests that await a reply.
 
 There is no membership service. Every peer learns about the others from ordinary traffic: any request or reply proves
 that its sender is alive, and a failed request is the only evidence that it is not. For each other peer the list holds
@@ -32,15 +32,15 @@ from gossipx.protocol.messages import Request, Stage
 from gossipx.topology.schedules import Schedule
 
 REST_FIRST = 1 / 100
-"""First back-off after a failed request, as a share of ``peer_timeout`` (0.3 s of 30 s); it doubles with each further
-failure."""
+"""First back-off after a failed request, as a share of ``peer_timeout`` (0.3 s of 30 s); each further failure doubles
+it."""
 REST_LONGEST = 1 / 4
 """Longest back-off, as a share of ``peer_timeout``; short enough to notice the end of a network partition soon."""
 REFUSALS = 3
 """A known peer whose address refuses this many connections in a row is lost: its process has ended."""
 MEASURED = 15
-"""Number of recent transfer times that a deadline is computed from: enough for a median, few enough to follow a change
-of the network."""
+"""Number of transfer times that a deadline follows: enough for a median, few enough to follow changes of the network.
+"""
 PATIENCE = 2.0, 4.0
 """A model may take 2 · (m + 4 s) seconds, with m the median and s the deviation of recent transfers: twice what is
 hardly ever exceeded, so that the deadline grows ahead of a network that slows down steadily."""
@@ -48,10 +48,9 @@ DEVIATION = 1.4826
 """Factor from the median absolute deviation to the standard deviation of normally distributed values."""
 PATIENCE_LEAST = 1 / 4
 """Lower bound of that deadline, as a share of peer_timeout (7.5 s of 30 s), as a machine may be overloaded for a while.
-A sender allows at least the whole peer_timeout: the receiver knows_report better when to give up."""
+A sender allows at least the whole peer_timeout: the receiver knows better when to give up."""
 PATIENCE_DOUBLINGS = 6
-"""Limit on doublings of that deadline, one for each transfer that missed it: until one succeeds, all that is known is
-that it takes longer."""
+"""Limit on doublings of that deadline, one per transfer that missed it: all that is known is that it takes longer."""
 
 
 @dataclass
@@ -236,8 +235,7 @@ class Membership:
         return {rank for rank, other in self.others.items() if other.silent or other.suspended_until > now}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what partner choices depend on, apart from the generator: the round, and the transfer times. Plain
-        data."""
+        """Return what partner choices depend on besides the generator, as plain data: round and transfer times."""
         others = {
             str(rank): [[list(one.seconds), one.late, one.rate] for one in (other.incoming, other.outgoing)]
             for rank, other in self.others.items()
@@ -334,8 +332,7 @@ class Requests:
         return self._last
 
     def close(self, ticket: int) -> tuple[int, Request, float]:
-        """Remove a request that was answered or has failed; return its receiver, the request, and the time when it was
-        sent."""
+        """Remove a request that was answered or has failed; return its receiver, the request, and the sending time."""
         return self._open.pop(ticket)
 
     def is_open(self, ticket: int) -> bool:

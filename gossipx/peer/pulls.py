@@ -2,8 +2,7 @@
 
 Jin et al., How to scale distributed deep learning? (2016), the pull variant; Adaptive Communication, Algorithm 2. Each
 time the policy fires, one model is fetched. If a neighbour is busy or its model does not arrive, another one is tried,
-until none is left and the decision is dropped. A blocking pull that found all neighbours busy retries them shortly
-after instead.
+until none is left and the decision is dropped. But a blocking pull that found all neighbours busy retries them soon.
 """
 
 from __future__ import annotations

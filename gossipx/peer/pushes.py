@@ -38,8 +38,7 @@ LEAST_WEIGHT = 2.0**-20
 """A peer with a smaller push-sum weight pushes nothing until it has received some: its own training would hardly count
 any more. That is 20 pushes in a row without receiving one."""
 ASIDE = 1
-"""Number of unsettled models kept in addition to the room for pushes while their senders are silent; further ones take
-up that room."""
+"""Number of models in doubt, as their senders are silent, that are kept in addition to the room for pushes."""
 
 
 @dataclass

@@ -102,8 +102,7 @@ class ServerRole:
 
     @property
     def forsaken(self) -> int | None:
-        """Rank of the peer that failed to deliver the final model, so that the mean of the others replaces it; None:
-        none."""
+        """Rank of the peer that failed to deliver the final model, so that all models are averaged; None: none."""
         return None
 
     def hand_over_all(self, now: float) -> list[Effect]:

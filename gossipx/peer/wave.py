@@ -119,8 +119,7 @@ class Wave:
         """Capture our model and enter the first round.
 
         Args:
-            starts: whether this peer starts the wave, so that its first partner must be told, even if it sends us no
-                model.
+            starts: whether this peer starts the wave, so that it must tell its first partner in any case.
         """
         self._began = now
         return [Capture(self.ticket), *self._next_round(now, starts)]
@@ -202,8 +201,7 @@ class Wave:
         return [Note("poisoned", text), *self._next_round(now)]
 
     def partner_lost(self, now: float) -> list[Effect]:
-        """Give up the partner for the rest of the wave: its model did not arrive, or only in part. This loses the
-        round."""
+        """Give up the partner for the rest of the wave: its model did not arrive whole. This loses the round."""
         current = self._round
         if current is None or current.merging:
             return []

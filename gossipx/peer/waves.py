@@ -127,8 +127,7 @@ class Waves:
         return max(self._seen - under_way, self._heard)
 
     def record_over(self, number: int) -> None:
-        """Record that wave ``number`` is over for another peer, so that the next one that we start gets a higher
-        number.
+        """Record that wave ``number`` is over for another peer: the next one that we start gets a higher number.
 
         We may still join that wave, if a peer that is still in it sends a request.
         """

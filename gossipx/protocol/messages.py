@@ -77,8 +77,7 @@ class Stage(enum.IntEnum):
 LAST_WAVE = 2**63 - 1
 """The number of the wave that ends a run, above all numbers of waves while training."""
 MAX_WAVE = 2**32
-"""The highest number of a wave while training: one wave per millisecond for 50 days. No peer starts a higher one,
-whatever others announce."""
+"""The highest number of a wave while training, whatever others announce: one wave per millisecond for 50 days."""
 _training_wave = integer(1, MAX_WAVE)
 
 
@@ -140,8 +139,7 @@ class ModelReply:
 
     Attributes:
         step: iterations that this model has seen.
-        weight: above 0. In a wave: the number of models averaged in this one. In a push: the push-sum weight that it
-            transfers. Else 1.
+        weight: above 0. In a wave: the number of models averaged in it. In a push: its push-sum weight. Else 1.
         bases: if models have a codec: for each section, the checksum of the base that its part of the payload changes;
             0: plain values; 1: values encoded without a base.
         sizes: if models have a codec: for each section, its bytes in the payload, without those of buffers.

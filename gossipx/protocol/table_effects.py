@@ -119,7 +119,7 @@ class KeepShard:
 
 @dataclass(frozen=True)
 class RestoreTables:
-    """Restore the tables of a shard from its checkpoints and journals; :class:`~gossipx.protocol.events.TablesRestored`
+    """Restore a shard's tables from its checkpoints and journals; :class:`~gossipx.protocol.events.TablesRestored`
     follows.
 
     Attributes:
@@ -173,8 +173,7 @@ class PrepareTables:
 
 @dataclass(frozen=True)
 class TakeRanges:
-    """Fill these pieces of the tables being prepared with the payload received under ``ticket``, and release the
-    ticket."""
+    """Fill these pieces of the tables being prepared with what was received under ``ticket``, and release it."""
 
     ticket: int
     pieces: Pieces

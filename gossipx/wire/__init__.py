@@ -88,13 +88,13 @@ class Hello:
 @kind(2)
 @dataclass(frozen=True)
 class Welcome:
-    """The reply to :class:`Hello`. If ``model`` differs from the opener's, the opener may only request the
+    """The reply to :class:`Hello`. If ``model`` differs from the opener's, it may only request the
     :class:`Description`.
 
     Attributes:
         machine: identifies the machine; empty: unknown.
-        local: a name of this process that is unique on its machine; processes of the same ``machine`` use it to connect
-            with shared memory.
+        local: unique name of this process on its machine, by which processes of the same ``machine`` share memory with
+            it.
     """
 
     rank: Rank
@@ -184,8 +184,7 @@ class CheckupRequest:
 
     Attributes:
         name: of the peer whose line of the hosts file is checked.
-        part: "facts" about the answerer, the "peers" in its hosts file, the description of its "model", or a "load" of
-            bytes.
+        part: "facts" about the answerer, the "peers" in its hosts file, the description of its "model", or a "load".
         back: bytes of the load.
     """
 
@@ -337,8 +336,7 @@ class Sink(Protocol):
         """Process the buffer for the bytes from ``start`` on, which is full."""
 
     def take(self, start: int, view: memoryview) -> None:
-        """Process the bytes from ``start`` on, any number of them, out of ``view``, instead of receiving them in a
-        buffer."""
+        """Process the bytes from ``start`` on, any number of them, out of ``view`` instead of a buffer of the sink."""
 
 
 @runtime_checkable

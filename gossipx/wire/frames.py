@@ -49,8 +49,7 @@ _OUT_OF_BAND = 0x8000
 
 Buffers = list[bytes | memoryview]
 Part: TypeAlias = tuple[Buffers, ByteObserver | None]
-"""Buffers to send in one call, and a function that must see all their bytes while they are sent, before the next part.
-"""
+"""Buffers to send in one call, and a function that must see their bytes as they are sent, before the next part."""
 
 _START = struct.Struct("!4sH")
 _HEADER = struct.Struct("!4sHHQIQ")
@@ -110,8 +109,7 @@ def encode(
         message: of a declared kind.
         request: id of the request, 0 to 2⁶⁴ − 1.
         payload: must not change until its last piece is sent.
-        checks: of the connection and direction. MACs are numbered, so this frame must be sent whole before the next one
-            is encoded.
+        checks: of the connection and direction. MACs are numbered, so send this frame before the next is encoded.
         out_of_band: whether the payload is left out of the frame and sent in another way.
 
     Raises:
@@ -208,8 +206,7 @@ class Decoder:
         return self._frame.message
 
     def next_buffer(self) -> memoryview:
-        """Return the buffer for the next bytes, which is never empty. Raises the ProtocolError of an earlier call, if
-        any."""
+        """Return the buffer for the next bytes, never empty. Raises the ProtocolError of an earlier call, if any."""
         if self._broken is not None:
             raise self._broken
         return self._view[self._filled :]

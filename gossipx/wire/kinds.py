@@ -1,7 +1,6 @@
 """The table of message kinds, and the encoding of a message as the metadata of a frame: a JSON object of its fields.
 
-The table is built from the declarations of the messages (:mod:`gossipx.protocol.fields`), so every received field is
-checked.
+The table is built from the declarations of the messages (:mod:`gossipx.protocol.fields`): every field is checked.
 """
 
 from __future__ import annotations
