@@ -52,7 +52,7 @@ def test_codecs_cut_the_bytes_of_elastic_averaging(tmp_path: Path, codec: str) -
     assert (summary["codec"], summary["lost"], sum(summary["failed"])) == (codec, [], 0)
 
 
-def test_a_script_needs_no_word_of_the_hub(tmp_path: Path) -> None:
+def test_a_script_need_not_mention_the_hub(tmp_path: Path) -> None:
     """If the hub only serves, ``join`` does that and exits the process: only workers run the loop below it."""
     script = """
 model = nn.Linear(4, 50)

@@ -81,7 +81,7 @@ tell(peer, before=value, after=[float(model.weight.min()), float(model.weight.ma
 
 
 @pytest.mark.parametrize("mode", ["push-sum", "pushpull"])
-def test_what_keeps_the_average_keeps_it(tmp_path: Path, mode: str) -> None:
+def test_modes_that_conserve_the_average(tmp_path: Path, mode: str) -> None:
     with folder(tmp_path, 4) as here:
         options = (*MODES[mode], "--policy", "tau:3", "--init", "own", "--peer-timeout", "20")
         here.run(*options, here.script(STILL), here.path)

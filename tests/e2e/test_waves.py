@@ -90,7 +90,7 @@ with gossipx.join(model, optimizer) as peer:
         assert 20 * model < received < 20 * model * 1.1
 
 
-def test_what_a_run_with_waves_leaves_is_the_same_with_all(four: Folder) -> None:
+def test_a_run_with_waves_leaves_the_same_model_on_all(four: Folder) -> None:
     run = four.run("--policy", "tau:40", "--exchange", "waves", "--iterations", "400", "--eval-interval", "0")
     summary = run.summary
     assert summary["lost"] == []
@@ -206,5 +206,5 @@ def test_a_peer_that_is_killed_costs_a_round(four: Folder) -> None:
         (("--mixing", "aged"), "--mixing aged says how a pulled model enters"),
     ],
 )
-def test_what_a_wave_would_not_heed_is_refused(four: Folder, options: tuple[str, str], told: str) -> None:
+def test_options_that_a_wave_would_ignore_are_refused(four: Folder, options: tuple[str, str], told: str) -> None:
     assert told in four.refused("--exchange", "waves", *options)

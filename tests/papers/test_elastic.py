@@ -65,7 +65,7 @@ def run(hub: ElasticSettings, size: int = 4, seed: int = 0, **options: object) -
 
 @pytest.mark.parametrize("only", [False, True])
 @pytest.mark.parametrize("size", [2, 4, 9])
-def test_what_alpha_and_beta_are_unless_they_are_given(size: int, only: bool) -> None:
+def test_the_defaults_of_alpha_and_beta(size: int, only: bool) -> None:
     """Eq. 1 and 2 with the α and β of Zhang et al., β = 0.9 = p·α; p counts the peers that train."""
     p = size - only
 
@@ -120,7 +120,7 @@ def test_other_shares_move_the_centre_by_as_much() -> None:
     torch.testing.assert_close(made.peers[HUB].centre(), reference.centre, rtol=1e-5, atol=1e-5)
 
 
-def test_momentum_is_of_the_gradient_alone() -> None:
+def test_momentum_depends_on_the_gradient_alone() -> None:
     """EAMSGD (Zhang et al., Eq. 5 and 6): v ← δv − η g(x + δv), x ← x + v − α (x − x̃); the hub does not affect v.
 
     torch keeps y = x + δv in place of x, with the same gradient steps; the difference to the centre is taken at y.
@@ -161,7 +161,7 @@ def test_momentum_is_of_the_gradient_alone() -> None:
     torch.testing.assert_close(made.peers[HUB].centre(), centre, rtol=1e-4, atol=1e-5)
 
 
-def test_the_adaptive_policy_decides_when() -> None:
+def test_the_adaptive_policy_starts_exchanges() -> None:
     """The policies of gossip apply: a change of delta beyond the threshold starts an exchange with the hub."""
     made, reference = run(settings(), policy="adaptive:threshold=0.05", iterations=40)
     asked = sum(len(made.lines(rank, "brings")) for rank in made.peers)

@@ -148,7 +148,7 @@ def test_straggler_slower_than_peer_timeout():
 
 
 @pytest.mark.parametrize("pace", [1.501, 1.52, 1.53, 1.55])
-def test_straggler_that_comes_while_others_give_it_up(pace: float):
+def test_straggler_that_arrives_as_the_others_time_out(pace: float):
     """The others time out at 30.0, 30.4 and 30.8 s; a peer that is still waiting follows those that are not."""
     made = ended(world(4, slow={1: 1.02, 2: 1.04, 3: pace}, policy="never"), bound(4))
     agree(made, [0, 1, 2])
@@ -209,7 +209,7 @@ def test_model_with_nan_is_not_mixed():
     agree(made, [0, 1, 2])
 
 
-def test_first_model_with_nan_is_not_taken():
+def test_initial_model_with_nan_is_not_adopted():
     """[22] Another peer's model is adopted instead."""
     made = world(3, absent=[2], policy="tau:2", iterations=30)
     made.poison(0, 0.5, 14.0)
@@ -253,7 +253,7 @@ def test_overlapped_pulls_do_not_block():
     agree(made, [0, 1])
 
 
-def test_a_pull_that_has_not_come_when_training_ends_is_cancelled():
+def test_a_pull_still_under_way_as_training_ends_is_cancelled():
     """It would compete with the finish for bandwidth. It counts as a failure of no peer."""
     network = Network(bandwidth=4 * SIZE / 4.5)
     made = ended(world(2, network=network, policy="tau:8", iterations=10, peer_timeout=30.0), bound(2, 10, waits=30))
@@ -322,7 +322,7 @@ def test_peer_whose_model_is_finite_again_takes_part_again():
     agree(made, [0, 1, 2])
 
 
-def test_slow_retrievals_leave_statistics_possible():
+def test_slow_retrievals_leave_statistics_finite():
     """A model that takes many iterations to arrive must not make a variance negative, which would evaluate to NaN."""
 
     class Normed(nn.Module):

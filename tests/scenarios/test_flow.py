@@ -17,7 +17,7 @@ def snapshots(made, rank: int) -> int:
 
 
 @pytest.mark.parametrize("max_served", [1, 3])
-def test_the_centre_of_a_star_serves_so_many_at_once_and_keeps_one_older_version(max_served: int):
+def test_the_centre_of_a_star_limits_concurrent_pulls_and_keeps_one_older_version(max_served: int):
     """Every model takes longer than two iterations; seven peers have no other neighbour."""
     network = Network(bandwidth=4 * SIZE / 2.5)
     settings = {"iterations": 40, "max_served": max_served, "finish": "none", "init": "own"}
@@ -37,7 +37,7 @@ def test_the_centre_of_a_star_serves_so_many_at_once_and_keeps_one_older_version
     assert all(sync.skipped > 0 for sync in leaves)
 
 
-def test_who_finds_one_busy_asks_another_at_once():
+def test_a_peer_that_finds_one_busy_tries_another_at_once():
     """Of three peers, 1 and 2 pull from 0 in the same moment by the schedule; one of them then tries the other."""
     network = Network(bandwidth=4 * SIZE / 0.5)
     made = world(3, network=network, policy="tau:3", iterations=60, max_served=1, blocking=True)
@@ -48,7 +48,7 @@ def test_who_finds_one_busy_asks_another_at_once():
         assert (peer.role.sync.retrievals, peer.role.sync.skipped) == (20, 0), "who waits asks until there is one"
 
 
-def test_a_model_that_takes_longer_than_peer_timeout_is_waited_for_once_that_is_learnt():
+def test_deadlines_grow_until_a_model_slower_than_peer_timeout_arrives():
     """Models take 25 s where 10 s are expected: the first pulls time out, each with a longer deadline, until one
     succeeds."""
     network = Network(bandwidth=4 * SIZE / 25)
@@ -70,7 +70,7 @@ def test_where_the_size_of_the_model_says_so_it_is_waited_for_from_the_start():
 
 @pytest.mark.parametrize("blocking", [False, True])
 @pytest.mark.parametrize("serve_share", [0.03, 1.0])
-def test_answers_take_their_share_of_training_and_no_more(serve_share: float, blocking: bool):
+def test_serving_is_limited_to_its_share_of_training_time(serve_share: float, blocking: bool):
     """Steps of 1 ms with a pull after each: models are served every 0.8 ms / 0.03, and a peer that pulls more often
     waits.
 
@@ -85,7 +85,7 @@ def test_answers_take_their_share_of_training_and_no_more(serve_share: float, bl
     assert 0.9 * most < given <= most + 1 if limited else given > 5 * most
 
 
-def test_who_asks_and_does_not_read_keeps_no_place():
+def test_a_requester_that_does_not_read_loses_its_slot():
     """[9] The requester claims to wait for a week and reads nothing; its slot is free again after peer_timeout."""
     made = until(world(3, policy="never", iterations=60, max_served=1), 0, "step 5")
     made.network.cut([0], [1], made.now, one_way=True)

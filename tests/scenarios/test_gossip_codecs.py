@@ -57,14 +57,14 @@ def test_every_codec_in_every_mode(spec: str, mode: str, given: Delivered) -> No
 
 @pytest.mark.parametrize("mode", ["pull", "push", "pushpull"])
 @pytest.mark.parametrize("spec", [NEAR, "int8", "bf16"])
-def test_models_come_to_where_they_would_without(spec: str, mode: str) -> None:
+def test_models_converge_as_without_codecs(spec: str, mode: str) -> None:
     made, plain = run(codec=spec, mode=mode), run(mode=mode)
     far = float((toy.before(plain) - toy.before(plain).mean(0)).norm())
     assert float((toy.before(made) - toy.before(plain)).norm()) < 0.1 * far
 
 
 @pytest.mark.parametrize("spec", [spec for spec in GOSSIP if codecs.parse(spec).alone])
-def test_models_by_themselves(spec: str) -> None:
+def test_models_without_references(spec: str) -> None:
     """Without references: no peer keeps the model of another."""
     made, plain = run(codec=spec, references=0), run()
     assert float((toy.before(made) - toy.before(plain)).abs().max()) < 0.5
@@ -83,7 +83,7 @@ def test_messages_that_are_lost_late_or_twice(network: Network, given: Delivered
 
 
 @pytest.mark.parametrize("again", [0, 1])
-def test_who_comes_late_or_again_is_given_and_gives_models_as_they_are_first(again: int, given: Delivered) -> None:
+def test_a_late_or_restarted_peer_first_sends_and_receives_models_in_full(again: int, given: Delivered) -> None:
     """Even if its first model equals the common initial model, as one with the same seed does."""
     options = {"codec": "topk:ratio=0.05", "policy": "tau:2", "iterations": 40}
     made = toy.world(3, absent=[2], **options)
@@ -105,7 +105,7 @@ def test_who_comes_late_or_again_is_given_and_gives_models_as_they_are_first(aga
 
 
 @pytest.mark.parametrize("mode", ["pull", "pushpull"])
-def test_moniqua_comes_to_where_models_would_without(mode: str) -> None:
+def test_moniqua_converges_as_without_codecs(mode: str) -> None:
     made, plain = run(codec="moniqua:bits=8,theta=4", references=0, mode=mode), run(mode=mode)
     assert sum(len(one.models.retrievals) for one in made.peers.values()) >= 6
     assert float((toy.before(made) - toy.before(plain)).abs().max()) < 0.1
@@ -122,7 +122,7 @@ def test_more_neighbours_than_references(given: Delivered) -> None:
     assert len(given) - few > 100 and sum(is_whole for *_, is_whole in given[few:]) <= 6 * 5
 
 
-def test_models_too_far_apart_are_not_mixed_and_come_whole_next(given: Delivered) -> None:
+def test_models_too_far_apart_are_not_mixed_and_sent_in_full_next(given: Delivered) -> None:
     made = run(codec="moniqua:bits=8,theta=0.02", references=0, policy="tau:2")
     refused = [line for rank in made.peers for line in made.lines(rank, "cannot decode")]
     assert refused and "theta of 0.02" in refused[0]
@@ -191,7 +191,7 @@ def test_the_common_first_model_is_a_reference_already() -> None:
     assert two.off(two.take(reply, content)) < 0.15
 
 
-def test_what_is_left_out_is_in_the_next_difference() -> None:
+def test_losses_of_the_codec_are_in_the_next_difference() -> None:
     two = Two("3lc")
     two.train(1)
     off = []
@@ -200,7 +200,7 @@ def test_what_is_left_out_is_in_the_next_difference() -> None:
     assert off[-1] < 1e-3 < off[0]
 
 
-def test_buffers_and_what_lies_between_tensors_come_as_they_are() -> None:
+def test_buffers_and_padding_between_tensors_are_sent_unchanged() -> None:
     two = Two("3lc")
     two.modules[0][1].running_mean += 3.0
     two.arenas[0].set_boundary(1)
@@ -209,7 +209,7 @@ def test_buffers_and_what_lies_between_tensors_come_as_they_are() -> None:
     assert torch.equal(incoming.buffer.vectors[0][cut:], two.arenas[0].snapshot().buffer.vectors[0][cut:])
 
 
-def test_without_a_common_first_model_it_is_given_as_it_is_once() -> None:
+def test_without_a_common_initial_model_it_is_sent_in_full_once() -> None:
     two = Two("3lc", begun=False)
     reply, content = two.give()
     assert set(reply.bases) == {FULL}
@@ -218,7 +218,7 @@ def test_without_a_common_first_model_it_is_given_as_it_is_once() -> None:
     assert FULL not in two.give()[0].bases
 
 
-def test_ends_that_disagree_are_given_the_model_as_it_is() -> None:
+def test_ends_that_disagree_get_the_model_in_full() -> None:
     two = Two("3lc")
     two.train(1)
     two.take(*two.give())
@@ -241,7 +241,7 @@ def test_no_more_references_are_kept_than_are_wanted() -> None:
     assert list(two.codecs[1]._taken) == [4, 5]
 
 
-def test_whose_reference_was_dropped_is_given_the_model_as_it_is() -> None:
+def test_a_receiver_whose_reference_was_dropped_gets_the_model_in_full() -> None:
     """It is not sent as a difference to the initial model, most of which a single message would lose."""
     two = Two("topk:ratio=0.05", references=2)
     for sender in range(3):
@@ -253,7 +253,7 @@ def test_whose_reference_was_dropped_is_given_the_model_as_it_is() -> None:
     assert two.off(two.take(reply, content, sender=0)) == 0
 
 
-def test_as_many_take_as_references_are_kept() -> None:
+def test_as_many_peers_may_pull_as_references_are_kept() -> None:
     """Each gets differences, however many other peers pull in between."""
     takers = range(1, 7)
     two = Two(NEAR, references=6, takers=6)
@@ -266,7 +266,7 @@ def test_as_many_take_as_references_are_kept() -> None:
     assert len(two.codecs[0]._changes[0]._bases) <= 2 * 6 + 1
 
 
-def test_who_was_not_there_when_all_began_gives_and_takes_models_as_they_are_first() -> None:
+def test_a_peer_that_missed_the_start_first_sends_and_receives_models_in_full() -> None:
     two = Two("topk:ratio=0.05")
     two.train(1)
     for codec in two.codecs:
@@ -276,7 +276,7 @@ def test_who_was_not_there_when_all_began_gives_and_takes_models_as_they_are_fir
     assert two.off(two.take(reply, content)) == 0
 
 
-def test_an_answer_that_does_not_fit_is_refused_and_changes_nothing() -> None:
+def test_a_reply_that_does_not_fit_is_refused_and_changes_nothing() -> None:
     two = Two("3lc")
     two.train(1)
     reply, content = two.give()
@@ -311,7 +311,7 @@ def test_a_model_that_was_not_finite_does_no_lasting_harm() -> None:
     assert bool(two.take(*two.give()).buffer.vectors[0].isfinite().all())
 
 
-def test_a_model_too_far_to_be_recovered_is_given_whole_next() -> None:
+def test_after_a_model_too_far_to_recover_the_next_is_sent_in_full() -> None:
     """With Moniqua: two models that are further apart than theta converge again."""
     two = Two("moniqua:bits=8,theta=0.5", references=0)
     two.train(1)

@@ -40,7 +40,7 @@ def test_every_codec(spec: str, trains: bool) -> None:
 
 
 @pytest.mark.parametrize("spec", [NEAR, "int8", "bf16"])
-def test_the_centre_comes_to_where_it_would_without(spec: str) -> None:
+def test_the_centre_converges_as_without_codecs(spec: str) -> None:
     made, plain, begun = run(codec=spec), run(), toy.Point(0).x.detach().double()
     far = float((plain.peers[0].centre() - begun).norm())
     assert float((made.peers[0].centre() - plain.peers[0].centre()).norm()) < 0.1 * far
@@ -71,7 +71,7 @@ def test_messages_that_are_lost_late_or_twice(network: Network) -> None:
     assert float((made.peers[0].centre() - plain.peers[0].centre()).norm()) < 0.3 * far
 
 
-def test_a_hub_that_comes_again_is_brought_models_whole() -> None:
+def test_a_restarted_hub_gets_models_in_full() -> None:
     made = toy.world(3, hub=AROUND, policy="tau:2", codec=NEAR, iterations=60)
     made.crash(0, 10.3)
     made.restart(0, 20.1)
@@ -147,7 +147,7 @@ def test_both_move_by_one_difference(spec: str, references: bool) -> None:
         torch.testing.assert_close(two.take(*answer), -hubs, rtol=0, atol=1e-6)
 
 
-def test_a_worker_brings_the_change_since_what_has_come() -> None:
+def test_a_worker_sends_the_change_since_the_last_model_that_arrived() -> None:
     two = Two(NEAR)
     two.train(1)
     request, content = two.bring()
@@ -159,7 +159,7 @@ def test_a_worker_brings_the_change_since_what_has_come() -> None:
     assert FULL not in two.bring()[0].bases
 
 
-def test_a_worker_that_heard_nothing_brings_its_model_whole() -> None:
+def test_a_worker_without_a_reply_sends_its_model_in_full() -> None:
     two = Two(NEAR)
     two.train(1)
     two.bring()  # the reply is lost
@@ -170,7 +170,7 @@ def test_a_worker_that_heard_nothing_brings_its_model_whole() -> None:
     assert FULL not in two.bring()[0].bases
 
 
-def test_a_change_of_what_is_not_here_is_refused_and_changes_nothing() -> None:
+def test_a_change_of_an_unknown_base_is_refused_and_changes_nothing() -> None:
     two = Two("3lc")
     two.train(1)
     request, content = two.bring()

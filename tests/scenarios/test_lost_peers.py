@@ -104,7 +104,7 @@ def _partner(size: int, number: int) -> str:
     return str(1 ^ (1 << (number - (size == 5))))
 
 
-def test_restarted_peer_takes_a_model_before_it_contributes():
+def test_restarted_peer_adopts_a_model_before_it_contributes():
     """[36, 37]"""
     made = world(4)
     made.crash(2, 8.5)
@@ -117,7 +117,7 @@ def test_restarted_peer_takes_a_model_before_it_contributes():
     torch.testing.assert_close(models(made), before(made).mean(0).expand(4, -1), rtol=1e-5, atol=1e-6)
 
 
-def test_restarted_first_peer_takes_the_others_model_too():
+def test_restarted_first_peer_adopts_the_others_model_too():
     """[36]"""
     made = world(3)
     made.restart(0, 8.5)
@@ -127,7 +127,7 @@ def test_restarted_first_peer_takes_the_others_model_too():
     torch.testing.assert_close(models(made), before(made).mean(0).expand(3, -1), rtol=1e-5, atol=1e-6)
 
 
-def test_late_joiner_takes_a_model_before_it_contributes():
+def test_late_joiner_adopts_a_model_before_it_contributes():
     """[37]"""
     made = world(4, absent=[3])
     made.start(3, maker(3, 4), at=15.0)
@@ -147,7 +147,7 @@ def test_first_peer_never_comes():
     torch.testing.assert_close(models(made, left), before(made, left).mean(0).expand(3, -1), rtol=1e-5, atol=1e-6)
 
 
-def test_first_peer_crashes_while_it_gives_the_first_model():
+def test_first_peer_crashes_while_it_sends_the_initial_model():
     made = until(world(4, network=slow(), iterations=3), 1, "asks 0")
     made.crash(0, made.now + 0.5)
     ended(made, bound(4, 3, waits=1))
@@ -157,7 +157,7 @@ def test_first_peer_crashes_while_it_gives_the_first_model():
     assert torch.equal(made.peers[1].arena.sections[0].storage.isfinite(), torch.ones(SIZE, dtype=torch.bool))
 
 
-def test_peer_that_the_others_look_to_crashes_while_joining():
+def test_peer_that_would_start_first_crashes_while_joining():
     """Rank 0 never appears, and 1, which would start in its place, crashes before it does."""
     made = world(4, absent=[0], iterations=3)
     made.crash(1, 5.0)
@@ -167,7 +167,7 @@ def test_peer_that_the_others_look_to_crashes_while_joining():
     torch.testing.assert_close(models(made, left), before(made, left).mean(0).expand(2, -1), rtol=1e-5, atol=1e-6)
 
 
-def test_first_model_is_asked_for_again():
+def test_request_for_the_initial_model_is_retried():
     """One failed request for the initial model does not end the run."""
     made = until(world(2, network=slow(), policy="never", iterations=15), 1, "asks 0")
     made.network.cut([0], [1], made.now + 0.9, made.now + 1.1)  # only the model is lost
@@ -177,7 +177,7 @@ def test_first_model_is_asked_for_again():
     assert spread(models(made)) < 1e-6
 
 
-def test_first_model_is_asked_of_another():
+def test_initial_model_is_requested_from_another_peer():
     """A peer that did not send it is retried after all others: its training loop may be busy for long."""
     made = world(4, network=slow(), absent=[3])
     made.start(3, maker(3, 4), at=15.0)
@@ -214,7 +214,7 @@ def test_too_few_left_stops():
         assert made.peers[rank].arena.step < ITERATIONS, "it does not train to the end"
 
 
-def test_first_model_nowhere_to_be_had_stops():
+def test_no_initial_model_stops():
     made = ended(world(3, absent=[0, 2]), bound(3))
     reason = made.peers[1].reason
     assert reason is not None and "--peer-timeout" in reason and "--init own" in reason
@@ -275,7 +275,7 @@ def test_the_last_two_leave_at_once():
     assert made.now < 5.5 + TIMEOUT
 
 
-def test_with_own_weights_a_restarted_peer_takes_the_others_too():
+def test_with_own_weights_a_restarted_peer_adopts_the_others_too():
     """[36, 37] All start with their own weights, except a peer that joins while others are training."""
     made = world(3, init="own", policy="tau:2")
     made.restart(1, 8.5)
@@ -298,7 +298,7 @@ def test_a_peer_that_has_ended_is_not_lost():
     assert made.peers[1].arena.step == ITERATIONS
 
 
-def test_what_this_machine_lacks_buries_no_other():
+def test_a_local_fault_counts_against_no_other_peer():
     """[40] Without file descriptors all requests fail at once; this is no evidence against the other peers."""
     members = Membership(0, 3, Random(topology.load("full", 3)), TIMEOUT, random.Random(0))
     members.others[1].stage = members.others[2].stage = Stage.TRAIN

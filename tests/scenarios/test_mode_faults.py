@@ -82,7 +82,7 @@ def test_both_end_equal_where_exchanges_block():
     assert asker.blocked_seconds > 1.9 and 1.0 < asked.blocked_seconds < 1.5, "one waits for the other's step as well"
 
 
-def test_two_that_choose_each_other_are_one_exchange():
+def test_two_peers_that_choose_each_other_share_one_exchange():
     """[27] The exchange of the lower rank counts, and also serves the decision of the higher one."""
     made = world(2, network=Network(bandwidth=4 * SIZE * 8), policy="tau:4", iterations=5, **PAIRS)
     made.run(4.5)
@@ -165,7 +165,7 @@ def test_crash_of_the_partner_in_mid_exchange(mode: dict[str, Any], blocking: bo
 
 @pytest.mark.parametrize("mode", [PUSH, PUSH_SUM, PAIRS], ids=["push", "push-sum", "pushpull"])
 @both_ways
-def test_crash_of_the_one_who_began_in_mid_exchange(mode: dict[str, Any], blocking: bool):
+def test_crash_of_the_initiator_in_mid_exchange(mode: dict[str, Any], blocking: bool):
     """[1, 2]"""
     made = crash_in_mid_exchange(0, mode, blocking)
     peer = made.peers[1]
@@ -234,7 +234,7 @@ def test_a_peer_leaves(mode: dict[str, Any], blocking: bool):
 
 
 @every_mode
-def test_late_joiner_takes_a_model_before_it_contributes(mode: dict[str, Any]):
+def test_late_joiner_adopts_a_model_before_it_contributes(mode: dict[str, Any]):
     """[37]"""
     made = world(4, absent=[3], policy="tau:2", **mode)
     made.start(3, maker(3, 4, policy="tau:2", **mode), at=12.0)
@@ -262,7 +262,7 @@ def test_partition_that_heals(mode: dict[str, Any], blocking: bool):
 
 
 @both_ways
-def test_nobody_waits_for_good_for_one_that_is_heard_and_does_not_hear(blocking: bool):
+def test_a_partner_that_is_heard_but_cannot_be_reached_is_not_awaited_for_ever(blocking: bool):
     """[5] The acceptor of a pair has the model when all its messages start to be lost, while the initiator's arrive."""
     options = {"iterations": 200, "blocking": blocking, "peer_timeout": 4.0, "init": "own", **PAIRS}
     made = World(0, Network(delay=0.1))
@@ -320,7 +320,7 @@ class SettleLost(Network):
         return replace(journey, lost=True) if sender == 1 and not nbytes and 5.45 < now < 6.0 else journey
 
 
-def test_a_pair_that_one_side_has_given_up_as_training_ends_is_of_neither():
+def test_a_pair_that_one_side_abandons_as_training_ends_takes_effect_on_neither():
     """[26] The acceptor does not know: it retries before it mixes, so that the sum is conserved."""
     made = World(0, SettleLost(delay=0.1))
     for rank, policy in enumerate(("tau:5", "never")):
@@ -332,7 +332,7 @@ def test_a_pair_that_one_side_has_given_up_as_training_ends_is_of_neither():
     assert torch.equal(models(made), start + 6)
 
 
-def test_room_that_a_fault_of_the_sender_took_is_free_again():
+def test_room_taken_by_a_failed_push_is_released():
     """[8] A transfer that is too slow ends at its deadline on both sides, and the next push finds room."""
     made = World(0, Network(bandwidth=4 * SIZE / 100))
     made.start(

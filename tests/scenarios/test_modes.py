@@ -155,7 +155,7 @@ def test_a_peer_with_room_for_two_mixes_both_at_one_step():
     assert [made.peers[rank].role.sync.skipped for rank in (0, 1)] == [0, 0]
 
 
-def test_what_comes_while_others_are_mixed_is_for_the_next_boundary():
+def test_models_that_arrive_during_a_mix_wait_for_the_next_boundary():
     """Otherwise a peer that receives pushes as fast as it mixes them would never do its next step."""
     made = World(0, Network(delay=0.3))
     for rank in range(2):
@@ -177,7 +177,7 @@ def test_what_comes_while_others_are_mixed_is_for_the_next_boundary():
     assert pushes.mix(at_boundary=True) is not None and late.phase is Phase.MIXING
 
 
-def test_of_one_sender_one_push_comes_in_at_a_time():
+def test_one_push_per_sender_at_a_time():
     """The last push of a sender is settled or in doubt; nothing is recorded about earlier ones."""
     made = World(0, slow())
     for rank in range(2):
@@ -191,7 +191,7 @@ def test_of_one_sender_one_push_comes_in_at_a_time():
 
 
 @pytest.mark.parametrize("mode", [PUSH, PAIRS], ids=["push", "pushpull"])
-def test_where_all_are_busy_partners_still_change(mode: dict[str, Any]):
+def test_partners_still_change_when_nearly_all_are_busy(mode: dict[str, Any]):
     """The free peer is then the last partner; if it were chosen, the same rings and pairs would repeat for ever."""
     made = World(0, Network(bandwidth=4 * SIZE / 2.3))
     options = {"policy": "tau:1", "init": "own", "gradient_step": still, "iterations": 101, "finish": "none", **mode}
@@ -215,7 +215,7 @@ def test_decisions_while_an_exchange_is_under_way_are_skipped(mode: dict[str, An
 
 
 @pytest.mark.parametrize("mode", [PUSH, PAIRS], ids=["push", "pushpull"])
-def test_the_way_travelled_counts_from_the_exchange(mode: dict[str, Any]):
+def test_drift_counts_from_the_exchange(mode: dict[str, Any]):
     """A policy that uses drift sees the last exchange: our own push, or any averaged pair, no matter which side started
     it."""
     made = World(0)

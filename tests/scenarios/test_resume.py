@@ -125,7 +125,7 @@ def test_given_the_same_messages_it_takes_the_same_decisions(mode: str, policy: 
     expected = play.steps(40, random.Random(6), faults=True)
     assert other.steps(40, random.Random(6), faults=True) == expected
     assert len({entry[2] for entry in expected if entry[1] in ("PullRequest", "PushRequest")}) > 1
-    assert any(entry[1] in ("Mix", "Given") for entry in expected)
+    assert any(entry[1] in ("Mix", "Delivered") for entry in expected)
     assert again.draws() == first.draws() and again.sync.state_dict() == first.sync.state_dict()
 
 
@@ -161,7 +161,7 @@ def first_steps(made: World) -> dict[int, str]:
 
 @pytest.mark.parametrize("late", [0.0, 3.0])
 @pytest.mark.parametrize("without", [0, 1, 2])
-def test_who_has_a_checkpoint_keeps_its_model_and_who_has_none_takes_one(without: int, late: float) -> None:
+def test_peers_keep_the_model_of_a_checkpoint_and_others_adopt_one(without: int, late: float) -> None:
     """[37] Rank 0 too, even if it arrives before the peers that have one: it never starts with a new model."""
     made = World(0)
     for rank in range(3):
@@ -178,7 +178,7 @@ def test_who_has_a_checkpoint_keeps_its_model_and_who_has_none_takes_one(without
         assert torch.equal(made.peers[rank].weights(), alone.x.detach().double()), rank
 
 
-def test_where_nobody_has_a_checkpoint_nobody_begins() -> None:
+def test_without_any_checkpoint_no_peer_starts() -> None:
     made = World(0)
     for rank in range(3):
         start(made, rank, resumed=False)

@@ -45,7 +45,7 @@ def test_one_peer_rounds_average_exactly(graph: str, size: int, rounds: int) -> 
     assert spread(models(ran(size, rounds, graph=graph, schedule="random"))) > 1e-2 or size == 2
 
 
-def test_one_peer_rounds_of_other_numbers_only_come_near() -> None:
+def test_one_peer_rounds_of_other_sizes_are_only_close() -> None:
     made = ran(6, 3, graph="exponential", schedule="one-peer")
     assert 1e-3 < spread(models(made)) < spread(began(6))
 
@@ -63,7 +63,7 @@ def test_a_peer_without_a_partner_rests_for_that_round_alone() -> None:
 
 
 @pytest.mark.parametrize("schedule", ["static", "one-peer", "inner-outer", "bandwidth-aware"])
-def test_who_has_crashed_is_passed_over(schedule: str) -> None:
+def test_a_crashed_peer_is_skipped(schedule: str) -> None:
     made = world(4, schedule=schedule, policy="tau:2")
     made.crash(3, 4.5)
     ended(made, bound(4, waits=1))
@@ -134,7 +134,7 @@ def test_metropolis_weights_keep_the_mean_where_uniform_ones_lose_it() -> None:
     assert metropolis < uniform / 3
 
 
-def test_pulls_go_along_the_edges_of_a_directed_graph() -> None:
+def test_pulls_follow_the_edges_of_a_directed_graph() -> None:
     graph = load("kautz-12")
     made = ended(world(12, graph="kautz-12", policy="tau:1"), bound(12))
     assert graph.directed
@@ -152,7 +152,7 @@ def test_an_edges_weight_is_a_factor_on_the_share() -> None:
     torch.testing.assert_close(models(made, [0])[0], 0.5 * start[0] + 0.5 * start[1], rtol=1e-5, atol=1e-6)
 
 
-def test_an_edges_weight_is_a_factor_on_the_share_of_what_is_pushed_along_it() -> None:
+def test_an_edges_weight_is_a_factor_on_the_share_of_a_push() -> None:
     ring = Topology("own", ((1,), (2,), (0,)), edge_shares={(0, 1): 0.5, (2, 0): 0.2})
     made = ran(3, 1, graph=ring, mode="push")
     start = began(3)

@@ -26,7 +26,7 @@ def test_training_that_ends_in_a_wave_ends_it_first():
     conserved(made, tracked)
 
 
-def test_who_has_ended_is_not_counted_on():
+def test_a_peer_that_has_ended_is_no_member():
     """Only a straggler is left: it asks no peer that has announced the end of its training."""
     made = ended(world(3, slow={2: 2.0}, policy="tau:4", exchange="waves", peer_timeout=50.0), 2 * ITERATIONS + 100)
     assert rounds_lost(made) == 0
@@ -94,7 +94,7 @@ def test_a_checkpoint_restored_in_a_wave_takes_no_part():
     ended(made, bound(2, 2 * ITERATIONS))
 
 
-def test_a_peer_that_was_started_again_starts_waves_that_the_others_take_part_in():
+def test_others_join_the_waves_of_a_restarted_peer():
     """[36] Only this peer starts waves: as it joins, it learns which numbers are over."""
     made = World(0, Network(delay=0.01))
     for rank in range(3):
@@ -148,7 +148,7 @@ def test_crash_in_each_round(size: int, number: int, blocking: bool):
     assert within(models(made, left), before(made, left))
 
 
-def test_who_never_meets_the_dead_learns_of_it_too():
+def test_peers_that_never_meet_the_dead_detect_its_loss_too():
     """Of eight, four never meet 1 in a round; their probes detect its loss, and they start waves without it."""
     made = world(8, policy="tau:4", exchange="waves", iterations=200)
     made.crash(1, 10.5)
@@ -209,7 +209,7 @@ def test_partition_that_heals():
 
 @pytest.mark.parametrize("starters", [(0, 1), (0, 2), (0, 3), (0, 1, 2, 3)])
 @pytest.mark.parametrize("without", [(1,), (2,), (3,), (1, 3)])
-def test_those_who_mean_different_members_lose_rounds_at_most(starters: tuple[int, ...], without: tuple[int, ...]):
+def test_different_member_lists_cost_only_rounds(starters: tuple[int, ...], without: tuple[int, ...]):
     """Several start at once, one of them with fewer members. No wait ends by timeout, no model is partly applied."""
     tracked = Tracked()
     made = World(0)
@@ -229,7 +229,7 @@ def test_those_who_mean_different_members_lose_rounds_at_most(starters: tuple[in
         assert moved.abs().max() < own.abs().max(), "differences of own steps, a share of each at most"
 
 
-def test_whoever_has_exchanged_nothing_yet_goes_over_to_the_better_list():
+def test_a_peer_that_exchanged_nothing_yet_switches_to_the_better_list():
     """0 starts with only 1, while 1 starts with all: when 0 hears of that, it has not sent its model yet."""
     tracked = Tracked()
     made = World(0)

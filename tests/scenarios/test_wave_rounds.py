@@ -81,7 +81,7 @@ def test_the_sum_of_all_models_is_kept_while_they_train(
         conserved(made, tracked)
 
 
-def test_training_goes_on_in_a_wave():
+def test_training_continues_during_a_wave():
     """A model takes as long as two steps, so a wave of two rounds lasts for five; training does not wait for it."""
     tracked = Tracked()
     made = ended(tracked.world(4, Network(bandwidth=8 * SIZE / 2), policy="tau:10", iterations=20), bound(4))
@@ -108,7 +108,7 @@ def test_own_steps_in_a_wave_are_kept():
 
 
 @pytest.mark.parametrize("size", range(2, 10))
-def test_one_starts_and_all_hear_of_it(size: int):
+def test_one_starts_and_all_join(size: int):
     """For any starter, including one that only sends in the first round."""
     for starter in range(size):
         tracked = Tracked()
@@ -138,7 +138,7 @@ def test_waves_that_start_together_are_one(starters: tuple[int, ...]):
     conserved(made, tracked)
 
 
-def test_peers_that_count_nearly_alike_do_not_each_start_a_wave():
+def test_peers_of_similar_pace_do_not_each_start_a_wave():
     """A wave every 20 iterations of the fastest peer; all others count from the last wave, however far behind."""
     slow = {0: 1.0, 1: 1.3, 2: 1.73, 3: 2.2, 4: 1.11}
     made = world(5, slow=slow, policy="tau:20", iterations=300, exchange="waves")

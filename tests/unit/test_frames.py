@@ -200,13 +200,13 @@ def test_the_bytes_of_one_frame() -> None:
 
 
 @given(message=messages, request=st.integers(0, 2**64 - 1), step=st.integers(1, 50))
-def test_every_message_comes_back_as_it_was(message: Message, request: int, step: int) -> None:
+def test_every_message_round_trips(message: Message, request: int, step: int) -> None:
     data = whole(message, request) * 2
     assert feed(Decoder(no_payload), data, step) == [Frame(request, message, None)] * 2
 
 
 @given(payload=st.binary(min_size=1, max_size=100), step=st.integers(1, 120))
-def test_a_payload_lands_in_the_buffer_that_was_given(payload: bytes, step: int) -> None:
+def test_a_payload_is_received_into_the_given_buffer(payload: bytes, step: int) -> None:
     room = memoryview(bytearray(len(payload)))
     data = whole(ModelReply(3), 9, memoryview(payload))
     (frame,) = feed(Decoder(answer_to(PullRequest(0, 30.0), 9, Bytes(room))), data, step)
@@ -214,7 +214,7 @@ def test_a_payload_lands_in_the_buffer_that_was_given(payload: bytes, step: int)
     assert bytes(room) == payload
 
 
-def test_a_payload_goes_out_in_pieces_without_a_copy() -> None:
+def test_a_payload_is_sent_in_pieces_without_a_copy() -> None:
     payload = memoryview(bytearray(2 * PIECE + 1))
     sent = [buffer for buffers, _ in encode(ModelReply(1), 1, Source(payload)) for buffer in buffers]
     pieces = [buffer for buffer in sent if isinstance(buffer, memoryview)]
@@ -233,7 +233,7 @@ def test_a_model_is_read_for_its_checksum_when_it_is_first_sent_and_then_no_more
     assert joined(encode(ModelReply(1), 1, source))[-8:] == first[-8:]
 
 
-def test_where_frames_are_signed_no_checksum_takes_the_place_of_the_mac() -> None:
+def test_a_cached_checksum_never_replaces_a_mac() -> None:
     """A MAC depends on the connection and the position in it, so a cached checksum must not replace it."""
     source = Source(memoryview(b"model"))
     encode(ModelReply(1), 1, source)
@@ -243,7 +243,7 @@ def test_where_frames_are_signed_no_checksum_takes_the_place_of_the_mac() -> Non
 
 
 @pytest.mark.parametrize("step", [1, PIECE - 1, PIECE, 10**7])
-def test_a_payload_comes_in_by_pieces_each_told_once_when_it_is_full(step: int) -> None:
+def test_a_payload_is_received_in_pieces_each_reported_once_when_full(step: int) -> None:
     model = os.urandom(2 * PIECE + 5)
     told: list[tuple[int, bytes]] = []
 
@@ -265,7 +265,7 @@ def test_a_payload_comes_in_by_pieces_each_told_once_when_it_is_full(step: int) 
 
 
 @pytest.mark.parametrize("step", [1, 7, 2**30])
-def test_what_is_checked_below_has_no_checks_of_its_own(step: int) -> None:
+def test_frames_over_a_checked_transport_have_no_checks(step: int) -> None:
     model = os.urandom(1_000)
     source = Source(memoryview(model))
     first = joined(encode(ModelReply(3), 9, source, Unchecked))
@@ -282,7 +282,7 @@ def test_what_is_checked_below_has_no_checks_of_its_own(step: int) -> None:
 
 @pytest.mark.parametrize("damaged", [None, 0, 1_000, 4_095])
 @pytest.mark.parametrize("ahead", [0, 1, 1_000, 4_096])
-def test_what_was_looked_at_ahead_is_checked_once(ahead: int, damaged: int | None) -> None:
+def test_bytes_checked_ahead_are_checked_once(ahead: int, damaged: int | None) -> None:
     model = bytearray(os.urandom(4_096))
     data = whole(ModelReply(3), 9, memoryview(model))
     head = len(data) - len(model) - 8
@@ -302,7 +302,7 @@ def test_what_was_looked_at_ahead_is_checked_once(ahead: int, damaged: int | Non
             feed(decoder, data[-8:])
 
 
-def test_a_payload_beside_the_connection_is_no_part_of_the_frame() -> None:
+def test_an_out_of_band_payload_is_not_part_of_the_frame() -> None:
     model = memoryview(bytearray(1000))
     data = joined(encode(ModelReply(3), 9, Source(model), out_of_band=True))
     sink = Bytes(model)
@@ -318,14 +318,14 @@ def test_an_empty_model_has_no_trailer() -> None:
     assert [frame.message for frame in feed(Decoder(lambda *_: Bytes(empty)), data)] == [ModelReply(1)]
 
 
-def test_the_largest_honest_metadata_fit() -> None:
+def test_the_largest_legitimate_metadata_fit() -> None:
     everyone = RoundRequest(LAST_WAVE, 2**63 - 1, tuple(range(65_536)))
     figures: dict[str, object] = {f"figure {name}": [0.123456789012345] * 100 for name in range(200)}
     for message in (everyone, ArriveRequest(Stage.DONE, 1, figures)):
         assert feed(Decoder(no_payload), whole(message)) == [Frame(0, message, None)]
 
 
-def test_figures_that_are_not_finite_go_as_none() -> None:
+def test_figures_that_are_not_finite_are_sent_as_null() -> None:
     report: dict[str, object] = {"loss": math.nan, "rates": [1.0, math.inf, -math.inf]}
     (frame,) = feed(Decoder(no_payload), whole(HereReply(Stage.DONE, report)))
     assert frame.message == HereReply(Stage.DONE, {"loss": None, "rates": [1.0, None, None]})
@@ -334,7 +334,7 @@ def test_figures_that_are_not_finite_go_as_none() -> None:
 # --- declarations -------------------------------------------------------------------------------
 
 
-def test_every_kind_has_a_number_of_its_own_and_a_check_for_each_field() -> None:
+def test_every_kind_has_a_unique_number_and_a_check_for_each_field() -> None:
     assert len(KINDS) == len(get_args(Message))
     for number, kind in KINDS.items():
         assert kind == kind_of(kind.message) and kind.number == number
@@ -342,7 +342,7 @@ def test_every_kind_has_a_number_of_its_own_and_a_check_for_each_field() -> None
 
 
 @pytest.mark.parametrize("unchecked", [int, Annotated[int, "a count"], "tuple[int, ...]"])
-def test_a_field_whose_type_names_no_check_cannot_be_declared(unchecked: object) -> None:
+def test_a_field_whose_type_carries_no_check_cannot_be_declared(unchecked: object) -> None:
     message = dataclasses.make_dataclass("Unchecked", [("field", unchecked)])
     with pytest.raises(TypeError, match="Unchecked: the type of field carries no check"):
         declare(99)(message)
@@ -453,7 +453,7 @@ def test_metadata_of_any_other_form_is_refused_in_one_line(kind: int, metadata: 
         PushRequest(-1, 1),
     ],
 )
-def test_what_a_peer_would_refuse_is_not_sent(message: Message) -> None:
+def test_messages_that_a_peer_would_refuse_are_not_sent(message: Message) -> None:
     with pytest.raises(ValueError):
         encode(message, 0)
 
@@ -593,7 +593,7 @@ def test_mutated_frames_are_refused(message: Message, changes: list[tuple[int, i
 # --- agreement before a connection is used --------------------------------------------------------
 
 
-def test_only_the_answer_to_the_question_is_accepted() -> None:
+def test_only_valid_replies_to_the_request_are_accepted() -> None:
     for asked, answers in ANSWERS.items():
         assert asked not in answers
     expect = answer_to(PullRequest(1, 30.0), 4, None)
@@ -636,7 +636,7 @@ def test_the_first_differing_tensor_is_named_on_both_sides() -> None:  # [21]
     assert len(difference(own, b"a" * 10_000)) < 400
 
 
-def test_a_manifest_that_cannot_be_sent_is_refused_at_home() -> None:
+def test_a_manifest_too_large_to_send_is_refused_locally() -> None:
     assert manifest_bytes(["a", "b"]) == b"a\nb"
     with pytest.raises(UsageError, match="too many tensors"):
         manifest_bytes(["a" * 2**20] * 17)
