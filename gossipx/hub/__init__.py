@@ -1,4 +1,4 @@
-"""Hub mode: elastic averaging around a centre that one peer holds."""
+"""Hub mode: elastic averaging with a central model, the centre, that one peer holds."""
 
 from gossipx.hub.centre import Centre
 from gossipx.hub.elastic import Elastic, ElasticSettings

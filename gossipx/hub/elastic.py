@@ -1,12 +1,12 @@
-"""A worker's side of elastic averaging (Adaptive Communication, Algorithm 1 and Eq. 1; Zhang et al., 2015).
+"""The worker's side of elastic averaging (Adaptive Communication, Algorithm 1 and Eq. 1; Zhang et al., 2015).
 
-When the policy says so a worker brings its model x to the hub and is given the centre x̃ as it was before. At the next
-step boundary it moves by α (x̃ − x), with x as it was brought: the same difference by which the hub has moved, so that
-with β = p·α the sum of both stays as it was, whatever steps were made meanwhile. The optimizer's momentum is not
-touched by it: with a Nesterov momentum this is EAMSGD (Zhang et al., Eq. 5 and 6), but that the difference is that of
-the point where torch keeps the weights and takes the gradient, x + δv.
+When its policy fires, a worker sends its model x to the hub, and the reply carries the centre x̃ as it was before. At
+the next step boundary the worker moves by α (x̃ − x), with x as it was sent. The hub moves by the same difference, so
+with β = p·α the sum of worker and centre is conserved, whatever steps were made meanwhile. The optimizer's momentum is
+unaffected. With Nesterov momentum this is EAMSGD (Zhang et al., Eq. 5 and 6), except that the difference is taken at
+the point where torch keeps the weights and computes the gradient, x + δv.
 
-The hub may train, too. It then is its own worker, by the same messages.
+A hub that trains is its own worker, through the same messages.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from gossipx.protocol.messages import BusyReply, CentreRequest, ElasticRequest, 
 
 @dataclass(frozen=True)
 class ElasticSettings:
-    """How workers and the hub go together; the same for all peers of a run.
+    """The parameters of elastic averaging; the same on all peers of a run.
 
     Attributes:
         rank: of the hub.
-        alpha: α of Eq. 1, above 0, at most 1: what of the difference to the centre a worker moves by.
-        share: β/p of Eq. 2, above 0, at most 1: what of the same difference the centre moves by; α keeps the sum.
+        alpha: α of Eq. 1, in (0, 1]: the share of the difference to the centre by which a worker moves.
+        share: β/p of Eq. 2, in (0, 1]: the share of it by which the centre moves; equal to α, the sum is conserved.
         trains: whether the hub trains, too.
-        lost: what a worker does while the hub does not answer: pull from other workers, go on alone, or stop.
+        lost: what a worker does while the hub does not answer: pull from other workers, continue alone, or stop.
     """
 
     rank: int
@@ -45,7 +45,7 @@ class ElasticSettings:
 
 @dataclass
 class _Elastic:
-    """Our exchange that is under way; ``taken``: the centre is here."""
+    """Our exchange under way; ``taken``: the centre has arrived."""
 
     ticket: int
     taken: bool = False
@@ -53,22 +53,22 @@ class _Elastic:
 
 
 class Elastic(Exchange, ServerRole):
-    """One peer's exchanges with the hub, and, on the hub, what it holds for the others."""
+    """The exchanges of one peer with the hub and, on the hub, its answers to the workers."""
 
     takes = (ElasticRequest, CentreRequest)
     timers = Pulls.timers
 
     def __init__(self, context: PeerContext, pulls: Pulls, settings: ElasticSettings):
         super().__init__(context)
-        self._pulls = pulls  # while the hub is away
+        self._pulls = pulls  # used while the hub does not answer
         self._settings = settings
         self._is_hub = context.rank == settings.rank
         self.centre = Centre(context.requests, settings.share) if self._is_hub else None
         self._numbers = itertools.count(1)
         self._ends_at_once = self._is_hub and not settings.trains
-        self._initial: list[Received] = []  # these wait for our own model to become the centre
+        self._initial: list[Received] = []  # requests that wait until our model is the centre
         self._current: _Elastic | None = None
-        self._asking: int | None = None  # the ticket of our CentreRequest, until its centre is our model
+        self._asking: int | None = None  # ticket of our CentreRequest, until its model is adopted
         self._forsaken: int | None = None
 
     @property
@@ -83,7 +83,7 @@ class Elastic(Exchange, ServerRole):
     def attends(self) -> bool:
         return self._is_hub
 
-    # --- an exchange ------------------------------------------------------------------------------
+    # --- the worker -------------------------------------------------------------------------------
 
     def begun(self, now: float) -> list[Effect]:
         return self.centre.begin() if self.centre else []
@@ -111,7 +111,7 @@ class Elastic(Exchange, ServerRole):
     def replied(self, ticket: int, to: int, reply: Reply, now: float) -> list[Effect]:
         if ticket == self._asking:
             if not isinstance(reply, ModelReply):
-                return self._without_centre(ticket, now)
+                return self._centre_failed(ticket, now)
             return [Adopt(ticket, reply.step if self._ends_at_once else None)]
         current = self._current
         if current is None or current.ticket != ticket:
@@ -121,19 +121,19 @@ class Elastic(Exchange, ServerRole):
             return []
         if isinstance(reply, NotReadyReply) and not self._is_hub:
             self._context.members.rest(to, now)
-        return self._came_to_nothing(fault=not isinstance(reply, BusyReply))
+        return self._request_failed(fault=not isinstance(reply, BusyReply))
 
     def failed(self, ticket: int, now: float) -> list[Effect]:
         if ticket == self._asking:
-            return self._without_centre(ticket, now)
+            return self._centre_failed(ticket, now)
         if self._current is None or self._current.ticket != ticket:
             return [Forget(ticket)]
-        return self._came_to_nothing(fault=True)
+        return self._request_failed(fault=True)
 
-    def _came_to_nothing(self, fault: bool) -> list[Effect]:
+    def _request_failed(self, fault: bool) -> list[Effect]:
         current, self._current = self._current, None
         assert current is not None
-        return [Forget(current.ticket), *self._nowhere(fault)]
+        return [Forget(current.ticket), *self._give_up_decision(fault)]
 
     def mix(self, at_boundary: bool) -> Mix | None:
         current = self._current
@@ -173,7 +173,7 @@ class Elastic(Exchange, ServerRole):
             return [self._answer(event.key, NotReadyReply("it is not the hub: give all peers the same --hub"), now)]
         worker = self._context.members.others.get(event.sender)
         if worker is not None and worker.suspended_until > now and isinstance(event.request, ElasticRequest):
-            return [self._answer(event.key, NotReadyReply("the last model that it brought held NaN or Inf"), now)]
+            return [self._answer(event.key, NotReadyReply("the requester's last model held NaN or Inf"), now)]
         return self.centre.requested(event, now)
 
     def merged(self, event: Merged, now: float) -> list[Effect] | None:
@@ -184,7 +184,7 @@ class Elastic(Exchange, ServerRole):
         return taken
 
     def before_giving(self, event: Received, now: float) -> list[Effect] | None:
-        """A hub that does not train gives who comes late the centre, not the model that it began with."""
+        """Make a hub that does not train answer with its centre, instead of its own initial model."""
         if not self._ends_at_once or self.centre is None or not self.centre.ticket:
             return None
         self._initial.append(event)
@@ -214,7 +214,7 @@ class Elastic(Exchange, ServerRole):
         return dropped
 
     def agree(self, now: float) -> list[Effect] | None:
-        """The end of elastic averaging is its centre: each takes it as its own model."""
+        """Adopt the centre, which is the final model of every peer."""
         hub = self._context.members.others.get(self._settings.rank)
         if hub is not None and hub.silent:
             self._forsaken = self._settings.rank
@@ -235,17 +235,17 @@ class Elastic(Exchange, ServerRole):
         if ticket != self._asking:
             return None
         self._asking = None
-        return self._give_initial(now) if self._initial else [Resume()]
+        return self._answer_initial(now) if self._initial else [Resume()]
 
-    def _without_centre(self, ticket: int, now: float) -> list[Effect]:
+    def _centre_failed(self, ticket: int, now: float) -> list[Effect]:
         self._asking = None
         if self._is_hub:
-            note = Note("centre", "the hub's centre cannot be had: this peer keeps its own model")
-            return [Forget(ticket), note, *(self._give_initial(now) if self._initial else [Resume()])]
+            note = Note("centre", "the hub's centre is not available: this peer keeps its own model")
+            return [Forget(ticket), note, *(self._answer_initial(now) if self._initial else [Resume()])]
         self._forsaken = self._settings.rank
-        return [Forget(ticket), Note("centre", "the hub gave no centre: the mean of all models takes its place")]
+        return [Forget(ticket), Note("centre", "the hub sent no centre: the mean of all models is used instead")]
 
-    def _give_initial(self, now: float) -> list[Effect]:
+    def _answer_initial(self, now: float) -> list[Effect]:
         initial, self._initial = self._initial, []
         deadline = now + self._context.members.longest
         return [Answer(event.key, ModelReply(0), deadline, whole_model=True) for event in initial]

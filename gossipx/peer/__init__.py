@@ -1,4 +1,4 @@
-"""The peer: one model replica that trains on its own data and pulls models of others, as a pure state machine."""
+"""The peer: a pure state machine for one model replica that trains on its own data and exchanges models with others."""
 
 from gossipx.peer.role import PeerRole
 from gossipx.peer.settings import PeerSettings

@@ -1,8 +1,8 @@
-"""Gathering: at START, FINISH and DONE peers wait for each other, and while JOINING for one that has a model.
+"""The barrier: peers wait for each other in START, FINISH and DONE, and in JOINING for a peer that has a model.
 
-Whoever enters such a stage tells all others by an ArriveRequest, and each answers how far it has come itself. A peer
-waits until all have come as far, or peer_timeout has passed. One that does not answer is told again after a rest; one
-that is lost is asked whether it is back, but not waited for.
+A peer that enters such a stage announces it to all others by an ArriveRequest, and each reply carries the other's own
+stage. The barrier is complete when all others have reached the stage; it is given up after peer_timeout. An
+announcement that fails is repeated after a back-off. Lost peers get it too, as they may be back; nobody waits for them.
 """
 
 from __future__ import annotations
@@ -15,117 +15,118 @@ from gossipx.protocol.events import Answered, Received
 from gossipx.protocol.messages import ArriveRequest, HereReply, Stage
 
 BARRIER = "gather"
-"""The timer of the whole wait."""
+"""Name of the timer that limits the whole wait."""
 ANNOUNCE = "announce"
-"""The timers after which a peer is told again: this, a space and its rank."""
+"""Prefix of the timers that repeat an announcement; a space and the rank follow."""
 
 
 class Barrier:
-    """One peer's waits for the others, one at a time. Each method says what is to be done, or how far it has come.
+    """One peer's barriers, one at a time.
 
     Args:
-        members: the role's; ``requests`` too.
+        members: the role's membership list.
+        requests: the role's open requests.
         timeout: peer_timeout, in seconds.
 
     Attributes:
-        on: others are waited for.
+        active: whether this peer is waiting at a barrier.
     """
 
     def __init__(self, members: Membership, requests: Requests, timeout: float):
-        self.on = False
+        self.active = False
         self._members = members
         self._requests = requests
         self._timeout = timeout
         self._deadline = 0.0
-        self._arrival = ArriveRequest(Stage.JOINING, 0)  # what the others are told
-        self._telling: dict[Hashable, int] = {}  # answers with our figures, and to whom
+        self._arrival = ArriveRequest(Stage.JOINING, 0)  # what we announce
+        self._reporting: dict[Hashable, int] = {}  # replies under way that carry our figures: request key to rank
 
     # --- waiting ----------------------------------------------------------------------------------
 
     def begin(self, arrival: ArriveRequest, now: float) -> list[Effect]:
-        """Tell all others of ``arrival``, and wait until they have come as far too, or the time is over."""
-        self.on = True
+        """Announce ``arrival`` to all others and start waiting."""
+        self.active = True
         self._arrival = arrival
         others = self._members.others
-        return self.go_on((rank for rank in others if others[rank].stage is not Stage.LEFT), now)
+        return self.extend((rank for rank in others if others[rank].stage is not Stage.LEFT), now)
 
-    def go_on(self, ranks: Iterable[int], now: float) -> list[Effect]:
-        """Wait for peer_timeout from now on, and tell ``ranks``."""
+    def extend(self, ranks: Iterable[int], now: float) -> list[Effect]:
+        """Announce the stage to ``ranks``, and wait for another peer_timeout."""
         self._deadline = now + self._timeout
-        told = [self.tell(rank, self._arrival, now) for rank in ranks]
-        return [*told, SetTimer(BARRIER, self._deadline)]
+        announced = [self.announce(rank, self._arrival, now) for rank in ranks]
+        return [*announced, SetTimer(BARRIER, self._deadline)]
 
-    def tell(self, rank: int, arrival: ArriveRequest, now: float) -> Send:
-        """Tell ``rank`` how far we have come; its answer tells how far it has."""
-        # One that is lost may be back, but is not waited for as long again.
+    def announce(self, rank: int, arrival: ArriveRequest, now: float) -> Send:
+        """Return the request that announces our stage to ``rank``; the reply carries its own."""
+        # A lost peer may be back, but gets only a short deadline.
         patience = self._timeout / (10 if self._members.others[rank].lost else 1)
         return self._requests.send(rank, arrival, now, now + patience)
 
-    def again(self, rank: int, now: float) -> list[Effect]:
-        """A rest after a fault of ``rank`` is over: it is told again, unless it is known to have come."""
+    def retry(self, rank: int, now: float) -> list[Effect]:
+        """Repeat the announcement to ``rank`` after its back-off, unless it is known to have arrived."""
         unsure = self._arrival.stage is Stage.JOINING and self._members.others[rank].silent_since is not None
-        if self.on and (unsure or not self._has_come(rank)):
-            return [self.tell(rank, self._arrival, now)]
+        if self.active and (unsure or not self._has_arrived(rank)):
+            return [self.announce(rank, self._arrival, now)]
         return []
 
     def retry_at(self, rank: int, at: float) -> SetTimer:
-        """Look at ``rank`` again at ``at``."""
+        """Return the timer that calls :meth:`retry` for ``rank`` at time ``at``."""
         return SetTimer(f"{ANNOUNCE} {rank}", at)
 
     def end(self) -> None:
-        """Nobody is waited for any more."""
-        self.on = False
+        """Stop waiting."""
+        self.active = False
 
-    # --- who has come -----------------------------------------------------------------------------
+    # --- arrivals ---------------------------------------------------------------------------------
 
-    def _has_come(self, rank: int) -> bool:
+    def _has_arrived(self, rank: int) -> bool:
         other, stage = self._members.others[rank], self._arrival.stage
-        # After DONE this peer is gone: whoever does not know its figures by then would wait for them in vain.
-        return other.stage is not None and other.stage >= stage and (stage < Stage.DONE or other.knows)
+        # This process exits after DONE: a peer that lacks its figures by then would wait for them in vain.
+        return other.stage is not None and other.stage >= stage and (stage < Stage.DONE or other.knows_report)
 
     def complete(self) -> bool:
-        """Whether nobody is to be waited for any longer."""
-        if not all(self._has_come(rank) for rank in self._members.awaited()):
+        """Return whether no peer remains to be waited for."""
+        if not all(self._has_arrived(rank) for rank in self._members.awaited()):
             return False
-        # One that is lost is being asked whether it is back.
+        # A lost peer may still answer the announcement that is under way.
         return not any(self._members.others[rank].lost for rank in self._requests.asked(ArriveRequest))
 
     def absent(self) -> list[int]:
-        """Ranks that are waited for."""
-        return [rank for rank in self._members.awaited() if not self._has_come(rank)]
+        """Return the ranks that are waited for and have not arrived."""
+        return [rank for rank in self._members.awaited() if not self._has_arrived(rank)]
 
-    def late(self) -> list[Effect]:
-        """The time is over: who has not come by now?"""
+    def timed_out(self) -> list[Effect]:
+        """Return the note to log when the wait timed out; nothing if all have arrived."""
         absent = self.absent()
         names = ", ".join(map(str, absent))
-        text = f"no longer waiting for peer {names} at {self._arrival.stage.name}: not there within peer_timeout"
+        text = f"no longer waiting for peer {names} at {self._arrival.stage.name}: peer_timeout has passed"
         return [Note("absent", text)] if absent else []
 
-    # --- what the others tell ---------------------------------------------------------------------
+    # --- messages of the others -------------------------------------------------------------------
 
     def arrived(self, event: Received, stage: Stage) -> None:
-        """Another tells how far it has come, and is answered that we are at ``stage``."""
+        """Handle the announcement of another peer; our reply says that we are at ``stage``."""
         assert isinstance(event.request, ArriveRequest)
         request = event.request
-        self._members.others[event.sender].came_to(request.stage, request.incarnation, request.report)
+        self._members.others[event.sender].reached(request.stage, request.incarnation, request.report)
         if stage is Stage.DONE:
-            self._telling[event.key] = event.sender
+            self._reporting[event.key] = event.sender
 
     def answered(self, event: Answered) -> None:
-        """An answer was handed over, or not: if it was one with our figures, whoever asked knows them."""
-        told = self._telling.pop(event.key, None)
-        if told is not None and event.whole:
-            self._members.others[told].knows = True
+        """Handle the delivery of a reply. A peer that received a reply with our figures needs no further one."""
+        announced = self._reporting.pop(event.key, None)
+        if announced is not None and event.whole:
+            self._members.others[announced].knows_report = True
 
     def replied(self, to: int, request: ArriveRequest, reply: HereReply) -> None:
-        """Another answers how far it has come."""
+        """Handle the reply to an announcement of ours."""
         other = self._members.others[to]
         other.first = reply.stage if other.first is None else other.first
         other.stage = reply.stage if other.stage is None else max(reply.stage, other.stage)
         other.report = reply.report or other.report
-        other.knows = other.knows or request.stage is Stage.DONE
+        other.knows_report = other.knows_report or request.stage is Stage.DONE
 
     def failed(self, to: int) -> list[Effect]:
-        """Another could not be told."""
+        """Handle an announcement that failed: schedule the next attempt."""
         again = min(self._members.others[to].backoff_until, self._deadline)
-        return [self.retry_at(to, again)] if self.on else []
+        return [self.retry_at(to, again)] if self.active else []

@@ -1,6 +1,7 @@
-"""The interface of exchanges: what a policy that fires begins, and how it proceeds.
+"""The interface of exchanges: how one peer trades models with another when its policy fires.
 
-Each mode of gossip, and a hub or a parameter server, implements it, so that training follows one course in all of them.
+Pulls, pushes, pairs, the hub and the parameter server each implement it, so that :mod:`gossipx.peer.training` drives
+all of them in the same way.
 """
 
 from __future__ import annotations
@@ -19,9 +20,13 @@ from gossipx.sync import SyncManager
 
 @dataclass
 class PeerContext:
-    """What the parts of a role share: its other parts, its peer_timeout, and whether exchanges block.
+    """State shared by the components of one role.
 
     Attributes:
+        rank: this peer's own rank.
+        incarnation: distinguishes this process from an earlier one of the same rank.
+        timeout: peer_timeout, in seconds.
+        blocking: whether training waits for each exchange.
         step: iterations that our model has seen.
     """
 
@@ -37,13 +42,13 @@ class PeerContext:
 
 
 class Exchange(abc.ABC):
-    """All exchanges of one peer in one mode. Each method returns the effects to carry out.
+    """The exchanges of one peer in one mode. Methods return the effects to carry out.
 
     Attributes:
-        takes: the kinds of requests that it sends and answers.
+        takes: the types of requests that it sends and answers.
         timers: names of its timers.
-        weight: push-sum's w of our own model; 1 without push-sum.
-        last: the partner of the last exchange that we have begun, or of the last pair; None: there was none yet.
+        weight: push-sum weight w of our model; 1 without push-sum.
+        last: rank of the last partner; None before the first exchange.
     """
 
     takes: tuple[type, ...] = ()
@@ -53,23 +58,23 @@ class Exchange(abc.ABC):
     def __init__(self, context: PeerContext):
         self._context = context
         self.last: int | None = None
-        self._ending = False  # no exchange begins any more
+        self._ending = False  # training has ended: start no exchange
 
     # --- in every mode ------------------------------------------------------------------------------
 
     @property
     @abc.abstractmethod
     def captured(self) -> int | None:
-        """The ticket under which our model is captured for the exchange that our drift counts from."""
+        """The ticket of the captured model that drift is measured from; None if no exchange is under way."""
 
     @property
     @abc.abstractmethod
     def over(self) -> bool:
-        """Whether the end of training has nothing to wait for."""
+        """Whether no exchange is left that the end of training must wait for."""
 
     @abc.abstractmethod
     def begin(self, now: float) -> list[Effect]:
-        """Begin an exchange: the policy has fired, and nothing that it began before is under way."""
+        """Start an exchange: the policy has fired and none of our own is under way."""
 
     @abc.abstractmethod
     def replied(self, ticket: int, to: int, reply: Reply, now: float) -> list[Effect]:
@@ -77,58 +82,58 @@ class Exchange(abc.ABC):
 
     @abc.abstractmethod
     def failed(self, ticket: int, now: float) -> list[Effect]:
-        """Handle a request of an exchange that has no answer, or a model that holds NaN or Inf."""
+        """Handle a request that failed, or whose model holds NaN or Inf."""
 
     @abc.abstractmethod
     def mix(self, at_boundary: bool) -> Mix | None:
-        """Return the model to mix now, if there is one; each is returned once.
+        """Return the effect that mixes a received model, or None. Each model is returned once.
 
         Args:
-            at_boundary: a step was just done; otherwise training may be in the middle of one.
+            at_boundary: a step has just finished; otherwise training may be in the middle of one.
         """
 
     @abc.abstractmethod
     def mixed(self, ticket: int) -> bool:
-        """Close the exchange whose model is mixed now; return whether it was one of these."""
+        """Close the exchange whose model was mixed; return False if ``ticket`` is not one of ours."""
 
     @abc.abstractmethod
     def end(self, now: float) -> list[Effect]:
-        """Give up what may be given up, since training has ended; it waits for the rest until this is :attr:`over`."""
+        """Start no more exchanges and abandon what may be; the caller then waits until :attr:`over`."""
 
     @abc.abstractmethod
     def drop(self, now: float) -> list[Effect]:
-        """Mix nothing of what is under way: our model was replaced, or we leave."""
+        """Abandon all exchanges: our model was replaced, or this peer leaves."""
 
     # --- in some modes ------------------------------------------------------------------------------
 
     def requested(self, event: Received, now: float) -> list[Effect]:
-        """Handle a request of one of the kinds in :attr:`takes`."""
+        """Handle a request of a type in :attr:`takes`."""
         return []
 
     def answered(self, event: Answered, now: float) -> list[Effect]:
-        """Note that an answer was handed over, or was not."""
+        """Handle the end of an answer of ours, delivered or not."""
         return []
 
     def left(self, rank: int, now: float) -> list[Effect]:
-        """Note that another peer has left."""
+        """Handle the departure of another peer."""
         return []
 
     def boundary(self, now: float) -> list[Effect]:
-        """Note that a step is done."""
+        """Handle the end of a step, before :meth:`mix` is called."""
         return []
 
     def unsound(self, now: float) -> list[Effect]:
-        """Note that a step is done after which our own model holds NaN or Inf."""
+        """Handle the end of a step that left NaN or Inf in our model."""
         return self.drop(now)
 
     def timer(self, name: str, now: float) -> list[Effect]:
-        """Handle one of :attr:`timers`."""
+        """Handle the expiry of one of :attr:`timers`."""
         return []
 
     # --- for implementations ------------------------------------------------------------------------
 
-    def _nowhere(self, fault: bool) -> list[Effect]:
-        """Give up what the policy decided; ``fault``: a neighbour failed, rather than all said no."""
+    def _give_up_decision(self, fault: bool) -> list[Effect]:
+        """Give up the decision of the policy; ``fault``: a neighbour failed, rather than all declined."""
         if fault:
             self._context.sync.abandoned()
         else:

@@ -1,9 +1,9 @@
-"""Joining: where a peer's first model comes from.
+"""Joining: where a new peer's first model comes from.
 
-It takes the model of whoever has one, the lowest rank first. If nobody has, rank 0 begins with its own, and the others
-take that; where rank 0 does not come, the lowest rank that is here takes its part once peer_timeout has passed. With
-``init="own"`` all begin with their own, unless others train already. In a run that goes on from checkpoints a peer that
-has none takes the model of one that has, whatever its rank.
+The peer requests a model from a peer that has one, the lowest rank first. If nobody has one, rank 0 starts with its own
+and the others adopt it; if rank 0 does not appear within peer_timeout, the lowest rank present takes its place. With
+``init="own"`` all start with their own models, unless others are training already. In a run that resumes from
+checkpoints, a peer without one adopts the model of a peer that has one, whatever its rank.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ from gossipx.protocol.messages import ArriveRequest, InitialRequest, Stage
 
 
 class Joining:
-    """One peer's way to its first model, while it waits in JOINING.
+    """The search of one peer for its first model, in stage JOINING.
 
     Args:
-        rank: one's own.
-        members: the role's; ``requests`` and ``barrier`` too.
-        model_timeout: seconds that the model is waited for.
+        rank: this peer's own rank.
+        members: the role's membership list.
+        requests: the role's open requests.
+        barrier: announces this peer and reports which peers answer.
+        model_timeout: seconds to wait for the model.
 
     Attributes:
-        others_begin: the run goes on from checkpoints, of which this peer has none: it never begins with its own model.
+        must_adopt: whether the run resumes from checkpoints and this peer has none: it must adopt a model.
     """
 
     def __init__(
@@ -45,13 +47,13 @@ class Joining:
         self._timeout = settings.peer_timeout
         self._model_timeout = model_timeout
         self._own = settings.init == "own"
-        self.others_begin = False
-        self._ticket: int | None = None  # of our request for the model
-        self._source = -1  # ... and who was asked for it
-        self._failures: Counter[int] = Counter()  # by rank, its answers without a model that we could take
+        self.must_adopt = False
+        self._ticket: int | None = None  # of our open request
+        self._source = -1  # rank that it went to
+        self._failures: Counter[int] = Counter()  # requests without a usable model, by rank
 
     def ask(self, now: float) -> list[Effect]:
-        """Ask whoever has a model for it, unless one is asked already."""
+        """Request the model from a peer that has one, unless a request is open."""
         if self._ticket is not None:
             return []
         first = Stage.TRAIN if self._own else Stage.START
@@ -62,55 +64,58 @@ class Joining:
         ]
         if not sources:
             return []
-        # All that join ask the same peer, unless that one does not give: its loop may be busy for long.
+        # All joining peers choose the same source, unless it failed before: its loop may be busy for long.
         source = min(sources, key=lambda rank: (self._failures[rank], rank))
         request = self._requests.send(source, InitialRequest(), now, now + self._model_timeout)
         self._ticket, self._source = request.ticket, request.to
         return [request]
 
     def may_begin(self) -> bool:
-        """Whether we begin with our own model, as it is known that nobody has one to give."""
+        """Return whether to start with our own model, since no other peer has one."""
         asked = self._requests.asked(ArriveRequest)
         known = all(rank not in asked or other.stage is not None for rank, other in self._members.others.items())
         first = self._own or self._rank == 0
-        return self._ticket is None and first and known and not self.others_begin
+        return self._ticket is None and first and known and not self.must_adopt
 
-    def late(self, now: float) -> list[Effect]:
-        """peer_timeout has passed without a model; no effects: we are the lowest rank that is here, and begin."""
+    def timed_out(self, now: float) -> list[Effect]:
+        """Handle the timeout of the wait for a model; return no effects if this peer must start with its own."""
         others = self._members.others
         here = [rank for rank in self._members.awaited() if others[rank].stage is Stage.JOINING]
-        if self.others_begin and self._ticket is None:
+        if self.must_adopt and self._ticket is None:
             self._barrier.end()
-            waited = f"no peer gave the model of a checkpoint within peer_timeout = {self._timeout:g} s"
+            waited = f"no peer sent the model of a checkpoint within peer_timeout = {self._timeout:g} s"
             return [
-                Stop(f"{waited}, and this one has none: is any that has one running? Raise --peer-timeout"),
+                Stop(f"{waited}, and this one has no checkpoint: start a peer that has one, or raise --peer-timeout"),
                 Resume(),
             ]
         if self._ticket is not None or (here and min(here) < self._rank and not self._own):
-            # They may have died since they were heard of: ask.
-            return self._barrier.go_on((rank for rank in here if rank < self._rank), now)
+            # They may have died since they were last heard from: probe them.
+            return self._barrier.extend((rank for rank in here if rank < self._rank), now)
         if not here and self._rank and not self._own:
             self._barrier.end()
-            waited = f"no peer gave a model to begin with within peer_timeout = {self._timeout:g} s"
-            return [Stop(f"{waited}: is any other running? Raise --peer-timeout, or --init own"), Resume()]
+            waited = f"no peer sent an initial model within peer_timeout = {self._timeout:g} s"
+            return [
+                Stop(f"{waited}: check that another peer is running, raise --peer-timeout, or use --init own"),
+                Resume(),
+            ]
         return []
 
-    # --- what comes of it -------------------------------------------------------------------------
+    # --- outcomes ---------------------------------------------------------------------------------
 
     def awaits(self, ticket: int) -> bool:
-        """Whether ``ticket`` is that of the model that is on its way, or being adopted."""
+        """Return whether ``ticket`` is our request for the model, open or being adopted."""
         return ticket == self._ticket
 
     def adopted(self, ticket: int) -> bool:
-        """A model is in our weights; returns whether it was this one."""
+        """Handle an adopted model; return whether it was ours to adopt."""
         return self._close(ticket)
 
     def poisoned(self, ticket: int) -> int | None:
-        """A model holds NaN or Inf, and is not taken; if it was this one, returns whose it is."""
+        """Handle a model that holds NaN or Inf; return the rank of its sender, or None if we did not request it."""
         return self._source if self._close(ticket) else None
 
     def failed(self, ticket: int, to: int, now: float) -> list[Effect]:
-        """An InitialRequest was not answered, or by no model: another is asked, if there is one."""
+        """Handle an InitialRequest that brought no model: request one from another peer."""
         if not self._close(ticket):
             return [Forget(ticket)]
         self._failures[to] += 1
@@ -118,12 +123,12 @@ class Joining:
         return [Forget(ticket), later, *self.ask(now)]
 
     def _close(self, ticket: int) -> bool:
-        """Whether ``ticket`` is that of the model; it is under way no more."""
+        """Clear the open request; return False if ``ticket`` is another's."""
         if not self.awaits(ticket):
             return False
         self._ticket = None
         return True
 
     def leave(self) -> None:
-        """A model that still comes is forgotten."""
+        """Ignore a model that still arrives."""
         self._ticket = None

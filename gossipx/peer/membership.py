@@ -1,6 +1,20 @@
-"""What a peer knows of the others: how far they have come, and whom it does not ask for a while.
+"""The membership list: what this peer knows about each other peer, and the requests that await a reply.
 
-Our requests that are not answered yet.
+There is no membership service. Every peer learns about the others from ordinary traffic: any request or reply proves
+that its sender is alive, and a failed request is the only evidence that it is not. For each other peer the list holds
+
+- its stage, as last announced, and its incarnation, which a restart changes;
+- whether it is **suspected**: requests have failed since it was last heard from. It is then left alone for a back-off
+  that doubles with each failure, up to ``peer_timeout / 4``;
+- whether it is **lost**: requests have failed for ``peer_timeout``, or its address refused three connections in a row.
+  Nobody waits for a lost peer. One message from it ends the loss, and a restarted peer is accepted in the same way;
+- whether it is **suspended**: its last model held NaN or Inf, so none is requested from it for a while;
+- the times of recent model transfers in each direction, from which the next deadline is derived, as TCP derives its
+  retransmission timeout from round-trip times.
+
+:class:`Membership` answers the questions that depend on this: which neighbour to exchange with next, how long to wait
+for it, which peers a barrier waits for and which take part in a wave. It produces no effects; it is updated by
+:mod:`gossipx.peer.role`, which reports every message and every failure.
 """
 
 from __future__ import annotations
@@ -18,34 +32,35 @@ from gossipx.protocol.messages import Request, Stage
 from gossipx.topology.schedules import Schedule
 
 REST_FIRST = 1 / 100
-"""Share of ``peer_timeout`` (0.3 s of 30 s) that a peer is left alone after a fault; doubled with each further."""
+"""First back-off after a failed request, as a share of ``peer_timeout`` (0.3 s of 30 s); each further failure doubles
+it."""
 REST_LONGEST = 1 / 4
-"""... and the longest such rest, so that a partition's end is noticed soon."""
+"""Longest back-off, as a share of ``peer_timeout``; short enough to notice the end of a network partition soon."""
 REFUSALS = 3
-"""A peer that was here before and whose address refuses this often in a row is lost: its process is gone."""
+"""A known peer whose address refuses this many connections in a row is lost: its process has ended."""
 MEASURED = 15
-"""Transfers whose times a deadline follows: enough for a median, few enough that a change of the network is noticed."""
+"""Number of transfer times that a deadline follows: enough for a median, few enough to follow changes of the network.
+"""
 PATIENCE = 2.0, 4.0
-"""A model is waited for 2 · (m + 4 s) seconds, m the median of these and s their deviation: twice what hardly ever is
-exceeded, so that a steadily slowing network is noticed before it is too slow."""
+"""A model may take 2 · (m + 4 s) seconds, with m the median and s the deviation of recent transfers: twice what is
+hardly ever exceeded, so that the deadline grows ahead of a network that slows down steadily."""
 DEVIATION = 1.4826
-"""Times the median absolute deviation: the standard deviation, where times are normally distributed."""
+"""Factor from the median absolute deviation to the standard deviation of normally distributed values."""
 PATIENCE_LEAST = 1 / 4
-"""... but at least this share of peer_timeout (7.5 s of 30 s): a machine may be short of time for a while. Who gives
-waits for all of it at least: who takes knows better when to give up."""
+"""Lower bound of that deadline, as a share of peer_timeout (7.5 s of 30 s), as a machine may be overloaded for a while.
+A sender allows at least the whole peer_timeout: the receiver knows better when to give up."""
 PATIENCE_DOUBLINGS = 6
-"""Each model that comes too late doubles what the next may take, up to so many times: until one comes, all that is
-known is that it takes longer."""
+"""Limit on doublings of that deadline, one per transfer that missed it: all that is known is that it takes longer."""
 
 
 @dataclass
 class Transfers:
-    """What is known of how models come from another peer to us, or get from us to it.
+    """Recent model transfers in one direction between this peer and another.
 
     Attributes:
-        seconds: that the last models took.
-        late: models that did not come in time since.
-        rate: models a second; None: of none.
+        seconds: durations of the last transfers.
+        late: transfers that have missed their deadline since the last success.
+        rate: smoothed models per second; None before the first transfer.
     """
 
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=MEASURED))
@@ -53,7 +68,7 @@ class Transfers:
     rate: float | None = None
 
     def measured(self, seconds: float) -> None:
-        """A model took so long; half of the rate is the last one's, as networks change."""
+        """Record a transfer that took ``seconds``; the last one counts half in the moving average ``rate``."""
         self.seconds.append(seconds)
         self.late = 0
         if seconds > 0:
@@ -62,59 +77,59 @@ class Transfers:
 
 @dataclass
 class OtherPeer:
-    """One other peer, as far as it is known.
+    """What is known about one other peer.
 
     Attributes:
-        first: the stage that it told of first.
-        stage: the furthest stage that it told of in this incarnation.
-        incarnation: of the peer that last told its stage.
-        report: its final figures, once it has some.
-        knows: whether it has our final figures.
-        faults: requests to it that failed in a row.
-        refusals: how many of these found nothing at its address.
-        silent_since: when the first of these failed; None while it answers.
-        backoff_until: it is not asked before then, unless it is heard of.
-        suspended_until: it is not asked for a model before then, since its last one could not be used.
-        lost: it is not waited for.
-        taken: how models come from it to us.
-        given: how models get from us to it.
+        first: the first stage that it announced; None: none yet.
+        stage: the furthest stage that its current incarnation announced; None: none yet.
+        incarnation: the incarnation that announced it.
+        report: its final figures; empty until it has some.
+        knows_report: whether it has our final figures.
+        faults: requests to it that failed in a row; determines the back-off.
+        refusals: how many times in a row nothing answered at its address.
+        silent_since: time of the first failure since it was last heard from; None while it is responsive.
+        backoff_until: time before which no request is sent to it, unless it is heard from earlier.
+        suspended_until: time before which no model is requested from it, since its last one held NaN or Inf.
+        lost: whether it is considered dead. Nobody waits for it.
+        incoming: transfers of its models to us.
+        outgoing: transfers of our models to it.
     """
 
     first: Stage | None = None
     stage: Stage | None = None
     incarnation: int | None = None
     report: dict[str, Any] = field(default_factory=dict)
-    knows: bool = False
+    knows_report: bool = False
     faults: int = 0
     refusals: int = 0
     silent_since: float | None = None
     backoff_until: float = 0.0
     suspended_until: float = 0.0
     lost: bool = False
-    taken: Transfers = field(default_factory=Transfers)
-    given: Transfers = field(default_factory=Transfers)
+    incoming: Transfers = field(default_factory=Transfers)
+    outgoing: Transfers = field(default_factory=Transfers)
 
-    def transfers(self, given: bool) -> Transfers:
-        """Of models to it, or from it."""
-        return self.given if given else self.taken
+    def transfers(self, outgoing: bool) -> Transfers:
+        """Return the transfers to this peer if ``outgoing``, else those from it."""
+        return self.outgoing if outgoing else self.incoming
 
     @property
     def silent(self) -> bool:
-        """Whether it is lost or has left, or did not answer last time."""
+        """Whether it is suspected, lost or has left."""
         return self.lost or self.silent_since is not None or self.stage is Stage.LEFT
 
     @property
     def gone(self) -> bool:
-        """Whether its process has ended, as far as can be told: it has left, or nothing is at its address any more."""
+        """Whether its process seems to have ended: it has left the run, or nothing listens at its address any more."""
         enough = 1 if self.stage is Stage.DONE else REFUSALS
         return self.stage is Stage.LEFT or (self.stage is not None and self.refusals >= enough)
 
     def may_be_asked(self, now: float) -> bool:
-        """Whether it may be asked for its model now."""
+        """Return whether a model may be requested from it now."""
         return self.stage is not Stage.LEFT and max(self.backoff_until, self.suspended_until) <= now
 
-    def came_to(self, stage: Stage, incarnation: int, report: dict[str, Any]) -> None:
-        """It told that it has reached ``stage``. What an earlier incarnation told counts no longer."""
+    def reached(self, stage: Stage, incarnation: int, report: dict[str, Any]) -> None:
+        """Record an announced stage. An announcement of another incarnation replaces all earlier ones."""
         self.first = stage if self.first is None else self.first
         if self.incarnation not in (None, incarnation) or self.stage is None or stage > self.stage:
             self.stage, self.report = stage, report
@@ -122,15 +137,18 @@ class OtherPeer:
 
 
 class Membership:
-    """The other peers of a run.
+    """The membership list of one peer.
 
     Args:
-        rank: one's own.
-        size: peers in the run.
-        schedule: whose turn it is, and over which graph.
-        peer_timeout: seconds, see :class:`~gossipx.peer.settings.PeerSettings`.
-        rng: for draws and for the jitter of rests.
-        model_timeout: seconds that a model is waited for as long as none has been measured, if longer than that.
+        rank: this peer's own rank.
+        size: number of peers in the run.
+        schedule: chooses partners, within its topology.
+        peer_timeout: seconds; see :class:`~gossipx.peer.settings.PeerSettings`.
+        rng: used to choose partners and to randomize back-offs.
+        model_timeout: seconds that a model may take before any transfer was measured; peer_timeout if that is more.
+
+    Attributes:
+        others: what is known about each other peer, by rank.
     """
 
     def __init__(
@@ -146,92 +164,95 @@ class Membership:
         self._rank = rank
         self._schedule = schedule
         self._neighbours = schedule.topology.neighbours[rank]
-        self._round = -1  # exchanges that were wanted so far; the schedule's round
+        self._round = -1  # the schedule's round: one per exchange
         self._timeout = peer_timeout
         self._model_timeout = max(peer_timeout, model_timeout)
         self._rng = rng
 
-    def draw(self, now: float, besides: Collection[int] = (), again: bool = False, given: bool = False) -> int | None:
-        """The neighbour that the schedule gives, of those that may be asked now; or None.
+    def draw(
+        self, now: float, exclude: Collection[int] = (), again: bool = False, outgoing: bool = False
+    ) -> int | None:
+        """Return the neighbour to exchange with next; None if none is available.
 
         Args:
-            besides: not these.
-            again: for the round of the last draw, in which those that were asked gave nothing.
-            given: a model is to go to it, rather than to come from it.
+            exclude: ranks to exclude.
+            again: choose a replacement within the current round of the schedule, instead of starting the next round.
+            outgoing: the exchange sends our model, rather than fetching one; selects whose transfer rates count.
         """
         others = self.others
         self._round += not again
         free = [
             rank
             for rank in self._neighbours
-            if rank not in besides and others[rank].may_be_asked(now) and others[rank].stage is not Stage.DONE
+            if rank not in exclude and others[rank].may_be_asked(now) and others[rank].stage is not Stage.DONE
         ]
-        rates = {rank: rate for rank in free if (rate := others[rank].transfers(given).rate) is not None}
+        rates = {rank: rate for rank in free if (rate := others[rank].transfers(outgoing).rate) is not None}
         return self._schedule.partner(self._rank, self._round, free, self._rng, rates)
 
-    def measured(self, rank: int, seconds: float, given: bool = False) -> None:
-        """A model took ``seconds`` from ``rank`` to us, from its request on; ``given``: from us to ``rank``."""
-        self.others[rank].transfers(given).measured(seconds)
+    def measured(self, rank: int, seconds: float, outgoing: bool = False) -> None:
+        """Record that a model took ``seconds`` from ``rank`` to us (``outgoing``: from us to ``rank``)."""
+        self.others[rank].transfers(outgoing).measured(seconds)
 
-    def patience(self, rank: int, given: bool = False, doublings: int = PATIENCE_DOUBLINGS) -> float:
-        """Seconds that a model from ``rank`` (``given``: to it) is waited for: by those of its last, else of all's.
+    def patience(self, rank: int, outgoing: bool = False, doublings: int = PATIENCE_DOUBLINGS) -> float:
+        """Return the seconds to wait for a model from ``rank`` (``outgoing``: to ``rank``).
 
-        Those that have come too late since double it, up to ``doublings`` times.
+        The value follows recent transfers with that peer, else those with all peers, else ``model_timeout``. Each
+        transfer that was late since the last success doubles it, at most ``doublings`` times.
         """
-        transfers = self.others[rank].transfers(given)
+        transfers = self.others[rank].transfers(outgoing)
         measured = transfers.seconds or [
-            seconds for one in self.others.values() for seconds in one.transfers(given).seconds
+            seconds for one in self.others.values() for seconds in one.transfers(outgoing).seconds
         ]
         patience = self._model_timeout
         if measured:
             usual = median(measured)
             deviation = DEVIATION * median(abs(seconds - usual) for seconds in measured)
-            least = self._timeout * (1 if given else PATIENCE_LEAST)
+            least = self._timeout * (1 if outgoing else PATIENCE_LEAST)
             patience = max(least, PATIENCE[0] * (usual + PATIENCE[1] * deviation))
         return float(patience * 2 ** min(transfers.late, doublings))
 
     @property
     def longest(self) -> float:
-        """Seconds that a model is waited for of which nothing is known."""
+        """The seconds to wait for a model when no transfer was measured."""
         return self._model_timeout
 
-    def was_late(self, rank: int, given: bool = False) -> None:
-        """A model from ``rank`` (``given``: to it) did not come in time."""
-        self.others[rank].transfers(given).late += 1
+    def was_late(self, rank: int, outgoing: bool = False) -> None:
+        """Record that a model from ``rank`` (``outgoing``: to ``rank``) missed its deadline."""
+        self.others[rank].transfers(outgoing).late += 1
 
     def in_training(self, now: float) -> list[int]:
-        """Ranks that are believed to train, ascending, and can be counted on: a wave that begins now is theirs."""
-        begun = (Stage.START, Stage.TRAIN)  # START is the last that is told before FINISH
-        out = self.not_met(now)
+        """Return the ranks, ascending, that respond and seem to be training: the members of a wave starting now."""
+        begun = (Stage.START, Stage.TRAIN)  # no stage between START and FINISH is announced
+        out = self.unavailable(now)
         return [rank for rank, other in self.others.items() if other.stage in begun and rank not in out]
 
     def in_finish(self) -> list[int]:
-        """Ranks that are known to have come to the finish, ascending: the last wave is theirs."""
+        """Return the ranks, ascending, known to have reached the finish: the members of the last wave."""
         return [rank for rank in self.awaited() if self.others[rank].stage in (Stage.FINISH, Stage.AGREE)]
 
-    def not_met(self, now: float) -> set[int]:
-        """Ranks that are met in no wave that begins now: who is silent, until it is heard of again, or set aside."""
+    def unavailable(self, now: float) -> set[int]:
+        """Return the ranks to leave out of a wave that starts now: silent or suspended peers."""
         return {rank for rank, other in self.others.items() if other.silent or other.suspended_until > now}
 
     def state_dict(self) -> dict[str, Any]:
-        """What draws depend on beside the generator, as plain data: the round, and how fast models came and went."""
+        """Return what partner choices depend on besides the generator, as plain data: round and transfer times."""
         others = {
-            str(rank): [[list(one.seconds), one.late, one.rate] for one in (other.taken, other.given)]
+            str(rank): [[list(one.seconds), one.late, one.rate] for one in (other.incoming, other.outgoing)]
             for rank, other in self.others.items()
         }
         return {"round": self._round, "others": others}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` gave. Who is there is found out anew."""
+        """Restore :meth:`state_dict`. Which peers are alive is not restored; it is learned anew."""
         self._round = state["round"]
         for rank, both in state["others"].items():
-            taken, given = (Transfers(deque(seconds, MEASURED), late, rate) for seconds, late, rate in both)
-            self.others[int(rank)].taken, self.others[int(rank)].given = taken, given
+            incoming, outgoing = (Transfers(deque(seconds, MEASURED), late, rate) for seconds, late, rate in both)
+            self.others[int(rank)].incoming, self.others[int(rank)].outgoing = incoming, outgoing
 
     def to_probe(self, now: float) -> list[int]:
-        """Who is asked for a sign of life as a wave begins: those that are silent, and one other at random.
+        """Return the ranks to probe as a wave starts: all silent peers, and one other at random.
 
-        Whoever never meets a peer in a round would otherwise never learn that it is gone.
+        The random one is needed because a peer that is never a partner in any round would not be noticed when it dies.
         """
         free = [r for r, other in self.others.items() if other.may_be_asked(now) and other.stage is not Stage.DONE]
         silent = [rank for rank in free if self.others[rank].silent]
@@ -240,24 +261,24 @@ class Membership:
 
     @property
     def had_begun(self) -> bool:
-        """Whether others were training already when we came."""
+        """Whether others were already training when this peer joined."""
         return any(other.first is not None and other.first >= Stage.TRAIN for other in self.others.values())
 
     def alive(self) -> int:
-        """Peers that are not lost and have not left, oneself included."""
+        """Return the number of peers that are neither lost nor have left, including this one."""
         return 1 + sum(not other.lost and other.stage is not Stage.LEFT for other in self.others.values())
 
     def is_gone(self, rank: int) -> bool:
-        """Whether another is lost, or its process has ended as far as can be told; False of oneself."""
+        """Return whether ``rank`` is lost or its process seems to have ended; False for this peer's own rank."""
         other = self.others.get(rank)
         return other is not None and (other.lost or other.gone)
 
     def awaited(self) -> list[int]:
-        """Ranks that are neither lost nor have left."""
+        """Return the ranks that are neither lost nor have left."""
         return [rank for rank, other in self.others.items() if not other.lost and other.stage is not Stage.LEFT]
 
     def heard(self, rank: int) -> None:
-        """``rank`` answered or asked: it lives."""
+        """Record a request or reply of ``rank``: it is alive."""
         other = self.others[rank]
         other.faults = other.refusals = 0
         other.silent_since = None
@@ -265,27 +286,27 @@ class Membership:
         other.lost = False
 
     def rest(self, rank: int, now: float) -> float:
-        """Leave ``rank`` alone for a while, longer each time; returns until when."""
+        """Back off from ``rank``, longer each time; return the time when the back-off ends."""
         other = self.others[rank]
         pause = min(REST_FIRST * 2**other.faults, REST_LONGEST) * self._timeout
-        other.faults = min(other.faults + 1, 30)  # 2**30 is far beyond the longest rest
+        other.faults = min(other.faults + 1, 30)  # keeps 2**faults small
         other.backoff_until = now + pause * self._rng.uniform(0.5, 1.5)
         return other.backoff_until
 
     def failed(self, rank: int, fault: Fault, now: float) -> bool:
-        """A request to ``rank`` failed.
+        """Record a failed request to ``rank``.
 
         Returns:
-            True if that peer is lost from now on and was not before.
+            True if the peer has just become lost.
         """
         other = self.others[rank]
-        if fault is not Fault.LOCAL:  # which says nothing about it
+        if fault is not Fault.LOCAL:  # a local fault says nothing about the other peer
             other.refusals = other.refusals + 1 if fault is Fault.UNREACHABLE else 0
         if other.silent_since is None:
             other.silent_since = now
         self.rest(rank, now)
         silent = now - other.silent_since >= self._timeout
-        ended = other.stage in (Stage.DONE, Stage.LEFT)  # it goes when it has told its figures
+        ended = other.stage in (Stage.DONE, Stage.LEFT)  # then it may exit at any time
         if other.lost or ended or not (other.gone or silent):
             return False
         other.lost = True
@@ -293,31 +314,31 @@ class Membership:
 
 
 class Requests:
-    """Numbers what a role asks of others, and knows what of it is open."""
+    """Allocates tickets and keeps the requests of this peer that await a reply."""
 
     def __init__(self) -> None:
         self._last = 0
         self._open: dict[int, tuple[int, Request, float]] = {}
 
     def send(self, to: int, request: Request, now: float, deadline: float) -> Send:
-        """Ask ``to``: the effect, whose ticket is open from now on."""
+        """Return the effect that sends ``request``, and keep it as open until :meth:`close`."""
         ticket = self.ticket()
         self._open[ticket] = (to, request, now)
         return Send(ticket, to, request, deadline)
 
     def ticket(self) -> int:
-        """A ticket that no request has."""
+        """Allocate an unused ticket."""
         self._last += 1
         return self._last
 
     def close(self, ticket: int) -> tuple[int, Request, float]:
-        """It was answered or has failed; whom it went to, what it was, and when it went out."""
+        """Remove a request that was answered or has failed; return its receiver, the request, and the sending time."""
         return self._open.pop(ticket)
 
     def is_open(self, ticket: int) -> bool:
-        """Whether it is still to be answered."""
+        """Return whether the request still awaits its reply."""
         return ticket in self._open
 
     def asked(self, kind: type[Request]) -> set[int]:
-        """To whom requests of a kind are open."""
+        """Return the ranks to which requests of type ``kind`` are open."""
         return {to for to, request, _ in self._open.values() if isinstance(request, kind)}

@@ -1,18 +1,19 @@
-"""Offers: what pushes and pairs have in common.
+"""Offers: the two-phase protocol that pushes and pairs share.
 
-One peer offers and thereby begins; the other, when it has room, takes the model that is offered. Each exchange has one
-who decides whether it stands, the one who began it: so it happens for both or for neither, whatever is lost, repeated
-or late on the way between them::
+One peer, the initiator, offers an exchange; the other, the acceptor, takes it up when it has room. The initiator alone
+decides whether the exchange takes effect, so it happens on both sides or on neither, even if messages are lost,
+repeated or late::
 
-    PushRequest, PairRequest   began → other   an offer; Accept, or Busy: the one who began chooses another at once
-    TakeRequest                other → began   its model comes, as it was when the exchange was entered
-    SettleRequest              other → began   "I have it": from Accept on, the exchange stands
+    PushRequest, PairRequest   initiator → acceptor   an offer; Accept, or Busy: the initiator tries another peer
+    TakeRequest                acceptor → initiator   fetches its model, as of the offer
+    SettleRequest              acceptor → initiator   "I have it"; Accept settles the exchange
 
-Until it is settled nothing is mixed, and whoever began may give up at any time: it then refuses to settle. Requests may
-be repeated: each names the offer by the incarnation and number of the one who began, and an offer stands once. The
-other is in doubt only while its SettleRequest has no answer. It asks again until there is one, or whoever began is
-gone: taken without an answer, a model would stand for one of two alone. That of a pair, which may stand still, asks for
-as long as a model may take and peer_timeout more, and then takes it so.
+Nothing is mixed before the exchange is settled, and until then the initiator may give up: it then rejects the
+SettleRequest. Requests may be repeated: each names the offer by the initiator's incarnation and number, and an offer is
+settled once. The acceptor is in doubt only while its SettleRequest has no reply. It repeats the request until it has
+one or the initiator is gone; if it mixed the model without a reply, the exchange might take effect on one side only.
+The acceptor of a pair, whose training may be blocked meanwhile, stops after the transfer deadline plus peer_timeout,
+and then mixes the model anyway.
 """
 
 from __future__ import annotations
@@ -41,30 +42,30 @@ from gossipx.protocol.messages import (
 )
 
 OFFER_SHARE = 1 / 10
-"""Share of peer_timeout (3 s of 30 s) within which an offer is answered, and whether a push stands: messages are small,
-and nothing is fetched for them."""
+"""Deadline for replies to offers and to a push's SettleRequest, as a share of peer_timeout (3 s of 30 s): these
+messages are small, and no model has to be prepared for them."""
 OFFER, SETTLE = "offer", "settle"
-"""Timers: the exchange that we began is given up; it is asked again whether that of another stands."""
+"""Names of timers: the deadline of the exchange that we initiated, and the next SettleRequest."""
 
 
 class Phase(enum.Enum):
-    """How far a model that another offered has come."""
+    """The progress of a model that another peer offered."""
 
-    COMING = "it is being fetched"
-    SETTLING = "it is here; whether the exchange stands is asked"
-    STANDS = "it is to be mixed at the next step boundary"
-    MIXING = "it is being mixed"
-    OVER = "it is not coming, or is mixed"
+    FETCHING = "the model is being fetched"
+    SETTLING = "the model is here; the SettleRequest has no reply"
+    SETTLED = "settled; the model is mixed at the next step boundary"
+    MIXING = "the model is being mixed"
+    OVER = "the exchange is abandoned"
 
 
 class InboundExchange:
-    """A model that another peer offered, from its acceptance to the mix. Methods say what is to be done.
+    """An exchange that another peer initiated, from our acceptance to the mix. Methods return the effects to carry out.
 
     Attributes:
-        sender: who offered.
-        ticket: of our request for it, under which our own model is captured, too, where that goes the other way.
-        reply: it came with this.
-        way: how far it has come.
+        sender: rank of the initiator.
+        ticket: of our request for its model; in a pair, our own model is captured under it too.
+        reply: the reply that brought the model.
+        phase: its progress.
     """
 
     def __init__(self, context: PeerContext, offer: Received):
@@ -72,44 +73,44 @@ class InboundExchange:
         self.sender = offer.sender
         self.ticket = 0
         self.reply = ModelReply(0)
-        self.phase = Phase.COMING
+        self.phase = Phase.FETCHING
         self._incarnation, self._number = offer.request.incarnation, offer.request.number
         self._context = context
-        self._fetching = False  # our TakeRequest has no answer yet
+        self._fetching = False  # our TakeRequest has no reply yet
         self._settling: int | None = None  # the ticket of our open SettleRequest
-        self._crosses = isinstance(offer.request, PairRequest)  # our model goes the other way
-        self._until = math.inf  # from then on it is decided without an answer,
-        self._fruitless = math.inf  # and from then on that of a pair
+        self._is_pair = isinstance(offer.request, PairRequest)  # a pair: our model is fetched too
+        self._settle_deadline = math.inf  # set at the end of training: then it is settled without a reply
+        self._pair_deadline = math.inf  # the same limit for a pair, also while training
 
     @property
     def in_doubt(self) -> bool:
-        """Whether it is here, but its sender has fallen silent before it said whether the exchange stands."""
+        """Whether the model is here and its sender fell silent before it settled the exchange."""
         return self.phase is Phase.SETTLING and self._context.members.others[self.sender].lost
 
-    def is_of(self, offer: Received) -> bool:
-        """Whether ``offer`` is the one that this came of, repeated."""
+    def repeats(self, offer: Received) -> bool:
+        """Return whether ``offer`` repeats the offer of this exchange."""
         assert isinstance(offer.request, ExchangeRequest)
         name = offer.request.incarnation, offer.request.number
         return (offer.sender, *name) == (self.sender, self._incarnation, self._number)
 
     def start(self, now: float) -> list[Effect]:
-        """Ask for the model."""
+        """Request the model."""
         take = TakeRequest(self._incarnation, self._number)
         deadline = now + self._context.members.patience(self.sender)
         send = self._context.requests.send(self.sender, take, now, deadline)
         self.ticket, self._fetching = send.ticket, True
-        return [Capture(send.ticket), send] if self._crosses else [send]
+        return [Capture(send.ticket), send] if self._is_pair else [send]
 
     def awaits(self, ticket: int) -> bool:
-        """Whether ``ticket`` is that of an open request of this."""
-        return ticket == self._settling or (ticket == self.ticket and self.phase is Phase.COMING)
+        """Return whether ``ticket`` is an open request of this exchange."""
+        return ticket == self._settling or (ticket == self.ticket and self.phase is Phase.FETCHING)
 
     def replied(self, ticket: int, reply: Reply, now: float) -> list[Effect]:
-        """One of its requests was answered."""
+        """Handle the reply to a request of this exchange."""
         if ticket == self._settling:
             self._settling = None
             if isinstance(reply, AcceptReply):
-                self.phase = Phase.STANDS
+                self.phase = Phase.SETTLED
                 return []
             return self.forget()
         self._fetching = False
@@ -120,47 +121,51 @@ class InboundExchange:
         return self.forget()
 
     def failed(self, ticket: int, now: float) -> list[Effect]:
-        """One of its requests was not answered."""
+        """Handle a request of this exchange that failed."""
         if ticket == self.ticket:
             self._fetching = False
             return self.decline(now)
         self._settling = None
         sender = self._context.members.others[self.sender]
-        if sender.gone or now >= self._until or (self._crosses and (sender.lost or now >= self._fruitless)):
-            # Nobody is left to say. Mixed, no weight is lost with a sender that died after it gave some away. Who
-            # waits for the other of a pair is in no other exchange, and may stand still: it does not wait for good for
-            # one that is silent, nor for one that is heard and does not hear.
-            self.phase = Phase.STANDS
+        if (
+            sender.gone
+            or now >= self._settle_deadline
+            or (self._is_pair and (sender.lost or now >= self._pair_deadline))
+        ):
+            # Nobody is left to settle it. Mixing the model keeps the push-sum weight of a sender that died after it
+            # gave half away. A pair blocks other exchanges and perhaps training, so the wait for a sender that is
+            # silent, or that we hear but cannot reach, is bounded.
+            self.phase = Phase.SETTLED
             return []
-        # At the end others wait for us no longer than peer_timeout: no long rests any more.
-        rest = sender.backoff_until if self._until == math.inf else now + REST_FIRST * self._context.timeout
-        return [SetTimer(SETTLE, min(rest, self._until, self._fruitless))]
+        # At the end others wait for us for peer_timeout at most, so retry without long back-offs.
+        rest = sender.backoff_until if self._settle_deadline == math.inf else now + REST_FIRST * self._context.timeout
+        return [SetTimer(SETTLE, min(rest, self._settle_deadline, self._pair_deadline))]
 
-    def ask_again(self, now: float) -> list[Effect]:
-        """Ask whether it stands, if that is to be known and not being asked."""
+    def retry_settle(self, now: float) -> list[Effect]:
+        """Send another SettleRequest if the exchange is in doubt and none is open."""
         return self._settle(now) if self.phase is Phase.SETTLING and self._settling is None else []
 
     def end(self, now: float) -> list[Effect]:
-        """Training has ended: a model that is not here is not waited for; of one that is, it is asked again at once.
+        """Handle the end of training: abandon a model that has not arrived; else repeat the SettleRequest at once.
 
-        And so for peer_timeout more, as long as others wait for us; once if its sender was silent for so long before.
+        It is repeated for peer_timeout, since others wait for us that long; only once if the sender is already lost.
         """
-        if self.phase is Phase.COMING:
+        if self.phase is Phase.FETCHING:
             return self.decline(now)
         if self.phase is not Phase.SETTLING:
             return []
         lost = self._context.members.others[self.sender].lost
-        self._until = now if lost else now + self._context.timeout
+        self._settle_deadline = now if lost else now + self._context.timeout
         return self._settle(now)
 
     def decline(self, now: float) -> list[Effect]:
-        """It cannot be taken: the one who offered it need not wait."""
-        told = SettleRequest(self._incarnation, self._number, taken=False)
-        send = self._context.requests.send(self.sender, told, now, now + self._context.timeout * OFFER_SHARE)
+        """Abandon the exchange and tell the initiator, so that it need not wait."""
+        declined = SettleRequest(self._incarnation, self._number, taken=False)
+        send = self._context.requests.send(self.sender, declined, now, now + self._context.timeout * OFFER_SHARE)
         return [*self.forget(), send]
 
     def forget(self) -> list[Effect]:
-        """It is of no more interest; where it is still being fetched, its answer is forgotten when it comes."""
+        """Abandon the exchange. If the model is still being fetched, its ticket is released when the reply arrives."""
         self.phase = Phase.OVER
         self._settling = None
         return [] if self._fetching else [Forget(self.ticket)]
@@ -168,10 +173,10 @@ class InboundExchange:
     def _settle(self, now: float) -> list[Effect]:
         request = SettleRequest(self._incarnation, self._number, taken=True)
         patience = self._context.timeout * OFFER_SHARE
-        if self._crosses:  # it is answered when our model is there: as long as that may take
-            patience = self._context.members.patience(self.sender, given=True)
-            self._fruitless = min(self._fruitless, now + patience + self._context.timeout)
-        send = self._context.requests.send(self.sender, request, now, min(now + patience, self._fruitless))
+        if self._is_pair:  # the initiator replies once it has our model
+            patience = self._context.members.patience(self.sender, outgoing=True)
+            self._pair_deadline = min(self._pair_deadline, now + patience + self._context.timeout)
+        send = self._context.requests.send(self.sender, request, now, min(now + patience, self._pair_deadline))
         self._settling = send.ticket
         return [send]
 
@@ -184,39 +189,39 @@ class Offers(Exchange):
     def __init__(self, context: PeerContext):
         super().__init__(context)
         self._numbers = itertools.count(1)
-        self._settled: dict[int, int] = {}  # the last offer of ours that stands, by who took it
+        self._settled: dict[int, int] = {}  # number of our last settled offer, by acceptor
 
     @abc.abstractmethod
     def give_up(self, now: float) -> list[Effect]:
-        """Give up the exchange that we began: its time is over."""
+        """Abandon the exchange that we initiated: its deadline has passed."""
 
     @abc.abstractmethod
-    def ask_again(self, now: float) -> list[Effect]:
-        """Ask a peer again whether its exchange stands: the rest after its silence is over."""
+    def retry_settle(self, now: float) -> list[Effect]:
+        """Repeat the open SettleRequests: a back-off is over."""
 
     def timer(self, name: str, now: float) -> list[Effect]:
-        return self.give_up(now) if name == OFFER else self.ask_again(now)
+        return self.give_up(now) if name == OFFER else self.retry_settle(now)
 
     def _draw(
-        self, now: float, tried: frozenset[int] = frozenset(), fault: bool = False, given: bool = False
+        self, now: float, tried: frozenset[int] = frozenset(), fault: bool = False, outgoing: bool = False
     ) -> int | None:
-        """A random neighbour that trains, as far as is known, and may be asked now.
+        """Return a neighbour that seems to be training and may be asked now, or None.
 
         Args:
-            tried: those that were asked for this decision already.
-            fault: one of these failed, rather than said no.
-            given: a model is to go to it, rather than to come from it.
+            tried: ranks that were asked for this decision already.
+            fault: whether one of these failed, rather than declined.
+            outgoing: whether our model goes to the partner, rather than the partner's to us.
         """
         others = self._context.members.others
-        besides = {rank for rank, other in others.items() if other.stage is not None and other.stage > Stage.TRAIN}
+        exclude = {rank for rank, other in others.items() if other.stage is not None and other.stage > Stage.TRAIN}
         if tried and not fault and self.last is not None:
-            # Where all are busy nearly always, the one who is free is the last partner, and pairs or rings would stay
-            # by themselves for good.
-            besides.add(self.last)
-        return self._context.members.draw(now, besides=tried | besides, again=bool(tried), given=given)
+            # When nearly all peers are busy, the one that is free is the last partner: without this, the same pairs or
+            # rings would repeat for ever.
+            exclude.add(self.last)
+        return self._context.members.draw(now, exclude=tried | exclude, again=bool(tried), outgoing=outgoing)
 
-    def _has_settled(self, event: Received) -> bool:
-        """Whether ``event`` asks again about an offer of ours that stands."""
+    def _is_settled(self, event: Received) -> bool:
+        """Return whether ``event`` repeats the SettleRequest of an offer that is settled."""
         assert isinstance(event.request, ExchangeRequest)
         number = event.request.number
         return event.request.incarnation == self._context.incarnation and self._settled.get(event.sender) == number
@@ -228,4 +233,4 @@ class Offers(Exchange):
         return self._answer(key, BusyReply(), now)
 
     def _refuse(self, key: Hashable, now: float) -> Answer:
-        return self._answer(key, NotReadyReply("there is no such exchange any more"), now)
+        return self._answer(key, NotReadyReply("the exchange was given up"), now)

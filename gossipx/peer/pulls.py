@@ -1,9 +1,8 @@
-"""Pulls: gossiping SGD in which each peer fetches the model of a neighbour, and mixes it at a step boundary.
+"""Pulls: plain gossip, in which a peer fetches the model of a neighbour and mixes it at a step boundary.
 
-Jin et al., How to scale distributed deep learning? (2016), the pull variant; Algorithm 2 of Adaptive Communication. A
-decision is one pull. A neighbour that is busy, or whose model does not come, is not asked again for it: another is,
-until a model is here or none is left. A pull then came to nothing; but one that training waits for, and that found all
-busy, asks all of them again a moment later.
+Jin et al., How to scale distributed deep learning? (2016), the pull variant; Adaptive Communication, Algorithm 2. Each
+time the policy fires, one model is fetched. If a neighbour is busy or its model does not arrive, another one is tried,
+until none is left and the decision is dropped. But a blocking pull that found all neighbours busy retries them soon.
 """
 
 from __future__ import annotations
@@ -17,30 +16,37 @@ from gossipx.protocol.effects import Cancel, Effect, Forget, Mix, Send, SetTimer
 from gossipx.protocol.messages import BusyReply, ModelReply, NotReadyReply, PullRequest, Reply
 
 BUSY = "busy"
-"""The timer of a blocking pull that found all neighbours busy."""
+"""Name of the timer that retries a blocking pull after all neighbours were busy."""
 BUSY_REST = 1 / 10_000
-"""Share of peer_timeout (3 ms of 30 s) until it asks again: what a small model takes to be given to another."""
+"""Time until that retry, as a share of peer_timeout (3 ms of 30 s): about what a small model takes to be served."""
 
 
 @dataclass
 class _Pull:
-    """A pull under way. ``reply`` is there once the model has arrived and waits to be mixed."""
+    """A pull under way.
+
+    Attributes:
+        tried: ranks asked so far for this decision.
+        fault: whether one of these failed, rather than declined.
+        decided: time when the policy fired.
+        reply: set once the model has arrived and waits to be mixed.
+    """
 
     ticket: int
     to: int
     tried: frozenset[int]
-    fault: bool  # one of those that were tried failed, rather than said no
-    decided: float  # when the policy has fired
+    fault: bool
+    decided: float
     reply: ModelReply | None = None
     mixing: bool = False
 
 
 class Pulls(Exchange):
-    """One peer's pulls, one at a time: the exchange of plain gossip.
+    """The pulls of one peer, one at a time.
 
     Args:
-        mixing: the share of a model that has come.
-        shares: by rank of the peer that gives it, what that is multiplied by; 1 where none is given.
+        mixing: the share of a received model.
+        shares: factors on that share, by rank of the sender; 1 for ranks that are missing.
     """
 
     timers = (BUSY,)
@@ -59,7 +65,7 @@ class Pulls(Exchange):
     def over(self) -> bool:
         return self._pull is None
 
-    # --- asking -----------------------------------------------------------------------------------
+    # --- requests ---------------------------------------------------------------------------------
 
     def begin(self, now: float) -> list[Effect]:
         to = self._context.members.draw(now)
@@ -76,12 +82,12 @@ class Pulls(Exchange):
         self._pull = _Pull(send.ticket, to, tried | {to}, fault, decided)
         return send
 
-    def _elsewhere(self, now: float, fault: bool = True) -> list[Effect]:
-        """Ask another neighbour, if there is one: the pull came to nothing, by a fault or since the other is busy."""
+    def _try_next(self, now: float, fault: bool = True) -> list[Effect]:
+        """Try another neighbour after a pull that failed or, unless ``fault``, met a busy peer."""
         pull = self._pull
         assert pull is not None
         fault = fault or pull.fault
-        to = self._context.members.draw(now, besides=pull.tried, again=True)
+        to = self._context.members.draw(now, exclude=pull.tried, again=True)
         if to is not None and not self._ending:
             return [self._ask(to, pull.tried, fault, pull.decided, now)]
         longest = max(self._context.timeout, self._context.members.patience(pull.to))
@@ -89,31 +95,31 @@ class Pulls(Exchange):
         if waits and not self._ending:  # Algorithm 2 does not continue without a model
             return [SetTimer(BUSY, now + BUSY_REST * self._context.timeout)]
         self._pull = None
-        return self._nowhere(fault)
+        return self._give_up_decision(fault)
 
     def timer(self, name: str, now: float) -> list[Effect]:
-        """Ask again: all neighbours were busy a moment ago, and training waits."""
+        """Retry all neighbours: they were busy a moment ago, and training is blocked."""
         if self._pull is None or self._ending:
             return []
         self._pull.tried = frozenset()
-        return self._elsewhere(now, fault=False)
+        return self._try_next(now, fault=False)
 
-    # --- what comes of it -------------------------------------------------------------------------
+    # --- outcomes ---------------------------------------------------------------------------------
 
     def replied(self, ticket: int, to: int, reply: Reply, now: float) -> list[Effect]:
         if isinstance(reply, NotReadyReply):
             self._context.members.rest(to, now)
             return self.failed(ticket, now)
         pull = self._pull
-        if pull is None or pull.ticket != ticket:  # it is no longer of interest
+        if pull is None or pull.ticket != ticket:  # the pull was given up
             return [Forget(ticket)]
         if isinstance(reply, ModelReply):
             pull.reply = reply
             return []
-        return [Forget(ticket), *(self._elsewhere(now, fault=False) if isinstance(reply, BusyReply) else [])]
+        return [Forget(ticket), *(self._try_next(now, fault=False) if isinstance(reply, BusyReply) else [])]
 
     def failed(self, ticket: int, now: float) -> list[Effect]:
-        return [Forget(ticket), *(self._elsewhere(now) if ticket == self.captured else [])]
+        return [Forget(ticket), *(self._try_next(now) if ticket == self.captured else [])]
 
     def mix(self, at_boundary: bool) -> Mix | None:
         pull = self._pull
@@ -133,7 +139,7 @@ class Pulls(Exchange):
         return True
 
     def poisoned(self) -> int:
-        """Close the pull whose model holds NaN or Inf; return the peer that gave it."""
+        """Close the pull whose model holds NaN or Inf; return the rank of its sender."""
         pull, self._pull = self._pull, None
         assert pull is not None
         self._context.sync.abandoned()
@@ -146,7 +152,7 @@ class Pulls(Exchange):
         return [] if self._pull and self._pull.reply else self.drop(now)
 
     def unsound(self, now: float) -> list[Effect]:
-        return []  # the model that comes may still be mixed after a step that is sound again
+        return []  # the model may still be mixed once our own is finite again
 
     def drop(self, now: float) -> list[Effect]:
         pull, self._pull = self._pull, None

@@ -1,17 +1,16 @@
-"""Pushes: gossiping SGD in which each peer gives its model to a random other, and mixes those it was given.
+"""Pushes: each peer sends its model to a random neighbour, and mixes those that it receives.
 
-Jin et al., How to scale distributed deep learning? (2016), the push variant. A push is an offer to be pulled: the
-receiver fetches the model when it has room, so that memory, deadlines and checks stay with it. A peer has room for so
-many between two of its steps; beyond that others find it busy and choose another. One whose sender falls silent before
-it has said that the push stands is kept aside until it says so, or is gone: mixed without, its weight could be in both,
-and dropped, in neither.
+Jin et al., How to scale distributed deep learning? (2016), the push variant. A push is an offer to be fetched: the
+receiver pulls the model when it has room, so that it controls memory, deadlines and checks. A peer takes in a bounded
+number of models between two steps and answers further offers with Busy; the sender then tries another peer. A push
+whose sender falls silent before it is settled is kept until the sender settles it or is gone: if it were mixed
+unsettled, its weight could count on both sides; if it were dropped, on neither.
 
 With push-sum (Kempe, Dobra, Gehrke, Gossip-Based Computation of Aggregate Information, 2003, Protocol Push-Sum; Assran
-et al., Stochastic Gradient Push for Distributed Deep Learning, 2019, Algorithm 1) each peer has a weight w, 1 at the
-start, and its module holds the de-biased z = x / w. A push gives away half of w; who takes it mixes with the share
-w_in / (w + w_in) and adds w_in to its w. So Σ w and Σ w z stay as they are, on directed graphs too. The half leaves
-when the exchange is settled; until then nothing is mixed here, so that the model given away is that which the half is
-of.
+et al., Stochastic Gradient Push for Distributed Deep Learning, 2019, Algorithm 1) each peer has a weight w, initially
+1, and its module holds the de-biased z = x / w. A push transfers half of w; the receiver mixes with the share w_in / (w
++ w_in) and adds w_in to its own w. So Σ w and Σ w z are conserved, also on directed graphs. The half leaves when the
+push is settled. Until then the sender mixes nothing, so that the transferred weight belongs to the model that was sent.
 """
 
 from __future__ import annotations
@@ -36,11 +35,10 @@ from gossipx.protocol.messages import (
 )
 
 LEAST_WEIGHT = 2.0**-20
-"""A peer whose push-sum weight is below this gives none away until it has received some: its own training would hardly
-count any more. That is 20 pushes in a row without anything taken."""
+"""A peer with a smaller push-sum weight pushes nothing until it has received some: its own training would hardly count
+any more. That is 20 pushes in a row without receiving one."""
 ASIDE = 1
-"""Models kept aside so: memory for one more, for as long as one of many peers cannot be reached. A second takes the
-room."""
+"""Number of models in doubt, as their senders are silent, that are kept in addition to the room for pushes."""
 
 
 @dataclass
@@ -48,15 +46,15 @@ class _Offer:
     """Our push under way.
 
     Attributes:
-        to: who is to take it.
-        number: names it.
+        to: rank of the receiver.
+        number: of the offer.
         ticket: of the offer; our model is captured under it.
-        weight: given away with it.
-        tried: who was asked so far for this decision.
-        fault: one of those failed, rather than said no.
-        answers: to requests for the model that are being handed over.
-        taken: it was asked for.
-        given: it was handed over.
+        weight: push-sum weight that goes with it.
+        tried: ranks asked so far for this decision.
+        fault: whether one of these failed, rather than declined.
+        answers: keys of the TakeRequests whose answers are being delivered.
+        taken: whether the receiver has requested the model.
+        given: whether the model was delivered.
     """
 
     to: int
@@ -71,13 +69,13 @@ class _Offer:
 
 
 class Pushes(Offers):
-    """One peer's pushes, and what others push to it.
+    """The pushes of one peer, and those that it receives.
 
     Args:
         mixing: the share of a received model, without push-sum.
-        shares: by rank of who gives it, what that is multiplied by; 1 where none is given.
-        push_sum: whether weights are given away.
-        room: models that are taken in at a time.
+        shares: factors on that share, by rank of the sender; 1 for ranks that are missing.
+        push_sum: whether pushes transfer push-sum weights.
+        room: number of pushes taken in at a time.
     """
 
     takes = (PushRequest, TakeRequest, SettleRequest)
@@ -89,8 +87,8 @@ class Pushes(Offers):
         self._push_sum = push_sum
         self._room = room
         self._offer: _Offer | None = None
-        self._inbound: list[InboundExchange] = []  # what others have offered: what has room, and those kept aside
-        self._due: list[InboundExchange] = []  # to be mixed at this boundary: what comes meanwhile is for the next
+        self._inbound: list[InboundExchange] = []  # accepted offers, including those in doubt
+        self._due: list[InboundExchange] = []  # settled before this step boundary: mixed at it
 
     @property
     def captured(self) -> int | None:
@@ -100,13 +98,13 @@ class Pushes(Offers):
     def over(self) -> bool:
         return not self._inbound
 
-    # --- ours goes out ----------------------------------------------------------------------------
+    # --- outbound ---------------------------------------------------------------------------------
 
     def begin(self, now: float) -> list[Effect]:
         if self.weight < LEAST_WEIGHT:
             self._context.sync.skipped += 1
             return []
-        to = self._draw(now, given=True)
+        to = self._draw(now, outgoing=True)
         if to is None:
             self._context.sync.skipped += 1
             return []
@@ -117,29 +115,29 @@ class Pushes(Offers):
     def _send(self, to: int, tried: frozenset[int], fault: bool, now: float) -> list[Effect]:
         number = next(self._numbers)
         request = PushRequest(self._context.incarnation, number)
-        deadline = now + self._context.members.patience(to, given=True)
+        deadline = now + self._context.members.patience(to, outgoing=True)
         send = self._context.requests.send(to, request, now, now + self._context.timeout * OFFER_SHARE)
         weight = self.weight / 2 if self._push_sum else 1.0
         self._offer = _Offer(to, number, send.ticket, weight, tried | {to}, fault)
         return [Capture(send.ticket), send, SetTimer(OFFER, deadline)]
 
-    def _elsewhere(self, now: float, fault: bool = True) -> list[Effect]:
-        """This push came to nothing: to another neighbour, if there is one."""
+    def _try_next(self, now: float, fault: bool = True) -> list[Effect]:
+        """Offer the model to another neighbour after a push that came to nothing."""
         offer, self._offer = self._offer, None
         assert offer is not None
         fault = fault or offer.fault
-        to = self._draw(now, offer.tried, fault, given=True)
-        further = self._nowhere(fault) if to is None else self._send(to, offer.tried, fault, now)
+        to = self._draw(now, offer.tried, fault, outgoing=True)
+        further = self._give_up_decision(fault) if to is None else self._send(to, offer.tried, fault, now)
         return [Forget(offer.ticket), *further]
 
     def give_up(self, now: float) -> list[Effect]:
         if self._offer is None:
             return []
         self._context.members.rest(self._offer.to, now)
-        return self._elsewhere(now)
+        return self._try_next(now)
 
     def left(self, rank: int, now: float) -> list[Effect]:
-        return self._elsewhere(now) if self._offer and self._offer.to == rank else []
+        return self._try_next(now) if self._offer and self._offer.to == rank else []
 
     def requested(self, event: Received, now: float) -> list[Effect]:
         if isinstance(event.request, PushRequest):
@@ -148,17 +146,17 @@ class Pushes(Offers):
         offer, request = self._offer, event.request
         name = event.sender, request.incarnation, request.number
         if offer is None or name != (offer.to, self._context.incarnation, offer.number):
-            if isinstance(request, SettleRequest) and self._has_settled(event):
+            if isinstance(request, SettleRequest) and self._is_settled(event):
                 return [self._accept(event.key, now)]
             return [self._refuse(event.key, now)]
         if isinstance(request, TakeRequest):
             offer.taken = True
             offer.answers.add(event.key)
-            # Whoever carries out the answer knows the step of the model that was captured.
+            # The driver fills in the step of the captured model.
             return [self._context.outgoing.answer(event, ModelReply(0, offer.weight), offer.ticket, now)]
         assert isinstance(request, SettleRequest)
         if not request.taken:
-            return [self._refuse(event.key, now), *self._elsewhere(now)]
+            return [self._refuse(event.key, now), *self._try_next(now)]
         self._offer = None
         self._settled[offer.to] = offer.number
         self.last = offer.to
@@ -174,20 +172,20 @@ class Pushes(Offers):
             return []
         offer.answers.discard(event.key)
         offer.given = offer.given or event.whole
-        return [] if offer.given or offer.answers else self._elsewhere(now)
+        return [] if offer.given or offer.answers else self._try_next(now)
 
     def boundary(self, now: float) -> list[Effect]:
-        self._due = [inbound for inbound in self._inbound if inbound.phase is Phase.STANDS]
+        self._due = [inbound for inbound in self._inbound if inbound.phase is Phase.SETTLED]
         return []
 
-    # --- others' come in --------------------------------------------------------------------------
+    # --- inbound ----------------------------------------------------------------------------------
 
     def _offered(self, event: Received, now: float) -> list[Effect]:
         if self._ending:
             return [self._refuse(event.key, now)]
-        if any(inbound.is_of(event) for inbound in self._inbound):
+        if any(inbound.repeats(event) for inbound in self._inbound):
             return [self._accept(event.key, now)]
-        # Of one sender the last push alone is known to stand or not: none comes in while it is asked about one before.
+        # A sender remembers only its last settled push, so accept none while an earlier one of it is in doubt.
         again = any(inbound.sender == event.sender for inbound in self._inbound)
         aside = min(sum(inbound.in_doubt for inbound in self._inbound), ASIDE)
         if again or len(self._inbound) - aside >= self._room:
@@ -201,35 +199,35 @@ class Pushes(Offers):
 
     def replied(self, ticket: int, to: int, reply: Reply, now: float) -> list[Effect]:
         if inbound := self._awaiting(ticket):
-            return self._looked_at(inbound.replied(ticket, reply, now))
+            return self._prune(inbound.replied(ticket, reply, now))
         offer = self._offer
         if offer is None or offer.ticket != ticket:
             return [Forget(ticket)]
         if offer.taken or isinstance(reply, AcceptReply):
-            return []  # it is asked for, or will be
+            return []  # the receiver has sent its TakeRequest, or will
         if isinstance(reply, NotReadyReply):
             self._context.members.rest(to, now)
-        return self._elsewhere(now, fault=False)
+        return self._try_next(now, fault=False)
 
     def failed(self, ticket: int, now: float) -> list[Effect]:
         if inbound := self._awaiting(ticket):
-            return self._looked_at(inbound.failed(ticket, now))
+            return self._prune(inbound.failed(ticket, now))
         offer = self._offer
         if offer is None or offer.ticket != ticket:
             return [Forget(ticket)]
-        return [] if offer.taken else self._elsewhere(now)
+        return [] if offer.taken else self._try_next(now)
 
-    def _looked_at(self, effects: list[Effect]) -> list[Effect]:
+    def _prune(self, effects: list[Effect]) -> list[Effect]:
         self._inbound = [inbound for inbound in self._inbound if inbound.phase is not Phase.OVER]
         return effects
 
-    def ask_again(self, now: float) -> list[Effect]:
-        return [effect for inbound in self._inbound for effect in inbound.ask_again(now)]
+    def retry_settle(self, now: float) -> list[Effect]:
+        return [effect for inbound in self._inbound for effect in inbound.retry_settle(now)]
 
     def mix(self, at_boundary: bool) -> Mix | None:
         mixing = any(inbound.phase is Phase.MIXING for inbound in self._inbound)
-        some = self._inbound if self._ending else self._due
-        inbound = next((inbound for inbound in some if inbound.phase is Phase.STANDS), None)
+        candidates = self._inbound if self._ending else self._due
+        inbound = next((inbound for inbound in candidates if inbound.phase is Phase.SETTLED), None)
         if inbound is None or mixing or self._offer is not None or not (at_boundary or self._ending):
             return None
         inbound.phase = Phase.MIXING
@@ -255,16 +253,16 @@ class Pushes(Offers):
         self._ending = True
         effects = self._withdraw()
         effects += [effect for inbound in self._inbound for effect in inbound.end(now)]
-        return self._looked_at(effects)
+        return self._prune(effects)
 
     def drop(self, now: float) -> list[Effect]:
         effects = self._withdraw()
         for inbound in self._inbound:
-            effects += inbound.decline(now) if inbound.phase is Phase.COMING else inbound.forget()
-        return self._looked_at(effects)
+            effects += inbound.decline(now) if inbound.phase is Phase.FETCHING else inbound.forget()
+        return self._prune(effects)
 
     def _withdraw(self) -> list[Effect]:
-        """Our own push is not to be any more: it will be refused to whoever asks."""
+        """Drop our push: later requests of the receiver are rejected."""
         offer, self._offer = self._offer, None
         self._context.sync.abandoned(failed=False)
         return [] if offer is None else [Forget(offer.ticket)]

@@ -1,10 +1,35 @@
-"""The peer's state machine.
+"""The peer's state machine: ``handle(event, now) -> effects``.
 
-A peer's life: JOINING (it has no model yet) → START (waits for the others) → TRAIN → FINISH (waits for the others) →
-AGREE (averages in pairs, the last wave) → DONE (tells its figures) → LEFT. The role passes on what happens to its
-parts, each of which decides one matter: what follows in the stage that it is in (stages), who is waited for
-(gathering), where a first model comes from (joining), what follows at step boundaries (training), how models go from
-peer to peer (an exchange, waves, serving), and what a hub or a server does for all (server).
+One instance decides everything that one peer does. It opens no socket, starts no thread and reads no clock. A driver
+(:mod:`gossipx.runtime` in real processes, :mod:`gossipx.sim` in virtual time) reports events: a finished step, a
+received request, a reply, an expired timer. It carries out the returned effects in order: send a request, answer one,
+capture or mix a model, set a timer, block or release the training thread.
+
+For example, StepDone lets the policy decide. If it fires, the role returns Send with a PullRequest to a neighbour;
+Replied reports that the model is here; the next StepDone returns Mix; and Mixed ends the exchange. If Failed arrives
+instead, another neighbour is asked.
+
+A peer passes through these stages, never backwards:
+
+=========  ====================================  ======================================================================
+stage      the peer                              the stage ends when
+=========  ====================================  ======================================================================
+JOINING    has no model; requests one            it has adopted a model, or no peer has one and it starts with its own
+START      announces its arrival and waits       all other peers have arrived, or ``peer_timeout`` has passed
+TRAIN      trains and exchanges models           training has ended (TrainingEnded) and no exchange is under way
+FINISH     announces its arrival and waits       as START
+AGREE      averages its model with all others    the last wave is merged, or the hub's or server's model is adopted
+DONE       announces its final figures, waits    as START, and all others have its figures
+LEFT       takes no further part                 never
+=========  ====================================  ======================================================================
+
+JoinRun starts the machine, and FiguresReady takes it to DONE; a run without a finish skips FINISH and AGREE. LeaveRun
+leads to LEFT from any stage. While a peer waits in a stage other than TRAIN, a Wait effect has blocked the training
+thread; a Resume effect releases it.
+
+The role dispatches each event to a component, in a module of this package: stages (transitions), barrier (waiting for
+other peers), joining (the first model), training (step boundaries), exchange with pulls, pushes and pairs (models
+between two peers), waves (averaging over all peers), serving (answering pulls), server_role (work for all peers).
 """
 
 from __future__ import annotations
@@ -29,31 +54,8 @@ from gossipx.peer.stages import Stages
 from gossipx.peer.training import UNSOUND, Training
 from gossipx.peer.wave import TIMER, Wave
 from gossipx.peer.waves import Waves
+from gossipx.protocol import events
 from gossipx.protocol.effects import Adopt, Answer, Effect, Forget, Note, Resume, Stop, Wait
-from gossipx.protocol.events import (
-    Answered,
-    ChangeServers,
-    Event,
-    Failed,
-    Fault,
-    FiguresReady,
-    GradientPoisoned,
-    GradientsReady,
-    JoinRun,
-    LeaveRun,
-    Merged,
-    Mixed,
-    Poisoned,
-    Prepared,
-    Received,
-    Replied,
-    Restored,
-    StepDone,
-    SwitchSync,
-    TablesRestored,
-    TimerFired,
-    TrainingEnded,
-)
 from gossipx.protocol.messages import (
     LAST_WAVE,
     ArriveRequest,
@@ -76,24 +78,27 @@ from gossipx.sync import SyncManager
 from gossipx.topology import Topology
 from gossipx.topology.schedules import Random, Schedule
 
-MEASURED = PullRequest | TakeRequest | RoundRequest | ElasticRequest
-"""Whose answers tell how long a model takes. An InitialRequest's does not: all that join ask one peer at once."""
+TIMED_REQUESTS = PullRequest | TakeRequest | RoundRequest | ElasticRequest
+"""Requests whose round-trip time updates the latency estimate; InitialRequest, which all send to one peer, does not."""
 
 
 @dataclass
 class PeerRole:
-    """One peer, decided purely: tell it of events by :meth:`handle`, carry out what it asks for.
+    """The state machine of one peer: pass events to :meth:`handle` and carry out the effects that it returns.
 
     Args:
-        rank: from 0 to ``size`` − 1.
-        size: peers in the run.
-        sync: decides when to pull; not shared with any other peer.
-        topology: whom to pull from, push to, or pair with.
-        rng: this peer's own generator.
-        incarnation: tells this life of the peer from an earlier one under the same rank.
-        schedule: whose turn it is, over ``topology``; None: a random neighbour's.
-        shares: by rank of who gives a model, what the mixing's share is multiplied by; 1 where none is given.
-        exchange_of: makes what is exchanged in a mode that the settings have no name for, a hub's or a server's.
+        rank, size: this peer's rank, from 0, and the number of peers in the run.
+        sync: decides when to exchange; not shared with other peers.
+        topology: the graph whose neighbours this peer exchanges models with.
+        rng: this peer's own random generator.
+        incarnation: distinguishes this process from an earlier one of the same rank.
+        mixing: the share of a received model that enters our own.
+        schedule: chooses the next partner within ``topology``; None: a random neighbour.
+        shares: factors on the mixing share, by rank of the model's sender; 1 for ranks that are missing.
+        exchange_of: builds the exchange of a mode that ``settings.mode`` does not name: a hub's or a server's.
+
+    Attributes:
+        poisoned: number of models refused because they held NaN or Inf.
     """
 
     rank: int
@@ -108,9 +113,9 @@ class PeerRole:
     shares: Mapping[int, float] = field(default_factory=dict)
     exchange_of: Callable[[PeerContext, Pulls], Exchange] | None = None
 
-    poisoned: int = field(default=0, init=False)  # models that held NaN or Inf and were refused
+    poisoned: int = field(default=0, init=False)
     _requests: Requests = field(default_factory=Requests, init=False)
-    _leaving: bool = field(default=False, init=False)  # once what it holds for others is handed over
+    _leaving: bool = field(default=False, init=False)  # since LeaveRun; lasts until server.stays is false
 
     def __post_init__(self) -> None:
         settings, timeout = self.settings, self.settings.peer_timeout
@@ -125,14 +130,14 @@ class PeerRole:
         own = self.rank, self.incarnation, timeout, settings.blocking
         self._context = PeerContext(*own, self.members, self.outgoing, self._requests, self.sync)
         self.pulls = Pulls(self._context, self.mixing, self.shares)
-        self.exchange = self._made_exchange()
+        self.exchange = self._build_exchange()
         self.server = self.exchange if isinstance(self.exchange, ServerRole) else ServerRole()
         waves = self.waves, settings.exchange == "waves"
         self.training = Training(self._context, self.barrier, self.exchange, *waves)
         parts = self.barrier, self.joining, self.training, self.waves, self.exchange, self.server
         self.stages = Stages(self.incarnation, settings, self.members, self._requests, *parts)
 
-    def _made_exchange(self) -> Exchange:
+    def _build_exchange(self) -> Exchange:
         settings = self.settings
         if self.exchange_of is not None:
             return self.exchange_of(self._context, self.pulls)
@@ -140,100 +145,104 @@ class PeerRole:
             return Pushes(self._context, self.mixing, self.shares, settings.push_sum, settings.max_pushes)
         return Pairs(self._context) if settings.mode == "pushpull" else self.pulls
 
-    def handle(self, event: Event, now: float) -> list[Effect]:
-        """Take one event in and say what is to be done about it, in order."""
+    def handle(self, event: events.Event, now: float) -> list[Effect]:
+        """Handle one event and return the effects to carry out, in order.
+
+        Args:
+            now: seconds on the driver's monotonic clock.
+        """
         effects = [*self._handle(event, now), *self.stages.follow(now)]
         if self._leaving and not self.server.stays:
             self._leaving = False
             effects += self.stages.leave(now)
         return effects
 
-    def _handle(self, event: Event, now: float) -> list[Effect]:
+    def _handle(self, event: events.Event, now: float) -> list[Effect]:
         match event:
-            case StepDone():
+            case events.StepDone():
                 return self.training.step_done(event, now)
-            case Received():
+            case events.Received():
                 return self._received(event, now)
-            case Replied():
+            case events.Replied():
                 return self._replied(event, now)
-            case Failed():
+            case events.Failed():
                 return self._failed(event, now)
-            case Answered():
+            case events.Answered():
                 return self._answered(event, now)
-            case TimerFired():
+            case events.TimerFired():
                 return self._timer(event.name, now)
-            case Mixed():
+            case events.Mixed():
                 return self._mixed(event.ticket, now)
-            case Merged():
+            case events.Merged():
                 return self._merged(event, now)
-            case Poisoned():
+            case events.Poisoned():
                 return self._poisoned(event.ticket, now)
-            case GradientPoisoned(sender):
+            case events.GradientPoisoned(sender):
                 self.poisoned += 1
-                return [Note("poisoned", f"a gradient of peer {sender} holds NaN or Inf: it is left out")]
-            case JoinRun(resumed):
-                self.joining.others_begin = resumed is False
-                # With --init own, too: one that is started again takes a model of those that train.
+                return [Note("poisoned", f"a gradient of peer {sender} holds NaN or Inf: the gradient is ignored")]
+            case events.JoinRun(resumed):
+                self.joining.must_adopt = resumed is False
+                # Also with --init own: a restarted peer must adopt the model of a peer that trains.
                 has_model = resumed or self.size == 1
                 return [Wait(), *self.stages.enter_barrier(Stage.START if has_model else Stage.JOINING, now)]
-            case TrainingEnded(agrees):
+            case events.TrainingEnded(agrees):
                 return self.training.ended(agrees, now)
-            case FiguresReady():
+            case events.FiguresReady():
                 self.stages.report = event.report
                 return [Wait(), *self.stages.enter_barrier(Stage.DONE, now)]
-            case Restored():
+            case events.Restored():
                 if event.draws is not None:
                     self._load_draws(event.draws)
                 return self.training.restored(event, now)
-            case LeaveRun():
+            case events.LeaveRun():
                 self._leaving = True
                 return [Wait(), *self.server.hand_over_all(now)]
-            case GradientsReady(buckets):
+            case events.GradientsReady(buckets):
                 return self.server.gradients_ready(buckets, now)
-            case SwitchSync():
+            case events.SwitchSync():
                 return self.server.switch(event, now)
-            case ChangeServers():
+            case events.ChangeServers():
                 return self.server.change(event, now)
-            case Prepared():
+            case events.Prepared():
                 return self.server.prepared(event, now)
-            case TablesRestored():
+            case events.TablesRestored():
                 return self.server.tables_restored(event, now)
 
     @property
     def stage(self) -> Stage:
-        """Where in its life it is."""
+        """The current stage."""
         return self.stages.stage
 
     @property
     def report(self) -> dict[str, Any]:
-        """Our final figures, once known."""
+        """The final figures of this peer; empty before DONE."""
         return self.stages.report
 
     @property
     def pulling(self) -> int | None:
-        """The ticket of the pull, or of the wave while training, that is under way, or of our captured model."""
+        """The ticket of the current exchange, or of the current wave while training; None if there is neither."""
         if self.exchange.captured is None and self.waves.current is not None and self.stage is Stage.TRAIN:
             return self.waves.current.ticket
         return self.exchange.captured
 
     @property
     def weight(self) -> float:
-        """Push-sum's w of our own model; 1 without push-sum."""
+        """The push-sum weight w of our model; 1 without push-sum."""
         return self.exchange.weight
 
     @property
     def trains(self) -> bool:
-        """Whether this peer trains, or only serves those that do."""
+        """Whether this peer trains, rather than only serving others."""
         return self.server.gives
 
     @property
     def rounds_lost(self) -> int:
-        """Rounds of the finish that a missing partner cost."""
+        """Rounds of the last wave that were skipped because the partner was missing."""
         last = self.waves.current
         return last.lost if last is not None and last.number == LAST_WAVE else 0
 
     def draws(self) -> dict[str, Any]:
-        """What decides whom we turn to next, as plain data: the generator, and what is known of the others' speed."""
+        """Return the state that partner choices depend on, as plain data: generator and measured transfer times."""
         version, words, gauss = self.rng.getstate()
         members, last = self.members.state_dict(), self.exchange.last
         return {"rng": [version, list(words), gauss], "members": members, "last": last}
@@ -245,18 +254,18 @@ class PeerRole:
         self.exchange.last = draws["last"]
 
     def missing(self) -> list[int]:
-        """Ranks whose final figures have not come."""
+        """Return the ranks whose final figures have not arrived."""
         return [rank for rank, other in self.members.others.items() if other.stage is not Stage.DONE]
 
-    # --- requests in general ----------------------------------------------------------------------
+    # --- requests and replies ---------------------------------------------------------------------
 
-    def _received(self, event: Received, now: float) -> list[Effect]:
+    def _received(self, event: events.Received, now: float) -> list[Effect]:
         if event.sender != self.rank:
             self.members.heard(event.sender)
         match event.request:
             case ArriveRequest():
                 self.barrier.arrived(event, self.stage)
-                self.waves.heard_of(event.request.wave)
+                self.waves.record_over(event.request.wave)
                 here = HereReply(self.stage, self.report, self.waves.latest)
                 return [self._answer(event.key, here, now), *self.server.look(now)]
             case LeaveRequest():
@@ -267,45 +276,45 @@ class PeerRole:
                     Note("left", f"peer {event.sender} has left"),
                     *left,
                     *self.waves.gone(event.sender, now),
-                    *self._enough(),
+                    *self._check_min_peers(),
                     *self.server.look(now),
                 ]
             case RoundRequest():
                 return self.stages.round_requested(event, event.request, now)
             case InitialRequest() | PullRequest() if self.stage in (Stage.JOINING, Stage.LEFT):
-                return [self._answer(event.key, NotReadyReply("it has no model to give yet"), now)]
+                return [self._answer(event.key, NotReadyReply("it has no model yet, or has left the run"), now)]
             case InitialRequest() | PullRequest() if not self.training.sound:
                 return [self._answer(event.key, NotReadyReply(UNSOUND), now)]
             case InitialRequest():
-                held = self.server.before_giving(event, now)
-                given = self._answer(event.key, ModelReply(self.training.step), now, whole=True)
-                return [given] if held is None else held
+                deferred = self.server.before_giving(event, now)
+                answer = self._answer(event.key, ModelReply(self.training.step), now, whole=True)
+                return [answer] if deferred is None else deferred
             case PullRequest() if not self.server.gives:
-                return [self._answer(event.key, NotReadyReply("it does not train, it only serves"), now)]
+                return [self._answer(event.key, NotReadyReply("it only serves and has no model of its own"), now)]
             case PullRequest():
                 trains = self.stage is Stage.TRAIN and not self.settings.blocking
                 return self.serving.requested(event, self.training.step, now, trains)
             case _ if not isinstance(event.request, self.exchange.takes):
-                refusal = NotReadyReply("it exchanges models in another way: give all peers the same --mode")
+                refusal = NotReadyReply("it uses another kind of exchange: give all peers the same --mode")
                 return [self._answer(event.key, refusal, now)]
             case PushRequest() | PairRequest() if self.stage is not Stage.TRAIN or not self.training.sound:
-                return [self._answer(event.key, NotReadyReply("it does not train now"), now)]
+                return [self._answer(event.key, NotReadyReply("it is not training now"), now)]
             case _:
                 return self.exchange.requested(event, now)
 
     def _answer(self, key: Hashable, reply: Reply, now: float, whole: bool = False) -> Answer:
         return Answer(key, reply, now + (self._model_timeout if whole else self.settings.peer_timeout), whole)
 
-    def _replied(self, event: Replied, now: float) -> list[Effect]:
+    def _replied(self, event: events.Replied, now: float) -> list[Effect]:
         to, request, asked = self._requests.close(event.ticket)
         if to != self.rank:
             self.members.heard(to)
-            if isinstance(event.reply, ModelReply) and isinstance(request, MEASURED):
+            if isinstance(event.reply, ModelReply) and isinstance(request, TIMED_REQUESTS):
                 self.members.measured(to, now - asked)
         match request, event.reply:
             case ArriveRequest(), HereReply():
                 self.barrier.replied(to, request, event.reply)
-                self.waves.heard_of(event.reply.wave)
+                self.waves.record_over(event.reply.wave)
                 return self.server.look(now)
             case InitialRequest(), ModelReply(step) if self.joining.awaits(event.ticket):
                 self._context.step = step
@@ -314,43 +323,43 @@ class PeerRole:
                 return self.pulls.replied(event.ticket, to, event.reply, now)
             case RoundRequest(), ModelReply(_, weight) if wave := self._meeting(event.ticket):
                 return wave.taken(weight, now)
-            case RoundRequest(), NotReadyReply():  # which says nothing about later waves
-                return self._came_to_nothing(event.ticket, to, request, now)
+            case RoundRequest(), NotReadyReply():  # no back-off: the peer may take part in later waves
+                return self._request_failed(event.ticket, to, request, now)
             case LeaveRequest(), _:
-                return self.stages.gone_if_told()
+                return self.stages.resume_if_announced()
             case _ if isinstance(request, self.exchange.takes):
                 return self.exchange.replied(event.ticket, to, event.reply, now)
             case _, NotReadyReply() if not isinstance(request, ArriveRequest):
                 self.members.rest(to, now)
-                return self._came_to_nothing(event.ticket, to, request, now)
-            case _:  # the answer of a request that is no longer of interest
+                return self._request_failed(event.ticket, to, request, now)
+            case _:  # the request was given up meanwhile
                 return [Forget(event.ticket)]
 
-    def _failed(self, event: Failed, now: float) -> list[Effect]:
+    def _failed(self, event: events.Failed, now: float) -> list[Effect]:
         to, request, _ = self._requests.close(event.ticket)
         if isinstance(request, LeaveRequest):
-            return self.stages.gone_if_told()
-        if event.fault is Fault.POISONED and to != self.rank:
-            return [self._suspend(to, now), *self._came_to_nothing(event.ticket, to, request, now)]
-        if event.fault is Fault.CANCELLED or to == self.rank:
-            return self._came_to_nothing(event.ticket, to, request, now)
+            return self.stages.resume_if_announced()
+        if event.fault is events.Fault.POISONED and to != self.rank:
+            return [self._suspend(to, now), *self._request_failed(event.ticket, to, request, now)]
+        if event.fault is events.Fault.CANCELLED or to == self.rank:
+            return self._request_failed(event.ticket, to, request, now)
         effects: list[Effect] = []
         other = self.members.others[to]
-        if isinstance(request, ArriveRequest) and other.stage is Stage.DONE and event.fault is Fault.UNREACHABLE:
-            other.knows = True  # it goes once it knows everybody's figures
+        if isinstance(request, ArriveRequest) and other.stage is Stage.DONE and event.fault is events.Fault.UNREACHABLE:
+            other.knows_report = True  # it exits only once it has everybody's figures
             return self.server.look(now)
-        if isinstance(request, MEASURED) and event.fault is Fault.TIMEOUT:
+        if isinstance(request, TIMED_REQUESTS) and event.fault is events.Fault.TIMEOUT:
             self.members.was_late(to)
         if self.members.failed(to, event.fault, now):
             effects.append(Note("lost", f"peer {to} is lost: {event.fault.value}"))
-            effects += self._enough()
+            effects += self._check_min_peers()
             effects += self.server.lost(to, now)
         elif not isinstance(request, ArriveRequest):
             effects.append(Note("fault", f"a request to peer {to} failed: {event.fault.value}"))
-        return effects + self._came_to_nothing(event.ticket, to, request, now)
+        return effects + self._request_failed(event.ticket, to, request, now)
 
-    def _came_to_nothing(self, ticket: int, to: int, request: Request, now: float) -> list[Effect]:
-        """Continue without a useful answer to our request."""
+    def _request_failed(self, ticket: int, to: int, request: Request, now: float) -> list[Effect]:
+        """Handle a request of ours that brought nothing useful."""
         match request:
             case ArriveRequest():
                 return [*self.barrier.failed(to), *self.server.look(now)]
@@ -365,7 +374,7 @@ class PeerRole:
             case _:
                 return [Forget(ticket)]
 
-    def _answered(self, event: Answered, now: float) -> list[Effect]:
+    def _answered(self, event: events.Answered, now: float) -> list[Effect]:
         self.barrier.answered(event)
         self.outgoing.answered(event, now)
         if served := self.serving.answered(event):
@@ -377,22 +386,22 @@ class PeerRole:
     def _timer(self, name: str, now: float) -> list[Effect]:
         what, _, rank = name.partition(" ")
         if what == ANNOUNCE:
-            return self.barrier.again(int(rank), now) or self.server.look(now)
+            return self.barrier.retry(int(rank), now) or self.server.look(now)
         if what == BARRIER:
-            return self.stages.late(now) if self.barrier.on else []
+            return self.stages.timed_out(now) if self.barrier.active else []
         if self.stage is Stage.LEFT:
             return []
         if what in self.exchange.timers:
             return self.exchange.timer(name, now)
         return self.waves.timer(now) if what == TIMER else []
 
-    def _enough(self) -> list[Effect]:
+    def _check_min_peers(self) -> list[Effect]:
         alive = self.members.alive()
         if alive >= self.settings.min_peers:
             return []
         return [Stop(f"{alive} of {self.size} peers left, fewer than min_peers = {self.settings.min_peers}"), Resume()]
 
-    # --- models that have come --------------------------------------------------------------------
+    # --- models that were mixed, refused or merged --------------------------------------------------
 
     def _mixed(self, ticket: int, now: float) -> list[Effect]:
         if self.stage is Stage.LEFT:
@@ -401,7 +410,7 @@ class PeerRole:
             return self.stages.enter_barrier(Stage.START, now)
         if (adopted := self.server.adopted(ticket, now)) is not None:
             over = self.waves.leave(now, "it has the hub's centre") if self.stage is Stage.AGREE else []
-            return [*adopted, *over]  # where that is what the run ends with, there is no last wave
+            return [*adopted, *over]  # this model replaces the last wave
         if self.stage is Stage.AGREE and self.waves.is_taken_in(ticket):
             return [Resume()]
         return self.training.mixed(ticket, now)
@@ -415,25 +424,25 @@ class PeerRole:
             later = self.barrier.retry_at(source, self.members.others[source].suspended_until)
             return [note, later, *self.server.look(now)]
         note = self._suspend(self.pulls.poisoned(), now)
-        return [note, *self.training.go_on(now)]
+        return [note, *self.training.proceed(now)]
 
     def _suspend(self, sender: int, now: float) -> Note:
-        """A model of ``sender`` cannot be used: count it, and ask it for none for a while."""
+        """Count a model of ``sender`` that holds NaN or Inf, and request no model from it for peer_timeout."""
         self.poisoned += 1
         self.members.others[sender].suspended_until = now + self.settings.peer_timeout
-        text = f"the model of peer {sender} holds NaN or Inf: not mixed, and it is set aside for a while"
+        text = f"the model of peer {sender} holds NaN or Inf: not mixed, and no more are requested for a while"
         return Note("poisoned", text)
 
     def _meeting(self, ticket: int) -> Wave | None:
-        """The wave, if ``ticket`` is our request of the round that it is in."""
+        """Return the current wave if ``ticket`` is our request of its current round."""
         return None if self.stage is Stage.LEFT else self.waves.meeting(ticket)
 
-    def _merged(self, event: Merged, now: float) -> list[Effect]:
+    def _merged(self, event: events.Merged, now: float) -> list[Effect]:
         if (taken := self.server.merged(event, now)) is not None:
             self.poisoned += not event.sound
             return taken
         wave = self._meeting(event.ticket)
-        if wave is None:  # it was given up meanwhile
+        if wave is None:  # the wave was given up meanwhile
             return []
         if not event.sound:
             self._suspend(wave.partner, now)

@@ -1,4 +1,7 @@
-"""What a peer does for all others: nothing in gossip; a hub and a parameter server override it."""
+"""The server role: the work that one peer does on behalf of all others.
+
+Plain gossip has no such work, so the methods here do nothing. A hub and a parameter server override them.
+"""
 
 from __future__ import annotations
 
@@ -11,72 +14,72 @@ NO_SERVER = "this run has no parameter server"
 
 
 class ServerRole:
-    """The part of a role that serves others. Each method returns the effects to carry out."""
+    """The part of a role that serves other peers. Methods return the effects to carry out."""
 
     # --- what it is -------------------------------------------------------------------------------
 
     @property
     def gives(self) -> bool:
-        """Whether our own model is one that others may pull, since this peer trains."""
+        """Whether others may pull our own model; False for a peer that serves without training."""
         return True
 
     @property
     def attends(self) -> bool:
-        """Whether others need this peer until the end of their training, however long that takes."""
+        """Whether others need this peer until their training ends, so that its finish has no timeout."""
         return False
 
     @property
     def awaits_all(self) -> bool:
-        """Whether the final model exists only once all have trained, however long that takes."""
+        """Whether the final model exists only once all peers have trained, so that its finish has no timeout."""
         return False
 
     @property
     def taken_in(self) -> int:
-        """Models of others that were merged into the one that it holds for all."""
+        """Number of models of others merged into a shared model held here."""
         return 0
 
     @property
     def delayed_pulls(self) -> int:
-        """Pulls of tables that had to wait here."""
+        """Number of table pulls that were delayed here."""
         return 0
 
     @property
     def counted(self) -> dict[str, tuple[int, float]]:
-        """Figures that are counted here for all: by tag, the iteration that workers have come to, and the figure."""
+        """Metrics counted here for all peers: by tag, the iteration that the workers have reached, and the value."""
         return {}
 
-    # --- while the run lasts ----------------------------------------------------------------------
+    # --- during training --------------------------------------------------------------------------
 
     def begun(self, now: float) -> list[Effect]:
-        """Begin: all peers have come to START."""
+        """Start serving: all peers have reached START."""
         return []
 
     def look(self, now: float) -> list[Effect]:
-        """Look again at what waits, since another peer has told how far it has come."""
+        """Check waiting requests again, since another peer has reached a new stage."""
         return []
 
     def lost(self, rank: int, now: float) -> list[Effect]:
-        """Note that another peer is lost."""
+        """Handle the loss of another peer."""
         return []
 
     def merged(self, event: Merged, now: float) -> list[Effect] | None:
-        """Handle a merge into a model held here; return None if it was into another."""
+        """Handle a merge into a model held here; return None if it went into another model."""
         return None
 
     def before_giving(self, event: Received, now: float) -> list[Effect] | None:
-        """Handle a request for a model to begin with; return None if our own may be given as it is."""
+        """Handle a request for an initial model; return None if our own model may be sent as it is."""
         return None
 
     def gradients_ready(self, buckets: Sequence[tuple[int, int]], now: float) -> list[Effect]:
-        """Push gradients that have been made."""
+        """Push gradients that were computed."""
         return []
 
     def tables_restored(self, event: TablesRestored, now: float) -> list[Effect]:
-        """Continue with a shard whose tables are restored."""
+        """Resume a shard whose tables were restored."""
         return []
 
     def prepared(self, event: Prepared, now: float) -> list[Effect]:
-        """Handle tables that have come to be held here, or cannot come."""
+        """Handle the outcome of PrepareTables: the tables to be hosted here are complete, or are not available."""
         return []
 
     def switch(self, event: SwitchSync, now: float) -> list[Effect]:
@@ -84,29 +87,29 @@ class ServerRole:
         return [Switched(event.number, NO_SERVER)]
 
     def change(self, event: ChangeServers, now: float) -> list[Effect]:
-        """Change to other servers."""
+        """Move the shards to other servers."""
         return [Switched(event.number, NO_SERVER)]
 
     # --- the end ----------------------------------------------------------------------------------
 
     def agree(self, now: float) -> list[Effect] | None:
-        """Take the final model, as all have come to the finish; return None if that is the mean of all models."""
+        """Fetch the final model, as all peers have reached the finish; return None if it is the mean of all models."""
         return None
 
     def adopted(self, ticket: int, now: float) -> list[Effect] | None:
-        """Note that a model was adopted; return None if it was not requested here."""
+        """Handle an adopted model; return None if it was not requested here."""
         return None
 
     @property
     def forsaken(self) -> int | None:
-        """The peer that was to give the final model and does not: the mean of the others' models takes its place."""
+        """Rank of the peer that failed to deliver the final model, so that all models are averaged; None: none."""
         return None
 
     def hand_over_all(self, now: float) -> list[Effect]:
-        """Hand over to others what they need of this peer, before it leaves: as long as it :attr:`stays`."""
+        """Hand over to others what they need from this peer before it leaves; :attr:`stays` is true until then."""
         return []
 
     @property
     def stays(self) -> bool:
-        """Whether something is still being handed over."""
+        """Whether a hand-over is still under way."""
         return False

@@ -1,22 +1,18 @@
-"""What others pull from a peer: how many at once, whose turn it is, and of which version.
+"""Serving: how a peer answers the pulls of others, under limits on concurrency, memory and time.
 
-At most so many pulls are answered at a time, one of each peer; whoever comes beyond that is told that this peer is busy
-and chooses another. Who was turned away has precedence, should it ask again, over all that were served after it: each
-of these is told once that this peer is busy too. So nobody is turned away for good, and a place is hardly kept free for
-one that does not come back.
+At most ``most`` pulls are answered at a time, one per peer; further ones get Busy, and their senders try another peer.
+To avoid starvation, a peer that was turned away has precedence: each peer that was served after it is told Busy once
+too, until the waiting peer returns. A slot is thus hardly ever left unused for a peer that does not return.
 
-All that are served at a time are given one and the same version of the model, so that no more than one older than the
-last step boundary is kept, however many ask. Others join in until the first of them has it whole; from then on it is
-given only if it is still the latest. So nobody is given a model older than one transfer.
+All pulls under way get the same captured version of the model, so one copy is enough. Others may join until the first
+receiver has the whole model; after that, only while it is still the latest version. So no peer gets a model that is
+older than one transfer.
 
-Each model that is given takes a moment from training. While a peer trains, models follow one another so that these
-moments stay a small share of its time; who asks more often waits for his turn. A peer that waits for exchanges itself
-has no such moments to lose.
+Each served model costs training a moment. While a peer trains, models are therefore spaced so that these moments stay a
+small share of its time, and a peer that pulls more often waits for its turn. In blocking mode there is no limit.
 
-Our models on their way to others: how long each may take, and how long it took.
-
-Who asks for a model tells how long it waits, or gives up by itself; but what is kept for it here, a place and a version
-of the model, is free again when our own patience ends: nobody holds on to them by asking and not reading.
+A requester states how long it waits, but the slot and the captured model are released after our own deadline: a peer
+cannot hold them by requesting a model and not reading it.
 """
 
 from __future__ import annotations
@@ -30,42 +26,46 @@ from gossipx.protocol.events import Answered, Received
 from gossipx.protocol.messages import BusyReply, ModelReply, PullRequest, TakeRequest
 
 SECONDS_PER_MODEL = 0.0008
-"""Seconds that one model which is given takes from training, whatever its size: the most that was seen, with steps of
-0.5 ms (``bin/bench exchange --only served``)."""
+"""Seconds of training time that serving one model costs, whatever its size: the maximum measured, with steps of 0.5 ms
+(``bin/bench exchange --only served``)."""
 SAVED = 0.2
-"""Seconds whose share of training is saved up while nobody asks."""
+"""Seconds for which unused serving time accumulates."""
 
 
 class Serving:
-    """One peer's answers to pulls. Each method says what is to be done.
+    """The answers of one peer to pulls. Methods return the effects to carry out.
 
     Args:
         most: pulls that are answered at a time.
-        share: of training's time that answers may take; 1: no limit.
-        requests: the role's, for tickets; ``outgoing`` too.
+        share: share of training time that answers may take; 1: no limit.
+        requests: the role's open requests, which allocate tickets.
+        outgoing: the role's models under way.
 
     Attributes:
-        turned_away: pulls that were answered by "busy".
+        turned_away: number of pulls answered with Busy.
     """
 
     def __init__(self, most: int, share: float, requests: Requests, outgoing: Outgoing):
         self.turned_away = 0
         self._most = most
-        self._apart = (
-            SECONDS_PER_MODEL / share if share < 1 else 0.0
-        )  # seconds from one model that is given to the next
-        self._free_at = -math.inf  # when the next may be, had nothing been saved up
+        self._spacing = SECONDS_PER_MODEL / share if share < 1 else 0.0  # seconds between served models
+        self._free_at = -math.inf  # when the next may be served, ignoring saved time
         self._requests = requests
         self._outgoing = outgoing
-        self._served: dict[Hashable, int] = {}  # ranks, by the keys of their requests
-        self._ticket = 0  # of the version that these are given
-        self._step = 0  # ... and the iterations that it has seen
-        self._given = False  # one of these has it
-        self._turns: dict[int, int] = {}  # the last time each rank was served, counted in answers
-        self._waiting: dict[int, set[int]] = {}  # who has made way for each that was turned away since
+        self._served: dict[Hashable, int] = {}  # request key to rank
+        self._ticket = 0  # of the captured version that these get
+        self._step = 0  # iterations that it has seen
+        self._given = False  # whether a receiver has all of it
+        self._turns: dict[int, int] = {}  # by rank, the sequence number of its last answer
+        self._waiting: dict[int, set[int]] = {}  # by rank turned away, those that made way for it
 
     def requested(self, event: Received, step: int, now: float, trains: bool) -> list[Effect]:
-        """Another pulls; ``step``: iterations that our model has seen; ``trains``: whether an answer holds up more."""
+        """Handle a pull.
+
+        Args:
+            step: iterations that our model has seen.
+            trains: whether this peer is training, so that models must be spaced.
+        """
         assert isinstance(event.request, PullRequest)
         patience = event.request.patience
         if not self._has_room_for(event.sender, step):
@@ -83,9 +83,9 @@ class Serving:
         return [*effects, self._outgoing.answer(event, ModelReply(step), self._ticket, now, patience, begins)]
 
     def _turn(self, now: float) -> float:
-        """When the next model may be given."""
+        """Reserve the time at which the next model may be served."""
         begins = max(self._free_at, now - SAVED)
-        self._free_at = begins + self._apart
+        self._free_at = begins + self._spacing
         return max(begins, now)
 
     def _has_room_for(self, sender: int, step: int) -> bool:
@@ -101,7 +101,7 @@ class Serving:
         return not makes_way
 
     def answered(self, event: Answered) -> list[Effect]:
-        """An answer was handed over, or not; nothing if it is none of these."""
+        """Handle the end of an answer, delivered or not; ignore those to other requests."""
         if self._served.pop(event.key, None) is None:
             return []
         self._given = self._given or event.whole
@@ -109,15 +109,15 @@ class Serving:
 
 
 class Outgoing:
-    """One peer's models under way to others, all but first ones and those of waves.
+    """Our models under way to others, except initial models and those of waves: their deadlines and transfer times.
 
     Args:
-        members: the role's.
+        members: the role's membership list.
     """
 
     def __init__(self, members: Membership):
         self._members = members
-        self._under_way: dict[Hashable, tuple[int, float, float]] = {}  # to whom, since when, and our patience
+        self._under_way: dict[Hashable, tuple[int, float, float]] = {}  # by request key: receiver, start, timeout
 
     def answer(
         self,
@@ -128,13 +128,13 @@ class Outgoing:
         at_most: float = math.inf,
         begins: float = 0.0,
     ) -> Answer:
-        """Give the model held under ticket ``captured`` to whoever asks by ``event``.
+        """Return the effect that answers ``event`` with the model captured under ticket ``captured``.
 
         Args:
-            at_most: seconds that it is waited for there.
-            begins: when to hand it over, if that is later than now.
+            at_most: seconds that the requester waits.
+            begins: earliest time at which the model is sent.
         """
-        patience = self._members.patience(event.sender, given=True)
+        patience = self._members.patience(event.sender, outgoing=True)
         since = max(begins, now)
         self._under_way[event.key] = event.sender, since, patience
         bases = event.request.bases if isinstance(event.request, PullRequest | TakeRequest) else ()
@@ -142,11 +142,11 @@ class Outgoing:
         return Answer(event.key, reply, by, captured=captured, begins=begins, taker=taker)
 
     def answered(self, event: Answered, now: float) -> None:
-        """An answer was handed over, or not."""
+        """Record the transfer time of an answer, or that it missed its deadline."""
         if event.key not in self._under_way:
             return
         to, since, patience = self._under_way.pop(event.key)
         if event.whole:
-            self._members.measured(to, now - since, given=True)
+            self._members.measured(to, now - since, outgoing=True)
         elif now - since >= patience:
-            self._members.was_late(to, given=True)
+            self._members.was_late(to, outgoing=True)

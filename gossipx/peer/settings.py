@@ -1,4 +1,4 @@
-"""The settings of one peer's role; those of a run are :mod:`gossipx.config.settings`."""
+"""The settings of one peer's role. Those of a whole run are :mod:`gossipx.config.settings`."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class PeerSettings:
-    """How a peer behaves.
+    """The behaviour of one peer.
 
     Attributes:
-        peer_timeout: seconds after which another peer is no longer waited for. Every deadline but a model's is this or
-            a fixed share of it. 30 s: several times what a model of 100 MB takes at 100 Mbit/s, short enough for a
-            person to wait.
-        model_timeout: seconds that a model may take on its way if that is more, and none was measured yet.
-        max_served: pulls that are answered at a time.
-        max_pushes: that are taken in at a time, from their acceptance to the mix.
-        serve_share: of training's time that answering pulls may take; 1: no limit.
-        exchange: what a policy that fires begins: an exchange with one other peer, or a wave of all.
-        mode: ``pull``: fetch another's model; ``push``: have another fetch ours; ``pushpull``: average a pair.
-        push_sum: a push gives away half of one's weight, so that the average is kept on directed graphs too.
-        blocking: wait for each exchange, as Algorithm 2 is printed, or each wave, instead of training on meanwhile.
+        peer_timeout: seconds after which an unresponsive peer is no longer waited for. Every deadline except those of
+            models is this or a fixed share of it. 30 s is several times what a model of 100 MB takes at 100 Mbit/s, and
+            short enough for a person to wait.
+        model_timeout: seconds that a model transfer may take before any was measured; peer_timeout if that is more.
+        max_served: number of pulls answered at a time.
+        max_pushes: number of pushes taken in at a time, from acceptance to the mix.
+        serve_share: share of training time that answering pulls may take; 1: no limit.
+        exchange: what starts when the policy fires: an exchange with one peer, or a wave of all.
+        mode: ``pull``: fetch another peer's model; ``push``: send ours; ``pushpull``: average a pair.
+        push_sum: a push transfers half of the push-sum weight, which preserves the average on directed graphs too.
+        blocking: training waits for each exchange or wave, as Algorithm 2 is printed, instead of continuing meanwhile.
         finish: ``consensus``: average all models at the end; ``none``: do not, as in the paper.
-        init: ``first``: all begin with one peer's weights; ``own``: each with its own, as Algorithm 2 is printed.
-        min_peers: stop (exit code 4) when fewer are left, oneself included; 1: go on alone.
+        init: ``first``: all start with one peer's weights; ``own``: each with its own, as Algorithm 2 is printed.
+        min_peers: stop (exit code 4) when fewer peers are left, including this one; 1: continue alone.
     """
 
     peer_timeout: float = 30.0

@@ -1,4 +1,7 @@
-"""The stages of a peer's life: the one that it is in, and the steps from each to the next."""
+"""Stage transitions: the current stage of a peer, and what leads from each stage to the next.
+
+The stages and their order are listed in :mod:`gossipx.peer.role`.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +23,16 @@ TRAINED = "its training is over"
 
 
 class Stages:
-    """Takes a peer from stage to stage. What follows from an event is decided in one place, :meth:`follow`.
+    """The stage of a peer. After each event, the role calls :meth:`follow`, the only place that decides transitions.
 
     Args:
-        incarnation: tells this life of the peer from an earlier one under the same rank.
-        members: the role's; ``requests`` and the parts that decide one matter each, too.
+        incarnation: distinguishes this process from an earlier one of the same rank.
+        members: the role's membership list.
+        requests: the role's open requests.
 
     Attributes:
-        stage: the current one.
-        report: the peer's final figures, once known.
+        stage: the current stage.
+        report: the final figures of this peer; empty before DONE.
     """
 
     def __init__(
@@ -58,7 +62,7 @@ class Stages:
         self._server = server
 
     def follow(self, now: float) -> list[Effect]:
-        """Return what follows, in this stage and the next ones, from what has just happened."""
+        """Return the effects that follow from the last event, through as many transitions as it causes."""
         effects: list[Effect] = []
         while True:
             stage = self.stage
@@ -74,34 +78,34 @@ class Stages:
                 followed = self._training.follow(now)
                 return self._finish(now) if self._training.over and not followed else followed
             case Stage.AGREE if last is None:
-                # The model that the run was to end with may be unavailable.
+                # If the peer that holds the final model is lost, average all models instead.
                 return [] if self._server.forsaken is None else self._last_wave(None, now)
             case Stage.AGREE if last is not None and self._waves.over:
                 return [*self._waves.take_in(), *([] if last.merged else [Resume()])]
-            case Stage.JOINING if self._barrier.on:
-                if asked := self._joining.ask(now):
-                    return asked
+            case Stage.JOINING if self._barrier.active:
+                if requested := self._joining.ask(now):
+                    return requested
                 return self.enter_barrier(Stage.START, now) if self._joining.may_begin() else []
-            case Stage.START | Stage.FINISH | Stage.DONE if self._barrier.on and self._barrier.complete():
+            case Stage.START | Stage.FINISH | Stage.DONE if self._barrier.active and self._barrier.complete():
                 return self._barrier_passed(now)
         return []
 
-    # --- waiting for the others: START, FINISH, DONE, and JOINING ---------------------------------
+    # --- barriers: JOINING, START, FINISH, DONE ---------------------------------------------------
 
     def enter_barrier(self, stage: Stage, now: float) -> list[Effect]:
-        """Enter ``stage``, tell all others, and wait until they have come too, or peer_timeout has passed."""
+        """Enter ``stage``, announce it to all others, and start waiting for them."""
         self.stage = stage
         arrival = ArriveRequest(stage, self._incarnation, self.report, self._waves.latest)
         return [*self._barrier.begin(arrival, now), *self._server.look(now)]
 
-    def late(self, now: float) -> list[Effect]:
-        """Stop waiting for the others: it has been long enough."""
+    def timed_out(self, now: float) -> list[Effect]:
+        """Handle the timeout of the current barrier."""
         if self.stage is Stage.JOINING:
-            return self._joining.late(now) or self.enter_barrier(Stage.START, now)
+            return self._joining.timed_out(now) or self.enter_barrier(Stage.START, now)
         if self.stage is Stage.FINISH and (self._server.attends or self._server.awaits_all):
-            # One that does not answer will be lost, and waited for no longer.
-            return self._barrier.go_on(self._barrier.absent(), now)
-        return [*self._barrier.late(), *self._barrier_passed(now)]
+            # This wait has no timeout, but a peer that does not answer becomes lost, which ends it.
+            return self._barrier.extend(self._barrier.absent(), now)
+        return [*self._barrier.timed_out(), *self._barrier_passed(now)]
 
     def _barrier_passed(self, now: float) -> list[Effect]:
         self._barrier.end()
@@ -110,7 +114,7 @@ class Stages:
             return [*self._server.begun(now), *self._training.begin(now)]
         if self.stage is Stage.FINISH and self._agrees:
             return self._agree(now)
-        return [Resume()]  # DONE, or it has only attended
+        return [Resume()]  # DONE, or this peer only serves the others
 
     # --- the finish -------------------------------------------------------------------------------
 
@@ -123,14 +127,18 @@ class Stages:
 
     @property
     def _agrees(self) -> bool:
-        """Whether it takes part in what the run ends with."""
+        """Whether this peer takes part in the final averaging."""
         return self._settings.finish != "none" and self._training.sound
 
     def _agree(self, now: float, members: tuple[int, ...] | None = None) -> list[Effect]:
-        """Begin the last wave with ``members``; None: all that are here. Or take what the run's mode ends with."""
+        """Start the final averaging: adopt the server role's final model if there is one, else start the last wave.
+
+        Args:
+            members: ranks that take part in the last wave; None: all that have reached the finish.
+        """
         self.stage = Stage.AGREE
-        if members is None and (asked := self._server.agree(now)) is not None:
-            return asked
+        if members is None and (requested := self._server.agree(now)) is not None:
+            return requested
         return self._last_wave(members, now)
 
     def _last_wave(self, members: tuple[int, ...] | None, now: float) -> list[Effect]:
@@ -139,20 +147,20 @@ class Stages:
     # --- waves ------------------------------------------------------------------------------------
 
     def round_requested(self, event: Received, request: RoundRequest, now: float) -> list[Effect]:
-        """Another asks for our model in a wave."""
+        """Handle a request for our model in a round of a wave."""
         waves, last, refusal = self._waves, request.wave == LAST_WAVE, "it takes part in no wave"
         match self.stage:
             case Stage.START | Stage.TRAIN | Stage.FINISH if last:
-                waves.hold(event)
-                # One that no longer waits for others asks: all must mean the same members, so follow it.
-                if self.stage is Stage.FINISH and self._barrier.on and waves.may_join(event):
+                waves.defer(event)
+                # The sender's barrier is over; adopt its member list, which must be the same for all.
+                if self.stage is Stage.FINISH and self._barrier.active and waves.may_join(event):
                     self._barrier.end()
                     return self._agree(now, request.members)
                 return []
             case Stage.AGREE | Stage.DONE if last and waves.current is not None:
                 return waves.current.requested(event, now)
-            case Stage.AGREE if last:  # it depends on what our exchange ends with
-                waves.hold(event)
+            case Stage.AGREE if last:  # undecided until the server role's final model arrives or fails
+                waves.defer(event)
                 return []
             case Stage.START | Stage.TRAIN:
                 return self._training.round_requested(event, self.stage is Stage.TRAIN, now)
@@ -163,19 +171,19 @@ class Stages:
     # --- leaving ----------------------------------------------------------------------------------
 
     def leave(self, now: float) -> list[Effect]:
-        """Take part in nothing any more, and tell the others."""
+        """Enter LEFT: abandon everything under way and tell the others."""
         self.stage = Stage.LEFT
         self._barrier.end()
-        # Models that still come are forgotten: whoever has been told that this peer leaves counts on its last word.
+        # Models that still arrive are dropped: the others count on the state that we announce here.
         self._joining.leave()
         dropped = self._training.leave(now)
         deadline = now + self._settings.peer_timeout / 10
-        told: list[Effect] = [
+        leaving: list[Effect] = [
             self._requests.send(rank, LeaveRequest(), now, deadline) for rank in self._members.awaited()
         ]
-        return [Wait(), *dropped, *told, *self._waves.leave(now), *self.gone_if_told()]
+        return [Wait(), *dropped, *leaving, *self._waves.leave(now), *self.resume_if_announced()]
 
-    def gone_if_told(self) -> list[Effect]:
-        """Resume once every peer that could be told has been told."""
+    def resume_if_announced(self) -> list[Effect]:
+        """Return Resume once every LeaveRequest was answered or has failed."""
         telling = self._requests.asked(LeaveRequest)
         return [] if telling or self.stage is not Stage.LEFT else [Resume()]

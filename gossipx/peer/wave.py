@@ -1,14 +1,13 @@
-"""One wave: pairwise averaging rounds after which all who took part hold the mean of all their models.
+"""One wave: rounds of pairwise averaging after which all members hold the mean of their models.
 
-Nobody coordinates it. Every peer that takes part knows the others by rank, so each knows whom it meets in which round
-(:func:`gossipx.topology.agreement_meeting`). What is averaged is the model that each peer captured as it entered the
-wave: in a round both partners give each other what they hold by then, and only when it has crossed does either merge
-it, so that the sum of the two stays what it was. The steps that training makes meanwhile are added to the mean at the
-end, so that a wave changes the sum of all models by nothing but their own steps.
+There is no coordinator. Every member knows the ranks of the others, so each can compute its partner of every round
+(:func:`gossipx.topology.agreement_meeting`). The averaged model is the one that each peer captured as it entered the
+wave. In each round both partners send each other their current average, and merge only after both transfers are
+complete, so that the sum of the two models is unchanged. Training steps made meanwhile are added to the mean at the
+end; nothing else changes the sum of all models.
 
-A partner that does not come costs its round, not the wave. Round k of a wave may last until 1 + k · ROUND_SLACK times
-the patience of a round from the wave's beginning: whoever had to give up a silent partner still meets those of the
-later rounds in time.
+A missing partner costs its round, not the wave. Round k ends at the latest 1 + k · ROUND_SLACK times the round timeout
+after the start of the wave, so a peer that waited in vain for one partner still meets the next ones in time.
 """
 
 from __future__ import annotations
@@ -23,25 +22,26 @@ from gossipx.protocol.messages import LAST_WAVE, HereReply, ModelReply, NotReady
 from gossipx.topology import Meeting, agreement_meeting, agreement_rounds
 
 TIMER = "round"
-"""The timer of the round that a peer is in; a peer is in one at a time."""
+"""Name of the timer that ends the current round."""
 ROUND_SLACK = 1 / 2
-"""Share of that by which each further round may end later: room for one transfer, and for hearing late."""
+"""Extra time for each further round, as a share of the round timeout: enough for one transfer and a late start."""
 
 
 @dataclass
 class _Round:
-    """One peer's view of the round that it is in.
+    """One peer's view of its current round.
 
     Attributes:
         number: from 0.
-        deadline: when the partner is no longer waited for.
-        partner: rank of the peer met.
-        ticket: of our own request; None if this peer only gives and does not need to be heard of.
-        taken: the partner's model is here, or is not coming.
-        weight: of the partner's average, the sum of those of the models in it; 0 if it is not coming.
-        given: the partner has our model, or will not have it.
-        answering: the partner's request while our answer is under way.
-        merging: the partner's model is being merged; the round is as good as over.
+        deadline: time after which the partner is no longer waited for.
+        partner: its rank.
+        meeting: the directions in which models travel in this round.
+        ticket: of our request; None if this peer only sends and the partner knows of the wave.
+        taken: whether the partner's model is here, or will not arrive.
+        weight: of the partner's average: the sum of the weights of the models in it; 0 if it will not arrive.
+        given: whether the partner has our model, or will not get it.
+        answering: key of the partner's request while our answer is under way.
+        merging: whether the partner's model is being merged, which ends the round.
     """
 
     number: int
@@ -57,24 +57,24 @@ class _Round:
 
 
 class Wave:
-    """One peer's way through the rounds of one wave. Each method says what is to be done; then look at :attr:`over`.
+    """One peer's part in one wave. Methods return the effects to carry out; check :attr:`over` after each.
 
     Args:
         number: of the wave.
-        rank: one's own.
-        members: ranks that take part, ascending, ``rank`` among them.
-        step: iterations that one's own model has seen.
-        requests: the role's.
-        patience: seconds that a round may take.
+        rank: this peer's own rank.
+        members: ranks that take part, ascending, including ``rank``.
+        step: iterations that our model has seen.
+        requests: the role's open requests.
+        patience: timeout of a round, in seconds.
         missing: ranks that are not waited for.
-        weight: of our model in the mean of all; 1, or push-sum's w.
+        weight: of our model in the mean: 1, or the push-sum weight.
 
     Attributes:
-        ticket: what our model is held under, from its capture on.
-        merged: models that were merged into it.
-        lost: rounds that a missing partner cost.
-        over: no round is left.
-        touched: another has, or may have, our model, or we its: who takes part can no longer change.
+        ticket: our captured model, which becomes the average.
+        merged: number of models merged into it.
+        lost: number of rounds skipped because the partner was missing.
+        over: whether no round is left.
+        touched: whether a model was sent or received, so that the members can no longer change.
     """
 
     def __init__(
@@ -98,19 +98,19 @@ class Wave:
         self._requests = requests
         self._patience = patience
         self._began = 0.0
-        self._weight = weight  # the sum of those of the models that what we hold is the mean of
+        self._weight = weight  # sum of the weights of the models in our average
         self._rounds = agreement_rounds(len(members))
-        # While training, pairs among a power of two share alike, also after a lost round: their sum stays. At the end,
-        # and where the schedule makes weights unequal, it is the mean of all models reached that counts.
-        self._alike = number != LAST_WAVE and len(members) == 1 << self._rounds
-        self._entered = -1  # the last round that we entered or passed by
+        # While training, partners among a power of two average equally, even after a lost round: the sum of models is
+        # conserved. In the last wave, or for other sizes, weights make the result the mean of all models reached.
+        self._equal_weights = number != LAST_WAVE and len(members) == 1 << self._rounds
+        self._entered = -1  # last round that was entered or skipped
         self._round: _Round | None = None
         self._missing = set(missing)
-        self._held: list[Received] = []  # requests of a later round than ours
+        self._early: list[Received] = []  # requests of later rounds
 
     @property
     def name(self) -> str:
-        """For a person."""
+        """The wave's name in log messages."""
         return "the finish" if self.number == LAST_WAVE else f"wave {self.number}"
 
     # --- rounds -----------------------------------------------------------------------------------
@@ -119,13 +119,13 @@ class Wave:
         """Capture our model and enter the first round.
 
         Args:
-            starts: nobody has heard of this wave yet, so that whoever we meet is told, even if we take nothing from it.
+            starts: whether this peer starts the wave, so that it must tell its first partner in any case.
         """
         self._began = now
         return [Capture(self.ticket), *self._next_round(now, starts)]
 
     def _next_round(self, now: float, starts: bool = False) -> list[Effect]:
-        """Enter the next round, if there is one; answer who came to it before us."""
+        """Enter the next round if there is one, and answer requests that arrived early for it."""
         effects: list[Effect] = []
         step = self._next_meeting()
         if step is None:
@@ -147,7 +147,7 @@ class Wave:
         return effects
 
     def _next_meeting(self) -> tuple[int, Meeting] | None:
-        """Count on to the next round in which somebody is met; None if there is none: it is over."""
+        """Advance to the next round with a partner that is not missing; return None after the last round."""
         self._round = None
         while self._entered + 1 < self._rounds:
             self._entered += 1
@@ -162,7 +162,7 @@ class Wave:
         return None
 
     def _complete(self, now: float) -> list[Effect]:
-        """Once both models have crossed, merge; neither partner changes what the other is still to read."""
+        """Merge once both transfers are complete, as the partner may still be reading our average before."""
         current = self._round
         if current is None or current.merging or not (current.taken and current.given):
             return []
@@ -170,19 +170,19 @@ class Wave:
             return self._next_round(now)
         assert current.ticket is not None
         current.merging = True
-        own, theirs = (1, 1) if self._alike else (0 if current.meeting.whole else self._weight, current.weight)
+        own, theirs = (1, 1) if self._equal_weights else (0 if current.meeting.whole else self._weight, current.weight)
         return [Merge(current.ticket, self.ticket, own, theirs)]
 
-    # --- the partner's model comes in -------------------------------------------------------------
+    # --- receiving --------------------------------------------------------------------------------
 
     def is_current(self, ticket: int) -> bool:
-        """Whether ``ticket`` is our request of this round."""
+        """Return whether ``ticket`` is our request of this round."""
         return self._round is not None and self._round.ticket == ticket
 
     def taken(self, weight: float, now: float) -> list[Effect]:
-        """The partner's model is here, a mean of models whose weights sum up to ``weight``."""
+        """Handle the partner's model, the mean of models whose weights add up to ``weight``."""
         assert self._round is not None and self._round.ticket is not None
-        if not self._round.meeting.takes:  # it was only told of this wave
+        if not self._round.meeting.takes:  # our request only announced the wave
             return [Forget(self._round.ticket)]
         self.touched = True
         self._round.taken = True
@@ -190,7 +190,7 @@ class Wave:
         return self._complete(now)
 
     def was_merged(self, sound: bool, now: float) -> list[Effect]:
-        """The partner's model was merged; or it was not, since it is not sound."""
+        """Handle the end of a merge; if not ``sound``, the partner's model held NaN or Inf and was left out."""
         current = self._round
         assert current is not None
         if sound:
@@ -201,46 +201,46 @@ class Wave:
         return [Note("poisoned", text), *self._next_round(now)]
 
     def partner_lost(self, now: float) -> list[Effect]:
-        """The partner did not come, or not whole: the round is lost, and no further one is spent on waiting for it."""
+        """Give up the partner for the rest of the wave: its model did not arrive whole. This loses the round."""
         current = self._round
         if current is None or current.merging:
             return []
-        note = Note("round", f"peer {current.partner} did not come to a round of {self.name}")
+        note = Note("round", f"peer {current.partner} missed a round of {self.name}")
         self._missing.add(current.partner)
-        if current.weight:  # its model is here, only ours did not reach it
+        if current.weight:  # its model is here, only ours was not delivered
             current.given = True
             return [note, *self._complete(now)]
         self.lost += 1
         return [note, *self._next_round(now)]
 
     def gone(self, rank: int, now: float) -> list[Effect]:
-        """``rank`` comes to no further round."""
+        """Handle the departure of ``rank``."""
         self._missing.add(rank)
         return self.partner_lost(now) if self._round is not None and self._round.partner == rank else []
 
     def timer(self, now: float) -> list[Effect]:
-        """The time of a round is over, if it is this one's."""
+        """Handle the round timer, which may be that of an earlier round."""
         return self.partner_lost(now) if self._round is not None and now >= self._round.deadline else []
 
     @property
     def partner(self) -> int:
-        """Whom we meet in this round."""
+        """The rank of the partner in this round."""
         assert self._round is not None
         return self._round.partner
 
-    # --- ours goes out ----------------------------------------------------------------------------
+    # --- sending ----------------------------------------------------------------------------------
 
     def requested(self, event: Received, now: float) -> list[Effect]:
-        """Another asks for our model: give it in the round that both mean, now or when we are there."""
+        """Handle a request for our model: answer it in the round that it names, now or once we enter that round."""
         assert isinstance(event.request, RoundRequest)
         request, current = event.request, self._round
         same = (request.wave, request.members) == (self.number, self.members)
         if same and self._entered < request.round < self._rounds:
-            self._held.append(event)
+            self._early.append(event)
             return []
         if current is None or not same or (request.round, event.sender) != (current.number, current.partner):
             return [self._refuse(event, now)]
-        if not current.meeting.gives:  # it tells us of this wave; its model is what we ask for in this round
+        if not current.meeting.gives:  # the request only announces the wave: in this round only we receive
             return [Answer(event.key, HereReply(Stage.TRAIN), now + self._patience)]
         if current.given or current.merging:
             return [self._refuse(event, now)]
@@ -249,15 +249,15 @@ class Wave:
         return [Answer(event.key, ModelReply(self._step, self._weight), current.deadline, captured=self.ticket)]
 
     def _refuse(self, event: Received, now: float) -> Answer:
-        refusal = NotReadyReply("it is not in that round, or not with these peers")
+        refusal = NotReadyReply("it is not in that round, or has other members for that wave")
         return Answer(event.key, refusal, now + self._patience)
 
     def is_answering(self, key: Hashable) -> bool:
-        """Whether it is the answer of this round."""
+        """Return whether ``key`` is the request that this round answers."""
         return self._round is not None and self._round.answering is not None and self._round.answering == key
 
     def answered(self, event: Answered, now: float) -> list[Effect]:
-        """Our answer of this round was handed over, or not."""
+        """Handle the end of our answer, delivered or not."""
         current = self._round
         assert current is not None
         current.answering = None
@@ -265,6 +265,6 @@ class Wave:
         return self._complete(now)
 
     def leave(self) -> list[Received]:
-        """Requests that are still to be answered; they are no longer this wave's."""
-        held, self._held = self._held, []
+        """Return the requests that are still unanswered, which the caller now owns."""
+        held, self._early = self._early, []
         return held

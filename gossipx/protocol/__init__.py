@@ -1,1 +1,1 @@
-"""What peers say to each other, and the events and effects by which a role talks to its driver."""
+"""The vocabulary of the protocol: messages between peers, and the events and effects between a role and its driver."""

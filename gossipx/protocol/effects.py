@@ -1,30 +1,31 @@
-"""Effects: what roles ask of their driver.
+"""Effects: the actions that a role requests from its driver.
 
-A role decides and does nothing else; the driver carries out the effects in their order and tells what follows by events
+A role only decides. The driver carries out the effects in order and reports their outcomes as events
 (:mod:`gossipx.protocol.events`). Effects on the tables of a parameter server are in
-:mod:`gossipx.protocol.table_effects`; of both, the driver of real processes does those that must follow the order of
-decisions under its lock, and the others after it.
+:mod:`gossipx.protocol.table_effects`. The driver of real processes carries out those whose order matters under its
+lock, and all others after it has released the lock. A *ticket* is a number that the role allocates for one of its
+requests or for a model that the driver keeps for it; a *key* names a received request.
 
 ============  ============================================================  =========================================
-effect        asked for by                                                  the driver then
+effect        requested by                                                  the driver
 ============  ============================================================  =========================================
-Send          the part of a role that needs something of another peer       sends, and tells Replied or Failed
-Cancel        peer/pulls, hub/elastic, server/worker                        ends the request, and tells Failed
-Answer        the part that has received a request                          answers, and tells Answered
+Send          any part that needs something from another peer               sends, and reports Replied or Failed
+Cancel        peer/pulls, hub/elastic, server/worker                        aborts the request, and reports Failed
+Answer        the part that handles a request                               replies, and reports Answered
 Keep          hub/centre, server: shard, replica                            keeps the payload of a request
-Capture       peer/serving, wave, pushes, pairs, exchange; hub/centre       holds the present model
-Merge         peer/wave, hub/centre                                         changes a held model, and tells Merged
-TakeIn        peer/waves, after the last round                              changes the model, and tells Mixed
-Mix           peer/pulls, pushes, pairs; hub/elastic                        mixes, and tells Mixed or Poisoned
-Adopt         peer/role for a peer that joins, hub/elastic at the finish    replaces the model, tells the same
-Forget        the part that has asked, once it is done                      releases what it holds under the ticket
-Given         peer/pushes, once a push stands                               measures drift from that model
-Switched      server: switching, coordinator                                tells the user
-SetTimer      any part that waits                                           tells TimerFired
-Wait, Resume  peer/stages, training, any part of a blocking exchange        stops and frees the training thread
+Capture       peer/serving, wave, pushes, pairs, offers; hub/centre         captures the present model
+Merge         peer/wave, hub/centre                                         merges two kept models; reports Merged
+TakeIn        peer/waves, after the last round                              updates our model, and reports Mixed
+Mix           peer/pulls, pushes, pairs; hub/elastic                        mixes; reports Mixed or Poisoned
+Adopt         peer/role of a joining peer, hub/elastic at the finish        replaces our model; reports the same
+Forget        the part that allocated the ticket                            releases all that the ticket holds
+Delivered     peer/pushes, once a push is settled                           measures drift from that model
+Switched      server: switching, coordinator                                informs the user
+SetTimer      any part that waits                                           reports TimerFired
+Wait, Resume  peer/stages, training, any part of a blocking exchange        blocks and releases the training thread
 Note          any part                                                      logs
-Stop          peer/role, peer/joining, hub/elastic, server: mode, holding,  ends training with an error
-              migration
+Stop          peer/role, peer/joining, hub/elastic, server: mode,           ends training with an error
+              hosted_shards, migration
 ============  ============================================================  =========================================
 """
 
@@ -39,10 +40,15 @@ from gossipx.protocol.table_effects import Pieces, RequestedBucket, TableEffect
 
 @dataclass(frozen=True)
 class Send:
-    """Send ``request``; exactly one of Replied and Failed follows, at the latest at ``deadline``.
+    """Send ``request``. Exactly one of Replied and Failed follows, by ``deadline``.
 
-    When the reply is mixed, the change is measured from a base: of a pull, from the model as it is now; of a take, from
-    the captured one. An elastic request brings its base along.
+    When the model of the reply is mixed, the difference is taken from a base: for a pull, our model as it is now; for a
+    take, the captured one. An elastic request carries its base.
+
+    Attributes:
+        ticket: of the request; the model of its reply is kept under it.
+        to: rank of the receiver.
+        deadline: on the driver's clock, in seconds.
     """
 
     ticket: int
@@ -53,29 +59,26 @@ class Send:
 
 @dataclass(frozen=True)
 class Cancel:
-    """End our request ``ticket``: its answer is of no interest any more.
-
-    Failed follows, unless the answer was here already.
-    """
+    """Abort our request ``ticket``. Failed follows, unless its reply has arrived already."""
 
     ticket: int
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Answer the received request ``key``; Answered follows.
+    """Reply to the received request ``key``; Answered follows.
 
     Attributes:
-        deadline: the answer is given up if it is not handed over whole by then.
-        whole_model: give a model with its frozen parameters and all buffers.
-        captured: give the model held under this ticket (:class:`Capture`) rather than that of the last step boundary.
-        begins: when to hand it over, if that is later than now.
-        tables: give this bucket, as it is after all that was asked for before.
-        copies: give a copy of this shard's tables, as they are after all that was asked for before.
-        in_order: not before all that was asked for before is done to the tables.
-        pieces: give all that belongs to these pieces of tables, as it is then.
-        taker: of a model that may be given by a codec, the requester, and the checksums of what it has.
-        differs: of a centre, the ticket of the model that it is given for: by a codec, their difference.
+        deadline: time after which an incomplete reply is abandoned.
+        whole_model: send our model including frozen parameters and all buffers.
+        captured: send the model kept under this ticket (:class:`Capture`), rather than that of the last step boundary.
+        begins: earliest time at which to send.
+        tables: send this bucket, after all earlier effects on the tables.
+        copies: send a copy of this shard's tables, after all earlier effects on the tables.
+        in_order: reply only after all earlier effects on the tables.
+        pieces: send the values and state of these pieces of tables, after all earlier effects on the tables.
+        taker: for a model that a codec may encode: the requester's rank, and the checksums of what it has.
+        differs: for a centre, the ticket of the requester's model: a codec encodes their difference.
     """
 
     key: Hashable
@@ -94,7 +97,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Keep:
-    """Keep the payload of the received request ``key`` under ``ticket``; without this it is dropped."""
+    """Keep the payload of the received request ``key`` under ``ticket``; otherwise it is dropped."""
 
     key: Hashable
     ticket: int
@@ -102,10 +105,10 @@ class Keep:
 
 @dataclass(frozen=True)
 class Capture:
-    """Hold the model as of the last step boundary under ``ticket``, whatever training does meanwhile.
+    """Capture the model of the last step boundary under ``ticket``; later training steps do not change it.
 
     Attributes:
-        saved: rather hold what a checkpoint has kept of a held model, if it has.
+        saved: use the captured model of the checkpoint instead, if there is one.
     """
 
     ticket: int
@@ -114,9 +117,12 @@ class Capture:
 
 @dataclass(frozen=True)
 class Merge:
-    """Merge the model under ``ticket`` into the held one h: h ← (own · h + theirs · x_j) / (own + theirs).
+    """Merge the model under ``ticket`` into the captured model h: h ← (own · h + theirs · x_j) / (own + theirs).
 
-    No weights change. All of it or nothing; Merged follows. Then forget ``ticket``.
+    Our weights do not change. The merge is all or nothing. Merged follows, and the ticket is released.
+
+    Attributes:
+        into: ticket of h.
     """
 
     ticket: int
@@ -127,9 +133,9 @@ class Merge:
 
 @dataclass(frozen=True)
 class TakeIn:
-    """x ← h + (x − x_captured): put the model held under ``ticket`` in the captured one's place, keep our steps since.
+    """x ← h + (x − x_captured): replace the captured model by its average h, and keep the training steps made since.
 
-    Mixed follows. Then forget the ticket.
+    h is the model kept under ``ticket``. Mixed follows, and the ticket is released.
     """
 
     ticket: int
@@ -137,9 +143,9 @@ class TakeIn:
 
 @dataclass(frozen=True)
 class Mix:
-    """Mix the model under ``ticket``: x += share · (x_j − base), base as of the request.
+    """Mix the model under ``ticket``: x += share · (x_j − base), with the base of :class:`Send`.
 
-    All of it or nothing; Mixed or Poisoned follows. Then forget the ticket.
+    The mix is all or nothing. Mixed or Poisoned follows, and the ticket is released.
     """
 
     ticket: int
@@ -148,10 +154,10 @@ class Mix:
 
 @dataclass(frozen=True)
 class Adopt:
-    """Take the model under ``ticket`` as our own; Mixed or Poisoned follows. Then forget the ticket.
+    """Replace our model by the one under ``ticket``. Mixed or Poisoned follows, and the ticket is released.
 
     Attributes:
-        step: iterations that our model counts as having seen from then on; None: as many as before.
+        step: iterations that our model counts as having seen from then on; None: unchanged.
     """
 
     ticket: int
@@ -160,24 +166,25 @@ class Adopt:
 
 @dataclass(frozen=True)
 class Forget:
-    """Release the bytes, the captured copy and what is held under ``ticket``."""
+    """Release the received bytes, the captured model and everything else kept under ``ticket``."""
 
     ticket: int
 
 
 @dataclass(frozen=True)
 class Delivered:
-    """Count drift from the model captured under ``ticket``, which has been given away. Then forget the ticket."""
+    """Measure drift from the model captured under ``ticket``, which the receiver now has, and release the ticket."""
 
     ticket: int
 
 
 @dataclass(frozen=True)
 class Switched:
-    """Tell the user that what SwitchSync or ChangeServers has asked for is done, or not.
+    """Report to the user the outcome of a SwitchSync or ChangeServers.
 
     Attributes:
-        problem: why not, in one line, else empty.
+        number: of that event.
+        problem: why it failed, in one line; empty: it succeeded.
     """
 
     number: int
@@ -186,7 +193,7 @@ class Switched:
 
 @dataclass(frozen=True)
 class SetTimer:
-    """Tell TimerFired at ``at``; a timer of the same name is replaced."""
+    """Report TimerFired at time ``at``. It replaces an earlier timer of the same name."""
 
     name: str
     at: float
@@ -194,17 +201,17 @@ class SetTimer:
 
 @dataclass(frozen=True)
 class Wait:
-    """Stop the training thread until :class:`Resume`; other events are still told."""
+    """Block the training thread until :class:`Resume`; events are still delivered."""
 
 
 @dataclass(frozen=True)
 class Resume:
-    """Free the training thread."""
+    """Release the training thread."""
 
 
 @dataclass(frozen=True)
 class Note:
-    """Log one line; ``topic`` limits how often a cause that repeats is told. Without one it is always told."""
+    """Log one line. Lines of the same ``topic`` are rate-limited; an empty topic is not."""
 
     topic: str
     text: str
@@ -212,7 +219,7 @@ class Note:
 
 @dataclass(frozen=True)
 class Stop:
-    """End training: too few peers are left, or there is no model to begin with."""
+    """End training with an error: too few peers are left, or there is no initial model."""
 
     reason: str
 

@@ -1,33 +1,33 @@
-"""Events: what a driver tells a role.
+"""Events: what a driver reports to a role.
 
-A role is a state machine, ``handle(event, now) -> effects``. A driver (in real processes or in virtual time) tells it
-events and carries out the effects (:mod:`gossipx.protocol.effects`) in their order. ``now`` is in seconds on the
-driver's monotonic clock. A ticket names one request of ours and is chosen by the role; a key names one received request
-and is chosen by the driver.
+A role is a state machine, ``handle(event, now) -> effects``. A driver, in real processes or in virtual time, reports
+events and carries out the returned effects (:mod:`gossipx.protocol.effects`) in order. ``now`` is in seconds on the
+driver's monotonic clock. A *ticket* names one of our requests and is allocated by the role; a *key* names a received
+request and is allocated by the driver.
 
-:class:`gossipx.peer.PeerRole` receives every event and hands it to the part of the role that is named here.
+:class:`gossipx.peer.PeerRole` receives every event and dispatches it to the part named here.
 
 ================  ===========================================  =================================================
-event             told by the driver                           handled by
+event             reported by the driver                       handled by
 ================  ===========================================  =================================================
-JoinRun           once, when the peer listens                  peer/stages, peer/joining
+JoinRun           once, when the peer is listening             peer/stages, peer/joining
 StepDone          at each optimizer step                       peer/training
-GradientsReady    as backward makes gradients                  server/worker
-SwitchSync        when a user or a program asks for it         server: switching
-ChangeServers     when a user or a program asks for it         server: coordinator
-CameBack          after ComeBack, once a checkpoint is read    server/holding
-GradientPoisoned  when a gradient is left out                  peer/role, which counts and notes it
-Prepared          after TellPrepared                           server: migration
+GradientsReady    as the backward pass computes gradients      server/worker
+SwitchSync        when a user or a program requests it         server: switching
+ChangeServers     when a user or a program requests it         server: coordinator
+TablesRestored    after RestoreTables                          server/hosted_shards
+GradientPoisoned  when a gradient is ignored                   peer/role, which counts and logs it
+Prepared          after ReportPrepared                         server: migration
 TrainingEnded     once, after the last iteration               peer/training
 FiguresReady      once, after the finish                       peer/stages
 Restored          when a checkpoint was loaded                 peer/training
 LeaveRun          when the peer must leave                     peer/stages
-Received          when a request comes in                      by its message: see :mod:`gossipx.protocol.messages`
-Replied, Failed   after Send                                   the part that has sent the request
-Answered          after Answer                                 peer/serving, gathering, waves, exchange
-Mixed, Poisoned   after Mix, Adopt and TakeIn                  the part that has asked for it
+Received          when a request arrives                       by its message: see :mod:`gossipx.protocol.messages`
+Replied, Failed   after Send                                   the part that sent the request
+Answered          after Answer                                 peer/serving, barrier, waves, exchange
+Mixed, Poisoned   after Mix, Adopt and TakeIn                  the part that requested it
 Merged            after Merge                                  peer/wave, hub/centre
-TimerFired        after SetTimer                               the part that has set the timer
+TimerFired        after SetTimer                               the part that set the timer
 ================  ===========================================  =================================================
 """
 
@@ -45,20 +45,20 @@ class Fault(enum.Enum):
     """Why a request of ours failed."""
 
     UNREACHABLE = "nothing answers at its address"
-    TIMEOUT = "no whole answer within the deadline"
-    LOCAL = "this machine lacks file descriptors or threads"
-    PROTOCOL = "it sent what the protocol does not allow"
+    TIMEOUT = "no complete reply within the deadline"
+    LOCAL = "this machine is out of file descriptors or threads"
+    PROTOCOL = "it violated the protocol"
     POISONED = "its model holds NaN or Inf"
-    CANCELLED = "its answer is of no interest any more"
+    CANCELLED = "this peer cancelled it"
 
 
 @dataclass(frozen=True)
 class JoinRun:
-    """The peer is listening and wants to begin.
+    """The peer is listening and wants to join the run.
 
     Attributes:
-        resumed: None: the run is a new one, and the peer needs a model to begin with. In a run that resumes from
-            checkpoints: whether our model is one of these; if not, the peer takes one of a peer that has one.
+        resumed: None: a new run, so the peer needs an initial model. In a run that resumes from checkpoints: whether
+            this peer's model is from one; if not, it adopts the model of a peer whose model is.
     """
 
     resumed: bool | None = None
@@ -66,12 +66,12 @@ class JoinRun:
 
 @dataclass(frozen=True)
 class StepDone:
-    """One optimizer step is done.
+    """One optimizer step is finished.
 
     Attributes:
         step: iterations finished, from 1.
         delta: ‖x_t − x_{t−1}‖₂ over all trainable parameters (Adaptive Communication, Eq. 6).
-        drift: ‖x_t − x_r‖₂, the way from the last retrieval, our own steps alone; None unless the policy uses it.
+        drift: ‖x_t − x_r‖₂, the distance from the last retrieval by our own steps; None unless the policy uses it.
     """
 
     step: int
@@ -81,9 +81,9 @@ class StepDone:
 
 @dataclass(frozen=True)
 class GradientsReady:
-    """The gradients of these buckets, each a shard and a number, have been made: they may leave.
+    """The gradients of these buckets, each a shard and a number, are complete and may be pushed.
 
-    No bucket: the iteration's first gradient is about to be taken, unless Wait follows.
+    No buckets: the backward pass of the iteration is about to compute its first gradient; Wait blocks it.
     """
 
     buckets: tuple[tuple[int, int], ...]
@@ -91,13 +91,14 @@ class GradientsReady:
 
 @dataclass(frozen=True)
 class SwitchSync:
-    """A person or a program asks that shards switch to another sync model; Switched follows.
+    """A user or a program requests that shards switch to another sync model; Switched follows.
 
     Attributes:
-        number: names this, chosen by the driver.
+        number: identifies the request; allocated by the driver.
         shard: which; None: all.
-        sync: the model, as a spec.
-        apply, pulls: words as in the settings; empty: the model's way, and as before.
+        sync: the sync model, as a spec.
+        apply: when gradients are applied, as in the settings; empty: the default of the sync model.
+        pulls: when pulls are answered, as in the settings; empty: unchanged.
     """
 
     number: int
@@ -109,11 +110,11 @@ class SwitchSync:
 
 @dataclass(frozen=True)
 class ChangeServers:
-    """A person or a program asks that other peers hold the shards; Switched follows.
+    """A user or a program requests that other peers host the shards; Switched follows.
 
     Attributes:
-        number: names this, chosen by the driver.
-        servers: their ranks.
+        number: identifies the request; allocated by the driver.
+        servers: ranks of the new servers.
     """
 
     number: int
@@ -122,12 +123,12 @@ class ChangeServers:
 
 @dataclass(frozen=True)
 class TablesRestored:
-    """The tables of a shard are as they were when its holder's process was killed.
+    """The tables of a shard were restored to their state before its server's process was killed.
 
     Attributes:
         shard: which.
         epoch: of the layout that it belongs to.
-        state: of its role then, as plain data; None: there is nothing to come back to.
+        state: of the shard's role at that time, as plain data; None: nothing was saved.
     """
 
     shard: int
@@ -137,7 +138,7 @@ class TablesRestored:
 
 @dataclass(frozen=True)
 class GradientPoisoned:
-    """A bucket of a worker's gradient held NaN or Inf: it was left out.
+    """A bucket of a worker's gradient held NaN or Inf and was ignored.
 
     Attributes:
         sender: the worker's rank.
@@ -148,11 +149,11 @@ class GradientPoisoned:
 
 @dataclass(frozen=True)
 class Prepared:
-    """Answers TellPrepared: all that was asked for before is done to the new tables.
+    """The reply to ReportPrepared: all earlier effects on the new tables are done.
 
     Attributes:
         epoch: of the new layout.
-        problem: why its tables are not here, in one line; empty: they are.
+        problem: why its tables are incomplete, in one line; empty: they are complete.
     """
 
     epoch: int
@@ -161,10 +162,10 @@ class Prepared:
 
 @dataclass(frozen=True)
 class TrainingEnded:
-    """The last iteration is done; the finish comes next.
+    """The last iteration is done; the finish is next.
 
     Attributes:
-        agrees: whether this peer's model can take part in it.
+        agrees: whether this peer's model may take part in it.
     """
 
     agrees: bool = True
@@ -172,19 +173,19 @@ class TrainingEnded:
 
 @dataclass(frozen=True)
 class FiguresReady:
-    """The final figures of this peer are known; ``report`` goes to all others."""
+    """The final figures of this peer are known; ``report`` is sent to all others."""
 
     report: dict[str, object]
 
 
 @dataclass(frozen=True)
 class Restored:
-    """The model is now a checkpoint's, which has seen ``step`` iterations.
+    """Our model was replaced by that of a checkpoint, which has seen ``step`` iterations.
 
     Attributes:
-        sync: what :meth:`gossipx.sync.SyncManager.state_dict` gave when the checkpoint was written.
-        weight: the push-sum weight then.
-        draws: what :meth:`gossipx.peer.PeerRole.draws` gave; None: they stay as they are.
+        sync: saved state of :meth:`gossipx.sync.SyncManager.state_dict`.
+        weight: saved push-sum weight.
+        draws: saved result of :meth:`gossipx.peer.PeerRole.draws`; None: keep the current state.
     """
 
     step: int
@@ -195,12 +196,12 @@ class Restored:
 
 @dataclass(frozen=True)
 class LeaveRun:
-    """This peer is asked to take no further part (SIGTERM, or an error of its own)."""
+    """This peer must leave the run, because of SIGTERM or an error of its own."""
 
 
 @dataclass(frozen=True)
 class Received:
-    """A request from another peer; it must be answered once, by Answer with the same key."""
+    """A request from another peer. It must be answered exactly once, by Answer with the same key."""
 
     sender: int
     key: Hashable
@@ -209,7 +210,7 @@ class Received:
 
 @dataclass(frozen=True)
 class Replied:
-    """Our request ``ticket`` was answered whole; a model's bytes wait under the same ticket."""
+    """Our request ``ticket`` has a complete reply; the bytes of a model are kept under the ticket."""
 
     ticket: int
     reply: Reply
@@ -217,7 +218,7 @@ class Replied:
 
 @dataclass(frozen=True)
 class Failed:
-    """Our request ``ticket`` was not answered."""
+    """Our request ``ticket`` has failed."""
 
     ticket: int
     fault: Fault
@@ -225,7 +226,7 @@ class Failed:
 
 @dataclass(frozen=True)
 class Answered:
-    """Our answer to ``key`` has been handed over whole, or can no longer be (``whole`` is False)."""
+    """Our answer to ``key`` has ended: it was delivered completely if ``whole``, else it was abandoned."""
 
     key: Hashable
     whole: bool
@@ -233,24 +234,24 @@ class Answered:
 
 @dataclass(frozen=True)
 class Mixed:
-    """The model under ``ticket`` has been mixed, adopted or taken in."""
+    """The model under ``ticket`` was mixed, adopted or taken in."""
 
     ticket: int
 
 
 @dataclass(frozen=True)
 class Poisoned:
-    """The model under ``ticket`` was not mixed: it holds NaN or Inf."""
+    """The model under ``ticket`` was not mixed, because it holds NaN or Inf."""
 
     ticket: int
 
 
 @dataclass(frozen=True)
 class Merged:
-    """The model under ``ticket`` has been merged into the one held under ``into``.
+    """The model under ``ticket`` was merged into the model kept under ``into``.
 
     Attributes:
-        sound: False: it holds NaN or Inf, and was not.
+        sound: False: it holds NaN or Inf and was not merged.
     """
 
     ticket: int
@@ -260,7 +261,7 @@ class Merged:
 
 @dataclass(frozen=True)
 class TimerFired:
-    """The time of the last SetTimer of this name has come."""
+    """The last SetTimer of this name has expired."""
 
     name: str
 

@@ -1,8 +1,8 @@
-"""Kinds of messages and the types of their fields: each type names the check that a value from the wire must pass.
+"""Kinds of messages, and field types that carry the check which a received value must pass.
 
-A message declares its kind and its fields once. :mod:`gossipx.wire.kinds` reads those declarations, so roles may trust
-the types of what they are told, not the intentions. The limits here bound what another peer can make this one take in,
-allocate and show.
+A message class declares its kind number and its fields once. :mod:`gossipx.wire.kinds` derives the decoder from these
+declarations, so a role may rely on the types and ranges of received values, though not on the good will of the sender.
+The limits below bound what another peer can make this one receive, allocate and display.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ from typing import Annotated, Any, TypeAlias, TypeVar, get_args, get_type_hints
 
 _T = TypeVar("_T")
 Check: TypeAlias = Callable[[object], Any]
-"""Takes a plain JSON value and returns the field's; ValueError tells in a few words what it should be."""
+"""A function from a plain JSON value to the value of the field. Its ValueError says what is wrong in a few words."""
 
 MAX_COUNT = 2**63 - 1
 MAX_RANKS = 65_536
 MAX_TEXT = 1_000  # characters
 MAX_SECONDS = 7 * 86_400
-MAX_FIGURES = 1_000  # names in a report
+MAX_FIGURES = 1_000  # entries in a report
 MAX_SETTINGS = 32
 MAX_PARTS = 65_536  # partitions of a shard
-MAX_SECTIONS = 16  # of a model: one per dtype
-MAX_HAPPENED = 1_000  # entries of one record
+MAX_SECTIONS = 16  # sections of a model: one per dtype
+MAX_HAPPENED = 1_000  # entries in one record
 MAX_GROUPS, MAX_GROUP = 1_000, 32  # parameter groups of an optimizer, and numbers in one
-# Bytes of metadata. The largest honest ones: 65,536 ranks of five digits are 384 KiB; the reports
-# of 100 peers have 5 KiB each. The small bound is what a stranger can make us allocate.
+# Bytes of metadata. The largest legitimate messages: 65,536 ranks of five digits are 384 KiB, a report of a run of 100
+# peers is 5 KiB. The small bound is what an unauthenticated connection can make us allocate.
 MAX_METADATA = 512 * 1024
 SMALL_METADATA = 16 * 1024
-# Bytes of payload. A model's true size is the receiver's to expect; this only keeps sums sane.
+# Bytes of payload. The receiver knows a model's true size; this bound only rejects absurd values.
 MAX_MODEL = 2**40
 
 # --- numbers ------------------------------------------------------------------------------------
 
 
 def integer(low: int, high: int) -> Check:
-    """Accept integers from ``low`` to ``high``."""
+    """Return a check for integers from ``low`` to ``high``."""
 
     def check(value: object) -> int:
         if type(value) is not int or not low <= value <= high:
@@ -50,7 +50,7 @@ def integer(low: int, high: int) -> Check:
 
 
 def positive(most: int) -> Check:
-    """Accept numbers above 0, up to ``most``."""
+    """Return a check for numbers above 0, up to ``most``."""
 
     def check(value: object) -> float:
         if type(value) not in (int, float) or not 0 < value <= most:  # type: ignore[operator]
@@ -61,7 +61,7 @@ def positive(most: int) -> Check:
 
 
 def is_finite(value: object) -> bool:
-    """Whether ``value`` is a number that a float can hold; JSON's integers have no bound."""
+    """Return whether ``value`` is a finite number that fits a float; integers in JSON are unbounded."""
     try:
         return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
     except OverflowError:
@@ -70,18 +70,18 @@ def is_finite(value: object) -> bool:
 
 def _from_zero(value: object) -> float:
     if not is_finite(value) or value < 0:  # type: ignore[operator]
-        raise ValueError("is not a finite number from 0")
+        raise ValueError("is not a finite number of at least 0")
     return float(value)  # type: ignore[arg-type]
 
 
 def _flag(value: object) -> bool:
     if type(value) is not bool:
-        raise ValueError("is neither true nor false")
+        raise ValueError("is not true or false")
     return value
 
 
 def enumerated(members: type[enum.IntEnum]) -> Check:
-    """Accept the numbers of an enum that counts from 0."""
+    """Return a check for the values of an enum that counts from 0."""
     number = integer(0, max(members))
     return lambda value: members(number(value))
 
@@ -90,7 +90,7 @@ def enumerated(members: type[enum.IntEnum]) -> Check:
 
 
 def _text(value: object) -> str:
-    # Printable: such text ends up in logs and terminals of other machines.
+    # Printable, because the text ends up in logs and terminals of other machines.
     if type(value) is not str or len(value) > MAX_TEXT or not value.isprintable():
         raise ValueError(f"is not one printable line of at most {MAX_TEXT} characters")
     return value
@@ -103,11 +103,11 @@ def _ascii(value: object) -> str:
 
 
 def one_of(words: Sequence[str]) -> Check:
-    """Accept these words."""
+    """Return a check for these words."""
 
     def check(value: object) -> str:
         if type(value) is not str or value not in words:
-            raise ValueError(f"is none of {', '.join(words)}")
+            raise ValueError(f"is not one of {', '.join(words)}")
         return value
 
     return check
@@ -118,7 +118,7 @@ def _is_hexadecimal(value: object) -> bool:
 
 
 def hexadecimal(digits: int) -> Check:
-    """Accept text of exactly so many hexadecimal digits."""
+    """Return a check for text of exactly ``digits`` hexadecimal digits."""
 
     def check(value: object) -> object:
         if not _is_hexadecimal(value) or len(value) != digits:  # type: ignore[arg-type]
@@ -129,7 +129,7 @@ def hexadecimal(digits: int) -> Check:
 
 
 def octets(most: int) -> Check:
-    """Accept at most so many bytes, written as hexadecimal digits."""
+    """Return a check for at most ``most`` bytes, written as hexadecimal digits."""
 
     def check(value: object) -> object:
         if not _is_hexadecimal(value) or len(value) % 2 or len(value) > 2 * most:  # type: ignore[arg-type]
@@ -143,7 +143,12 @@ def octets(most: int) -> Check:
 
 
 def listed(item: Check, what: str, most: int, least: int = 0) -> Check:
-    """Accept a list of ``least`` to ``most`` items, named ``what``; the field's value is a tuple."""
+    """Return a check for a list of ``least`` to ``most`` items; the field's value is a tuple.
+
+    Args:
+        item: check of each item.
+        what: name of the items in error messages.
+    """
     bounds = f"{least} to {most}" if least else f"at most {most}"
 
     def check(value: object) -> tuple[Any, ...]:
@@ -155,18 +160,18 @@ def listed(item: Check, what: str, most: int, least: int = 0) -> Check:
 
 
 def pair(first: Check, second: Check, what: str) -> Check:
-    """Accept a list of two; the field's value is a tuple."""
+    """Return a check for a list of two values, called ``what`` in error messages; the field's value is a tuple."""
 
     def check(value: object) -> tuple[Any, Any]:
         if type(value) is not list or len(value) != 2:
-            raise ValueError(f"holds what is not {what}")
+            raise ValueError(f"has an item that is not {what}")
         return first(value[0]), second(value[1])
 
     return check
 
 
 def named(item: Check, what: str, most: int) -> Check:
-    """Accept an object of at most ``most`` items, named ``what``."""
+    """Return a check for an object of at most ``most`` items, called ``what`` in error messages."""
 
     def check(value: object) -> dict[str, Any]:
         if type(value) is not dict or len(value) > most:
@@ -199,7 +204,7 @@ def _figure(value: object) -> object:
         return integer(-MAX_COUNT, MAX_COUNT)(value)
     if is_finite(value):
         return value
-    raise ValueError("holds what is neither text, a finite number, true, false nor null")
+    raise ValueError("has a value that is not text, a finite number, true, false or null")
 
 
 def _figures(value: object) -> object:
@@ -208,19 +213,19 @@ def _figures(value: object) -> object:
 
 def _group(value: object) -> dict[str, float]:
     if type(value) is not dict or len(value) > MAX_GROUP:
-        raise ValueError(f"holds what is not an object of at most {MAX_GROUP} numbers")
+        raise ValueError(f"has an item that is not an object of at most {MAX_GROUP} numbers")
     if not all(is_finite(number) for number in value.values()):
-        raise ValueError("holds what is not a finite number")
+        raise ValueError("has a value that is not a finite number")
     return {_text(name): float(number) for name, number in value.items()}
 
 
 def _happening(value: object) -> tuple[object, ...]:
     if type(value) is not list or not 1 <= len(value) <= 4:
-        raise ValueError("holds what is not a word with at most three figures")
-    made = tuple(_figure(item) for item in value)
-    if any(item is None or type(item) is bool for item in made):
-        raise ValueError("holds what is neither text nor a finite number")
-    return made
+        raise ValueError("has an entry that is not a word with at most three figures")
+    entry = tuple(_figure(item) for item in value)
+    if any(item is None or type(item) is bool for item in entry):
+        raise ValueError("has a value that is not text or a finite number")
+    return entry
 
 
 # --- types of fields ----------------------------------------------------------------------------
@@ -230,14 +235,14 @@ _count = integer(0, MAX_COUNT)
 Rank = Annotated[int, _rank]
 Ranks = Annotated[tuple[int, ...], _ascending]
 Servers = Annotated[tuple[int, ...], _distinct]
-"""By shard, the rank that holds it."""
+"""For each shard, the rank that hosts it."""
 Count = Annotated[int, _count]
 CountOrNone = Annotated[int, integer(-1, MAX_COUNT)]
-"""−1 is none."""
+"""A count; −1 means none."""
 Seconds = Annotated[float, positive(MAX_SECONDS)]
 FromZero = Annotated[float, _from_zero]
 Weight = Annotated[float, positive(MAX_RANKS)]
-"""All weights of a run sum up to its number of peers."""
+"""The weight of a model in an average; the weights of a run add up to its number of peers."""
 Flag = Annotated[bool, _flag]
 Text = Annotated[str, _text]
 Ascii = Annotated[str, _ascii]
@@ -245,14 +250,14 @@ Key = Annotated[str, hexadecimal(64)]
 Texts = Annotated[Mapping[str, str], named(_text, "texts", MAX_SETTINGS)]
 Report = Annotated[dict[str, object], named(_figures, "figures", MAX_FIGURES)]
 Sections = Annotated[tuple[int, ...], listed(_count, "numbers", MAX_SECTIONS)]
-"""A number for each section of a model."""
+"""One number for each section of a model."""
 Groups = Annotated[tuple[dict[str, float], ...], listed(_group, "groups", MAX_GROUPS)]
-"""The numbers of each parameter group of an optimizer, in order."""
+"""The settings of each parameter group of an optimizer, in order."""
 _part = pair(integer(0, MAX_PARTS), integer(0, MAX_MODEL), "a pair of numbers")
 Parts = Annotated[tuple[tuple[int, int], ...], listed(_part, "parts", MAX_PARTS)]
-"""Of each partition in a bucket, in order: its number in the shard, and how many bytes of the payload are its."""
+"""For each partition in a bucket, in order: its number in the shard, and its number of bytes in the payload."""
 Happening = tuple[str | int | float, ...]
-"""What happened to a shard: a word, and its figures; see :class:`gossipx.server.shard.Shard`."""
+"""An event of a shard: a word and its figures; see :class:`gossipx.server.shard.Shard`."""
 Happenings = Annotated[tuple[Happening, ...], listed(_happening, "entries", MAX_HAPPENED)]
 _worker = pair(_rank, _count, "a rank with its iteration")
 Workers = Annotated[tuple[tuple[int, int], ...], listed(_worker, "workers", MAX_RANKS)]
@@ -262,13 +267,14 @@ Workers = Annotated[tuple[tuple[int, int], ...], listed(_worker, "workers", MAX_
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of message.
+    """A kind of message.
 
     Attributes:
-        number: stands for it in a frame's header.
+        number: identifies it in the header of a frame.
         message: its class.
-        checks: of all its fields, by name, in their order.
-        metadata, payload: the most bytes that a frame of it has.
+        checks: of all fields, by name, in order.
+        metadata: maximum bytes of metadata in a frame.
+        payload: maximum bytes of payload in a frame.
     """
 
     number: int
@@ -282,9 +288,10 @@ _DECLARED: dict[type, Kind] = {}
 
 
 def kind(number: int, metadata: int = SMALL_METADATA, payload: int = 0) -> Callable[[type[_T]], type[_T]]:
-    """Declare a dataclass a kind of message; arguments as the attributes of :class:`Kind`.
+    """Return a decorator that declares a dataclass as a kind of message. For the arguments see :class:`Kind`.
 
-    TypeError if the type of a field names no check: nothing unchecked comes in.
+    Raises:
+        TypeError: a field's type carries no check; every field that is received must have one.
     """
 
     def declare(message: type[_T]) -> type[_T]:
@@ -292,7 +299,7 @@ def kind(number: int, metadata: int = SMALL_METADATA, payload: int = 0) -> Calla
         for name, hint in get_type_hints(message, include_extras=True).items():
             declared = [one for one in get_args(hint)[1:] if callable(one)] if hasattr(hint, "__metadata__") else []
             if len(declared) != 1:
-                raise TypeError(f"{message.__name__}: the type of {name} names no check")
+                raise TypeError(f"{message.__name__}: the type of {name} carries no check")
             checks[name] = declared[0]
         _DECLARED[message] = Kind(number, message, checks, metadata, payload)
         return message
@@ -301,5 +308,5 @@ def kind(number: int, metadata: int = SMALL_METADATA, payload: int = 0) -> Calla
 
 
 def kind_of(message: type) -> Kind:
-    """Return what a class of messages was declared to be."""
+    """Return the kind that a message class was declared as."""
     return _DECLARED[message]

@@ -1,31 +1,31 @@
 """Messages between peers: requests, each answered by exactly one reply.
 
-A message is small and plain; a model travels beside it as one contiguous payload (see :mod:`gossipx.wire.frames`).
-Messages of the parameter server are in :mod:`gossipx.protocol.server_messages`; ``gossipx.wire.ANSWERS`` tells which
-replies answer which request. The driver carries all of them, and :class:`gossipx.peer.PeerRole` hands each that comes
-in to the part of the role that is named here.
+A message is small and consists of plain fields; a model travels with it as one contiguous payload (see
+:mod:`gossipx.wire.frames`). Messages of the parameter server are in :mod:`gossipx.protocol.server_messages`;
+``gossipx.wire.ANSWERS`` lists the replies that may answer each request. The driver transports all messages, and
+:class:`gossipx.peer.PeerRole` dispatches each received one to the part named here.
 
 =================  ==========================================  =====================================================
 message            sent by                                     handled by
 =================  ==========================================  =====================================================
 InitialRequest     peer/joining, a peer without a model        peer/role, any peer that has one
-PullRequest        peer/pulls, when the policy says so         peer/serving, any peer that trains
-PushRequest        peer/pushes, which begins an exchange       peer/pushes of the chosen peer
-PairRequest        peer/pairs, which begins an exchange        peer/pairs of the chosen peer
-TakeRequest        peer/exchange, peer/pairs: either side      peer/pushes, peer/pairs: the other side
-SettleRequest      peer/exchange, the peer that was chosen     peer/pushes, peer/pairs of the peer that began
+PullRequest        peer/pulls, when the policy fires           peer/serving, any peer that trains
+PushRequest        peer/pushes, to start an exchange           peer/pushes of the chosen peer
+PairRequest        peer/pairs, to start an exchange            peer/pairs of the chosen peer
+TakeRequest        peer/offers, peer/pairs: either side        peer/pushes, peer/pairs: the other side
+SettleRequest      peer/offers, the acceptor of an exchange    peer/pushes, peer/pairs of its initiator
 RoundRequest       peer/wave, every member of a wave           peer/stages, peer/wave of the partner in that round
-ElasticRequest     hub/elastic, a worker at each period        hub/centre, the hub
+ElasticRequest     hub/elastic, a worker whose policy fires    hub/centre, the hub
 CentreRequest      hub/elastic, every peer at the finish       hub/centre, the hub
-ArriveRequest      peer/gathering at each stage; as a probe,   peer/gathering and peer/waves of every other peer
+ArriveRequest      peer/barrier at each stage; as a probe,     peer/barrier and peer/waves of every other peer
                    peer/training and server/mode
 LeaveRequest       peer/stages, a peer that leaves             peer/role, every other peer
-ModelReply         answers to what asks for a model            the module that has sent the request
-HereReply          peer/role, to Arrive and Leave; peer/wave   peer/gathering, peer/waves
-AcceptReply        peer/exchange, server/, to say yes          the module that has sent the request
-BusyReply          peer/, hub/, server/, to say "not now"      the module that has sent the request, which asks again
-                                                               or chooses another peer
-NotReadyReply      any role that cannot answer                 the module that has sent the request, else peer/role
+ModelReply         in reply to requests for a model            the module that sent the request
+HereReply          peer/role, to Arrive and Leave; peer/wave   peer/barrier, peer/waves
+AcceptReply        peer/pushes, pairs; server/, to say yes     the module that sent the request
+BusyReply          peer/, hub/, server/, to say "not now"      the module that sent the request, which retries or
+                                                               chooses another peer
+NotReadyReply      any role that cannot answer                 the module that sent the request, else peer/role
 =================  ==========================================  =====================================================
 """
 
@@ -63,21 +63,21 @@ from gossipx.protocol.server_messages import (
 
 
 class Stage(enum.IntEnum):
-    """How far a peer has come. Peers wait for each other when they enter START, FINISH and DONE."""
+    """The stages of a peer, in order. Peers wait for each other in START, FINISH and DONE."""
 
-    JOINING = 0  # has no model yet; contributes none
-    START = 1  # has a model, waits for the others
+    JOINING = 0  # has no model yet
+    START = 1  # has a model; waits for the others
     TRAIN = 2
-    FINISH = 3  # has done its iterations
-    AGREE = 4  # takes part in the last wave
-    DONE = 5  # has its final figures
+    FINISH = 3  # has trained; waits for the others
+    AGREE = 4  # averages its model with the others
+    DONE = 5  # has its final figures; waits for the others
     LEFT = 6  # takes no further part
 
 
 LAST_WAVE = 2**63 - 1
-"""The number of the wave that ends a run: above all that are started while training."""
+"""The number of the wave that ends a run, above all numbers of waves while training."""
 MAX_WAVE = 2**32
-"""The highest number of these: a wave a millisecond for 50 days. None is started beyond it, whatever others tell."""
+"""The highest number of a wave while training, whatever others announce: one wave per millisecond for 50 days."""
 _training_wave = integer(1, MAX_WAVE)
 
 
@@ -96,19 +96,19 @@ PastWave = Annotated[int, integer(0, MAX_WAVE)]
 @kind(16)
 @dataclass(frozen=True)
 class InitialRequest:
-    """Asks for a whole model (frozen parameters and all buffers too) to begin with."""
+    """Requests a whole model, including frozen parameters and all buffers, to start with."""
 
 
 @kind(17)
 @dataclass(frozen=True)
 class PullRequest:
-    """Asks for the model as it is now.
+    """Requests the current model.
 
     Attributes:
         step: iterations that the requester has done.
         patience: seconds that it waits for the whole model.
-        bases: where models have a codec, for each section the checksum of what the requester has of it; 0: nothing.
-            Empty: the model must be encoded by itself.
+        bases: if models have a codec: for each section, the checksum of the version that the requester has; 0: none.
+            Empty: the model must not be encoded against a base.
     """
 
     step: Count
@@ -119,12 +119,12 @@ class PullRequest:
 @kind(18, MAX_METADATA)
 @dataclass(frozen=True)
 class RoundRequest:
-    """Asks for the partner's model of one round of a wave; its receiver takes part in that wave from then on.
+    """Requests the partner's model in one round of a wave; the receiver joins the wave if it has not.
 
     Attributes:
         wave: number of the wave, from 1 to :data:`MAX_WAVE`; :data:`LAST_WAVE` is the finish.
         round: from 0.
-        members: ranks that take part, ascending; partners must mean the same ones.
+        members: ranks that take part, ascending; must be the same for both partners.
     """
 
     wave: AnyWave
@@ -135,15 +135,14 @@ class RoundRequest:
 @kind(32, payload=MAX_MODEL)
 @dataclass(frozen=True)
 class ModelReply:
-    """A model; its bytes are the frame's payload.
+    """A model; its bytes are the payload.
 
     Attributes:
         step: iterations that this model has seen.
-        weight: above 0: how many peers' models are averaged in it in a wave, the push-sum weight that is given away
-            with it in a push, else 1.
-        bases: where models have a codec, for each section the checksum of the values that its part of the payload
-            changes; 0: it has values, 1: these encoded by themselves.
-        sizes: ... and how many bytes of the payload are its, without those of buffers.
+        weight: above 0. In a wave: the number of models averaged in it. In a push: its push-sum weight. Else 1.
+        bases: if models have a codec: for each section, the checksum of the base that its part of the payload changes;
+            0: plain values; 1: values encoded without a base.
+        sizes: if models have a codec: for each section, its bytes in the payload, without those of buffers.
     """
 
     step: Count
@@ -158,10 +157,10 @@ class ModelReply:
 @kind(21)
 @dataclass(frozen=True)
 class PushRequest:
-    """Offers the sender's model, for the receiver to fetch by :class:`TakeRequest`.
+    """Offers the sender's model, which the receiver fetches by :class:`TakeRequest`.
 
     Attributes:
-        incarnation: of the sender; with ``number`` it names this exchange for good.
+        incarnation: of the sender; with ``number`` it identifies the exchange.
         number: of the sender's offers, from 1.
     """
 
@@ -172,7 +171,7 @@ class PushRequest:
 @kind(22)
 @dataclass(frozen=True)
 class PairRequest:
-    """Proposes to average the sender's model and the receiver's; each then fetches the other's.
+    """Offers to average the sender's and the receiver's models; each side then fetches the other's.
 
     Attributes:
         incarnation, number: as in :class:`PushRequest`.
@@ -185,10 +184,10 @@ class PairRequest:
 @kind(23)
 @dataclass(frozen=True)
 class TakeRequest:
-    """Asks for the model that the partner entered an exchange with.
+    """Requests the model with which the partner entered an exchange.
 
     Attributes:
-        incarnation, number: of the offer that began the exchange, on both sides.
+        incarnation, number: of the offer, whichever side sends this request.
         bases: as in :class:`PullRequest`.
     """
 
@@ -200,11 +199,11 @@ class TakeRequest:
 @kind(24)
 @dataclass(frozen=True)
 class SettleRequest:
-    """Tells the peer that made the offer whether its model has come, and asks whether the exchange stands.
+    """Tells the initiator whether its model has arrived, and asks whether the exchange takes effect.
 
     Attributes:
         incarnation, number: of the offer.
-        taken: the model is here, whole and finite; if not, the exchange is given up.
+        taken: whether the model has arrived, whole and finite; if not, the exchange is abandoned.
     """
 
     incarnation: Count
@@ -218,15 +217,16 @@ class SettleRequest:
 @kind(25, payload=MAX_MODEL)
 @dataclass(frozen=True)
 class ElasticRequest:
-    """Brings the sender's model to the hub, and asks for the centre as it was before that model entered it.
+    """Carries the sender's model to the hub, and requests the centre as it was before that model was merged.
 
-    The model's bytes are the frame's payload. The hub takes in each once, however often it is brought.
+    The model's bytes are the payload. The hub merges each model once, even if the request is repeated.
 
     Attributes:
-        incarnation, number: of the sender's exchanges with the hub, from 1; they name this one for good.
+        incarnation: of the sender; with ``number`` it identifies the exchange.
+        number: of the sender's exchanges with the hub, from 1.
         step: iterations that the model has seen.
-        patience: seconds that the sender waits for both ways.
-        bases, sizes: where models have a codec, as in :class:`ModelReply`.
+        patience: seconds that the sender waits, for both transfers together.
+        bases, sizes: if models have a codec, as in :class:`ModelReply`.
     """
 
     incarnation: Count
@@ -240,7 +240,7 @@ class ElasticRequest:
 @kind(26)
 @dataclass(frozen=True)
 class CentreRequest:
-    """Asks the hub for the centre as it is now.
+    """Requests the current centre from the hub.
 
     Attributes:
         patience: seconds that the requester waits for all of it.
@@ -255,14 +255,14 @@ class CentreRequest:
 @kind(19, MAX_METADATA)
 @dataclass(frozen=True)
 class ArriveRequest:
-    """Tells that the sender has reached ``stage``, and its figures where it has final ones.
+    """Announces that the sender has reached ``stage``.
 
     Attributes:
-        incarnation: of the sender; a peer that was restarted has another one. Messages of one incarnation may overtake
-            each other, and its furthest stage counts.
-        report: plain figures by name; empty before DONE.
-        wave: the highest number of a wave while training that the sender knows to be over, 0 of none: a peer that
-            was started again, or comes late, counts on from it.
+        incarnation: of the sender; a restarted peer has another one. Messages of one incarnation may overtake each
+            other, so its furthest stage counts.
+        report: final figures by name; empty before DONE.
+        wave: highest number of a wave while training that the sender knows to be over, 0 if none; a peer that restarts
+            or joins late continues the count from it.
     """
 
     stage: AnyStage
@@ -274,15 +274,16 @@ class ArriveRequest:
 @kind(20)
 @dataclass(frozen=True)
 class LeaveRequest:
-    """Tells that the sender takes no further part."""
+    """Announces that the sender takes no further part."""
 
 
 @kind(33, MAX_METADATA)
 @dataclass(frozen=True)
 class HereReply:
-    """Answers :class:`ArriveRequest` and :class:`LeaveRequest` with the replier's own stage, figures and wave.
+    """The reply to :class:`ArriveRequest` and :class:`LeaveRequest`: the stage, final figures and last wave of its
+    sender.
 
-    It also answers a :class:`RoundRequest` that was only meant to tell of the wave.
+    It also answers a :class:`RoundRequest` that only announced a wave.
     """
 
     stage: AnyStage
@@ -296,7 +297,7 @@ class HereReply:
 @kind(34)
 @dataclass(frozen=True)
 class NotReadyReply:
-    """There is no model to give now; ``reason`` is one line for a person."""
+    """A refusal; ``reason`` is one line for the log."""
 
     reason: Text
 
@@ -304,26 +305,26 @@ class NotReadyReply:
 @kind(35)
 @dataclass(frozen=True)
 class AcceptReply:
-    """Yes: the offer is taken up, the exchange stands."""
+    """Consent: the offer is accepted, the exchange is settled, or the request was carried out."""
 
 
 @kind(36)
 @dataclass(frozen=True)
 class BusyReply:
-    """Not now: another exchange is under way, and the requester chooses another peer at once.
+    """A temporary refusal: another exchange is under way, and the requester tries another peer.
 
-    From a server to a pull: the pull is still delayed, and the worker repeats it at once. To a record of a shard: the
-    receiver holds that shard itself.
+    From a server to a pull: the pull is still delayed, and the worker repeats it. From the receiver of a shard's
+    records: it hosts that shard itself.
     """
 
 
 ExchangeRequest = PushRequest | PairRequest | TakeRequest | SettleRequest
-"""Parts of an exchange that is more than one pull."""
+"""Requests of exchanges that consist of several requests."""
 CarryingRequest = ElasticRequest | GradientRequest | RecordRequest
-"""Requests that bring a model, or a part of one."""
+"""Requests whose payload is a model or a part of one."""
 ModelRequest = InitialRequest | PullRequest | TakeRequest | RoundRequest | ElasticRequest | CentreRequest
-"""Requests that a model answers."""
+"""Requests that are answered with a model."""
 Request = ModelRequest | ExchangeRequest | ServerRequest | MoveRequest | ArriveRequest | LeaveRequest
 CarryingReply = ModelReply | TablesReply | CopyReply
-"""Replies that bring a model, or a part of one."""
+"""Replies whose payload is a model or a part of one."""
 Reply = CarryingReply | PlacedReply | WaitingReply | AcceptReply | BusyReply | HereReply | NotReadyReply

@@ -1,28 +1,30 @@
-"""Messages of the parameter server: between its workers, shards and replicas, and those that change its servers.
+"""Messages of the parameter server, between its workers, shards and replicas, and those that move shards between
+servers.
 
-Fields and kinds as in :mod:`gossipx.protocol.messages`, which has the replies that are not of a server alone. The
-modules below are rooms of ``gossipx/server``; its ``mode`` receives all of these and hands each to one of them.
+A *shard* is one part of the parameters, held by one peer, its server; a *bucket* is the part of a shard that one
+message carries. Field types and kinds are as in :mod:`gossipx.protocol.messages`, which also has the general replies.
+The receivers below are modules of ``gossipx/server``, whose ``mode`` receives all messages and dispatches them.
 
 ================  ============================================  =================================================
 message           sent by                                       handled by
 ================  ============================================  =================================================
 GradientRequest   the worker, per bucket and iteration          the shard of the bucket
-TablesRequest     the worker, per bucket it is about to use     the shard of the bucket
-TablesReply       the shard; a server, to RangesRequest         the worker; the migration that has asked
-SwitchRequest     the switching of the peer that was asked to   the switching of the peer that holds the shard
-WaitingRequest    the search for deadlocks, once a pull waits   the mode of the peer that holds the other shard
-WaitingReply      that mode                                     the search for deadlocks
+TablesRequest     the worker, per bucket that it needs next     the shard of the bucket
+TablesReply       the shard; a server, to RangesRequest         the worker; the migration that sent the request
+SwitchRequest     the switching of the peer a user asked        the switching of the shard's server
+WaitingRequest    the deadlock detector, once a pull waits      the mode of the other shard's server
+WaitingReply      that mode                                     the deadlock detector
 RecordRequest     the records of a shard, which also go into    the shard's replica
                   its journal
-CopyRequest       a replica, to begin and as a sign of life     the copies of the peer that holds the shard
+CopyRequest       a replica, to begin and as a heartbeat        the copies of the shard's server
 CopyReply         those copies                                  the replica
-ServersRequest    the peer that was asked to change servers     the coordinator: the holder of shard 0
+ServersRequest    the peer asked to change servers              the coordinator: the server of shard 0
 PauseRequest      the coordinator                               the migration of every peer
 PrepareRequest    the coordinator                               the migration of every new server
 RangesRequest     the migration of a new server                 the migration of the server that has the values
-PlaceRequest      the coordinator; a peer that seeks the        the migration of every peer
-                  layout that stands
-PlacedReply       the migration, to PlaceRequest and to a push  the coordinator; the migration that has asked
+PlaceRequest      the coordinator; a peer that looks for the    the migration of every peer
+                  current layout
+PlacedReply       the migration, to PlaceRequest and to a push  the coordinator; the migration that sent the request
                   or pull of an earlier layout
 ================  ============================================  =================================================
 """
@@ -53,7 +55,7 @@ from gossipx.protocol.fields import (
 )
 
 MEASURED = -1.0
-"""A significance that is measured as its request is sent."""
+"""Placeholder for a significance that is computed when its request is sent."""
 
 # --- pushes and pulls ---------------------------------------------------------------------------
 
@@ -61,19 +63,19 @@ MEASURED = -1.0
 @kind(27, MAX_METADATA, MAX_MODEL)
 @dataclass(frozen=True)
 class GradientRequest:
-    """Brings the gradient of one bucket of a shard (FluentPS, sPush); its bytes are the frame's payload.
+    """Carries the gradient of one bucket of a shard (FluentPS, sPush); its bytes are the payload.
 
-    The server takes in each once, however often it is brought.
+    The server applies each gradient once, even if the request is repeated.
 
     Attributes:
-        shard, bucket: of which tables.
+        shard, bucket: the bucket.
         incarnation: of the sender.
         progress: the iteration of the gradient, from 0.
-        parts: what the payload holds.
-        settings: of the optimizer's parameter groups, in order, the numbers that the sender has by now.
+        parts: the contents of the payload.
+        settings: current settings of the optimizer's parameter groups at the sender, in order.
         patience: seconds that the sender waits.
         epoch: of the sender's layout.
-        keep: the clock at which all shards take a checkpoint next, as far as the sender has heard.
+        keep: the clock of the next checkpoint of all shards, as last announced to the sender.
     """
 
     shard: Rank
@@ -90,16 +92,17 @@ class GradientRequest:
 @kind(28)
 @dataclass(frozen=True)
 class TablesRequest:
-    """Asks for one bucket of a shard (FluentPS, sPull), or only when the shard would give it.
+    """Requests one bucket of a shard (FluentPS, sPull); without a bucket, only to be told when the shard would answer.
 
     Attributes:
-        shard, bucket: of which tables; a bucket of −1 is none.
+        shard: the shard.
+        bucket: in the shard; −1: none.
         incarnation: of the requester.
-        progress: the iteration that it has pushed last; −1: it takes the present values, and begins there.
-        significance: |g| / |w| of that push, where the sync model looks at it; :data:`MEASURED` until it is sent.
-        patience: seconds that it waits.
+        progress: the iteration of its last push; −1: it requests the current values, and starts at the shard's clock.
+        significance: |g| / |w| of that push, for sync models that use it; :data:`MEASURED` until the request is sent.
+        patience: seconds that the requester waits.
         epoch: of its layout.
-        base: checksum of what the requester has of the bucket, where pulls have a codec; 0: it has nothing.
+        base: if pulls have a codec: the checksum of the bucket as the requester has it; 0: it has none.
     """
 
     shard: Rank
@@ -115,14 +118,14 @@ class TablesRequest:
 @kind(37, MAX_METADATA, MAX_MODEL)
 @dataclass(frozen=True)
 class TablesReply:
-    """A bucket of a shard; its bytes are the frame's payload.
+    """A bucket of a shard; its bytes are the payload.
 
     Attributes:
-        clock: of the shard, V_train: a worker that is behind continues there.
-        parts: what the payload holds.
-        sync: the shard's sync model since a switch; empty: the one that the run began with.
-        keep: the clock at which it takes a checkpoint next, where that is due by the clock on the wall.
-        base: checksum of the values that the payload changes; 0: it has the values as they are.
+        clock: V_train of the shard, at which a worker that is behind continues.
+        parts: the contents of the payload.
+        sync: the sync model of the shard since a switch; empty: the initial one.
+        keep: the clock of the next checkpoint, where checkpoints are due by wall-clock time.
+        base: checksum of the values that the payload changes; 0: plain values.
     """
 
     clock: Count
@@ -135,12 +138,13 @@ class TablesReply:
 @kind(29)
 @dataclass(frozen=True)
 class SwitchRequest:
-    """Asks a server to switch one of its shards to another sync model.
+    """Requests that a server switch one of its shards to another sync model.
 
     Attributes:
-        shard: which.
-        sync: the model, as a spec.
-        apply, pulls: words as in the settings; empty: the model's way, and as before.
+        shard: the shard.
+        sync: the sync model, as a spec.
+        apply: when gradients are applied, as in the settings; empty: the default of the sync model.
+        pulls: when pulls are answered, as in the settings; empty: unchanged.
     """
 
     shard: Rank
@@ -156,7 +160,7 @@ class WaitingRequest:
     :mod:`gossipx.server.failover.deadlock`.
 
     Attributes:
-        shard: which.
+        shard: the shard.
     """
 
     shard: Rank
@@ -180,16 +184,15 @@ class WaitingReply:
 @kind(30, MAX_METADATA, MAX_MODEL)
 @dataclass(frozen=True)
 class RecordRequest:
-    """Tells the replica of a shard what has happened to it, in order; where that ends with the gradient of a bucket,
-    its bytes are the frame's payload.
+    """Carries to a shard's replica, in order, the latest events of the shard. If the last one is the gradient of a
+    bucket, its bytes are the payload.
 
     Attributes:
-        shard: which.
-        copy: the one that the replica should have begun with, as its sender numbers them; in a journal the layout's
-            epoch.
-        number: of the record; they count from that copy.
-        happened: in order.
-        bucket: of the gradient; −1: there is none.
+        shard: the shard.
+        copy: the number of the copy that the records follow, at the sender; in a journal, the epoch of the layout.
+        number: of the record, counted from that copy.
+        happened: the events, in order.
+        bucket: of the gradient; −1: no gradient.
         progress, parts, settings: of the gradient, as in :class:`GradientRequest`.
         patience: seconds that the sender waits.
     """
@@ -208,12 +211,12 @@ class RecordRequest:
 @kind(31)
 @dataclass(frozen=True)
 class CopyRequest:
-    """Asks for a copy of a shard, to be its replica from then on; a replica tells by it that it still is one.
+    """Requests a copy of a shard, of which the sender becomes the replica; repeated as the replica's heartbeat.
 
     Attributes:
-        shard: which.
+        shard: the shard.
         incarnation: of the sender.
-        copy: that it has; −1: it has none.
+        copy: the number of the copy that it has; −1: none.
         patience: seconds that it waits.
     """
 
@@ -226,11 +229,11 @@ class CopyRequest:
 @kind(38, MAX_METADATA, MAX_MODEL)
 @dataclass(frozen=True)
 class CopyReply:
-    """A copy of a shard; its tables are the frame's payload.
+    """A copy of a shard; its tables are the payload.
 
     Attributes:
         incarnation: of the sender.
-        copy: its number.
+        copy: the number of the copy.
         state: of the shard's role, as JSON.
         size: bytes of the payload.
     """
@@ -247,12 +250,12 @@ class CopyReply:
 @kind(40, MAX_METADATA)
 @dataclass(frozen=True)
 class ServersRequest:
-    """Asks the holder of shard 0 to have the shards of the run held by other peers; see
+    """Requests that the server of shard 0 move the shards of the run to other peers; see
     :mod:`gossipx.server.failover.migration`.
 
     Attributes:
-        number: of the sender's, so that a request that comes again is not begun again.
-        servers: ranks, ascending.
+        number: identifies the request at its sender, so that a repetition does not start another migration.
+        servers: ranks of the new servers, ascending.
         patience: seconds that the sender waits.
     """
 
@@ -264,11 +267,11 @@ class ServersRequest:
 @kind(41, MAX_METADATA)
 @dataclass(frozen=True)
 class PauseRequest:
-    """Asks for no push of a further iteration; answered once all that were begun have come.
+    """Requests that the receiver push no further iteration; answered once all pushes under way have arrived.
 
     Attributes:
         epoch: of the new layout.
-        servers: by shard, the rank that holds it then.
+        servers: for each shard, the rank that hosts it in that layout.
         patience: seconds that the sender waits.
     """
 
@@ -280,11 +283,11 @@ class PauseRequest:
 @kind(42, MAX_METADATA)
 @dataclass(frozen=True)
 class PrepareRequest:
-    """Asks a server of the new layout to fetch what it lacks; answered once it has all.
+    """Requests that a server of the new layout fetch the values it lacks; answered once it has all of them.
 
     Attributes:
         epoch: of that layout.
-        state: of the clock that its shards continue with, as JSON.
+        state: of the clock with which its shards continue, as JSON.
         sync: its sync model.
         patience: seconds that the sender waits.
     """
@@ -298,12 +301,12 @@ class PrepareRequest:
 @kind(43)
 @dataclass(frozen=True)
 class RangesRequest:
-    """Asks a server for values that move, with what belongs to them: the optimizer's state, gradients that wait.
+    """Requests values that move to the sender, with the optimizer's state and the gradients that wait for them.
 
     Attributes:
         epoch: of the new layout.
-        batch: number of what moves to the sender, as all peers count it.
-        sync: the sync model that the sender's shards will have.
+        batch: index of the requested part, which all peers count in the same way.
+        sync: the sync model of the sender's shards.
         patience: seconds that the sender waits.
     """
 
@@ -316,12 +319,12 @@ class RangesRequest:
 @kind(44, MAX_METADATA)
 @dataclass(frozen=True)
 class PlaceRequest:
-    """Tells the sender's layout; answered by the receiver's.
+    """Announces the sender's layout; the reply carries the receiver's.
 
     Attributes:
         epoch: of that layout.
-        servers: by shard, the rank that holds it.
-        decided: up to this epoch all changes are over, carried out or given up.
+        servers: for each shard, the rank that hosts it.
+        decided: all migrations up to this epoch are over, completed or abandoned.
     """
 
     epoch: Count
@@ -332,7 +335,7 @@ class PlaceRequest:
 @kind(45, MAX_METADATA)
 @dataclass(frozen=True)
 class PlacedReply:
-    """Tells the sender's layout; answers a push or pull of an earlier one, too.
+    """The sender's layout, in reply to a PlaceRequest or to a push or pull of an earlier layout.
 
     Attributes:
         epoch, servers, decided: as in :class:`PlaceRequest`.
@@ -346,4 +349,4 @@ class PlacedReply:
 ServerRequest = GradientRequest | TablesRequest | SwitchRequest | WaitingRequest | RecordRequest | CopyRequest
 """Requests to a server."""
 MoveRequest = ServersRequest | PauseRequest | PrepareRequest | RangesRequest | PlaceRequest
-"""Requests that a change of servers consists of."""
+"""Requests that make up a change of servers."""

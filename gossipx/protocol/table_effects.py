@@ -1,29 +1,28 @@
-"""Effects on the tables of a parameter server, which roles ask of their driver; others are in
-:mod:`gossipx.protocol.effects`.
+"""Effects on the tables of a parameter server; the other effects are in :mod:`gossipx.protocol.effects`.
 
-Parts of ``gossipx/server`` ask for them. The driver hands them to its tables, which do one after the other on a thread
-of their own, so that an answer gives a bucket as it is after all that was asked for before.
+A *table* is one tensor of a shard, the part of the parameters that one server holds. The driver passes these effects to
+a thread that carries them out one after the other, so a reply carries a bucket as it is after all earlier effects.
 
 ==============  ===============================  =====================================================================
-effect          asked for by                     what the driver does
+effect          requested by                     the driver
 ==============  ===============================  =====================================================================
-ApplyGradient   the shard                        one optimizer step; tells GradientPoisoned if it holds NaN or Inf
-BufferGradient  the shard                        adds to the shard's buffer; tells the same
-ApplyBuffer     the shard                        one optimizer step with the buffer
-Share           the replica's sender             has a gradient go along with another request
-Record          the shard's records              writes to the journal
+ApplyGradient   the shard                        does one optimizer step; reports GradientPoisoned for NaN or Inf
+BufferGradient  the shard                        adds to the shard's gradient buffer; reports the same
+ApplyBuffer     the shard                        does one optimizer step with the buffer
+Share           the sender of records            attaches a gradient to another request
+Record          the shard's records              appends to the journal
 TakeCopy        the replica                      replaces its tables by a copy
-KeepShard       the shard                        takes a checkpoint
-ComeBack        the holding of shards            reads checkpoint and journal; tells CameBack
-FillTables      the shard                        begins with the values of our model
-Fetch           the worker                       has training wait for buckets before it uses them
-Unchanged       the worker                       has training use buckets as they are
-Fetched         the worker                       puts a pulled bucket in its place
-PrepareTables   the migration                    makes the tables of a new layout
-TakeRanges      the migration                    fills in values that have moved here
-TellPrepared    the migration                    tells Prepared
-PlaceTables     the migration                    replaces the old layout by the new one
-DropTables      the migration                    drops the tables of a layout that was given up
+KeepShard       the shard                        writes a checkpoint
+RestoreTables   hosted_shards                    reads checkpoint and journal; reports TablesRestored
+FillTables      the shard                        initializes tables with the values of our model
+Fetch           the worker                       makes training wait for buckets before it uses them
+Unchanged       the worker                       lets training use buckets as they are
+Fetched         the worker                       writes a pulled bucket into our model
+PrepareTables   the migration                    allocates the tables of a new layout
+TakeRanges      the migration                    fills in values that moved here
+ReportPrepared  the migration                    reports Prepared
+PlaceTables     the migration                    replaces the current layout by the new one
+DropTables      the migration                    releases the tables of an abandoned layout
 ==============  ===============================  =====================================================================
 """
 
@@ -35,17 +34,17 @@ from typing import Any
 from gossipx.protocol.server_messages import RecordRequest
 
 Pieces = tuple[tuple[int, int, int], ...]
-"""Of tables: the number of one, the first element, and the one after the last."""
+"""Pieces of tables: the index of the table, the first element, and the element after the last."""
 
 
 @dataclass(frozen=True)
 class RequestedBucket:
-    """A bucket that a worker has asked for.
+    """A bucket requested by a worker.
 
     Attributes:
-        shard, bucket: which.
+        shard, bucket: the bucket.
         worker: its rank.
-        base: checksum of what it has of it, where pulls have a codec; 0: nothing.
+        base: if pulls have a codec: the checksum of the bucket as the worker has it; 0: it has none.
     """
 
     shard: int
@@ -56,7 +55,7 @@ class RequestedBucket:
 
 @dataclass(frozen=True)
 class ApplyGradient:
-    """One optimizer step with ``scale`` times the gradient that was kept under ``ticket``. Then forget the ticket."""
+    """Do one optimizer step with ``scale`` times the gradient kept under ``ticket``, and release the ticket."""
 
     ticket: int
     scale: float
@@ -64,21 +63,21 @@ class ApplyGradient:
 
 @dataclass(frozen=True)
 class BufferGradient:
-    """Add the gradient that was kept under ``ticket`` to its shard's gradient buffer. Then forget the ticket."""
+    """Add the gradient kept under ``ticket`` to the gradient buffer of its shard, and release the ticket."""
 
     ticket: int
 
 
 @dataclass(frozen=True)
 class ApplyBuffer:
-    """One optimizer step on a shard with the mean of its gradient buffer, which is empty then."""
+    """Do one optimizer step on a shard with the mean of its gradient buffer, and clear the buffer."""
 
     shard: int
 
 
 @dataclass(frozen=True)
 class Share:
-    """Hold the gradient that was kept under ``ticket`` under ``other``, too: our request that brings it along."""
+    """Keep the gradient of ``ticket`` under ``other`` too, our request that forwards it."""
 
     ticket: int
     other: int
@@ -86,10 +85,10 @@ class Share:
 
 @dataclass(frozen=True)
 class Record:
-    """Write what has happened to a shard into its journal, before anything else that is asked for later is done.
+    """Append the events of a shard to its journal, before any later effect.
 
     Attributes:
-        ticket: the gradient that goes with it was kept under this; None: none does.
+        ticket: of the gradient that belongs to the record; None: no gradient.
     """
 
     record: RecordRequest
@@ -98,7 +97,7 @@ class Record:
 
 @dataclass(frozen=True)
 class TakeCopy:
-    """Replace the tables of a shard by those that came under ``ticket``. Then forget the ticket."""
+    """Replace the tables of a shard by the payload kept under ``ticket``, and release the ticket."""
 
     ticket: int
     shard: int
@@ -106,11 +105,11 @@ class TakeCopy:
 
 @dataclass(frozen=True)
 class KeepShard:
-    """Take a checkpoint of a shard, as it is after all that was asked for before.
+    """Write a checkpoint of a shard, as it is after all earlier effects.
 
     Attributes:
         clock: of the shard.
-        state: its role's, plain data.
+        state: of the shard's role, as plain data.
     """
 
     shard: int
@@ -120,11 +119,11 @@ class KeepShard:
 
 @dataclass(frozen=True)
 class RestoreTables:
-    """Bring a shard's tables back as its checkpoints and journals have them;
-    :class:`~gossipx.protocol.events.TablesRestored` tells.
+    """Restore a shard's tables from its checkpoints and journals; :class:`~gossipx.protocol.events.TablesRestored`
+    follows.
 
     Attributes:
-        epoch: of the layout that it belongs to, which is this peer's.
+        epoch: of the layout that the shard belongs to, which is this peer's.
     """
 
     shard: int
@@ -133,39 +132,39 @@ class RestoreTables:
 
 @dataclass(frozen=True)
 class FillTables:
-    """Begin the tables of a shard with the values of our own model."""
+    """Initialize the tables of a shard with the values of our model."""
 
     shard: int
 
 
 @dataclass(frozen=True)
 class Fetch:
-    """Have these buckets, each a shard and a number, fetched before their tables are used again."""
+    """Make training wait for these buckets, each a shard and a number, before it uses their tables again."""
 
     buckets: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
 class Unchanged:
-    """Do not fetch these buckets after all: their tables are used as they are."""
+    """Cancel the :class:`Fetch` of these buckets: training uses their tables as they are."""
 
     buckets: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
 class Fetched:
-    """Use the bucket that came under ``ticket`` from now on. Then forget the ticket."""
+    """Use the bucket received under ``ticket`` from now on, and release the ticket."""
 
     ticket: int
 
 
 @dataclass(frozen=True)
 class PrepareTables:
-    """Make the tables that lie here by a new layout, and fill in what lies here already.
+    """Allocate the tables that this peer hosts in a new layout, and fill in the values that are here already.
 
     Attributes:
         epoch: of that layout.
-        servers: by shard, the rank that holds it then.
+        servers: for each shard, the rank that hosts it.
     """
 
     epoch: int
@@ -174,7 +173,7 @@ class PrepareTables:
 
 @dataclass(frozen=True)
 class TakeRanges:
-    """Fill these pieces of the tables that are being prepared with what came under ``ticket``. Then forget it."""
+    """Fill these pieces of the tables being prepared with what was received under ``ticket``, and release it."""
 
     ticket: int
     pieces: Pieces
@@ -182,20 +181,20 @@ class TakeRanges:
 
 @dataclass(frozen=True)
 class ReportPrepared:
-    """Tell :class:`~gossipx.protocol.events.Prepared` once all is done that was asked for before."""
+    """Report :class:`~gossipx.protocol.events.Prepared` once all earlier effects are done."""
 
     epoch: int
 
 
 @dataclass(frozen=True)
 class PlaceTables:
-    """Replace the layout: use the shards that were prepared for it, and its buckets of what this peer trains with.
+    """Switch to a new layout: use the shards prepared for it, and its buckets for training.
 
-    If none were prepared, the shards that belong here have yet to come back (:class:`RestoreTables`).
+    If none were prepared, the shards that belong here must be restored first (:class:`RestoreTables`).
 
     Attributes:
         epoch: of that layout.
-        servers: by shard, the rank that holds it.
+        servers: for each shard, the rank that hosts it.
     """
 
     epoch: int
@@ -204,11 +203,11 @@ class PlaceTables:
 
 @dataclass(frozen=True)
 class DropTables:
-    """Drop the tables that were prepared."""
+    """Release the tables that were prepared."""
 
 
 MoveEffect = PrepareTables | TakeRanges | ReportPrepared | PlaceTables | DropTables
-"""Of a change of servers."""
+"""Effects of a change of servers."""
 TableEffect = (
     ApplyGradient
     | BufferGradient

@@ -1,9 +1,10 @@
-"""Messages of a connection itself, the table of answers, and the sinks that take payloads in.
+"""Messages that set up and maintain a connection, the table of valid replies, and sinks that receive payloads.
 
-A connection says who its two ends are before it carries the messages of peers (:mod:`gossipx.protocol.messages`).
-Frames, which hold both, are in :mod:`gossipx.wire.frames`. The reader and the writer of these messages is
-:mod:`gossipx.transports`: ``handshake`` from Hello or Open to Description, ``checkup`` for ``gossipx doctor``, ``link``
-for Taken and what a carrier beside the connection needs.
+The two ends of a connection identify themselves before it carries messages between peers
+(:mod:`gossipx.protocol.messages`). Both kinds of messages travel in frames (:mod:`gossipx.wire.frames`). The messages
+defined here are read and written by :mod:`gossipx.transports`: its ``handshake`` uses Hello or Open up to Description,
+``checkup`` serves ``gossipx doctor``, and ``link`` uses Taken and the messages about *carriers*: faster paths for
+payloads next to the connection, such as gloo.
 """
 
 from __future__ import annotations
@@ -54,26 +55,26 @@ from gossipx.protocol.server_messages import (
     WaitingRequest,
 )
 
-# Bytes of a manifest: some 200,000 tensors, and what a stranger's peer can make us allocate.
+# Bytes of a manifest: enough for 200,000 tensors. Bounds what an untrusted peer can make us allocate.
 MAX_DESCRIPTION = 16 * 2**20
-# Bytes that one frame of a checkup brings along: enough to fill a link of 10 Gbit/s for longer than its round trip.
+# Bytes of payload in one frame of a checkup: enough to fill a link of 10 Gbit/s for longer than its round trip.
 MAX_LOAD = 16 * 2**20
 CHECKUP_PARTS = ("facts", "peers", "model", "load")
-MAX_NOTE = 4096  # bytes; gloo has 170, NCCL 128
+MAX_NOTE = 4096  # bytes; gloo needs 170, NCCL 128
 _Load = Annotated[int, integer(0, MAX_LOAD)]
 
 
 @kind(1)
 @dataclass(frozen=True)
 class Hello:
-    """The first frame on a connection: who opens it.
+    """The first frame on a connection; identifies the peer that opened it, the opener.
 
     Attributes:
         rank, name: of the opener.
-        size: peers in its run.
+        size: number of peers in its run.
         peers: digest of its list of peers.
         model: digest of its model's manifest.
-        settings: by option, those that all peers of a run must have alike.
+        settings: the settings that must be equal on all peers of a run, by option.
     """
 
     rank: Rank
@@ -87,13 +88,13 @@ class Hello:
 @kind(2)
 @dataclass(frozen=True)
 class Welcome:
-    """Answers :class:`Hello`. If ``model`` differs from the opener's, the opener may only ask for the
+    """The reply to :class:`Hello`. If ``model`` differs from the opener's, it may only request the
     :class:`Description`.
 
     Attributes:
-        machine: tells machines apart; empty: unknown.
-        local: the name of this process on its machine, which no other has had; by it, processes of the same ``machine``
-            reach it with memory to share.
+        machine: identifies the machine; empty: unknown.
+        local: unique name of this process on its machine, by which processes of the same ``machine`` share memory with
+            it.
     """
 
     rank: Rank
@@ -106,12 +107,12 @@ class Welcome:
 @kind(6)
 @dataclass(frozen=True)
 class Open:
-    """The first frame of all where the run has a secret; see :mod:`gossipx.wire.auth`.
+    """The very first frame if the run has a secret; see :mod:`gossipx.wire.auth`.
 
     Attributes:
         nonce: of the opener, 64 hexadecimal digits.
-        run: id of the run, the digest of its list of peers.
-        opener, answerer: names of the two.
+        run: id of the run: the digest of its list of peers.
+        opener, answerer: names of the two peers.
     """
 
     nonce: Key
@@ -123,7 +124,7 @@ class Open:
 @kind(7)
 @dataclass(frozen=True)
 class Challenge:
-    """Answers :class:`Open` by the answerer's nonce. A stranger learns no more than that."""
+    """The reply to :class:`Open`: the answerer's nonce, which is all that an unauthenticated opener learns."""
 
     nonce: Key
 
@@ -131,7 +132,7 @@ class Challenge:
 @kind(8)
 @dataclass(frozen=True)
 class Proof:
-    """Proves that the opener knows the secret, 64 hexadecimal digits."""
+    """The opener's proof that it knows the secret, 64 hexadecimal digits."""
 
     proof: Key
 
@@ -139,7 +140,7 @@ class Proof:
 @kind(9)
 @dataclass(frozen=True)
 class Accepted:
-    """Answers :class:`Proof` by the answerer's own. All frames after this one are authenticated."""
+    """The reply to :class:`Proof`: the answerer's own proof. All later frames are authenticated."""
 
     proof: Key
 
@@ -147,7 +148,7 @@ class Accepted:
 @kind(10)
 @dataclass(frozen=True)
 class NotAuthorised:
-    """The opener is no member of the run; the connection will be closed. A stranger is told no more than that."""
+    """Says that the opener is not a member of the run, and no more; the connection is then closed."""
 
     reason: Text
 
@@ -155,7 +156,7 @@ class NotAuthorised:
 @kind(3)
 @dataclass(frozen=True)
 class Refused:
-    """The connection will be closed; ``reason`` is one line for a person."""
+    """Says in one line why the connection is closed."""
 
     reason: Text
 
@@ -163,13 +164,13 @@ class Refused:
 @kind(4)
 @dataclass(frozen=True)
 class DescribeRequest:
-    """Asks for the manifest of the model."""
+    """Requests the manifest of the model."""
 
 
 @kind(5, payload=MAX_DESCRIPTION)
 @dataclass(frozen=True)
 class Description:
-    """The manifest, one line per tensor; the payload of ``size`` bytes of UTF-8."""
+    """The manifest, one line per tensor, as a payload of ``size`` bytes of UTF-8."""
 
     size: Annotated[int, integer(0, MAX_DESCRIPTION)]
 
@@ -177,14 +178,13 @@ class Description:
 @kind(49)
 @dataclass(frozen=True)
 class CheckupRequest:
-    """A question of ``gossipx doctor``; may be the first frame, in Hello's place.
+    """A question of ``gossipx doctor``; may be the first frame, in place of Hello.
 
-    A peer of a run answers for "facts" alone, and does not take the opener for a member.
+    A running peer answers only for "facts", and does not count the opener as a member.
 
     Attributes:
-        name: of the peer whose line of the hosts file it concerns.
-        part: "facts" of the answerer; the "peers" that its hosts file lists; the description of its "model"; or a
-            "load" of bytes.
+        name: of the peer whose line of the hosts file is checked.
+        part: "facts" about the answerer, the "peers" in its hosts file, the description of its "model", or a "load".
         back: bytes of the load.
     """
 
@@ -196,11 +196,11 @@ class CheckupRequest:
 @kind(50, payload=MAX_LOAD)
 @dataclass(frozen=True)
 class CheckupReply:
-    """Answers :class:`CheckupRequest`.
+    """The reply to :class:`CheckupRequest`.
 
     Attributes:
-        report: the facts by name; else empty.
-        size: bytes of the payload that comes along.
+        report: the facts by name; otherwise empty.
+        size: bytes of the payload.
     """
 
     report: Report = field(default_factory=dict)
@@ -210,13 +210,13 @@ class CheckupReply:
 @kind(11)
 @dataclass(frozen=True)
 class Taken:
-    """The requested model has arrived whole: the sender may release its bytes."""
+    """Acknowledges a model that has arrived whole, so that its sender may release the bytes."""
 
 
 @kind(12)
 @dataclass(frozen=True)
 class CarrierRequest:
-    """Asks that both sides build a carrier for models beside this connection.
+    """Requests that both sides set up a carrier for models next to this connection.
 
     Attributes:
         kind: of the carrier, such as "gloo".
@@ -228,7 +228,7 @@ class CarrierRequest:
 @kind(13)
 @dataclass(frozen=True)
 class Noted:
-    """Tells the other side the ``value`` of ``key`` while both build a carrier.
+    """Sets ``key`` to ``value`` for the other side while both set up a carrier.
 
     Attributes:
         value: bytes, as hexadecimal digits.
@@ -241,13 +241,13 @@ class Noted:
 @kind(14)
 @dataclass(frozen=True)
 class CarrierReply:
-    """The sender has built its end of the carrier."""
+    """Reports that the sender has set up its end of the carrier."""
 
 
 @kind(15)
 @dataclass(frozen=True)
 class NoCarrierReply:
-    """The sender cannot build its end of the carrier; the connection is of no more use."""
+    """Reports that the sender cannot set up its end of the carrier; the connection is unusable from then on."""
 
     reason: Text
 
@@ -255,10 +255,10 @@ class NoCarrierReply:
 @kind(48)
 @dataclass(frozen=True)
 class Carried:
-    """The payload that went beside the connection is whole.
+    """Confirms that a payload sent by a carrier is complete.
 
     Attributes:
-        digest: what its check ends in, as hexadecimal digits.
+        digest: of the payload's check, as hexadecimal digits.
     """
 
     digest: Annotated[str, octets(32)]
@@ -287,7 +287,7 @@ Message = (
     | Reply
 )
 
-# Which replies answer which request.
+# The replies that may answer each request.
 ANSWERS: dict[type, tuple[type, ...]] = {
     Hello: (Welcome,),
     Open: (Challenge,),
@@ -320,45 +320,45 @@ ANSWERS: dict[type, tuple[type, ...]] = {
 
 
 class Sink(Protocol):
-    """Takes a payload in, piece by piece: each piece is processed while it is in the processor's cache.
+    """Receives a payload piece by piece, so that each piece is processed while it is in the processor's cache.
 
     Attributes:
-        nbytes: of the whole payload.
+        nbytes: size of the whole payload.
     """
 
     @property
     def nbytes(self) -> int: ...
 
     def room(self, start: int) -> memoryview:
-        """Return where the bytes from ``start`` on belong, as many as come before the next :meth:`filled`."""
+        """Return the buffer for the bytes from ``start`` on; :meth:`filled` is called once it is full."""
 
     def filled(self, start: int) -> None:
-        """Process the room from ``start`` on, which is full."""
+        """Process the buffer for the bytes from ``start`` on, which is full."""
 
     def take(self, start: int, view: memoryview) -> None:
-        """Take the bytes from ``start`` on, any number of them, from ``view``, which lies beside the connection."""
+        """Process the bytes from ``start`` on, any number of them, out of ``view`` instead of a buffer of the sink."""
 
 
 @runtime_checkable
 class SinkFactory(Protocol):
-    """A sink that is made once the reply is known."""
+    """Creates the sink once the reply is known."""
 
     @property
     def nbytes(self) -> int: ...
 
     def fit(self, reply: CarryingReply) -> Sink:
-        """Return the sink for the payload of ``reply``; ProtocolError if that is not what was asked for."""
+        """Return the sink for the payload of ``reply``. Raises ProtocolError if the reply does not fit the request."""
 
 
 class UploadSink(Sink, Protocol):
-    """A sink for the payload of another peer's request; its memory must be released."""
+    """A sink for the payload of another peer's request, whose memory must be released."""
 
     def release(self) -> None:
-        """Release the memory: nothing more will come."""
+        """Release the memory; nothing more will be received."""
 
 
 class Bytes:
-    """A :class:`Sink` that fills a buffer exactly."""
+    """A :class:`Sink` that fills a given buffer."""
 
     def __init__(self, view: memoryview):
         self.view = view.cast("B") if view.nbytes else view
@@ -369,7 +369,7 @@ class Bytes:
         return self.view[start:]
 
     def filled(self, start: int) -> None:
-        """Do nothing: the bytes are where they belong."""
+        """Do nothing: the bytes are in place."""
 
     def take(self, start: int, view: memoryview) -> None:
         """Copy the bytes."""
@@ -377,13 +377,13 @@ class Bytes:
 
 
 def gather(parts: Iterable[memoryview], sink: Sink, look: Callable[[memoryview], None]) -> None:
-    """Let ``sink`` take all its bytes, which come in parts.
+    """Pass all bytes of a payload that arrives in parts to ``sink``.
 
     Args:
-        parts: as many bytes as the sink takes, in order; each is done with before the next is asked for.
-        look: sees all bytes in order, before they are taken.
+        parts: the bytes in order; each part is consumed before the next one is requested.
+        look: called with all bytes in order, before the sink gets them.
     """
-    start = had = 0  # of the piece, and how much of it lies in its room already
+    start = had = 0  # start of the piece; how much of it is in its buffer
     room = memoryview(b"")
     for part in parts:
         done = 0
@@ -395,7 +395,7 @@ def gather(parts: Iterable[memoryview], sink: Sink, look: Callable[[memoryview],
             done += len(view)
             if len(view) == len(room):
                 sink.take(start, view)
-            else:  # the piece lies in two parts
+            else:  # the piece spans two parts
                 copy(view, room[had : had + len(view)])
                 had += len(view)
                 if had < len(room):
@@ -404,21 +404,21 @@ def gather(parts: Iterable[memoryview], sink: Sink, look: Callable[[memoryview],
             start, had = start + len(room), 0
 
 
-# Given a message and its request id, returns the sink that its payload must fill exactly; None: no payload. Raises
-# ProtocolError if the message is not wanted.
+# Takes a message and its request id; returns the sink that its payload must fill exactly, or None for no payload.
+# Raises ProtocolError if the message is not expected.
 Expect = Callable[[Message, int], "Sink | None"]
 
 
 def no_payload(message: Message, request: int) -> None:
-    """Expect any message, without a payload."""
+    """Expect any message without a payload."""
 
 
 def answer_to(asked: Message, number: int, payload: Sink | SinkFactory | None) -> Expect:
-    """Return what expects an answer to ``asked``, sent as request ``number``.
+    """Return the Expect function for replies to ``asked``, which was sent as request ``number``.
 
     Args:
-        payload: filled by a reply that brings something; a Description gets a buffer of the size that it tells, and so
-            does a CheckupReply where this is None.
+        payload: sink of a reply with a payload. A Description gets a new buffer of the announced size, and so does a
+            CheckupReply if this is None.
     """
 
     def expect(message: Message, request: int) -> Sink | None:

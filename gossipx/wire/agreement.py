@@ -1,6 +1,6 @@
-"""What two peers must have alike before they exchange models: hosts files, settings, the manifest of the model.
+"""The properties that two peers must share before they exchange models: hosts file, settings, and model manifest.
 
-Each function tells a difference in one line that names both sides, for a person to act on.
+Each function describes a difference in one line that names both sides, so that a user can act on it.
 """
 
 from __future__ import annotations
@@ -11,56 +11,56 @@ from itertools import zip_longest
 from gossipx.errors import UsageError
 from gossipx.wire import MAX_DESCRIPTION, Hello
 
-# Characters of a foreign line that a message shows.
+# Maximum length of a received line in a message.
 _SHOWN = 200
 
 
 def objection(own: Hello, theirs: Hello, names: Sequence[str]) -> str | None:
-    """Return why ``theirs`` may not connect to ``own``, in one line; None if it may.
+    """Return in one line why ``theirs`` may not connect to ``own``; None if it may.
 
-    Another model is no objection yet: its opener may ask for the :class:`~gossipx.wire.Description`.
+    A different model is not an objection at this point: the opener may request the :class:`~gossipx.wire.Description`.
 
     Args:
-        names: of the run's peers, by rank.
+        names: of the peers of the run, by rank.
     """
     if (theirs.peers, theirs.size) != (own.peers, own.size):
         return (
             f"the hosts files of {theirs.name} ({theirs.size} peers) and {own.name}"
-            f" ({own.size} peers) differ; give every peer the same"
+            f" ({own.size} peers) differ; give every peer the same file"
         )
     if theirs.rank == own.rank:
-        return f"rank {own.rank} is this peer itself; start each line of the hosts file once"
+        return f"rank {own.rank} is this peer itself; start one process for each line of the hosts file"
     if theirs.rank >= own.size or theirs.name != names[theirs.rank]:
-        return f"{theirs.name} is not rank {theirs.rank} of this run"
+        return f"{theirs.name} is not rank {theirs.rank} of this run; give every peer the same hosts file"
     for option in sorted(own.settings.keys() | theirs.settings.keys()):
-        has = [f"{one.settings.get(option, 'none')} at {one.name}" for one in (theirs, own)]
+        values = [f"{peer.settings.get(option, 'none')} at {peer.name}" for peer in (theirs, own)]
         if own.settings.get(option) != theirs.settings.get(option):
-            return f"{option} is {' and '.join(has)}; give every peer the same"
+            return f"{option} is {' and '.join(values)}; give every peer the same value"
     return None
 
 
 def manifest_bytes(lines: Sequence[str]) -> bytes:
-    """Return a model's manifest, one line per tensor, as it is sent and digested.
+    """Return the manifest of a model, one line per tensor, in the form that is sent and hashed.
 
     Raises:
-        UsageError: it is larger than can be sent.
+        UsageError: it is too large to send.
     """
     manifest = "\n".join(lines).encode()
     if len(manifest) > MAX_DESCRIPTION:
         raise UsageError(
             f"the model has too many tensors: their descriptions take {len(manifest)} bytes, at"
-            f" most {MAX_DESCRIPTION} can be compared with other peers"
+            f" most {MAX_DESCRIPTION} can be sent to other peers"
         )
     return manifest
 
 
 def difference(own: bytes, theirs: bytes) -> str:
-    """Return the first tensor in which two manifests differ, as each has it, in one line."""
+    """Return in one line the first tensor in which two manifests differ, as each side has it."""
     lines = [manifest.decode(errors="replace").split("\n") for manifest in (own, theirs)]
-    for index, (mine, other) in enumerate(zip_longest(*lines, fillvalue="no such tensor")):
-        if mine != other:
-            return f"tensor {index} is {_shown(mine)} here and {_shown(other)} there"
-    return "yet their descriptions are the same"
+    for index, (own_line, other) in enumerate(zip_longest(*lines, fillvalue="no such tensor")):
+        if own_line != other:
+            return f"tensor {index} is {_shown(own_line)} here and {_shown(other)} there"
+    return "the descriptions are equal, the digests differ"
 
 
 def _shown(line: str) -> str:

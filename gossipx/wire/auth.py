@@ -1,28 +1,28 @@
-"""Authentication of a run that has a shared secret: a challenge both ways, then a MAC on everything.
+"""Authentication for runs with a shared secret: a mutual challenge, then a MAC on every frame.
 
-It keeps strangers out of a run. It opens no socket, and takes its nonces as arguments.
+It keeps processes that do not know the secret out of a run. It opens no socket, and takes its nonces as arguments.
 
 ::
 
     opener                                      answerer
       Open(nonce, run, opener, answerer)  ────→
                                           ←────  Challenge(nonce)
-      Proof(proof)                        ────→  wrong: NotAuthorised, which says no more
-      wrong: close                        ←────  Accepted(proof)
-      Hello and all that follows, each part of each frame with a MAC, both ways
+      Proof(proof)                        ────→  if wrong: NotAuthorised, without details
+      if wrong: close                     ←────  Accepted(proof)
+      Hello and all later frames, each part of each frame with a MAC, both ways
 
 Both proofs and both keys are derived from the secret by HKDF with SHA-256 (RFC 5869): extracted with both nonces as the
-salt, expanded over a label that names the purpose and the side, the protocol's version, the run and both names. Each of
-them is thus an HMAC-SHA256 over all of these, and none can stand for another: a proof that is sent back is the wrong
-side's, one that is repeated belongs to other nonces.
+salt, and expanded over a label that contains the purpose, the side, the protocol version, the run and both names. Each
+value is thus an HMAC-SHA256 over all of these, and none can stand in for another: a reflected proof is that of the
+wrong side, and a replayed one belongs to other nonces.
 
-The opener proves first: anybody may connect, while only the holder of a peer's address can be connected to. A stranger
-that connects learns nothing but a nonce.
+The opener proves first, because anybody may connect, but only the owner of a peer's address can be connected to. A
+process without the secret learns nothing but a nonce.
 
-A frame's parts are its header with the metadata, and its payload. Each ends in the HMAC-SHA256 of a number that counts
-the parts sent in this direction of this connection, and the part: nothing can be changed, left out, repeated, moved,
-sent back or carried over to another connection. HMAC-SHA256 is the fastest MAC that Python's standard library has on
-processors with instructions for SHA; see the figures of ``bin/bench exchange``. Nothing is encrypted.
+A frame has two parts, the header with the metadata, and the payload. Each part ends with the HMAC-SHA256 over a counter
+of the parts sent in this direction of this connection, and over the part itself. So nothing can be changed, dropped,
+replayed, reordered, reflected or moved to another connection. HMAC-SHA256 is the fastest MAC in Python's standard
+library on processors with SHA instructions; see the figures of ``bin/bench exchange``. Nothing is encrypted.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from gossipx.wire import Accepted, Challenge, Open, Proof, frames
 
 NONCE_BYTES = 32
 """Length of each side's nonce, which must come from :func:`os.urandom`."""
-REFUSAL = "the secrets differ; give every peer of the run the same"
-"""All that a peer is told which cannot prove the secret."""
+REFUSAL = "the secrets differ; give every peer of the run the same secret"
+"""The only explanation sent to a peer that cannot prove the secret."""
 
 
 @dataclass(frozen=True, repr=False)
 class Secret:
-    """Known to all peers of a run and to nobody else; its value is never shown."""
+    """The secret shared by all peers of a run. Its value is never displayed."""
 
     value: bytes
 
@@ -59,7 +59,7 @@ class Side(enum.Enum):
 
 
 class MacChecks:
-    """Makes the check of each part of each frame that goes in one direction, in order.
+    """Creates the MACs of all parts of all frames in one direction, in order.
 
     Args:
         key: of this direction of this connection.
@@ -70,7 +70,7 @@ class MacChecks:
         self._count = 0
 
     def __call__(self) -> frames.Check:
-        """Return the check of the next part."""
+        """Return the MAC of the next part."""
         check = self._keyed.copy()
         check.update(self._count.to_bytes(8, "big"))
         self._count += 1
@@ -79,11 +79,11 @@ class MacChecks:
 
 @dataclass(frozen=True)
 class Session:
-    """The result of a handshake, for one side.
+    """The result of a handshake for one side.
 
     Attributes:
-        sending, receiving: checks of all further frames.
-        opened: what the connection was opened for.
+        sending, receiving: MACs of all later frames.
+        opened: the Open that the connection began with.
     """
 
     sending: MacChecks
@@ -96,12 +96,13 @@ class Opener:
 
     Args:
         secret: shared by the run.
-        run: its id.
-        name: of this peer; ``to``: of the peer that should answer.
-        nonce: fresh, of NONCE_BYTES.
+        run: id of the run.
+        name: of this peer.
+        to: name of the peer that should answer.
+        nonce: random, of NONCE_BYTES.
 
     Attributes:
-        opened: goes out first.
+        opened: the first message to send.
     """
 
     def __init__(self, secret: Secret, *, run: str, name: str, to: str, nonce: bytes):
@@ -110,19 +111,19 @@ class Opener:
         self._keys: _Keys | None = None
 
     def challenged(self, challenge: Challenge) -> Proof:
-        """Take the answerer's nonce and return the proof that answers it."""
+        """Handle the answerer's nonce; return the proof to send."""
         self._keys = _Keys(self._secret, self.opened, challenge.nonce)
         return Proof(self._keys.derive(b"proof", Side.OPENER).hex())
 
     def accepted(self, accepted: Accepted) -> Session:
-        """Take the answerer's proof.
+        """Check the answerer's proof.
 
         Raises:
-            StrangerError: it proves nothing; a peer that knows the secret would have refused ours.
+            StrangerError: it is wrong; a peer that knows the secret would have rejected our proof instead.
         """
         keys = _known(self._keys)
         if not keys.proves(accepted.proof, Side.ANSWERER):
-            raise StrangerError("not authorised: what answers there accepts a proof that it cannot give")
+            raise StrangerError("not authorised: the process at this address does not know the run's secret")
         return keys.session(Side.OPENER)
 
 
@@ -131,7 +132,7 @@ class Answerer:
 
     Args:
         secret: shared by the run.
-        nonce: fresh, of NONCE_BYTES.
+        nonce: random, of NONCE_BYTES.
     """
 
     def __init__(self, secret: Secret, nonce: bytes):
@@ -140,17 +141,17 @@ class Answerer:
         self._keys: _Keys | None = None
 
     def opened(self, opened: Open) -> Challenge:
-        """Return the challenge to prove that the other side is ``opened.opener``, as it claims."""
+        """Return the challenge by which the other side proves that it is ``opened.opener``."""
         self._keys = _Keys(self._secret, opened, self._nonce)
         return Challenge(self._nonce)
 
     def proven(self, proof: Proof) -> tuple[Accepted, Session]:
-        """Take the opener's proof and return the answer to it, after which all frames are authenticated.
+        """Check the opener's proof; return the reply, after which all frames are authenticated.
 
-        The caller must still check that ``session.opened`` is meant for this peer: see :func:`misdirected`.
+        The caller must still check with :func:`misdirected` that ``session.opened`` is meant for this peer.
 
         Raises:
-            NotAuthorisedError: it proves nothing. The opener may be told :data:`REFUSAL`.
+            NotAuthorisedError: it is wrong. The opener may be sent :data:`REFUSAL`.
         """
         keys = _known(self._keys)
         if not keys.proves(proof.proof, Side.OPENER):
@@ -159,9 +160,9 @@ class Answerer:
 
 
 def misdirected(opened: Open, name: str) -> str | None:
-    """Return why a proven ``opened`` is not meant for the peer of this name, in one line; None if it is.
+    """Return in one line why an authenticated ``opened`` is not meant for the peer called ``name``; None if it is.
 
-    Without this check, a connection to one peer could be carried to another, or back to the one that opened it.
+    Without this check, an attacker could redirect a connection to another peer, or back to its opener.
     """
     if opened.answerer == name:
         return None
@@ -176,11 +177,11 @@ class _Keys:
         self._extracted = _hmac(bytes.fromhex(opened.nonce + nonce), secret.value)
 
     def derive(self, purpose: bytes, side: Side) -> bytes:
-        """Return 32 bytes for one purpose of one side: HKDF's first and only block."""
+        """Return 32 bytes for one purpose of one side: the first and only block of HKDF."""
         version = frames.VERSION.to_bytes(2, "big")
         names = (self._opened.run.encode(), self._opened.opener.encode(), self._opened.answerer.encode())
         parts = (b"gossipx", purpose, side.value, version, *names)
-        # With their lengths, so that no two lists of parts read the same.
+        # Each part is prefixed with its length, so that different lists of parts never encode to the same bytes.
         info = b"".join(len(part).to_bytes(4, "big") + part for part in parts)
         return _hmac(self._extracted, info + b"\x01")
 
@@ -195,7 +196,7 @@ class _Keys:
 
 def _known(keys: _Keys | None) -> _Keys:
     if keys is None:
-        raise ProtocolError("a proof came before both nonces")
+        raise ProtocolError("a proof was received before both nonces")
     return keys
 
 

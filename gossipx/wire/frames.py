@@ -1,29 +1,29 @@
-"""Frames of the protocol between peers: bytes in, messages out; no socket, no clock.
+"""Frames, the encoding of messages on a connection: bytes in, messages out; no socket, no clock.
 
 A frame, all numbers big-endian::
 
     offset  bytes
          0      4  magic, "GSPX"            the first two fields never move, so that
-         4      2  protocol version         another version can be told by name
-         6      2  kind of message; the highest bit: the payload lies beside the connection
+         4      2  protocol version         another version can be recognized
+         6      2  kind of message; the highest bit: the payload travels out of band
          8      8  request id, chosen by the requester, repeated in the reply
         16      4  M, length of the metadata
         20      8  P, length of the payload
         28      C  check of bytes 0..27 and the metadata
       28+C      M  metadata: one JSON object, UTF-8, the message's fields
     28+C+M      P  payload: raw bytes
-  28+C+M+P      C  check of the payload; left out where P is 0
+  28+C+M+P      C  check of the payload; left out if P is 0
 
-A check is the XXH3-64 of its part (C = 8). It finds accidents and is no protection from an attacker. Where the run has
-a secret, it is a MAC from the handshake on (C = 32, :mod:`gossipx.wire.auth`). Over TLS there is none (C = 0): the tag
-of each record finds any change.
+A check is the XXH3-64 of its part (C = 8), which detects accidents but does not protect from an attacker. If the run
+has a secret, it is a MAC after the handshake (C = 32, :mod:`gossipx.wire.auth`). Over TLS there is no check (C = 0),
+because TLS authenticates each of its records.
 
-A payload that lies beside the connection comes another way (:mod:`gossipx.transports.shared_memory`), and the frame
-ends with its metadata. The receiver reads the payload from shared memory, or a carrier brings it and Carried tells its
-digest.
+An out-of-band payload takes another path, and its frame ends with the metadata: the receiver reads the payload from
+shared memory (:mod:`gossipx.transports.shared_memory`), or a carrier such as gloo transfers it, and a Carried message
+has its digest.
 
-Nothing is unpickled or evaluated. Every length is checked against a bound of its kind, as declared with the message,
-before anything is allocated, and a payload goes straight into the room that its receiver provides.
+Nothing is unpickled or evaluated. Every length is checked against the bound declared for its kind of message before
+anything is allocated, and a payload is received directly into the buffer that the receiver provides.
 """
 
 from __future__ import annotations
@@ -44,40 +44,40 @@ from gossipx.wire.kinds import KINDS, message_of, metadata_of
 
 MAGIC = b"GSPX"
 VERSION = 4
-# The bit of the kind that says that the payload lies beside the connection.
+# The bit of the kind that marks an out-of-band payload.
 _OUT_OF_BAND = 0x8000
 
 Buffers = list[bytes | memoryview]
 Part: TypeAlias = tuple[Buffers, ByteObserver | None]
-"""Buffers to send in one call, and a function that must see all of them as they go out, before the next part."""
+"""Buffers to send in one call, and a function that must see their bytes as they are sent, before the next part."""
 
 _START = struct.Struct("!4sH")
 _HEADER = struct.Struct("!4sHHQIQ")
 HEADER_BYTES = _HEADER.size
-"""A check follows, whose length depends on the connection."""
+"""Length of the header without its check, which follows."""
 
 
 class Check(Protocol):
-    """Looks at one part of a frame, piece by piece; as those of :mod:`hashlib`, :mod:`hmac` and :mod:`xxhash` do."""
+    """The running checksum of one part of a frame; the objects of :mod:`hashlib`, :mod:`hmac` and :mod:`xxhash` fit."""
 
     @property
     def digest_size(self) -> int:
-        """Bytes of the digest; the same for all checks of a connection and direction."""
+        """Bytes of the digest; the same for all checks in one direction of a connection."""
 
     def update(self, piece: bytes | memoryview, /) -> None:
-        """Look at the next piece."""
+        """Add the next piece."""
 
     def digest(self) -> bytes:
         """Return the digest of the part."""
 
 
 Checks = Callable[[], Check]
-"""Makes the check of each part of each frame in order: two for a frame with a payload, one for a frame without."""
+"""Creates the checks of all parts of all frames in order: two for a frame with a payload, one for a frame without."""
 CHECKSUMS: Checks = xxhash.xxh3_64
 
 
 class Unchecked:
-    """The :class:`Check` of a connection whose transport checks all bytes: looks at nothing."""
+    """A :class:`Check` without a checksum, for connections whose transport already checks all bytes."""
 
     digest_size = 0
 
@@ -90,10 +90,10 @@ class Unchecked:
 
 
 class VersionError(ProtocolError):
-    """The other side speaks another version of the protocol."""
+    """The other side uses another version of the protocol."""
 
 
-# --- out ----------------------------------------------------------------------------------------
+# --- encoding -----------------------------------------------------------------------------------
 
 
 def encode(
@@ -109,12 +109,11 @@ def encode(
         message: of a declared kind.
         request: id of the request, 0 to 2⁶⁴ − 1.
         payload: must not change until its last piece is sent.
-        checks: of the connection and direction. MACs count, so this frame must be sent whole before the next is
-            encoded.
-        beside: whether the payload lies beside the connection, and is no part of the frame.
+        checks: of the connection and direction. MACs are numbered, so send this frame before the next is encoded.
+        out_of_band: whether the payload is left out of the frame and sent in another way.
 
     Raises:
-        ValueError: at once, not when iterated: the message is not one that a peer would accept.
+        ValueError: a peer would not accept the message; raised by this call, not during iteration.
     """
     kind = kind_of(type(message))
     metadata = metadata_of(message)
@@ -122,7 +121,7 @@ def encode(
     if len(metadata) > kind.metadata or size > kind.payload:
         raise ValueError(
             f"{kind.message.__name__} with {len(metadata)} bytes of metadata and {size} of payload:"
-            f" at most {kind.metadata} and {kind.payload} can be sent"
+            f" at most {kind.metadata} and {kind.payload} are allowed"
         )
     header = _HEADER.pack(MAGIC, VERSION, kind.number | out_of_band * _OUT_OF_BAND, request, len(metadata), size)
     check = checks()
@@ -137,7 +136,7 @@ def _with_payload(head: bytes, payload: Source, checks: Checks) -> Iterator[Part
     view = payload.view.cast("B")
     known = payload.checksum if checks is CHECKSUMS else None
     check = checks() if known is None else Unchecked()
-    # The last piece goes with the digest, and of a small model all that there is.
+    # The last piece is sent together with the digest, so a small model takes a single call.
     last = (len(view) - 1) // PIECE * PIECE
     if last:
         yield [head], None
@@ -150,7 +149,7 @@ def _with_payload(head: bytes, payload: Source, checks: Checks) -> Iterator[Part
     yield [head, view[last:], digest], None
 
 
-# --- in -----------------------------------------------------------------------------------------
+# --- decoding -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -158,8 +157,8 @@ class Frame:
     """One whole frame, checked.
 
     Attributes:
-        payload: the sink that ``expect`` gave; None where the frame has none.
-        beside: whether the payload has yet to come, from beside the connection.
+        payload: the sink that ``expect`` returned; None: no payload.
+        out_of_band: whether the payload is still to be received in another way.
     """
 
     request: int
@@ -169,14 +168,14 @@ class Frame:
 
 
 class Decoder:
-    """Makes frames from bytes. Put bytes into :meth:`next_buffer`, tell :meth:`received` how many.
+    """Decodes frames. Write received bytes into :meth:`next_buffer`, then call :meth:`received` with their number.
 
     Args:
-        expect: asked before a payload is accepted; may be changed between two frames.
+        expect: called before a payload is accepted; may be replaced between two frames.
+        most: maximum bytes of metadata; SMALL_METADATA while the other side is not authenticated.
 
     Attributes:
-        in_payload: whether the next bytes are a payload's.
-        most: bytes of metadata that may be allocated; SMALL_METADATA as long as the other side is a stranger.
+        in_payload: whether the next bytes belong to a payload.
     """
 
     def __init__(self, expect: Expect, most: int = MAX_METADATA):
@@ -185,43 +184,43 @@ class Decoder:
         self._broken: ProtocolError | None = None
         self._frame: Frame
         self._sink: Sink
-        self._start = 0  # of the piece that comes in, in the payload
-        self._seen = 0  # bytes of it that were checked
+        self._start = 0  # offset of the current piece in the payload
+        self._seen = 0  # bytes of it that were added to the check
         self.in_payload = False
         self.use(CHECKSUMS)
 
     def use(self, checks: Checks) -> None:
-        """Check frames from the next one on by ``checks``; between two frames only."""
+        """Use ``checks`` from the next frame on; call between two frames only."""
         self._checks, self._check = checks, checks()
         self._header = bytearray(HEADER_BYTES + self._check.digest_size)
         self._await(memoryview(self._header), Decoder._header_whole)
 
     def part(self) -> Check:
-        """Return the check of the next part, which comes beside the connection; between two frames only."""
+        """Return the check of the next part, which is received out of band; call between two frames only."""
         check, self._check = self._check, self._checks()
         return check
 
     @property
     def coming(self) -> Message:
-        """The message whose payload comes in, as long as one does."""
+        """The message whose payload is being received."""
         return self._frame.message
 
     def next_buffer(self) -> memoryview:
-        """Return where the next bytes belong; never empty. Raises the ProtocolError that came before."""
+        """Return the buffer for the next bytes, never empty. Raises the ProtocolError of an earlier call, if any."""
         if self._broken is not None:
             raise self._broken
         return self._view[self._filled :]
 
     def look(self, part: memoryview) -> None:
-        """Check a part of a payload ahead of :meth:`received`: it lies in :meth:`next_buffer` after the last part."""
+        """Add bytes of a payload to the check ahead of :meth:`received`, right after those added before."""
         self._check.update(part)
         self._seen += len(part)
 
     def received(self, count: int) -> Frame | None:
-        """Take ``count`` bytes as put into :meth:`next_buffer`; return the frame, if they end one.
+        """Process the next ``count`` bytes in :meth:`next_buffer`; return the frame if they complete one.
 
         Raises:
-            ProtocolError: they are not what the protocol allows; the decoder must not be used again.
+            ProtocolError: they violate the protocol; the decoder is then unusable.
         """
         arrived = self.next_buffer()[:count]
         if not 0 < count == len(arrived):
@@ -236,19 +235,19 @@ class Decoder:
             raise
 
     def _await(self, view: memoryview, whole: Callable[[Decoder], Frame | None]) -> None:
-        # A function: a bound method would hold this decoder, and with it the last payload, until a gc run.
+        # A plain function: a bound method would be a reference cycle, which keeps the last payload until a gc run.
         self._view, self._filled, self._whole = view, 0, whole
 
     def _check_start(self) -> None:
-        """Refuse strangers by their first bytes; they may never send a header's worth."""
+        """Reject a foreign protocol by its first bytes, since it may never send as many as a header has."""
         start = bytes(self._header[: min(self._filled, len(MAGIC))])
         if not MAGIC.startswith(start):
-            raise ProtocolError(f"no gossipx peer: it began with {start!r}")
+            raise ProtocolError(f"not a gossipx peer: its first bytes are {start!r}")
         if self._filled >= _START.size:
             version = _START.unpack_from(self._header)[1]
             if version != VERSION:
                 raise VersionError(
-                    f"the other side speaks version {version} of the protocol, this side version"
+                    f"the other side uses version {version} of the protocol, this side version"
                     f" {VERSION}: install the same gossipx on both"
                 )
 

@@ -1,6 +1,6 @@
-"""The table of all kinds of messages, and each as a frame's metadata: a JSON object of its fields.
+"""The table of message kinds, and the encoding of a message as the metadata of a frame: a JSON object of its fields.
 
-The table is generated from what the messages declare (:mod:`gossipx.protocol.fields`), so no field comes in unchecked.
+The table is built from the declarations of the messages (:mod:`gossipx.protocol.fields`): every field is checked.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from gossipx.protocol.fields import Kind, kind_of
 from gossipx.wire import Message
 
 KINDS = {kind.number: kind for kind in map(kind_of, get_args(Message))}
-"""By number, as a frame's header has it."""
+"""Kinds by the number in a frame's header."""
 
 
 def metadata_of(message: Message) -> bytes:
     """Return the metadata of ``message``.
 
-    NaN and infinite figures of a report go as null, which JSON has and which reads as "no figure".
+    NaN and infinite figures of a report become null, as JSON cannot represent them; null reads as "no figure".
 
     Raises:
-        ValueError: a field is not one that a peer would accept.
+        ValueError: a peer would not accept one of the fields.
     """
     plain = {field.name: _plain(getattr(message, field.name)) for field in fields(message)}
     _build(kind_of(type(message)), plain)
@@ -32,7 +32,7 @@ def metadata_of(message: Message) -> bytes:
 
 
 def _plain(value: object) -> object:
-    """As JSON has it: enums and subclasses of numbers as numbers, tuples as lists."""
+    """Convert to JSON's types: enums and number subclasses to numbers, tuples to lists."""
     if isinstance(value, dict):
         return {name: _plain(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -45,27 +45,27 @@ def _plain(value: object) -> object:
 
 
 def message_of(kind: Kind, metadata: bytes) -> Message:
-    """Return the message that a frame's metadata tell.
+    """Return the message that the metadata of a frame encodes.
 
     Raises:
-        ProtocolError: they tell none of this kind, or one with a field that is not allowed.
+        ProtocolError: the metadata is not a message of this kind, or a field is not allowed.
     """
     try:
-        # The interpreter's recursion limit bounds the nesting that is read; _build then allows three levels.
+        # The interpreter's recursion limit bounds the nesting of the JSON text; _build then allows three levels.
         plain = json.loads(metadata.decode(), object_pairs_hook=_object, parse_constant=_constant)
         message: Message = _build(kind, plain)
     except RecursionError:
-        raise ProtocolError(f"{kind.message.__name__}: metadata nests too deep") from None
+        raise ProtocolError(f"{kind.message.__name__}: the metadata is nested too deeply") from None
     except ValueError as error:
         raise ProtocolError(f"metadata refused: {error}") from None
     return message
 
 
 def _build(kind: Kind, plain: object) -> Any:
-    """Return the message with these fields; ValueError tells what is wrong in one line."""
+    """Build the message from plain fields. The ValueError of a wrong field is one line."""
     if type(plain) is not dict or plain.keys() != kind.checks.keys():
         named = ", ".join(kind.checks) or "none"
-        raise ValueError(f"{kind.message.__name__} has not exactly its fields ({named})")
+        raise ValueError(f"{kind.message.__name__} must have exactly the fields {named}")
     values = {}
     for name, check in kind.checks.items():
         try:
@@ -78,7 +78,7 @@ def _build(kind: Kind, plain: object) -> Any:
 def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
     named = dict(pairs)
     if len(named) != len(pairs):
-        raise ValueError("a field stands twice")
+        raise ValueError("a field is repeated")
     return named
 
 

@@ -95,7 +95,7 @@ def test_a_wrong_secret_is_refused_and_logged_once(start: Start, heard: Heard) -
         error = failure(a, 1)
         assert isinstance(error, NotAuthorisedError)
         assert error.exit_code == 5
-        assert str(error) == ("peer-01: not authorised: the secrets differ; give every peer of the run the same")
+        assert str(error) == ("peer-01: not authorised: the secrets differ; give every peer of the run the same secret")
     assert a.comm.trust.is_outcast
     b.comm.close()  # waits for its threads, so that all bytes are counted
     assert b.comm.trust.strangers == 3

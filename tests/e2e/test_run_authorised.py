@@ -60,7 +60,7 @@ def test_the_one_with_the_wrong_secret_ends_by_exit_code_5_and_the_others_train(
         run.line("joining")
     wrong = start(place, 3, "--secret-file", bad).end()
     told = one_line(wrong, 5)
-    assert "not authorised: the secrets differ; give every peer of the run the same" in told
+    assert "not authorised: the secrets differ; give every peer of the run the same secret" in told
     ended = {host: run.end() for host, run in runs.items()}
     agreed(place, ended)
     assert any("not authorised: the secrets differ" in end.output for end in ended.values()), ended[1].shown

@@ -1,4 +1,4 @@
-"""``gossipx run --hub`` in real processes. What is done to the weights is compared in tests/papers/test_elastic.py.
+"""``gossipx run --hub`` in real processes. Its effect on the weights is compared in tests/papers/test_elastic.py.
 
 Numbers in brackets are rows of the project's fault list.
 """
@@ -19,7 +19,7 @@ ITERATIONS = ("--iterations", "150")
 
 @pytest.mark.parametrize("only", [False, True])
 def test_all_end_with_the_centre(tmp_path: Path, only: bool) -> None:
-    """Whoever does not wait for the centre may have made many steps before it comes, and exchanges less often."""
+    """A peer that does not wait for the centre may do many steps before it arrives, and exchanges less often."""
     with folder(tmp_path, 3) as here:
         hub = ("--hub", here.names[1], *(["--hub-only", "--blocking"] if only else []))
         run = here.run(*BRIEF, *ITERATIONS, *hub)
@@ -30,7 +30,7 @@ def test_all_end_with_the_centre(tmp_path: Path, only: bool) -> None:
     assert exchanges == [15, 15] if only else (sum(exchanges) >= 1 and max(exchanges) <= 15)
     assert summary["taken_in"] == [0, pytest.approx(sum(summary["retrievals"]), abs=3), 0]
     model = sum(tensor.nbytes for tensor in run.model(0).values())
-    # What the hub exchanges with itself goes over no wire.
+    # The hub's exchanges with itself use no connection.
     others = sum(summary["retrievals"][rank] for rank in (0, 2))
     assert others * model <= summary["bytes_received"][1] + summary["finish_bytes"][1] <= (others + 6) * model + 60_000
     if only:
@@ -52,8 +52,8 @@ def test_codecs_cut_the_bytes_of_elastic_averaging(tmp_path: Path, codec: str) -
     assert (summary["codec"], summary["lost"], sum(summary["failed"])) == (codec, [], 0)
 
 
-def test_a_script_needs_no_word_of_the_hub(tmp_path: Path) -> None:
-    """Where the hub only serves, ``join`` does that and ends the process: the loop below it is the workers' alone."""
+def test_a_script_need_not_mention_the_hub(tmp_path: Path) -> None:
+    """If the hub only serves, ``join`` does that and exits the process: only workers run the loop below it."""
     script = """
 model = nn.Linear(4, 50)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -73,7 +73,7 @@ with gossipx.join(model, optimizer) as peer:
 @pytest.mark.parametrize(("lost", "code"), [("gossip", 0), ("wait", 0), ("stop", 4)])
 def test_a_hub_that_is_killed_blocks_nobody(tmp_path: Path, lost: str, code: int) -> None:  # [38]
     with folder(tmp_path, 3) as here:
-        # Workers that share two cores end some seconds apart, and are to wait for each other.
+        # Workers that share two cores end some seconds apart, and must wait for each other.
         options = ("--hub", "0", "--hub-only", "--hub-lost", lost, "--iterations", "2000", "--peer-timeout", "30")
         process = here.start_run(*BRIEF, *options)
         process.line(rf"{here.names[0]} serve .*{here.names[1]} train .* pulls [1-9]")
@@ -88,7 +88,7 @@ def test_a_hub_that_is_killed_blocks_nobody(tmp_path: Path, lost: str, code: int
     run = Run(tmp_path / "x", ended)
     assert run.summary["lost"] == [here.names[0]]
     assert all(accuracy > 0.6 for accuracy in run.summary["test_accuracy"][1:])
-    # Without a centre, the mean of all.
+    # Without a centre, the final model is the mean of all.
     assert max(differences(run.model(1), run.model(2)).values()) <= 1e-5, ended.shown
 
 

@@ -1,4 +1,4 @@
-"""``gossipx run --mode``: pushes and pairs over real sockets. What they do to the weights is in the scenarios."""
+"""``gossipx run --mode``: pushes and pairs over real sockets. The scenarios test their effect on the weights."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_four_peers_exchange_and_agree(tmp_path: Path, mode: str, blocking: bool
     for received, retrievals, finish in zip(
         summary["bytes_received"], summary["retrievals"], summary["finish_bytes"], strict=True
     ):
-        # One may come in the moment before training begins here, and is not counted; some are given up at the end.
+        # One may arrive just before training starts here, and is not counted; some are abandoned at the end.
         assert (retrievals - 1) * model <= received <= (retrievals + 4) * model + 60_000, "models, and small messages"
         assert finish > 2 * model * 0.99
     assert (sum(summary["failed"]), sum(summary["poisoned"]), summary["lost"]) == (0, 0, [])
@@ -77,11 +77,11 @@ with gossipx.join(model, optimizer, init="own") as peer:
 tell(peer, before=value, after=[float(model.weight.min()), float(model.weight.max())], weight=weight)
 """
 )
-"""Peers that begin at their rank and do not train: all that changes them is mixing."""
+"""A script whose peers start at their rank and do not train, so that only mixing changes their models."""
 
 
 @pytest.mark.parametrize("mode", ["push-sum", "pushpull"])
-def test_what_keeps_the_average_keeps_it(tmp_path: Path, mode: str) -> None:
+def test_modes_that_conserve_the_average(tmp_path: Path, mode: str) -> None:
     with folder(tmp_path, 4) as here:
         options = (*MODES[mode], "--policy", "tau:3", "--init", "own", "--peer-timeout", "20")
         here.run(*options, here.script(STILL), here.path)

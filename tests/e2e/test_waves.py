@@ -57,7 +57,7 @@ tell(peer, waves=waves, warm=warm, made=trained, held=len(peer._driver.held))
 
 
 def test_a_wave_is_two_models_a_peer(four: Folder) -> None:
-    """Of four in step, so that none begins a wave while the last is under way, or goes on when others are done."""
+    """Four peers in lockstep, so that no wave starts while the last is under way or after some have ended."""
     text = """
 import torch.distributed as dist
 
@@ -90,22 +90,24 @@ with gossipx.join(model, optimizer) as peer:
         assert 20 * model < received < 20 * model * 1.1
 
 
-def test_what_a_run_with_waves_leaves_is_the_same_with_all(four: Folder) -> None:
+def test_a_run_with_waves_leaves_the_same_model_on_all(four: Folder) -> None:
     run = four.run("--policy", "tau:40", "--exchange", "waves", "--iterations", "400", "--eval-interval", "0")
     summary = run.summary
     assert summary["lost"] == []
-    # How many waves there are hangs on the peers' pace: a slower one goes on with those that are left.
+    # The number of waves depends on the peers' pace: a slower one continues with those that are left.
     assert min(summary["retrievals"]) >= 8, summary
     model = sum(tensor.nbytes for tensor in run.model(0).values())
     for received, models in zip(summary["bytes_received"], summary["retrievals"], strict=True):
-        assert (models - 4) * model * 0.99 < received < (models + 4) * model * 1.1  # the last ones count to the finish
+        assert (
+            (models - 4) * model * 0.99 < received < (models + 4) * model * 1.1
+        )  # the last ones count towards the finish
     for rank in (1, 2, 3):
         assert max(differences(run.model(0), run.model(rank)).values()) == 0.0
     assert set(summary["test_accuracy"]) == {summary["consensus_accuracy"]}
 
 
 def test_after_each_blocking_wave_all_hold_the_same_bits(four: Folder) -> None:
-    """Whoever is how far, statistics too; only the last waves may be without those whose training is over."""
+    """At any progress, and with statistics too; only peers that have ended may miss the last waves."""
     script = four.script(WATCHED.replace("ITERATIONS", "100"))
     four.run("--policy", "tau:10", "--exchange", "waves", "--blocking", "--iterations", "100", script, four.path)
     told = [four.told(rank) for rank in range(4)]
@@ -126,7 +128,7 @@ def test_waves_need_no_further_memory_once_warm(four: Folder) -> None:
 
 
 def test_the_sum_of_all_models_changes_by_own_steps_alone(four: Folder) -> None:
-    """Whatever the threads of four processes do in what order, while all of them train on."""
+    """However the threads of the four processes interleave, while all of them train."""
     script = four.script("""
 model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1)).double()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -170,7 +172,7 @@ tell(peer, own=own.tolist(), moved=(last - first).tolist(), waves=peer._role.syn
 
 
 def test_a_peer_that_is_killed_costs_a_round(four: Folder) -> None:
-    """[1, 2] The others go on with waves among themselves, and end with one model."""
+    """[1, 2] The others continue with waves among themselves, and end with one model."""
     killed = """
         if peer.rank == 1 and peer.iteration == 60:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -179,7 +181,7 @@ def test_a_peer_that_is_killed_costs_a_round(four: Folder) -> None:
     until = """
     def over():
         known = peer.rank == 1 or peer._role.members.others[1].lost
-        return all_have(peer, "gone on", known and peer._role.sync.retrievals > 30, [0, 2, 3])
+        return all_have(peer, "continued", known and peer._role.sync.retrievals > 30, [0, 2, 3])
     while not over():
 """
     script = four.script(
@@ -204,5 +206,5 @@ def test_a_peer_that_is_killed_costs_a_round(four: Folder) -> None:
         (("--mixing", "aged"), "--mixing aged is for pulled models"),
     ],
 )
-def test_what_a_wave_would_not_heed_is_refused(four: Folder, options: tuple[str, str], told: str) -> None:
+def test_options_that_a_wave_would_ignore_are_refused(four: Folder, options: tuple[str, str], told: str) -> None:
     assert told in four.refused("--exchange", "waves", *options)

@@ -1,4 +1,4 @@
-"""Section VI in small: pulling makes each peer's own model good on all data, the finish makes it everybody's."""
+"""Section VI on a small problem: pulls make each peer's own model good on all data, and the finish makes it common."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RATE = 0.1
 
 
 def blobs() -> tuple[Tensor, Tensor]:
-    """Four overlapping clouds of 250 points each in the plane, ordered by class."""
+    """Return four overlapping clouds of 250 points each in the plane, ordered by class."""
     generator = torch.Generator().manual_seed(5)
     centres = torch.tensor([[1.5, 0.0], [0.0, 1.5], [-1.5, 0.0], [0.0, -1.5]])
     classes = torch.arange(PEERS).repeat_interleave(250)
@@ -33,7 +33,7 @@ POINTS, CLASSES = blobs()
 
 
 def shard(rank: int) -> tuple[Tensor, Tensor]:
-    """Far from iid: nine in ten of a peer's points are of its own class."""
+    """Return a peer's data, far from iid: nine in ten of its points belong to its own class."""
     generator = torch.Generator().manual_seed(rank)
     own = CLASSES.eq(rank).nonzero().flatten()
     others = CLASSES.ne(rank).nonzero().flatten()
@@ -49,7 +49,7 @@ def model() -> nn.Module:
 
 
 def trainer(points: Tensor, classes: Tensor, module: nn.Module, seed: int):
-    """One step of SGD on a random batch, each time it is called."""
+    """Return a function that does one step of SGD on a random batch."""
     generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.SGD(module.parameters(), lr=RATE)
 
@@ -63,7 +63,7 @@ def trainer(points: Tensor, classes: Tensor, module: nn.Module, seed: int):
 
 
 def loss(module: nn.Module) -> float:
-    """On all data."""
+    """Return the loss on all data."""
     with torch.no_grad():
         return float(nn.functional.cross_entropy(module(POINTS), CLASSES))
 
@@ -94,12 +94,12 @@ def run(policy: str, **settings: Any) -> World:
 
 
 def before_finish(made: World) -> list[float]:
-    """Each peer's loss on all data, of its own model as it entered the finish."""
+    """Return the loss on all data of each peer's own model as it entered the finish."""
     return [loss_of(ordered(made, rank)) for rank in range(PEERS)]
 
 
 def ordered(made: World, rank: int) -> Tensor:
-    """Weights before the finish, without the arena's padding."""
+    """Return the weights before the finish, without the arena's padding."""
     peer = made.peers[rank]
     assert peer.before_finish is not None
     start = peer.arena.sections[0].storage.data_ptr()
@@ -124,7 +124,7 @@ def never() -> World:
     ],
 )
 def test_exchanging_beats_training_alone(policy: str, mode: dict[str, Any], never: World):
-    """Table II, Figure 6: each peer's own model, on all data, against τ = ∞ and against plain SGD in one place."""
+    """Table II, Figure 6: each peer's own model on all data, compared with τ = ∞ and with SGD in one process."""
     module = model()
     step = trainer(POINTS, CLASSES, module, 99)
     for _ in range(ITERATIONS):

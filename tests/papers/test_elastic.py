@@ -1,6 +1,6 @@
-"""Elastic averaging, against its equations written out (Adaptive Communication, Algorithm 1, Eq. 1 and 2).
+"""Elastic averaging, compared with its equations (Adaptive Communication, Algorithm 1, Eq. 1 and 2).
 
-x_i ← x_i − η g − α (x_i − x̃), and x̃ ← x̃ + β/p (x_i − x̃) for each worker i that comes (Eq. 2 is their sum).
+x_i ← x_i − η g − α (x_i − x̃), and x̃ ← x̃ + β/p (x_i − x̃) for each exchange of a worker i (Eq. 2 is their sum).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def settings(alpha: float = 0.3, share: float | None = None, trains: bool = True
 
 
 class Reference:
-    """The equations, carried out on plain vectors in the order in which a run says that things happened."""
+    """The equations on plain vectors, carried out in the order of a run's log."""
 
     def __init__(self, starts: dict[int, Tensor], hub: ElasticSettings):
         self.x = {rank: start.clone() for rank, start in starts.items()}
@@ -36,7 +36,7 @@ class Reference:
         self._difference: dict[int, Tensor] = {}
 
     def follow(self, rank: int, what: str) -> None:
-        """One line of the log."""
+        """Carry out one line of the log."""
         if what.startswith("step "):
             gradient = self.x[rank] - toy.Point(rank).target.double()
             self.x[rank] = self.x[rank] - 0.05 * gradient
@@ -51,7 +51,7 @@ class Reference:
 
 
 def run(hub: ElasticSettings, size: int = 4, seed: int = 0, **options: object) -> tuple[World, Reference]:
-    """A run under random uneven steps and delays, and the reference at its end (before the finish)."""
+    """Run with random uneven steps and delays; return the world and the reference as of before the finish."""
     rng = random.Random(seed)
     slow = {rank: rng.uniform(0.3, 3.0) for rank in range(size)}
     network = Network(bandwidth=toy.SIZE * 4 / rng.uniform(0.1, 2.0), delay=rng.uniform(0.0, 0.5))
@@ -65,8 +65,8 @@ def run(hub: ElasticSettings, size: int = 4, seed: int = 0, **options: object) -
 
 @pytest.mark.parametrize("only", [False, True])
 @pytest.mark.parametrize("size", [2, 4, 9])
-def test_what_alpha_and_beta_are_unless_they_are_given(size: int, only: bool) -> None:
-    """Eq. 1 and 2 with the α and β of Zhang et al., β = 0.9 = p·α; p counts those that train."""
+def test_the_defaults_of_alpha_and_beta(size: int, only: bool) -> None:
+    """Eq. 1 and 2 with the α and β of Zhang et al., β = 0.9 = p·α; p counts the peers that train."""
     p = size - only
 
     def made(**given: float) -> ElasticSettings:
@@ -75,7 +75,7 @@ def test_what_alpha_and_beta_are_unless_they_are_given(size: int, only: bool) ->
         return found
 
     def moves(**given: float) -> tuple[float, float]:
-        """α, by which a worker moves, and β: where all p workers come at once, that is what the centre moves by."""
+        """Return α, by which a worker moves, and β, by which the centre moves if all p workers exchange at once."""
         return made(**given).alpha, p * made(**given).share
 
     assert moves() == pytest.approx((0.9 / p, 0.9))
@@ -98,7 +98,7 @@ def test_workers_and_hub_do_what_the_equations_say(seed: int, blocking: bool) ->
 
 @pytest.mark.parametrize("trains", [True, False])
 def test_the_sum_of_workers_and_centre_stays_as_it_was(trains: bool) -> None:
-    """β = p·α: what a worker gives up the centre gains. Nobody trains here, so that nothing else moves."""
+    """β = p·α: the worker loses what the centre gains. No peer trains here, so nothing else changes the sum."""
     hub = settings(alpha=0.3, trains=trains)
     made = toy.world(
         4, 1, Network(delay=0.3), {1: 0.4, 2: 2.2}, hub=hub, policy="random:p=0.5", init="own", finish="none",
@@ -120,10 +120,10 @@ def test_other_shares_move_the_centre_by_as_much() -> None:
     torch.testing.assert_close(made.peers[HUB].centre(), reference.centre, rtol=1e-5, atol=1e-5)
 
 
-def test_momentum_is_of_the_gradient_alone() -> None:
-    """EAMSGD (Zhang et al., Eq. 5 and 6): v ← δv − η g(x + δv), x ← x + v − α (x − x̃): v knows nothing of the hub.
+def test_momentum_depends_on_the_gradient_alone() -> None:
+    """EAMSGD (Zhang et al., Eq. 5 and 6): v ← δv − η g(x + δv), x ← x + v − α (x − x̃); the hub does not affect v.
 
-    torch keeps y = x + δv in place of x, with the same gradient steps; the difference to the centre is y's.
+    torch keeps y = x + δv in place of x, with the same gradient steps; the difference to the centre is taken at y.
     """
     delta, rate = 0.9, 0.05
 
@@ -161,8 +161,8 @@ def test_momentum_is_of_the_gradient_alone() -> None:
     torch.testing.assert_close(made.peers[HUB].centre(), centre, rtol=1e-4, atol=1e-5)
 
 
-def test_the_adaptive_policy_decides_when() -> None:
-    """The same policies decide: a change of delta beyond the threshold brings the model to the hub."""
+def test_the_adaptive_policy_starts_exchanges() -> None:
+    """The policies of gossip apply: a change of delta beyond the threshold starts an exchange with the hub."""
     made, reference = run(settings(), policy="adaptive:threshold=0.05", iterations=40)
     asked = sum(len(made.lines(rank, "brings")) for rank in made.peers)
     assert 4 <= asked < 160

@@ -61,7 +61,7 @@ def under_way(made: World) -> list[tuple[float, Tensor]]:
     found = []  # of pushes by peers that live
     for rank, peer in made.peers.items():
         for inbound in peer.role.exchange._inbound if peer.down_since is None else []:
-            if inbound.phase is Phase.COMING or inbound.sender not in made.peers:
+            if inbound.phase is Phase.FETCHING or inbound.sender not in made.peers:
                 continue
             sender = made.peers[inbound.sender].role
             if sender.incarnation == inbound._incarnation and sender.exchange._settled.get(rank) == inbound._number:
@@ -226,7 +226,7 @@ def test_a_crash_takes_what_the_peer_had_and_no_more(number: int):
     made.run(made.now + 0.03)  # what has left it arrives
     crashed = made.peers[2].role
     taken = crashed.exchange._inbound
-    had = crashed.weight + sum(inbound.reply.weight for inbound in taken if inbound.phase is Phase.STANDS)
+    had = crashed.weight + sum(inbound.reply.weight for inbound in taken if inbound.phase is Phase.SETTLED)
     others = [inbound for rank in (0, 1, 3) for inbound in made.peers[rank].role.exchange._inbound]
     in_doubt = [inbound for inbound in others if inbound.sender == 2 and inbound.phase is Phase.SETTLING]
     had -= sum(inbound.reply.weight for inbound in in_doubt)

@@ -1,4 +1,4 @@
-"""Any faults at any times: every peer comes to an end in bounded time, and no model is partly applied."""
+"""Random faults at random times: every peer ends in bounded time, and no model is partly applied."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_every_run_ends(size, seed, faults, paces, loss, bandwidth, repeat, mode
     network = Network(bandwidth=bandwidth, loss=loss, repeat=repeat, jitter=repeat)
     options.update(mode)
     made = world(size, seed, network, dict(enumerate(paces)), policy="tau:2", iterations=ITERATIONS, **options)
-    made.run(0.0)  # all have started
+    made.run(0.0)  # run until all have started
     for name, rank, at, *more in faults:
         rank %= size
         match name:
@@ -58,17 +58,17 @@ def test_every_run_ends(size, seed, faults, paces, loss, bandwidth, repeat, mode
                 getattr(made, name)(rank, at, at + more[0])
             case "cut":
                 network.cut([rank], [more[1] % size], at, at + more[0], one_way=more[2])
-    # The last life begins at 40 s at the latest and may stand still for 30 s; a blocked pull asks all neighbours, and
-    # in a blocked wave, which any peer may start, each round may be waited for.
+    # The last incarnation starts by 40 s and may be paused for 30 s. A blocking pull may try all neighbours, and a
+    # blocking wave, which any peer may start, may wait in each round.
     blocked = PULLS * (size * agreement_rounds(size) if "exchange" in mode else size - 1)
     waits = (40 + 5 * 30) / TIMEOUT + 2 + agreement_rounds(size) + blocked * options["blocking"]
     limit = bound(size, ITERATIONS, 3.0, waits)
     assert made.run(limit), "\n".join(map(str, made.log[-40:]))
     for rank, peer in made.peers.items():
         life = made.lines(rank)
-        begun = len(life) - life[::-1].index("starts")  # its last life
+        begun = len(life) - life[::-1].index("starts")  # its last incarnation
         gone = life.index("is LEFT", begun) if "is LEFT" in life[begun:] else len(life)
         taking_part = "mixes", "adopts", "pulls", "takes", "pushes", "asks"
         assert not [line for line in life[gone:] if line.startswith(taking_part)]
         assert torch.isfinite(peer.weights()).all()
-        assert peer.weights().abs().max() < 10  # every model is an average of steps towards targets within this
+        assert peer.weights().abs().max() < 10  # an average of steps towards targets within this bound

@@ -1,4 +1,4 @@
-"""Partitions, lost messages, stragglers, pauses, bad models. Numbers in brackets are rows of the fault list."""
+"""Partitions, lost messages, stragglers, pauses, NaN models. Numbers in brackets are rows of the fault list."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from gossipx.sim import Network, SimPeer, World
 
 
 def agree(made: World, ranks: list[int]) -> None:
-    """These peers hold the mean of their models before the finish."""
+    """Assert that these peers hold the mean of their models before the finish."""
     mean = before(made, ranks).mean(0)
     torch.testing.assert_close(models(made, ranks), mean.expand(len(ranks), -1), rtol=1e-5, atol=1e-6)
 
@@ -39,7 +39,7 @@ def lost_rounds(made: World) -> int:
 
 @pytest.mark.parametrize("blocking", [False, True])
 def test_partition_that_heals(blocking: bool):
-    """[5] Both sides train on; once it has healed the models come together again."""
+    """[5] Both sides keep training; after the partition heals the models converge again."""
     made = world(4, policy="tau:3", iterations=40, blocking=blocking, peer_timeout=4.0)
     made.network.cut([0, 1], [2, 3], 5.0, 25.0)
     made.run(5.0)
@@ -48,18 +48,18 @@ def test_partition_that_heals(blocking: bool):
     assert made.fired["cut"] > 0
     apart = spread(models(made))
     assert all(made.peers[rank].arena.step > steps[rank] + 5 for rank in range(4))
-    assert all(made.peers[rank].role.sync.retrievals > 2 for rank in range(4)), "each side goes on pulling"
+    assert all(made.peers[rank].role.sync.retrievals > 2 for rank in range(4)), "each side keeps pulling"
     ended(made, bound(4, 40, waits=4))
     healed = spread(before(made))
     assert healed < 0.8 * apart
-    if blocking:  # blocked pulls have held them up by more than peer_timeout, unequally: not all wait for all
+    if blocking:  # they were delayed unequally, by more than peer_timeout
         assert within(models(made), before(made))
     else:
         agree(made, [0, 1, 2, 3])
 
 
 def test_partition_at_the_finish():
-    """[5] Each side agrees on its own mean, and nobody hangs."""
+    """[5] Each side agrees on its own mean, and no peer hangs."""
     made = world(4, iterations=10)
     made.network.cut([0, 1], [2, 3], 8.5)
     ended(made, bound(4, 10))
@@ -70,7 +70,7 @@ def test_partition_at_the_finish():
 
 @pytest.mark.parametrize("blocking", [False, True])
 def test_one_way_partition(blocking: bool):
-    """[6] Nothing passes from 0 to 1 for a while: both live on, for themselves and for the others."""
+    """[6] Nothing passes from 0 to 1 for a while: both keep training and exchanging with the others."""
     made = world(4, policy="tau:2", iterations=50, blocking=blocking, peer_timeout=3.0)
     made.network.cut([0], [1], 5.0, 15.0, one_way=True)
     ended(made, bound(4, 50, waits=6))
@@ -78,14 +78,14 @@ def test_one_way_partition(blocking: bool):
     assert made.peers[2].role.sync.failed == made.peers[3].role.sync.failed == 0
     for rank, peer in made.peers.items():
         assert {r.sender for r in peer.retrievals if r.time > 18} == {0, 1, 2, 3} - {rank}, "nobody is buried"
-    if blocking:  # 0 and 1 come later than the others wait
+    if blocking:  # 0 and 1 arrive after the others' timeout
         assert within(models(made), before(made))
     else:
         agree(made, [0, 1, 2, 3])
 
 
 def test_one_way_partition_for_good():
-    """[6] The finish costs the rounds of that pair alone, and everybody's model is an average."""
+    """[6] Only the rounds of that pair are lost in the finish, and every model is an average."""
     made = world(4, policy="tau:2", iterations=10)
     made.network.cut([0], [1], 3.0, one_way=True)
     ended(made, bound(4, 10))
@@ -108,7 +108,7 @@ def test_one_message_in_ten_is_lost(seed: int):
 
 @pytest.mark.parametrize("blocking", [False, True])
 def test_straggler_in_time(blocking: bool):
-    """Three times slower: the others train at their own pace and wait for it at the finish alone."""
+    """Three times slower: the others train at their own pace and wait for it only at the finish."""
     made = world(4, slow={3: 3.0}, iterations=20, peer_timeout=50.0, blocking=blocking)
     ended(made, 20 * 3.0 + 50.0)
     fast, straggler = [made.peers[rank] for rank in (0, 1, 2)], made.peers[3]
@@ -148,8 +148,8 @@ def test_straggler_slower_than_peer_timeout():
 
 
 @pytest.mark.parametrize("pace", [1.501, 1.52, 1.53, 1.55])
-def test_straggler_that_comes_while_others_give_it_up(pace: float):
-    """The others' patience ends at 30.0, 30.4 and 30.8 s; whoever still waits follows those who do not."""
+def test_straggler_that_arrives_as_the_others_time_out(pace: float):
+    """The others time out at 30.0, 30.4 and 30.8 s; a peer that is still waiting follows those that are not."""
     made = ended(world(4, slow={1: 1.02, 2: 1.04, 3: pace}, policy="never"), bound(4))
     agree(made, [0, 1, 2])
 
@@ -164,7 +164,7 @@ def test_a_hundred_peers_on_a_ring_of_bad_links():
 
 @pytest.mark.parametrize("blocking", [False, True])
 def test_paused_peer_comes_back(blocking: bool):
-    """[3] Stopped for longer than peer_timeout: given up meanwhile, then taken in again."""
+    """[3] Paused for longer than peer_timeout: considered lost meanwhile, then accepted again."""
     made = world(4, policy="tau:2", iterations=80, blocking=blocking, peer_timeout=5.0)
     made.pause(2, 10.5, 40.5)
     made.run(40.4)
@@ -191,7 +191,7 @@ def test_peer_paused_over_the_end_finds_nobody_and_ends():
 
 
 def test_model_with_nan_is_not_mixed():
-    """[22] Refused and counted, its sender set aside for a while."""
+    """[22] It is refused and counted, and its sender is suspended for a while."""
     made = world(3, policy="tau:2", iterations=30)
     made.poison(1, 4.0, 20.0)
     ended(made, bound(3, 30))
@@ -209,8 +209,8 @@ def test_model_with_nan_is_not_mixed():
     agree(made, [0, 1, 2])
 
 
-def test_first_model_with_nan_is_not_taken():
-    """[22] Someone else's is."""
+def test_initial_model_with_nan_is_not_adopted():
+    """[22] Another peer's model is adopted instead."""
     made = world(3, absent=[2], policy="tau:2", iterations=30)
     made.poison(0, 0.5, 14.0)
     made.start(2, maker(2, 3, policy="tau:2", iterations=30), at=12.0)
@@ -222,7 +222,7 @@ def test_first_model_with_nan_is_not_taken():
 
 @pytest.mark.parametrize("size", [2, 4, 5])
 def test_models_with_nan_in_the_finish(size: int):
-    """[22] A round with that peer changes nothing, and all others come to an end with finite averages."""
+    """[22] A round with that peer changes nothing, and all others end with finite averages."""
     made = world(size, policy="never", iterations=5)
     made.poison(1, 4.0)
     ended(made, bound(size, 5))
@@ -233,7 +233,7 @@ def test_models_with_nan_in_the_finish(size: int):
 
 @pytest.mark.parametrize(("size", "graph"), [(2, "full"), (5, "ring"), (6, "full")])
 def test_mutual_blocking_pulls(size: int, graph: str):
-    """[27] A pulls B while B pulls A, and rings of it: a blocked peer still serves others."""
+    """[27] A pulls from B while B pulls from A, and longer cycles: a blocked peer still serves others."""
     network = Network(bandwidth=4 * SIZE * 10)  # a model takes 0.1 s
     made = world(size, network=network, graph=graph, policy="tau:1", blocking=True)
     ended(made, bound(size, waits=2))
@@ -244,7 +244,7 @@ def test_mutual_blocking_pulls(size: int, graph: str):
 
 
 def test_overlapped_pulls_do_not_block():
-    """Training goes on while a model is under way, and decisions meanwhile are counted."""
+    """Training continues while a model is under way, and decisions made meanwhile are counted as skipped."""
     made = ended(world(2, network=Network(bandwidth=4 * SIZE / 2.5), policy="tau:1"), bound(2))
     for peer in made.peers.values():
         assert peer.blocked_seconds == 0
@@ -253,8 +253,8 @@ def test_overlapped_pulls_do_not_block():
     agree(made, [0, 1])
 
 
-def test_a_pull_that_has_not_come_when_training_ends_is_cancelled():
-    """It would take its share of the link from the finish. Nobody is blamed for it."""
+def test_a_pull_still_under_way_as_training_ends_is_cancelled():
+    """It would compete with the finish for bandwidth. It counts as a failure of no peer."""
     network = Network(bandwidth=4 * SIZE / 4.5)
     made = ended(world(2, network=network, policy="tau:8", iterations=10, peer_timeout=30.0), bound(2, 10, waits=30))
     for rank, peer in made.peers.items():
@@ -265,7 +265,7 @@ def test_a_pull_that_has_not_come_when_training_ends_is_cancelled():
 
 
 def test_too_slow_a_transfer_ends_at_its_deadline():
-    """[8] The deadline is one of the whole transfer. Weights are as if nothing had been asked for."""
+    """[8] The deadline covers the whole transfer. Weights are as if nothing had been requested."""
     made = until(world(2, policy="tau:8", init="own"), 0, "pulls 1")
     made.network.bandwidth = SIZE * 4 / (2 * TIMEOUT)
     made.run(made.now + TIMEOUT + 1)
@@ -279,7 +279,7 @@ def test_too_slow_a_transfer_ends_at_its_deadline():
 @pytest.mark.parametrize("blocking", [False, True])
 @pytest.mark.parametrize("size", [2, 4, 5])
 def test_peer_whose_own_model_becomes_nan(size: int, blocking: bool):
-    """[22] It says so itself, blames nobody, and gives its model to nobody; the others end with their average."""
+    """[22] It logs this, suspends no other peer, and sends its model to none; the others end with their average."""
 
     def diverges(peer: SimPeer) -> None:
         sgd(peer.module)
@@ -291,7 +291,7 @@ def test_peer_whose_own_model_becomes_nan(size: int, blocking: bool):
         bound(size, 30, waits=2 if blocking else 0),
     )
     assert [line for line in made.lines(1) if "own model holds NaN" in line] == [
-        "own model holds NaN or Inf since iteration 8: it is not given to others; a lower learning rate may help"
+        "own model holds NaN or Inf since iteration 8: it is not sent to others; a lower learning rate may help"
     ]
     assert not made.peers[1].weights().isfinite().all() and made.peers[1].arena.step == 30
     assert all(peer.role.poisoned == 0 for peer in made.peers.values())
@@ -303,7 +303,7 @@ def test_peer_whose_own_model_becomes_nan(size: int, blocking: bool):
 
 
 def test_peer_whose_model_is_finite_again_takes_part_again():
-    """[22] A loop that goes back to a checkpoint is as good as any."""
+    """[22] A peer that restores a checkpoint takes part again."""
     kept: dict[str, torch.Tensor] = {}
 
     def goes_back(peer: SimPeer) -> None:
@@ -322,8 +322,8 @@ def test_peer_whose_model_is_finite_again_takes_part_again():
     agree(made, [0, 1, 2])
 
 
-def test_slow_retrievals_leave_statistics_possible():
-    """A model that is many iterations under way makes no variance negative (it would evaluate to NaN)."""
+def test_slow_retrievals_leave_statistics_finite():
+    """A model that takes many iterations to arrive must not make a variance negative, which would evaluate to NaN."""
 
     class Normed(nn.Module):
         def __init__(self) -> None:

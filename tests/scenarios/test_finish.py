@@ -23,13 +23,13 @@ def test_four_peers_agree_whatever_the_policy(policy: str, blocking: bool):
         assert peer.arena.step == ITERATIONS
         assert (peer.role.sync.retrievals == 0) == (policy == "never")
         pulls = len(made.lines(peer.rank, "pulls"))
-        assert len(peer.retrievals) == peer.role.sync.retrievals  # the last one may have been given up at the end
+        assert len(peer.retrievals) == peer.role.sync.retrievals  # the last one may have been abandoned at the end
         assert peer.role.sync.retrievals in ([pulls] if blocking else [pulls - 1, pulls])
         assert peer.role.missing() == []
 
 
 def test_no_faults_no_waiting():
-    """Nobody waits for a deadline: the run takes its steps and some delays."""
+    """No wait ends by timeout: the run takes the time of its steps and a few delays."""
     made = ended(world(4), bound(4))
     assert made.now < ITERATIONS + 1
     assert not made.fired
@@ -45,7 +45,7 @@ def test_any_number_of_peers(size: int):
         assert peer.role.sync.retrievals == (2 if size > 1 else 0)
         assert peer.role.rounds_lost == 0
     most = max(len(made.lines(rank, "meets")) for rank in range(size))
-    extra = size & (size - 1) != 0  # the first of the two extra rounds gives one way, the last takes
+    extra = size & (size - 1) != 0  # in the two extra rounds models travel one way only
     assert most == (agreement_rounds(size) - 1 if extra else agreement_rounds(size))
 
 
@@ -99,7 +99,7 @@ def test_two_runs_of_one_seed_are_equal(size: int, seed: int, loss: float):
 
 
 def test_figures_reach_everybody():
-    """A peer ends only when its figures are with the others: its process may go at once."""
+    """A peer ends only once the others have its figures, since its process may exit at once."""
     made = ended(world(5, network=Network(delay=0.3)), bound(5))
     for peer in made.peers.values():
         reports = [other.report for other in peer.role.members.others.values()]

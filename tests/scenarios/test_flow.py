@@ -1,4 +1,4 @@
-"""Flow control in whole runs: who is turned away asks elsewhere, a slow network is waited for as long as it takes."""
+"""Flow control in whole runs: a peer that is turned away tries another, and deadlines adapt to a slow network."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from gossipx.sim import Network, World
 
 
 def snapshots(made, rank: int) -> int:
-    """Versions of its model that a peer keeps, the last boundary's among them."""
+    """Return the number of versions of its model that a peer keeps, including the latest."""
     return 1 + len({id(held.base) for held in made.peers[rank].models.captures.values()})
 
 
 @pytest.mark.parametrize("max_served", [1, 3])
-def test_the_centre_of_a_star_serves_so_many_at_once_and_keeps_one_older_version(max_served: int):
-    """Every model takes longer than two iterations; seven peers have nobody else to ask."""
+def test_the_centre_of_a_star_limits_concurrent_pulls_and_keeps_one_older_version(max_served: int):
+    """Every model takes longer than two iterations; seven peers have no other neighbour."""
     network = Network(bandwidth=4 * SIZE / 2.5)
     settings = {"iterations": 40, "max_served": max_served, "finish": "none", "init": "own"}
     made = world(8, network=network, graph="star", policy="tau:1", **settings)
@@ -37,8 +37,8 @@ def test_the_centre_of_a_star_serves_so_many_at_once_and_keeps_one_older_version
     assert all(sync.skipped > 0 for sync in leaves)
 
 
-def test_who_finds_one_busy_asks_another_at_once():
-    """Of three, 1 and 2 turn to 0 in the same moment by the schedule: one of them goes on to the other."""
+def test_a_peer_that_finds_one_busy_tries_another_at_once():
+    """Of three peers, 1 and 2 pull from 0 in the same moment by the schedule; one of them then tries the other."""
     network = Network(bandwidth=4 * SIZE / 0.5)
     made = world(3, network=network, policy="tau:3", iterations=60, max_served=1, blocking=True)
     ended(made, bound(3, 60, 2.0))
@@ -48,8 +48,9 @@ def test_who_finds_one_busy_asks_another_at_once():
         assert (peer.role.sync.retrievals, peer.role.sync.skipped) == (20, 0), "who waits asks until there is one"
 
 
-def test_a_model_that_takes_longer_than_peer_timeout_is_waited_for_once_that_is_learnt():
-    """25 s a model where 10 s are expected: the first pulls are given up and each waits longer, until one comes."""
+def test_deadlines_grow_until_a_model_slower_than_peer_timeout_arrives():
+    """Models take 25 s where 10 s are expected: the first pulls time out, each with a longer deadline, until one
+    succeeds."""
     network = Network(bandwidth=4 * SIZE / 25)
     made = world(2, network=network, policy="tau:1", iterations=400, finish="none", init="own")
     ended(made, bound(2, 400, waits=4))
@@ -69,10 +70,11 @@ def test_where_the_size_of_the_model_says_so_it_is_waited_for_from_the_start():
 
 @pytest.mark.parametrize("blocking", [False, True])
 @pytest.mark.parametrize("serve_share", [0.03, 1.0])
-def test_answers_take_their_share_of_training_and_no_more(serve_share: float, blocking: bool):
-    """Steps of 1 ms, a pull after each: models follow one another by 0.8 ms / 0.03, whoever asks more often waits.
+def test_serving_is_limited_to_its_share_of_training_time(serve_share: float, blocking: bool):
+    """Steps of 1 ms with a pull after each: models are served every 0.8 ms / 0.03, and a peer that pulls more often
+    waits.
 
-    Not where training waits for its own pulls: it has nothing to lose.
+    Blocking mode has no limit, as training waits for its own pulls anyway.
     """
     limited, seconds = serve_share < 1 and not blocking, 2000 * 0.001
     settings = {"blocking": blocking, "serve_share": serve_share, "finish": "none"}
@@ -83,8 +85,8 @@ def test_answers_take_their_share_of_training_and_no_more(serve_share: float, bl
     assert 0.9 * most < given <= most + 1 if limited else given > 5 * most
 
 
-def test_who_asks_and_does_not_read_keeps_no_place():
-    """[9] It says that it waits for a week, and nothing reaches it; the giver has its place back after peer_timeout."""
+def test_a_requester_that_does_not_read_loses_its_slot():
+    """[9] The requester claims to wait for a week and reads nothing; its slot is free again after peer_timeout."""
     made = until(world(3, policy="never", iterations=60, max_served=1), 0, "step 5")
     made.network.cut([0], [1], made.now, one_way=True)
     asked = made.now
@@ -98,12 +100,12 @@ def test_who_asks_and_does_not_read_keeps_no_place():
 
 
 LARGE = {"model_timeout": 40 * TIMEOUT, "iterations": 120, "finish": "none", "blocking": True}
-"""A model for which a slow network has to be allowed for, as long as it is not known how fast this one is."""
+"""Options of a large model, whose first deadline allows for a slow network."""
 
 
 @pytest.mark.parametrize("mode", ["pull", "push", "pushpull"])
 def test_a_silent_partner_is_waited_for_as_long_as_the_last_models_took(mode: str):
-    """[3] Once some have come, the size of the model says nothing any more: peer_timeout at most is lost."""
+    """[3] Once transfers were measured, the model's size no longer sets the deadline: at most peer_timeout is lost."""
     made = World(0)
     for rank in range(2):
         policy = "never" if rank else "tau:5"
@@ -114,12 +116,12 @@ def test_a_silent_partner_is_waited_for_as_long_as_the_last_models_took(mode: st
     peer, other = made.peers[0], made.peers[1]
     blocked = peer.blocked_seconds
     made.run(200.0, until=lambda: len(made.lines(0, began)) == 5)
-    made.network.cut([1], [0], made.now + 0.0015, made.now + 300.0, one_way=True)  # its first answer may pass
+    made.network.cut([1], [0], made.now + 0.0015, made.now + 300.0, one_way=True)  # let its first reply through
     at = made.now
     made.run(at + 40.0)
     assert made.fired["cut"] > 0 and other.down_since is None
     assert peer.role.sync.failed >= 1
-    assert peer.arena.step > 25, "it has waited, and goes on"
+    assert peer.arena.step > 25, "it has waited, and continues"
     assert peer.blocked_seconds - blocked < 1.1 * TIMEOUT * peer.role.sync.failed
 
 

@@ -1,4 +1,4 @@
-"""Gossip by codecs, in virtual time: what is pulled is a difference to what both ends have, whatever faults do."""
+"""Gossip with codecs, in virtual time: pulls carry differences to a model that both ends have, despite faults."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Delivered = list[tuple[ModelCodec, int, bool]]
 
 @pytest.fixture
 def given(monkeypatch: pytest.MonkeyPatch) -> Delivered:
-    """Of each model that is given: by which codec, to whom, and whether as it is."""
+    """Record, for each model that is sent: its codec, its receiver, and whether it was sent in full."""
     told: Delivered = []
     give = ModelCodec.give
 
@@ -57,15 +57,15 @@ def test_every_codec_in_every_mode(spec: str, mode: str, given: Delivered) -> No
 
 @pytest.mark.parametrize("mode", ["pull", "push", "pushpull"])
 @pytest.mark.parametrize("spec", [NEAR, "int8", "bf16"])
-def test_models_come_to_where_they_would_without(spec: str, mode: str) -> None:
+def test_models_converge_as_without_codecs(spec: str, mode: str) -> None:
     made, plain = run(codec=spec, mode=mode), run(mode=mode)
     far = float((toy.before(plain) - toy.before(plain).mean(0)).norm())
     assert float((toy.before(made) - toy.before(plain)).norm()) < 0.1 * far
 
 
 @pytest.mark.parametrize("spec", [spec for spec in GOSSIP if codecs.parse(spec).alone])
-def test_models_by_themselves(spec: str) -> None:
-    """Without references; nobody holds any model of another."""
+def test_models_without_references(spec: str) -> None:
+    """Without references: no peer keeps the model of another."""
     made, plain = run(codec=spec, references=0), run()
     assert float((toy.before(made) - toy.before(plain)).abs().max()) < 0.5
     assert all(not peer.codec.models._taken for peer in made.peers.values() if peer.codec is not None)
@@ -73,7 +73,7 @@ def test_models_by_themselves(spec: str) -> None:
 
 @pytest.mark.parametrize("network", [Network(delay=0.01, loss=0.05), Network(delay=0.2, jitter=0.5, repeat=0.2)])
 def test_messages_that_are_lost_late_or_twice(network: Network, given: Delivered) -> None:
-    """Both ends still mean the same, or else the model comes as it is: what is mixed is sound."""
+    """Both ends still use the same reference, or else the model is sent in full: what is mixed is sound."""
     made = run(codec=NEAR, network=network, policy="tau:2")
     assert made.fired["lost"] + made.fired["repeated"] > 0
     assert sum(is_whole for *_, is_whole in given) < len(given) / 4
@@ -83,8 +83,8 @@ def test_messages_that_are_lost_late_or_twice(network: Network, given: Delivered
 
 
 @pytest.mark.parametrize("again", [0, 1])
-def test_who_comes_late_or_again_is_given_and_gives_models_as_they_are_first(again: int, given: Delivered) -> None:
-    """Though its first model is what all began with once more, as a model that is seeded alike is."""
+def test_a_late_or_restarted_peer_first_sends_and_receives_models_in_full(again: int, given: Delivered) -> None:
+    """Even if its first model equals the common initial model, as one with the same seed does."""
     options = {"codec": "topk:ratio=0.05", "policy": "tau:2", "iterations": 40}
     made = toy.world(3, absent=[2], **options)
     made.start(2, toy.maker(2, 3, **options), at=5.5)
@@ -97,7 +97,7 @@ def test_who_comes_late_or_again_is_given_and_gives_models_as_they_are_first(aga
     ranks = {peer.codec.models: rank for rank, peer in made.peers.items() if peer.codec is not None}
     first: dict[tuple[int, int], bool] = {}
     for sender, taker, is_whole in given[before[0] :]:
-        if sender in ranks:  # those that live on
+        if sender in ranks:  # the surviving peers
             first.setdefault((ranks[sender], taker), is_whole)
     to_and_from = [(sender, taker) for sender, taker in first if again in (sender, taker)]
     assert len(to_and_from) == 4 and all(first[pair] for pair in to_and_from)
@@ -105,14 +105,14 @@ def test_who_comes_late_or_again_is_given_and_gives_models_as_they_are_first(aga
 
 
 @pytest.mark.parametrize("mode", ["pull", "pushpull"])
-def test_moniqua_comes_to_where_models_would_without(mode: str) -> None:
+def test_moniqua_converges_as_without_codecs(mode: str) -> None:
     made, plain = run(codec="moniqua:bits=8,theta=4", references=0, mode=mode), run(mode=mode)
     assert sum(len(one.models.retrievals) for one in made.peers.values()) >= 6
     assert float((toy.before(made) - toy.before(plain)).abs().max()) < 0.1
 
 
 def test_more_neighbours_than_references(given: Delivered) -> None:
-    """Many models come as they are then; with as many references as neighbours the first of each pair does."""
+    """Many models are then sent in full; with as many references as neighbours only the first of each pair is."""
     options = {"codec": "topk:ratio=0.05", "policy": "tau:2", "init": "own", "iterations": 60}
     made = toy.ended(toy.world(6, references=2, **options), 5000.0)
     few = len(given)
@@ -122,21 +122,21 @@ def test_more_neighbours_than_references(given: Delivered) -> None:
     assert len(given) - few > 100 and sum(is_whole for *_, is_whole in given[few:]) <= 6 * 5
 
 
-def test_models_too_far_apart_are_not_mixed_and_come_whole_next(given: Delivered) -> None:
+def test_models_too_far_apart_are_not_mixed_and_sent_in_full_next(given: Delivered) -> None:
     made = run(codec="moniqua:bits=8,theta=0.02", references=0, policy="tau:2")
     refused = [line for rank in made.peers for line in made.lines(rank, "cannot decode")]
     assert refused and "theta of 0.02" in refused[0]
     after = [whole for (_, _, whole) in given]
-    assert sum(after) == pytest.approx(len(refused), abs=3)  # an answer may be under way at the end
+    assert sum(after) == pytest.approx(len(refused), abs=3)  # answers may be under way at the end
     mixed = sum(len(peer.models.retrievals) for peer in made.peers.values())
     assert mixed >= sum(after) - 3 and bool(toy.models(made).isfinite().all())
 
 
-# --- the two ends by themselves -------------------------------------------------------------------------------------
+# --- one sender and its receivers -----------------------------------------------------------------------------------
 
 
 class Two:
-    """A giver and a taker, ranks 0 and 1, of one model; or more takers, of one arena."""
+    """A sender and a receiver, ranks 0 and 1, of one model; or several receivers that share an arena."""
 
     def __init__(self, spec: str = "3lc", references: int = 8, begun: bool = True, takers: int = 1):
         self.near = codecs.parse(spec).near
@@ -151,7 +151,7 @@ class Two:
                 codec.begin(arena.snapshot().buffer.vectors)
 
     def train(self, seed: int) -> None:
-        """The giver goes on."""
+        """Advance the sender's model."""
         for number, parameter in enumerate(self.modules[0].parameters()):
             parameter.data += 0.1 * normal(*parameter.shape, seed=100 * seed + number)
         self.arenas[0].step_done()
@@ -170,7 +170,7 @@ class Two:
         return incoming
 
     def off(self, incoming: Incoming) -> float:
-        """How far what was taken is from the giver's model, as a part of how far that has come."""
+        """Return the distance of the received model from the sender's, relative to the sender's last change."""
         (here,), (there,), (begun,) = (
             incoming.buffer.vectors,
             self.arenas[0].snapshot().buffer.vectors,
@@ -191,7 +191,7 @@ def test_the_common_first_model_is_a_reference_already() -> None:
     assert two.off(two.take(reply, content)) < 0.15
 
 
-def test_what_is_left_out_is_in_the_next_difference() -> None:
+def test_losses_of_the_codec_are_in_the_next_difference() -> None:
     two = Two("3lc")
     two.train(1)
     off = []
@@ -200,7 +200,7 @@ def test_what_is_left_out_is_in_the_next_difference() -> None:
     assert off[-1] < 1e-3 < off[0]
 
 
-def test_buffers_and_what_lies_between_tensors_come_as_they_are() -> None:
+def test_buffers_and_padding_between_tensors_are_sent_unchanged() -> None:
     two = Two("3lc")
     two.modules[0][1].running_mean += 3.0
     two.arenas[0].set_boundary(1)
@@ -209,7 +209,7 @@ def test_buffers_and_what_lies_between_tensors_come_as_they_are() -> None:
     assert torch.equal(incoming.buffer.vectors[0][cut:], two.arenas[0].snapshot().buffer.vectors[0][cut:])
 
 
-def test_without_a_common_first_model_it_is_given_as_it_is_once() -> None:
+def test_without_a_common_initial_model_it_is_sent_in_full_once() -> None:
     two = Two("3lc", begun=False)
     reply, content = two.give()
     assert set(reply.bases) == {FULL}
@@ -218,7 +218,7 @@ def test_without_a_common_first_model_it_is_given_as_it_is_once() -> None:
     assert FULL not in two.give()[0].bases
 
 
-def test_ends_that_disagree_are_given_the_model_as_it_is() -> None:
+def test_ends_that_disagree_get_the_model_in_full() -> None:
     two = Two("3lc")
     two.train(1)
     two.take(*two.give())
@@ -229,7 +229,7 @@ def test_ends_that_disagree_are_given_the_model_as_it_is() -> None:
 
 
 def test_no_more_references_are_kept_than_are_wanted() -> None:
-    """What two others hold, and what they were given after it; and what all began with."""
+    """References to two peers, as of the last model sent to each, and to the common initial model."""
     two = Two("3lc", references=2, takers=5)
     for taker in range(1, 6):
         two.train(taker)
@@ -241,8 +241,8 @@ def test_no_more_references_are_kept_than_are_wanted() -> None:
     assert list(two.codecs[1]._taken) == [4, 5]
 
 
-def test_whose_reference_was_dropped_is_given_the_model_as_it_is() -> None:
-    """And not as its difference to what all began with, which one pass would hardly leave."""
+def test_a_receiver_whose_reference_was_dropped_gets_the_model_in_full() -> None:
+    """It is not sent as a difference to the initial model, most of which a single message would lose."""
     two = Two("topk:ratio=0.05", references=2)
     for sender in range(3):
         two.train(sender)
@@ -253,8 +253,8 @@ def test_whose_reference_was_dropped_is_given_the_model_as_it_is() -> None:
     assert two.off(two.take(reply, content, sender=0)) == 0
 
 
-def test_as_many_take_as_references_are_kept() -> None:
-    """Each is given differences, however many others take in between."""
+def test_as_many_peers_may_pull_as_references_are_kept() -> None:
+    """Each gets differences, however many other peers pull in between."""
     takers = range(1, 7)
     two = Two(NEAR, references=6, takers=6)
     for turn in range(4):
@@ -266,7 +266,7 @@ def test_as_many_take_as_references_are_kept() -> None:
     assert len(two.codecs[0]._changes[0]._bases) <= 2 * 6 + 1
 
 
-def test_who_was_not_there_when_all_began_gives_and_takes_models_as_they_are_first() -> None:
+def test_a_peer_that_missed_the_start_first_sends_and_receives_models_in_full() -> None:
     two = Two("topk:ratio=0.05")
     two.train(1)
     for codec in two.codecs:
@@ -276,7 +276,7 @@ def test_who_was_not_there_when_all_began_gives_and_takes_models_as_they_are_fir
     assert two.off(two.take(reply, content)) == 0
 
 
-def test_an_answer_that_does_not_fit_is_refused_and_changes_nothing() -> None:
+def test_a_reply_that_does_not_fit_is_refused_and_changes_nothing() -> None:
     two = Two("3lc")
     two.train(1)
     reply, content = two.give()
@@ -311,8 +311,8 @@ def test_a_model_that_was_not_finite_does_no_lasting_harm() -> None:
     assert bool(two.take(*two.give()).buffer.vectors[0].isfinite().all())
 
 
-def test_a_model_too_far_to_be_recovered_is_given_whole_next() -> None:
-    """Of Moniqua: two that are further apart than theta come together again."""
+def test_after_a_model_too_far_to_recover_the_next_is_sent_in_full() -> None:
+    """With Moniqua: two models that are further apart than theta converge again."""
     two = Two("moniqua:bits=8,theta=0.5", references=0)
     two.train(1)
     near = two.give()

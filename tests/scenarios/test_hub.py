@@ -29,8 +29,8 @@ def test_all_end_with_the_centre(trains: bool) -> None:
     assert all(made.peers[rank].arena.step == toy.ITERATIONS for rank in (1, 2, 3))
 
 
-def test_the_hub_stays_until_the_slowest_has_come_to_its_end() -> None:
-    """However long that takes: far beyond peer_timeout."""
+def test_the_hub_stays_until_the_slowest_worker_ends() -> None:
+    """However long that takes, far beyond peer_timeout."""
     slow = 3 * toy.TIMEOUT / toy.ITERATIONS + 1
     made = toy.world(3, 0, Network(delay=0.1), {2: slow}, hub=settings(trains=False), policy="tau:2")
     toy.ended(made, toy.bound(3, compute=slow))
@@ -62,8 +62,8 @@ def test_the_hub_dies_and_nothing_blocks(lost: str, blocking: bool) -> None:  # 
 
 @pytest.mark.parametrize("after", [0.1, 5.0, 8.2])
 @pytest.mark.parametrize("trains", [True, False])
-def test_the_hub_dies_once_some_have_come_to_the_end(trains: bool, after: float) -> None:  # [38]
-    """They have heard that it is there, and learn that it is not by asking for its centre."""
+def test_the_hub_dies_after_some_workers_have_ended(trains: bool, after: float) -> None:  # [38]
+    """They know that it was alive, and notice its loss only when they request its centre."""
     made = toy.world(4, 0, Network(delay=0.1), {3: 1.4}, hub=settings("wait", trains), policy="tau:2")
     made.crash(HUB, toy.ITERATIONS + after)
     toy.ended(made, toy.bound(4, compute=1.4, waits=4))
@@ -81,7 +81,7 @@ def test_the_hub_dies_and_they_stop() -> None:  # [38]
 
 
 @pytest.mark.parametrize("lost", ["gossip", "wait"])
-def test_they_come_back_to_a_hub_that_was_started_again(lost: str) -> None:  # [36] [38]
+def test_workers_return_to_a_restarted_hub(lost: str) -> None:  # [36] [38]
     made = toy.world(4, 0, Network(delay=0.1), hub=settings(lost), policy="tau:2", iterations=60)
     made.crash(HUB, 6.5)
     made.restart(HUB, 20.0)
@@ -94,14 +94,14 @@ def test_they_come_back_to_a_hub_that_was_started_again(lost: str) -> None:  # [
     assert all(torch.equal(peer.weights(), centre) for peer in made.peers.values())
 
 
-def test_a_hub_that_is_told_to_leave_is_gone_at_once() -> None:
+def test_a_hub_asked_to_leave_exits_at_once() -> None:
     made = toy.world(3, 0, Network(delay=0.1), hub=settings(), policy="tau:2")
     made.leave(HUB, 6.5)
     toy.ended(made, toy.bound(3))
     assert all(made.lines(rank, "pulls") for rank in (1, 2))
 
 
-def test_who_comes_late_begins_with_the_centre_of_a_hub_that_does_not_train() -> None:  # [37]
+def test_a_late_peer_starts_with_the_centre_of_a_hub_that_does_not_train() -> None:  # [37]
     made = toy.world(3, 0, Network(delay=0.1), hub=settings(trains=False), policy="tau:2", absent=[2], iterations=60)
     made.start(2, toy.maker(2, 3, hub=settings(trains=False), policy="tau:2", iterations=60), at=30.0)
     toy.until(made, 2, "is TRAIN")

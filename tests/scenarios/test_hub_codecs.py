@@ -1,4 +1,4 @@
-"""Elastic averaging by codecs, in virtual time: both sides move by the same, whatever the codec leaves out."""
+"""Elastic averaging with codecs, in virtual time: both sides move by the same difference, whatever the codec loses."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_every_codec(spec: str, trains: bool) -> None:
 
 
 @pytest.mark.parametrize("spec", [NEAR, "int8", "bf16"])
-def test_the_centre_comes_to_where_it_would_without(spec: str) -> None:
+def test_the_centre_converges_as_without_codecs(spec: str) -> None:
     made, plain, begun = run(codec=spec), run(), toy.Point(0).x.detach().double()
     far = float((plain.peers[0].centre() - begun).norm())
     assert float((made.peers[0].centre() - plain.peers[0].centre()).norm()) < 0.1 * far
@@ -48,7 +48,7 @@ def test_the_centre_comes_to_where_it_would_without(spec: str) -> None:
 
 @pytest.mark.parametrize("spec", [NEAR, "3lc:sparsity=1.75", "topk:ratio=0.05", "signsgd"])
 def test_what_codecs_leave_out_does_not_change_the_sum(spec: str) -> None:
-    """Σ x_i + x̃ moves by gradients alone (β = p·α)."""
+    """Only gradients change Σ x_i + x̃ (β = p·α)."""
 
     def nothing(peer: toy.SimPeer) -> None:
         with torch.no_grad():
@@ -71,7 +71,7 @@ def test_messages_that_are_lost_late_or_twice(network: Network) -> None:
     assert float((made.peers[0].centre() - plain.peers[0].centre()).norm()) < 0.3 * far
 
 
-def test_a_hub_that_comes_again_is_brought_models_whole() -> None:
+def test_a_restarted_hub_gets_models_in_full() -> None:
     made = toy.world(3, hub=AROUND, policy="tau:2", codec=NEAR, iterations=60)
     made.crash(0, 10.3)
     made.restart(0, 20.1)
@@ -81,7 +81,7 @@ def test_a_hub_that_comes_again_is_brought_models_whole() -> None:
         assert [entry for entry in made.log if entry.rank == rank and entry.what == "mixes 0" and entry.time > 25]
 
 
-# --- the two ends by themselves -------------------------------------------------------------------------------------
+# --- one hub and one worker -----------------------------------------------------------------------------------------
 
 
 class Two:
@@ -101,7 +101,7 @@ class Two:
         self.number = 0
 
     def train(self, seed: int) -> None:
-        """The worker goes on."""
+        """Advance the worker's model."""
         for number, parameter in enumerate(self.modules[1].parameters()):
             parameter.data += 0.1 * normal(*parameter.shape, seed=100 * seed + number)
         self.arenas[1].step_done()
@@ -124,7 +124,7 @@ class Two:
         return room.incoming, reply, bytearray(source.view)
 
     def take(self, reply: ModelReply, content: bytearray) -> Tensor:
-        """By what the worker moves."""
+        """Return the difference by which the worker moves."""
         incoming = Incoming(self.arenas[1], self.arenas[1].snapshot())
         model_sink = self.worker.model_sink(incoming)
         model_sink.fit(reply).take(0, memoryview(content))
@@ -147,7 +147,7 @@ def test_both_move_by_one_difference(spec: str, references: bool) -> None:
         torch.testing.assert_close(two.take(*answer), -hubs, rtol=0, atol=1e-6)
 
 
-def test_a_worker_brings_the_change_since_what_has_come() -> None:
+def test_a_worker_sends_the_change_since_the_last_model_that_arrived() -> None:
     two = Two(NEAR)
     two.train(1)
     request, content = two.bring()
@@ -159,10 +159,10 @@ def test_a_worker_brings_the_change_since_what_has_come() -> None:
     assert FULL not in two.bring()[0].bases
 
 
-def test_a_worker_that_heard_nothing_brings_its_model_whole() -> None:
+def test_a_worker_without_a_reply_sends_its_model_in_full() -> None:
     two = Two(NEAR)
     two.train(1)
-    two.bring()  # and no answer comes
+    two.bring()  # the reply is lost
     request, content = two.bring()
     assert set(request.bases) == {FULL}
     assert request.sizes == (4 * two.worker._sections.tensors[0].length,)
@@ -170,7 +170,7 @@ def test_a_worker_that_heard_nothing_brings_its_model_whole() -> None:
     assert FULL not in two.bring()[0].bases
 
 
-def test_a_change_of_what_is_not_here_is_refused_and_changes_nothing() -> None:
+def test_a_change_of_an_unknown_base_is_refused_and_changes_nothing() -> None:
     two = Two("3lc")
     two.train(1)
     request, content = two.bring()

@@ -1,4 +1,4 @@
-"""Peers that crash, leave, come late or come again. Numbers in brackets are rows of the project's fault list."""
+"""Peers that crash, leave, join late or restart. Numbers in brackets are rows of the project's fault list."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def slow() -> Network:
 
 @pytest.mark.parametrize("blocking", [False, True])
 def test_crash_of_the_sender_in_mid_pull(blocking: bool):
-    """[1] The receiver drops the part; its weights are, bit for bit, those that it would have had alone."""
+    """[1] The receiver drops the partial model; its weights equal, bit for bit, those of training alone."""
     made = until(world(2, network=slow(), blocking=blocking), 0, "pulls 1")
     made.crash(1, made.now + 0.5)
     ended(made, bound(2))
@@ -45,7 +45,7 @@ def test_crash_of_the_sender_in_mid_pull(blocking: bool):
     assert made.lines(0, "has no answer of 1: UNREACHABLE")
     peer = made.peers[0]
     assert (peer.role.sync.retrievals, peer.bytes_received) == (0, 0)
-    pulls = len(made.lines(0, "pulls 1"))  # one at the last iteration is given up, which is no failure
+    pulls = len(made.lines(0, "pulls 1"))  # a pull at the last iteration is cancelled, not failed
     assert 0 < peer.role.sync.failed in (pulls - 1, pulls)
     assert torch.equal(peer.weights(), alone(0, ITERATIONS))
 
@@ -64,7 +64,7 @@ def test_after_a_crash_in_mid_pull_another_neighbour_is_asked_and_the_rest_agree
 
 
 def test_crash_of_the_receiver_in_mid_pull():
-    """[2] The sender goes on and ends; nothing of the exchange is left with it."""
+    """[2] The sender continues and ends, and keeps nothing of the exchange."""
     made = until(world(2, network=slow(), policy="tau:9"), 0, "pulls 1")
     made.crash(0, made.now + 0.5)
     ended(made, bound(2))
@@ -87,7 +87,7 @@ def test_crash_before_the_finish():
 
 @pytest.mark.parametrize(("size", "number"), [(2, 0), (4, 0), (4, 1), (5, 1), (5, 2), (8, 2)])
 def test_crash_in_each_round_of_the_finish(size: int, number: int):
-    """The round is lost, not the run; nobody applies a part of a model."""
+    """Only the round is lost, and no peer applies a partial model."""
     network = Network(bandwidth=4 * SIZE, delay=0.01)
     made = until(world(size, network=network, policy="never"), 1, f"meets {_partner(size, number)} in round {number}")
     made.crash(1, made.now + 0.5)
@@ -100,11 +100,11 @@ def test_crash_in_each_round_of_the_finish(size: int, number: int):
 
 
 def _partner(size: int, number: int) -> str:
-    """Whom peer 1 asks in that round; of 5 peers 4 gives its model to 0 in a round before the first of these."""
+    """Return the peer that 1 meets in that round; of 5 peers, 4 first sends its model to 0 in an extra round."""
     return str(1 ^ (1 << (number - (size == 5))))
 
 
-def test_restarted_peer_takes_a_model_before_it_contributes():
+def test_restarted_peer_adopts_a_model_before_it_contributes():
     """[36, 37]"""
     made = world(4)
     made.crash(2, 8.5)
@@ -113,11 +113,11 @@ def test_restarted_peer_takes_a_model_before_it_contributes():
     assert (made.fired["crash"], made.fired["restart"]) == (1, 1)
     life = [entry.what for entry in made.log if entry.rank == 2 and entry.time >= 10.2]
     assert life[0] == "starts" and life.index("adopts the model of 0") < life.index("is TRAIN")
-    assert f"step {ITERATIONS}" in life and "step 1" not in life, "it goes on where the giver is"
+    assert f"step {ITERATIONS}" in life and "step 1" not in life, "it continues at the sender's iteration"
     torch.testing.assert_close(models(made), before(made).mean(0).expand(4, -1), rtol=1e-5, atol=1e-6)
 
 
-def test_restarted_first_peer_takes_the_others_model_too():
+def test_restarted_first_peer_adopts_the_others_model_too():
     """[36]"""
     made = world(3)
     made.restart(0, 8.5)
@@ -127,7 +127,7 @@ def test_restarted_first_peer_takes_the_others_model_too():
     torch.testing.assert_close(models(made), before(made).mean(0).expand(3, -1), rtol=1e-5, atol=1e-6)
 
 
-def test_late_joiner_takes_a_model_before_it_contributes():
+def test_late_joiner_adopts_a_model_before_it_contributes():
     """[37]"""
     made = world(4, absent=[3])
     made.start(3, maker(3, 4), at=15.0)
@@ -140,14 +140,14 @@ def test_late_joiner_takes_a_model_before_it_contributes():
 
 
 def test_first_peer_never_comes():
-    """The lowest rank that is there begins with its own weights."""
+    """The lowest rank that is present starts with its own weights."""
     made = ended(world(4, absent=[0], iterations=3), bound(4, 3))
     left = [1, 2, 3]
     assert made.lines(2, "adopts the model of 1") and made.lines(3, "adopts the model of")
     torch.testing.assert_close(models(made, left), before(made, left).mean(0).expand(3, -1), rtol=1e-5, atol=1e-6)
 
 
-def test_first_peer_crashes_while_it_gives_the_first_model():
+def test_first_peer_crashes_while_it_sends_the_initial_model():
     made = until(world(4, network=slow(), iterations=3), 1, "asks 0")
     made.crash(0, made.now + 0.5)
     ended(made, bound(4, 3, waits=1))
@@ -157,8 +157,8 @@ def test_first_peer_crashes_while_it_gives_the_first_model():
     assert torch.equal(made.peers[1].arena.sections[0].storage.isfinite(), torch.ones(SIZE, dtype=torch.bool))
 
 
-def test_peer_that_the_others_look_to_crashes_while_joining():
-    """Rank 0 never comes, and 1, which would begin in its place, crashes before it does."""
+def test_peer_that_would_start_first_crashes_while_joining():
+    """Rank 0 never appears, and 1, which would start in its place, crashes before it does."""
     made = world(4, absent=[0], iterations=3)
     made.crash(1, 5.0)
     ended(made, bound(4, 3, waits=2))
@@ -167,22 +167,22 @@ def test_peer_that_the_others_look_to_crashes_while_joining():
     torch.testing.assert_close(models(made, left), before(made, left).mean(0).expand(2, -1), rtol=1e-5, atol=1e-6)
 
 
-def test_first_model_is_asked_for_again():
-    """One failed request for it does not end the run."""
+def test_request_for_the_initial_model_is_retried():
+    """One failed request for the initial model does not end the run."""
     made = until(world(2, network=slow(), policy="never", iterations=15), 1, "asks 0")
-    made.network.cut([0], [1], made.now + 0.9, made.now + 1.1)  # nothing but the model falls into that
+    made.network.cut([0], [1], made.now + 0.9, made.now + 1.1)  # only the model is lost
     ended(made, bound(2, 15, waits=1))
     assert made.fired["cut"] == 1
     assert len(made.lines(1, "asks 0")) == 2 and made.lines(1, "adopts the model of 0")
     assert spread(models(made)) < 1e-6
 
 
-def test_first_model_is_asked_of_another():
-    """One that has not given it is asked again after all others: its loop may be busy for long."""
+def test_initial_model_is_requested_from_another_peer():
+    """A peer that did not send it is retried after all others: its training loop may be busy for long."""
     made = world(4, network=slow(), absent=[3])
     made.start(3, maker(3, 4), at=15.0)
     until(made, 3, "asks 0")
-    made.network.cut([0], [3], made.now + 0.9, made.now + 1.1)  # nothing but the model falls into that
+    made.network.cut([0], [3], made.now + 0.9, made.now + 1.1)  # only the model is lost
     ended(made, bound(4, waits=1))
     assert made.fired["cut"] == 1
     asked = [line.split()[1] for line in made.lines(3, "asks")]
@@ -203,7 +203,7 @@ def test_all_others_gone_trains_alone():
 
 
 def test_too_few_left_stops():
-    """[11] By a setting."""
+    """[11] If min_peers says so."""
     made = world(4, policy="tau:2", min_peers=3)
     for rank in (1, 2):
         made.crash(rank, 3.5)
@@ -214,7 +214,7 @@ def test_too_few_left_stops():
         assert made.peers[rank].arena.step < ITERATIONS, "it does not train to the end"
 
 
-def test_first_model_nowhere_to_be_had_stops():
+def test_no_initial_model_stops():
     made = ended(world(3, absent=[0, 2]), bound(3))
     reason = made.peers[1].reason
     assert reason is not None and "--peer-timeout" in reason and "--init own" in reason
@@ -223,7 +223,7 @@ def test_first_model_nowhere_to_be_had_stops():
 
 @pytest.mark.parametrize("blocking", [False, True])
 def test_a_peer_leaves(blocking: bool):
-    """[4] It finishes its step, tells the others, and is neither asked nor waited for from then on."""
+    """[4] It finishes its step and tells the others, which neither ask nor wait for it any more."""
     made = world(4, blocking=blocking)
     made.leave(2, 12.5)
     ended(made, bound(4))
@@ -240,11 +240,11 @@ def test_a_peer_leaves(blocking: bool):
 
 @pytest.mark.parametrize("what", ["asks 0", "pulls", "meets"])
 def test_a_peer_leaves_while_a_model_is_on_its_way(what: str):
-    """[4] Nothing is taken in after it has said that it leaves, and it does not wait for the others for long."""
+    """[4] Nothing is mixed after it has announced that it leaves, and it does not wait long for the others."""
     made = until(world(3, network=slow(), blocking=True, iterations=6), 2, what)
     made.leave(2, made.now + 0.5)
     for rank in (0, 1):
-        made.pause(rank, made.now + 0.4, made.now + 3.0)  # so that they hear it late
+        made.pause(rank, made.now + 0.4, made.now + 3.0)  # so that they receive it late
     ended(made, bound(3, 6, waits=2))
     life = made.lines(2)
     said = life.index("is LEFT")
@@ -275,8 +275,8 @@ def test_the_last_two_leave_at_once():
     assert made.now < 5.5 + TIMEOUT
 
 
-def test_with_own_weights_a_restarted_peer_takes_the_others_too():
-    """[36, 37] All begin with their own; whoever comes to a training that is under way does not."""
+def test_with_own_weights_a_restarted_peer_adopts_the_others_too():
+    """[36, 37] All start with their own weights, except a peer that joins while others are training."""
     made = world(3, init="own", policy="tau:2")
     made.restart(1, 8.5)
     ended(made, bound(3, waits=1))
@@ -289,7 +289,7 @@ def test_with_own_weights_a_restarted_peer_takes_the_others_too():
 
 
 def test_a_peer_that_has_ended_is_not_lost():
-    """One that is far slower pulls in vain from peers that are done, and still does not find itself alone."""
+    """A far slower peer fails to pull from peers that are done, and still does not count them as lost."""
     made = ended(world(2, slow={1: 6.0}, policy="tau:1", min_peers=2), bound(2, compute=6.0))
     ends = {entry.rank: entry.time for entry in made.log if entry.what == "ends"}
     assert ends[0] + 3 * TIMEOUT < ends[1], "the first has gone long before"
@@ -298,8 +298,8 @@ def test_a_peer_that_has_ended_is_not_lost():
     assert made.peers[1].arena.step == ITERATIONS
 
 
-def test_what_this_machine_lacks_buries_no_other():
-    """[40] Without descriptors all requests fail at once; that says nothing, for as long as anyone is waited for."""
+def test_a_local_fault_counts_against_no_other_peer():
+    """[40] Without file descriptors all requests fail at once; this is no evidence against the other peers."""
     members = Membership(0, 3, Random(topology.load("full", 3)), TIMEOUT, random.Random(0))
     members.others[1].stage = members.others[2].stage = Stage.TRAIN
     for tenth in range(int(10 * TIMEOUT)):

@@ -1,4 +1,4 @@
-"""Averaged pairs, and faults of pushes and pairs, in virtual time.
+"""Averaged pairs, and faults during pushes and pairs, in virtual time.
 
 Numbers in brackets are rows of the project's fault list.
 """
@@ -24,12 +24,12 @@ from gossipx.topology import Topology
 
 
 def ring(size: int, ahead: int = 1) -> Topology:
-    """Each peer reaches one other alone."""
+    """Return a graph in which each peer has one neighbour."""
     return Topology("ring of choices", tuple(((rank + ahead) % size,) for rank in range(size)))
 
 
 def transcript(made: World, *words: str) -> list[str]:
-    """What was said and done of ``words``, with ranks."""
+    """Return the log lines that begin with one of ``words``, with ranks."""
     return [f"{entry.rank} {entry.what}" for entry in made.log if entry.what.startswith(words)]
 
 
@@ -37,7 +37,7 @@ def transcript(made: World, *words: str) -> list[str]:
 
 
 def whole_numbers(rank: int) -> torch.nn.Module:
-    """A model whose values, and halves of their differences, are exact in float32."""
+    """Make a model whose values, and half differences, are exact in float32."""
     module = torch.nn.Linear(SIZE, 1, bias=False)
     generator = torch.Generator().manual_seed(rank)
     module.weight.data.copy_(torch.randint(-(2**18), 2**18, (1, SIZE), generator=generator).float())
@@ -45,14 +45,14 @@ def whole_numbers(rank: int) -> torch.nn.Module:
 
 
 def walking(peer: SimPeer) -> None:
-    """An own step of a whole number, by which sums can be told exactly."""
+    """Do a training step by a whole number, so that sums are exact."""
     next(peer.module.parameters()).data.add_(1.0)
 
 
 @both_ways
 @pytest.mark.parametrize("size", [2, 3, 5, 6])
 def test_an_averaged_pair_leaves_its_sum_as_it_was(size: int, blocking: bool):
-    """Exactly: what one gains the other loses. So the sum of all models is that of their own steps."""
+    """Exactly: one gains what the other loses, so only training steps change the sum of all models."""
     network = Network(bandwidth=4 * SIZE * 4, delay=0.05)
     made = World(0, network)
     for rank in range(size):
@@ -68,7 +68,7 @@ def test_an_averaged_pair_leaves_its_sum_as_it_was(size: int, blocking: bool):
 
 
 def test_both_end_equal_where_exchanges_block():
-    """The one that is asked enters at a step boundary too, and both stand still until they are equal."""
+    """The acceptor enters at a step boundary too, and both are blocked until they are equal."""
     made = World(0, Network(bandwidth=4 * SIZE, delay=0.01))
     made.start(0, maker(0, 2, policy="tau:3", iterations=4, blocking=True, init="own", **PAIRS))
     made.start(1, maker(1, 2, policy="never", iterations=4, blocking=True, init="own", compute=1.3, **PAIRS))
@@ -82,11 +82,11 @@ def test_both_end_equal_where_exchanges_block():
     assert asker.blocked_seconds > 1.9 and 1.0 < asked.blocked_seconds < 1.5, "one waits for the other's step as well"
 
 
-def test_two_that_choose_each_other_are_one_exchange():
-    """[27] That which the lower rank began; the higher one's decision is served by it."""
+def test_two_peers_that_choose_each_other_share_one_exchange():
+    """[27] The exchange of the lower rank counts, and also serves the decision of the higher one."""
     made = world(2, network=Network(bandwidth=4 * SIZE * 8), policy="tau:4", iterations=5, **PAIRS)
     made.run(4.5)
-    said = transcript(made, "asks", "takes", "mixes")[1:]  # after 1 has asked for a model to begin with
+    said = transcript(made, "asks", "takes", "mixes")[1:]  # skips the initial model of peer 1
     assert sorted(said[:2]) == ["0 asks 1 to pair", "1 asks 0 to pair"]
     assert said[2:] == ["1 takes from 0", "0 takes from 1"]
     ended(made, bound(2, 5))
@@ -97,7 +97,8 @@ def test_two_that_choose_each_other_are_one_exchange():
 @pytest.mark.parametrize("ahead", [1, -1])
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 6])
 def test_rings_of_choices(size: int, ahead: int, blocking: bool):
-    """[27] A asks B, B asks C, ... and the last asks A, all at one moment: some pair, the others are told at once."""
+    """[27] A asks B, B asks C, ... and the last asks A, all in one moment: some form pairs, the others get Busy at
+    once."""
     options = {"policy": "tau:1", "iterations": 6, "blocking": blocking, **PAIRS}
     made = world(size, graph=ring(size, ahead), **options)
     ended(made, bound(size, 6))
@@ -122,13 +123,13 @@ def test_rings_of_choices(size: int, ahead: int, blocking: bool):
     data=st.data(),
 )
 def test_no_choices_lead_to_a_deadlock(size, seed, blocking, delay, jitter, bandwidth, data):
-    """[27] Any graph of choices, any delays: no deadline ends a wait, and nobody stands still for good."""
+    """[27] For any graph of choices and any delays, no wait ends by timeout and no peer is blocked for ever."""
     others = [[other for other in range(size) if other != rank] for rank in range(size)]
     choices = tuple(tuple(sorted(data.draw(st.sets(st.sampled_from(some), min_size=1)))) for some in others)
     network = Network(bandwidth=bandwidth, delay=delay, jitter=jitter)
     options = {"policy": "random:p=0.7", "iterations": 5, "blocking": blocking, "peer_timeout": 200.0, **PAIRS}
     made = world(size, seed, network, graph=Topology("any", choices), **options)
-    ended(made, 200.0)  # before any deadline of 200 s, and of 20 s for offers that do not block
+    ended(made, 200.0)  # before any deadline: 200 s, or 20 s for non-blocking offers
     assert not any("TIMEOUT" in entry.what or "no longer waiting" in entry.what for entry in made.log)
     agree(made, list(range(size)))
 
@@ -137,7 +138,7 @@ def test_no_choices_lead_to_a_deadlock(size, seed, blocking, delay, jitter, band
 
 
 def crash_in_mid_exchange(who: int, mode: dict[str, Any], blocking: bool) -> World:
-    """Of two, 0 alone begins exchanges; ``who`` crashes in the midst of the first."""
+    """Run two peers of which only 0 starts exchanges; ``who`` crashes during the first one."""
     options = {"policy": "tau:9", "iterations": 14, "blocking": blocking, "init": "own", **mode}
     made = World(0, slow())
     made.start(0, maker(0, 2, **options))
@@ -152,7 +153,7 @@ def crash_in_mid_exchange(who: int, mode: dict[str, Any], blocking: bool) -> Wor
 @pytest.mark.parametrize("mode", [PUSH, PUSH_SUM, PAIRS], ids=["push", "push-sum", "pushpull"])
 @both_ways
 def test_crash_of_the_partner_in_mid_exchange(mode: dict[str, Any], blocking: bool):
-    """[1, 2] No model is partly applied: the survivor is, bit for bit, where it would have been alone."""
+    """[1, 2] No model is partly applied: the survivor's equals, bit for bit, that of training alone."""
     made = crash_in_mid_exchange(1, mode, blocking)
     peer = made.peers[0]
     assert (peer.role.sync.retrievals, peer.role.sync.failed) == (0, 1)
@@ -164,7 +165,7 @@ def test_crash_of_the_partner_in_mid_exchange(mode: dict[str, Any], blocking: bo
 
 @pytest.mark.parametrize("mode", [PUSH, PUSH_SUM, PAIRS], ids=["push", "push-sum", "pushpull"])
 @both_ways
-def test_crash_of_the_one_who_began_in_mid_exchange(mode: dict[str, Any], blocking: bool):
+def test_crash_of_the_initiator_in_mid_exchange(mode: dict[str, Any], blocking: bool):
     """[1, 2]"""
     made = crash_in_mid_exchange(0, mode, blocking)
     peer = made.peers[1]
@@ -185,7 +186,7 @@ def test_after_a_crash_another_is_pushed_to():
 
 @every_mode
 def test_model_with_nan_is_not_mixed(mode: dict[str, Any]):
-    """[22] Refused before the other side counts on it, counted, its sender set aside; no weight is lost by it."""
+    """[22] It is rejected before the exchange is settled, and counted; its sender is suspended, no weight is lost."""
     made = world(3, policy="tau:2", iterations=30, **mode)
     made.poison(1, 4.0, 20.0)
     ended(made, bound(3, 30, waits=2))
@@ -201,7 +202,7 @@ def test_model_with_nan_is_not_mixed(mode: dict[str, Any]):
 @every_mode
 @both_ways
 def test_peer_whose_own_model_becomes_nan(mode: dict[str, Any], blocking: bool):
-    """[22] It neither gives nor takes from then on; the others end with their average."""
+    """[22] It neither sends nor receives from then on; the others end with their average."""
 
     def diverges(peer: SimPeer) -> None:
         sgd(peer.module)
@@ -219,7 +220,7 @@ def test_peer_whose_own_model_becomes_nan(mode: dict[str, Any], blocking: bool):
 @every_mode
 @both_ways
 def test_a_peer_leaves(mode: dict[str, Any], blocking: bool):
-    """[4] It finishes its step, tells the others, and is in no exchange from then on."""
+    """[4] It finishes its step, tells the others, and takes part in no exchange from then on."""
     made = world(4, network=Network(bandwidth=4 * SIZE * 2), policy="tau:2", blocking=blocking, **mode)
     made.leave(2, 12.5)
     ended(made, bound(4, waits=2))
@@ -233,7 +234,7 @@ def test_a_peer_leaves(mode: dict[str, Any], blocking: bool):
 
 
 @every_mode
-def test_late_joiner_takes_a_model_before_it_contributes(mode: dict[str, Any]):
+def test_late_joiner_adopts_a_model_before_it_contributes(mode: dict[str, Any]):
     """[37]"""
     made = world(4, absent=[3], policy="tau:2", **mode)
     made.start(3, maker(3, 4, policy="tau:2", **mode), at=12.0)
@@ -261,8 +262,8 @@ def test_partition_that_heals(mode: dict[str, Any], blocking: bool):
 
 
 @both_ways
-def test_nobody_waits_for_good_for_one_that_is_heard_and_does_not_hear(blocking: bool):
-    """[5] Of a pair, the one who was asked has the model when all that it says begins to be lost; the other talks."""
+def test_a_partner_that_is_heard_but_cannot_be_reached_is_not_awaited_for_ever(blocking: bool):
+    """[5] The acceptor of a pair has the model when all its messages start to be lost, while the initiator's arrive."""
     options = {"iterations": 200, "blocking": blocking, "peer_timeout": 4.0, "init": "own", **PAIRS}
     made = World(0, Network(delay=0.1))
     made.start(0, maker(0, 2, **{**options, "policy": "tau:2"}))
@@ -274,13 +275,13 @@ def test_nobody_waits_for_good_for_one_that_is_heard_and_does_not_hear(blocking:
     assert made.fired["cut"] > 0
     assert not made.peers[1].role.members.others[0].lost, "it was heard"
     assert made.lines(1, "mixes 0")
-    assert made.peers[1].arena.step > done + 10, "training went on"
+    assert made.peers[1].arena.step > done + 10, "training continued"
 
 
 @every_mode
 @pytest.mark.parametrize("seed", range(4))
 def test_lost_repeated_and_overtaking_messages(seed: int, mode: dict[str, Any]):
-    """[26] No exchange happens by halves or twice: the averages of models stay averages, and the run ends."""
+    """[26] No exchange takes effect on one side only, or twice: averages stay averages, and the run ends."""
     network = Network(loss=0.02, repeat=0.2, jitter=0.8)
     made = world(4, seed, network, policy="tau:2", iterations=60, peer_timeout=15.0, **mode)
     ended(made, bound(4, 60, waits=8))
@@ -302,7 +303,7 @@ def test_paused_peer_comes_back(mode: dict[str, Any]):
 
 
 def test_peers_of_different_modes_train_on():
-    """A mistake of whoever starts them: nothing is exchanged that only one side knows, and each says so."""
+    """A configuration mistake: no exchange takes place that only one side knows, and each side logs the cause."""
     made = World(0)
     for rank, mode in enumerate([{}, PUSH, PAIRS]):
         made.start(rank, maker(rank, 3, policy="tau:4", **mode))
@@ -312,15 +313,15 @@ def test_peers_of_different_modes_train_on():
 
 
 class SettleLost(Network):
-    """Of what 1 says to 0 in the sixth second, all but models is lost: that is whether the pair stands."""
+    """A network that loses what 1 sends to 0 in the sixth second, except models: the settlement of the pair."""
 
     def send(self, sender: int, receiver: int, nbytes: int, now: float, rng: Any) -> Delivery:
         journey = super().send(sender, receiver, nbytes, now, rng)
         return replace(journey, lost=True) if sender == 1 and not nbytes and 5.45 < now < 6.0 else journey
 
 
-def test_a_pair_that_one_side_has_given_up_as_training_ends_is_of_neither():
-    """[26] The one that was asked does not know: it asks again before it mixes, so that the sum stays as it was."""
+def test_a_pair_that_one_side_abandons_as_training_ends_takes_effect_on_neither():
+    """[26] The acceptor does not know: it retries before it mixes, so that the sum is conserved."""
     made = World(0, SettleLost(delay=0.1))
     for rank, policy in enumerate(("tau:5", "never")):
         options = {"module": whole_numbers(rank), "gradient_step": walking, "init": "own", "finish": "none", **PAIRS}
@@ -331,7 +332,7 @@ def test_a_pair_that_one_side_has_given_up_as_training_ends_is_of_neither():
     assert torch.equal(models(made), start + 6)
 
 
-def test_room_that_a_fault_of_the_sender_took_is_free_again():
+def test_room_taken_by_a_failed_push_is_released():
     """[8] A transfer that is too slow ends at its deadline on both sides, and the next push finds room."""
     made = World(0, Network(bandwidth=4 * SIZE / 100))
     made.start(

@@ -22,7 +22,7 @@ POLICIES = ["tau:5", "adaptive:threshold=0.02", "travel:distance=1", "drift:dist
 
 
 def still(peer: SimPeer) -> None:
-    """No own step."""
+    """Do no training step."""
 
 
 # --- without faults ---------------------------------------------------------------------------------
@@ -68,7 +68,7 @@ def test_any_number_of_peers(size: int, mode: dict[str, Any]):
     mode=st.sampled_from(MODES),
 )
 def test_the_finish_is_the_exact_mean(size, seed, pace, delay, blocking, mode):
-    """Whatever is under way when training ends is settled first, or is not at all."""
+    """An exchange under way when training ends is settled first, or takes no effect."""
     network = Network(bandwidth=2000, delay=delay)
     options = {"iterations": 5, "policy": "random:p=0.5", "blocking": blocking, "peer_timeout": 30.0, **mode}
     made = world(size, seed, network, dict(enumerate(pace[:size])), **options)
@@ -82,7 +82,7 @@ def test_the_finish_is_the_exact_mean(size, seed, pace, delay, blocking, mode):
 
 
 def test_a_push_is_fetched_and_mixed_at_the_next_step():
-    """Jin et al.: the receiver mixes what came since its last step; the sender's model stays as it is."""
+    """Jin et al.: the receiver mixes the models received since its last step; the sender's model is unchanged."""
     made = World(0, Network(bandwidth=4 * SIZE, delay=0.55))
     options = {"iterations": 15, "init": "own", "peer_timeout": 30.0, **PUSH}
     made.start(0, maker(0, 2, policy="tau:8", **options))
@@ -92,9 +92,9 @@ def test_a_push_is_fetched_and_mixed_at_the_next_step():
     assert [f"{rank} {what}" for _, rank, what in happened] == ["0 pushes to 1", "1 takes from 0", "1 mixes 0"]
     pushed, taken, mixed = (entry.time for entry in happened)
     assert taken == pytest.approx(pushed + 0.55)
-    # 2.1 s more for the model, 1.1 s to settle, then a step: both do one a second, at the same moments.
+    # 2.1 s more for the model, 1.1 s to settle, then a step: both peers step every second, in the same moments.
     assert mixed == pytest.approx(pushed + 4) and made.peers[1].retrievals[0].step == 12
-    pushed_model = alone(0, 8)  # as it was when the push was decided; the sender has done a step more when it gives it
+    pushed_model = alone(0, 8)  # as of the decision to push, one step before it is sent
     mean = 0.5 * (alone(1, 12) + pushed_model)
     torch.testing.assert_close(made.peers[1].before_finish, alone(1, 3, begin=mean), rtol=1e-5, atol=1e-5)
     assert torch.equal(made.peers[0].before_finish, alone(0, 15))
@@ -105,7 +105,7 @@ def test_a_push_is_fetched_and_mixed_at_the_next_step():
 
 
 def test_busy_makes_the_other_choose_again():
-    """0 pushes to 2, which has room for one model; 1, a little later, is told so and goes to 3 at once."""
+    """0 pushes to 2, which has room for one model; 1, a little later, gets Busy and pushes to 3 at once."""
     graph = Topology("two, or three", ((2,), (2, 3), (0,), (0,)))
     made = World(0, slow())
     for rank in range(4):
@@ -113,7 +113,7 @@ def test_busy_makes_the_other_choose_again():
         options = {"graph": graph, "policy": policy, "iterations": 8, "init": "own", "compute": 1 + 0.02 * rank}
         made.start(rank, maker(rank, 4, **options, **PUSH))
     made.run(5.05)
-    made.peers[1].role.rng.seed(1)  # draws 2
+    made.peers[1].role.rng.seed(1)  # makes it draw 2
     made.run(5.5)
     assert made.lines(2, "takes") == ["takes from 0"] and made.lines(3, "takes") == ["takes from 1"]
     assert made.lines(1, "pushes") == ["pushes to 2", "pushes to 3"]
@@ -136,7 +136,7 @@ def test_a_push_that_finds_all_busy_is_skipped_and_counted():
 
 
 def test_a_peer_with_room_for_two_mixes_both_at_one_step():
-    """Jin et al.: whatever has come since the last step, and only then the next decision."""
+    """Jin et al.: it mixes all models received since the last step before the next decision."""
     into_one = Topology("into one", ((2,), (2,), (0,)))
     made = World(0, Network(delay=0.3))
     for rank in range(3):
@@ -155,8 +155,8 @@ def test_a_peer_with_room_for_two_mixes_both_at_one_step():
     assert [made.peers[rank].role.sync.skipped for rank in (0, 1)] == [0, 0]
 
 
-def test_what_comes_while_others_are_mixed_is_for_the_next_boundary():
-    """Else one that is pushed to as fast as it mixes would never come to its next step."""
+def test_models_that_arrive_during_a_mix_wait_for_the_next_boundary():
+    """Otherwise a peer that receives pushes as fast as it mixes them would never do its next step."""
     made = World(0, Network(delay=0.3))
     for rank in range(2):
         options = {"policy": "tau:5" if rank == 0 else "never", "iterations": 12, "init": "own", "max_pushes": 2}
@@ -164,7 +164,7 @@ def test_what_comes_while_others_are_mixed_is_for_the_next_boundary():
     until(made, 1, "takes from 0")
     began, pushes = made.now, made.peers[1].role.exchange
     for moment in range(60):
-        if any(inbound.phase is Phase.STANDS for inbound in pushes._inbound):
+        if any(inbound.phase is Phase.SETTLED for inbound in pushes._inbound):
             break
         made.run(began + 0.05 * moment)
     (first,) = pushes._inbound
@@ -177,8 +177,8 @@ def test_what_comes_while_others_are_mixed_is_for_the_next_boundary():
     assert pushes.mix(at_boundary=True) is not None and late.phase is Phase.MIXING
 
 
-def test_of_one_sender_one_push_comes_in_at_a_time():
-    """Whether its last stands is known, or asked; of those before it nobody keeps a record."""
+def test_one_push_per_sender_at_a_time():
+    """The last push of a sender is settled or in doubt; nothing is recorded about earlier ones."""
     made = World(0, slow())
     for rank in range(2):
         options = {"policy": "tau:1" if rank == 0 else "never", "iterations": 30, "init": "own", "max_pushes": 3}
@@ -191,8 +191,8 @@ def test_of_one_sender_one_push_comes_in_at_a_time():
 
 
 @pytest.mark.parametrize("mode", [PUSH, PAIRS], ids=["push", "pushpull"])
-def test_where_all_are_busy_partners_still_change(mode: dict[str, Any]):
-    """The one who is free is then the last partner: with it alone, rings and pairs would stay by themselves."""
+def test_partners_still_change_when_nearly_all_are_busy(mode: dict[str, Any]):
+    """The free peer is then the last partner; if it were chosen, the same rings and pairs would repeat for ever."""
     made = World(0, Network(bandwidth=4 * SIZE / 2.3))
     options = {"policy": "tau:1", "init": "own", "gradient_step": still, "iterations": 101, "finish": "none", **mode}
     for rank in range(6):
@@ -215,8 +215,9 @@ def test_decisions_while_an_exchange_is_under_way_are_skipped(mode: dict[str, An
 
 
 @pytest.mark.parametrize("mode", [PUSH, PAIRS], ids=["push", "pushpull"])
-def test_the_way_travelled_counts_from_the_exchange(mode: dict[str, Any]):
-    """A policy that looks back sees the last exchange: own pushes, and every averaged pair, whoever began it."""
+def test_drift_counts_from_the_exchange(mode: dict[str, Any]):
+    """A policy that uses drift sees the last exchange: our own push, or any averaged pair, no matter which side started
+    it."""
     made = World(0)
     made.start(0, maker(0, 2, policy="tau:4", iterations=9, init="own", **mode))
     made.start(1, maker(1, 2, policy="never:max_silence=7", iterations=9, init="own", **mode))

@@ -1,4 +1,4 @@
-"""Peers that go on from checkpoints, in virtual time: who takes whose model, and that decisions are the same.
+"""Peers that resume from checkpoints, in virtual time: their first models, and that decisions are repeatable.
 
 Numbers in brackets are rows of the project's fault list.
 """
@@ -49,7 +49,7 @@ def role(seed: int, policy: str, schedule: str = "random", **settings: Any) -> P
 
 
 def joined(made: PeerRole, resumed: bool) -> PeerRole:
-    """All others are there already, and train."""
+    """Let a peer join a run in which all others are training already."""
     for effect in made.handle(JoinRun(resumed), 0.0):
         if isinstance(effect, Send) and isinstance(effect.request, ArriveRequest):
             made.handle(Replied(effect.ticket, HereReply(Stage.TRAIN)), 0.0)
@@ -57,7 +57,7 @@ def joined(made: PeerRole, resumed: bool) -> PeerRole:
 
 
 class Play:
-    """Tells a role of steps and answers, the same whenever the role does the same, and writes down what it does."""
+    """A script of steps and replies for a role, which records what the role does. It is deterministic."""
 
     def __init__(self, made: PeerRole, step: int):
         self.role, self.step, self.now = made, step, 10.0 * step
@@ -65,7 +65,7 @@ class Play:
         self._open: list[Send] = []
 
     def steps(self, count: int, draws: random.Random, faults: bool) -> list[Any]:
-        """So many iterations, ten seconds each; what is asked for comes at once, but for every fifth."""
+        """Run ``count`` iterations of ten seconds each; every request gets its reply at once, except every fifth."""
         for _ in range(count):
             self.step += 1
             self.now = 10.0 * self.step
@@ -110,7 +110,7 @@ class Play:
 @pytest.mark.parametrize("policy", ["tau:2", "random:p=0.4", "adaptive:threshold=0.5", "drift:distance=1"])
 @pytest.mark.parametrize("mode", ["pull", "push"])
 def test_given_the_same_messages_it_takes_the_same_decisions(mode: str, policy: str, schedule: str) -> None:
-    """State through JSON into a fresh role: when it exchanges, with whom, how long it waits, and what it mixes."""
+    """A role whose state went through JSON exchanges at the same times, with the same peers and deadlines."""
     first = joined(role(1, policy, schedule, mode=mode), True)
     play, draws = Play(first, 0), random.Random(5)
     play.steps(20, draws, faults=False)
@@ -129,14 +129,14 @@ def test_given_the_same_messages_it_takes_the_same_decisions(mode: str, policy: 
     assert again.draws() == first.draws() and again.sync.state_dict() == first.sync.state_dict()
 
 
-# --- whose model --------------------------------------------------------------------------------------
+# --- the first model ------------------------------------------------------------------------------------
 
 DONE = 7
 """Iterations that the checkpoints of these runs have seen."""
 
 
 def start(made: World, rank: int, resumed: bool, at: float = 0.0, size: int = 3) -> None:
-    """Start a peer of a run that goes on; one with a checkpoint has a model of its own."""
+    """Start a peer of a run that resumes; one with a checkpoint has a model of its own."""
 
     def maker(incarnation: int) -> SimPeer:
         peer = make(rank, size, incarnation, policy="never", finish="none")
@@ -151,7 +151,7 @@ def start(made: World, rank: int, resumed: bool, at: float = 0.0, size: int = 3)
 
 
 def first_steps(made: World) -> dict[int, str]:
-    """By rank, the first step that it made."""
+    """Return the first step of each peer, by rank."""
     found: dict[int, str] = {}
     for entry in made.log:
         if entry.what.startswith("step "):
@@ -161,8 +161,8 @@ def first_steps(made: World) -> dict[int, str]:
 
 @pytest.mark.parametrize("late", [0.0, 3.0])
 @pytest.mark.parametrize("without", [0, 1, 2])
-def test_who_has_a_checkpoint_keeps_its_model_and_who_has_none_takes_one(without: int, late: float) -> None:
-    """[37] Rank 0 too, though it comes before those who have one: it never begins anew by itself."""
+def test_peers_keep_the_model_of_a_checkpoint_and_others_adopt_one(without: int, late: float) -> None:
+    """[37] Rank 0 too, even if it arrives before the peers that have one: it never starts with a new model."""
     made = World(0)
     for rank in range(3):
         start(made, rank, resumed=rank != without, at=0.0 if rank == without else late)
@@ -178,11 +178,11 @@ def test_who_has_a_checkpoint_keeps_its_model_and_who_has_none_takes_one(without
         assert torch.equal(made.peers[rank].weights(), alone.x.detach().double()), rank
 
 
-def test_where_nobody_has_a_checkpoint_nobody_begins() -> None:
+def test_without_any_checkpoint_no_peer_starts() -> None:
     made = World(0)
     for rank in range(3):
         start(made, rank, resumed=False)
     made.run(10 * TIMEOUT)
     assert first_steps(made) == {}
     for peer in made.peers.values():
-        assert peer.reason is not None and "no peer gave the model of a checkpoint within peer_timeout" in peer.reason
+        assert peer.reason is not None and "no peer sent the model of a checkpoint within peer_timeout" in peer.reason

@@ -1,4 +1,4 @@
-"""Schedules, weights and directed graphs at work, in virtual time."""
+"""Schedules, edge weights and directed graphs in whole runs, in virtual time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STILL: dict[str, Any] = {
     "finish": "none",
     "gradient_step": lambda peer: None,
 }
-"""Nothing is learnt, so that only exchanges change models: all peers pull at the same moments, round by round."""
+"""Options without training, so that only exchanges change models; all peers pull in the same moments."""
 
 
 def began(size: int) -> torch.Tensor:
@@ -33,7 +33,7 @@ def ran(size: int, rounds: int, **options: Any) -> World:
 
 
 def asked(made: World, rank: int) -> list[int]:
-    """Whom it pulled from, in order."""
+    """Return the ranks that it pulled from, in order."""
     return [int(line.split()[1]) for line in made.lines(rank, "pulls")]
 
 
@@ -45,7 +45,7 @@ def test_one_peer_rounds_average_exactly(graph: str, size: int, rounds: int) -> 
     assert spread(models(ran(size, rounds, graph=graph, schedule="random"))) > 1e-2 or size == 2
 
 
-def test_one_peer_rounds_of_other_numbers_only_come_near() -> None:
+def test_one_peer_rounds_of_other_sizes_are_only_close() -> None:
     made = ran(6, 3, graph="exponential", schedule="one-peer")
     assert 1e-3 < spread(models(made)) < spread(began(6))
 
@@ -56,14 +56,14 @@ def test_static_pulls_in_turn() -> None:
 
 
 def test_a_peer_without_a_partner_rests_for_that_round_alone() -> None:
-    """In a star of three, each leaf has its turn every other round, and a rest counts as a round."""
+    """In a star of three, each leaf has its turn every other round; a round without a partner counts."""
     made = ran(3, 6, graph="star", schedule="one-peer")
     assert [asked(made, rank)[:5] for rank in range(3)] == [[1, 2, 1, 2, 1], [0, 0, 0], [0, 0, 0]]
     assert [made.peers[rank].role.sync.skipped for rank in (1, 2)] == [3, 3]
 
 
 @pytest.mark.parametrize("schedule", ["static", "one-peer", "inner-outer", "bandwidth-aware"])
-def test_who_has_crashed_is_passed_over(schedule: str) -> None:
+def test_a_crashed_peer_is_skipped(schedule: str) -> None:
     made = world(4, schedule=schedule, policy="tau:2")
     made.crash(3, 4.5)
     ended(made, bound(4, waits=1))
@@ -83,7 +83,7 @@ def test_inner_outer_stays_inside_mostly() -> None:
 
 @dataclass
 class OneSlow(Network):
-    """What rank 3 sends takes ten times as long; with ``to``, what it is sent."""
+    """A network in which what rank 3 sends, or with ``to`` what it receives, takes ten times as long."""
 
     to: bool = False
 
@@ -105,7 +105,7 @@ def test_bandwidth_aware_asks_the_fast_ones() -> None:
 
 @pytest.mark.parametrize(("mode", "begins"), [("push", "pushes to"), ("pushpull", "asks")])
 def test_bandwidth_aware_pushes_to_the_fast_ones_and_pairs_with_them(mode: str, begins: str) -> None:
-    """What is measured of a push is its way to the other, of a pair the way of the model that comes."""
+    """Pushes are measured towards the partner, pairs by the model that arrives."""
 
     def to_slow(schedule: str) -> float:
         network = OneSlow(bandwidth=6400.0, delay=0.01, to=mode == "push")
@@ -118,7 +118,7 @@ def test_bandwidth_aware_pushes_to_the_fast_ones_and_pairs_with_them(mode: str, 
 
 
 def test_metropolis_weights_keep_the_mean_where_uniform_ones_lose_it() -> None:
-    """On a star uniform weights let the hub count for half of all. Over runs, as the mean is kept in expectation."""
+    """On a star, uniform weights give the hub half of the total. Averaged over runs: the mean holds in expectation."""
 
     def away(weights: str) -> float:
         offsets = []
@@ -129,12 +129,12 @@ def test_metropolis_weights_keep_the_mean_where_uniform_ones_lose_it() -> None:
 
     hub = float((began(5)[0] - began(5).mean(0)).norm())
     uniform, metropolis = away("uniform"), away("metropolis")
-    # They agree on 4/8 of the hub's model and 1/8 of each leaf's, which is 3/8 of (hub − mean of all) off the mean.
+    # They agree on 4/8 of the hub's model and 1/8 of each leaf's: off the mean by 3/8 of (hub − mean of all).
     assert uniform == pytest.approx(0.375 * hub, rel=0.25)
     assert metropolis < uniform / 3
 
 
-def test_pulls_go_along_the_edges_of_a_directed_graph() -> None:
+def test_pulls_follow_the_edges_of_a_directed_graph() -> None:
     graph = load("kautz-12")
     made = ended(world(12, graph="kautz-12", policy="tau:1"), bound(12))
     assert graph.directed
@@ -144,7 +144,7 @@ def test_pulls_go_along_the_edges_of_a_directed_graph() -> None:
 
 
 def test_an_edges_weight_is_a_factor_on_the_share() -> None:
-    """slow-link-6: over the link between the rooms, half of β = ½ is taken."""
+    """slow-link-6: over the link between the two racks, half of β = ½ is mixed."""
     made = ran(6, 1, graph="slow-link-6", schedule="static", weights="uniform")
     start = began(6)
     assert asked(made, 2) == [3] and asked(made, 0) == [1]
@@ -152,7 +152,7 @@ def test_an_edges_weight_is_a_factor_on_the_share() -> None:
     torch.testing.assert_close(models(made, [0])[0], 0.5 * start[0] + 0.5 * start[1], rtol=1e-5, atol=1e-6)
 
 
-def test_an_edges_weight_is_a_factor_on_the_share_of_what_is_pushed_along_it() -> None:
+def test_an_edges_weight_is_a_factor_on_the_share_of_a_push() -> None:
     ring = Topology("own", ((1,), (2,), (0,)), edge_shares={(0, 1): 0.5, (2, 0): 0.2})
     made = ran(3, 1, graph=ring, mode="push")
     start = began(3)

@@ -1,4 +1,4 @@
-"""Waves in virtual time: who takes part, and faults.
+"""Waves in virtual time: membership and faults.
 
 Numbers in brackets are rows of the project's fault list.
 """
@@ -14,11 +14,11 @@ from wave_worlds import Tracked, conserved, counts, rounds_lost, start, waves
 
 from gossipx.sim import Network, SimPeer, World
 
-# --- who takes part -----------------------------------------------------------------------------------
+# --- membership ---------------------------------------------------------------------------------------
 
 
 def test_training_that_ends_in_a_wave_ends_it_first():
-    """The others count on it: nothing is lost, and what it gives is in their models."""
+    """The others rely on it: no round is lost, and its model is part of their average."""
     tracked = Tracked()
     made = tracked.world(4, Network(bandwidth=8 * SIZE / 2), policy="tau:10", iterations=11)
     ended(made, bound(4, 11, waits=1))
@@ -26,8 +26,8 @@ def test_training_that_ends_in_a_wave_ends_it_first():
     conserved(made, tracked)
 
 
-def test_who_has_ended_is_not_counted_on():
-    """A straggler alone is left: nobody is asked who said that its training is over."""
+def test_a_peer_that_has_ended_is_no_member():
+    """Only a straggler is left: it asks no peer that has announced the end of its training."""
     made = ended(world(3, slow={2: 2.0}, policy="tau:4", exchange="waves", peer_timeout=50.0), 2 * ITERATIONS + 100)
     assert rounds_lost(made) == 0
     done = next(entry.time for entry in made.log if entry.rank == 1 and entry.what == "is FINISH")
@@ -51,7 +51,7 @@ def test_a_late_joiner_takes_part_once_it_trains():
 
 
 def test_a_peer_at_the_start_takes_part_once_it_trains():
-    """One that waits for a third at START is asked by one that no longer does."""
+    """It waits for a third peer at START, and gets a request from a peer that no longer does."""
     tracked = Tracked()
     made = World(0)
     for rank in range(2):
@@ -63,7 +63,7 @@ def test_a_peer_at_the_start_takes_part_once_it_trains():
 
 @pytest.mark.parametrize("blocking", [False, True])
 def test_a_peer_leaves_in_a_wave(blocking: bool):
-    """[4] It takes nothing in any more, and costs its partners a round, but no time."""
+    """[4] It takes in no mean any more, and costs each partner a round, but no time."""
     made = world(4, network=Network(bandwidth=4 * SIZE / 2), policy="tau:6", blocking=blocking, exchange="waves")
     until(made, 2, "meets 3 in round 0 of wave 1")
     made.leave(2, made.now + 0.1)
@@ -78,7 +78,7 @@ def test_a_peer_leaves_in_a_wave(blocking: bool):
 
 
 def test_a_checkpoint_restored_in_a_wave_takes_no_part():
-    """What the wave brings belongs to a model that is no more."""
+    """The wave's mean belongs to a model that was replaced."""
     from gossipx.protocol.events import Restored
 
     made = world(2, network=Network(bandwidth=4 * SIZE / 3), policy="tau:5", exchange="waves", finish="none")
@@ -94,8 +94,8 @@ def test_a_checkpoint_restored_in_a_wave_takes_no_part():
     ended(made, bound(2, 2 * ITERATIONS))
 
 
-def test_a_peer_that_was_started_again_starts_waves_that_the_others_take_part_in():
-    """[36] It alone starts waves: it learns, as it joins, which numbers are over."""
+def test_others_join_the_waves_of_a_restarted_peer():
+    """[36] Only this peer starts waves: as it joins, it learns which numbers are over."""
     made = World(0, Network(delay=0.01))
     for rank in range(3):
         policy = "tau:5" if rank == 1 else "never"
@@ -118,7 +118,7 @@ def test_a_peer_that_was_started_again_starts_waves_that_the_others_take_part_in
 @pytest.mark.parametrize(("size", "number"), [(2, 0), (4, 0), (4, 1), (5, 0), (5, 1), (5, 2), (8, 2)])
 @pytest.mark.parametrize("blocking", [False, True])
 def test_crash_in_each_round(size: int, number: int, blocking: bool):
-    """[1, 2] It costs its partners a round and nobody a wait: its address refuses. The next waves do without it."""
+    """[1, 2] It costs its partners a round but no wait, as its address refuses. Later waves leave it out."""
     made = world(
         size, network=Network(bandwidth=4 * SIZE), policy="tau:6", exchange="waves", blocking=blocking, iterations=40
     )
@@ -142,14 +142,14 @@ def test_crash_in_each_round(size: int, number: int, blocking: bool):
             "once is enough to know it, and the finish"
         )
     waited = [entry.time for entry in made.log if entry.rank in left and entry.what == "is AGREE"]
-    if max(waited) - min(waited) < 1:  # blocked waves hold them up unequally: not all wait for all
+    if max(waited) - min(waited) < 1:  # blocking waves delay them unequally
         mean = before(made, left).mean(0).expand(len(left), -1)
         torch.testing.assert_close(models(made, left), mean, rtol=1e-5, atol=1e-6)
     assert within(models(made, left), before(made, left))
 
 
-def test_who_never_meets_the_dead_learns_of_it_too():
-    """Of eight, four meet 1 in no round; they probe others now and then, and start waves without it."""
+def test_peers_that_never_meet_the_dead_detect_its_loss_too():
+    """Of eight, four never meet 1 in a round; their probes detect its loss, and they start waves without it."""
     made = world(8, policy="tau:4", exchange="waves", iterations=200)
     made.crash(1, 10.5)
     ended(made, bound(8, 200))
@@ -161,10 +161,10 @@ def test_who_never_meets_the_dead_learns_of_it_too():
 
 @pytest.mark.parametrize("blocking", [False, True])
 def test_a_silent_partner_costs_its_round_and_not_the_wave(blocking: bool):
-    """[3] Stopped for longer than peer_timeout. Whoever waited for it in vain is still met by the others afterwards."""
+    """[3] Paused for longer than peer_timeout. A peer that waited for it in vain still meets the others afterwards."""
     made = world(4, policy="tau:10", exchange="waves", blocking=blocking, iterations=80, compute=1.0)
     made.pause(1, 10.5, 60.5)
-    # The wave at 10 is over by then: the first in which 1 is missing is that at 20.
+    # The wave at 10 is over by then, so 1 is first missing in the wave at 20.
     made.run(45.0)
     assert made.fired["pause"] == 1
     meant = [entry for entry in made.log if entry.time > 11 and entry.rank != 1 and entry.what.startswith("mixes")]
@@ -177,7 +177,7 @@ def test_a_silent_partner_costs_its_round_and_not_the_wave(blocking: bool):
 
 
 def test_a_straggler_takes_part_at_its_own_pace():
-    """Its steps take longer than peer_timeout: what it gives and takes does not wait for them."""
+    """Its steps take longer than peer_timeout, but its transfers do not wait for them."""
     tracked = Tracked()
     made = tracked.world(4, slow={3: 2.5 * TIMEOUT}, policy="tau:25", iterations=100)
     made.run(99.0)
@@ -187,7 +187,7 @@ def test_a_straggler_takes_part_at_its_own_pace():
 
 
 def test_partition_that_heals():
-    """[5] Both sides have waves of their own, and numbers of their own; then they find each other again."""
+    """[5] Each side has its own waves and wave numbers; afterwards all take part in common ones again."""
     made = world(4, policy="tau:5", slow={2: 0.9, 3: 0.9}, exchange="waves", iterations=200, peer_timeout=4.0)
     made.network.cut([0, 1], [2, 3], 5.5, 80.0)
     made.run(80.0)
@@ -209,8 +209,8 @@ def test_partition_that_heals():
 
 @pytest.mark.parametrize("starters", [(0, 1), (0, 2), (0, 3), (0, 1, 2, 3)])
 @pytest.mark.parametrize("without", [(1,), (2,), (3,), (1, 3)])
-def test_those_who_mean_different_members_lose_rounds_at_most(starters: tuple[int, ...], without: tuple[int, ...]):
-    """Some start at once, one of whom leaves others out. Nobody waits for a deadline, no model is partly applied."""
+def test_different_member_lists_cost_only_rounds(starters: tuple[int, ...], without: tuple[int, ...]):
+    """Several start at once, one of them with fewer members. No wait ends by timeout, no model is partly applied."""
     tracked = Tracked()
     made = World(0)
     for rank in range(4):
@@ -222,15 +222,15 @@ def test_those_who_mean_different_members_lose_rounds_at_most(starters: tuple[in
     assert made.now < 15
     assert sum(counts(made)) > 0
     assert {number for rank in range(4) for number in waves(made, rank)} == {1}
-    if len(without) == 2:  # among two, and among four, pairs share alike whatever was lost before
+    if len(without) == 2:  # among two or four, partners average equally despite lost rounds
         conserved(made, tracked)
     own = torch.stack([tracked.own[rank] for rank in range(4)])
     for moved in models(made) - start() - own:
         assert moved.abs().max() < own.abs().max(), "differences of own steps, a share of each at most"
 
 
-def test_whoever_has_exchanged_nothing_yet_goes_over_to_the_better_list():
-    """0 starts with 1 alone, while 1 starts with all: when 0 hears of it, no model of its own has gone out."""
+def test_a_peer_that_exchanged_nothing_yet_switches_to_the_better_list():
+    """0 starts with only 1, while 1 starts with all: when 0 hears of that, it has not sent its model yet."""
     tracked = Tracked()
     made = World(0)
     for rank in range(4):
@@ -239,14 +239,14 @@ def test_whoever_has_exchanged_nothing_yet_goes_over_to_the_better_list():
     for rank in (2, 3):
         made.peers[0].role.members.others[rank].suspended_until = (
             made.now + 1.0005
-        )  # as it starts, not when it hears of 1
+        )  # as it starts, before it hears of 1
     ended(made, bound(4, 14, waits=1))
     assert counts(made) == [2] * 4 and rounds_lost(made) == 0
     conserved(made, tracked)
 
 
 def test_model_with_nan_is_not_merged():
-    """[22] What is held stays as it was; its giver is not met for a while."""
+    """[22] The average is unchanged, and the sender is left out of waves for a while."""
     made = world(4, policy="tau:3", exchange="waves", iterations=40)
     made.poison(1, 4.0, 20.0)
     ended(made, bound(4, 40))
@@ -261,7 +261,7 @@ def test_model_with_nan_is_not_merged():
 
 
 def test_peer_whose_own_model_becomes_nan_in_a_wave():
-    """[22] It leaves the wave: what others hold stays finite, and they go on without it."""
+    """[22] It leaves the wave: the averages of the others stay finite, and they continue without it."""
 
     def diverges(peer: SimPeer) -> None:
         sgd(peer.module)
@@ -279,7 +279,7 @@ def test_peer_whose_own_model_becomes_nan_in_a_wave():
 
 
 def test_a_peer_that_exchanges_by_pulls_takes_no_part():
-    """Settings that differ cost rounds; nobody hangs."""
+    """Different settings cost rounds, but no peer hangs."""
     made = World(0)
     for rank, exchange in enumerate(["waves", "waves", "pulls"]):
         Tracked().start(made, rank, 3, policy="tau:5", exchange=exchange)

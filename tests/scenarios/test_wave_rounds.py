@@ -1,4 +1,4 @@
-"""Waves in virtual time: a few rounds in a row that leave all who take part with the mean of their models.
+"""Waves in virtual time: a few consecutive rounds that leave all members with the mean of their models.
 
 Numbers in brackets are rows of the project's fault list. Tracked models are float64, so that sums and means can be told
 from nearly equal ones.
@@ -23,7 +23,7 @@ from gossipx.sim import Network, SimPeer, World
 
 @pytest.mark.parametrize("size", range(1, 10))
 def test_a_blocking_wave_leaves_all_with_the_exact_mean(size: int):
-    """As if all models were averaged in one place every five iterations, for any number of peers; the same bits."""
+    """As if all models were averaged in one process every five iterations, for any number of peers; bit for bit."""
     tracked = Tracked()
     made = ended(tracked.world(size, policy="tau:5", blocking=True, iterations=15), bound(size, 15))
     replicas = [Point(rank).double() for rank in range(size)]
@@ -62,7 +62,7 @@ def test_the_finish_leaves_the_same_bits_with_all(size: int):
 def test_the_sum_of_all_models_is_kept_while_they_train(
     size: int, paces: list[float], delay: float, policy: str, blocking: bool
 ):
-    """Whoever starts when, however fast: a wave moves nothing but differences between models."""
+    """At any pace, and no matter which peer starts it: a wave only moves differences between models."""
     tracked, made = Tracked(), World(0, Network(bandwidth=8 * SIZE / 0.1, delay=delay))
     for rank, pace in enumerate(paces[:size]):
         mean = policies.parse(policy)
@@ -76,13 +76,13 @@ def test_the_sum_of_all_models_is_kept_while_they_train(
         )
     ended(made, 1e5)
     assert min(counts(made)) > 0
-    assert blocking or rounds_lost(made) == 0  # blocked peers are late, and some have ended before others start a wave
+    assert blocking or rounds_lost(made) == 0  # blocked peers are late, and some end before others start a wave
     if rounds_lost(made) == 0:
         conserved(made, tracked)
 
 
-def test_training_goes_on_in_a_wave():
-    """A model takes two steps' time, so that a wave of two rounds lasts for five; nobody stands still for it."""
+def test_training_continues_during_a_wave():
+    """A model takes as long as two steps, so a wave of two rounds lasts for five; training does not wait for it."""
     tracked = Tracked()
     made = ended(tracked.world(4, Network(bandwidth=8 * SIZE / 2), policy="tau:10", iterations=20), bound(4))
     for peer in made.peers.values():
@@ -93,7 +93,7 @@ def test_training_goes_on_in_a_wave():
 
 
 def test_own_steps_in_a_wave_are_kept():
-    """After the wave each has the mean of the captured models, and the steps that it made since."""
+    """After the wave each peer has the mean of the captured models plus its own steps since the capture."""
     tracked = Tracked()
     made = tracked.world(4, Network(bandwidth=8 * SIZE / 2), policy="tau:10", iterations=19)
     until(made, 0, "step 10")
@@ -108,8 +108,8 @@ def test_own_steps_in_a_wave_are_kept():
 
 
 @pytest.mark.parametrize("size", range(2, 10))
-def test_one_starts_and_all_hear_of_it(size: int):
-    """Whoever it is, also one that only gives in the first round."""
+def test_one_starts_and_all_join(size: int):
+    """For any starter, including one that only sends in the first round."""
     for starter in range(size):
         tracked = Tracked()
         made = World(0)
@@ -126,7 +126,7 @@ def test_one_starts_and_all_hear_of_it(size: int):
 
 @pytest.mark.parametrize("starters", [(0, 3), (1, 2), (0, 1, 2, 3), (2, 6), tuple(range(7))])
 def test_waves_that_start_together_are_one(starters: tuple[int, ...]):
-    """Two at once, in different corners, or all: one number, one mean, and each model once on each way."""
+    """Two starters that do not meet in the first round, or all: one number, one mean, one transfer per direction."""
     size = 7 if len(starters) == 7 or 6 in starters else 4
     tracked = Tracked()
     made = World(0)
@@ -138,8 +138,8 @@ def test_waves_that_start_together_are_one(starters: tuple[int, ...]):
     conserved(made, tracked)
 
 
-def test_peers_that_count_nearly_alike_do_not_each_start_a_wave():
-    """A wave every 20 iterations of the fastest, however far the others are behind; each counts from the last wave."""
+def test_peers_of_similar_pace_do_not_each_start_a_wave():
+    """A wave every 20 iterations of the fastest peer; all others count from the last wave, however far behind."""
     slow = {0: 1.0, 1: 1.3, 2: 1.73, 3: 2.2, 4: 1.11}
     made = world(5, slow=slow, policy="tau:20", iterations=300, exchange="waves")
     made.run(299.0)
@@ -148,7 +148,7 @@ def test_peers_that_count_nearly_alike_do_not_each_start_a_wave():
 
 
 def test_a_wave_counts_once_for_the_policy():
-    """Δ_r and the way travelled begin anew for all, whoever started; a policy that fires meanwhile is skipped."""
+    """Δ_r and drift restart for all, no matter which peer started it; a policy that fires meanwhile is skipped."""
     made = World(0)
     tracked = Tracked()
     for rank in range(2):
@@ -179,7 +179,7 @@ def test_any_policy_starts_waves(policy: str, blocking: bool):
 
 @pytest.mark.parametrize("slow", [{}, {1: 1.7}])
 def test_own_steps_alone_are_drift_from_a_wave(slow: dict[int, float]):
-    """What a wave brings is none: x_r is the mean that it gave."""
+    """The change made by a wave is not drift: x_r is the mean that it produced."""
     way, begun = [torch.zeros(SIZE).double() for _ in range(2)], [0, 0]
 
     def step(peer: SimPeer) -> None:

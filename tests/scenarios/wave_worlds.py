@@ -1,6 +1,6 @@
-"""Worlds whose peers exchange by waves.
+"""Worlds whose peers exchange models by waves.
 
-Their models are float64, so that sums and means can be told from nearly equal ones.
+The models are float64, so that sums and means can be told from nearly equal ones.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NO_FINISH = {"exchange": "waves", "finish": "none"}
 
 
 class Tracked:
-    """Makes peers whose model is float64, and keeps what each peer's own steps have added to it."""
+    """Builds peers with a float64 model, and records the sum of each peer's own training steps."""
 
     def __init__(self) -> None:
         self.own: dict[int, Tensor] = {}
@@ -48,19 +48,19 @@ class Tracked:
 
 
 def start() -> Tensor:
-    """What all begin with: peer 0's weights."""
+    """Return the initial weights of all peers, which are peer 0's."""
     return Point(0).double().x.detach()
 
 
 def conserved(made: World, tracked: Tracked) -> None:
-    """The sum of all models has changed by what their own steps added, and by nothing else."""
+    """Assert that the sum of all models has changed by the training steps of the peers, and by nothing else."""
     size = len(made.peers)
     expected = size * start() + sum(tracked.own.values())
     torch.testing.assert_close(models(made).sum(0), expected, **EXACT)
 
 
 def waves(made: World, rank: int) -> list[int]:
-    """Numbers of the waves that ``rank`` asked others in, in their order."""
+    """Return the numbers of the waves in which ``rank`` sent requests, in order."""
     numbers = [int(line.rsplit(" ", 1)[1]) for line in made.lines(rank, "meets") if " of wave " in line]
     return [number for number, _ in itertools.groupby(numbers)]
 

@@ -1,4 +1,7 @@
-"""The protocol, bytes in and events out. Numbers in brackets are rows of the project's fault list."""
+"""Frames, without sockets: encoding, decoding and every input that must be rejected.
+
+Numbers in brackets are rows of the project's fault list.
+"""
 
 from __future__ import annotations
 
@@ -114,7 +117,7 @@ FITS: dict[object, st.SearchStrategy[object]] = {
     AnyWave: st.integers(1, MAX_WAVE) | st.just(LAST_WAVE),
     PastWave: st.integers(0, MAX_WAVE),
 }
-"""What a field of each type may hold."""
+"""Strategies for the values of each field type."""
 OWN: dict[tuple[type, str], st.SearchStrategy[object]] = {
     (Hello, "size"): st.integers(1, 65_536),
     (Description, "size"): st.integers(0, 2**24),
@@ -125,7 +128,7 @@ OWN: dict[tuple[type, str], st.SearchStrategy[object]] = {
     (CheckupRequest, "back"): st.integers(0, 2**24),
     (CheckupReply, "size"): st.integers(0, 2**24),
 }
-"""What fields may hold that are declared with a bound of their own."""
+"""Strategies for fields with their own bounds."""
 
 
 def any_of(message: type[Message]) -> st.SearchStrategy[Message]:
@@ -143,7 +146,7 @@ def whole(message: Message, request: int = 0, payload: memoryview | None = None)
 
 
 def feed(decoder: Decoder, data: bytes, step: int = 2**30) -> list[Frame]:
-    """All frames in ``data``, fed at most ``step`` bytes at a time."""
+    """Decode ``data`` in chunks of at most ``step`` bytes and return all frames."""
     frames: list[Frame] = []
     source = io.BytesIO(data)
     while True:
@@ -166,13 +169,13 @@ def forged(
     version: int = VERSION,
     announced: int | None = None,
 ) -> bytes:
-    """A frame with a right checksum around whatever it is given."""
+    """Return a frame with a valid checksum around arbitrary metadata and payload."""
     length = len(metadata) if announced is None else announced
     header = struct.pack("!4sHHQIQ", magic, version, kind, 7, length, payload)
     return header + struct.pack("!Q", xxhash.xxh3_64_intdigest(header + metadata)) + metadata
 
 
-# --- what is right ------------------------------------------------------------------------------
+# --- valid frames -------------------------------------------------------------------------------
 
 
 def test_the_bytes_of_one_frame() -> None:
@@ -197,13 +200,13 @@ def test_the_bytes_of_one_frame() -> None:
 
 
 @given(message=messages, request=st.integers(0, 2**64 - 1), step=st.integers(1, 50))
-def test_every_message_comes_back_as_it_was(message: Message, request: int, step: int) -> None:
+def test_every_message_round_trips(message: Message, request: int, step: int) -> None:
     data = whole(message, request) * 2
     assert feed(Decoder(no_payload), data, step) == [Frame(request, message, None)] * 2
 
 
 @given(payload=st.binary(min_size=1, max_size=100), step=st.integers(1, 120))
-def test_a_payload_lands_in_the_buffer_that_was_given(payload: bytes, step: int) -> None:
+def test_a_payload_is_received_into_the_given_buffer(payload: bytes, step: int) -> None:
     room = memoryview(bytearray(len(payload)))
     data = whole(ModelReply(3), 9, memoryview(payload))
     (frame,) = feed(Decoder(answer_to(PullRequest(0, 30.0), 9, Bytes(room))), data, step)
@@ -211,7 +214,7 @@ def test_a_payload_lands_in_the_buffer_that_was_given(payload: bytes, step: int)
     assert bytes(room) == payload
 
 
-def test_a_payload_goes_out_in_pieces_without_a_copy() -> None:
+def test_a_payload_is_sent_in_pieces_without_a_copy() -> None:
     payload = memoryview(bytearray(2 * PIECE + 1))
     sent = [buffer for buffers, _ in encode(ModelReply(1), 1, Source(payload)) for buffer in buffers]
     pieces = [buffer for buffer in sent if isinstance(buffer, memoryview)]
@@ -226,12 +229,12 @@ def test_a_model_is_read_for_its_checksum_when_it_is_first_sent_and_then_no_more
     first = joined(encode(ModelReply(1), 1, source))
     assert source.checksum == xxhash.xxh3_64_digest(model) == first[-8:]
     assert joined(encode(ModelReply(1), 1, source)) == first
-    model[0] ^= 1  # nobody would do that
+    model[0] ^= 1  # forbidden by the interface; shows that the model is not read again
     assert joined(encode(ModelReply(1), 1, source))[-8:] == first[-8:]
 
 
-def test_where_frames_are_signed_no_checksum_takes_the_place_of_the_mac() -> None:
-    """It is of a connection and of a place in it: what was found for another is no proof here."""
+def test_a_cached_checksum_never_replaces_a_mac() -> None:
+    """A MAC depends on the connection and the position in it, so a cached checksum must not replace it."""
     source = Source(memoryview(b"model"))
     encode(ModelReply(1), 1, source)
     (*_, mac) = [buffer for buffers, _ in encode(ModelReply(1), 1, source, hashlib.sha256) for buffer in buffers]
@@ -240,7 +243,7 @@ def test_where_frames_are_signed_no_checksum_takes_the_place_of_the_mac() -> Non
 
 
 @pytest.mark.parametrize("step", [1, PIECE - 1, PIECE, 10**7])
-def test_a_payload_comes_in_by_pieces_each_told_once_when_it_is_full(step: int) -> None:
+def test_a_payload_is_received_in_pieces_each_reported_once_when_full(step: int) -> None:
     model = os.urandom(2 * PIECE + 5)
     told: list[tuple[int, bytes]] = []
 
@@ -262,7 +265,7 @@ def test_a_payload_comes_in_by_pieces_each_told_once_when_it_is_full(step: int) 
 
 
 @pytest.mark.parametrize("step", [1, 7, 2**30])
-def test_what_is_checked_below_has_no_checks_of_its_own(step: int) -> None:
+def test_frames_over_a_checked_transport_have_no_checks(step: int) -> None:
     model = os.urandom(1_000)
     source = Source(memoryview(model))
     first = joined(encode(ModelReply(3), 9, source, Unchecked))
@@ -279,7 +282,7 @@ def test_what_is_checked_below_has_no_checks_of_its_own(step: int) -> None:
 
 @pytest.mark.parametrize("damaged", [None, 0, 1_000, 4_095])
 @pytest.mark.parametrize("ahead", [0, 1, 1_000, 4_096])
-def test_what_was_looked_at_ahead_is_checked_once(ahead: int, damaged: int | None) -> None:
+def test_bytes_checked_ahead_are_checked_once(ahead: int, damaged: int | None) -> None:
     model = bytearray(os.urandom(4_096))
     data = whole(ModelReply(3), 9, memoryview(model))
     head = len(data) - len(model) - 8
@@ -299,7 +302,7 @@ def test_what_was_looked_at_ahead_is_checked_once(ahead: int, damaged: int | Non
             feed(decoder, data[-8:])
 
 
-def test_a_payload_beside_the_connection_is_no_part_of_the_frame() -> None:
+def test_an_out_of_band_payload_is_not_part_of_the_frame() -> None:
     model = memoryview(bytearray(1000))
     data = joined(encode(ModelReply(3), 9, Source(model), out_of_band=True))
     sink = Bytes(model)
@@ -315,23 +318,23 @@ def test_an_empty_model_has_no_trailer() -> None:
     assert [frame.message for frame in feed(Decoder(lambda *_: Bytes(empty)), data)] == [ModelReply(1)]
 
 
-def test_the_largest_honest_metadata_fit() -> None:
+def test_the_largest_legitimate_metadata_fit() -> None:
     everyone = RoundRequest(LAST_WAVE, 2**63 - 1, tuple(range(65_536)))
     figures: dict[str, object] = {f"figure {name}": [0.123456789012345] * 100 for name in range(200)}
     for message in (everyone, ArriveRequest(Stage.DONE, 1, figures)):
         assert feed(Decoder(no_payload), whole(message)) == [Frame(0, message, None)]
 
 
-def test_figures_that_are_not_finite_go_as_none() -> None:
+def test_figures_that_are_not_finite_are_sent_as_null() -> None:
     report: dict[str, object] = {"loss": math.nan, "rates": [1.0, math.inf, -math.inf]}
     (frame,) = feed(Decoder(no_payload), whole(HereReply(Stage.DONE, report)))
     assert frame.message == HereReply(Stage.DONE, {"loss": None, "rates": [1.0, None, None]})
 
 
-# --- what is declared ---------------------------------------------------------------------------
+# --- declarations -------------------------------------------------------------------------------
 
 
-def test_every_kind_has_a_number_of_its_own_and_a_check_for_each_field() -> None:
+def test_every_kind_has_a_unique_number_and_a_check_for_each_field() -> None:
     assert len(KINDS) == len(get_args(Message))
     for number, kind in KINDS.items():
         assert kind == kind_of(kind.message) and kind.number == number
@@ -339,13 +342,13 @@ def test_every_kind_has_a_number_of_its_own_and_a_check_for_each_field() -> None
 
 
 @pytest.mark.parametrize("unchecked", [int, Annotated[int, "a count"], "tuple[int, ...]"])
-def test_a_field_whose_type_names_no_check_cannot_be_declared(unchecked: object) -> None:
+def test_a_field_whose_type_carries_no_check_cannot_be_declared(unchecked: object) -> None:
     message = dataclasses.make_dataclass("Unchecked", [("field", unchecked)])
-    with pytest.raises(TypeError, match="Unchecked: the type of field names no check"):
+    with pytest.raises(TypeError, match="Unchecked: the type of field carries no check"):
         declare(99)(message)
 
 
-# --- what is refused ----------------------------------------------------------------------------
+# --- rejected input -----------------------------------------------------------------------------
 
 # No float holds an integer of 401 digits.
 SIGNIFICANCE = b'{"shard":0,"bucket":0,"incarnation":1,"progress":0,"significance":%s,"patience":1,"epoch":0,"base":0}'
@@ -450,7 +453,7 @@ def test_metadata_of_any_other_form_is_refused_in_one_line(kind: int, metadata: 
         PushRequest(-1, 1),
     ],
 )
-def test_what_a_peer_would_refuse_is_not_sent(message: Message) -> None:
+def test_messages_that_a_peer_would_refuse_are_not_sent(message: Message) -> None:
     with pytest.raises(ValueError):
         encode(message, 0)
 
@@ -485,7 +488,7 @@ def test_monstrous_metadata_are_refused_before_anything_is_allocated(kind: int) 
 
 @pytest.mark.parametrize("size", [0, 7, 9])
 def test_a_payload_of_another_size_than_expected_is_refused(size: int) -> None:  # [23, 24]
-    """No message has an offset, which could overlap or point elsewhere: parts follow one another by their lengths."""
+    """No message has an offset that could overlap or point elsewhere: parts follow one another by their lengths."""
     room = memoryview(bytearray(8))
     data = whole(ModelReply(1), 1, memoryview(bytes(size)))
     with pytest.raises(ProtocolError, match=f"{size} bytes where 8"):
@@ -509,7 +512,7 @@ def test_a_truncated_frame_is_no_frame() -> None:  # [13]
 
 @pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\n", b"\x16\x03\x01", b"SSH-2.0", b"GS\n"])
 def test_strangers_are_refused_by_their_first_bytes(data: bytes) -> None:  # [15]
-    with pytest.raises(ProtocolError, match="no gossipx peer"):
+    with pytest.raises(ProtocolError, match="not a gossipx peer"):
         feed(Decoder(no_payload), data, 1)
 
 
@@ -587,10 +590,10 @@ def test_mutated_frames_are_refused(message: Message, changes: list[tuple[int, i
     digest(bytes(data))
 
 
-# --- who may talk to whom -----------------------------------------------------------------------
+# --- agreement before a connection is used --------------------------------------------------------
 
 
-def test_only_the_answer_to_the_question_is_accepted() -> None:
+def test_only_valid_replies_to_the_request_are_accepted() -> None:
     for asked, answers in ANSWERS.items():
         assert asked not in answers
     expect = answer_to(PullRequest(1, 30.0), 4, None)
@@ -614,7 +617,7 @@ def test_only_the_answer_to_the_question_is_accepted() -> None:
         (Hello(2, "c", 2, "list", "model"), "not rank 2 of this run"),
         (Hello(1, "c", 2, "list", "model"), "not rank 1 of this run"),
         (Hello(1, "b", 2, "list", "model", {"--mode": "push"}), "^--mode is push at b and pull at a; give every peer"),
-        (Hello(1, "b", 2, "list", "model", {}), "^--mode is none at b and pull at a; give every peer the same$"),
+        (Hello(1, "b", 2, "list", "model", {}), "^--mode is none at b and pull at a; give every peer the same value$"),
         (Hello(1, "b", 2, "list", "model", {"--a": "1", "--mode": "pull"}), "^--a is 1 at b and none at a"),
     ],
 )
@@ -633,7 +636,7 @@ def test_the_first_differing_tensor_is_named_on_both_sides() -> None:  # [21]
     assert len(difference(own, b"a" * 10_000)) < 400
 
 
-def test_a_manifest_that_cannot_be_sent_is_refused_at_home() -> None:
+def test_a_manifest_too_large_to_send_is_refused_locally() -> None:
     assert manifest_bytes(["a", "b"]) == b"a\nb"
     with pytest.raises(UsageError, match="too many tensors"):
         manifest_bytes(["a" * 2**20] * 17)

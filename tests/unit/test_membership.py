@@ -1,4 +1,4 @@
-"""How long a model is waited for, by how long the last ones took; how long who gave none is left alone.
+"""Model deadlines derived from recent transfer times, and back-offs after failures.
 
 Numbers in brackets are rows of the project's fault list.
 """
@@ -25,11 +25,11 @@ def members(model_timeout: float = 0.0, seed: int = 0) -> Membership:
 
 
 @pytest.mark.parametrize(("model_timeout", "first"), [(0.0, TIMEOUT), (300.0, 300.0)])
-def test_before_anything_is_measured_the_slowest_network_is_allowed_for(model_timeout: float, first: float):
+def test_before_any_measurement_the_deadline_allows_for_the_slowest_network(model_timeout: float, first: float):
     assert members(model_timeout).patience(1) == first
 
 
-def test_it_follows_the_median_and_the_deviation_of_what_was_measured():
+def test_deadlines_follow_the_median_and_deviation_of_recent_transfers():
     made = members()
     for seconds in (40.0, 41.0, 42.0, 43.0, 400.0):
         made.measured(1, seconds)
@@ -39,13 +39,13 @@ def test_it_follows_the_median_and_the_deviation_of_what_was_measured():
     assert made.patience(2) == pytest.approx(200.0)
 
 
-def test_a_fast_network_leaves_room_for_a_machine_that_is_short_of_time():
+def test_a_fast_network_leaves_room_for_an_overloaded_machine():
     made = members()
     made.measured(1, 0.001)
     assert made.patience(1) == TIMEOUT / 4
 
 
-def test_a_network_that_has_become_slower_is_learnt():
+def test_deadlines_adapt_to_a_slower_network():
     made = members()
     for _ in range(MEASURED):
         made.measured(1, 0.1)
@@ -58,7 +58,7 @@ def test_a_network_that_has_become_slower_is_learnt():
 
 
 @given(st.lists(st.floats(0.0, 1e4), min_size=1, max_size=40))
-def test_what_takes_as_long_as_before_comes_in_time(seconds: list[float]):
+def test_a_transfer_as_slow_as_before_is_in_time(seconds: list[float]):
     made = members()
     for one in seconds:
         made.measured(1, one)
@@ -66,32 +66,33 @@ def test_what_takes_as_long_as_before_comes_in_time(seconds: list[float]):
     assert made.patience(1) >= 2 * last[(len(last) - 1) // 2]
 
 
-def test_what_is_given_is_measured_apart_and_waited_for_a_whole_peer_timeout_at_least():
-    """A link may be faster one way than the other; who takes gives up before who gives."""
+def test_outgoing_transfers_are_measured_separately_and_allow_at_least_peer_timeout():
+    """A link may be faster in one direction than in the other; the receiver gives up before the sender."""
     made = members(300.0)
-    made.measured(1, 40.0, given=True)
-    assert made.patience(1, given=True) == made.patience(2, given=True) == 80.0
+    made.measured(1, 40.0, outgoing=True)
+    assert made.patience(1, outgoing=True) == made.patience(2, outgoing=True) == 80.0
     assert made.patience(1) == 300.0, "of what comes nothing is known"
-    made.was_late(1, given=True)
-    assert (made.patience(1, given=True), made.patience(1)) == (160.0, 300.0)
-    made.measured(2, 0.001, given=True)
-    assert made.patience(2, given=True) == TIMEOUT
+    made.was_late(1, outgoing=True)
+    assert (made.patience(1, outgoing=True), made.patience(1)) == (160.0, 300.0)
+    made.measured(2, 0.001, outgoing=True)
+    assert made.patience(2, outgoing=True) == TIMEOUT
 
 
-def test_the_draw_goes_by_the_rates_of_the_way_that_the_model_will_go():
+def test_the_draw_uses_the_rates_of_the_models_direction():
     made = Membership(0, 3, BandwidthAware(load("full", 3)), TIMEOUT, random.Random(0))
     for rank, comes, goes in ((1, 1.0, 1e6), (2, 1e6, 1.0)):
         made.measured(rank, comes)
-        made.measured(rank, goes, given=True)
+        made.measured(rank, goes, outgoing=True)
     assert {made.draw(0.0) for _ in range(50)} == {1}
-    assert {made.draw(0.0, given=True) for _ in range(50)} == {2}
+    assert {made.draw(0.0, outgoing=True) for _ in range(50)} == {2}
 
 
-# --- rests: whoever refuses connections is asked less and less often, and others meanwhile ----------
+# --- back-offs: a peer that refuses connections is asked less and less often, others meanwhile --------
 
 
 def refused(made: Membership, rank: int, times: int) -> list[float]:
-    """``rank`` refuses so often in a row, each time as soon as it is asked again; the rests, in seconds."""
+    """Make ``rank`` refuse ``times`` requests in a row, each as soon as it may be asked; return the back-offs in
+    seconds."""
     now, rests = 100.0, []
     for _ in range(times):
         made.failed(rank, Fault.UNREACHABLE, now)
@@ -101,8 +102,8 @@ def refused(made: Membership, rank: int, times: int) -> list[float]:
     return rests
 
 
-def test_rests_double_up_to_the_longest_and_jitter_spreads_them():  # [10]
-    """Over many peers: each rest is drawn from half to one and a half of what it is on average, and fills that."""
+def test_back_offs_double_up_to_the_longest_with_jitter():  # [10]
+    """Over many peers: each back-off is uniform between half and one and a half times its mean."""
     seeds = 400
     drawn = [refused(members(seed=seed), 1, 8) for seed in range(seeds)]
     for number, rests in enumerate(zip(*drawn, strict=True)):
@@ -113,8 +114,8 @@ def test_rests_double_up_to_the_longest_and_jitter_spreads_them():  # [10]
     assert min(refused(members(), 1, 100)[10:]) >= 0.5 * TIMEOUT * REST_LONGEST, "a hundred refusals do not end it"
 
 
-def test_rests_differ_from_peer_to_peer_and_from_time_to_time():  # [10]
-    """So that those whom one peer turned away do not all come back in the same moment."""
+def test_back_offs_differ_between_peers_and_over_time():  # [10]
+    """Peers that one peer turned away must not all return in the same moment."""
     asking = [refused(members(seed=seed), 1, 8) for seed in range(20)]
     for rests in zip(*asking, strict=True):
         assert len(set(rests)) == 20
@@ -124,7 +125,7 @@ def test_rests_differ_from_peer_to_peer_and_from_time_to_time():  # [10]
     assert len(set(longest)) == 20, "also when they grow no more"
 
 
-def test_who_rests_is_not_asked_and_another_is_meanwhile():  # [10]
+def test_during_a_back_off_another_peer_is_asked():  # [10]
     made = members()
     made.failed(1, Fault.UNREACHABLE, 100.0)
     until = made.others[1].backoff_until
@@ -136,7 +137,7 @@ def test_who_rests_is_not_asked_and_another_is_meanwhile():  # [10]
 
 
 @pytest.mark.parametrize("fault", list(Fault))
-def test_a_sign_of_life_ends_the_rest_and_the_next_begins_short_again(fault: Fault):  # [10]
+def test_a_sign_of_life_ends_and_resets_the_back_off(fault: Fault):  # [10]
     made = members()
     for _ in range(10):
         made.failed(1, fault, 100.0)
@@ -147,7 +148,7 @@ def test_a_sign_of_life_ends_the_rest_and_the_next_begins_short_again(fault: Fau
     assert made.others[1].backoff_until - 100.0 <= 1.5 * TIMEOUT * REST_FIRST
 
 
-def test_who_has_left_is_asked_no_more_whatever_its_rest():
+def test_a_peer_that_has_left_is_never_asked_again():
     made = members()
-    made.others[1].came_to(Stage.LEFT, 1, {})
+    made.others[1].reached(Stage.LEFT, 1, {})
     assert {made.draw(now) for now in (0.0, 1e9) for _ in range(20)} == {2}

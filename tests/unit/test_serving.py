@@ -1,4 +1,4 @@
-"""Which pulls are answered, and by which version."""
+"""Which pulls are answered, and with which version of the model."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def is_served(effects: list[Effect]) -> bool:
     return isinstance(answer.reply, ModelReply)
 
 
-def test_who_asks_is_answered_by_the_model_as_it_is_for_as_long_as_the_requester_waits():
+def test_a_pull_gets_the_current_model_within_the_requesters_patience():
     serving = serving_at_most(2)
     capture, answer = asks(serving, 3, step=5)
     assert isinstance(capture, Capture)
@@ -44,7 +44,7 @@ def test_who_asks_is_answered_by_the_model_as_it_is_for_as_long_as_the_requester
     assert serving.answered(Answered("of 3", whole=True)) == []
 
 
-def test_more_at_once_are_told_busy_and_so_is_who_is_served_already():
+def test_pulls_beyond_the_limit_or_of_a_served_peer_get_busy():
     serving = serving_at_most(2)
     assert is_served(asks(serving, 1))
     assert not is_served(asks(serving, 1, key="again"))
@@ -55,7 +55,7 @@ def test_more_at_once_are_told_busy_and_so_is_who_is_served_already():
     assert is_served(asks(serving, 3))
 
 
-def test_one_version_is_given_until_the_first_has_it_and_then_no_older_one():
+def test_one_version_is_served_until_the_first_receiver_has_it():
     serving = serving_at_most(4)
     capture = asks(serving, 1, step=10)[0]
     assert asks(serving, 2, step=14)[0] == Answer("of 2", ModelReply(14), 107.0, captured=capture.ticket, taker=(2, ()))
@@ -67,7 +67,7 @@ def test_one_version_is_given_until_the_first_has_it_and_then_no_older_one():
     assert later.ticket != capture.ticket
 
 
-def test_a_version_that_is_still_the_latest_is_given_on():
+def test_a_version_that_is_still_the_latest_is_served_on():
     serving = serving_at_most(4)
     asks(serving, 1, step=10)
     asks(serving, 2, step=10)
@@ -84,7 +84,7 @@ def test_an_answer_that_failed_closes_no_version():
 
 
 @pytest.mark.parametrize("most", [1, 2, 3])
-def test_who_was_turned_away_has_precedence_over_who_was_served_since(most: int):
+def test_a_peer_turned_away_has_precedence_over_those_served_since(most: int):
     serving = serving_at_most(most)
     for rank in range(most):
         assert is_served(asks(serving, rank))
@@ -97,8 +97,8 @@ def test_who_was_turned_away_has_precedence_over_who_was_served_since(most: int)
     assert is_served(asks(serving, last))
 
 
-def test_all_that_ask_again_and_again_are_served_in_turns():
-    """However they are ordered: seven ask one after the other, for one place that is free every third time."""
+def test_peers_that_keep_retrying_are_served_in_turns():
+    """In any order: seven peers retry one after the other, for one slot that is free every third time."""
     serving, turns = serving_at_most(1), list[int]()
     for time in range(7 * 3 * 4):
         for rank in range(1, 8):
@@ -112,7 +112,7 @@ def test_all_that_ask_again_and_again_are_served_in_turns():
     assert max(turns.count(rank) for rank in range(1, 8)) <= min(turns.count(rank) for rank in range(1, 8)) + 1
 
 
-def test_whoever_was_turned_away_and_does_not_come_back_costs_one_refusal():
+def test_a_peer_turned_away_that_does_not_return_costs_one_refusal():
     serving = serving_at_most(1)
     asks(serving, 1)
     asks(serving, 9)
@@ -124,9 +124,7 @@ def test_whoever_was_turned_away_and_does_not_come_back_costs_one_refusal():
     most=st.integers(1, 4),
     events=st.lists(st.tuples(st.integers(0, 5), st.booleans(), st.booleans()), max_size=60),
 )
-def test_at_any_time_one_version_at_most_is_kept_for_no_more_than_so_many(
-    most: int, events: list[tuple[int, bool, bool]]
-):
+def test_at_most_one_version_is_kept_for_at_most_the_limit_of_pulls(most: int, events: list[tuple[int, bool, bool]]):
     serving, kept, under_way = serving_at_most(most), set[int](), dict[str, int]()
     for number, (sender, finishes, whole) in enumerate(events):
         effects: list[Effect]
@@ -146,8 +144,8 @@ def test_at_any_time_one_version_at_most_is_kept_for_no_more_than_so_many(
         assert len(under_way) == len(set(under_way.values())) <= most
 
 
-def test_while_it_trains_models_follow_one_another_by_their_share_of_its_time_after_what_it_saved_up():
-    """SAVED's share is given at once, then one model each GIVING / share; what is begun is not put off any more."""
+def test_while_training_served_models_are_spaced_after_the_saved_time():
+    """The saved time is spent at once, then one model every SECONDS_PER_MODEL / share; a reserved time never moves."""
     serving, begins = serving_at_most(1, share=0.1), list[float]()
     for number in range(40):
         *_, answer = serving.requested(Received(1, number, PullRequest(1, 7.0)), 1, now=100.0, trains=True)

@@ -1,4 +1,4 @@
-"""One peer's way through a wave, and which wave it is in, told event by event."""
+"""One peer's part in a wave, and its choice of wave, event by event."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_both_models_cross_before_either_is_merged():
     assert wave.was_merged(True, 0.4) == [] and wave.over and (wave.merged, wave.lost) == (1, 0)
 
 
-def test_an_answer_that_did_not_go_out_whole_may_be_asked_for_again():
+def test_an_answer_that_was_not_delivered_may_be_requested_again():
     wave, effects = begun(0, 2)
     wave.taken(1, 0.1)
     wave.requested(asks(1, 0, 2, key="first"), 0.2)
@@ -56,7 +56,7 @@ def test_an_answer_that_did_not_go_out_whole_may_be_asked_for_again():
     assert wave.answered(Answered("again", True), 0.5) == [Merge(sent(effects).ticket, wave.ticket, 1, 1)]
 
 
-def test_who_asks_for_a_later_round_waits_for_it():
+def test_a_request_for_a_later_round_waits():
     wave, _ = begun(0, 4)
     assert wave.requested(asks(2, 1, 4, key="later"), 0.1) == []
     wave.taken(1, 0.2)
@@ -67,7 +67,7 @@ def test_who_asks_for_a_later_round_waits_for_it():
     assert entered[-1] == given(wave, "later", 2, 1.5 * TIMEOUT)
 
 
-def test_what_is_not_meant_is_refused():
+def test_requests_of_another_round_or_wave_are_refused():
     wave, _ = begun(0, 4)
     stranger, over, other, members = (
         asks(3, 0, 4),
@@ -84,11 +84,11 @@ def test_what_is_not_meant_is_refused():
 
 
 def test_each_round_may_end_a_little_later_than_the_one_before():
-    """Whoever waited in vain for a first partner meets the second in time."""
+    """A peer that waited in vain for its first partner meets the second in time."""
     wave, _ = begun(0, 4)
     assert wave.timer(TIMEOUT - 0.01) == [], "a timer of an earlier wave"
     lost = wave.timer(TIMEOUT)
-    assert lost[0] == Note("round", "peer 1 did not come to a round of wave 7")
+    assert lost[0] == Note("round", "peer 1 missed a round of wave 7")
     assert sent(lost).to == 2 and sent(lost).deadline == 1.5 * TIMEOUT
     other, _ = begun(2, 4)
     other.taken(1, 0.1)
@@ -99,7 +99,7 @@ def test_each_round_may_end_a_little_later_than_the_one_before():
 
 
 def test_weights_after_a_lost_round():
-    """While training, a pair of a power of two shares alike; in the finish each model counts as one."""
+    """While training, the partners of a power of two average equally; in the finish each model counts once."""
     for number, shares in ((7, (1, 1)), (LAST_WAVE, (1, 2))):
         wave, _ = begun(0, 4, number)
         ticket = sent(wave.partner_lost(1.0)).ticket
@@ -108,14 +108,14 @@ def test_weights_after_a_lost_round():
         assert wave.taken(2, 1.3) == [Merge(ticket, wave.ticket, *shares)]
 
 
-def test_a_model_that_came_is_merged_though_ours_did_not_arrive():
+def test_a_received_model_is_merged_even_if_ours_was_not_delivered():
     wave, effects = begun(0, 2)
     wave.taken(1, 0.1)
     assert wave.timer(TIMEOUT)[1:] == [Merge(sent(effects).ticket, wave.ticket, 1, 1)]
     assert wave.lost == 0
 
 
-def test_one_beyond_the_power_of_two_gives_first_and_takes_the_mean_last():
+def test_a_peer_beyond_the_power_of_two_sends_first_and_receives_the_mean_last():
     wave, effects = begun(2, 3)
     assert not any(isinstance(effect, Send) for effect in effects)
     assert wave.requested(asks(0, 0, 3), 0.1) == [given(wave)]
@@ -124,7 +124,7 @@ def test_one_beyond_the_power_of_two_gives_first_and_takes_the_mean_last():
     assert wave.taken(3, 0.3) == [Merge(sent(last).ticket, wave.ticket, 0, 3)]
 
 
-def test_one_that_only_gives_at_first_tells_of_the_wave_that_it_starts():
+def test_a_starter_that_only_sends_first_announces_its_wave():
     starter, effects = begun(2, 3, starts=True)
     assert sent(effects).to == 0 and sent(effects).request == RoundRequest(7, 0, (0, 1, 2))
     core, _ = begun(0, 3)
@@ -134,14 +134,14 @@ def test_one_that_only_gives_at_first_tells_of_the_wave_that_it_starts():
     assert starter.requested(asks(0, 0, 3), 0.2) == [given(starter)]
 
 
-def test_one_that_leaves_is_not_waited_for():
+def test_a_peer_that_leaves_is_not_waited_for():
     wave, _ = begun(0, 4)
     assert wave.gone(2, 0.1) == []
-    assert wave.gone(1, 0.2) == [Note("round", "peer 1 did not come to a round of wave 7")]
+    assert wave.gone(1, 0.2) == [Note("round", "peer 1 missed a round of wave 7")]
     assert wave.over and (wave.lost, wave.merged) == (2, 0)
 
 
-# --- which wave a peer is in ----------------------------------------------------------------------------
+# --- the choice of wave -------------------------------------------------------------------------------
 
 
 def peer(rank: int, size: int) -> Waves:
@@ -155,9 +155,9 @@ def meant(sender: int, members: tuple[int, ...], wave: int = 1, key: str = "k") 
     return Received(sender, key, RoundRequest(wave, 0, members))
 
 
-def test_who_has_given_a_model_stays_with_those_whom_it_gave_it_to():
+def test_a_peer_that_sent_a_model_keeps_its_member_list():
     waves = peer(0, 4)
-    waves.hold(meant(1, (0, 1), key="one"))
+    waves.defer(meant(1, (0, 1), key="one"))
     assert any(isinstance(effect, Answer) for effect in waves.join(5, 0.0))
     first = waves.current
     (answer,) = waves.requested(meant(1, (0, 1, 2, 3), key="all"), 5, 0.1)
@@ -165,7 +165,7 @@ def test_who_has_given_a_model_stays_with_those_whom_it_gave_it_to():
     assert waves.current is first is not None and first.members == (0, 1)
 
 
-def test_who_has_given_none_goes_over_and_is_asked_anew():
+def test_a_peer_that_sent_none_switches_and_requests_anew():
     waves = peer(0, 4)
     waves.start(5, 0.0)
     first = waves.current
@@ -182,11 +182,11 @@ def test_who_has_given_none_goes_over_and_is_asked_anew():
     assert effects[-1] == Answer("k", ModelReply(5, 1), 0.1 + TIMEOUT, captured=waves.current.ticket)
 
 
-def test_of_several_that_wait_the_latest_wave_is_joined():
+def test_of_several_waiting_waves_the_latest_is_joined():
     waves = peer(0, 4)
     everyone = (0, 1, 2, 3)
     for event in (meant(2, everyone, 4, "old"), meant(1, everyone, 6, "new"), meant(3, (0, 3), 6, "few")):
-        waves.hold(event)
+        waves.defer(event)
     answers = {effect.key: effect.reply for effect in waves.join(5, 0.0) if isinstance(effect, Answer)}
     assert waves.current is not None and (waves.current.number, waves.current.members) == (6, everyone)
     assert isinstance(answers["new"], ModelReply)
@@ -194,8 +194,8 @@ def test_of_several_that_wait_the_latest_wave_is_joined():
     assert waves.join(5, 0.1) == []
 
 
-def test_a_round_may_take_what_was_measured_but_is_not_doubled_for_good():
-    """What holds up a whole wave: the slowest of its members, and one that is late again and again four times."""
+def test_the_round_timeout_follows_transfers_and_doubles_at_most_twice():
+    """The slowest member sets the timeout; a member that is late again and again at most quadruples it."""
 
     def patience(members: tuple[int, ...]) -> float:
         return sent(waves.finish(members, 5, 1.0, 0.0)).deadline
@@ -212,7 +212,7 @@ def test_a_round_may_take_what_was_measured_but_is_not_doubled_for_good():
     assert patience((0, 1, 2, 3)) == 4 * 80.0 and patience((0, 1)) == TIMEOUT
 
 
-def test_members_that_cannot_be_meant_are_refused():
+def test_impossible_member_lists_are_refused():
     waves = peer(0, 4)
     for members in ((1, 2), (0, 2), (0, 1, 9)):
         (answer,) = waves.requested(meant(1, members), 5, 0.0)
@@ -221,14 +221,14 @@ def test_members_that_cannot_be_meant_are_refused():
 
 
 def test_the_number_of_the_next_wave_is_above_all_that_are_over():
-    """A wave that is under way may still be joined by whoever has only heard of it: it is not told to be over."""
+    """A wave under way is not announced as over, since a peer that has only heard of it may still join."""
     waves = peer(0, 2)
     assert waves.latest == 0
-    waves.heard_of(8)
+    waves.record_over(8)
     waves.start(5, 0.0)
     assert waves.current is not None and (waves.current.number, waves.latest) == (9, 8)
     other = peer(1, 2)
-    other.heard_of(waves.latest + 1)
+    other.record_over(waves.latest + 1)
     assert other.requested(meant(0, (0, 1), 9), 5, 0.1) == [] and other.join(5, 0.1)
     waves.give_up("no more", 0.2)
     assert waves.latest == 9
@@ -237,9 +237,9 @@ def test_the_number_of_the_next_wave_is_above_all_that_are_over():
 
 
 def test_no_wave_is_started_beyond_the_highest_number():
-    """Whoever is told of it, or takes part in it, starts none with a number above, and not the finish."""
+    """A peer that hears of it or takes part in it starts no wave with a higher number, and not the finish."""
     waves = peer(0, 2)
-    waves.heard_of(MAX_WAVE)
+    waves.record_over(MAX_WAVE)
     assert waves.start(5, 0.0) == [] and waves.current is None
     waves = peer(0, 2)
     assert waves.requested(meant(1, (0, 1), MAX_WAVE), 5, 0.0) == []
