@@ -179,7 +179,7 @@ def run(
     torchrun --nproc-per-node 4 --no-python gossipx run --policy adaptive
     srun gossipx run --policy adaptive
     """
-    from gossipx.launch.local import launch, who
+    from gossipx.launch.local import launch, peer_source
 
     for name, is_given in (("--link", link), ("--model-size", model_size), ("--json", as_json)):
         if is_given and not dry_run:
@@ -200,7 +200,7 @@ def run(
         from gossipx.cli.dry_run import show_dry_run
         from gossipx.tools.dry_run import dry_run as examine
 
-        hosts, world = who(hosts, environ)
+        hosts, world = peer_source(hosts, environ)
         if hosts is None:
             raise UsageError("--dry-run requires a hosts file: give --peers hosts.txt")
         with Console(stderr=True).status("with many peers this may take minutes"):  # shown on a terminal only

@@ -48,7 +48,7 @@ def path(kind: str) -> Complete:
 
 
 def or_file(words: Callable[[], Iterable[str]]) -> Complete:
-    """Return a completion with those of ``words`` that start with the typed text; if there are none, with files."""
+    """Return a completion with those of ``words`` that start with the typed text, or else with files."""
 
     def complete(ctx: click.Context, parameter: click.Parameter, typed: str) -> list[CompletionItem]:
         found = [CompletionItem(word) for word in words() if word.startswith(typed)]
@@ -58,7 +58,7 @@ def or_file(words: Callable[[], Iterable[str]]) -> Complete:
 
 
 def runs(marked: str = "config.toml") -> Complete:
-    """Return a completion with the names of runs in ``--logdir``; if there are none, with directories.
+    """Return a completion with the names of runs in ``--logdir``, or else with directories.
 
     Args:
         marked: name of the file that a directory must contain to count as a run.

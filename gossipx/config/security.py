@@ -79,7 +79,7 @@ def grant(exchange: ExchangeSettings, bind: str) -> Access:
 
 
 def uncovered(exchange: ExchangeSettings, bind: str) -> str | None:
-    """Return a warning about model bytes that others could read or change, in one line; None if there is no such risk.
+    """Return a warning about model bytes that others could read or change, in one line; None if there is no risk.
 
     gloo and NCCL support neither secrets nor certificates.
     """

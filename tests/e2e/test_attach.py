@@ -224,8 +224,11 @@ os.environ["GOSSIPX_RANK"] = "0"
 
 def test_what_cannot_be_attached_is_told(two: Folder) -> None:
     for line, told in (
-        ("gossipx.attach(object())", "object is no solver: attach looks for its net.params"),
-        ("gossipx.attach(solver, optimizer=torch.optim.SGD)", "a run without servers has none: leave optimizer= out"),
+        ("gossipx.attach(object())", "object is not a solver: attach needs its net.params"),
+        (
+            "gossipx.attach(solver, optimizer=torch.optim.SGD)",
+            "optimizer= is for a run with a parameter server: leave it out",
+        ),
         ("solver.net.params['score'][0]._data = [1.0]; gossipx.attach(solver)", "blob score[0]: its data is list"),
         ("solver.net.params['score'][1]._data.flags.writeable = False; gossipx.attach(solver)", "cannot be written"),
         ("solver.net.params = {}; gossipx.attach(solver)", "holds no blobs"),

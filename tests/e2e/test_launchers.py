@@ -170,7 +170,7 @@ def test_a_job_script_that_forgets_srun_is_told_so_at_once(tmp_path: Path, clust
     job.write_text("#!/bin/bash\n#SBATCH --ntasks=2\nexec gossipx run\n")
     ended = cluster.run(["sbatch", "--wait", "--output", tmp_path / "job.txt", job], tmp_path)
     told = (tmp_path / "job.txt").read_text()
-    assert ended.returncode == 2 and "in a SLURM job, 'srun' starts one process a peer" in told, told
+    assert ended.returncode == 2 and "in a SLURM job, 'srun' starts one process per peer" in told, told
 
 
 def test_the_printed_job_keeps_the_others_when_one_dies(tmp_path: Path, cluster: slurm.Slurm) -> None:
@@ -267,7 +267,7 @@ other.communicate(timeout={LONG})
 sys.exit(one.returncode)
 """
     ended = run([sys.executable, "-c", body], tmp_path, bin_directory)
-    assert "rank 1 gave up: KeyboardInterrupt" in ended.stdout and ended.returncode == 1, ended.stdout + ended.stderr
+    assert "rank 1 aborted: KeyboardInterrupt" in ended.stdout and ended.returncode == 1, ended.stdout + ended.stderr
 
 
 @pytest.mark.parametrize("wrong", [0, 1])
@@ -283,6 +283,6 @@ def test_what_one_rank_refuses_ends_all(tmp_path: Path, wrong: int) -> None:
         starts.append(subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True))
     told = [one.communicate(timeout=LONG)[1] for one in starts]
     assert [one.returncode for one in starts] == [2, 2], told
-    assert "nowhere.py: no such script" in told[wrong]
-    assert f"rank {wrong} gave up: nowhere.py: no such script" in told[1 - wrong]
+    assert "nowhere.py: script not found" in told[wrong]
+    assert f"rank {wrong} aborted: nowhere.py: script not found" in told[1 - wrong]
     assert not (tmp_path / "runs").exists()

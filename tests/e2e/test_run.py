@@ -129,7 +129,7 @@ def test_progress_shows_every_peer(four: tuple[Folder, Run]) -> None:
 
 def test_a_name_in_use_is_refused(four: tuple[Folder, Run]) -> None:
     here, _ = four
-    assert "a run 'x' is there already: give another --name, or --overwrite" in here.refused(*BRIEF)
+    assert "a run 'x' already exists: give another --name, or --overwrite" in here.refused(*BRIEF)
     assert (here.path / "x" / "summary.json").exists()
 
 
@@ -299,7 +299,7 @@ def test_bad_settings_are_refused_in_one_line(place: Any, options: tuple[str, ..
 @pytest.mark.parametrize(
     ("content", "told"),
     [
-        (None, "hosts.txt: no such hosts file"),
+        (None, "hosts.txt: hosts file not found"),
         ("# nobody\n", "hosts.txt:1: no peers"),
         ("127.0.0.1:29500\n127.0.0.1:29500\n", "hosts.txt:2: "),
         ("127.0.0.1:29500 slot=2\n", "hosts.txt:1: 'slot=2'"),

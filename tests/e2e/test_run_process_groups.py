@@ -69,8 +69,10 @@ def test_what_gloo_leaves_open_off_loopback_is_said_once(tmp_path: Path) -> None
         options = ("--transport", "gloo", "--bind", "0.0.0.0", "--secret-file", secret)
         run = here.run(*options, "--policy", "tau:5", "--blocking", here.script(PLAIN), tmp_path)
         told = run.ended.output + run.ended.errors
-        assert told.count("--transport gloo has neither authentication nor encryption of its own") == 1, told
-        assert "a MAC of it is checked" in told and "over sockets" not in told
+        assert (
+            told.count("--transport gloo has neither authentication nor encryption: models are sent in plain text") == 1
+        ), told
+        assert "its MAC is checked" in told and "over sockets" not in told
         assert run.summary["lost"] == [] and min(run.summary["retrievals"]) > 0
         assert max(differences(run.model(0), run.model(1)).values()) <= 1e-5
 

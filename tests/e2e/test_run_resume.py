@@ -1,4 +1,4 @@
-"""Checkpoints and ``gossipx run --resume``: real processes that are killed, and go on.
+"""Checkpoints and ``gossipx run --resume``: real processes that are killed and resume.
 
 Numbers in brackets are rows of the project's fault list.
 """
@@ -7,24 +7,17 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from click.testing import CliRunner
+from resuming import BRIEF, equal, kill, manifests, resumed, store, wait_for
 
-from gossipx.checkpoint import Store
 from gossipx.checkpoint.store import MANIFEST
-from gossipx.cli import main
-from runs import LONG, Ended, Folder, Process, Run, differences, one_line
-
-BRIEF = ("--eval-interval", "0", "--peer-timeout", "20")
+from runs import Folder, differences
 
 
 @pytest.fixture
@@ -38,43 +31,6 @@ def place(tmp_path: Path) -> Iterator[Callable[[int], Folder]]:
             return made
 
         yield make
-
-
-def store(here: Folder, rank: int, name: str = "x") -> Store:
-    return Store(here.path / name / f"peer-{rank:02d}" / "checkpoints")
-
-
-def wait_for(here: Folder, iteration: int, run: Process) -> None:
-    """Until all peers have a checkpoint of this iteration or a later one."""
-    by = time.monotonic() + LONG
-    ranks = range(len(here.names))
-    while not all(any(int(p.parent.name) >= iteration for p in manifests(here, rank)) for rank in ranks):
-        assert time.monotonic() < by, run.end(0).shown
-        os.sched_yield()
-
-
-def manifests(here: Folder, rank: int) -> list[Path]:
-    return list(store(here, rank).directory.glob(f"*/{MANIFEST}"))
-
-
-def kill(run: Process) -> None:
-    """[29] SIGKILL to the run and to all of its peers, at once."""
-    run.kill()
-    run.end()
-
-
-def resume(here: Folder, *options: str | Path, name: str | Path = "x") -> Process:
-    return here.start("-m", "gossipx", "run", "--logdir", here.path, "--resume", name, *options)
-
-
-def resumed(here: Folder, *options: str | Path, name: str | Path = "x") -> Run:
-    ended = resume(here, *options, name=name).end()
-    assert ended.code == 0 and "Traceback" not in ended.output + ended.errors, ended.shown
-    return Run(here.path / "x", ended)
-
-
-def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 # --- bit for bit --------------------------------------------------------------------------------------
@@ -393,96 +349,3 @@ def test_other_modes_go_on(place: Any, mode: str) -> None:
         and sum(again.summary["failed"]) <= sum(one.parts["peer"].state["sync"]["counts"][2] for one in kept) + 3
     )
     assert all(max(differences(again.model(0), again.model(rank)).values()) <= 1e-5 for rank in (1, 2))
-
-
-# --- wrong uses ---------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def stopped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Folder]:
-    """A run of two peers that SIGTERM has ended."""
-    here = Folder(tmp_path_factory.mktemp("stopped"), 2)
-    options = ("--policy", "tau:5", "--iterations", "100000", "--checkpoint-every", "10", "--seed", "3", *BRIEF)
-    run = here.start_run(*options)
-    wait_for(here, 20, run)
-    run.signal(signal.SIGTERM)
-    run.end()
-    yield here
-    here.close()
-
-
-def refused_at_once(here: Folder, *options: str | Path, name: str | Path = "x") -> str:
-    """As :func:`refused`, before any process is started."""
-    command = ["run", "--logdir", here.path, "--resume", name, *options]
-    result = CliRunner().invoke(main, list(map(str, command)))
-    assert result.exit_code == 2 and result.stdout == "" and result.stderr.count("\n") == 1, result.output
-    return result.stderr.strip()
-
-
-def refused(here: Folder, *options: str | Path, name: str | Path = "x") -> str:
-    ended: Ended = resume(here, *options, name=name).end()
-    return one_line(ended, 2)
-
-
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        (("--model", "resnet20"), "--model cannot change in a run that goes on, where it is lenet"),
-        (("--seed", "4"), "--seed cannot change in a run that goes on, where it is 3"),
-        (("--policy", "adaptive"), "--policy cannot change in a run that goes on, where it is tau:5"),
-        (("--batch-size", "64"), "--batch-size cannot change"),
-        (("--partition", "dirichlet:alpha=1"), "--partition cannot change"),
-        (("--mode", "push"), "--mode cannot change"),
-        (("--name", "y"), "--name cannot change"),
-        (("--overwrite",), "--overwrite cannot change in a run that goes on, where it is false"),
-        (("--iterations", "5"), "--iterations 5, and its checkpoints have done"),
-        (("--config", "x/config.toml"), "--config is for a new run"),
-        (("--checkpoint-every", "5m"), "'5m' is no interval: iterations such as 500, or seconds such as 60s"),
-        (("--keep-checkpoints", "0"), "--keep-checkpoints is 0: at least 1"),
-    ],
-)
-def test_what_cannot_change_is_refused_by_its_option(stopped: Folder, options: tuple[str, ...], told: str) -> None:
-    before = (stopped.path / "x" / "config.toml").read_bytes()
-    assert told in refused_at_once(stopped, *options)
-    assert (stopped.path / "x" / "config.toml").read_bytes() == before
-
-
-def test_another_number_of_peers_is_refused(stopped: Folder) -> None:
-    hosts = stopped.path / "three.txt"
-    hosts.write_text("localhost slots=3\n")
-    assert "--peers names 3 peers, and the run that is to go on has 2" in refused_at_once(stopped, "--peers", hosts)
-
-
-def test_what_is_no_run_is_refused(stopped: Folder) -> None:
-    assert "nothing: no run to go on with is there" in refused_at_once(stopped, name="nothing")
-
-
-def test_a_script_with_another_model_is_refused(stopped: Folder) -> None:
-    script = stopped.script("with gossipx.join(nn.Linear(4, 1)): pass")
-    before = {file: file.read_bytes() for file in (stopped.path / "x").iterdir() if file.is_file()}
-    line = refused(stopped, script, stopped.path)
-    assert {file: file.read_bytes() for file in (stopped.path / "x").iterdir() if file.is_file()} == before
-    assert "the checkpoint is of another model: it has '" in line and "weight float32 1x4" in line
-
-
-def test_without_a_whole_checkpoint_it_is_refused(place: Any) -> None:
-    """[30] And so for a run that has written none."""
-    here = place(1)
-    here.run("--policy", "never", "--iterations", "5", *BRIEF)
-    told = "no peer has a whole checkpoint to go on from: a run writes them with --checkpoint-every"
-    assert told in refused_at_once(here)
-    store(here, 0).save(5, {})
-    (manifests(here, 0)[0]).write_text("{}")
-    assert told in refused_at_once(here)
-    assert (here.path / "x" / "summary.json").exists(), "nothing of the run is lost by that"
-
-
-def test_with_changes_that_may_be_made_it_goes_on_by_its_directory(stopped: Folder) -> None:
-    """A hosts file of other ports, as many peers; another value of the policy; the settings are the run's now."""
-    done = max(store(stopped, rank).find() or 0 for rank in range(2))
-    others = Folder(stopped.path, 2)  # writes its hosts file over the first's
-    options = ("--peers", others.hosts, "--policy", "tau:7", "--iterations", str(done + 10))
-    run = resumed(stopped, *options, name=stopped.path / "x")
-    assert run.summary["policy"] == "tau:7" and run.summary["iterations"] == done + 10
-    assert 'policy = "tau:7"' in (stopped.path / "x" / "config.toml").read_text()
-    assert (stopped.path / "x" / "hosts.txt").read_bytes() == others.hosts.read_bytes()

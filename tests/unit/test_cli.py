@@ -182,10 +182,10 @@ def test_wrong_words_exit_2_and_are_named(place: Path, arguments: list[str], tol
         (["--iterations", "0"], ["--iterations is 0: at least 1"]),
         (["--peer-timeout", "nan"], ["--peer-timeout is nan: at least 0.1"]),
         (["--lr-steps", "half"], ["--lr-steps is not a number: 'half'"]),
-        (["--name", "../up"], ["--name '../up': letters, digits"]),
-        (["--name", ".hidden"], ["--name '.hidden': letters, digits"]),
+        (["--name", "../up"], ["--name '../up': a name consists of letters, digits"]),
+        (["--name", ".hidden"], ["--name '.hidden': a name consists of letters, digits"]),
         (["--advertise", "elsewhere"], ["hosts.txt: no line has the host 'elsewhere' that --advertise names"]),
-        (["none.py", "--epochs", "3"], ["none.py: no such script"]),
+        (["none.py", "--epochs", "3"], ["none.py: script not found"]),
         (["--config", "none.toml"], ["none.toml: cannot read the configuration"]),
     ],
 )
@@ -200,7 +200,7 @@ def test_what_is_wrong_with_a_run_is_told_in_one_line(place: Path, arguments: li
     [
         ("# none\n", "bad.txt:1: no peers in it"),
         ("localhost\nlocalhost slots=none\n", "bad.txt:2: slots 'none' is not an integer"),
-        ("localhost\n\nlocalhost\n", "bad.txt:3: address 'localhost:29400' is on line 1 already"),
+        ("localhost\n\nlocalhost\n", "bad.txt:3: address 'localhost:29400' is already on line 1"),
         ("127.0.0.1\n203.0.113.1\n", "bad.txt:1: '127.0.0.1' is loopback"),
     ],
 )
@@ -215,7 +215,7 @@ def test_a_missing_hosts_file_is_one_line_of_the_real_command(place: Path) -> No
     command = [sys.executable, "-m", "gossipx", "run", "--peers", "none.txt", "--policy", "never"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr == "none.txt: no such hosts file: one line a host, such as 'localhost slots=4'\n"
+    assert done.stderr == "none.txt: hosts file not found: write one line per host, such as 'localhost slots=4'\n"
 
 
 def test_a_line_of_the_configuration_is_named(place: Path) -> None:
@@ -231,7 +231,7 @@ def test_a_policy_from_the_file_is_checked_too(place: Path) -> None:
 
 def test_the_peers_may_be_named_in_the_file(place: Path) -> None:
     (place / "mine.toml").write_text("[run]\npeers = 'none.txt'\n", encoding="utf-8")
-    assert one_line(gossipx("run", "--config", "mine.toml")).startswith("none.txt: no such hosts file")
+    assert one_line(gossipx("run", "--config", "mine.toml")).startswith("none.txt: hosts file not found")
 
 
 @pytest.mark.parametrize(
@@ -301,10 +301,10 @@ def test_compare_prints_a_table(tmp_path: Path) -> None:
     assert table[""] == ["tau", "travel"]
     assert table["policy"] == ["tau:period=10", "travel:distance=2.0"]
     assert table["codec"] == ["none", "efsignsgd"]
-    assert table["retrievals a peer"] == ["300.0", "30.0"]
+    assert table["retrievals per peer"] == ["300.0", "30.0"]
     assert table["reduction"] == ["0.0%", "90.0%"]
     assert table["delayed pulls (DPRs)"] == ["7", "7"]
-    assert table["MB received a peer"] == ["2.0", "2.0"]
+    assert table["MB received per peer"] == ["2.0", "2.0"]
     assert table["MB in the finish"] == ["0.25", "0.25"]
     assert table["accuracy, mean"] == table["accuracy, worst peer"] == ["0.7500", "0.7500"]
     assert table["averaged model"] == ["0.8125", "0.8125"]
@@ -325,7 +325,7 @@ def test_compare_into_a_pipe_cuts_nothing(tmp_path: Path) -> None:
 def test_compare_shows_a_dash_for_what_a_run_does_not_have(tmp_path: Path) -> None:
     result = gossipx("compare", *write(tmp_path, summary("own", 0.0, test_accuracy=[None, None])))
     table = cells(result.stdout)
-    assert table["reduction"] == ["–"] and table["accuracy, mean"] == ["–"] and table["retrievals a peer"] == ["0.0"]
+    assert table["reduction"] == ["–"] and table["accuracy, mean"] == ["–"] and table["retrievals per peer"] == ["0.0"]
 
 
 def test_a_run_may_be_compared_by_its_name(tmp_path: Path) -> None:

@@ -123,25 +123,25 @@ def test_one_host_may_stand_on_several_lines_with_other_ports(tmp_path: Path) ->
         ("a:-1", "port '-1' is not an integer"),
         ("a:http", "port 'http' is not an integer"),
         ("a:²", "port '²' is not an integer"),
-        ("::1", "an IPv6 address stands in brackets"),
-        ("2001:db8::7", "an IPv6 address stands in brackets"),
-        ("a:80:90", "an IPv6 address stands in brackets"),
-        ("[::1", "an IPv6 address stands in brackets"),
-        ("::1]", "an IPv6 address stands in brackets"),
-        ("[::1]80", "an IPv6 address stands in brackets"),
+        ("::1", "write an IPv6 address in brackets"),
+        ("2001:db8::7", "write an IPv6 address in brackets"),
+        ("a:80:90", "write an IPv6 address in brackets"),
+        ("[::1", "write an IPv6 address in brackets"),
+        ("::1]", "write an IPv6 address in brackets"),
+        ("[::1]80", "write an IPv6 address in brackets"),
         ("[::1]:", "port '' is not an integer"),
         ("[]", "'[]' is not an IPv6 address"),
         ("[1.2.3.4]", "'[1.2.3.4]' is not an IPv6 address"),
         ("[node1]", "'[node1]' is not an IPv6 address"),
         # Keys.
         ("a:" + "9" * 5000, "is not an integer from 1 to 65535"),
-        ("a slot=2", "'slot=2' is none of slots=N, device=cuda:0, name=TEXT (did you mean 'slots'?)"),
-        ("a slots", "'slots' is none of"),
-        ("a slots=", "'slots=' is none of"),
-        ("a slots = 2", "'slots' is none of"),
-        ("a b", "'b' is none of"),
-        ("a name=", "'name=' is none of"),
-        ("a =x", "'=x' is none of"),
+        ("a slot=2", "'slot=2' is not one of slots=N, device=cuda:0, name=TEXT (did you mean 'slots'?)"),
+        ("a slots", "'slots' is not one of"),
+        ("a slots=", "'slots=' is not one of"),
+        ("a slots = 2", "'slots' is not one of"),
+        ("a b", "'b' is not one of"),
+        ("a name=", "'name=' is not one of"),
+        ("a =x", "'=x' is not one of"),
         ("a slots=2 slots=3", "'slots' is given twice"),
         ("a name=x name=x", "'name' is given twice"),
         # Numbers of slots.
@@ -149,16 +149,16 @@ def test_one_host_may_stand_on_several_lines_with_other_ports(tmp_path: Path) ->
         ("a slots=-2", "slots '-2' is not an integer from 1"),
         ("a slots=two", "slots 'two' is not an integer from 1"),
         ("a slots=1.5", "slots '1.5' is not an integer from 1"),
-        ("a:65535 slots=2", "2 slots from port 65535 on need ports above 65535"),
+        ("a:65535 slots=2", "2 slots starting at port 65535 need ports above 65535"),
         ("a name=\u200b", "not one printable line"),
         (f"a name={'x' * 600}", "not one printable line of at most 500 characters"),
         # Twice the same.
-        ("first:5000", "address 'first:5000' is on line 2 already"),
-        ("first:4999 slots=2", "address 'first:5000' is on line 2 already"),
-        ("[::7]:1", "address '[::7]:1' is on line 3 already"),
-        ("b name=anna", "name 'anna' is on line 4 already"),
-        ("b name=berta-1", "name 'berta-1' is on line 5 already"),
-        ("b name=first:5000", "name 'first:5000' is on line 2 already"),
+        ("first:5000", "address 'first:5000' is already on line 2"),
+        ("first:4999 slots=2", "address 'first:5000' is already on line 2"),
+        ("[::7]:1", "address '[::7]:1' is already on line 3"),
+        ("b name=anna", "name 'anna' is already on line 4"),
+        ("b name=berta-1", "name 'berta-1' is already on line 5"),
+        ("b name=first:5000", "name 'first:5000' is already on line 2"),
     ],
 )
 def test_a_malformed_line_is_told_with_file_and_line(tmp_path: Path, line: str, told: str) -> None:
@@ -179,13 +179,13 @@ def test_an_empty_file_is_refused(tmp_path: Path, text: str) -> None:
     file = hosts(tmp_path, text)
     with pytest.raises(UsageError) as caught:
         read_hosts(file)
-    assert str(caught.value) == f"{file}:1: no peers in it: one line a host, such as 'localhost slots=4'"
+    assert str(caught.value) == f"{file}:1: no peers in the file: write one line per host, such as 'localhost slots=4'"
 
 
 def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
     """[34]"""
     missing = tmp_path / "none.txt"
-    with pytest.raises(UsageError, match="no such hosts file") as caught:
+    with pytest.raises(UsageError, match="hosts file not found") as caught:
         read_hosts(missing)
     assert str(caught.value).startswith(f"{missing}: ") and caught.value.exit_code == 2
     with pytest.raises(UsageError, match="cannot read the hosts file"):
@@ -305,7 +305,7 @@ def test_a_peer_off_loopback_must_be_told_to_listen_there(tmp_path: Path, host: 
 @pytest.mark.parametrize("bind", [ELSEWHERE, "2001:db8::7"])
 def test_a_peer_on_loopback_is_not_found_at_another_address(tmp_path: Path, bind: str) -> None:
     file = hosts(tmp_path, "# one\nlocalhost slots=2\n")
-    with pytest.raises(UsageError, match=f"'localhost' is loopback, where peers that listen on {bind}") as caught:
+    with pytest.raises(UsageError, match=f"'localhost' is loopback, but peers listen on {bind}") as caught:
         bind_host(read_hosts(file)[0], bind, file)
     assert str(caught.value).startswith(f"{file}:2: ")
 

@@ -19,7 +19,7 @@ from gossipx.config.settings import ExchangeSettings
 from gossipx.errors import GossipxError, UsageError
 from gossipx.launch.cluster import membership, multi_process, rendezvous
 from gossipx.launch.cluster.membership import PeerInfo, check_reach, lines_of, peer_info_of, text_of
-from gossipx.launch.cluster.multi_process import SharedDirectory, maker_of
+from gossipx.launch.cluster.multi_process import SharedDirectory, creator_of
 from gossipx.launch.cluster.rendezvous import RemoteAbortError, Rendezvous
 from gossipx.launch.cluster.world import World
 from gossipx.launch.directory import RunDirectory
@@ -75,12 +75,14 @@ def test_all_make_the_same_list(world: World) -> None:
 def test_who_does_not_come_is_named(world: World) -> None:
     def act(rank: int) -> None:
         with Rendezvous(replace(world, rank=rank), 1.0) as meeting:
-            meeting.tell("card", rank)
-            meeting.all("card")
+            meeting.publish("card", rank)
+            meeting.gather("card")
 
     for error in each(world, [0, 2], act):
         told = str(error)
-        assert "rank 1 of 3 did not come" in told or re.match(r"rank \d gave up: rank 1 of 3 did not come", told), told
+        assert "rank 1 of 3 did not reach" in told or re.match(r"rank \d aborted: rank 1 of 3 did not reach", told), (
+            told
+        )
         assert error.exit_code == 1
 
 
@@ -93,7 +95,7 @@ def test_rank_0_that_is_nowhere_is_told_with_address_variable_and_knob(world: Wo
 
 
 def test_nobody_says_where_rank_0_is(world: World) -> None:
-    with pytest.raises(UsageError, match=r"mpirun does not say on which host rank 0 is.*mpirun -x MASTER_ADDR"):
+    with pytest.raises(UsageError, match=r"mpirun does not define the host of rank 0.*mpirun -x MASTER_ADDR"):
         Rendezvous(replace(world, master=None, source="mpirun"), 5)
 
 
@@ -106,11 +108,11 @@ def test_a_port_in_use_is_named(world: World) -> None:
 def test_two_of_one_rank(world: World) -> None:
     def act(number: int) -> None:
         with Rendezvous(replace(world, rank=min(number, 1)), 30) as meeting:
-            meeting.of("all here", 2)
+            meeting.get("all here", 2)
 
     errors = each(world, range(3), act)
     (double,) = (error for error in errors if not isinstance(error, RemoteAbortError))
-    assert isinstance(double, UsageError) and "two processes say that they are rank 1 of srun" in str(double)
+    assert isinstance(double, UsageError) and "two processes have rank 1 of srun" in str(double)
 
 
 def test_what_one_refuses_ends_all_with_its_exit_code(world: World) -> None:
@@ -118,18 +120,18 @@ def test_what_one_refuses_ends_all_with_its_exit_code(world: World) -> None:
         with Rendezvous(replace(world, rank=rank), 60) as meeting:
             if rank == 0:
                 raise UsageError("no such policy")
-            meeting.of("never")
+            meeting.get("never")
 
     own, *others = each(world, range(3), act)
     assert str(own) == "no such policy"
-    assert [(str(error), error.exit_code) for error in others] == [("rank 0 gave up: no such policy", 2)] * 2
+    assert [(str(error), error.exit_code) for error in others] == [("rank 0 aborted: no such policy", 2)] * 2
 
 
 def test_something_else_listens_there(world: World) -> None:
     """A web server, say, that never answers what it does not understand."""
     with socket.create_server(("127.0.0.1", world.port)), pytest.raises(GossipxError) as caught:
         Rendezvous(replace(world, rank=1, hosted=True, source="torchrun"), 1.0)
-    assert "is no store of torch's" in str(caught.value) and "--master-port" in str(caught.value)
+    assert "is not a torch store" in str(caught.value) and "--master-port" in str(caught.value)
 
 
 def test_alone_no_store_is_needed_and_that_is_told(world: World, caplog: pytest.LogCaptureFixture) -> None:
@@ -181,7 +183,7 @@ def test_a_card_that_is_none(change: dict[str, Any]) -> None:
     """It came over a network from whoever reached the store, and is written into a file."""
     good = {"host": "a", "advertised": False, "reached": "b", "hostname": "c", "port": 1, "device": None}
     assert peer_info_of(good, 0).host == "a"
-    with pytest.raises(GossipxError, match="what rank 1 tells of itself"):
+    with pytest.raises(GossipxError, match="rank 1 published invalid peer information"):
         peer_info_of({**good, **change}, 1)
     with pytest.raises(GossipxError):
         peer_info_of([good], 1)
@@ -191,7 +193,7 @@ def test_several_machines_want_a_bind_and_a_secret(world: World, monkeypatch: py
     monkeypatch.delenv("GOSSIPX_SECRET", raising=False)
     check_reach(world, ExchangeSettings())
     apart = replace(world, one_host=False)
-    with pytest.raises(UsageError, match=r"listen on loopback alone: give --bind 0\.0\.0\.0"):
+    with pytest.raises(UsageError, match=r"listen on loopback only: give --bind 0\.0\.0\.0"):
         check_reach(apart, ExchangeSettings())
     with pytest.raises(UsageError, match="--secret-file"):
         check_reach(apart, ExchangeSettings(bind="0.0.0.0"))
@@ -214,12 +216,12 @@ def test_settings_that_differ_are_named_and_what_is_a_machines_own_may(world: Wo
         with barrier(world, rank) as meeting:
             agreed = multi_process._one_run(meeting, given, has_script=False)
             if rank < 2:
-                meeting.of("never")  # the third ends it
+                meeting.get("never")  # the third ends it
             return agreed
 
     told = [str(error) for error in each(world, range(3), act)]
-    cause = "--policy is tau:6 for rank 2, and tau:5 for rank 0: all processes of a run are given the same"
-    assert told == [f"rank 2 gave up: {cause}"] * 2 + [cause]
+    cause = "--policy is tau:6 for rank 2, but tau:5 for rank 0: give all processes of a run the same"
+    assert told == [f"rank 2 aborted: {cause}"] * 2 + [cause]
 
 
 def starts(world: World, folders: Sequence[Path], **settings: Any) -> list[Any]:
@@ -247,8 +249,8 @@ def test_one_directory_on_a_shared_file_system(world: World, tmp_path: Path) -> 
     again = starts(world, [tmp_path] * 3)
     assert {one.settings.run.name for one in again} == {"adaptive-2"}
     refused = starts(world, [tmp_path] * 3, name="adaptive")
-    assert "is there already: give another --name, or --overwrite" in str(refused[0])
-    assert all(str(one) == f"rank 0 gave up: {refused[0]}" and one.exit_code == 2 for one in refused[1:])
+    assert "already exists: give another --name, or --overwrite" in str(refused[0])
+    assert all(str(one) == f"rank 0 aborted: {refused[0]}" and one.exit_code == 2 for one in refused[1:])
 
 
 def test_a_directory_on_each_machine(world: World, tmp_path: Path) -> None:
@@ -282,7 +284,7 @@ def test_a_list_that_is_given_comes_first(world: World, tmp_path: Path) -> None:
 
 def test_who_makes_the_directory() -> None:
     told = [["a", True], ["a", True], ["b", False], ["b", False], ["c", True]]
-    assert [maker_of(rank, told) for rank in range(5)] == [None, None, 2, 2, None]
+    assert [creator_of(rank, told) for rank in range(5)] == [None, None, 2, 2, None]
 
 
 def test_a_name_that_leads_elsewhere_is_not_followed(world: World, tmp_path: Path) -> None:
@@ -292,8 +294,8 @@ def test_a_name_that_leads_elsewhere_is_not_followed(world: World, tmp_path: Pat
         with barrier(replace(world, size=2), rank) as meeting:
             if rank == 0:
                 own = {**multi_process._plain(files.resolve({})), "a script": False}
-                meeting.tell("run", {"settings": own, "name": "../../etc", "token": "x"})
-                return meeting.of("never", 1)
+                meeting.publish("run", {"settings": own, "name": "../../etc", "token": "x"})
+                return meeting.get("never", 1)
             return multi_process._one_run(meeting, files.resolve({}), has_script=False)
 
     assert "--name '../../etc'" in str(each(world, range(2), act)[1])

@@ -64,10 +64,12 @@ def test_what_gloo_and_nccl_leave_open_is_said_off_loopback_in_one_line(transpor
     assert uncovered(ExchangeSettings(secret_file="secret"), "192.0.2.1") is None
     told = uncovered(exchange, "192.0.2.1")
     assert told is not None and "\n" not in told
-    assert told.startswith(f"--transport {transport} has neither authentication nor encryption of its own")
-    assert "a MAC of it is checked" in told
+    assert told.startswith(
+        f"--transport {transport} has neither authentication nor encryption: models are sent in plain text"
+    )
+    assert "its MAC is checked" in told
     over_tls = uncovered(ExchangeSettings(transport=transport, tls_cert="cert"), "192.0.2.1")
-    assert over_tls is not None and "its digest goes over TLS" in over_tls
+    assert over_tls is not None and "its digest is sent over TLS" in over_tls
 
 
 @pytest.mark.parametrize(("transport", "shares"), [("auto", True), ("shm", True), ("tcp", False), ("gloo", False)])
@@ -87,10 +89,10 @@ def test_tls_needs_all_three_and_no_secret_beside_it(tmp_path: Path, monkeypatch
     with pytest.raises(UsageError, match="belong together: --tls-key is missing"):
         grant(ExchangeSettings(tls_cert="a", tls_ca="b"), "127.0.0.1")
     tls = ExchangeSettings(tls_cert="a", tls_key="b", tls_ca="c")
-    with pytest.raises(UsageError, match="--secret-file and --tls-cert are two ways"):
+    with pytest.raises(UsageError, match="--secret-file and --tls-cert exclude each other"):
         grant(dataclasses.replace(tls, secret_file=secret_file(tmp_path)), "127.0.0.1")
     monkeypatch.setenv(SECRET_VARIABLE, SECRET)
-    with pytest.raises(UsageError, match="GOSSIPX_SECRET and --tls-cert are two ways"):
+    with pytest.raises(UsageError, match="GOSSIPX_SECRET and --tls-cert exclude each other"):
         grant(tls, "127.0.0.1")
 
 
@@ -150,10 +152,10 @@ def test_a_secret_that_others_can_read_is_refused_with_what_to_type(mode: int, t
 def test_a_secret_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot read --secret-file: No such file"):
         grant(ExchangeSettings(secret_file=str(tmp_path / "none")), "127.0.0.1")
-    with pytest.raises(UsageError, match="no regular file"):
+    with pytest.raises(UsageError, match="not a regular file"):
         grant(ExchangeSettings(secret_file=str(tmp_path)), "127.0.0.1")
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(UsageError, match="no regular file"):
+    with pytest.raises(UsageError, match="not a regular file"):
         grant(ExchangeSettings(secret_file=str(tmp_path / "pipe")), "127.0.0.1")
 
 

@@ -161,22 +161,25 @@ def test_on_one_machine_all_meet_on_its_loopback() -> None:
 @pytest.mark.parametrize(
     ("environ", "told"),
     [
-        ({"RANK": "0"}, "RANK is set and WORLD_SIZE is not"),
-        ({"WORLD_SIZE": "2"}, "WORLD_SIZE is set and RANK is not"),
-        ({"GOSSIPX_SIZE": "2"}, "GOSSIPX_SIZE is set and GOSSIPX_RANK is not"),
+        ({"RANK": "0"}, "RANK is set but WORLD_SIZE is not"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE is set but RANK is not"),
+        ({"GOSSIPX_SIZE": "2"}, "GOSSIPX_SIZE is set but GOSSIPX_RANK is not"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK is 2, and with WORLD_SIZE 2 ranks are 0 to 1"),
         ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK is '-1'"),
-        ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK is 'one', and not an integer from 0"),
-        ({"RANK": "0", "WORLD_SIZE": "0"}, "WORLD_SIZE is '0', and not an integer from 1"),
+        ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK is 'one', not an integer from 0"),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, "WORLD_SIZE is '0', not an integer from 1"),
         ({"RANK": "²", "WORLD_SIZE": "2"}, "RANK is '²'"),
         ({**TORCHRUN, "MASTER_PORT": "70000"}, "MASTER_PORT is '70000'"),
         ({**TORCHRUN, "LOCAL_RANK": "x"}, "LOCAL_RANK is 'x'"),
-        ({**TORCHRUN, "MASTER_ADDR": "http://n1:29500"}, "MASTER_ADDR is 'http://n1:29500', and not a host alone"),
+        (
+            {**TORCHRUN, "MASTER_ADDR": "http://n1:29500"},
+            "MASTER_ADDR is 'http://n1:29500', not a host name or address",
+        ),
         ({**TORCHRUN, "MASTER_ADDR": "n1:29500"}, "its port is MASTER_PORT"),
         ({**TORCHRUN, "GOSSIPX_RANK": "1"}, "GOSSIPX_RANK is '1', and by torchrun this process is rank 3"),
-        ({**SLURM, "SLURM_STEP_NODELIST": "node["}, "SLURM_STEP_NODELIST: 'node[' is no list of hosts"),
+        ({**SLURM, "SLURM_STEP_NODELIST": "node["}, "SLURM_STEP_NODELIST: 'node[' is not a list of hosts"),
         ({**SLURM, "SLURM_STEP_NODELIST": "node["}, "or set GOSSIPX_MASTER=host[:port]"),
-        ({**OWN, "GOSSIPX_MASTER": "a:b:c"}, "GOSSIPX_MASTER is 'a:b:c', and not host[:port]"),
+        ({**OWN, "GOSSIPX_MASTER": "a:b:c"}, "GOSSIPX_MASTER is 'a:b:c', not host[:port]"),
         ({**OWN, "GOSSIPX_MASTER": "a:0"}, "GOSSIPX_MASTER is 'a:0'"),
     ],
 )
@@ -198,13 +201,13 @@ def test_options_come_first() -> None:
 @pytest.mark.parametrize(
     ("environ", "options", "told"),
     [
-        ({}, (1, None, None), "--rank is set and --size is not"),
-        (TORCHRUN, (None, 2, None), "--size is set and --rank is not"),
+        ({}, (1, None, None), "--rank is set but --size is not"),
+        (TORCHRUN, (None, 2, None), "--size is set but --rank is not"),
         ({}, (2, 2, None), "--rank is 2, and with --size 2 ranks are 0 to 1"),
         (OWN, (2, None, None), "--rank is 2, and with GOSSIPX_SIZE 2 ranks are 0 to 1"),
         (OWN, (None, 1, None), "GOSSIPX_RANK is 1, and with --size 1 ranks are 0 to 0"),
-        ({}, (0, 70_000, None), "--size is '70000', and not an integer from 1"),
-        ({}, (0, 2, "x:99999"), "--master is 'x:99999', and not host[:port]"),
+        ({}, (0, 70_000, None), "--size is '70000', not an integer from 1"),
+        ({}, (0, 2, "x:99999"), "--master is 'x:99999', not host[:port]"),
     ],
 )
 def test_options_that_do_not_go_together_are_told_as_options(
@@ -249,7 +252,7 @@ def test_a_node_list(nodelist: str, hosts: list[str]) -> None:
     "nodelist", ["", ",", "a,", "n[1-2", "n1-2]", "n[]", "n[a-b]", "n[3-1]", "n[1[2]]", "n[1,]", "a b"]
 )
 def test_what_is_no_node_list(nodelist: str) -> None:
-    with pytest.raises(UsageError, match="is no list of hosts"):
+    with pytest.raises(UsageError, match="is not a list of hosts"):
         list(hostnames(nodelist))
 
 
