@@ -21,7 +21,7 @@ PRELUDE = f"""\
 import json, os, signal, sys
 from pathlib import Path
 
-signal.alarm({DEADLINE:.0f})  # nothing outlives a test that failed
+signal.alarm({DEADLINE:.0f})  # ends a process that outlives a failed test
 here = Path(__file__).parent
 rank = int(os.environ["GOSSIPX_RANK"])
 told = int(os.environ["GOSSIPX_PROGRESS_FD"])
@@ -45,7 +45,7 @@ def finish(**reports):
         "missing": [], "consensus_accuracy": 0.875,
     }})
 """
-"""How a script in the place of a peer tells its parent how it gets on: the protocol of ``gossipx.runtime.progress``."""
+"""The start of a script in place of a peer: it reports progress by the protocol of ``gossipx.runtime.progress``."""
 
 
 def script(directory: Path, body: str) -> Path:

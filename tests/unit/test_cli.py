@@ -1,4 +1,4 @@
-"""The commands: what they say, and what they exit with."""
+"""The commands: their output and exit codes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from gossipx.metrics.summary import FILE
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory to work in, with a hosts file."""
+    """A working directory with a hosts file."""
     (tmp_path / "hosts.txt").write_text("localhost slots=2\n", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -35,7 +35,7 @@ def gossipx(*arguments: str) -> Result:
 
 
 def one_line(result: Result, code: int = 2) -> str:
-    """The one line that a refused command tells; it starts no run."""
+    """Return the only line that a refused command prints; it starts no run."""
     assert result.exit_code == code, result.output
     assert result.stdout == ""
     assert result.stderr.endswith("\n") and result.stderr.count("\n") == 1, result.stderr
@@ -44,7 +44,7 @@ def one_line(result: Result, code: int = 2) -> str:
 
 
 def summary(name: str, retrievals: float, **others: object) -> Summary:
-    """Two peers, the second of them lost."""
+    """Return the summary of two peers, the second of which is lost."""
     values = {field.name: [1.0, None] for field in dataclasses.fields(Summary) if field.type == "Figures"}
     return Summary(
         **{
@@ -198,7 +198,7 @@ def test_what_is_wrong_with_a_run_is_told_in_one_line(place: Path, arguments: li
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("# none\n", "bad.txt:1: no peers in it"),
+        ("# none\n", "bad.txt:1: no peers in the file"),
         ("localhost\nlocalhost slots=none\n", "bad.txt:2: slots 'none' is not an integer"),
         ("localhost\n\nlocalhost\n", "bad.txt:3: address 'localhost:29400' is already on line 1"),
         ("127.0.0.1\n203.0.113.1\n", "bad.txt:1: '127.0.0.1' is loopback"),
@@ -211,7 +211,7 @@ def test_a_bad_hosts_file_is_told_in_one_line(place: Path, text: str, told: str)
 
 
 def test_a_missing_hosts_file_is_one_line_of_the_real_command(place: Path) -> None:
-    """Fault 34, in a process: no traceback, nothing else."""
+    """Fault 34, in a process: no traceback and no other output."""
     command = [sys.executable, "-m", "gossipx", "run", "--peers", "none.txt", "--policy", "never"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2 and done.stdout == ""
@@ -244,7 +244,7 @@ def test_the_peers_may_be_named_in_the_file(place: Path) -> None:
         ("--logdir", "", "--logdir is empty"),
         ("--data-dir", "", "--data-dir is empty"),
         ("--lr-steps", "0.9,0.1", "--lr-steps do not ascend: 0.9, 0.1"),
-        ("--bind", "999.1.1.1", "--bind '999.1.1.1' is no address"),
+        ("--bind", "999.1.1.1", "--bind '999.1.1.1' is not an address"),
     ],
 )
 def test_values_that_no_run_can_have(place: Path, option: str, value: str, told: str) -> None:
@@ -270,7 +270,7 @@ def test_what_is_wrong_in_the_file_is_told_with_its_place(place: Path, line: str
 
 def test_more_peers_asked_for_than_there_are(place: Path) -> None:
     told = one_line(gossipx("run", "--peers", "hosts.txt", "--min-peers", "3"))
-    assert told == "hosts.txt: --min-peers 3 is more than the 2 peers here"
+    assert told == "hosts.txt: --min-peers 3 is more than the 2 peers of the run"
 
 
 @pytest.mark.parametrize("arguments", [["--debug", "run"], ["run", "--debug"]])
@@ -288,7 +288,7 @@ def test_debug_shows_where_an_error_comes_from(
 
 
 def cells(text: str) -> dict[str, list[str]]:
-    """A printed table's rows, by their first cell."""
+    """Return the rows of a printed table, by their first cell."""
     rows = [[cell.strip() for cell in re.split("[│┃]", line)[1:-1]] for line in text.splitlines()]
     return {row[0]: row[1:] for row in rows if row}
 

@@ -22,7 +22,7 @@ def written(tmp_path: Path, text: str) -> Path:
 
 
 def refusal(tmp_path: Path, text: str) -> tuple[str, str]:
-    """Where a configuration is refused, the file's directory aside, and the message."""
+    """Return place and message of the refusal of a configuration, without the file's directory."""
     file = written(tmp_path, text)
     with pytest.raises(UsageError) as caught:
         load(file)
@@ -223,7 +223,7 @@ def test_what_is_given_counts_even_if_it_is_the_default_or_false(tmp_path: Path)
         ("[task]\nlr_steps = [0.5, 7]\n", "2", ["lr_steps is 7.0: at most 1"]),
         (f"# mine\n[run]\niterations = 1{'0' * 5000}\n", "3", ["a number of thousands of digits"]),
         (f"x = '{'0' * 5000}'\ny = [1,\n{'1_0' * 5000}]\n", "3", ["a number of thousands of digits"]),
-        # A table written above all tables.
+        # A table written before the first header.
         ("# mine\n\nrun.seed = 'x'\n", "3", ["seed is not an integer"]),
         ("# mine\nrun.iterations = 3\nrun . seed = 'x'\n", "3", ["seed is not an integer"]),
         ("# mine\nrun = {iterations = 3, seed = 'x'}\n", "2", ["seed is not an integer"]),
@@ -245,7 +245,7 @@ def test_what_is_wrong_in_the_file_is_told_with_its_line(
 
 
 def test_the_line_is_the_one_in_its_own_table(tmp_path: Path) -> None:
-    """The same word elsewhere, in another table or in a comment, is not taken for it."""
+    """The same word in another table or in a comment is not mistaken for it."""
     text = "[task]\ndata_dir = 'seed = -1'\n# seed = -1\n[ run ] # seed = -1\nseeds_are = 1\nseed = -1\n"
     with_stranger = text.replace("seeds_are = 1\n", "")
     assert refusal(tmp_path, with_stranger) == ("5", "seed is -1: at least 0")
@@ -283,7 +283,7 @@ def test_what_is_wrong_on_the_command_line_is_told_by_its_option(given: dict[str
 
 @pytest.mark.parametrize("number", ["9" * 30, "9" * 330, "9" * 5000, "1e999"])
 def test_no_setting_takes_a_number_that_nothing_could_count(number: str) -> None:
-    """Peers would fail over it, each by itself, long after the command line was read."""
+    """Each peer would fail because of it, long after the command line was read."""
     numbers = [key for key in KEYS.values() if key.kind in (int, float)]
     assert len(numbers) > 15
     for key in numbers:

@@ -269,7 +269,7 @@ def test_runs_of_the_same_kind_are_what_an_estimate_rests_on(place: Path) -> Non
     ("arguments", "told"),
     [
         (["--policy", "adptive"], "unknown policy 'adptive' (did you mean 'adaptive'?)"),
-        (["--min-peers", "9"], "hosts.txt: --min-peers 9 is more than the 4 peers here"),
+        (["--min-peers", "9"], "hosts.txt: --min-peers 9 is more than the 4 peers of the run"),
         (["--name", "taken"], "a run 'taken' already exists"),
         (["--name", "a/b"], "letters, digits"),
         (["--link", "fast"], "--link 'fast': a rate from 8kbit"),

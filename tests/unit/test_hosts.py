@@ -1,4 +1,4 @@
-"""The hosts file: who takes part, where, and which of them this machine is.
+"""The hosts file: the peers, their addresses, and which of them are on this machine.
 
 Numbers in brackets are rows of the project's fault list.
 """
@@ -16,9 +16,9 @@ from gossipx.errors import UsageError
 from gossipx.launch.hosts import DEFAULT_PORT, PeerLine, bind_host, local_ranks, peers_digest, read_hosts
 
 ELSEWHERE = "203.0.113.1"
-"""An address that no machine has (RFC 5737, TEST-NET-3; the first of its three networks is a common sandbox's)."""
+"""An address that no machine has (RFC 5737, TEST-NET-3; sandboxes commonly use the first of its three networks)."""
 NO_SUCH_NAME = "no-such-host.invalid"
-"""A name that resolves nowhere (RFC 2606)."""
+"""A name that never resolves (RFC 2606)."""
 
 
 def hosts(tmp_path: Path, text: str) -> Path:
@@ -37,7 +37,7 @@ def where(peers: list[PeerLine]) -> list[tuple[str, int]]:
 
 @pytest.fixture(autouse=True)
 def no_name_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a name server would say, without asking one: some take seconds, some know every name."""
+    """Simulates a name server: real ones may take seconds, or resolve every name."""
     really = socket.getaddrinfo
 
     def resolve(host: str, *arguments: object, **options: object) -> object:
@@ -152,7 +152,7 @@ def test_one_host_may_stand_on_several_lines_with_other_ports(tmp_path: Path) ->
         ("a:65535 slots=2", "2 slots starting at port 65535 need ports above 65535"),
         ("a name=\u200b", "not one printable line"),
         (f"a name={'x' * 600}", "not one printable line of at most 500 characters"),
-        # Twice the same.
+        # Duplicates.
         ("first:5000", "address 'first:5000' is already on line 2"),
         ("first:4999 slots=2", "address 'first:5000' is already on line 2"),
         ("[::7]:1", "address '[::7]:1' is already on line 3"),
@@ -209,12 +209,13 @@ def test_loopback_is_this_machine(tmp_path: Path, host: str) -> None:
 def test_another_machine_is_not_this_one(tmp_path: Path) -> None:
     """[35]"""
     file = hosts(tmp_path, f"{ELSEWHERE} slots=2\n203.0.113.2\n")
-    with pytest.raises(UsageError, match="no line is this machine: add one, or say which by --advertise HOST"):
+    with pytest.raises(UsageError, match="no line is this machine: add one, or name its host by --advertise HOST"):
         local_ranks(read_hosts(file), None, file)
 
 
 def test_only_this_machines_lines_are_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An address is this machine's if it can be bound to; whether this test's machine has one is not known."""
+    """An address belongs to this machine if a socket can bind to it; the machine of the test may lack
+    such an address."""
     monkeypatch.setattr("gossipx.launch.hosts.is_here", lambda address: str(address) == "203.0.113.2")
     file = hosts(tmp_path, f"{ELSEWHERE} slots=2\n203.0.113.2 slots=2\n203.0.113.3\n")
     assert local_ranks(read_hosts(file), None, file) == [2, 3]
@@ -222,7 +223,7 @@ def test_only_this_machines_lines_are_its_own(tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.parametrize("text", ["# two\n127.0.0.1\n203.0.113.1", "# two\nlocalhost\n203.0.113.1"])
 def test_loopback_beside_other_machines_is_refused(tmp_path: Path, text: str) -> None:
-    """[35] Others would take it for themselves."""
+    """[35] Each machine would take the line for itself."""
     file = hosts(tmp_path, text)
     with pytest.raises(UsageError, match="is loopback, which other machines cannot reach") as caught:
         local_ranks(read_hosts(file), None, file)
@@ -230,7 +231,7 @@ def test_loopback_beside_other_machines_is_refused(tmp_path: Path, text: str) ->
 
 
 def test_advertise_says_which_lines_are_here(tmp_path: Path) -> None:
-    """Without looking any name up: behind NAT, none of the addresses is this machine's."""
+    """Names are not resolved: behind NAT, no address of the file belongs to this machine."""
     file = hosts(tmp_path, f"{ELSEWHERE} slots=2\n{NO_SUCH_NAME}\n[2001:db8::7]\n{ELSEWHERE}:7\n")
     peers = read_hosts(file)
     assert local_ranks(peers, ELSEWHERE, file) == [0, 1, 4]
@@ -263,7 +264,7 @@ def test_two_words_for_one_address_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", [NO_SUCH_NAME, "two..dots", f"{'long' * 20}.example"])
 def test_a_name_that_does_not_resolve_is_told_with_its_line(tmp_path: Path, name: str) -> None:
-    """[35] Also one that no name server is asked for, because it can be nobody's."""
+    """[35] Also a name that is invalid, so that no name server is asked."""
     file = hosts(tmp_path, f"# hosts\n\n{name}\n")
     with pytest.raises(UsageError) as caught:
         local_ranks(read_hosts(file), None, file)
@@ -313,12 +314,12 @@ def test_a_peer_on_loopback_is_not_found_at_another_address(tmp_path: Path, bind
 @pytest.mark.parametrize("bind", ["999.1.1.1", "no such host", NO_SUCH_NAME])
 def test_a_place_to_listen_that_is_none(tmp_path: Path, bind: str) -> None:
     file = hosts(tmp_path, "localhost")
-    with pytest.raises(UsageError, match=f"--bind '{re.escape(bind)}' is no address"):
+    with pytest.raises(UsageError, match=f"--bind '{re.escape(bind)}' is not an address"):
         bind_host(read_hosts(file)[0], bind, file)
 
 
 def test_a_byte_order_mark_is_no_part_of_the_first_name(tmp_path: Path) -> None:
-    """Windows' editors write one, and end lines by two characters."""
+    """Windows editors write one, and end lines with two characters."""
     file = tmp_path / "hosts.txt"
     file.write_bytes(b"\xef\xbb\xbflocalhost slots=2\r\n")
     assert [peer.host for peer in read_hosts(file)] == ["localhost"] * 2
@@ -333,7 +334,7 @@ def test_the_digest_tells_lists_apart(tmp_path: Path) -> None:
 
 
 def test_the_digest_is_of_who_and_where_alone(tmp_path: Path) -> None:
-    """What machines may differ in: comments, layout, and what each trains on."""
+    """Comments, layout and devices may differ between machines."""
     plain = peers_digest(read(tmp_path, "a slots=2"))
     assert plain == peers_digest(read(tmp_path, f"# mine\n\na:{DEFAULT_PORT} slots=2 device=cuda:0  # here\n"))
     assert plain == peers_digest(read(tmp_path, f"a\na:{DEFAULT_PORT + 1}"))

@@ -89,7 +89,7 @@ def test_a_device_that_is_not_here_is_refused_before_anything_starts(run: Run, m
 
 
 def test_a_script_that_fails_after_the_finish_fails(run: Run, mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its figures are kept; the run has failed if no peer's script ended well."""
+    """Its results are kept; the run has failed if no peer's script succeeded."""
     assert run("finish(); sys.exit(rank)", peers="localhost slots=3") == 0
     printed = capsys.readouterr().out
     assert f"{NAMES[1]} finished, but its process ended: exit code 1" in printed
@@ -117,7 +117,7 @@ def test_a_script_has_a_length_of_its_own(run: Run, mine: Path) -> None:
 
 
 def test_peers_of_other_machines_are_in_the_summary(run: Run, mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They have told their figures to this machine's in the finish; one has not, and is lost."""
+    """Two of them sent their reports to this machine's peers in the finish; the other did not, and is lost."""
     monkeypatch.setenv("GOSSIPX_SECRET", "which other machines need")
     body = "finish(_1=report(1))"
     peers = "203.0.113.1 name=here\n203.0.113.2 name=there\n203.0.113.3 name=nowhere"
@@ -143,7 +143,7 @@ def test_words_after_the_script_are_the_scripts(tmp_path: Path) -> None:
 
 
 def test_lines_of_output_are_passed_on_whole(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    """Also markup, tabs, what looks like an emoji's name, and lines longer than any terminal or read."""
+    """Also markup, tabs, text like an emoji's name, and lines longer than any terminal or read."""
     body = """
         print("at 10:100:00 [bold]x[/bold]\\t:rocket:  ")
         print("long " + "x" * 300_000)
@@ -172,7 +172,7 @@ def test_each_peers_lines_have_its_name(run: Run, capsys: pytest.CaptureFixture[
 def test_output_that_a_processs_own_child_holds_open_is_not_waited_for(
     run: Run, tmp_path: Path, mine: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Such as a data loader's worker that hangs."""
+    """For example, a worker of a data loader that hangs."""
     body = """
         pid = os.fork()
         if not pid:
@@ -193,7 +193,7 @@ def test_output_that_a_processs_own_child_holds_open_is_not_waited_for(
 
 
 def test_a_killed_peer_is_named_and_the_others_go_on(run: Run, mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """[1] kill -9 in the middle of a line to the parent, even."""
+    """[1] kill -9, even in the middle of a progress event."""
     body = """
         train()
         if rank == 1:
@@ -212,7 +212,7 @@ def test_a_killed_peer_is_named_and_the_others_go_on(run: Run, mine: Path, capsy
 
 
 def test_a_crash_of_one_peers_script_is_shown(run: Run, mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """[32] It dies alone."""
+    """[32] Only that peer ends."""
     assert run("if rank == 2: raise MemoryError('too much')\nfinish()") == 0
     assert read(mine).lost == [NAMES[2]]
     printed = capsys.readouterr().out
@@ -258,7 +258,7 @@ def test_a_script_that_never_joins_is_told_so(run: Run, mine: Path, capsys: pyte
 def test_a_peer_that_is_told_to_end_before_it_joins_has_left(
     run: Run, mine: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """[4] It could not say so itself yet."""
+    """[4] At that time it cannot report so itself."""
     body = """
         if rank == 1:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -288,7 +288,7 @@ def test_an_error_of_one_peer_alone_does_not_stop_the_run(
 def test_an_error_before_training_has_begun_ends_the_run_and_frees_its_name(
     run: Run, mine: Path, capsys: pytest.CaptureFixture[str], who: str
 ) -> None:
-    """[33] One peer's port is in use, or all are: told once, whoever is first."""
+    """[33] The port of one peer or of all is in use: the error is shown once."""
     body = f"""
         if {who}:
             tell(error="port is in use", exit=1)
@@ -305,7 +305,7 @@ def test_an_error_before_training_has_begun_ends_the_run_and_frees_its_name(
 def test_an_error_that_the_user_must_mend_stops_all_and_is_told_once(
     run: Run, tmp_path: Path, mine: Path, capsys: pytest.CaptureFixture[str], code: int
 ) -> None:
-    """[21] Peer 0 has not found it out yet, and never would; peers 1 and 2 both tell it."""
+    """[21] Peers 1 and 2 both report it; peer 0 has not detected it, and never would."""
     body = f"""
         (here / f"pid-{{rank}}").write_text(str(os.getpid()))
         train()
@@ -327,7 +327,8 @@ def test_an_error_that_the_user_must_mend_stops_all_and_is_told_once(
 def test_with_too_few_peers_left_the_run_stops(
     run: Run, tmp_path: Path, mine: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """[11] min_peers = 3 of 4: one may be lost, the second ends the run. The others would go on for ever."""
+    """[11] min_peers = 3 of 4: one peer may be lost, the second loss ends the run, which would otherwise continue
+    forever."""
     body = """
         (here / f"pid-{rank}").write_text(str(os.getpid()))
         if rank in (1, 2):
@@ -403,7 +404,7 @@ def test_without_a_parent_nobody_is_told(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_process_tells_its_parent_on_the_pipe_that_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
     reading, writing = os.pipe()
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # put back after the test
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # restored after the test
     monkeypatch.setenv(ENV_PROGRESS, str(writing))
     try:
         told = progress()

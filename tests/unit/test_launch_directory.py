@@ -77,7 +77,7 @@ def test_an_overwrite_that_comes_to_nothing_leaves_the_run_before(run: Run, mine
 
 
 class Killed(BaseException):
-    """In the place of SIGKILL: nothing is cleaned up after it."""
+    """Simulates SIGKILL: nothing is cleaned up after it."""
 
 
 def content(directory: Path) -> dict[str, bytes]:
@@ -101,7 +101,7 @@ def test_an_overwrite_that_is_cut_off_anywhere_loses_nothing(
     with monkeypatch.context() as patched, pytest.raises((Killed, OSError, UsageError)):
         patched.setattr(*((local._Run, "go") if method == "go" else (Path, method)), cut)
         if isinstance(error, Killed):
-            patched.setattr(RunDirectory, "give_up", RunDirectory.release)  # all that the system does then
+            patched.setattr(RunDirectory, "give_up", RunDirectory.release)  # a killed process only loses its lock
         run("finish()", seed=2, overwrite=True)
     assert run("sys.exit(1)", seed=3, overwrite=True) == 1
     assert content(mine) == before

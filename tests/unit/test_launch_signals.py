@@ -46,7 +46,7 @@ def test_the_handlers_of_before_are_back_after_a_run(run: Run, number: signal.Si
 def test_peers_that_do_not_heed_an_interruption_are_killed(
     run: Run, tmp_path: Path, mine: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Ctrl-C: a peer that hangs in foreign code has a short grace."""
+    """Ctrl-C: a peer that hangs in foreign code is killed after a short grace period."""
     monkeypatch.setattr(local, "INTERRUPT_GRACE", 0.0)
     body = """
         (here / "pid").write_text(str(os.getpid()))
@@ -61,7 +61,7 @@ def test_peers_that_do_not_heed_an_interruption_are_killed(
 
 
 def test_a_second_interruption_kills_without_grace(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The child answers the first by sending the second; without it, it would have an hour."""
+    """The child reacts to the first interruption by sending the second; without it, the grace period is an hour."""
     monkeypatch.setattr(local, "INTERRUPT_GRACE", 3600.0)
     body = """
         signal.signal(signal.SIGINT, lambda *_: ((here / "asked").touch(), os.kill(os.getppid(), signal.SIGINT)))
@@ -76,7 +76,7 @@ def test_a_second_interruption_kills_without_grace(run: Run, monkeypatch: pytest
 def test_who_leaves_on_request_has_not_finished_but_has_not_failed(
     run: Run, tmp_path: Path, mine: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """[4] SIGTERM comes when one peer has finished and the other has not."""
+    """[4] SIGTERM arrives when one peer has finished and the other has not."""
     os.mkfifo(tmp_path / "finished")
     body = """
         if rank == 0:
@@ -101,7 +101,7 @@ def test_who_leaves_on_request_has_not_finished_but_has_not_failed(
 def test_who_is_terminated_before_it_has_joined_has_left_too(
     run: Run, mine: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """[4] Loading torch takes seconds, in which nothing but the signal's default handles it."""
+    """[4] Importing torch takes seconds, during which SIGTERM has its default action."""
     body = """
         if rank == 0:
             os.kill(os.getppid(), signal.SIGTERM)
@@ -132,7 +132,7 @@ def test_a_signal_that_comes_while_peers_are_started_reaches_all(run: Run, monke
 
     def interrupted(*arguments: Any, **options: Any) -> Any:
         child = really(*arguments, **options)
-        signal.raise_signal(signal.SIGINT)  # the parent does not know of this child yet
+        signal.raise_signal(signal.SIGINT)  # the parent has not recorded this child yet
         return child
 
     monkeypatch.setattr(local, "INTERRUPT_GRACE", 3600.0)
@@ -151,12 +151,12 @@ WAITING = """
     while True:
         signal.pause()
 """
-"""A peer that trains until it is told to stop."""
+"""A peer that trains until it receives SIGTERM."""
 
 
 @contextlib.contextmanager
 def waiting_run(directory: Path, peers: int) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
-    """``gossipx run`` in a process, and the processes of its peers, which all wait by then."""
+    """Start ``gossipx run`` in a process; yield it and the ids of its peers' processes, which all wait by then."""
     file, listed = script(directory, WAITING), hosts(directory, f"localhost slots={peers}")
     options = ["--peers", str(listed), "--logdir", str(directory / "runs"), "--name", "mine"]
     command = [sys.executable, "-m", "gossipx", "run", *options, str(file)]
@@ -178,7 +178,7 @@ def waiting_run(directory: Path, peers: int) -> Iterator[tuple[subprocess.Popen[
 
 
 def test_interrupting_the_run_ends_every_process(tmp_path: Path, mine: Path) -> None:
-    """Ctrl-C, in real processes."""
+    """Ctrl-C, with real processes."""
     with waiting_run(tmp_path, peers=3) as (process, pids):
         assert not any(gone(pid) for pid in pids)
         process.send_signal(signal.SIGINT)
@@ -190,7 +190,7 @@ def test_interrupting_the_run_ends_every_process(tmp_path: Path, mine: Path) -> 
 
 
 def test_terminating_the_run_asks_every_peer_to_leave(tmp_path: Path, mine: Path) -> None:
-    """[4] SIGTERM to the parent is SIGTERM to its peers; that they all leave so is no failure."""
+    """[4] The parent passes SIGTERM on to its peers; if all leave on request, the run has not failed."""
     with waiting_run(tmp_path, peers=3) as (process, pids):
         process.send_signal(signal.SIGTERM)
         out, err = process.communicate(timeout=DEADLINE)

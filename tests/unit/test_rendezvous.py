@@ -1,4 +1,4 @@
-"""Processes that meet: threads in the place of processes, at a real TCPStore."""
+"""The rendezvous: threads in place of processes, at a real TCPStore."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ from gossipx.metrics.summary import Summary
 
 @pytest.fixture(autouse=True)
 def _one_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads are processes here, each of which joins for the first time."""
+    """Give all threads the same key prefix: each stands for a process that joins for the first time."""
     monkeypatch.setattr(rendezvous, "_joins", iter(lambda: 0, 1))
 
 
 @pytest.fixture
 def world() -> World:
-    """Of three, on this machine."""
+    """Return the world of a rank of three, on this machine."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     return World(0, 3, 0, True, "127.0.0.1", port, False, "test", "srun", "SLURM_NODELIST")
 
 
 def each(world: World, ranks: Sequence[int], act: Callable[[int], Any]) -> list[Any]:
-    """What ``act`` gives, or raises, for each rank at a time."""
+    """Call ``act`` for each rank in its own thread; return the results or exceptions."""
 
     def one(rank: int) -> Any:
         try:
@@ -69,14 +69,14 @@ def test_all_make_the_same_list(world: World) -> None:
     assert [line.name.rpartition("-")[2] for line in lines] == ["0", "1", "2"]
     assert [line.device for line in lines] == ["cuda:0", "cuda:1", "cuda:2"]
     with socket.create_server(("127.0.0.1", world.port)):
-        pass  # rank 0's port is free again: a second join meets there
+        pass  # rank 0's port is free again for a second join
 
 
 def test_who_does_not_come_is_named(world: World) -> None:
     def act(rank: int) -> None:
         with Rendezvous(replace(world, rank=rank), 1.0) as meeting:
-            meeting.publish("card", rank)
-            meeting.gather("card")
+            meeting.publish("peer", rank)
+            meeting.gather("peer")
 
     for error in each(world, [0, 2], act):
         told = str(error)
@@ -128,7 +128,7 @@ def test_what_one_refuses_ends_all_with_its_exit_code(world: World) -> None:
 
 
 def test_something_else_listens_there(world: World) -> None:
-    """A web server, say, that never answers what it does not understand."""
+    """For example, a web server that never answers a request that it does not understand."""
     with socket.create_server(("127.0.0.1", world.port)), pytest.raises(GossipxError) as caught:
         Rendezvous(replace(world, rank=1, hosted=True, source="torchrun"), 1.0)
     assert "is not a torch store" in str(caught.value) and "--master-port" in str(caught.value)
@@ -141,28 +141,32 @@ def test_alone_no_store_is_needed_and_that_is_told(world: World, caplog: pytest.
     assert len(lines_of(text)) == 1 and "srun started one process: this is a run of one peer" in caplog.text
 
 
-# --- cards --------------------------------------------------------------------------------------------
+# --- infos --------------------------------------------------------------------------------------------
 
 
-def card(host: str, reached: str, port: int = 5000, advertised: bool = False) -> PeerInfo:
+def peer_info(host: str, reached: str, port: int = 5000, advertised: bool = False) -> PeerInfo:
     return PeerInfo(host, advertised, reached, "box", port, None)
 
 
 def test_who_reached_rank_0_over_loopback_is_where_others_reached_it() -> None:
-    """As where /etc/hosts has a machine's own name as 127.0.1.1."""
-    cards = [card("127.0.0.1", "127.0.1.1", 1), card("127.0.0.1", "127.0.1.1", 2), card("10.0.0.2", "10.0.0.1", 3)]
-    assert [(line.host, line.port) for line in lines_of(text_of(cards))] == [
+    """For example, if /etc/hosts maps a machine's own name to 127.0.1.1."""
+    infos = [
+        peer_info("127.0.0.1", "127.0.1.1", 1),
+        peer_info("127.0.0.1", "127.0.1.1", 2),
+        peer_info("10.0.0.2", "10.0.0.1", 3),
+    ]
+    assert [(line.host, line.port) for line in lines_of(text_of(infos))] == [
         ("10.0.0.1", 1),
         ("10.0.0.1", 2),
         ("10.0.0.2", 3),
     ]
     there = [
-        card("fd00::1", "fd00::1"),
-        card("fd00::2", "fd00::1"),
-        card("nat.example.org", "fd00::1", advertised=True),
+        peer_info("fd00::1", "fd00::1"),
+        peer_info("fd00::2", "fd00::1"),
+        peer_info("nat.example.org", "fd00::1", advertised=True),
     ]
     assert [line.host for line in lines_of(text_of(there))] == ["fd00::1", "fd00::2", "nat.example.org"]
-    here = [card("127.0.0.1", "127.0.0.1", 1), card("127.0.0.1", "127.0.0.1", 2)]
+    here = [peer_info("127.0.0.1", "127.0.0.1", 1), peer_info("127.0.0.1", "127.0.0.1", 2)]
     assert {line.host for line in lines_of(text_of(here))} == {"127.0.0.1"}
     assert len(peers_digest(lines_of(text_of(here)))) == 64
 
@@ -180,7 +184,7 @@ def test_who_reached_rank_0_over_loopback_is_where_others_reached_it() -> None:
     ],
 )
 def test_a_card_that_is_none(change: dict[str, Any]) -> None:
-    """It came over a network from whoever reached the store, and is written into a file."""
+    """The value came over the network from any process that can reach the store, and is written to a file."""
     good = {"host": "a", "advertised": False, "reached": "b", "hostname": "c", "port": 1, "device": None}
     assert peer_info_of(good, 0).host == "a"
     with pytest.raises(GossipxError, match="rank 1 published invalid peer information"):
@@ -216,7 +220,7 @@ def test_settings_that_differ_are_named_and_what_is_a_machines_own_may(world: Wo
         with barrier(world, rank) as meeting:
             agreed = multi_process._one_run(meeting, given, has_script=False)
             if rank < 2:
-                meeting.get("never")  # the third ends it
+                meeting.get("never")  # the third rank aborts it
             return agreed
 
     told = [str(error) for error in each(world, range(3), act)]
@@ -225,7 +229,7 @@ def test_settings_that_differ_are_named_and_what_is_a_machines_own_may(world: Wo
 
 
 def starts(world: World, folders: Sequence[Path], **settings: Any) -> list[Any]:
-    """What each rank has settled, where rank r's --logdir is ``folders[r]``."""
+    """Return what each rank starts with, where rank r's --logdir is ``folders[r]``."""
 
     def act(rank: int) -> Any:
         given = files.resolve({"logdir": str(folders[rank]), "iterations": 5, **settings})
@@ -234,7 +238,7 @@ def starts(world: World, folders: Sequence[Path], **settings: Any) -> list[Any]:
     made = each(world, range(world.size), act)
     for one in made:
         if not isinstance(one, GossipxError):
-            one.held.close()
+            one.reserved.close()
             one.directory.release()
     return made
 
@@ -254,7 +258,7 @@ def test_one_directory_on_a_shared_file_system(world: World, tmp_path: Path) -> 
 
 
 def test_a_directory_on_each_machine(world: World, tmp_path: Path) -> None:
-    """Rank 0 is on one machine, ranks 1 and 2 are on another: the first of these makes it there."""
+    """Rank 0 is on one machine, ranks 1 and 2 are on another: rank 1 creates the directory there."""
     for folder in ("one", "other"):
         (tmp_path / folder).mkdir()
     made = starts(world, [tmp_path / "one", tmp_path / "other", tmp_path / "other"], name="x")
@@ -264,7 +268,7 @@ def test_a_directory_on_each_machine(world: World, tmp_path: Path) -> None:
 
 
 def test_a_list_that_is_given_comes_first(world: World, tmp_path: Path) -> None:
-    """Where rank 0 is is then where the list has it, if nobody else says so."""
+    """Rank 0 is then where the list says, unless a variable says otherwise."""
     hosts = tmp_path / "hosts.txt"
     hosts.write_text(f"127.0.0.1:{world.port + 1} name=one\n127.0.0.1:{world.port + 2} name=other\n")
     given = files.resolve({"logdir": str(tmp_path), "name": "x"})
@@ -278,7 +282,7 @@ def test_a_list_that_is_given_comes_first(world: World, tmp_path: Path) -> None:
     assert [one.here for one in made] == [[0], [1]]
     for one in made:
         one.directory.release()
-    with pytest.raises(UsageError, match=r"hosts\.txt: names 2 peers, and srun started 3 processes"):
+    with pytest.raises(UsageError, match=r"hosts\.txt: names 2 peers, but srun started 3 processes"):
         multi_process.from_world(given, world, hosts, [], resumes=False)
 
 
@@ -288,12 +292,12 @@ def test_who_makes_the_directory() -> None:
 
 
 def test_a_name_that_leads_elsewhere_is_not_followed(world: World, tmp_path: Path) -> None:
-    """Who can write to the store must not choose where others write."""
+    """A process that can write to the store must not choose where others write files."""
 
     def act(rank: int) -> Any:
         with barrier(replace(world, size=2), rank) as meeting:
             if rank == 0:
-                own = {**multi_process._plain(files.resolve({})), "a script": False}
+                own = {**multi_process._common(files.resolve({})), "a script": False}
                 meeting.publish("run", {"settings": own, "name": "../../etc", "token": "x"})
                 return meeting.get("never", 1)
             return multi_process._one_run(meeting, files.resolve({}), has_script=False)
@@ -318,7 +322,7 @@ def test_processes_whose_machines_differ_have_settings_of_their_own(world: World
 def test_the_summary_that_lacks_fewest_peers_stays(world: World, tmp_path: Path) -> None:
     settings = files.resolve({"name": "x", "logdir": str(tmp_path)})
     made = RunDirectory(settings, b"127.0.0.1\n")
-    figures(["a"]).write(made.path)  # of the run before, that goes on
+    figures(["a"]).write(made.path)  # by the run before it was resumed
     first, second, third = (SharedDirectory(made.path, None, rank, settings) for rank in range(3))
     assert first.conclude(figures(["a", "b"])) and second.conclude(figures([]))
     assert not third.conclude(figures([])) and not third.conclude(figures(["a"]))

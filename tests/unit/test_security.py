@@ -1,4 +1,5 @@
-"""Who may talk: the rule, the secret's file, and the certificates that `gossipx certs new` makes."""
+"""Access control: which addresses require authentication, the secret's file, and the certificates of ``gossipx certs
+new``."""
 
 from __future__ import annotations
 

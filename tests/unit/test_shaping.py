@@ -1,4 +1,4 @@
-"""What the emulated network tells tc and nft."""
+"""The arguments that the emulated network passes to tc and nft."""
 
 from __future__ import annotations
 

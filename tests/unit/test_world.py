@@ -1,4 +1,4 @@
-"""Rank, size and addresses from the environment, in the order of who tells."""
+"""Rank, size and addresses from environment variables, in their order of precedence."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ def test_torchrun_at_its_agents_store() -> None:
 
 
 def test_the_variables_of_torchs_env_without_torchrun() -> None:
-    """Rank 0 hosts the store then, where ``env://`` would."""
+    """Rank 0 then hosts the store, as with ``env://``."""
     world = find(without(TORCHRUN, "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE", "MASTER_PORT"))
     assert world is not None and not world.hosted and (world.master, world.port) == ("head", DEFAULT_PORT)
 
 
 def test_a_task_of_a_slurm_step() -> None:
-    """The step's tasks and nodes, not the job's."""
+    """The step's numbers of tasks and nodes apply, not the job's."""
     world = find(SLURM)
     assert world is not None
     assert (world.rank, world.size, world.local_rank, world.source) == (5, 8, 1, "srun")
@@ -100,8 +100,8 @@ BODY = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0", "SLURM_J
     ids=["script", "salloc", "batch step", "shell as a step", "nothing", "empty", "a line's rank", "a peer's child"],
 )
 def test_not_one_of_several(environ: dict[str, str]) -> None:
-    """A job's script has SLURM_PROCID 0 and the job's SLURM_NTASKS: who believed them would wait for tasks that srun
-    has not started."""
+    """A job's script has SLURM_PROCID 0 and the job's SLURM_NTASKS, but srun has not started the other tasks: using
+    these variables would mean waiting for them."""
     assert find(environ) is None
 
 
@@ -119,7 +119,7 @@ def test_who_tells_comes_in_order() -> None:
     for some in product([False, True], repeat=4):
         there = [layer for layer, chosen in zip(layers, some, strict=True) if chosen]
         if some[2:] == (True, True):
-            there.remove(layers[2])  # mpirun in a job: SLURM's tasks are mpirun's own daemons
+            there.remove(layers[2])  # in a job, SLURM's tasks are mpirun's daemons
         world = find({name: value for _, variables in there for name, value in variables.items()})
         expected = {"gossipx": "GOSSIPX_RANK and GOSSIPX_SIZE"}
         source = None if not there else expected.get(there[0][0], there[0][0])
@@ -153,9 +153,9 @@ def test_master_addr(given: str, host: str) -> None:
 
 
 def test_on_one_machine_all_meet_on_its_loopback() -> None:
-    """And a message does not blame a variable that is not asked."""
+    """And a message does not blame a variable that is not used."""
     world = find({**SLURM, "SLURM_STEP_NUM_NODES": "1", "MASTER_ADDR": "elsewhere"})
-    assert world is not None and (world.master, world.master_from) == ("127.0.0.1", "all are on this machine")
+    assert world is not None and (world.master, world.master_from) == ("127.0.0.1", "all processes are on this machine")
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_on_one_machine_all_meet_on_its_loopback() -> None:
         ({"RANK": "0"}, "RANK is set but WORLD_SIZE is not"),
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE is set but RANK is not"),
         ({"GOSSIPX_SIZE": "2"}, "GOSSIPX_SIZE is set but GOSSIPX_RANK is not"),
-        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK is 2, and with WORLD_SIZE 2 ranks are 0 to 1"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK is 2, but with WORLD_SIZE 2 ranks are 0 to 1"),
         ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK is '-1'"),
         ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK is 'one', not an integer from 0"),
         ({"RANK": "0", "WORLD_SIZE": "0"}, "WORLD_SIZE is '0', not an integer from 1"),
@@ -175,8 +175,8 @@ def test_on_one_machine_all_meet_on_its_loopback() -> None:
             {**TORCHRUN, "MASTER_ADDR": "http://n1:29500"},
             "MASTER_ADDR is 'http://n1:29500', not a host name or address",
         ),
-        ({**TORCHRUN, "MASTER_ADDR": "n1:29500"}, "its port is MASTER_PORT"),
-        ({**TORCHRUN, "GOSSIPX_RANK": "1"}, "GOSSIPX_RANK is '1', and by torchrun this process is rank 3"),
+        ({**TORCHRUN, "MASTER_ADDR": "n1:29500"}, "the port is MASTER_PORT"),
+        ({**TORCHRUN, "GOSSIPX_RANK": "1"}, "GOSSIPX_RANK is '1', but by torchrun this process is rank 3"),
         ({**SLURM, "SLURM_STEP_NODELIST": "node["}, "SLURM_STEP_NODELIST: 'node[' is not a list of hosts"),
         ({**SLURM, "SLURM_STEP_NODELIST": "node["}, "or set GOSSIPX_MASTER=host[:port]"),
         ({**OWN, "GOSSIPX_MASTER": "a:b:c"}, "GOSSIPX_MASTER is 'a:b:c', not host[:port]"),
@@ -203,9 +203,9 @@ def test_options_come_first() -> None:
     [
         ({}, (1, None, None), "--rank is set but --size is not"),
         (TORCHRUN, (None, 2, None), "--size is set but --rank is not"),
-        ({}, (2, 2, None), "--rank is 2, and with --size 2 ranks are 0 to 1"),
-        (OWN, (2, None, None), "--rank is 2, and with GOSSIPX_SIZE 2 ranks are 0 to 1"),
-        (OWN, (None, 1, None), "GOSSIPX_RANK is 1, and with --size 1 ranks are 0 to 0"),
+        ({}, (2, 2, None), "--rank is 2, but with --size 2 ranks are 0 to 1"),
+        (OWN, (2, None, None), "--rank is 2, but with GOSSIPX_SIZE 2 ranks are 0 to 1"),
+        (OWN, (None, 1, None), "GOSSIPX_RANK is 1, but with --size 1 ranks are 0 to 0"),
         ({}, (0, 70_000, None), "--size is '70000', not an integer from 1"),
         ({}, (0, 2, "x:99999"), "--master is 'x:99999', not host[:port]"),
     ],
@@ -224,7 +224,7 @@ def test_the_place_in_a_list_that_was_given() -> None:
     assert rank_among({"RANK": "0", "WORLD_SIZE": "1"}, 8, Path("hosts.txt")) is None, (
         "one process says nothing of peers"
     )
-    with pytest.raises(UsageError, match=r"hosts.txt: names 4 peers, and torchrun started 8 processes"):
+    with pytest.raises(UsageError, match=r"hosts.txt: names 4 peers, but torchrun started 8 processes"):
         rank_among(TORCHRUN, 4, Path("hosts.txt"))
 
 
@@ -279,7 +279,7 @@ def written(entry: tuple[str, list[tuple[list[tuple[str, int]], str]]]) -> str:
 
 
 def expanded(entry: tuple[str, list[tuple[list[tuple[str, int]], str]]]) -> list[str]:
-    """One bracket after the other, from the left."""
+    """Return the hosts of an entry, expanding one bracket after the other, from the left."""
     names, tail = [entry[0]], entry[1]
     for part, word in tail:
         numbers = [str(number).zfill(len(a)) for a, b in part for number in range(int(a), b + 1)]
