@@ -20,7 +20,7 @@ def store(here: Folder, rank: int, name: str = "x") -> Store:
 
 
 def wait_for(here: Folder, iteration: int, run: Process) -> None:
-    """Until all peers have a checkpoint of this iteration or a later one."""
+    """Wait until all peers have a checkpoint of this iteration or a later one."""
     by = time.monotonic() + LONG
     ranks = range(len(here.names))
     while not all(any(int(p.parent.name) >= iteration for p in manifests(here, rank)) for rank in ranks):
@@ -33,7 +33,7 @@ def manifests(here: Folder, rank: int) -> list[Path]:
 
 
 def kill(run: Process) -> None:
-    """[29] SIGKILL to the run and to all of its peers, at once."""
+    """[29] Send SIGKILL to the run and all of its peers at once."""
     run.kill()
     run.end()
 

@@ -1,4 +1,4 @@
-"""``gossipx run --transport gloo|nccl``: real peers, whose models go by process groups."""
+"""``gossipx run --transport gloo|nccl``: real peers whose models are sent through torch.distributed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ with gossipx.join(model, optimizer) as peer:
     train(peer, model, optimizer, 200)
 tell(peer, came=came)
 """
-MODEL = 1088  # bytes: 4 · 50 + 50 values, and what aligns the parts
+MODEL = 1088  # bytes: 4 · 50 + 50 values, with alignment
 
 
 @pytest.mark.parametrize("victim", [-1, 2])
@@ -61,7 +61,7 @@ with gossipx.join(model, optimizer) as peer:
 
 
 def test_what_gloo_leaves_open_off_loopback_is_said_once(tmp_path: Path) -> None:
-    """By the process that starts the peers, and not by each of them."""
+    """By the process that starts the peers, not by each peer."""
     with folder(tmp_path, 2) as here:
         secret = tmp_path / "secret"
         secret.write_text("the secret of this run, which is long\n")

@@ -22,7 +22,7 @@ from runs import Folder, differences
 
 @pytest.fixture
 def place(tmp_path: Path) -> Iterator[Callable[[int], Folder]]:
-    """Makes the test's folder for so many peers."""
+    """Return a function that creates the test's folder for a number of peers."""
     with contextlib.ExitStack() as undo:
 
         def make(peers: int) -> Folder:
@@ -38,11 +38,11 @@ def place(tmp_path: Path) -> Iterator[Callable[[int], Folder]]:
 
 @pytest.mark.parametrize("finish", ["none", pytest.param("consensus", marks=pytest.mark.slow)])
 def test_with_never_a_run_that_was_killed_ends_bit_for_bit_as_one_that_was_not(place: Any, finish: str) -> None:
-    """[29] Data order across epochs, the rate's steps, momenta: all as if nothing had been. Figures are the run's."""
+    """[29] Data order across epochs, learning rate steps and momenta are restored. Results cover the whole run."""
     here = place(2)
     # 12,000 images for two peers in batches of 200: an epoch is 30 iterations.
     options = ("--policy", "never", "--finish", finish, "--iterations", "150", "--batch-size", "200", *BRIEF)
-    # One that comes late begins with another's model: on a machine that is short of time, wait for it.
+    # A late peer would start with another's model, so wait for it on a slow machine.
     options = (*options, "--lr-steps", "0.3,0.6", "--peer-timeout", "100")
     straight = here.run(*options, name="straight")
     run = here.start_run(*options, "--checkpoint-every", "20")
@@ -62,7 +62,7 @@ def test_with_never_a_run_that_was_killed_ends_bit_for_bit_as_one_that_was_not(p
 
 
 def test_dropout_and_a_checkpoint_by_seconds_go_on_bit_for_bit(place: Any) -> None:
-    """Random numbers of torch, numpy and Python; a model with BatchNorm, whose counter nobody exchanges."""
+    """Random numbers of torch, numpy and Python; a model with BatchNorm, whose counter is not exchanged."""
     here = place(1)
     script = here.script(
         """
@@ -162,7 +162,7 @@ def test_parts_of_a_scripts_own_go_on_and_the_script_need_not_be_named_again(pla
 
 @pytest.mark.parametrize("damage", [pytest.param("cut short", marks=pytest.mark.slow), "altered"])
 def test_a_checkpoint_that_is_cut_short_or_altered_is_named_and_the_one_before_is_used(place: Any, damage: str) -> None:
-    """[29, 30] As a peer that is killed while it writes leaves it; or a disk that has lost a bit."""
+    """[29, 30] As left by a peer that is killed while it writes, or by a disk with a bit error."""
     here = place(2)
     run = here.start_run("--policy", "never", "--iterations", "100000", "--checkpoint-every", "10", *BRIEF)
     wait_for(here, 30, run)
@@ -188,7 +188,7 @@ def test_a_checkpoint_that_is_cut_short_or_altered_is_named_and_the_one_before_i
 
 
 def test_killed_while_it_writes_it_goes_on_from_the_one_before(place: Any) -> None:
-    """[29] The process dies in the midst of the files of its third checkpoint."""
+    """[29] The process dies while it writes the files of its third checkpoint."""
     here = place(1)
     script = here.script(
         """
@@ -227,7 +227,7 @@ tell(peer, begun=begun)
 
 
 def test_a_full_disk_costs_a_line_and_no_step(place: Any) -> None:
-    """[28] The old ones stay, training goes on; and a last one that cannot be written ends with exit code 1."""
+    """[28] Older checkpoints stay and training continues; if the last one cannot be written, the exit code is 1."""
     here = place(1)
     script = here.script(
         """
@@ -275,7 +275,8 @@ tell(peer, refused=refused)
 
 
 def test_sigterm_writes_one_and_figures_add_up(place: Any) -> None:
-    """[4, 36] Though none are taken at intervals. Names are the same, and no ghost of the first lives is in the way."""
+    """[4, 36] Even without checkpoints at intervals. The peers' names are the same, and no state of their previous
+    processes disturbs them."""
     here = place(3)
     run = here.start_run("--policy", "tau:5", "--iterations", "100000", *BRIEF)
     run.line(".*".join(rf"{name} train \d+/" for name in here.names))
@@ -309,7 +310,7 @@ def test_sigterm_writes_one_and_figures_add_up(place: Any) -> None:
 
 
 def test_a_peer_without_a_checkpoint_takes_a_model_of_those_that_have_one(place: Any) -> None:
-    """[37] Rank 0, too, which begins a new run with its own model."""
+    """[37] Also rank 0, whose own model starts a new run."""
     here = place(3)
     run = here.start_run("--policy", "tau:5", "--iterations", "100000", "--checkpoint-every", "10", *BRIEF)
     wait_for(here, 20, run)

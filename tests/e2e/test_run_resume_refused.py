@@ -20,7 +20,7 @@ from runs import Ended, Folder, one_line
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Folder]:
-    """A run of two peers that SIGTERM has ended."""
+    """A run of two peers that SIGTERM ended."""
     here = Folder(tmp_path_factory.mktemp("stopped"), 2)
     options = ("--policy", "tau:5", "--iterations", "100000", "--checkpoint-every", "10", "--seed", "3", *BRIEF)
     run = here.start_run(*options)
@@ -32,7 +32,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Folder]:
 
 
 def refused_at_once(here: Folder, *options: str | Path, name: str | Path = "x") -> str:
-    """As :func:`refused`, before any process is started."""
+    """Like :func:`refused`, for refusals before any process is started."""
     command = ["run", "--logdir", here.path, "--resume", name, *options]
     result = CliRunner().invoke(main, list(map(str, command)))
     assert result.exit_code == 2 and result.stdout == "" and result.stderr.count("\n") == 1, result.output
@@ -86,7 +86,7 @@ def test_a_script_with_another_model_is_refused(stopped: Folder) -> None:
 
 
 def test_without_a_whole_checkpoint_it_is_refused(place: Any) -> None:
-    """[30] And so for a run that has written none."""
+    """[30] Also for a run that never wrote one."""
     here = place(1)
     here.run("--policy", "never", "--iterations", "5", *BRIEF)
     told = "no peer has a complete checkpoint to resume from: a run writes them with --checkpoint-every"
@@ -98,9 +98,10 @@ def test_without_a_whole_checkpoint_it_is_refused(place: Any) -> None:
 
 
 def test_with_changes_that_may_be_made_it_goes_on_by_its_directory(stopped: Folder) -> None:
-    """A hosts file of other ports, as many peers; another value of the policy; the settings are the run's now."""
+    """A hosts file with other ports and as many peers, and another parameter of the policy; the new settings are
+    recorded."""
     done = max(store(stopped, rank).find() or 0 for rank in range(2))
-    others = Folder(stopped.path, 2)  # writes its hosts file over the first's
+    others = Folder(stopped.path, 2)  # overwrites the first hosts file
     options = ("--peers", others.hosts, "--policy", "tau:7", "--iterations", str(done + 10))
     run = resumed(stopped, *options, name=stopped.path / "x")
     assert run.summary["policy"] == "tau:7" and run.summary["iterations"] == done + 10
