@@ -182,7 +182,7 @@ def test_gossipxs_own_solver_gossips_and_snapshots_by_itself(two: Folder) -> Non
     assert "Iteration 30, loss = " in run.ended.output
 
 
-def test_gossipxs_own_solver_goes_on_from_a_checkpoint(two: Folder) -> None:
+def test_gossipxs_own_solver_resumes_from_a_checkpoint(two: Folder) -> None:
     script = two.script(OWN)
     whole = two.run(*RUN, script, two.path, name="whole")
     again = two.script(OWN.replace("max_iter: 40", "max_iter: 20"), "half.py")
@@ -196,7 +196,7 @@ def test_gossipxs_own_solver_goes_on_from_a_checkpoint(two: Folder) -> None:
 
 
 @pytest.mark.parametrize("type_", ["SGD", "Adam"])
-def test_gossipxs_own_solver_brings_its_formulas_to_the_servers(two: Folder, type_: str) -> None:
+def test_the_servers_use_the_update_rule_of_gossipxs_own_solver(two: Folder, type_: str) -> None:
     """One worker and its server compute what the solver computes alone: the server applies Caffe's update rule."""
     text = f'type: "{type_}"'
     alone = two.script(
@@ -222,7 +222,7 @@ os.environ["GOSSIPX_RANK"] = "0"
     assert max(differences(run.model(0), whole).values()) < 1e-6
 
 
-def test_what_cannot_be_attached_is_told(two: Folder) -> None:
+def test_invalid_uses_of_attach_are_refused(two: Folder) -> None:
     for line, told in (
         ("gossipx.attach(object())", "object is not a solver: attach needs its net.params"),
         (

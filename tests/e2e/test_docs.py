@@ -121,7 +121,7 @@ def test_the_examples_of_a_page_run(page: Path, tmp_path: Path) -> None:
     ],
     ids=["bash", "python"],
 )
-def test_an_example_that_fails_is_shown_with_what_it_said(language: str, text: str, said: str, tmp_path: Path) -> None:
+def test_an_example_that_fails_is_shown_with_its_output(language: str, text: str, said: str, tmp_path: Path) -> None:
     with pytest.raises(pytest.fail.Exception) as failed:
         run(Example(HOUSE / "README.md", 7, language, text), 20_000, tmp_path)
     shown = str(failed.value)

@@ -129,7 +129,7 @@ def test_a_peer_reaches_other_peers_and_nothing_else() -> None:
 
 
 @needs_network
-def test_a_delay_holds_every_frame_back_and_changes_none() -> None:
+def test_a_delay_delays_every_frame_and_changes_none() -> None:
     with EmulatedNetwork(2, "1gbit", delay_ms=15) as net:
         assert f"delay 15 ms by {'netem' if net.ways.delay == 'netem' else 'a switch in user space'}" in net.describe()
         one, other = net.hosts
@@ -214,7 +214,7 @@ def test_segments_of_tcp_are_lost_one_by_one() -> None:
 
 
 @needs_network
-def test_without_loss_none_is_lost() -> None:
+def test_without_loss_no_frame_is_lost() -> None:
     with EmulatedNetwork(2, "100mbit") as net:
         receiver = python(net.hosts[0], UDP_RECEIVER)
         assert ask(receiver)
@@ -258,7 +258,7 @@ def of_this_process() -> list[str]:
 
 
 @needs_network
-def test_all_is_gone_after_an_error_and_what_ran_there_too() -> None:
+def test_an_error_removes_everything_including_running_processes() -> None:
     with pytest.raises(ZeroDivisionError), EmulatedNetwork(2, "10mbit", delay_ms=1) as net:
         assert len(of_this_process()) == 3  # two peers and the switch
         command = ["sh", "-c", "sleep 1000 & echo $!; wait"]
@@ -312,7 +312,7 @@ def test_all_is_gone_after_sigterm_or_ctrl_c(number: signal.Signals, code: int) 
 
 
 @needs_network
-def test_what_a_killed_process_left_is_swept_and_nothing_else() -> None:
+def test_only_the_leftovers_of_a_killed_process_are_swept() -> None:
     with EmulatedNetwork(1, "10mbit") as net, owner() as (process, name, pids):
         sweep()
         assert name in names()
@@ -328,7 +328,7 @@ def test_what_a_killed_process_left_is_swept_and_nothing_else() -> None:
 # --- what it needs ----------------------------------------------------------------------------------
 
 
-def test_without_its_tools_it_says_what_it_needs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_its_tools_the_message_names_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     reason = lacking.__wrapped__()
     assert reason == "an emulated network needs root on Linux, with ip and tc (Debian's iproute2): ip and tc not found"
@@ -337,7 +337,7 @@ def test_without_its_tools_it_says_what_it_needs(monkeypatch: pytest.MonkeyPatch
         pass
 
 
-def test_without_root_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_root_the_message_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda tool: f"/sbin/{tool}")
     monkeypatch.setattr("os.geteuid", lambda: 1000)
     reason = lacking.__wrapped__()

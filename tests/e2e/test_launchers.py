@@ -164,7 +164,7 @@ def test_srun_starts_gossipx_run(tmp_path: Path, cluster: slurm.Slurm) -> None:
     check_run(tmp_path, cluster.run(["srun", "-n2", *gossipx_run(tmp_path)], tmp_path))
 
 
-def test_a_job_script_that_forgets_srun_is_told_so_at_once(tmp_path: Path, cluster: slurm.Slurm) -> None:
+def test_a_job_script_without_srun_fails_at_once(tmp_path: Path, cluster: slurm.Slurm) -> None:
     """SLURM's variables identify the script as the first of two tasks."""
     job = tmp_path / "job.sh"
     job.write_text("#!/bin/bash\n#SBATCH --ntasks=2\nexec gossipx run\n")
@@ -271,7 +271,7 @@ sys.exit(one.returncode)
 
 
 @pytest.mark.parametrize("wrong", [0, 1])
-def test_what_one_rank_refuses_ends_all(tmp_path: Path, wrong: int) -> None:
+def test_an_error_of_one_rank_ends_all(tmp_path: Path, wrong: int) -> None:
     """Every process reports the reason, for either rank; the ranks are given by options."""
     (tmp_path / "there.py").write_text("")
     (port,) = free_ports(1)

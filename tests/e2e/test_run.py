@@ -196,7 +196,7 @@ def test_a_peer_killed_in_mid_run_is_named_and_the_others_finish(place: Any) -> 
     assert max(differences(run.model(0), run.model(2)).values()) <= 1e-6
 
 
-def test_a_peer_asked_to_leave_keeps_its_model_and_the_others_finish(place: Any) -> None:
+def test_a_peer_that_leaves_keeps_its_model_and_the_others_finish(place: Any) -> None:
     """[4]"""
     here = place(3)
     run, peers = training(here, "--iterations", "800")
@@ -211,7 +211,7 @@ def test_a_peer_asked_to_leave_keeps_its_model_and_the_others_finish(place: Any)
     assert run.summary["consensus_accuracy"] == run.summary["test_accuracy"][1]
 
 
-def test_ctrl_c_stops_all_at_once_and_says_nothing(place: Any) -> None:
+def test_ctrl_c_stops_all_at_once_and_prints_nothing(place: Any) -> None:
     here = place(2)
     run, peers = training(here, "--iterations", "100000")
     run.signal(signal.SIGINT)
@@ -262,7 +262,7 @@ with gossipx.join(model, optimizer) as peer:
     ends = [os.pidfd_open(pid) for pid in peers.values()]
     os.kill(run.pid, signal.SIGKILL)
     for end in ends:
-        assert select.select([end], [], [], LONG)[0], "a peer goes on without its run"
+        assert select.select([end], [], [], LONG)[0], "a peer outlives its run"
         os.close(end)
 
 

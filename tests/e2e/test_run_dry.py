@@ -22,7 +22,7 @@ def gossipx(folder: Path, *arguments: str) -> str:
 
 
 @pytest.mark.parametrize("codec", ["none", pytest.param("int8", marks=pytest.mark.slow)])
-def test_what_tau_is_said_to_send_is_sent(tmp_path: Path, codec: str) -> None:
+def test_the_predicted_traffic_of_tau_is_sent(tmp_path: Path, codec: str) -> None:
     """Three peers, so that each has its own share of the traffic; --blocking, so that no exchange is skipped."""
     (tmp_path / "hosts.txt").write_text("".join(f"127.0.0.1:{port}\n" for port in free_ports(3)), encoding="utf-8")
     options = ("--policy", "tau:10", "--codec", codec, "--blocking", "--eval-interval", "0", "--no-save-model")

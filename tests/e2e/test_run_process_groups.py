@@ -60,7 +60,7 @@ with gossipx.join(model, optimizer) as peer:
 """
 
 
-def test_what_gloo_leaves_open_off_loopback_is_said_once(tmp_path: Path) -> None:
+def test_the_warning_about_gloo_off_loopback_is_shown_once(tmp_path: Path) -> None:
     """By the process that starts the peers, not by each peer."""
     with folder(tmp_path, 2) as here:
         secret = tmp_path / "secret"
@@ -95,7 +95,7 @@ def test_peers_exchange_by_nccl_to_the_end(tmp_path: Path) -> None:
 @pytest.mark.skipif(
     torch.distributed.is_nccl_available() and torch.cuda.is_available(), reason="only where there is no NCCL"
 )
-def test_nccl_where_there_is_none_is_refused_before_anything_starts(tmp_path: Path) -> None:
+def test_nccl_without_a_gpu_is_refused_before_anything_starts(tmp_path: Path) -> None:
     with folder(tmp_path, 2) as here:
         assert here.refused("--transport", "nccl").startswith("--transport nccl: this ")
         assert not (tmp_path / "x").exists()

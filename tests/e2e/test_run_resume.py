@@ -61,7 +61,7 @@ def test_with_never_a_run_that_was_killed_ends_bit_for_bit_as_one_that_was_not(p
         assert ours[key] == theirs[key], key
 
 
-def test_dropout_and_a_checkpoint_by_seconds_go_on_bit_for_bit(place: Any) -> None:
+def test_dropout_and_a_checkpoint_by_seconds_resume_bit_for_bit(place: Any) -> None:
     """Random numbers of torch, numpy and Python; a model with BatchNorm, whose counter is not exchanged."""
     here = place(1)
     script = here.script(
@@ -144,7 +144,7 @@ tell(peer, begun=begun, seen=order.seen, rate=scheduler.get_last_lr())
 """
 
 
-def test_parts_of_a_scripts_own_go_on_and_the_script_need_not_be_named_again(place: Any) -> None:
+def test_a_scripts_own_parts_resume_and_the_script_need_not_be_named_again(place: Any) -> None:
     here = place(1)
     script = here.script(OWN_PARTS)
     straight = here.run("--policy", "never", script, here.path, "whole", name="straight")
@@ -187,7 +187,7 @@ def test_a_checkpoint_that_is_cut_short_or_altered_is_named_and_the_one_before_i
     assert all((path / MANIFEST).exists() for path in store(here, 0).directory.iterdir())
 
 
-def test_killed_while_it_writes_it_goes_on_from_the_one_before(place: Any) -> None:
+def test_a_peer_killed_while_it_writes_resumes_from_the_previous_checkpoint(place: Any) -> None:
     """[29] The process dies while it writes the files of its third checkpoint."""
     here = place(1)
     script = here.script(
@@ -271,7 +271,7 @@ tell(peer, refused=refused)
     assert ended.code == 1 and "finished, but its process ended: exit code 1" in ended.output, ended.shown
 
 
-# --- going on -----------------------------------------------------------------------------------------
+# --- resuming -----------------------------------------------------------------------------------------
 
 
 def test_sigterm_writes_one_and_figures_add_up(place: Any) -> None:
@@ -332,7 +332,7 @@ def test_a_peer_without_a_checkpoint_takes_a_model_of_those_that_have_one(place:
     "mode",
     ["push-sum", pytest.param("waves", marks=pytest.mark.slow), pytest.param("blocking", marks=pytest.mark.slow)],
 )
-def test_other_modes_go_on(place: Any, mode: str) -> None:
+def test_other_modes_resume(place: Any, mode: str) -> None:
     here = place(3)
     modes = {
         "push-sum": ("--mode", "push", "--weights", "push-sum", "--policy", "tau:3"),

@@ -61,7 +61,9 @@ def refused(here: Folder, *options: str | Path, name: str | Path = "x") -> str:
         (("--keep-checkpoints", "0"), "--keep-checkpoints is 0: at least 1"),
     ],
 )
-def test_what_cannot_change_is_refused_by_its_option(stopped: Folder, options: tuple[str, ...], told: str) -> None:
+def test_a_setting_that_cannot_change_is_refused_by_its_option(
+    stopped: Folder, options: tuple[str, ...], told: str
+) -> None:
     before = (stopped.path / "x" / "config.toml").read_bytes()
     assert told in refused_at_once(stopped, *options)
     assert (stopped.path / "x" / "config.toml").read_bytes() == before
@@ -73,7 +75,7 @@ def test_another_number_of_peers_is_refused(stopped: Folder) -> None:
     assert "--peers names 3 peers, but the run to resume has 2" in refused_at_once(stopped, "--peers", hosts)
 
 
-def test_what_is_no_run_is_refused(stopped: Folder) -> None:
+def test_a_directory_without_a_run_is_refused(stopped: Folder) -> None:
     assert "nothing: no run to resume found" in refused_at_once(stopped, name="nothing")
 
 
@@ -97,7 +99,7 @@ def test_without_a_whole_checkpoint_it_is_refused(place: Any) -> None:
     assert (here.path / "x" / "summary.json").exists(), "nothing of the run is lost by that"
 
 
-def test_with_changes_that_may_be_made_it_goes_on_by_its_directory(stopped: Folder) -> None:
+def test_allowed_changes_apply_when_a_run_resumes_by_its_directory(stopped: Folder) -> None:
     """A hosts file with other ports and as many peers, and another parameter of the policy; the new settings are
     recorded."""
     done = max(store(stopped, rank).find() or 0 for rank in range(2))

@@ -105,7 +105,7 @@ def test_every_setting_is_an_option_of_run() -> None:
     assert {"--logdir", "--name", "--overwrite", "--seed", "--iterations", "--bind", "--peer-timeout"} <= options
 
 
-def test_the_help_of_run_shows_the_common_options_alone_under_their_headings() -> None:
+def test_the_help_of_run_shows_only_the_common_options_under_their_headings() -> None:
     result = gossipx("run", "--help")
     shown = {
         heading: re.findall(r"^  (?:-h, )?(--[\w-]+)", text, re.MULTILINE)
@@ -149,7 +149,7 @@ def test_an_error_names_the_help_that_shows_its_option(place: Path, arguments: l
         (["compare", "--jsno", "x"], "--json"),
     ],
 )
-def test_wrong_words_exit_2_and_are_named(place: Path, arguments: list[str], told: str) -> None:
+def test_wrong_arguments_exit_2_and_are_named(place: Path, arguments: list[str], told: str) -> None:
     assert told in one_line(gossipx(*arguments))
 
 
@@ -189,7 +189,7 @@ def test_wrong_words_exit_2_and_are_named(place: Path, arguments: list[str], tol
         (["--config", "none.toml"], ["none.toml: cannot read the configuration"]),
     ],
 )
-def test_what_is_wrong_with_a_run_is_told_in_one_line(place: Path, arguments: list[str], parts: list[str]) -> None:
+def test_an_error_of_a_run_is_reported_in_one_line(place: Path, arguments: list[str], parts: list[str]) -> None:
     told = one_line(gossipx("run", "--peers", "hosts.txt", *arguments))
     for part in parts:
         assert part in told
@@ -204,7 +204,7 @@ def test_what_is_wrong_with_a_run_is_told_in_one_line(place: Path, arguments: li
         ("127.0.0.1\n203.0.113.1\n", "bad.txt:1: '127.0.0.1' is loopback"),
     ],
 )
-def test_a_bad_hosts_file_is_told_in_one_line(place: Path, text: str, told: str) -> None:
+def test_a_bad_hosts_file_is_reported_in_one_line(place: Path, text: str, told: str) -> None:
     """Faults 34 and 35."""
     (place / "bad.txt").write_text(text, encoding="utf-8")
     assert one_line(gossipx("run", "--peers", "bad.txt")).startswith(told)
@@ -263,7 +263,7 @@ def test_values_that_no_run_can_have(place: Path, option: str, value: str, told:
         ("[run]\niterations = '20'", "run.toml:2: iterations is not an integer: '20'"),
     ],
 )
-def test_what_is_wrong_in_the_file_is_told_with_its_place(place: Path, line: str, told: str) -> None:
+def test_an_error_in_the_file_is_reported_with_its_place(place: Path, line: str, told: str) -> None:
     (place / "run.toml").write_text(line + "\n", encoding="utf-8")
     assert told in one_line(gossipx("run", "--peers", "hosts.txt", "--config", "run.toml"))
 
@@ -322,7 +322,7 @@ def test_compare_into_a_pipe_cuts_nothing(tmp_path: Path) -> None:
     assert "…" not in result.stdout
 
 
-def test_compare_shows_a_dash_for_what_a_run_does_not_have(tmp_path: Path) -> None:
+def test_compare_shows_a_dash_for_missing_figures(tmp_path: Path) -> None:
     result = gossipx("compare", *write(tmp_path, summary("own", 0.0, test_accuracy=[None, None])))
     table = cells(result.stdout)
     assert table["reduction"] == ["–"] and table["accuracy, mean"] == ["–"] and table["retrievals per peer"] == ["0.0"]
@@ -334,7 +334,7 @@ def test_a_run_may_be_compared_by_its_name(tmp_path: Path) -> None:
     assert [row["name"] for row in json.loads(result.stdout)] == ["tau"]
 
 
-def test_compare_for_programs(tmp_path: Path) -> None:
+def test_compare_as_json(tmp_path: Path) -> None:
     runs = write(tmp_path, summary("tau", 300.0), summary("travel", 30.0, test_accuracy=[None, None]))
     result = gossipx("compare", "--json", runs[0], str(tmp_path / "travel" / FILE))
     assert result.exit_code == 0 and result.stderr == ""

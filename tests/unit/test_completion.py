@@ -108,7 +108,7 @@ def test_a_key_press_loads_nothing_large(place: Path, line: str) -> None:
     assert "large:" in asked(place, line, look)
 
 
-def test_words_are_those_of_the_tables() -> None:
+def test_words_match_the_tables() -> None:
     """They are repeated so that completion does not import torch."""
     assert tuple(codecs.BUILT_IN) == words.CODECS and words.CODEC_PACKAGES == codecs.ENTRY_POINT_GROUP
     assert tuple(GENERATORS) == words.TOPOLOGIES and tuple(SCHEDULES) == words.SCHEDULES
@@ -117,7 +117,7 @@ def test_words_are_those_of_the_tables() -> None:
 
 
 @pytest.mark.parametrize("key", [key for key in KEYS.values() if key.check], ids=lambda key: key.name)
-def test_what_is_a_spec_is_completed(key: Key) -> None:
+def test_settings_that_are_specs_are_completed(key: Key) -> None:
     """Except for numbers with units, and plans."""
     complete = words.of_setting(key)
     if key.name in ("checkpoint_every", "sync_plan", "max_rate"):

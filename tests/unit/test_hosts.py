@@ -85,7 +85,7 @@ def test_the_name_of_several_slots_gets_their_number(tmp_path: Path) -> None:
 
 
 def test_comments_and_blank_lines_count_as_lines_and_nothing_else(tmp_path: Path) -> None:
-    text = "# who takes part\n\n   \na slots=2 # two\n\t# none\nb:7 name=last#comment\n\n"
+    text = "# the peers\n\n   \na slots=2 # two\n\t# none\nb:7 name=last#comment\n\n"
     peers = read(tmp_path, text)
     assert [(peer.rank, peer.host, peer.line, peer.name) for peer in peers] == [
         (0, "a", 4, f"a:{DEFAULT_PORT}"),
@@ -100,7 +100,7 @@ def test_lines_may_end_as_on_windows_or_not_at_all(tmp_path: Path) -> None:
     assert [peer.name for peer in read_hosts(file)] == ["x", "y"]
 
 
-def test_one_host_may_stand_on_several_lines_with_other_ports(tmp_path: Path) -> None:
+def test_one_host_may_have_several_lines_with_different_ports(tmp_path: Path) -> None:
     assert where(read(tmp_path, "a:5000 slots=2\na:5002\nb:5000")) == [
         ("a", 5000),
         ("a", 5001),
@@ -161,7 +161,7 @@ def test_one_host_may_stand_on_several_lines_with_other_ports(tmp_path: Path) ->
         ("b name=first:5000", "name 'first:5000' is already on line 2"),
     ],
 )
-def test_a_malformed_line_is_told_with_file_and_line(tmp_path: Path, line: str, told: str) -> None:
+def test_a_malformed_line_is_reported_with_file_and_line(tmp_path: Path, line: str, told: str) -> None:
     """[34]"""
     before = "# hosts\nfirst:5000\n[::7]:1\nsecond name=anna\nthird name=berta slots=2\n"
     file = hosts(tmp_path, f"{before}{line}\nlast:1\n")
@@ -222,7 +222,7 @@ def test_only_this_machines_lines_are_its_own(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("text", ["# two\n127.0.0.1\n203.0.113.1", "# two\nlocalhost\n203.0.113.1"])
-def test_loopback_beside_other_machines_is_refused(tmp_path: Path, text: str) -> None:
+def test_loopback_mixed_with_other_machines_is_refused(tmp_path: Path, text: str) -> None:
     """[35] Each machine would take the line for itself."""
     file = hosts(tmp_path, text)
     with pytest.raises(UsageError, match="is loopback, which other machines cannot reach") as caught:
@@ -230,7 +230,7 @@ def test_loopback_beside_other_machines_is_refused(tmp_path: Path, text: str) ->
     assert str(caught.value).startswith(f"{file}:2: ")
 
 
-def test_advertise_says_which_lines_are_here(tmp_path: Path) -> None:
+def test_advertise_selects_the_lines_of_this_machine(tmp_path: Path) -> None:
     """Names are not resolved: behind NAT, no address of the file belongs to this machine."""
     file = hosts(tmp_path, f"{ELSEWHERE} slots=2\n{NO_SUCH_NAME}\n[2001:db8::7]\n{ELSEWHERE}:7\n")
     peers = read_hosts(file)
@@ -263,7 +263,7 @@ def test_two_words_for_one_address_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [NO_SUCH_NAME, "two..dots", f"{'long' * 20}.example"])
-def test_a_name_that_does_not_resolve_is_told_with_its_line(tmp_path: Path, name: str) -> None:
+def test_a_name_that_does_not_resolve_is_reported_with_its_line(tmp_path: Path, name: str) -> None:
     """[35] Also a name that is invalid, so that no name server is asked."""
     file = hosts(tmp_path, f"# hosts\n\n{name}\n")
     with pytest.raises(UsageError) as caught:
@@ -296,7 +296,7 @@ def test_where_a_peer_listens(tmp_path: Path, host: str, bind: str, expected: st
 
 @pytest.mark.parametrize("host", [ELSEWHERE, "[2001:db8::7]"])
 @pytest.mark.parametrize("bind", ["127.0.0.1", "::1"])
-def test_a_peer_off_loopback_must_be_told_to_listen_there(tmp_path: Path, host: str, bind: str) -> None:
+def test_a_peer_off_loopback_needs_bind(tmp_path: Path, host: str, bind: str) -> None:
     file = hosts(tmp_path, f"# one\n{host}\n")
     with pytest.raises(UsageError, match=r"give --bind 0\.0\.0\.0 .* --secret-file FILE or --tls-cert") as caught:
         bind_host(read_hosts(file)[0], bind, file)
@@ -312,13 +312,13 @@ def test_a_peer_on_loopback_is_not_found_at_another_address(tmp_path: Path, bind
 
 
 @pytest.mark.parametrize("bind", ["999.1.1.1", "no such host", NO_SUCH_NAME])
-def test_a_place_to_listen_that_is_none(tmp_path: Path, bind: str) -> None:
+def test_an_invalid_address_to_bind(tmp_path: Path, bind: str) -> None:
     file = hosts(tmp_path, "localhost")
     with pytest.raises(UsageError, match=f"--bind '{re.escape(bind)}' is not an address"):
         bind_host(read_hosts(file)[0], bind, file)
 
 
-def test_a_byte_order_mark_is_no_part_of_the_first_name(tmp_path: Path) -> None:
+def test_a_byte_order_mark_is_not_part_of_the_first_name(tmp_path: Path) -> None:
     """Windows editors write one, and end lines with two characters."""
     file = tmp_path / "hosts.txt"
     file.write_bytes(b"\xef\xbb\xbflocalhost slots=2\r\n")
@@ -328,12 +328,12 @@ def test_a_byte_order_mark_is_no_part_of_the_first_name(tmp_path: Path) -> None:
 # --- agreeing on the list -----------------------------------------------------------------------------
 
 
-def test_the_digest_tells_lists_apart(tmp_path: Path) -> None:
+def test_different_lists_have_different_digests(tmp_path: Path) -> None:
     texts = ["a\nb", "b\na", "a", "a\nb:1", "a name=x\nb", "a slots=2\nb", "a\nc"]
     assert len({peers_digest(read(tmp_path, text)) for text in texts}) == len(texts)
 
 
-def test_the_digest_is_of_who_and_where_alone(tmp_path: Path) -> None:
+def test_the_digest_covers_names_and_addresses_only(tmp_path: Path) -> None:
     """Comments, layout and devices may differ between machines."""
     plain = peers_digest(read(tmp_path, "a slots=2"))
     assert plain == peers_digest(read(tmp_path, f"# mine\n\na:{DEFAULT_PORT} slots=2 device=cuda:0  # here\n"))

@@ -65,7 +65,7 @@ def test_the_run_keeps_its_configuration_and_its_hosts(run: Run, mine: Path) -> 
     assert (mine / "hosts.txt").read_text(encoding="utf-8") == "# two\nlocalhost slots=2\n"
 
 
-def test_what_a_peer_is_told(run: Run, tmp_path: Path, mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_of_a_peer(run: Run, tmp_path: Path, mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     body = """
         names = ("GOSSIPX_CONFIG", "GOSSIPX_PEERS", "GOSSIPX_DEVICE", "OMP_NUM_THREADS")
@@ -108,7 +108,7 @@ def test_a_number_of_threads_in_the_environment_stands(
     assert (tmp_path / "threads").read_text(encoding="utf-8") == "3"
 
 
-def test_a_script_has_a_length_of_its_own(run: Run, mine: Path) -> None:
+def test_a_script_sets_its_own_number_of_iterations(run: Run, mine: Path) -> None:
     body = """
         tell(result={"report": {**report(rank), "iterations": 7 - rank}, "reports": {}, "consensus_accuracy": None})
     """
@@ -192,7 +192,9 @@ def test_output_that_a_processs_own_child_holds_open_is_not_waited_for(
 # --- peers that fail ----------------------------------------------------------------------------------
 
 
-def test_a_killed_peer_is_named_and_the_others_go_on(run: Run, mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_killed_peer_is_named_and_the_others_continue(
+    run: Run, mine: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """[1] kill -9, even in the middle of a progress event."""
     body = """
         train()
@@ -240,7 +242,9 @@ def test_when_all_are_lost_before_training_the_name_stays_free(
     assert not mine.exists()
 
 
-def test_a_script_that_never_joins_is_told_so(run: Run, mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_script_that_never_joins_fails_with_a_message(
+    run: Run, mine: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     body = """
         if rank == 1:
             sys.exit()
@@ -255,9 +259,7 @@ def test_a_script_that_never_joins_is_told_so(run: Run, mine: Path, capsys: pyte
     assert not mine.exists()
 
 
-def test_a_peer_that_is_told_to_end_before_it_joins_has_left(
-    run: Run, mine: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_peer_terminated_before_it_joins_has_left(run: Run, mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """[4] At that time it cannot report so itself."""
     body = """
         if rank == 1:
@@ -269,9 +271,7 @@ def test_a_peer_that_is_told_to_end_before_it_joins_has_left(
     assert read(mine).retrievals == [10, None, 12]
 
 
-def test_an_error_of_one_peer_alone_does_not_stop_the_run(
-    run: Run, mine: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_error_of_one_peer_does_not_stop_the_run(run: Run, mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
     body = """
         train()
         if rank == 0:
@@ -302,7 +302,7 @@ def test_an_error_before_training_has_begun_ends_the_run_and_frees_its_name(
 
 
 @pytest.mark.parametrize("code", [2, 4, 5])
-def test_an_error_that_the_user_must_mend_stops_all_and_is_told_once(
+def test_an_error_that_the_user_must_fix_stops_all_and_is_shown_once(
     run: Run, tmp_path: Path, mine: Path, capsys: pytest.CaptureFixture[str], code: int
 ) -> None:
     """[21] Peers 1 and 2 both report it; peer 0 has not detected it, and never would."""
@@ -345,7 +345,7 @@ def test_with_too_few_peers_left_the_run_stops(
     assert pids and all(gone(pid) for pid in pids)
 
 
-def test_with_just_enough_peers_left_it_goes_on(run: Run, mine: Path) -> None:
+def test_with_just_enough_peers_left_the_run_continues(run: Run, mine: Path) -> None:
     """[11]"""
     body = "os.kill(os.getpid(), signal.SIGKILL) if rank in (1, 2) else finish()"
     assert run(body, peers="localhost slots=4", min_peers=2) == 0
@@ -355,7 +355,7 @@ def test_with_just_enough_peers_left_it_goes_on(run: Run, mine: Path) -> None:
 # --- progress -----------------------------------------------------------------------------------------
 
 
-def test_plain_lines_of_progress_come_when_something_has_changed(
+def test_plain_lines_of_progress_are_printed_when_something_has_changed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(progress_module, "LINES_EVERY", 0.0)
@@ -372,7 +372,7 @@ def test_plain_lines_of_progress_come_when_something_has_changed(
     ]
 
 
-def test_on_a_terminal_of_80_columns_peers_can_be_told_apart(
+def test_on_a_terminal_of_80_columns_peers_are_distinguishable(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in {"FORCE_COLOR": "1", "TERM": "xterm", "COLUMNS": "80", "LINES": "24"}.items():
@@ -394,7 +394,7 @@ def test_plain_lines_of_progress_are_not_more_than_one_can_read(capsys: pytest.C
     assert capsys.readouterr().out == "anna starting\n"
 
 
-def test_without_a_parent_nobody_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_parent_progress_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(ENV_PROGRESS, raising=False)
     hook = sys.excepthook
     told = progress()
@@ -402,7 +402,7 @@ def test_without_a_parent_nobody_is_told(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not told.due and sys.excepthook is hook
 
 
-def test_a_process_tells_its_parent_on_the_pipe_that_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_reports_to_its_parent_on_the_given_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
     reading, writing = os.pipe()
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # restored after the test
     monkeypatch.setenv(ENV_PROGRESS, str(writing))

@@ -1,4 +1,4 @@
-"""The name and directory of a run: names in use, ``--overwrite``, and restoring a run that was to be overwritten."""
+"""The name and directory of a run: names in use, ``--overwrite``, and restoring the overwritten run."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_name_in_use_is_refused(run: Run, tmp_path: Path, mine: Path) -> None:
     assert not list(tmp_path.glob("ran-*"))
 
 
-def test_overwrite_leaves_nothing_of_the_run_before(run: Run, mine: Path) -> None:
+def test_overwrite_leaves_nothing_of_the_previous_run(run: Run, mine: Path) -> None:
     assert run("finish()", seed=1) == 0
     (mine / "peer-00").mkdir()
     (mine / "peer-00" / "model.safetensors").touch()
@@ -64,7 +64,7 @@ def test_overwrite_keeps_what_no_run_has_written(run: Run, mine: Path) -> None:
 @pytest.mark.parametrize(
     "body", ["sys.exit(1)", "tell(error='wrong', exit=2)", "os.kill(os.getppid(), signal.SIGINT); signal.pause()"]
 )
-def test_an_overwrite_that_comes_to_nothing_leaves_the_run_before(run: Run, mine: Path, body: str) -> None:
+def test_a_failed_overwrite_leaves_the_previous_run(run: Run, mine: Path, body: str) -> None:
     assert run("finish()", seed=1) == 0
     (mine / "peer-00").mkdir()
     (mine / "peer-00" / "model.safetensors").write_text("weights", encoding="utf-8")
@@ -117,7 +117,7 @@ def test_an_overwrite_that_is_cut_off_anywhere_loses_nothing(
     assert sorted(file.name for file in mine.parent.iterdir()) == ["mine"]
 
 
-def test_a_run_that_is_under_way_is_not_overwritten(run: Run, mine: Path, tmp_path: Path) -> None:
+def test_a_run_in_progress_is_not_overwritten(run: Run, mine: Path, tmp_path: Path) -> None:
     body = """
         train()
         command = [sys.executable, "-m", "gossipx", "run", "--peers", here / "hosts.txt", "--logdir", here / "runs"]
@@ -148,7 +148,7 @@ def test_a_name_that_no_file_can_have(run: Run) -> None:
         ),
     ],
 )
-def test_a_run_goes_on_without_anyone_to_read_its_output(tmp_path: Path, shut: bool) -> None:
+def test_a_run_continues_without_a_reader_of_its_output(tmp_path: Path, shut: bool) -> None:
     file = script(tmp_path, "print('hello'); train(); print('more'); finish()")
     start = [sys.executable, "-m", "gossipx", "run", "--peers", str(hosts(tmp_path, "localhost slots=2"))]
     command = [*start, "--logdir", str(tmp_path / "runs"), "--name", "mine", str(file)]
@@ -163,7 +163,7 @@ def test_a_run_goes_on_without_anyone_to_read_its_output(tmp_path: Path, shut: b
     assert read(tmp_path / "runs" / "mine").lost == []
 
 
-def test_another_programs_directory_is_no_run(run: Run, mine: Path) -> None:
+def test_the_directory_of_another_program_is_not_a_run(run: Run, mine: Path) -> None:
     mine.mkdir(parents=True)
     (mine / "config.toml").write_text("title = 'mine'\n", encoding="utf-8")
     with pytest.raises(UsageError, match="not the directory of a run, so it is not overwritten"):
@@ -177,7 +177,7 @@ def test_a_run_that_failed_can_be_overwritten(run: Run, mine: Path) -> None:
 
 
 @pytest.mark.parametrize("precious", ["file", "directory"])
-def test_overwrite_refuses_what_is_no_run(run: Run, tmp_path: Path, mine: Path, precious: str) -> None:
+def test_overwrite_refuses_a_directory_that_is_not_a_run(run: Run, tmp_path: Path, mine: Path, precious: str) -> None:
     kept = mine if precious == "file" else mine / "thesis.tex"
     kept.parent.mkdir(parents=True)
     kept.write_text("years of work", encoding="utf-8")
@@ -199,13 +199,13 @@ def test_the_hosts_file_of_a_run_can_be_used_to_run_it_again(tmp_path: Path, run
     assert read(mine).peers == 2
 
 
-def test_a_logdir_that_is_a_file_is_told(run: Run, tmp_path: Path) -> None:
+def test_a_logdir_that_is_a_file_is_refused(run: Run, tmp_path: Path) -> None:
     (tmp_path / "runs").touch()
     with pytest.raises(UsageError, match=r"cannot write the run: .*; give another --logdir"):
         run("finish()")
 
 
-def test_a_run_without_a_name_gets_its_policys(run: Run, mine: Path) -> None:
+def test_a_run_without_a_name_is_named_after_its_policy(run: Run, mine: Path) -> None:
     for policy in ("tau:10", "tau:period=5", "never", "tau:10"):
         assert run("finish()", name=None, policy=policy, peers="localhost") == 0
     assert {file.name: read(file).policy for file in mine.parent.iterdir()} == {
@@ -216,7 +216,7 @@ def test_a_run_without_a_name_gets_its_policys(run: Run, mine: Path) -> None:
     }
 
 
-def test_with_servers_it_gets_that_of_its_sync_model(run: Run, mine: Path) -> None:
+def test_with_servers_it_is_named_after_its_sync_model(run: Run, mine: Path) -> None:
     assert run("finish()", name=None, servers="0", sync="ssp:staleness=2") == 0
     assert run("finish()", name=None, mode="server") == 0
     assert {file.name: read(file).policy for file in mine.parent.iterdir()} == {

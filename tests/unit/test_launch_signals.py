@@ -37,13 +37,13 @@ def mine(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_handlers_of_before_are_back_after_a_run(run: Run, number: signal.Signals) -> None:
+def test_signal_handlers_are_restored_after_a_run(run: Run, number: signal.Signals) -> None:
     before = signal.getsignal(number)
     assert run("finish()", peers="localhost") == 0
     assert signal.getsignal(number) is before
 
 
-def test_peers_that_do_not_heed_an_interruption_are_killed(
+def test_peers_that_ignore_an_interruption_are_killed(
     run: Run, tmp_path: Path, mine: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Ctrl-C: a peer that hangs in foreign code is killed after a short grace period."""
@@ -73,7 +73,7 @@ def test_a_second_interruption_kills_without_grace(run: Run, monkeypatch: pytest
     assert (tmp_path / "asked").exists()
 
 
-def test_who_leaves_on_request_has_not_finished_but_has_not_failed(
+def test_a_peer_that_leaves_on_request_has_neither_finished_nor_failed(
     run: Run, tmp_path: Path, mine: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """[4] SIGTERM arrives when one peer has finished and the other has not."""
@@ -98,9 +98,7 @@ def test_who_leaves_on_request_has_not_finished_but_has_not_failed(
     assert "is lost: " not in capsys.readouterr().out
 
 
-def test_who_is_terminated_before_it_has_joined_has_left_too(
-    run: Run, mine: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_peer_terminated_while_it_imports_has_left(run: Run, mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """[4] Importing torch takes seconds, during which SIGTERM has its default action."""
     body = """
         if rank == 0:
@@ -113,7 +111,7 @@ def test_who_is_terminated_before_it_has_joined_has_left_too(
     assert "is lost" not in capsys.readouterr().out
 
 
-def test_who_does_not_leave_in_time_is_killed_and_the_run_has_not_failed(
+def test_a_peer_that_does_not_leave_in_time_is_killed_and_the_run_has_not_failed(
     run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(local, "INTERRUPT_GRACE", 0.0)
@@ -127,7 +125,7 @@ def test_who_does_not_leave_in_time_is_killed_and_the_run_has_not_failed(
     assert "is lost" not in capsys.readouterr().out
 
 
-def test_a_signal_that_comes_while_peers_are_started_reaches_all(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_that_arrives_while_peers_are_started_reaches_all(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     really = local.Child
 
     def interrupted(*arguments: Any, **options: Any) -> Any:
@@ -189,7 +187,7 @@ def test_interrupting_the_run_ends_every_process(tmp_path: Path, mine: Path) -> 
         assert not list(tmp_path.glob("asked-*")) and not (mine / FILE).exists()
 
 
-def test_terminating_the_run_asks_every_peer_to_leave(tmp_path: Path, mine: Path) -> None:
+def test_terminating_the_run_makes_every_peer_leave(tmp_path: Path, mine: Path) -> None:
     """[4] The parent passes SIGTERM on to its peers; if all leave on request, the run has not failed."""
     with waiting_run(tmp_path, peers=3) as (process, pids):
         process.send_signal(signal.SIGTERM)

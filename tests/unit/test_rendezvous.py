@@ -72,7 +72,7 @@ def test_all_make_the_same_list(world: World) -> None:
         pass  # rank 0's port is free again for a second join
 
 
-def test_who_does_not_come_is_named(world: World) -> None:
+def test_a_missing_rank_is_named(world: World) -> None:
     def act(rank: int) -> None:
         with Rendezvous(replace(world, rank=rank), 1.0) as meeting:
             meeting.publish("peer", rank)
@@ -86,7 +86,7 @@ def test_who_does_not_come_is_named(world: World) -> None:
         assert error.exit_code == 1
 
 
-def test_rank_0_that_is_nowhere_is_told_with_address_variable_and_knob(world: World) -> None:
+def test_an_unreachable_rank_0_is_reported_with_address_variable_and_option(world: World) -> None:
     with pytest.raises(GossipxError) as caught, Rendezvous(replace(world, rank=1), 0.5):
         pass
     told = str(caught.value)
@@ -94,7 +94,7 @@ def test_rank_0_that_is_nowhere_is_told_with_address_variable_and_knob(world: Wo
     assert "GOSSIPX_MASTER=host[:port]" in told and "--rendezvous-timeout" in told and "\n" not in told
 
 
-def test_nobody_says_where_rank_0_is(world: World) -> None:
+def test_the_host_of_rank_0_is_unknown(world: World) -> None:
     with pytest.raises(UsageError, match=r"mpirun does not define the host of rank 0.*mpirun -x MASTER_ADDR"):
         Rendezvous(replace(world, master=None, source="mpirun"), 5)
 
@@ -105,7 +105,7 @@ def test_a_port_in_use_is_named(world: World) -> None:
     assert f"cannot listen on port {world.port}" in str(caught.value) and "GOSSIPX_MASTER" in str(caught.value)
 
 
-def test_two_of_one_rank(world: World) -> None:
+def test_two_processes_with_the_same_rank(world: World) -> None:
     def act(number: int) -> None:
         with Rendezvous(replace(world, rank=min(number, 1)), 30) as meeting:
             meeting.get("all here", 2)
@@ -115,7 +115,7 @@ def test_two_of_one_rank(world: World) -> None:
     assert isinstance(double, UsageError) and "two processes have rank 1 of srun" in str(double)
 
 
-def test_what_one_refuses_ends_all_with_its_exit_code(world: World) -> None:
+def test_an_error_of_one_rank_ends_all_with_its_exit_code(world: World) -> None:
     def act(rank: int) -> None:
         with Rendezvous(replace(world, rank=rank), 60) as meeting:
             if rank == 0:
@@ -127,14 +127,14 @@ def test_what_one_refuses_ends_all_with_its_exit_code(world: World) -> None:
     assert [(str(error), error.exit_code) for error in others] == [("rank 0 aborted: no such policy", 2)] * 2
 
 
-def test_something_else_listens_there(world: World) -> None:
+def test_another_program_listens_on_the_port(world: World) -> None:
     """For example, a web server that never answers a request that it does not understand."""
     with socket.create_server(("127.0.0.1", world.port)), pytest.raises(GossipxError) as caught:
         Rendezvous(replace(world, rank=1, hosted=True, source="torchrun"), 1.0)
     assert "is not a torch store" in str(caught.value) and "--master-port" in str(caught.value)
 
 
-def test_alone_no_store_is_needed_and_that_is_told(world: World, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_single_process_needs_no_store_and_is_warned(world: World, caplog: pytest.LogCaptureFixture) -> None:
     with Rendezvous(replace(world, size=1, master=None), 1) as meeting:
         text, held = membership.agree(meeting, ExchangeSettings())
         held.close()
@@ -148,7 +148,7 @@ def peer_info(host: str, reached: str, port: int = 5000, advertised: bool = Fals
     return PeerInfo(host, advertised, reached, "box", port, None)
 
 
-def test_who_reached_rank_0_over_loopback_is_where_others_reached_it() -> None:
+def test_a_process_on_rank_0s_machine_has_the_address_by_which_others_reached_rank_0() -> None:
     """For example, if /etc/hosts maps a machine's own name to 127.0.1.1."""
     infos = [
         peer_info("127.0.0.1", "127.0.1.1", 1),
@@ -183,7 +183,7 @@ def test_who_reached_rank_0_over_loopback_is_where_others_reached_it() -> None:
         {"more": 1},
     ],
 )
-def test_a_card_that_is_none(change: dict[str, Any]) -> None:
+def test_invalid_peer_information(change: dict[str, Any]) -> None:
     """The value came over the network from any process that can reach the store, and is written to a file."""
     good = {"host": "a", "advertised": False, "reached": "b", "hostname": "c", "port": 1, "device": None}
     assert peer_info_of(good, 0).host == "a"
@@ -193,7 +193,7 @@ def test_a_card_that_is_none(change: dict[str, Any]) -> None:
         peer_info_of([good], 1)
 
 
-def test_several_machines_want_a_bind_and_a_secret(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_machines_need_bind_and_a_secret(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GOSSIPX_SECRET", raising=False)
     check_reach(world, ExchangeSettings())
     apart = replace(world, one_host=False)
@@ -214,7 +214,7 @@ def barrier(world: World, rank: int) -> Iterator[Rendezvous]:
         yield meeting
 
 
-def test_settings_that_differ_are_named_and_what_is_a_machines_own_may(world: World) -> None:
+def test_settings_that_differ_are_named_and_settings_of_a_machine_may_differ(world: World) -> None:
     def act(rank: int) -> Any:
         given = files.resolve({"name": "x", "advertise": f"host-{rank}", "policy": "tau:5" if rank < 2 else "tau:6"})
         with barrier(world, rank) as meeting:
@@ -267,7 +267,7 @@ def test_a_directory_on_each_machine(world: World, tmp_path: Path) -> None:
     assert len(hosts) == 1
 
 
-def test_a_list_that_is_given_comes_first(world: World, tmp_path: Path) -> None:
+def test_a_given_list_has_precedence(world: World, tmp_path: Path) -> None:
     """Rank 0 is then where the list says, unless a variable says otherwise."""
     hosts = tmp_path / "hosts.txt"
     hosts.write_text(f"127.0.0.1:{world.port + 1} name=one\n127.0.0.1:{world.port + 2} name=other\n")
@@ -286,7 +286,7 @@ def test_a_list_that_is_given_comes_first(world: World, tmp_path: Path) -> None:
         multi_process.from_world(given, world, hosts, [], resumes=False)
 
 
-def test_who_makes_the_directory() -> None:
+def test_the_rank_that_creates_the_directory() -> None:
     told = [["a", True], ["a", True], ["b", False], ["b", False], ["c", True]]
     assert [creator_of(rank, told) for rank in range(5)] == [None, None, 2, 2, None]
 
@@ -305,7 +305,7 @@ def test_a_name_that_leads_elsewhere_is_not_followed(world: World, tmp_path: Pat
     assert "--name '../../etc'" in str(each(world, range(2), act)[1])
 
 
-def test_processes_whose_machines_differ_have_settings_of_their_own(world: World, tmp_path: Path) -> None:
+def test_processes_on_different_machines_record_their_own_settings(world: World, tmp_path: Path) -> None:
     settings = files.resolve({"name": "x", "logdir": str(tmp_path)})
     made = RunDirectory(settings, b"127.0.0.1\n")
     own = files.resolve({"name": "x", "logdir": str(tmp_path), "advertise": "elsewhere"})
@@ -319,7 +319,7 @@ def test_processes_whose_machines_differ_have_settings_of_their_own(world: World
     made.release()
 
 
-def test_the_summary_that_lacks_fewest_peers_stays(world: World, tmp_path: Path) -> None:
+def test_the_most_complete_summary_is_kept(world: World, tmp_path: Path) -> None:
     settings = files.resolve({"name": "x", "logdir": str(tmp_path)})
     made = RunDirectory(settings, b"127.0.0.1\n")
     figures(["a"]).write(made.path)  # by the run before it was resumed

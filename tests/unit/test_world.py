@@ -99,13 +99,13 @@ BODY = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0", "SLURM_J
     ],
     ids=["script", "salloc", "batch step", "shell as a step", "nothing", "empty", "a line's rank", "a peer's child"],
 )
-def test_not_one_of_several(environ: dict[str, str]) -> None:
+def test_a_process_that_is_not_one_of_several(environ: dict[str, str]) -> None:
     """A job's script has SLURM_PROCID 0 and the job's SLURM_NTASKS, but srun has not started the other tasks: using
     these variables would mean waiting for them."""
     assert find(environ) is None
 
 
-def test_open_mpi_says_not_where_rank_0_is() -> None:
+def test_open_mpi_does_not_define_the_host_of_rank_0() -> None:
     world = find(OPEN_MPI)
     assert world is not None and (world.rank, world.size, world.local_rank, world.master) == (2, 4, 0, None)
     alone = find({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4"})
@@ -114,7 +114,7 @@ def test_open_mpi_says_not_where_rank_0_is() -> None:
     assert said is not None and (said.master, said.port, said.source) == ("head", 5, "mpirun")
 
 
-def test_who_tells_comes_in_order() -> None:
+def test_the_order_of_precedence() -> None:
     layers = [("gossipx", OWN), ("torchrun", TORCHRUN), ("srun", SLURM), ("mpirun", OPEN_MPI)]
     for some in product([False, True], repeat=4):
         there = [layer for layer, chosen in zip(layers, some, strict=True) if chosen]
@@ -126,7 +126,7 @@ def test_who_tells_comes_in_order() -> None:
         assert (world and world.source) == source
 
 
-def test_gossipx_master_comes_before_all_others() -> None:
+def test_gossipx_master_has_precedence() -> None:
     for variables in (TORCHRUN, SLURM, OPEN_MPI):
         world = find({**variables, "GOSSIPX_MASTER": "here:9"})
         assert world is not None and (world.master, world.port, world.hosted) == ("here", 9, False)
@@ -152,7 +152,7 @@ def test_master_addr(given: str, host: str) -> None:
         assert world is not None and world.master == host
 
 
-def test_on_one_machine_all_meet_on_its_loopback() -> None:
+def test_on_one_machine_the_rendezvous_is_on_loopback() -> None:
     """And a message does not blame a variable that is not used."""
     world = find({**SLURM, "SLURM_STEP_NUM_NODES": "1", "MASTER_ADDR": "elsewhere"})
     assert world is not None and (world.master, world.master_from) == ("127.0.0.1", "all processes are on this machine")
@@ -183,7 +183,7 @@ def test_on_one_machine_all_meet_on_its_loopback() -> None:
         ({**OWN, "GOSSIPX_MASTER": "a:0"}, "GOSSIPX_MASTER is 'a:0'"),
     ],
 )
-def test_what_does_not_go_together_is_told_by_name(environ: dict[str, str], told: str) -> None:
+def test_contradicting_variables_are_named(environ: dict[str, str], told: str) -> None:
     with pytest.raises(UsageError) as caught:
         find(environ)
     assert told in str(caught.value) and "\n" not in str(caught.value)
@@ -192,7 +192,7 @@ def test_what_does_not_go_together_is_told_by_name(environ: dict[str, str], told
 Options = tuple[int | None, int | None, str | None]
 
 
-def test_options_come_first() -> None:
+def test_options_have_precedence() -> None:
     world = find(with_options(OWN, 0, None, "head:9"))
     assert world is not None and (world.rank, world.size, world.master, world.port) == (0, 2, "head", 9)
     assert find(with_options({}, None, None, None)) is None
@@ -210,15 +210,13 @@ def test_options_come_first() -> None:
         ({}, (0, 2, "x:99999"), "--master is 'x:99999', not host[:port]"),
     ],
 )
-def test_options_that_do_not_go_together_are_told_as_options(
-    environ: dict[str, str], options: Options, told: str
-) -> None:
+def test_contradicting_options_are_named(environ: dict[str, str], options: Options, told: str) -> None:
     with pytest.raises(UsageError) as caught:
         with_options(environ, *options)
     assert told in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_the_place_in_a_list_that_was_given() -> None:
+def test_the_rank_in_a_given_list() -> None:
     assert rank_among(TORCHRUN, 8, Path("hosts.txt")) == 3
     assert rank_among({}, 8, Path("hosts.txt")) is None
     assert rank_among({"RANK": "0", "WORLD_SIZE": "1"}, 8, Path("hosts.txt")) is None, (
@@ -251,7 +249,7 @@ def test_a_node_list(nodelist: str, hosts: list[str]) -> None:
 @pytest.mark.parametrize(
     "nodelist", ["", ",", "a,", "n[1-2", "n1-2]", "n[]", "n[a-b]", "n[3-1]", "n[1[2]]", "n[1,]", "a b"]
 )
-def test_what_is_no_node_list(nodelist: str) -> None:
+def test_an_invalid_node_list(nodelist: str) -> None:
     with pytest.raises(UsageError, match="is not a list of hosts"):
         list(hostnames(nodelist))
 
