@@ -1,7 +1,7 @@
-"""What holds for all tests: property tests draw the same examples every time, and no test asserts a time.
+"""Settings of all tests: property tests draw the same examples every time and have no deadline.
 
-Property tests draw 30 examples, or as many as each says, and with ``--hypothesis-profile all`` 100. Those marked
-``cuda`` are skipped where there is no such device; ``bin/gpu-check`` runs them.
+Property tests draw 30 examples, or as many as each one specifies, and 100 with ``--hypothesis-profile all``. Tests
+marked ``cuda`` are skipped without a CUDA device; ``bin/gpu-check`` runs them.
 """
 
 from __future__ import annotations

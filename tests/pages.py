@@ -1,4 +1,4 @@
-"""Pages of the documentation, and the examples in them: how a page is read, for the tests.
+"""Parsing of the documentation's pages and the examples in them.
 
 CONTRIBUTING.md, "Documentation", has the rules.
 """
@@ -20,14 +20,14 @@ _FILE = re.compile(r"# (?P<name>[\w-]+\.\w+)")
 
 @dataclass(frozen=True)
 class Example:
-    """A fence, or what a ``run first`` comment has.
+    """A fence, or the content of a ``run first`` comment.
 
     Attributes:
-        page: where it stands.
-        line: where it opens, from 1.
+        page: the page.
+        line: line of the opening fence, from 1.
         language: ``bash``, ``python``, ...
-        text: without the fence.
-        reason: why it is not run; None: it is.
+        text: content without the fence.
+        reason: why it is not run; None: it is run.
     """
 
     page: Path
@@ -38,21 +38,21 @@ class Example:
 
     @property
     def place(self) -> str:
-        """For people."""
+        """Page and line, for messages."""
         return f"{self.page.relative_to(HOUSE)}:{self.line}"
 
     @property
     def file(self) -> str | None:
-        """The name of the file that it is, if it is one."""
+        """Name of the file that the example shows; None: it is a command or code to run."""
         found = _FILE.fullmatch(self.text.split("\n", 1)[0])
         return found["name"] if found else None
 
 
 def examples(page: Path) -> list[Example]:
-    """All fences of a page, and what is run first, in order.
+    """Return all fences of a page, and the content of ``run first`` comments, in order.
 
     Raises:
-        ValueError: a fence or a comment that is not closed, or a reason without a fence; FILE:LINE first.
+        ValueError: a fence or a comment is not closed, or a reason has no fence; starts with FILE:LINE.
     """
     lines = page.read_text(encoding="utf-8").split("\n")
     found: list[Example] = []
@@ -85,7 +85,7 @@ def examples(page: Path) -> list[Example]:
 
 
 def _comment(page: Path, lines: list[str], number: int, opens: re.Match[str]) -> tuple[str, int]:
-    """What it says, and the line after it."""
+    """Return the text of a comment, and the number of the line after it."""
     if opens["closed"]:
         return opens["text"].strip(), number + 1
     for last in range(number + 1, len(lines)):

@@ -1,4 +1,4 @@
-"""A SLURM of this machine alone, for the tests: in a folder, on ports of its own, and ended by its processes' ids."""
+"""A SLURM cluster of this machine alone, for tests: in its own folder, on its own ports, and stopped by process id."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from pathlib import Path
 
 TOOLS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "sinfo")
 WITHIN = 60.0
-"""Seconds that it may take to come up, and to end."""
+"""Seconds that it may take to start, and to stop."""
 
 
 @functools.cache
 def lacking() -> str | None:
-    """What it needs and this system does not have, in a sentence; None: nothing."""
+    """Return what SLURM needs and this system lacks, in a sentence; None: nothing."""
     needs = "a SLURM of one machine needs root on Linux, with Debian's slurmctld, slurmd, slurm-client and munge"
     if sys.platform != "linux":
         return f"{needs}: this is {sys.platform}"
@@ -34,16 +34,16 @@ def lacking() -> str | None:
 
 @dataclass(frozen=True)
 class Slurm:
-    """One that is up.
+    """A running cluster.
 
     Attributes:
-        environment: with which its commands reach it.
+        environment: environment variables with which its commands reach it.
     """
 
     environment: Mapping[str, str]
 
     def run(self, command: Sequence[str | Path], cwd: Path, timeout: float = 200.0) -> subprocess.CompletedProcess[str]:
-        """Run a command to its end; one that takes longer is killed."""
+        """Run a command to its end; kill it if it takes too long."""
         return subprocess.run(
             list(map(str, command)),
             cwd=cwd,
@@ -57,13 +57,13 @@ class Slurm:
 
 @contextlib.contextmanager
 def one_machine(folder: Path, bin_directory: Path) -> Iterator[Slurm]:
-    """A SLURM whose jobs have ``bin_directory`` first in their PATH.
+    """Start a cluster whose jobs have ``bin_directory`` first in their PATH.
 
     Raises:
-        RuntimeError: it does not come up; with what its daemons say.
+        RuntimeError: it does not start; has the output of its daemons.
     """
     with contextlib.ExitStack() as undo:
-        # The path of a socket is short, which a test's folder need not be.
+        # Paths of sockets must be short, but a test's folder may have a long name.
         socket_folder = Path(undo.enter_context(_short_folder()))
         munge = socket_folder / "munge"
         _start(undo, folder, "munged", _munged(folder, munge))
@@ -99,7 +99,7 @@ def _munged(folder: Path, place: Path) -> list[str]:
     files = {"key": key, "socket": place, "pid": folder / "munged.pid", "log": folder / "munge.log"}
     files["seed"] = folder / "munge.seed"
     options = [f"--{name}-file={file}" if name != "socket" else f"--socket={file}" for name, file in files.items()]
-    # The folder is a test's, which others may be able to write to.
+    # Other users may be able to write to a test's folder.
     return [_tool("munged") or "munged", "--foreground", "--force", "--num-threads=2", *options]
 
 
@@ -115,20 +115,20 @@ def _configuration(folder: Path, munge: Path) -> str:
             f"SlurmctldHost={host}(127.0.0.1)",
             f"SlurmctldPort={ports[0]}",
             f"SlurmdPort={ports[1]}",
-            f"FirstJobId={ports[0]}",  # a run's port is of its job's number: two clusters on one machine need two
+            f"FirstJobId={ports[0]}",  # a run's port follows from the job number, which must be unique
             "SlurmUser=root",
             "AuthType=auth/munge",
             f"AuthInfo=socket={munge}",
             f"StateSaveLocation={folder / 'state'}",
             f"SlurmdSpoolDir={folder / 'spool'}",
             *(f"{name.capitalize()}PidFile={folder / name}.pid" for name in ("slurmctld", "slurmd")),
-            # No control groups, which a container has not.
+            # No control groups: containers have none.
             "ProctrackType=proctrack/linuxproc",
             "TaskPlugin=task/none",
             "JobAcctGatherType=jobacct_gather/none",
             "AccountingStorageType=accounting_storage/none",
             "SelectType=select/linear",
-            "KillOnBadExit=1",  # as unfriendly as a cluster can be
+            "KillOnBadExit=1",  # the strictest setting of a cluster
             "ReturnToService=2",
             f"NodeName={host} NodeAddr=127.0.0.1 CPUs={max(2, os.cpu_count() or 1)} State=UNKNOWN",
             "PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP",

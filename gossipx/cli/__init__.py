@@ -1,4 +1,4 @@
-"""The command line: words in, calls out; no logic."""
+"""The command line: parsing of arguments and printing of results; the work is done by the rooms below."""
 
 from gossipx.cli.commands import main
 from gossipx.cli.completion import completion

@@ -1,4 +1,7 @@
-"""The commands, made with click. Options of ``run`` come from the declarations in :mod:`gossipx.config.settings`."""
+"""The command group ``gossipx`` and its commands ``run``, ``compare`` and ``certs``, made with click.
+
+The options of ``run`` are generated from the declarations in :mod:`gossipx.config.settings`.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +31,12 @@ from gossipx.metrics import summary
 from gossipx.metrics.compare import Row, compare
 
 _HELP: tuple[type[BaseException], ...] = tuple(filter(None, [getattr(click.exceptions, "NoArgsIsHelpError", None)]))
-"""With what click, from 8.2 on, shows the help of a group that is given no command."""
+"""The exception by which click, from 8.2, shows the help of a group that is called without a command."""
 
 
 @contextlib.contextmanager
 def _one_line(ctx: click.Context) -> Iterator[None]:
-    """Turns every error of gossipx or of its usage into one line and its exit code."""
+    """Print every error of gossipx or of its usage as one line, and exit with its code."""
     try:
         yield
     except GossipxError as error:
@@ -53,7 +56,7 @@ def _one_line(ctx: click.Context) -> Iterator[None]:
 
 
 class _Main(click.Group):
-    """Tells errors in one line, wherever they arise."""
+    """The command group, which prints every error as one line."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         with _one_line(ctx):
@@ -66,7 +69,7 @@ class _Main(click.Group):
 
 def _set_debug(ctx: click.Context, parameter: click.Parameter, given: bool) -> None:
     if given:
-        os.environ[ENV_DEBUG] = "1"  # the peers, which inherit it, are to show theirs, too
+        os.environ[ENV_DEBUG] = "1"  # the peers inherit it and show their tracebacks too
 
 
 debug = click.option(
@@ -80,7 +83,7 @@ debug = click.option(
 
 
 class FloatRange(click.FloatRange):
-    """Of numbers: NaN lies in no range, and out of none."""
+    """A range of numbers that also refuses NaN, for which click's comparisons are false."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if math.isnan(converted := super().convert(value, param, ctx)):
@@ -114,25 +117,27 @@ def _all_settings(command: Callable[..., None]) -> Callable[..., None]:
     common="Run",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="A TOML file of these settings; options given here override it.",
+    help="TOML file with settings; options on the command line override it.",
 )
 @click.option(
     "--resume",
     cls=Option,
     common="Run",
     metavar="RUN",
-    help="Resume a run, by its name or directory, from its checkpoints.",
+    help="Resume a run, given by name or directory, from its checkpoints.",
     shell_complete=words.runs(),
 )
-@click.option("--dry-run", is_flag=True, help="Show who would take part and what would be sent, and start nothing.")
+@click.option("--dry-run", is_flag=True, help="Show the peers and the expected traffic; start nothing.")
 @click.option(
-    "--link", metavar="RATE", help="With --dry-run: how fast machines are connected, 100mbit.  [default: 1gbit]"
+    "--link", metavar="RATE", help="With --dry-run: bandwidth between machines, such as 100mbit.  [default: 1gbit]"
 )
-@click.option("--model-size", metavar="BYTES", help="With --dry-run: of a SCRIPT's model, 45MB.")
-@click.option("--json", "as_json", is_flag=True, help="With --dry-run: for programs.")
-@click.option("--rank", type=click.IntRange(0), help="Where one process is one peer: which.  [default: GOSSIPX_RANK]")
-@click.option("--size", type=click.IntRange(1), help="How many there are then.  [default: GOSSIPX_SIZE]")
-@click.option("--master", metavar="HOST[:PORT]", help="Where their rank 0 is.  [default: GOSSIPX_MASTER]")
+@click.option("--model-size", metavar="BYTES", help="With --dry-run: size of a SCRIPT's model, such as 45MB.")
+@click.option("--json", "as_json", is_flag=True, help="With --dry-run: print JSON.")
+@click.option(
+    "--rank", type=click.IntRange(0), help="Rank of this process, if it is one peer.  [default: GOSSIPX_RANK]"
+)
+@click.option("--size", type=click.IntRange(1), help="With --rank: number of peers.  [default: GOSSIPX_SIZE]")
+@click.option("--master", metavar="HOST[:PORT]", help="With --rank: where rank 0 listens.  [default: GOSSIPX_MASTER]")
 @_all_settings
 @debug
 @help_all
@@ -156,17 +161,17 @@ def run(
     script: tuple[str, ...],
     **settings: Any,
 ) -> None:
-    """Train the built-in task, or your own SCRIPT, as every peer of this machine.
+    """Train the built-in task, or your own SCRIPT, with all peers of this machine.
 
     \b
-    # the built-in task on this machine, by four peers
+    # the built-in task, four peers on this machine
     echo 'localhost slots=4' > hosts.txt
     gossipx run --peers hosts.txt --policy adaptive
     # your own script, with its arguments
     gossipx run --peers hosts.txt --policy tau:10 train.py --epochs 3
     # several machines: the same command on each
     gossipx run --peers hosts.txt --bind 0.0.0.0 --secret-file secret train.py
-    # from its checkpoints
+    # resume a run from its checkpoints
     gossipx run --resume tau
     # peers, topology and expected traffic; starts nothing
     gossipx run --peers hosts.txt --policy adaptive --dry-run --link 100mbit
@@ -174,32 +179,32 @@ def run(
     torchrun --nproc-per-node 4 --no-python gossipx run --policy adaptive
     srun gossipx run --policy adaptive
     """
-    from gossipx.launch.local import launch, who
+    from gossipx.launch.local import launch, peer_source
 
     for name, is_given in (("--link", link), ("--model-size", model_size), ("--json", as_json)):
         if is_given and not dry_run:
-            raise UsageError(f"{name} is of --dry-run: add that, or leave it out")
+            raise UsageError(f"{name} requires --dry-run: add that, or leave it out")
     if dry_run and resume is not None:
-        raise UsageError("--dry-run shows what a new run would be: leave --resume out")
+        raise UsageError("--dry-run shows a new run: leave --resume out")
     environ = with_options(os.environ, rank, size, master)
     if resume is not None:
         from gossipx.launch.resume import settings_of
 
         if config_file:
-            raise UsageError("--config is for a new run, and --resume takes the run's own: leave one out")
+            raise UsageError("--config is for a new run, but --resume uses the settings of the run: leave one out")
         sys.exit(launch(*settings_of(resume, settings, list(script), environ), environ, resumes=True))
     given = files.load(config_file) if config_file else {}
     resolved = files.resolve(given, settings)
     hosts = None if resolved.run.peers is None else Path(resolved.run.peers)
     if dry_run:
         from gossipx.cli.dry_run import show_dry_run
-        from gossipx.tools.dry_run import dry_run as look
+        from gossipx.tools.dry_run import dry_run as examine
 
-        hosts, world = who(hosts, environ)
+        hosts, world = peer_source(hosts, environ)
         if hosts is None:
-            raise UsageError("--dry-run is of a hosts file: give --peers hosts.txt")
-        with Console(stderr=True).status("with many peers this may take minutes"):  # on a terminal alone
-            found = look(resolved, hosts, list(script), link, model_size, world)
+            raise UsageError("--dry-run requires a hosts file: give --peers hosts.txt")
+        with Console(stderr=True).status("with many peers this may take minutes"):  # shown on a terminal only
+            found = examine(resolved, hosts, list(script), link, model_size, world)
         show_dry_run(found, as_json)
         return
     sys.exit(launch(resolved, hosts, list(script), environ))
@@ -214,12 +219,14 @@ def run(
     metavar="RUN...",
     shell_complete=words.ended_runs,
 )
-@click.option("--logdir", type=click.Path(path_type=Path), default=Path("runs"), help="Where runs are named by name.")
-@click.option("--json", "as_json", is_flag=True, help="For programs.")
-@click.option("--plot", type=click.Path(path_type=Path), help="Also draw the runs: a .png or .svg file.")
+@click.option(
+    "--logdir", type=click.Path(path_type=Path), default=Path("runs"), help="Directory that contains the runs."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--plot", type=click.Path(path_type=Path), help="Also plot the runs into a .png or .svg file.")
 @debug
 def compare_command(runs: tuple[Path, ...], logdir: Path, as_json: bool, plot: Path | None) -> None:
-    """Lay runs, by directory or name, side by side; reductions are against the first one named.
+    """Compare runs, given by directory or name; reductions are relative to the first run.
 
     \b
     gossipx compare runs/tau runs/adaptive runs/travel
@@ -252,7 +259,7 @@ def certs() -> None:
 @click.argument("hosts", type=click.Path(path_type=Path), metavar="HOSTS")
 @debug
 def certs_new(directory: Path, hosts: Path) -> None:
-    """Make a private CA in DIR, and with it a certificate for each host of the HOSTS file.
+    """Create a private CA in DIR and a certificate for each host of the HOSTS file.
 
     \b
     gossipx certs new certs hosts.txt
@@ -264,14 +271,14 @@ def certs_new(directory: Path, hosts: Path) -> None:
 
 
 def _print_table(rows: list[Row]) -> None:
-    """A line a figure and a column a run, which fits a terminal where the other way round would not."""
+    """Print a row per figure and a column per run, which fits a terminal better than the transposed table."""
     lines: tuple[tuple[str, Callable[[Row], str]], ...] = (
         ("policy", lambda row: row.policy),
         ("codec", lambda row: row.codec),
-        ("retrievals a peer", lambda row: _shown(row.retrievals, "{:.1f}")),
+        ("retrievals per peer", lambda row: _shown(row.retrievals, "{:.1f}")),
         ("reduction", lambda row: _shown(row.reduction, "{:.1%}")),
         ("delayed pulls (DPRs)", lambda row: _shown(row.delayed_pulls, "{:.0f}")),
-        ("MB received a peer", lambda row: _shown(row.received_mb, "{:.1f}")),
+        ("MB received per peer", lambda row: _shown(row.received_mb, "{:.1f}")),
         ("MB in the finish", lambda row: _shown(row.finish_mb, "{:.2f}")),
         ("accuracy, mean", lambda row: _shown(row.accuracy, "{:.4f}")),
         ("accuracy, worst peer", lambda row: _shown(row.accuracy_worst, "{:.4f}")),
@@ -284,11 +291,11 @@ def _print_table(rows: list[Row]) -> None:
     table = Table()
     table.add_column(no_wrap=True)
     for row in rows:
-        table.add_column(row.name, overflow="fold")  # a name that is cut tells no runs apart
+        table.add_column(row.name, overflow="fold")  # truncated names could be equal
     for heading, cell in lines:
         table.add_row(heading, *(cell(row) for row in rows))
     console = Console(highlight=False)
-    if not console.is_terminal:  # a file or a pipe has no width that the table should be cut to
+    if not console.is_terminal:  # a file or a pipe has no width to fit
         console.width = 40 * (len(rows) + 1)
     console.print(table)
 

@@ -1,4 +1,4 @@
-"""``gossipx completion``: what has a shell complete the commands."""
+"""``gossipx completion``: the script by which a shell completes commands."""
 
 from __future__ import annotations
 
@@ -9,24 +9,25 @@ from gossipx.cli.commands import debug
 
 SHELLS = ("bash", "zsh", "fish")
 VARIABLE = "_GOSSIPX_COMPLETE"
-"""By which the shell's script asks; its name is click's."""
+"""Environment variable by which the shell's script requests completions; click defines its name."""
 
 
 @add_completion_class
 class Bash(BashComplete):
-    """Bash cuts words at = and at :, and click looks for a value whole and right behind its option."""
+    """Completion for Bash, which splits words at = and :, while click expects a whole value directly
+    behind its option."""
 
     def get_completion_args(self) -> tuple[list[str], str]:
-        """The words before the one to be completed, and that."""
+        """Return the words before the word to complete, and that word."""
         before, typed = super().get_completion_args()
         words: list[str] = []
-        goes_on = False
+        continues = False
         for word in (*before, typed):
-            if words and (goes_on or word == ":"):
+            if words and (continues or word == ":"):
                 words[-1] += word
             else:
                 words.append(word)
-            goes_on = word == ":"
+            continues = word == ":"
         return [word for word in words[:-1] if word != "="], words[-1]
 
 
@@ -35,7 +36,7 @@ class Bash(BashComplete):
 @click.argument("shell", type=click.Choice(SHELLS), metavar="bash|zsh|fish")
 @click.pass_context
 def completion(ctx: click.Context, shell: str) -> None:
-    """Print a script that has the shell complete commands, options and their values.
+    """Print a script by which the shell completes commands, options and their values.
 
     \b
     mkdir -p ~/.local/share/bash-completion/completions ~/.zfunc ~/.config/fish/completions
@@ -44,5 +45,5 @@ def completion(ctx: click.Context, shell: str) -> None:
     gossipx completion fish > ~/.config/fish/completions/gossipx.fish
     """
     kind = get_completion_class(shell)
-    assert kind is not None, "SHELLS are those of click"
+    assert kind is not None, "click supports all SHELLS"
     print(kind(ctx.find_root().command, {}, "gossipx", VARIABLE).source(), end="")

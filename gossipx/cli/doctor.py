@@ -1,4 +1,4 @@
-"""``gossipx doctor``: which hosts are reached, how fast, and which disagree on the model."""
+"""``gossipx doctor``: checks of the machines of a run and of the connections between them."""
 
 from __future__ import annotations
 
@@ -19,29 +19,33 @@ from gossipx.errors import UsageError
 if TYPE_CHECKING:
     from gossipx.tools.doctor.findings import Findings
 
-_ASKED = ("model", "task", "data_dir", "device", "bind", "advertise", "secret_file", "tls_cert", "tls_key", "tls_ca")
+_SETTINGS = ("model", "task", "data_dir", "device", "bind", "advertise", "secret_file", "tls_cert", "tls_key", "tls_ca")
 _COLOURS = {"ok": "green", "note": "cyan", "warn": "yellow", "fail": "red"}
 
 
 def _settings(command: Any) -> Any:
-    for name in reversed(_ASKED):
+    for name in reversed(_SETTINGS):
         command = option(KEYS[name])(command)
     return command
 
 
 @click.command("doctor", context_settings={"allow_interspersed_args": False})
-@click.option("--peers", type=click.Path(), help="The hosts file. Needed here or in the --config file.")
-@click.option("--wait", type=FloatRange(0, 3600), default=15.0, show_default=True, help="Seconds for other hosts.")
-@click.option("--config", "config_file", type=click.Path(path_type=Path), help="A TOML file of a run's settings.")
+@click.option("--peers", type=click.Path(), help="Hosts file. Required here or in the --config file.")
+@click.option(
+    "--wait", type=FloatRange(0, 3600), default=15.0, show_default=True, help="Seconds to wait for other hosts."
+)
+@click.option(
+    "--config", "config_file", type=click.Path(path_type=Path), help="TOML file with the settings of the run."
+)
 @_settings
-@click.option("--json", "as_json", is_flag=True, help="For programs.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @debug
 @click.argument("script", nargs=-1, type=click.UNPROCESSED, metavar="[SCRIPT [ARGS]...]")
 def doctor(wait: float, config_file: Path | None, as_json: bool, script: tuple[str, ...], **settings: Any) -> None:
-    """Look at the machines of a run: names, ports, versions, clocks, devices, which hosts are reached and how fast.
+    """Check the machines of a run: names, ports, versions, clocks, devices, reachable hosts and their bandwidth.
 
     Start the same command on each host, with the hosts file and the --bind, --secret-file or --tls-... of the run. Each
-    waits for the others, and reports what it sees. Exit code 0: nothing fails; 1: something does; 5: not authorised.
+    waits for the others and reports its own view. Exit code 0: no check failed; 1: one did; 5: not authorised.
 
     \b
     gossipx doctor --peers hosts.txt
@@ -55,10 +59,10 @@ def doctor(wait: float, config_file: Path | None, as_json: bool, script: tuple[s
     given = files.load(config_file) if config_file else {}
     resolved = files.resolve(given, settings)
     if resolved.run.peers is None:
-        raise UsageError("who the peers are is not given: --peers hosts.txt, or peers = in [run] of the --config file")
-    looks_at_model = bool(script) or config_file is not None or any(settings[name] for name in ("model", "task"))
-    asked = list(script) if looks_at_model else None
-    found = examine(resolved, Path(resolved.run.peers), asked, wait, lambda line: print(line, file=sys.stderr))
+        raise UsageError("no peers given: use --peers hosts.txt, or peers = in [run] of the --config file")
+    checks_model = bool(script) or config_file is not None or any(settings[name] for name in ("model", "task"))
+    model_of = list(script) if checks_model else None
+    found = examine(resolved, Path(resolved.run.peers), model_of, wait, lambda line: print(line, file=sys.stderr))
     said = verdicts(found)
     code = max((verdict.exit_code for verdict in said if verdict.level == "fail"), default=0)
     if as_json:
@@ -74,7 +78,7 @@ def doctor(wait: float, config_file: Path | None, as_json: bool, script: tuple[s
 
 
 def _table(found: Findings) -> Table:
-    """Hosts, as this one sees them. The verdicts come last: they stay in sight."""
+    """Return a row per host, as seen from this one. Verdicts are printed below it, so that they stay visible."""
     table = Table("host", "peers reached", "round trip", "rate to here", "gossipx", "torch", "python")
     for host in found.hosts:
         seen, way = found.seen(host), found.ways.get(host.number)

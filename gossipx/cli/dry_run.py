@@ -1,4 +1,4 @@
-"""``gossipx run --dry-run``, shown."""
+"""The output of ``gossipx run --dry-run``."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from gossipx.tools.dry_run import DryRun
 
 FIXED = 0.01
-"""A codec whose bound is as near to what it makes of a sample has one size for all values."""
+"""Relative difference between a codec's size bound and the size of a sample below which the size counts as fixed."""
 
 
 def show_dry_run(found: DryRun, as_json: bool) -> None:
-    """Print what a run would be."""
+    """Print the peers, topology and expected traffic of a run."""
     if as_json:
         print(json.dumps(dataclasses.asdict(found), indent=2))
         return
@@ -27,9 +27,9 @@ def show_dry_run(found: DryRun, as_json: bool) -> None:
         print(found.notice, file=sys.stderr)
     tables = [_peers(found)]
     if found.topology is not None:
-        table = Table("", found.topology.topology, title="Who exchanges with whom", title_justify="left")
+        table = Table("", found.topology.topology, title="Topology", title_justify="left")
         for what, value in found.topology.lines():
-            if not what.startswith("..."):  # of machines with as many slots each: those here are the hosts file's
+            if not what.startswith("..."):  # these assume equal slots per machine, unlike a hosts file
                 table.add_row(what, value)
         tables.append(table)
     show(*tables, _traffic(found))
@@ -52,13 +52,13 @@ def _peers(found: DryRun) -> Table:
 
 
 def _traffic(found: DryRun) -> Table:
-    of = "" if found.model.is_known else ", for each MB of model"
-    title = f"Traffic of {found.iterations:,} iterations{of}; {found.how}"
+    unit = "" if found.model.is_known else ", per MB of model"
+    title = f"Traffic of {found.iterations:,} iterations{unit}; {found.how}"
     table = Table(title=title, title_justify="left")
     table.add_column("", overflow="fold")
-    for heading in ("times a peer", "MB each way", "of the busiest", f"s of {found.link}"):
+    for heading in ("times per peer", "MB each way", "of the busiest", f"s at {found.link}"):
         table.add_column(heading, justify="right")
-    table.add_column("known from")
+    table.add_column("source")
     for number, one in enumerate(found.traffic):
         is_same = number > 0 and found.traffic[number - 1].policy == one.policy
         table.add_row(
@@ -81,7 +81,7 @@ def _notes(found: DryRun) -> list[str]:
     model = found.model
     size = f"{model.exchanged_bytes / 1e6:.4g} MB"
     if not model.is_known:
-        size = "of unknown size: figures are for each MB, or give --model-size 45MB"
+        size = "unknown size: figures are per MB; give the size by --model-size 45MB"
     notes = [f"model {model.name}: {size}, codec {model.codec}"]
     if model.encoded_bytes != model.exchanged_bytes:
         most = model.encoded_at_most
@@ -89,16 +89,18 @@ def _notes(found: DryRun) -> list[str]:
         is_fixed = most is not None and most - model.encoded_bytes < FIXED * most
         of = "" if is_fixed else f" of normally distributed values{bound}"
         notes[0] += f": {model.encoded_bytes / 1e6:.4g} MB{of}"
-    notes.append(f"one takes {found.exchange_seconds:.3g} s by itself, at {found.exchange_rate}")
+    notes.append(f"one exchange alone takes {found.exchange_seconds:.3g} s, at {found.exchange_rate}")
     if not found.between_machines:
-        notes.append("all are on one machine: seconds are as if each had such a link of its own")
-    beside = []
+        notes.append("all peers are on one machine: seconds assume a separate link for each")
+    uncounted = []
     if found.start_bytes:
-        beside.append(f"each peer but the first begins with {found.start_bytes / 1e6:.4g} MB")
+        uncounted.append(f"each peer but the first receives {found.start_bytes / 1e6:.4g} MB at the start")
     if found.finish_bytes:
-        beside.append(f"one receives {found.finish_bytes / 1e6:.4g} MB in the finish, in the mean")
-    if beside:
-        notes.append(f"not counted above: {', '.join(beside)}")
+        uncounted.append(f"each peer receives {found.finish_bytes / 1e6:.4g} MB on average in the finish")
+    if uncounted:
+        notes.append(f"not counted above: {', '.join(uncounted)}")
     if not found.is_length_known:
-        notes.append(f"a script has a length of its own: --iterations {found.iterations} is for these figures")
+        notes.append(
+            f"a script sets its own number of iterations: these figures assume --iterations {found.iterations}"
+        )
     return notes

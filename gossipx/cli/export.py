@@ -1,4 +1,4 @@
-"""``gossipx export``: a run's model as a file."""
+"""``gossipx export``: writes a run's model to a file."""
 
 from __future__ import annotations
 
@@ -12,13 +12,17 @@ from gossipx.cli.commands import debug
 
 @click.command("export")
 @click.argument("run", metavar="RUN", shell_complete=words.runs())
-@click.option("--to", "target", type=click.Path(path_type=Path), required=True, help="The file, model.safetensors.")
-@click.option("--peer", help="One peer's own model, by name or number, instead of the average.")
-@click.option("--overwrite", is_flag=True, help="Replace a file that is there.")
-@click.option("--logdir", type=click.Path(path_type=Path), default=Path("runs"), help="Where runs are named by name.")
+@click.option(
+    "--to", "target", type=click.Path(path_type=Path), required=True, help="Output file, such as model.safetensors."
+)
+@click.option("--peer", help="Export the model of this peer, by name or number, instead of the average.")
+@click.option("--overwrite", is_flag=True, help="Replace an existing file.")
+@click.option(
+    "--logdir", type=click.Path(path_type=Path), default=Path("runs"), help="Directory that contains the runs."
+)
 @debug
 def export(run: str, target: Path, peer: str | None, overwrite: bool, logdir: Path) -> None:
-    """Write the average of all peers' models, of the end or of their newest checkpoints.
+    """Write the average of all peers' final models, or of their newest checkpoints.
 
     \b
     gossipx export runs/adaptive --to model.safetensors

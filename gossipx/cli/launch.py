@@ -1,4 +1,4 @@
-"""``gossipx launch``: prints what a cluster's scheduler takes."""
+"""``gossipx launch``: prints job files for a cluster's scheduler."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from gossipx.tools.jobs import Job
 
 NOT_OF_A_JOB = ("dry_run", "link", "model_size", "as_json", "rank", "size", "master")
-"""Options of ``gossipx run`` that a job has no use for: it says itself who its peers are, and it runs."""
+"""Options of ``gossipx run`` that have no use in a job, where the scheduler defines the peers."""
 
 
 @click.group("launch")
 def launch() -> None:
-    """Print a job for a cluster's scheduler: one independent process a peer, so that one that fails ends no other.
+    """Print a job for a cluster's scheduler: one independent process per peer, so that a failure ends no other peer.
 
-    What follows -- is for 'gossipx run'.
+    Arguments after -- are passed to 'gossipx run'.
 
     \b
     gossipx launch slurm --nodes 4 -- --policy adaptive train.py > job.sh
@@ -31,9 +31,9 @@ def launch() -> None:
 
 def _job(command: Callable[..., None]) -> Callable[..., None]:
     for decorate in (
-        click.option("--name", default="gossipx", show_default=True, help="Of the job."),
+        click.option("--name", default="gossipx", show_default=True, help="Name of the job."),
         debug,
-        click.option("--gpus-per-peer", type=click.IntRange(0, 1024), default=0, help="GPUs of each peer."),
+        click.option("--gpus-per-peer", type=click.IntRange(0, 1024), default=0, help="Number of GPUs per peer."),
         click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[-- ARGS OF RUN...]"),
     ):
         command = decorate(command)
@@ -41,12 +41,14 @@ def _job(command: Callable[..., None]) -> Callable[..., None]:
 
 
 @launch.command("slurm")
-@click.option("--nodes", type=click.IntRange(1, MOST), default=1, show_default=True, help="Machines.")
-@click.option("--peers-per-node", type=click.IntRange(1, 1024), default=1, show_default=True, help="Peers on each.")
-@click.option("--time", help="The job's limit, as SLURM writes it: 2:00:00.")
-@click.option("--partition", help="Of the cluster.")
+@click.option("--nodes", type=click.IntRange(1, MOST), default=1, show_default=True, help="Number of machines.")
+@click.option(
+    "--peers-per-node", type=click.IntRange(1, 1024), default=1, show_default=True, help="Number of peers per machine."
+)
+@click.option("--time", help="Time limit of the job in SLURM's format: 2:00:00.")
+@click.option("--partition", help="Partition of the cluster.")
 @_job
-def slurm(time: str | None, partition: str | None, **asked: Any) -> None:
+def slurm(time: str | None, partition: str | None, **options: Any) -> None:
     """Print a script for sbatch.
 
     \b
@@ -55,16 +57,16 @@ def slurm(time: str | None, partition: str | None, **asked: Any) -> None:
     """
     from gossipx.tools import jobs
 
-    print(jobs.slurm(_asked(**asked), time, partition), end="")
+    print(jobs.slurm(_job_of(**options), time, partition), end="")
 
 
 @launch.command("kubernetes")
-@click.option("--peers", "nodes", type=click.IntRange(1, MOST), required=True, help="Peers, a pod each.")
-@click.option("--image", required=True, help="Of the container, with gossipx and your script in it.")
-@click.option("--claim", help="A PersistentVolumeClaim that all pods can write to, for the run's directory.")
+@click.option("--peers", "nodes", type=click.IntRange(1, MOST), required=True, help="Number of peers, one pod each.")
+@click.option("--image", required=True, help="Container image that contains gossipx and your script.")
+@click.option("--claim", help="PersistentVolumeClaim for the run's directory, writable by all pods.")
 @_job
-def kubernetes(image: str, claim: str | None, **asked: Any) -> None:
-    """Print a manifest for kubectl apply: an Indexed Job and the Service by which its pods find each other.
+def kubernetes(image: str, claim: str | None, **options: Any) -> None:
+    """Print a manifest for kubectl apply: an Indexed Job, and the Service by which its pods find each other.
 
     \b
     gossipx launch kubernetes --peers 4 --image example.org/train:1 -- --policy adaptive train.py > job.yaml
@@ -72,11 +74,11 @@ def kubernetes(image: str, claim: str | None, **asked: Any) -> None:
     """
     from gossipx.tools import jobs
 
-    print(jobs.kubernetes(_asked(peers_per_node=1, **asked), image, claim), end="")
+    print(jobs.kubernetes(_job_of(peers_per_node=1, **options), image, claim), end="")
 
 
-def _asked(name: str, nodes: int, peers_per_node: int, gpus_per_peer: int, arguments: tuple[str, ...]) -> Job:
-    """The job; settings that 'gossipx run' would refuse are refused here already."""
+def _job_of(name: str, nodes: int, peers_per_node: int, gpus_per_peer: int, arguments: tuple[str, ...]) -> Job:
+    """Return the job. Settings that 'gossipx run' would refuse are refused here."""
     from gossipx.cli.commands import run
     from gossipx.config import files
     from gossipx.errors import UsageError
@@ -88,11 +90,11 @@ def _asked(name: str, nodes: int, peers_per_node: int, gpus_per_peer: int, argum
     file, script, resume = given.pop("config_file"), given.pop("script"), given.pop("resume")
     for other in NOT_OF_A_JOB:
         if (value := given.pop(other)) is not None and value is not False:
-            raise UsageError(f"{options[other]} is not for a job: leave it out")
-    known = files.load(file) if file is not None and Path(file).is_file() else {}  # in an image it is not here
+            raise UsageError(f"{options[other]} has no use in a job: leave it out")
+    known = files.load(file) if file is not None and Path(file).is_file() else {}  # it may exist only in the image
     settings = files.resolve(known, given)
     named = frozenset(known) | {key for key, value in given.items() if value is not None}
     job = Job(name, nodes, peers_per_node, gpus_per_peer, settings, named, arguments, bool(script))
-    if resume is None:  # which has settings of its own
+    if resume is None:  # a resumed run has its own settings
         start.presets(settings, job.peers, script, None)
     return job

@@ -1,6 +1,6 @@
-"""Options made from settings, and the two helps of ``gossipx run``.
+"""Command-line options generated from settings, and the short and long help of ``gossipx run``.
 
-A run has too many options for one screen. So ``--help`` shows those that are declared as common, and ``--help-all``
+A run has too many options for one screen, so ``--help`` shows those that are declared as common, and ``--help-all``
 shows all of them.
 """
 
@@ -15,14 +15,14 @@ from gossipx.cli import words
 from gossipx.config.settings import KEYS, Group, Key
 
 _ALL = "gossipx.help-all"
-"""Set in a context's ``meta`` while its help is to show every option."""
+"""Key in a context's ``meta``; set while the help must show every option."""
 
 
 class Option(click.Option):
     """An option that may be common.
 
     Args:
-        common: the heading under which ``--help`` shows it. None: only ``--help-all`` does.
+        common: heading under which ``--help`` shows it; None: only ``--help-all`` shows it.
     """
 
     def __init__(self, *args: Any, common: Group | None = None, **kwargs: Any) -> None:
@@ -57,7 +57,7 @@ class RunCommand(click.Command):
         try:
             return super().parse_args(ctx, args)
         except click.UsageError as error:
-            error.ctx = error.ctx or ctx  # click leaves it out where an option lacks its value
+            error.ctx = error.ctx or ctx  # click does not set it if an option lacks its value
             raise
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -66,7 +66,7 @@ class RunCommand(click.Command):
             heading: [record for one in options if (record := one.get_help_record(ctx)) is not None]
             for heading, options in groups.items()
         }
-        # One column of options for all headings; in the long help a few long names would leave no room for the text.
+        # The short help aligns all headings; in the long help a few long names would leave no room for the text.
         width = 0 if ctx.meta.get(_ALL) else max(len(name) for records in shown.values() for name, _ in records)
         for heading, records in shown.items():
             with formatter.section(heading):
@@ -78,14 +78,14 @@ def _options(command: click.Command, ctx: click.Context) -> Iterator[click.Optio
 
 
 def by_heading(command: click.Command, ctx: click.Context) -> dict[str, list[click.Option]]:
-    """Return the common options of a command by heading, and its two helps."""
+    """Return the common options of a command by heading, and under Help its two help options."""
     groups: dict[str, list[click.Option]] = {heading: [] for heading in (*get_args(Group), "Help")}
     for one in _options(command, ctx):
         if isinstance(one, Option) and one.common:
             groups[one.common].append(one)
         elif not {"--help", "--help-all"}.isdisjoint(one.opts):
             groups["Help"].append(one)
-    groups["Help"].reverse()  # click appends its own
+    groups["Help"].reverse()  # click appends --help last
     return groups
 
 
@@ -111,12 +111,12 @@ help_all = click.option(
     expose_value=False,
     is_eager=True,
     callback=_show_all,
-    help="Show all options: other ways to exchange, codecs, limits, checkpoints, dry runs.",
+    help="Show all options, including other modes of exchange, codecs, limits and checkpoints.",
 )
 
 
 def help_for(error: click.UsageError, command: click.Command) -> str:
-    """Return the option of a command that shows the help which an error asks for."""
+    """Return the help option of a command that shows the option in which an error occurred."""
     if not isinstance(command, RunCommand):
         return "--help"
     parameter = getattr(error, "param", None)

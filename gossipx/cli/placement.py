@@ -1,4 +1,4 @@
-"""``gossipx placement``: where a model's tensors would lie on the servers of a parameter server."""
+"""``gossipx placement``: shows how a model's tensors are distributed over parameter servers."""
 
 from __future__ import annotations
 
@@ -18,26 +18,30 @@ if TYPE_CHECKING:
     from gossipx.server.placement.survey import Survey
 
 _MOST = 1024
-"""Servers: more than any of the models has tensors, and still a table that can be scrolled through."""
+"""Maximum number of servers: more than any of the models has tensors, and the table can still be scrolled through."""
 _BAR = 20
-"""Characters of the longest bar; the widest table then has fewer than 80."""
+"""Characters of the longest bar; with it the widest table has fewer than 80 columns."""
 
 
 @click.command("placement")
 @debug
 @click.argument("model", metavar="MODEL", shell_complete=words.models)
-@click.option("--servers", type=click.IntRange(1, _MOST), default=4, show_default=True, help="How many share MODEL.")
+@click.option("--servers", type=click.IntRange(1, _MOST), default=4, show_default=True, help="Number of servers.")
 @click.option(
-    "--placement", "strategy", metavar="NAME", help="Only this one. Default: all.", shell_complete=words.placements
+    "--placement",
+    "strategy",
+    metavar="NAME",
+    help="Show only this placement. Default: all.",
+    shell_complete=words.placements,
 )
-@click.option("--json", "as_json", is_flag=True, help="For programs.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def placement(model: str, servers: int, strategy: str | None, as_json: bool) -> None:
-    """How evenly each placement spreads MODEL over the servers of a parameter server, and in how many partitions.
+    """Show how evenly each placement spreads MODEL over the servers, and in how many partitions.
 
-    MODEL is a built-in one (run's --model) or inception-v4, at the input that it was published for and in float32:
+    MODEL is a built-in model (see run's --model) or inception-v4, for the input size of its publication and in float32:
     lenet for MNIST, convnet and the resnets for CIFAR-10, alexnet, googlenet (without auxiliary classifiers) and
-    inception-v4 for ImageNet. Shown are the sizes of its tensors, the MB on each server, their coefficient of variation
-    (standard deviation by mean; 0 is even), and the partitions, which are the messages of a push or pull of all.
+    inception-v4 for ImageNet. The output lists the sizes of its tensors, the MB on each server, their coefficient of
+    variation (standard deviation / mean; 0 is even), and the number of partitions, that is, messages per push or pull.
 
     \b
     gossipx placement inception-v4 --servers 4
@@ -71,7 +75,7 @@ def _sizes(found: Survey) -> Table:
 
 
 def _placements(found: Survey) -> Table:
-    """A column a placement, which fits a terminal however many servers there are."""
+    """Return a column per placement, which fits a terminal with any number of servers."""
     table = Table(title=f"{found.model} on {found.servers} servers, MB on each", title_justify="left")
     table.add_column("server", no_wrap=True)
     for one in found.placements:

@@ -1,4 +1,4 @@
-"""``gossipx server``: what can be told to the parameter server of a run that goes on."""
+"""``gossipx server``: changes the parameter server of a run in progress."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gossipx.launch.directory import run_directory
 
 @click.group("server")
 def server() -> None:
-    """The parameter server of a run that goes on.
+    """Change the parameter server of a run in progress.
 
     \b
     gossipx server set-sync runs/mine ssp:staleness=3
@@ -25,12 +25,14 @@ def server() -> None:
 @debug
 @click.argument("run", type=click.Path(path_type=Path), metavar="RUN", shell_complete=words.runs())
 @click.argument("sync", metavar="SYNC", shell_complete=words.sync_models)
-@click.option("--shard", type=click.IntRange(0), help="Of this shard alone, from 0. Default: all.")
-@click.option("--apply", default="", help="How gradients are applied: push, each, tick. Default: the sync model's way.")
-@click.option("--pulls", default="", help="When delayed pulls are answered: lazy or soft. Default: as before.")
-@click.option("--logdir", type=click.Path(path_type=Path), default=Path("runs"), help="Where runs are named by name.")
+@click.option("--shard", type=click.IntRange(0), help="Change only this shard, counted from 0. Default: all.")
+@click.option("--apply", default="", help="How gradients are applied: push, each, tick. Default: the sync model's.")
+@click.option("--pulls", default="", help="When delayed pulls are answered: lazy or soft. Default: unchanged.")
+@click.option(
+    "--logdir", type=click.Path(path_type=Path), default=Path("runs"), help="Directory that contains the runs."
+)
 def set_sync(run: Path, sync: str, shard: int | None, apply: str, pulls: str, logdir: Path) -> None:
-    """Go over to the sync model SYNC, with no push lost and no pull stranded.
+    """Switch to the sync model SYNC; no push is lost and every delayed pull is answered.
 
     \b
     gossipx server set-sync runs/mine ssp:staleness=3
@@ -45,16 +47,18 @@ def set_sync(run: Path, sync: str, shard: int | None, apply: str, pulls: str, lo
         {"set-sync": sync, "shard": shard, "apply": apply, "pulls": pulls},
         patience=120.0,
     )
-    print(f"{'all shards go' if shard is None else f'shard {shard} goes'} by {sync} now")
+    print(f"{'all shards now use' if shard is None else f'shard {shard} now uses'} {sync}")
 
 
 @server.command("set-servers")
 @debug
 @click.argument("run", type=click.Path(path_type=Path), metavar="RUN", shell_complete=words.runs())
 @click.argument("servers", metavar="SERVERS")
-@click.option("--logdir", type=click.Path(path_type=Path), default=Path("runs"), help="Where runs are named by name.")
+@click.option(
+    "--logdir", type=click.Path(path_type=Path), default=Path("runs"), help="Directory that contains the runs."
+)
 def set_servers(run: Path, servers: str, logdir: Path) -> None:
-    """Have the peers SERVERS, numbers or names with commas, hold the shards from now on: what has to move there moves.
+    """Move the shards to the peers SERVERS, given by number or name and separated by commas.
 
     \b
     gossipx server set-servers runs/mine 0,1,2
@@ -63,8 +67,8 @@ def set_servers(run: Path, servers: str, logdir: Path) -> None:
     from gossipx.errors import UsageError
     from gossipx.launch.control import command
 
-    given = [one.strip() for one in servers.split(",")]
+    given = [name.strip() for name in servers.split(",")]
     if not all(given):
-        raise UsageError(f"SERVERS '{servers}' are numbers or names of peers with commas between them, as in 0,1,2")
+        raise UsageError(f"SERVERS '{servers}': give numbers or names of peers separated by commas, as in 0,1,2")
     command(run_directory(str(run), logdir), {"set-servers": ",".join(given)}, patience=3600.0)
-    print(f"the servers are {','.join(given)} now")
+    print(f"the servers are now {','.join(given)}")

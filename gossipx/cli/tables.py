@@ -1,4 +1,4 @@
-"""Tables on a terminal, in a file and through a pipe."""
+"""Printing of tables to a terminal, a file or a pipe."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from rich.console import Console, RenderableType
 
 
 def show(*tables: RenderableType) -> None:
-    """Print tables, and what stands between them, one below the other."""
+    """Print tables, and the text between them, one below the other."""
     console = Console(highlight=False, markup=False)
-    if not console.is_terminal:  # a file or a pipe has no width that the table should be cut to
+    if not console.is_terminal:  # a file or a pipe has no width to fit
         console.width = 200
     for table in tables:
         console.print(table)

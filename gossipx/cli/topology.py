@@ -1,4 +1,4 @@
-"""``gossipx topology``: what there is, whom it makes neighbours, and what to expect of it."""
+"""``gossipx topology``: lists topologies, shows their neighbours and checks how fast peers agree over them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gossipx.launch.cluster.world import MOST
 
 @click.group("topology")
 def topology() -> None:
-    """Who may pull from whom: list, show or check topologies.
+    """List, show or check topologies, which define the neighbours of each peer.
 
     \b
     gossipx topology list
@@ -28,15 +28,15 @@ def topology() -> None:
     """
 
 
-_json = click.option("--json", "as_json", is_flag=True, help="For programs.")
+_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 _name = click.argument("name", metavar="NAME|FILE", shell_complete=words.topologies)
 
 
-def _which(command: Callable[..., None]) -> Callable[..., None]:
-    """The graph that a command is about."""
+def _selects_graph(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the argument and options that select a graph."""
     seed = click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, help="Seed of random graphs and draws.")
     size = click.option(
-        "--size", type=click.IntRange(1, MOST), help="Number of peers. Default: as many as the file has."
+        "--size", type=click.IntRange(1, MOST), help="Number of peers. Default: number of peers in the file."
     )
     return _name(size(seed(command)))
 
@@ -45,7 +45,7 @@ def _which(command: Callable[..., None]) -> Callable[..., None]:
 @debug
 @_json
 def list_command(as_json: bool) -> None:
-    """The generators with their parameters, the schedules, and the files that gossipx brings along.
+    """List the generators with their parameters, the schedules, and the topology files included in gossipx.
 
     \b
     gossipx topology list
@@ -61,7 +61,7 @@ def list_command(as_json: bool) -> None:
     if as_json:
         print(json.dumps(kinds, indent=2))
         return
-    table = Table("", "name", "what it is")
+    table = Table("", "name", "description")
     for kind, lines in kinds.items():
         for number, (name, text) in enumerate(lines.items()):
             table.add_row("" if number else kind, name, text)
@@ -71,10 +71,10 @@ def list_command(as_json: bool) -> None:
 
 @topology.command("show")
 @debug
-@_which
+@_selects_graph
 @_json
 def show(name: str, size: int | None, seed: int, as_json: bool) -> None:
-    """Whom each peer may pull from, a line a rank.
+    """Show the neighbours from which each peer may pull, one line per rank.
 
     \b
     gossipx topology show torus --size 12
@@ -96,20 +96,20 @@ def show(name: str, size: int | None, seed: int, as_json: bool) -> None:
 
 @topology.command("check")
 @debug
-@_which
+@_selects_graph
 @click.option(
     "--schedule",
-    help="Whose turn it is, as for run. Default: the topology's own, or random.",
+    help="How partners are chosen, as for run. Default: the topology's, or random.",
     shell_complete=words.schedules,
 )
 @click.option(
     "--weights", type=click.Choice(["uniform", "metropolis", "push-sum"]), default="uniform", help="As for run."
 )
-@click.option("--slots", type=click.IntRange(1), default=1, help="Peers a machine, on consecutive ranks.")
-@click.option("--tolerance", type=FloatRange(0, 1, True, True), help="Models count as equal at this distance.")
+@click.option("--slots", type=click.IntRange(1), default=1, help="Peers per machine, on consecutive ranks.")
+@click.option("--tolerance", type=FloatRange(0, 1, True, True), help="Distance below which models count as equal.")
 @_json
 def check(name: str, size: int | None, seed: int, as_json: bool, **settings: Any) -> None:
-    """How fast up to 1024 peers agree over a topology, and what it costs. Exits with 1 if not all can reach all.
+    """Estimate how fast up to 1024 peers agree over a topology, and at what cost. Exit code 1: it is not connected.
 
     \b
     gossipx topology check hypercube --size 16 --schedule one-peer
@@ -119,9 +119,9 @@ def check(name: str, size: int | None, seed: int, as_json: bool, **settings: Any
     from gossipx.topology.analysis import analyse, check_size
 
     if size is not None:
-        check_size(size, f"--size {size}")  # before a graph is made of it
+        check_size(size, f"--size {size}")  # before a large graph is built
     graph = load(name, size, seed, connected=False)
-    with Console(stderr=True).status(f"{graph.size} peers: this may take minutes"):  # on a terminal alone
+    with Console(stderr=True).status(f"{graph.size} peers: this may take minutes"):  # shown on a terminal only
         found = analyse(graph, seed=seed, **{key: value for key, value in settings.items() if value is not None})
     if as_json:
         print(json.dumps(dataclasses.asdict(found), indent=2))

@@ -1,7 +1,7 @@
-"""What a shell may complete a value with. It is asked for on a key press, so that nothing here may import torch.
+"""Values that a shell completes. They are computed on each key press, so importing torch here would be too slow.
 
-Where that, numpy or networkx would be needed, words stand here; a test holds them against the tables that they are of.
-Other tables are imported when they are asked for.
+Names from modules that import torch, numpy or networkx are repeated here; a test compares them with their tables. Other
+tables are imported on request.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CODECS = (
     *("qsgd", "natural", "signsgd", "efsignsgd", "powersgd", "dgc", "localsteps", "moniqua"),
 )
 CODEC_PACKAGES = "gossipx.codecs"
-"""Entry points by which installed packages add codecs."""
+"""Entry-point group by which installed packages add codecs."""
 TOPOLOGIES = (
     *("full", "ring", "star", "grid", "torus", "hypercube", "exponential", "expander", "regular", "small-world"),
     *("erdos-renyi", "hierarchical", "bipartite"),
@@ -34,7 +34,7 @@ DEVICES = ("cpu", "cuda", "cuda:0")
 
 
 def of(words: Callable[[], Iterable[str]]) -> Complete:
-    """Completes with those of ``words`` that begin as what was typed."""
+    """Return a completion with those of ``words`` that start with the typed text."""
 
     def complete(ctx: click.Context, parameter: click.Parameter, typed: str) -> list[CompletionItem]:
         return [CompletionItem(word) for word in words() if word.startswith(typed)]
@@ -43,12 +43,12 @@ def of(words: Callable[[], Iterable[str]]) -> Complete:
 
 
 def path(kind: str) -> Complete:
-    """Leaves it to the shell, which knows files (``file``) and directories (``dir``)."""
+    """Return a completion by the shell itself, which knows files (``file``) and directories (``dir``)."""
     return lambda ctx, parameter, typed: [CompletionItem(typed, type=kind)]
 
 
 def or_file(words: Callable[[], Iterable[str]]) -> Complete:
-    """Completes with those of ``words`` that begin as what was typed; where none does, with files."""
+    """Return a completion with those of ``words`` that start with the typed text, or else with files."""
 
     def complete(ctx: click.Context, parameter: click.Parameter, typed: str) -> list[CompletionItem]:
         found = [CompletionItem(word) for word in words() if word.startswith(typed)]
@@ -58,16 +58,16 @@ def or_file(words: Callable[[], Iterable[str]]) -> Complete:
 
 
 def runs(marked: str = "config.toml") -> Complete:
-    """Completes with the names of runs in ``--logdir``, or with directories.
+    """Return a completion with the names of runs in ``--logdir``, or else with directories.
 
     Args:
-        marked: by a file of this name.
+        marked: name of the file that a directory must contain to count as a run.
     """
 
     def complete(ctx: click.Context, parameter: click.Parameter, typed: str) -> list[CompletionItem]:
         logdir = Path(ctx.params.get("logdir") or "runs")
-        taken = ctx.params.get(parameter.name or "") or ()  # those that were named already, where several may be
-        known = {str(one) for one in taken} if isinstance(taken, tuple) else set()
+        given = ctx.params.get(parameter.name or "") or ()  # a tuple if several may be given
+        known = {str(name) for name in given} if isinstance(given, tuple) else set()
         names = (file.parent.name for file in sorted(logdir.glob(f"*/{marked}")))
         found = [CompletionItem(name) for name in names if name.startswith(typed) and name not in known]
         return found or [CompletionItem(typed, type="dir")]
@@ -144,5 +144,5 @@ _BY_SETTING: dict[str, Complete] = {
 
 
 def of_setting(key: Key) -> Complete | None:
-    """What completes a setting's value; None: click does, where there are choices, or nothing can."""
+    """Return the completion of a setting's value; None: click completes its choices, or nothing does."""
     return _BY_SETTING.get(key.name)

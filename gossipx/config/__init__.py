@@ -1,1 +1,1 @@
-"""Settings of a run: what there are, how they are read and written, and who may talk to its peers."""
+"""The settings of a run: their declarations, how they are read and written, and who may connect to the peers."""

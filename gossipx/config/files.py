@@ -1,7 +1,7 @@
-"""A run's settings as they are given: read from a TOML file, checked, put together, and written as TOML again.
+"""Reading, checking, combining and writing the settings of a run.
 
-Values given on the command line come before those of the file, those before the defaults. What settings there are is
-:mod:`gossipx.config.settings`.
+Values come from the command line, then from a TOML file, then from the defaults, in that order of precedence.
+:mod:`gossipx.config.settings` declares the settings.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from gossipx.specs import suggest, toml
 
 
 def load(path: Path) -> dict[str, Any]:
-    """The values that a TOML file gives, by setting.
+    """Return the values that a TOML file sets, by name of the setting.
 
     Raises:
-        UsageError: the file and line of what is wrong in it, and what would have been right.
+        UsageError: names the file, the line, the error and the likely intention.
     """
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -54,10 +54,13 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def resolve(*layers: Mapping[str, Any]) -> RunConfig:
-    """A configuration from layers of given values, the later ones before the earlier; None is not given.
+    """Return the configuration that results from layers of values.
+
+    Args:
+        layers: values by name of the setting; a later layer overrides an earlier one, None means not given.
 
     Raises:
-        UsageError: an unknown setting or a bad value.
+        UsageError: a setting is unknown or a value is invalid.
     """
     given: dict[str, Any] = {}
     for layer in layers:
@@ -75,26 +78,26 @@ def resolve(*layers: Mapping[str, Any]) -> RunConfig:
 
 
 def _with_solver(given: dict[str, Any]) -> dict[str, Any]:
-    """What is given, and what a solver file says that is not.
+    """Add the model and the number of iterations that a solver file sets; given values take precedence.
 
     Raises:
-        UsageError: the file is not there, or wrong.
+        UsageError: the file does not exist or is invalid.
     """
     from gossipx.solver.prototxt import read
     from gossipx.tasks import solvers
     from gossipx.tasks.presets import PRESETS
 
     param = read(solvers.find(str(given["solver"])))
-    said: dict[str, Any] = {}
+    from_file: dict[str, Any] = {}
     if param.net in PRESETS:
-        said["model"] = param.net
+        from_file["model"] = param.net
     if param.max_iter > 0:
-        said["iterations"] = param.max_iter
-    return {**said, **given, "solver": solvers.told(str(given["solver"]))}
+        from_file["iterations"] = param.max_iter
+    return {**from_file, **given, "solver": solvers.told(str(given["solver"]))}
 
 
 def dump(config: RunConfig) -> str:
-    """The whole configuration as TOML; what is None is left out. :func:`load` reads it back."""
+    """Return the whole configuration as TOML, without settings that are None. :func:`load` reads it."""
     tables = {
         table: {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
         for table, values in dataclasses.asdict(config).items()
@@ -104,7 +107,13 @@ def dump(config: RunConfig) -> str:
 
 
 def _checked(key: Key, value: Any, called: str, place: tuple[Path | None, int | None], typed: bool = False) -> Any:
-    """The value that is meant; ``typed``: numbers are numbers, and not their text."""
+    """Return the converted value, or raise UsageError.
+
+    Args:
+        called: the name of the setting in messages.
+        place: file and line for messages.
+        typed: numbers must have a number's type (TOML) instead of being text (command line).
+    """
     if key.many:
         parts = [part for part in value.split(",") if part.strip()] if isinstance(value, str) else value
         if not isinstance(parts, list | tuple):
@@ -158,10 +167,10 @@ def _converted(kind: type, value: Any) -> Any:
 
 
 def _line(text: str, table: str | None, name: str) -> int:
-    """The line where a table begins, or a key of it stands; 1 where that cannot be told."""
+    """Return the line number of a table's header or of a key in a table; 1 if it is not found."""
     current: str | None = None
     start = rf"\s*[\"']?{re.escape(name)}[\"']?\s*[.=]"
-    # Above all tables, a table may stand as run.seed = 1 or run = {seed = 1}.
+    # Before the first header, a table may be written as run.seed = 1 or run = {seed = 1}.
     dotted = rf"\s*{re.escape(table or name)}\s*(\.\s*[\"']?{re.escape(name)}[\"']?\s*)?="
     for number, line in enumerate(text.splitlines(), 1):
         header = re.match(r"\s*\[+\s*([^\]]+?)\s*\]", line)

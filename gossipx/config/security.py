@@ -1,7 +1,7 @@
-"""Who may talk: what a run's settings say of it, as a transport and a secret.
+"""Access control: which processes may connect to a peer, as a transport and a shared secret made from the settings.
 
-Loopback is open to whoever is on this machine. Any other address needs a shared secret, which authenticates, or mutual
-TLS, which also encrypts.
+On loopback every process of this machine may connect. Any other address requires a shared secret, which authenticates,
+or mutual TLS, which authenticates and encrypts.
 """
 
 from __future__ import annotations
@@ -23,23 +23,24 @@ from gossipx.transports.tls import Tls
 from gossipx.wire.auth import Secret
 
 SECRET_VARIABLE = "GOSSIPX_SECRET"
-"""Environment variable that holds the secret, where --secret-file is not given."""
+"""Environment variable with the secret; used if --secret-file is not given."""
 LEAST_SECRET = 16
-"""Bytes of a secret: 128 bits if they are random, which nobody guesses."""
+"""Minimum length of a secret in bytes: 128 bits if they are random, which cannot be guessed."""
 MOST_SECRET = 4096
-"""... above which the file is taken for another."""
+"""Maximum length of a secret in bytes; a longer file is probably not a secret."""
 MAKE_SECRET = "(umask 077; openssl rand -hex 32 > secret)"
 _TLS = ("tls_cert", "tls_key", "tls_ca")
 
 
 @dataclass(frozen=True)
 class Access:
-    """How connections are made, and what they begin with.
+    """How a peer connects and authenticates.
 
     Attributes:
-        transport: TCP, or mutual TLS over it.
-        secret: None: there is none.
-        share_memory: whether peers on one machine may pass TCP by. Not where TLS tells who they are.
+        transport: TCP, or mutual TLS over TCP.
+        secret: the shared secret; None: there is no authentication by secret.
+        share_memory: whether peers on one machine may use shared memory instead of TCP. False with TLS, whose
+            connection authenticates the peers.
     """
 
     transport: Transport
@@ -48,10 +49,10 @@ class Access:
 
 
 def grant(exchange: ExchangeSettings, bind: str) -> Access:
-    """What the settings give, to a peer that listens on ``bind``.
+    """Return how a peer that listens on ``bind`` connects and authenticates.
 
     Raises:
-        UsageError: other machines could connect and nothing is asked of them, or a file is not what it should be.
+        UsageError: other machines could connect without authentication, or a file is unusable.
     """
     given = {name: getattr(exchange, name) for name in _TLS if getattr(exchange, name) is not None}
     if given and len(given) < len(_TLS):
@@ -60,12 +61,14 @@ def grant(exchange: ExchangeSettings, bind: str) -> Access:
     secret = _secret(exchange)
     if given and secret is not None:
         source = "--secret-file" if exchange.secret_file else SECRET_VARIABLE
-        raise UsageError(f"{source} and --tls-cert are two ways to know the peers: give one of them")
+        raise UsageError(f"{source} and --tls-cert exclude each other: give only one of them")
     if given:
         certificate, key, authority = (Path(given[name]) for name in _TLS)
         _read_own(key, "--tls-key")
         if exchange.transport == "shm":
-            raise UsageError("--transport shm passes TLS by, which tells who the peers are: use auto, or --secret-file")
+            raise UsageError(
+                "--transport shm does not use TLS, which authenticates the peers: use auto, or --secret-file"
+            )
         return Access(Tls(certificate, key, authority), None, share_memory=False)
     if secret is None and not is_loopback(bind):
         raise UsageError(
@@ -76,28 +79,28 @@ def grant(exchange: ExchangeSettings, bind: str) -> Access:
 
 
 def uncovered(exchange: ExchangeSettings, bind: str) -> str | None:
-    """What a user should know of the bytes of models that others could get at, in one line; None if there is nothing.
+    """Return a warning about model bytes that others could read or change, in one line; None if there is no risk.
 
-    gloo and NCCL know neither secrets nor certificates.
+    gloo and NCCL support neither secrets nor certificates.
     """
     if exchange.transport not in ("gloo", "nccl") or is_loopback(bind):
         return None
-    how = "its digest goes over TLS" if exchange.tls_cert else "a MAC of it is checked"
+    how = "its digest is sent over TLS" if exchange.tls_cert else "its MAC is checked"
     return (
-        f"--transport {exchange.transport} has neither authentication nor encryption of its own: models travel in the"
-        f" clear, and one that was changed on the way is refused, as {how}; keep its ports to networks that you trust"
+        f"--transport {exchange.transport} has neither authentication nor encryption: models are sent in plain text;"
+        f" a model changed in transit is refused, since {how}; use it only in networks that you trust"
     )
 
 
 def absolute(exchange: ExchangeSettings) -> ExchangeSettings:
-    """The same settings for processes that may run in another directory."""
+    """Return the same settings with absolute file names, for processes that run in another directory."""
     given = {name: getattr(exchange, name) for name in (*_TLS, "secret_file")}
     files: dict[str, Any] = {name: str(Path(file).absolute()) for name, file in given.items() if file}
     return dataclasses.replace(exchange, **files)
 
 
 def is_loopback(host: str) -> bool:
-    """Whether who listens on ``host`` is reached from this machine alone."""
+    """Return whether a socket that listens on ``host`` is reachable from this machine only."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -128,16 +131,16 @@ def _checked(content: bytes, source: str, file: Path | None = None) -> Secret:
 
 
 def _read_own(file: Path, option: str) -> bytes:
-    """The start of a file that only its owner may read; long enough to tell whether it is too long for a secret."""
+    """Return the start of a file that only its owner may read; long enough to detect a secret that is too long."""
     try:
-        opened = os.open(file, os.O_RDONLY | os.O_NONBLOCK)  # without waiting for the writer of a pipe
+        opened = os.open(file, os.O_RDONLY | os.O_NONBLOCK)  # does not wait for the writer of a pipe
         try:
             mode = os.fstat(opened).st_mode
             if not stat.S_ISREG(mode):
-                raise UsageError(f"{option} is no regular file, which every peer could read", file)
+                raise UsageError(f"{option} is not a regular file", file)
             if mode & (stat.S_IRWXG | stat.S_IRWXO):
                 raise UsageError(f"others can read {option}: chmod 600 {shlex.quote(str(file))}", file)
-            return os.read(opened, MOST_SECRET + 3)  # with the end of a line
+            return os.read(opened, MOST_SECRET + 3)  # one byte too many, and a line end
         finally:
             os.close(opened)
     except OSError as error:

@@ -1,1 +1,1 @@
-"""Starting peers: the hosts file, the processes of this machine, and ``gossipx.join`` in each of them."""
+"""Starting peers: the hosts file, the peer processes of this machine, and ``gossipx.join`` in each of them."""

@@ -1,4 +1,4 @@
-"""One child process a peer, its output and what it tells."""
+"""Child processes of ``gossipx run``: one per peer, with its output and its progress events."""
 
 from __future__ import annotations
 
@@ -14,18 +14,20 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 READ = 1 << 16
+"""Bytes per read from a pipe."""
 Spawn: TypeAlias = Callable[..., "subprocess.Popen[bytes]"]
 
 
 class Child:
-    """A peer's process. It has a process group of its own, so that Ctrl-C on the terminal reaches the parent alone.
+    """The process of a peer. It has its own process group, so that Ctrl-C on the terminal reaches only the parent.
 
     Args:
-        command: what to run.
-        environment: of the process, beside this pipe's number under ``progress_variable``.
-        on_line: told of each line that it prints, without the line's end.
-        on_word: told of each JSON object on its pipe.
-        spawn: starts the process; called as :class:`subprocess.Popen` is.
+        command: program and arguments.
+        environment: environment variables of the process.
+        progress_variable: name of the environment variable that passes the number of the progress pipe.
+        on_line: called with each line of output, without the line end.
+        on_event: called with each JSON object from the progress pipe.
+        spawn: starts the process; called like :class:`subprocess.Popen`.
     """
 
     def __init__(
@@ -34,7 +36,7 @@ class Child:
         environment: Mapping[str, str],
         progress_variable: str,
         on_line: Callable[[str], None],
-        on_word: Callable[[dict[str, Any]], None],
+        on_event: Callable[[dict[str, Any]], None],
         spawn: Spawn = subprocess.Popen,
     ):
         reading, writing = os.pipe()
@@ -52,23 +54,24 @@ class Child:
                 )
             finally:
                 os.close(writing)
-            undo.pop_all()  # it runs, and its pipe is read
+            undo.pop_all()
         assert self.process.stdout is not None
         self._progress = reading
-        # Progress is read first: what ended a peer is known before its exit is told.
+        # Progress comes first, so that a peer's error is reported before its exit.
         self._pipes: dict[int, Callable[[bytes], None]] = {
-            reading: lambda line: on_word(json.loads(line)),
+            reading: lambda line: on_event(json.loads(line)),
             self.process.stdout.fileno(): lambda line: on_line(line.decode(errors="replace")),
         }
-        self._rests = dict.fromkeys(self._pipes, b"")
+        self._unfinished = dict.fromkeys(self._pipes, b"")
 
     def register(self, selector: selectors.BaseSelector) -> None:
-        """Have ``selector`` tell when there is something to read; its data is what to call then."""
+        """Register the pipes with ``selector``; the data of each key is the function to call when it is readable."""
         for pipe in self._pipes:
             selector.register(pipe, selectors.EVENT_READ, lambda pipe=pipe: self._read(pipe, selector))
 
     def drain(self, selector: selectors.BaseSelector) -> None:
-        """Read what is left after the process has ended. A grandchild that holds the pipe open is not waited for."""
+        """Read the remaining output after the process has ended, without waiting for a grandchild that keeps a pipe
+        open."""
         for pipe in list(self._pipes):
             os.set_blocking(pipe, False)
             while pipe in self._pipes and self._read(pipe, selector):
@@ -77,12 +80,12 @@ class Child:
                 self._end(pipe, selector)
 
     def signal(self, number: int) -> None:
-        """Send a signal to the process, if it still runs."""
+        """Send a signal to the process if it is still running."""
         if self.process.poll() is None:
             self.process.send_signal(number)
 
     def how_it_ended(self) -> str:
-        """``killed by SIGKILL`` or ``exit code 1``."""
+        """Return ``killed by SIGKILL`` or ``exit code 1``, for example."""
         code = self.process.returncode
         return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
@@ -94,28 +97,28 @@ class Child:
         if not data:
             self._end(pipe, selector)
             return False
-        *lines, self._rests[pipe] = (self._rests[pipe] + data).split(b"\n")
+        *lines, self._unfinished[pipe] = (self._unfinished[pipe] + data).split(b"\n")
         for line in lines:
             self._pipes[pipe](line)
         return True
 
     def _end(self, pipe: int, selector: selectors.BaseSelector) -> None:
         selector.unregister(pipe)
-        tell, rest = self._pipes.pop(pipe), self._rests.pop(pipe)
+        handle, rest = self._pipes.pop(pipe), self._unfinished.pop(pipe)
         if pipe == self._progress:
-            os.close(pipe)  # half a word is none: its teller was killed
+            os.close(pipe)  # an incomplete event is dropped: the process was killed while it wrote
             return
         if rest:
-            tell(rest)
+            handle(rest)
         assert self.process.stdout is not None
         self.process.stdout.close()
 
 
 def command_of(script: list[str]) -> list[str]:
-    """What a peer's process runs: the user's script with its arguments, or the built-in task."""
+    """Return the command of a peer process: the user's script with its arguments, or the built-in task."""
     return [sys.executable, *script] if script else [sys.executable, "-m", "gossipx.launch.loops.train"]
 
 
 def script_exists(script: list[str]) -> bool:
-    """Whether there is a script of that name to run, if one is given."""
+    """Return whether the script exists; True if none is given."""
     return not script or Path(script[0]).is_file()

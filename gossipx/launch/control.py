@@ -1,4 +1,4 @@
-"""Commands to a run that goes on, from another process on a machine that has its directory."""
+"""Commands to a run in progress, sent from another process through files in the run's directory."""
 
 from __future__ import annotations
 
@@ -16,39 +16,41 @@ from gossipx.launch.directory import CONFIG_FILE
 from gossipx.runtime.control import ANSWER, COMMAND, DIRECTORY, POLL_INTERVAL, write
 
 TAKEN_WITHIN = 10.0
-"""Seconds within which a peer that runs takes a command: many times the interval between two of its looks."""
+"""Seconds within which a running peer accepts a command: many times the interval at which it looks for one."""
 
 
-def command(run: Path, told: Mapping[str, Any], patience: float) -> None:
-    """Have a peer of ``run`` carry out a command to its parameter server.
+def command(run: Path, request: Mapping[str, Any], patience: float) -> None:
+    """Send a command to the parameter server of a run, and wait until it has been carried out.
 
     Args:
-        run: its directory.
-        told: see :class:`gossipx.runtime.control.Control`.
-        patience: seconds that the carrying out may take.
+        run: directory of the run.
+        request: the command; see :class:`gossipx.runtime.control.Control`.
+        patience: seconds that carrying it out may take.
 
     Raises:
-        UsageError: there is no such run, or it refuses.
-        GossipxError: no peer of it is running here.
+        UsageError: the run does not exist, or it refuses the command.
+        GossipxError: no peer of the run is running on this machine.
     """
     if (run / CONFIG_FILE).is_file():
         settings = files.resolve(files.load(run / CONFIG_FILE))
         if settings.sync.mode != "server" and settings.server.servers is None:
             raise UsageError("this run has no parameter server", run)
-    elif not any(run.glob("peer-*")):  # peers that call gossipx.join by themselves leave no settings
-        raise UsageError("no run here: name one by its directory, or by its name and --logdir", run)
+    elif not any(run.glob("peer-*")):  # peers that were started without 'gossipx run' write no settings
+        raise UsageError("no run found: give its directory, or its name and --logdir", run)
     directory = run / DIRECTORY
     directory.mkdir(exist_ok=True)
     file = directory / (secrets.token_hex(8) + COMMAND)
     answer = file.with_suffix(ANSWER)
-    write(file, told)
+    write(file, request)
     began = time.monotonic()
     while not answer.exists():
         waited = time.monotonic() - began
         if waited > TAKEN_WITHIN and _withdrawn(file):
-            raise GossipxError(f"{run}: no peer of this run is at work on this machine, or it has no parameter server")
+            raise GossipxError(
+                f"{run}: no peer of this run is running on this machine, or the run has no parameter server"
+            )
         if waited > TAKEN_WITHIN + patience:
-            raise GossipxError(f"{run}: a peer has taken the command and does not answer")
+            raise GossipxError(f"{run}: a peer accepted the command but did not report its completion")
         time.sleep(POLL_INTERVAL / 5)
     problem = json.loads(answer.read_text(encoding="utf-8"))["problem"]
     answer.unlink()
@@ -57,7 +59,7 @@ def command(run: Path, told: Mapping[str, Any], patience: float) -> None:
 
 
 def _withdrawn(file: Path) -> bool:
-    """Take a command back; whether nobody has taken it before."""
+    """Withdraw a command; return False if a peer has already accepted it."""
     with contextlib.suppress(FileNotFoundError):
         file.unlink()
         return True

@@ -1,4 +1,5 @@
-"""The directory of a run: its name is one run's, and a run that is overwritten is kept until the new one trains."""
+"""The directory of a run: it locks the run's name, and keeps a run that will be overwritten until the
+new one trains."""
 
 from __future__ import annotations
 
@@ -20,60 +21,61 @@ from gossipx.metrics.summary import Summary
 CONFIG_FILE = "config.toml"
 HOSTS_FILE = "hosts.txt"
 SCRIPT_FILE = "script.json"
-"""The script and its arguments, if one was given: a run that goes on needs to know."""
+"""The user's script and its arguments, if there is one; ``--resume`` reads it."""
 WRITTEN = re.compile(
     "|".join(rf"{re.escape(name)}(\.tmp)?" for name in (CONFIG_FILE, HOSTS_FILE, SCRIPT_FILE, SUMMARY_FILE))
     + rf"|config-\d+\.toml(\.tmp)?|{re.escape(SUMMARY_FILE)}\.\d+\.tmp|peer-\d+"
 )
-"""What a run writes into its directory; nothing else is ever removed from it."""
+"""Names of the files that a run writes into its directory; nothing else in it is ever removed."""
 
 
 def run_directory(run: str, logdir: Path) -> Path:
-    """Where a run is, by its directory or its name in ``logdir``."""
+    """Return the path of a run that is given by its directory or by its name in ``logdir``."""
     path = Path(run)
     return path if path.is_dir() or not (logdir / run).is_dir() else logdir / run
 
 
 def checked_name(name: str | None) -> str:
-    """A run's name.
+    """Return the name of a run.
 
     Raises:
-        UsageError: it is none.
+        UsageError: the name is missing or invalid.
     """
     if name is None or not re.fullmatch(r"[\w.,=+-]+", name) or name.startswith("."):
-        raise UsageError(f"--name '{name}': letters, digits and . , = + - _ make a name")
+        raise UsageError(f"--name '{name}': a name consists of letters, digits and . , = + - _")
     return name
 
 
 class RunDirectory:
-    """Made before anything is started; then either :meth:`keep` it, once the run trains, or :meth:`give_up`.
+    """A run's directory, created before any peer starts; then call :meth:`keep` once the run trains, or
+    :meth:`give_up`.
 
-    Beside ``runs/name`` there may be, for the moment, ``runs/.name.replaced``, a whole run that is to be overwritten.
-    It comes there and back by one rename, so that a process that is killed at any time leaves it whole; the next one
-    that is given the name puts it back first.
+    While a run ``runs/name`` replaces another one, the old run is kept whole in ``runs/.name.replaced``. It is moved
+    there and back by a single rename, so that a process that is killed at any time leaves it whole; the next run with
+    that name first moves it back.
 
     Args:
-        settings: with a name.
-        hosts: what the hosts file holds, which is copied.
-        script: a script and its arguments, which are noted; empty: none.
-        goes_on: the run is there, and goes on in its directory.
+        settings: settings of the run, with a name.
+        hosts: content of the hosts file, which is copied.
+        script: the user's script and its arguments, which are recorded; empty: the built-in task.
+        resumes: the run exists and continues in its directory.
 
     Raises:
-        UsageError: the name is in use, is none, or cannot be written; or the run that is to go on is under way.
+        UsageError: the name is in use or invalid, the directory cannot be written, or the run to resume is in progress.
     """
 
-    def __init__(self, settings: RunConfig, hosts: bytes, script: Sequence[str] = (), goes_on: bool = False):
+    def __init__(self, settings: RunConfig, hosts: bytes, script: Sequence[str] = (), resumes: bool = False):
         self.path = _path_of(settings)
         self._replaced = _replaced_by(self.path)
         self._gone = self.path.with_name(f".{self.path.name}.gone")
-        self._instead = "it goes on by itself" if goes_on else "give another --name"
+        self._advice = "it needs no --resume" if resumes else "give another --name"
         self._lock: int | None = None
-        self._mine = False
-        self._noted: dict[Path, bytes | None] = {}  # what a run that goes on had noted before; None: nothing
+        self._created = False
+        self._previous: dict[Path, bytes | None] = {}  # files of a resumed run before this start; None: absent
         with contextlib.ExitStack() as undo:
             undo.callback(self.give_up)
             try:
-                if goes_on:
+                if resumes:
                     self._take()
                 else:
                     self._make(settings.run.overwrite)
@@ -82,11 +84,11 @@ class RunDirectory:
                 raise UsageError(
                     f"cannot write the run: {error.strerror}; give another --logdir or --name", self.path
                 ) from error
-            undo.pop_all()  # it is made
+            undo.pop_all()
 
     def _make(self, overwrite: bool) -> None:
         if self._replaced.is_dir():
-            if self.path.is_dir():  # an attempt that was killed before it trained, if it is not under way
+            if self.path.is_dir():  # an attempt that was killed before it trained, unless it is in progress
                 self._take()
                 self._clear()
             self._replaced.rename(self.path)
@@ -97,17 +99,18 @@ class RunDirectory:
         try:
             self.path.mkdir(parents=True)
         except FileExistsError as error:
-            raise UsageError("another run has taken that name just now: give another --name", self.path) from error
-        self._mine = True
+            raise UsageError("another run has just taken that name: give another --name", self.path) from error
+        self._created = True
         self._take()
 
     def _write(self, settings: RunConfig, hosts: bytes, script: Sequence[str]) -> None:
-        """Note what the run is, each file whole or as it was: a run that goes on has had others, perhaps."""
+        """Write settings, hosts and script, each file atomically; the previous files of a resumed run
+        are remembered."""
         files = {CONFIG_FILE: config_files.dump(settings).encode(), HOSTS_FILE: hosts}
         if script:
             files[SCRIPT_FILE] = json.dumps([str(Path(script[0]).absolute()), *script[1:]]).encode()
-        if not self._mine:
-            self._noted = {
+        if not self._created:
+            self._previous = {
                 file: file.read_bytes() if file.is_file() else None for file in map(self.path.joinpath, files)
             }
         for name, content in files.items():
@@ -115,7 +118,7 @@ class RunDirectory:
 
     @property
     def config(self) -> Path:
-        """Where its settings are noted."""
+        """Return the path of the settings file."""
         return self.path / CONFIG_FILE
 
     def conclude(self, summary: Summary) -> bool:
@@ -124,18 +127,18 @@ class RunDirectory:
         return True
 
     def keep(self) -> None:
-        """The run trains: what it replaces goes, but for what no run has written."""
+        """Remove the replaced run, except for files that no run has written; called once this run trains."""
         self._empty_gone()
         if self._replaced.is_dir():
             self._replaced.rename(self._gone)
             self._empty_gone()
 
     def give_up(self) -> None:
-        """Nothing was trained: the name is free again, or the run's that was to be replaced or to go on."""
-        with contextlib.suppress(OSError):  # what cannot be put back now is, by the next that is given this name
-            if self._mine:
+        """Undo everything, as nothing was trained: free the name, or restore the run to replace or resume."""
+        with contextlib.suppress(OSError):  # if it fails, the next run with this name moves the old run back
+            if self._created:
                 self._clear()
-            for file, content in self._noted.items():
+            for file, content in self._previous.items():
                 if content is None:
                     file.unlink(missing_ok=True)
                 else:
@@ -145,13 +148,14 @@ class RunDirectory:
         self.release()
 
     def release(self) -> None:
-        """The run has ended: another may replace it."""
+        """Release the lock at the end of the run, so that another run may replace this one."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
     def _clear(self) -> None:
-        """Remove what an attempt has written; what else is there stays, with the run that comes back."""
+        """Remove the files of an attempt; other files stay, and are moved to the replaced run, which
+        will be restored."""
         for entry in self.path.iterdir():
             if WRITTEN.fullmatch(entry.name):
                 _remove(entry)
@@ -168,33 +172,33 @@ class RunDirectory:
             shutil.rmtree(self._gone, ignore_errors=True)
 
     def _take(self) -> None:
-        """Lock the directory, as long as this process lives: no other may replace a run that is under way."""
+        """Lock the directory for the life of this process, so that no other process replaces a run in progress."""
         lock = os.open(self.path, os.O_RDONLY)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(lock)
-            raise UsageError(f"a run '{self.path.name}' is under way: {self._instead}", self.path) from None
+            raise UsageError(f"a run '{self.path.name}' is in progress: {self._advice}", self.path) from None
         except OSError:
-            pass  # a file system without locks
+            pass  # the file system has no locks
         if self._lock is not None:
             os.close(self._lock)
         self._lock = lock
 
 
 def check_name(settings: RunConfig) -> None:
-    """See that a new run could have its name. Nothing is made or changed.
+    """Check that a new run could use its name. Nothing is created or changed.
 
     Raises:
-        UsageError: the name is in use, or is none, or nothing can be written there.
+        UsageError: the name is in use or invalid, or its directory cannot be written.
     """
     path = _path_of(settings)
     replaced = _replaced_by(path)
     if path.exists() or replaced.is_dir():
         _check_replaceable(path, replaced if replaced.is_dir() else path, settings.run.overwrite)
-    there = next(one for one in path.absolute().parents if one.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        raise UsageError(f"cannot write the run: {there} is not to be written to; give another --logdir", path)
+    parent = next(parent for parent in path.absolute().parents if parent.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        raise UsageError(f"cannot write the run: {parent} is not writable; give another --logdir", path)
 
 
 def _path_of(settings: RunConfig) -> Path:
@@ -202,20 +206,20 @@ def _path_of(settings: RunConfig) -> Path:
 
 
 def _replaced_by(path: Path) -> Path:
-    """Where the run whose name another has taken is, until that trains."""
+    """Return where the old run of the same name is kept until the new one trains."""
     return path.with_name(f".{path.name}.replaced")
 
 
 def _check_replaceable(path: Path, there: Path, overwrite: bool) -> None:
     if not overwrite:
-        raise UsageError(f"a run '{path.name}' is there already: give another --name, or --overwrite", path)
+        raise UsageError(f"a run '{path.name}' already exists: give another --name, or --overwrite", path)
     if not _is_replaceable(there):
         raise UsageError("not the directory of a run, so it is not overwritten: give another --name", path)
 
 
 def _is_replaceable(directory: Path) -> bool:
-    """Whether it is empty or a run's: many programs have a config.toml, a run's begins as :func:`config_files.dump`
-    does."""
+    """Return whether the directory is empty or belongs to a run. Other programs also have a config.toml, but a run's
+    begins as :func:`config_files.dump` writes it."""
     if not directory.is_dir():
         return False
     if not any(directory.iterdir()):
@@ -225,7 +229,7 @@ def _is_replaceable(directory: Path) -> bool:
 
 
 def replace(file: Path, content: bytes) -> None:
-    """Write a file whole, or leave it as it was."""
+    """Replace the content of a file atomically."""
     unfinished = file.with_name(f"{file.name}.tmp")
     unfinished.write_bytes(content)
     unfinished.replace(file)

@@ -1,4 +1,4 @@
-"""What ``gossipx run`` tells the processes that it starts, and what can be told to it, by environment variables."""
+"""Environment variables by which ``gossipx run`` configures its child processes, and by which users configure it."""
 
 from __future__ import annotations
 
@@ -11,50 +11,54 @@ from pathlib import Path
 from gossipx.runtime.progress import Progress
 
 ENV_CONFIG = "GOSSIPX_CONFIG"
-"""The run's effective configuration, a TOML file in the run's directory."""
+"""Path of the run's effective settings, a TOML file in the run's directory."""
 ENV_PEERS = "GOSSIPX_PEERS"
-"""The hosts file."""
+"""Path of the hosts file."""
 ENV_RANK = "GOSSIPX_RANK"
-"""Which of its peers this process is."""
+"""Rank of the peer that this process is."""
 ENV_SIZE = "GOSSIPX_SIZE"
-"""How many peers there are, one a process, where no hosts file says so; see :mod:`gossipx.launch.cluster.world`."""
+"""Number of peers, one process each, if there is no hosts file; see :mod:`gossipx.launch.cluster.world`."""
 ENV_LOCAL_RANK = "GOSSIPX_LOCAL_RANK"
-"""Which of this machine's peers this process is."""
+"""Number of this process among the peers of this machine, from 0."""
 ENV_LOCAL_SIZE = "GOSSIPX_LOCAL_SIZE"
-"""How many of the peers are on this machine."""
+"""Number of peers on this machine."""
 ENV_MASTER = "GOSSIPX_MASTER"
-"""host[:port] of peer 0, where all meet."""
+"""host[:port] of rank 0, where the processes of the run find each other."""
 ENV_DEVICE = "GOSSIPX_DEVICE"
-"""What it trains on: the hosts file's device=, or the run's."""
+"""Device to train on: device= of the hosts file, or --device."""
 ENV_RESUME = "GOSSIPX_RESUME"
+"""Set and not empty: the run resumes from its checkpoints."""
 ENV_RESUME_AT = "GOSSIPX_RESUME_AT"
-"""Set and not empty: the run goes on from its checkpoints."""
+"""Iteration of the checkpoints to resume from; empty: the newest of each peer."""
 ENV_PROGRESS = "GOSSIPX_PROGRESS_FD"
-"""The pipe on which it tells how it gets on."""
+"""File descriptor of the pipe for progress events to the parent process."""
 ENV_DESCRIBE = "GOSSIPX_DESCRIBE"
-"""Set and not empty: ``gossipx.join`` tells what the model is, and the process ends."""
+"""Set and not empty: ``gossipx.join`` reports the model's tensors and ends the process."""
 ENV_DEBUG = "GOSSIPX_DEBUG"
-"""Set and not empty: errors of gossipx's own come with a traceback."""
+"""Set and not empty: gossipx's own errors are shown with a traceback."""
 
 
 def progress() -> Progress:
-    """The way to the parent process; errors that end this process go there, too, from here on."""
+    """Return the channel to the parent process. From now on, an error that ends this process is reported there too."""
     if ENV_PROGRESS not in os.environ:
         return Progress(None)
-    told = Progress(_pipe(int(os.environ[ENV_PROGRESS])))
-    told.take_errors(with_traceback=bool(os.environ.get(ENV_DEBUG)))
-    return told
+    channel = Progress(_pipe(int(os.environ[ENV_PROGRESS])))
+    channel.take_errors(with_traceback=bool(os.environ.get(ENV_DEBUG)))
+    return channel
 
 
 def _pipe(number: int) -> int | None:
-    """The pipe of that number; or the one of the process that started this one, a launcher such as torchrun, which has
-    closed it here. The number may be that of something else here."""
+    """Return the file descriptor of the progress pipe, or None.
+
+    A launcher such as torchrun between ``gossipx run`` and this process closes the pipe in its children. It is then
+    reopened from the parent process. The same number may also belong to another file here, which is not a pipe.
+    """
     with contextlib.suppress(OSError):
         writes = fcntl.fcntl(number, fcntl.F_GETFL) & os.O_ACCMODE == os.O_WRONLY
         if writes and stat.S_ISFIFO(os.fstat(number).st_mode):
             return number
     with contextlib.suppress(OSError):
-        there = Path(f"/proc/{os.getppid()}/fd/{number}")
-        if there.is_fifo():
-            return os.open(there, os.O_WRONLY)
+        parents = Path(f"/proc/{os.getppid()}/fd/{number}")
+        if parents.is_fifo():
+            return os.open(parents, os.O_WRONLY)
     return None

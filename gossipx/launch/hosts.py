@@ -1,4 +1,4 @@
-"""The hosts file: a line per host, ``host[:port] [slots=N] [device=cuda:0] [name=...]``."""
+"""The hosts file: one line per host, ``host[:port] [slots=N] [device=cuda:0] [name=...]``."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from gossipx.errors import UsageError
 from gossipx.specs import suggest
 
 DEFAULT_PORT = 29400
-"""Of the first peer of a host: above the registered services that are common, below those that systems give away."""
+"""Port of the first peer of a host: above commonly used registered ports, below the ephemeral ports of the system."""
 LONGEST = 500
-"""Characters of a line; names go over the wire and into logs."""
+"""Maximum characters per line; names are sent over the network and written to logs."""
 _LINE = re.compile(r"(?P<host>\[[^\]]*\]|[^\s:\[\]]+)(?::(?P<port>[^\s:]*))?")
 _KEYS = {"slots": "slots=N", "device": "device=cuda:0", "name": "name=TEXT"}
 
@@ -26,12 +26,12 @@ class PeerLine:
     """One peer of a hosts file.
 
     Attributes:
-        rank: its place in the file, from 0.
+        rank: index of the peer in the file, from 0.
         host: a name or an address, without brackets.
-        port: where it listens.
-        device: what it trains on; None: what the run's settings say.
-        name: how it is called in what a run tells and writes.
-        line: of the file, from 1.
+        port: TCP port on which the peer listens.
+        device: device to train on; None: the one in the run's settings.
+        name: name of the peer in messages and results.
+        line: line number in the file, from 1.
     """
 
     rank: int
@@ -43,15 +43,15 @@ class PeerLine:
 
 
 def read_hosts(path: Path) -> list[PeerLine]:
-    """All peers of a hosts file, by rank. ``slots=N`` is N peers, on consecutive ports.
+    """Return all peers of a hosts file, by rank. ``slots=N`` defines N peers on consecutive ports.
 
     Raises:
-        UsageError: with file and line.
+        UsageError: names the file and the line.
     """
     try:
-        text = path.read_text(encoding="utf-8-sig")  # Windows' editors put a byte order mark first
+        text = path.read_text(encoding="utf-8-sig")  # Windows editors write a byte order mark
     except FileNotFoundError as error:
-        raise UsageError("no such hosts file: one line a host, such as 'localhost slots=4'", path) from error
+        raise UsageError("hosts file not found: write one line per host, such as 'localhost slots=4'", path) from error
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise UsageError(f"cannot read the hosts file: {reason}", path) from error
@@ -59,7 +59,7 @@ def read_hosts(path: Path) -> list[PeerLine]:
 
 
 def parse_hosts(text: str, path: Path | None) -> list[PeerLine]:
-    """As :func:`read_hosts`, of a file's text; ``path`` is for messages."""
+    """Return the peers in the text of a hosts file, like :func:`read_hosts`; ``path`` is used in messages."""
     peers: list[PeerLine] = []
     seen: dict[object, int] = {}
     for number, line in enumerate(text.splitlines(), 1):
@@ -68,11 +68,11 @@ def parse_hosts(text: str, path: Path | None) -> list[PeerLine]:
             for what, key in (("address", (peer.host, peer.port)), ("name", peer.name)):
                 if key in seen:
                     shown = key if isinstance(key, str) else _shown(*key)
-                    raise UsageError(f"{what} '{shown}' is on line {seen[key]} already", path, number)
+                    raise UsageError(f"{what} '{shown}' is already on line {seen[key]}", path, number)
                 seen[key] = number
             peers.append(peer)
     if not peers:
-        raise UsageError("no peers in it: one line a host, such as 'localhost slots=4'", path, 1)
+        raise UsageError("no peers in the file: write one line per host, such as 'localhost slots=4'", path, 1)
     return peers
 
 
@@ -80,7 +80,7 @@ def _parse(content: str, path: Path | None, number: int, rank: int) -> list[Peer
     first, *rest = content.split()
     match = _LINE.fullmatch(first)
     if match is None:
-        raise UsageError(f"'{first}' is not host[:port] (an IPv6 address stands in brackets)", path, number)
+        raise UsageError(f"'{first}' is not host[:port] (write an IPv6 address in brackets)", path, number)
     host = match["host"].strip("[]")
     if match["host"].startswith("["):
         try:
@@ -93,13 +93,13 @@ def _parse(content: str, path: Path | None, number: int, rank: int) -> list[Peer
         key, equals, value = part.partition("=")
         if not equals or key not in _KEYS or not value:
             known = ", ".join(_KEYS.values())
-            raise UsageError(f"'{part}' is none of {known}{suggest(key, _KEYS)}", path, number)
+            raise UsageError(f"'{part}' is not one of {known}{suggest(key, _KEYS)}", path, number)
         if key in given:
             raise UsageError(f"'{key}' is given twice", path, number)
         given[key] = value
     slots = _number(given.get("slots", "1"), "slots", 1, 65535, path, number)
     if port + slots > 65536:
-        raise UsageError(f"{slots} slots from port {port} on need ports above 65535", path, number)
+        raise UsageError(f"{slots} slots starting at port {port} need ports above 65535", path, number)
     if not "".join(content.split()).isprintable() or len(content) > LONGEST:
         raise UsageError(f"not one printable line of at most {LONGEST} characters", path, number)
     peers = []
@@ -121,52 +121,53 @@ def _shown(host: str, port: int) -> str:
 
 
 def line_of(host: str, port: int, name: str, device: str | None) -> str:
-    """One peer as a line of a hosts file."""
+    """Return one peer as a line of a hosts file."""
     return f"{_shown(host, port)} name={name}" + ("" if device is None else f" device={device}")
 
 
 def peers_digest(peers: Sequence[PeerLine]) -> str:
-    """A digest of who takes part, and where; peers of one run must agree on it."""
+    """Return a digest of the peers' names and addresses, on which all peers of a run must agree."""
     text = "\n".join(f"{peer.name} {_shown(peer.host, peer.port)}" for peer in peers)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def local_ranks(peers: Sequence[PeerLine], advertise: str | None, path: Path) -> list[int]:
-    """Which peers are this machine's.
+    """Return the ranks of the peers on this machine.
 
     Args:
-        advertise: the host whose lines these are, where that cannot be told from addresses.
+        advertise: host whose lines are this machine; None: compare addresses.
         path: the hosts file, for messages.
 
     Raises:
-        UsageError: none is, a name does not resolve, two are the same address, or loopback stands beside others.
+        UsageError: no line is this machine, a name does not resolve, two lines have the same address, or loopback
+            addresses are mixed with others.
     """
     if advertise is not None:
         ranks = [peer.rank for peer in peers if peer.host == advertise.strip("[]")]
         if not ranks:
             raise UsageError(f"no line has the host '{advertise}' that --advertise names", path)
-        # As written, without looking any name up.
-        _not_both([peer for peer in peers if _is_loopback_word(peer.host)], peers, path)
+        # Compares text, without name resolution.
+        _refuse_mixture([peer for peer in peers if _is_loopback_word(peer.host)], peers, path)
         return ranks
     addresses = {peer.host: _resolve(peer, path) for peer in peers}
     lines: dict[tuple[_Address, int], PeerLine] = {}
     for peer in peers:
         first = lines.setdefault((addresses[peer.host], peer.port), peer)
         if first is not peer:
-            one, other = _shown(peer.host, peer.port), _shown(first.host, first.port)
-            raise UsageError(f"'{one}' is the same address as '{other}' on line {first.line}", path, peer.line)
-    _not_both([peer for peer in peers if addresses[peer.host].is_loopback], peers, path)
+            this, other = _shown(peer.host, peer.port), _shown(first.host, first.port)
+            raise UsageError(f"'{this}' is the same address as '{other}' on line {first.line}", path, peer.line)
+    _refuse_mixture([peer for peer in peers if addresses[peer.host].is_loopback], peers, path)
     ranks = [peer.rank for peer in peers if is_here(addresses[peer.host])]
     if not ranks:
-        raise UsageError("no line is this machine: add one, or say which by --advertise HOST", path)
+        raise UsageError("no line is this machine: add one, or name its host by --advertise HOST", path)
     return ranks
 
 
 def bind_host(peer: PeerLine, bind: str, path: Path | None) -> str:
-    """Where a peer listens: ``bind``, or loopback of the kind that its line names.
+    """Return the address on which a peer listens: ``bind``, or the loopback address of its line.
 
     Raises:
-        UsageError: others could not reach it there.
+        UsageError: other peers could not reach it there.
     """
     address = _resolve(peer, path)
     literal = "127.0.0.1" if bind == "localhost" else bind
@@ -175,19 +176,21 @@ def bind_host(peer: PeerLine, bind: str, path: Path | None) -> str:
         try:
             socket.getaddrinfo(bind, None)
         except (OSError, UnicodeError):
-            raise UsageError(f"--bind '{bind}' is no address: give this machine's, or 0.0.0.0 for all") from None
+            raise UsageError(
+                f"--bind '{bind}' is not an address: give an address of this machine, or 0.0.0.0 for all"
+            ) from None
     if address.is_loopback:
         if chosen is not None and not chosen.is_loopback and not chosen.is_unspecified:
             raise UsageError(
-                f"'{peer.host}' is loopback, where peers that listen on {bind} are not found: leave --bind out, or "
-                "give that address here",
+                f"'{peer.host}' is loopback, but peers listen on {bind}: leave --bind out, or write that address in "
+                "the hosts file",
                 path,
                 peer.line,
             )
         return str(address) if chosen is not None and chosen.is_loopback else bind
     if chosen is not None and chosen.is_loopback:
         raise UsageError(
-            f"peers listen on loopback alone, where nobody reaches '{peer.host}': give --bind 0.0.0.0 (or one "
+            f"peers listen on loopback only, so others cannot reach '{peer.host}': give --bind 0.0.0.0 (or one "
             "address), and --secret-file FILE or --tls-cert, --tls-key and --tls-ca",
             path,
             peer.line,
@@ -195,11 +198,11 @@ def bind_host(peer: PeerLine, bind: str, path: Path | None) -> str:
     return bind
 
 
-def _not_both(loopback: Sequence[PeerLine], peers: Sequence[PeerLine], path: Path) -> None:
+def _refuse_mixture(loopback: Sequence[PeerLine], peers: Sequence[PeerLine], path: Path) -> None:
     if loopback and len(loopback) < len(peers):
         first = loopback[0]
         raise UsageError(
-            f"'{first.host}' is loopback, which other machines cannot reach: give its address in the network",
+            f"'{first.host}' is loopback, which other machines cannot reach: give its network address",
             path,
             first.line,
         )
@@ -225,16 +228,16 @@ def _resolve(peer: PeerLine, path: Path | None) -> _Address:
         return ipaddress.ip_address(peer.host)
     try:
         found = socket.getaddrinfo(peer.host, peer.port, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:  # UnicodeError: what no name can be, such as 'two..dots'
+    except (OSError, UnicodeError) as error:  # UnicodeError: an invalid name, such as 'two..dots'
         reason = f"host '{peer.host}' does not resolve ({getattr(error, 'strerror', None) or error})"
         raise UsageError(f"{reason}: correct it, or add it to /etc/hosts", path, peer.line) from error
-    # IPv4 first: 'localhost' is to mean the same address for those who bind and those who connect.
+    # IPv4 first, so that 'localhost' is the same address for peers that bind and peers that connect.
     best = min(found, key=lambda entry: entry[0] != socket.AF_INET)
     return ipaddress.ip_address(str(best[4][0]).partition("%")[0])
 
 
 def is_here(address: _Address) -> bool:
-    """Return whether an address is this machine's: one can bind to it."""
+    """Return whether an address belongs to this machine, that is, a socket can bind to it."""
     try:
         with socket.socket(socket.AF_INET if address.version == 4 else socket.AF_INET6) as probe:
             probe.bind((str(address), 0))

@@ -1,6 +1,7 @@
-"""``gossipx run``: the parent process of the peers on this machine. It starts them, shows them, and sums them up.
+"""``gossipx run``: the parent process of the peers on this machine. It starts them, shows progress and writes the
+summary.
 
-It does not restart peers, and it takes no part in what they tell each other.
+It does not restart peers, and it is not involved in their communication with each other.
 """
 
 from __future__ import annotations
@@ -36,23 +37,23 @@ from gossipx.metrics.summary import FILE as SUMMARY_FILE
 from gossipx.metrics.summary import Summary, per_peer
 
 LOOK_EVERY = 0.1
-"""Seconds between two looks at processes that may have ended."""
+"""Seconds between two checks for processes that have ended."""
 INTERRUPT_GRACE = 3.0
-"""Seconds that interrupted peers have before they are killed."""
+"""Seconds between an interrupt and SIGKILL."""
 
 
-def who(hosts: Path | None, environ: Mapping[str, str]) -> tuple[Path | None, World | None]:
-    """Who says who the peers of a run are: the hosts file that is given or that GOSSIPX_PEERS names, and the launcher.
+def peer_source(hosts: Path | None, environ: Mapping[str, str]) -> tuple[Path | None, World | None]:
+    """Return the hosts file, given or named by GOSSIPX_PEERS, and the world of a launcher; whichever defines the peers.
 
     Raises:
-        UsageError: neither does, or variables of a launcher do not go together.
+        UsageError: neither is given, or variables of a launcher contradict each other.
     """
     world = find(environ)
     if hosts is None and environ.get(ENV_PEERS) and not environ.get(ENV_CONFIG):
         hosts = Path(environ[ENV_PEERS])
     if world is None and hosts is None:
         raise UsageError(
-            "who the peers are is not given: --peers hosts.txt, a line a host such as 'localhost slots=4'"
+            "no peers given: use --peers hosts.txt with one line per host, such as 'localhost slots=4'"
             + why_none(environ)
         )
     return hosts, None if hosts is not None and world is not None and world.size == 1 else world
@@ -66,29 +67,27 @@ def launch(
     resumes: bool = False,
     spawn: Spawn = subprocess.Popen,
 ) -> int:
-    """Run the peers of this machine to their end, or the one that this process is under torchrun, srun or mpirun.
+    """Run the peers of this machine to their end, or under torchrun, srun or mpirun the one peer that is this process.
 
     Args:
         given: settings, presets not yet filled in.
-        hosts: the hosts file; None: the environment says who the peers are.
+        hosts: the hosts file; None: the environment defines the peers.
         script: a user's script and its arguments; empty: the built-in task.
-        environ: what torchrun, srun or mpirun tells this process, and GOSSIPX_RANK and its like before them.
-        resumes: the run of that name goes on from its checkpoints; see :mod:`gossipx.launch.resume`.
-        spawn: starts the process of a peer; called as :class:`subprocess.Popen` is.
+        environ: environment with the variables of torchrun, srun or mpirun; GOSSIPX_RANK and its like override these.
+        resumes: the run of that name resumes from its checkpoints; see :mod:`gossipx.launch.resume`.
+        spawn: starts the process of a peer; called like :class:`subprocess.Popen`.
 
     Returns:
-        The exit code: 0 if a peer finished and its script ended well, 1 if none did, 2, 4 or 5 if a peer ended so,
+        The exit code: 0 if a peer finished and its script succeeded, 1 if none did; 2, 4 or 5 if a peer ended with it;
         130 if interrupted.
 
     Raises:
-        UsageError: settings, hosts file or script are not right; nothing was started then.
-        GossipxError: the processes of the run did not meet.
+        UsageError: settings, hosts file or script are invalid; nothing was started.
+        GossipxError: the processes of the run did not find each other in time.
     """
-    hosts, world = who(hosts, environ)
+    hosts, world = peer_source(hosts, environ)
     if world is not None:
-        from gossipx.launch.cluster.multi_process import (
-            from_world,  # and torch, whose store is where the processes meet
-        )
+        from gossipx.launch.cluster.multi_process import from_world  # imports torch, for its TCPStore
 
         start = from_world(given, world, hosts, script, resumes)
     else:
@@ -111,26 +110,26 @@ class _Run:
         self._script = script
         self._resumes = start.resumes
         self._resumes_at = start.resumes_at
-        length = 0 if script else settings.run.iterations  # a script has a length of its own
+        length = 0 if script else settings.run.iterations  # a script sets its own number of iterations
         self._statuses = {rank: PeerStatus(peers[rank].name, iterations=length) for rank in start.here}
-        around = "" if settings.hub.hub is None else f", hub {settings.hub.hub}"
+        central = "" if settings.hub.hub is None else f", hub {settings.hub.hub}"
         if by_servers(settings):
-            around = f", servers {settings.server.servers or 0}"
+            central = f", servers {settings.server.servers or 0}"
         kind = "sync" if by_servers(settings) else "policy"
-        title = f"{settings.run.name}: {kind} {goes_by(settings)}, {len(peers)} peers{around}"
+        title = f"{settings.run.name}: {kind} {goes_by(settings)}, {len(peers)} peers{central}"
         self._display = Display(title, self._statuses, plain=start.shared)
         self._children: dict[int, Child] = {}
         self._results: dict[int, dict[str, Any]] = {}
         self._left: set[int] = set()
-        self._failed_after: set[int] = set()  # finished, and then their scripts failed
-        self._exit: int | None = None  # why all are stopped, once they are
+        self._failed_after: set[int] = set()  # finished training, then their scripts failed
+        self._exit: int | None = None  # exit code of the run, once all peers are told to stop
         self._stop_by: float | None = None
-        self._sent: int | None = None  # the signal that peers were sent last
+        self._sent: int | None = None  # the last signal sent to the peers
         self._interrupts = 0
         self._began: float | None = None
 
     def go(self, notice: str | None = None) -> int:
-        """Start them, follow them, sum them up; ``notice`` is told first."""
+        """Start the peers, follow them and write the summary; ``notice`` is shown first."""
         with selectors.DefaultSelector() as selector, self._signals(), self._display:
             if notice is not None:
                 self._display.line(notice)
@@ -183,12 +182,12 @@ class _Run:
             environment,
             ENV_PROGRESS,
             on_line=lambda line: self._printed(name, line),
-            on_word=lambda word: self._told(rank, word),
+            on_event=lambda event: self._handle(rank, event),
             spawn=self._spawn,
         )
         child.register(selector)
         self._children[rank] = child
-        if self._sent is not None:  # it came while peers were being started
+        if self._sent is not None:  # the signal arrived while peers were being started
             child.signal(self._sent)
 
     def _follow(self, selector: selectors.BaseSelector) -> None:
@@ -208,21 +207,22 @@ class _Run:
                     child.signal(signal.SIGKILL)
 
     def _printed(self, name: str, line: str) -> None:
-        if self._exit != 130:  # what interrupted processes still print are tracebacks of the interruption
+        if self._exit != 130:  # interrupted processes print only tracebacks of KeyboardInterrupt
             self._display.line(f"[{name}] {line}")
 
-    def _told(self, rank: int, word: dict[str, Any]) -> None:
+    def _handle(self, rank: int, event: dict[str, Any]) -> None:
+        """Handle a progress event of a peer."""
         status = self._statuses[rank]
-        if "error" in word:
-            self._failed(rank, str(word["error"]), int(word["exit"]))
-        elif "result" in word:
-            self._results[rank] = word["result"]
-            report = word["result"]["report"]
+        if "error" in event:
+            self._failed(rank, str(event["error"]), int(event["exit"]))
+        elif "result" in event:
+            self._results[rank] = event["result"]
+            report = event["result"]["report"]
             status.state = "done"
             status.accuracy = report.get("test_accuracy")
             status.retrievals = report.get("retrievals", status.retrievals)
-        elif "state" in word:
-            for key, value in word.items():
+        elif "state" in event:
+            for key, value in event.items():
                 setattr(status, key, value)
             if status.state == "train" and self._began is None:
                 self._began = time.monotonic()
@@ -231,9 +231,10 @@ class _Run:
                 self._left.add(rank)
 
     def _failed(self, rank: int, error: str, code: int) -> None:
-        """A peer ended with an error of its own. One that the user must mend ends the run, and is told once.
+        """Handle an error that a peer reported before it ended.
 
-        So does any error before training has begun, such as a port in use; after that the others go on.
+        An error that the user must fix ends the run and is shown once. So does any error before training has begun,
+        such as a port in use; after that, the other peers continue.
         """
         self._statuses[rank].state = "failed"
         if self._exit is not None:
@@ -248,17 +249,17 @@ class _Run:
         if rank in self._left or self._exit is not None:
             return
         if rank in self._results:
-            if child.process.returncode > 0:  # killed after it has finished: as good as done
+            if child.process.returncode > 0:  # not negative: being killed after the finish does no harm
                 self._failed_after.add(rank)
                 self._display.line(f"{self._peers[rank].name} finished, but its process ended: {child.how_it_ended()}")
             return
         code, status = child.process.returncode, self._statuses[rank]
         if code == 0 and status.state == "starting":
             name = self._peers[rank].name
-            self._failed(rank, f"{name}: its script ended without gossipx.join, the line that makes it a peer", 1)
+            self._failed(rank, f"{name}: its script ended without a call of gossipx.join, which makes it a peer", 1)
             return
-        early = code == -signal.SIGTERM and status.state == "starting"  # before it could say that it leaves
-        if self._sent == signal.SIGTERM or early:  # asked to; or it took too long to go and was killed
+        early = code == -signal.SIGTERM and status.state == "starting"  # before it could report that it leaves
+        if self._sent == signal.SIGTERM or early:  # it left on request, or was killed after the grace period
             status.state = "left"
             self._left.add(rank)
             return
@@ -266,7 +267,7 @@ class _Run:
         self._display.line(f"peer {self._peers[rank].name} is lost: {child.how_it_ended()}")
         alive = len(self._peers) - sum(status.state in ("lost", "failed") for status in self._statuses.values())
         least = self._settings.sync.min_peers
-        if 0 < alive < least:  # with none left the run has failed, of what was told
+        if 0 < alive < least:  # with none left, the peers' own errors explain the end
             self._stop(4, signal.SIGTERM)
             self._display.error(f"{alive} of {len(self._peers)} peers left, fewer than --min-peers {least}")
 
@@ -284,9 +285,9 @@ class _Run:
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        """Ctrl-C stops every peer at once, a second one without grace; SIGTERM asks them to leave.
+        """Handle signals: SIGINT stops all peers, a second one kills them at once; SIGTERM makes them leave gracefully.
 
-        Caffe's solvers take a snapshot at SIGHUP.
+        With a Caffe solver, SIGHUP is passed on: it requests a snapshot.
         """
         handlers = {signal.SIGINT: self._interrupted, signal.SIGTERM: self._terminated}
         if self._settings.task.solver is not None and not self._script:
@@ -318,7 +319,7 @@ class _Run:
         accuracy = None
         for rank, result in sorted(self._results.items()):
             reports[rank] = result["report"]
-            # Peers on other machines have told theirs to these.
+            # Peers on other machines sent their reports to these peers.
             for other, report in result["reports"].items():
                 reports[int(other)] = reports[int(other)] or report
             accuracy = result["consensus_accuracy"] if accuracy is None else accuracy
@@ -336,7 +337,7 @@ class _Run:
             task=settings.task.task if built_in else None,
             model=settings.task.model if built_in else None,
             partition=settings.task.partition,
-            # A script has a length of its own, which the settings do not know.
+            # A script sets its own number of iterations, which only the reports show.
             iterations=settings.run.iterations if built_in or not done else max(done),
             consensus_accuracy=accuracy,
             lost=[self._peers[rank].name for rank, report in enumerate(reports) if report is None],
@@ -351,13 +352,13 @@ class _Run:
         if not self._results:
             tell("no peer finished")
             return
-        if not written:  # who has written it tells
+        if not written:  # the process that wrote it prints this
             return
         path = self._directory.path
-        tell(f"{path / SUMMARY_FILE} is written; compare runs: gossipx compare {path} ...")
+        tell(f"wrote {path / SUMMARY_FILE}; compare runs: gossipx compare {path} ...")
         tell(f"curves: tensorboard --logdir {self._settings.run.logdir}")
 
 
 def _reported(key: str, reports: Sequence[Mapping[str, Any] | None], configured: str) -> str:
-    """Return what peers say of themselves: a script may have brought an object that no setting names."""
+    """Return the value that the peers report, if any: a script may pass an object that no setting names."""
     return next((str(report[key]) for report in reports if report and key in report), configured)

@@ -15,12 +15,12 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 LINES_EVERY = 2.0
-"""Seconds between two rounds of plain lines."""
+"""Seconds between two progress lines."""
 
 
 @dataclass
 class PeerStatus:
-    """Where one peer stands; figures as it last told them."""
+    """Latest state of a peer, from its progress events."""
 
     name: str
     state: str = "starting"
@@ -33,15 +33,15 @@ class PeerStatus:
 
 
 BAR = 10
-"""Columns of a peer's bar: with them the table fits a terminal of 80."""
+"""Width of a progress bar in columns; with it the table fits a terminal of 80 columns."""
 
 
-def _say(stream: TextIO | None, text: str) -> None:
-    """Print a line, as it is: rich would expand tabs and drop control characters.
+def _print(stream: TextIO | None, text: str) -> None:
+    """Print a line unchanged; rich would expand tabs and drop control characters.
 
-    Its reader may have gone, or its disk be full: no reason to end a training, and all that follows is dropped.
+    If the reader has closed the stream or the disk is full, the line and all later ones are dropped: the run continues.
     """
-    if stream is None:  # it was closed from the start
+    if stream is None:  # closed when the process started
         return
     try:
         print(text, file=stream, flush=True)
@@ -52,12 +52,12 @@ def _say(stream: TextIO | None, text: str) -> None:
 
 
 class Display:
-    """Shows standings while a run goes on.
+    """Shows the state of the peers during a run.
 
     Args:
-        title: of the run.
-        statuses: of the peers shown, by rank; read whenever something is drawn.
-        plain: lines also on a terminal: other processes write to it, too.
+        title: title of the table.
+        statuses: states of the peers to show, by rank; read on each refresh.
+        plain: print lines on a terminal too, because other processes write to it.
     """
 
     def __init__(self, title: str, statuses: dict[int, PeerStatus], plain: bool = False):
@@ -83,18 +83,18 @@ class Display:
             self._live.stop()
 
     def line(self, text: str) -> None:
-        """Tell one line, above the table."""
+        """Print a line, above the table if there is one."""
         if self._live is None:
-            _say(sys.stdout, text)
+            _print(sys.stdout, text)
         else:
             self.console.print(text, markup=False, emoji=False, soft_wrap=True)
 
     def error(self, text: str) -> None:
-        """Tell why the run ends."""
-        _say(sys.stderr, text)
+        """Print an error to standard error."""
+        _print(sys.stderr, text)
 
     def refresh(self, last: bool = False) -> None:
-        """Draw, if it is time, or if it is the last time."""
+        """Redraw if enough time has passed, or if ``last``."""
         now = time.monotonic()
         if now < self._next and not last:
             return
@@ -118,19 +118,19 @@ class Display:
     def _table(self) -> Table:
         table = Table(title=self._title, title_justify="left", box=box.SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
         for heading in ("peer", "state", "", "iteration", "loss", "accuracy", "retrievals", "MB"):
-            # On a narrow terminal the bar gives way: names that are cut tell no peers apart.
-            fixed = max(len(one.name) for one in self._statuses.values()) if heading == "peer" else None
+            # On a narrow terminal the bar shrinks, not the names: truncated names could be equal.
+            fixed = max(len(status.name) for status in self._statuses.values()) if heading == "peer" else None
             left = heading in ("peer", "state", "")
             table.add_column(heading, justify="left" if left else "right", min_width=fixed, no_wrap=heading != "")
-        for one in self._statuses.values():
+        for status in self._statuses.values():
             table.add_row(
-                one.name,
-                one.state,
-                ProgressBar(total=max(one.iterations, 1), completed=one.step, width=BAR),
-                f"{one.step}/{one.iterations}" if one.iterations else str(one.step),
-                "" if one.loss is None else f"{one.loss:.3f}",
-                "" if one.accuracy is None else f"{one.accuracy:.3f}",
-                str(one.retrievals),
-                f"{one.bytes / 1e6:.1f}",
+                status.name,
+                status.state,
+                ProgressBar(total=max(status.iterations, 1), completed=status.step, width=BAR),
+                f"{status.step}/{status.iterations}" if status.iterations else str(status.step),
+                "" if status.loss is None else f"{status.loss:.3f}",
+                "" if status.accuracy is None else f"{status.accuracy:.3f}",
+                str(status.retrievals),
+                f"{status.bytes / 1e6:.1f}",
             )
         return table

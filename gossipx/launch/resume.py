@@ -1,4 +1,4 @@
-"""``gossipx run --resume``: a run goes on from its checkpoints, under its own name and in its own directory."""
+"""``gossipx run --resume``: a run continues from its checkpoints, with its name and in its directory."""
 
 from __future__ import annotations
 
@@ -27,32 +27,30 @@ CHANGEABLE = {
     *("bind", "advertise", "secret_file", "tls_cert", "tls_key", "tls_ca", "transport", "max_rate"),
     *("max_served", "max_pushes", "serve_share", "peer_timeout", "rendezvous_timeout"),
 }
-"""Settings that a run may go on with another value of. The others say what the checkpoints' state means: momenta are of
-one model, a place in the data is of one seed, partition and batch size."""
+"""Settings that may change when a run resumes. The others define the meaning of the checkpoints: momentum belongs to a
+model, a position in the data to a seed, a partition and a batch size."""
 
 
 def settings_of(
     run: str, given: Mapping[str, Any], script: list[str], environ: Mapping[str, str]
 ) -> tuple[RunConfig, Path | None, list[str]]:
-    """What a run goes on with.
+    """Return the settings with which a run resumes.
 
     Args:
-        run: its directory, or its name in ``logdir``.
-        given: settings that were given now, by name; None: not given.
-        script: what was given now; empty: what the run began with, if it began with one.
-        environ: where a launcher says who the peers are.
+        run: directory of the run, or its name in ``logdir``.
+        given: settings given now, by name; None: not given.
+        script: script and arguments given now; empty: those with which the run began, if any.
+        environ: environment, in which a launcher may define the peers.
 
     Returns:
-        Its settings, its hosts file (None: the environment says who the peers are now), its script with arguments.
+        The settings, the hosts file (None: the environment defines the peers), the script with its arguments.
 
     Raises:
-        UsageError: it is no run, or a setting was given that cannot change; names the option.
+        UsageError: the run does not exist, or a given setting cannot change; names the option.
     """
     path = run_directory(run, Path(given.get("logdir") or RunSettings().logdir))
     if not (path / CONFIG_FILE).is_file():
-        raise UsageError(
-            "no run to go on with is there: --resume takes the name of one in --logdir, or its directory", path
-        )
+        raise UsageError("no run to resume found: give --resume the name of a run in --logdir, or its directory", path)
     before = files.load(path / CONFIG_FILE)
     given = {name: value for name, value in given.items() if value is not None}
     place = {"name": path.resolve().name, "logdir": str(path.parent)}
@@ -65,19 +63,19 @@ def settings_of(
     else:
         hosts = None
         _check_size(path, world.size, f"{world.source} started", None)
-    noted = path / SCRIPT_FILE
-    if not script and noted.is_file():
-        script = json.loads(noted.read_bytes())
+    recorded = path / SCRIPT_FILE
+    if not script and recorded.is_file():
+        script = json.loads(recorded.read_bytes())
     return settings, hosts, script
 
 
 def _check_unchanged(before: RunConfig, now: RunConfig, path: Path) -> None:
     for key in KEYS.values():
-        was, wanted = (getattr(getattr(one, key.table), key.name) for one in (before, now))
+        was, wanted = (getattr(getattr(settings, key.table), key.name) for settings in (before, now))
         same_kind = key.name == "policy" and was.partition(":")[0] == wanted.partition(":")[0].strip()
         if was != wanted and key.name not in CHANGEABLE and not same_kind:
             raise UsageError(
-                f"{key.option} cannot change in a run that goes on, where it is {_shown(was)}: leave it out, or begin a"
+                f"{key.option} cannot change when a run resumes; it is {_shown(was)} there: leave it out, or start a"
                 " new run",
                 path,
             )
@@ -87,26 +85,27 @@ def _shown(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else "not given" if value is None else str(value)
 
 
-def _check_size(path: Path, now: int, who: str, hosts: Path | None) -> None:
+def _check_size(path: Path, now: int, source: str, hosts: Path | None) -> None:
     was = len(read_hosts(path / HOSTS_FILE))
     if was != now:
-        raise UsageError(f"{who} {now} peers, and the run that is to go on has {was}", hosts)
+        raise UsageError(f"{source} {now} peers, but the run to resume has {was}", hosts)
 
 
 def check(settings: RunConfig, names: Sequence[str], here: list[int], has_script: bool) -> tuple[int | None, RunConfig]:
-    """See that there is something to go on from.
+    """Check that there are checkpoints to resume from, and choose the iteration.
 
     Args:
-        settings: of the run.
-        names: of its peers, by rank; ``here``: those of this machine, by rank.
-        has_script: whether it trains a script, which has a length of its own.
+        settings: settings of the run.
+        names: names of its peers, by rank.
+        here: ranks of the peers whose checkpoints are visible on this machine.
+        has_script: whether the run trains a script, which sets its own number of iterations.
 
     Returns:
-        The iteration from which all are to go on; None: each from its own newest checkpoint. And the settings, with the
-        servers of then: they may have been changed while the run went on.
+        The iteration from which all peers resume; None: each from its own newest checkpoint. And the settings, with the
+        servers of that checkpoint: they may have changed during the run.
 
     Raises:
-        UsageError: no peer has a whole checkpoint, or they have done more iterations than there are to be.
+        UsageError: no peer has a complete checkpoint, or the checkpoints exceed the number of iterations.
     """
     assert settings.run.name is not None
     path = Path(settings.run.logdir) / settings.run.name
@@ -120,37 +119,35 @@ def check(settings: RunConfig, names: Sequence[str], here: list[int], has_script
         found = [one for rank in here if (one := store_of(path, rank).find()) is not None]
     if not found and len(here) == len(names):
         raise UsageError(
-            "no peer has a whole checkpoint to go on from: a run writes them with --checkpoint-every,"
+            "no peer has a complete checkpoint to resume from: a run writes checkpoints with --checkpoint-every,"
             " and when SIGTERM ends it",
             path,
         )
     if not has_script and found and max(found) > settings.run.iterations:
-        raise UsageError(
-            f"--iterations {settings.run.iterations}, and its checkpoints have done {max(found)} already", path
-        )
+        raise UsageError(f"--iterations {settings.run.iterations}, but its checkpoints already have {max(found)}", path)
     return at, settings
 
 
-Kept = dict[int, set[int]]
-"""By shard, or by worker's rank: iterations of whole checkpoints."""
+Checkpoints = dict[int, set[int]]
+"""Iterations of complete checkpoints, by shard or by rank of the worker."""
 
 
 def _served(
     path: Path, settings: RunConfig, servers: tuple[int, ...], here: list[int]
 ) -> tuple[list[int], int | None, tuple[int, ...]]:
-    """From where workers and shards here go on.
+    """Choose where the workers and shards of this machine resume: at the newest iteration for which all have a
+    checkpoint.
 
-    That is the newest iteration of which all have a whole checkpoint. Where there is none, as fast workers were far
-    ahead or checkpoints were taken by the clock on the wall, each goes on from its newest. A peer without any, on a new
-    disk, joins as a late one does.
+    There may be none, if fast workers were far ahead or checkpoints were taken by wall-clock time. Then each resumes
+    from its newest. A peer without any checkpoint, for example on a new disk, joins like a late peer.
 
     Returns:
-        The iterations, the one that all have (None: there is none), and the servers of then.
+        The iterations of the checkpoints, the common iteration (None: each its own), and the servers at that time.
     """
     workers = [rank for rank in here if not (settings.server.servers_only and rank in servers)]
     trained = {rank: found for rank in workers if (found := store_of(path, rank).whole(told=True))}
     shards = _shards(path, servers)
-    best: tuple[int, int, tuple[int, ...]] | None = None  # the iteration, less shards that have none, the servers
+    best: tuple[int, int, tuple[int, ...]] | None = None  # iteration, minus the number of shards without, servers
     for then, kept in shards.items():
         held = [kept.get(index, set()) for index, rank in enumerate(then) if rank in here]
         having = [one for one in (*trained.values(), *held) if one or then != servers]
@@ -160,24 +157,28 @@ def _served(
             best = at, -lacking, then
     if best is not None:
         at, _, then = best
-        _tell_new([index for index, rank in enumerate(then) if rank in here and index not in shards[then]])
+        _warn_new([index for index, rank in enumerate(then) if rank in here and index not in shards[then]])
         return [at], at, then
     return _uneven(path, trained, shards, servers, here)
 
 
 def _uneven(
-    path: Path, trained: Kept, shards: dict[tuple[int, ...], Kept], servers: tuple[int, ...], here: list[int]
+    path: Path,
+    trained: Checkpoints,
+    shards: dict[tuple[int, ...], Checkpoints],
+    servers: tuple[int, ...],
+    here: list[int],
 ) -> tuple[list[int], int | None, tuple[int, ...]]:
-    """As :func:`_served`, where there is no iteration that all have.
+    """Choose as :func:`_served` does if there is no iteration for which all have a checkpoint.
 
     Raises:
-        UsageError: the newest checkpoints of shards are of servers that do not go together.
+        UsageError: the shards' newest checkpoints belong to different assignments of shards to servers.
     """
-    newest: dict[int, tuple[int, tuple[int, ...]]] = {}  # by shard, with the servers of then
+    newest: dict[int, tuple[int, tuple[int, ...]]] = {}  # by shard, with the servers at that time
     for then, kept in shards.items():
         for index, found in kept.items():
             newest[index] = max(newest.get(index, (0, then)), (max(found), then))
-    whole = {  # where each shard's newest, if it has one, is of these servers: that of the one furthest behind
+    whole = {  # servers to which all shards' newest checkpoints belong, with the oldest of these
         then: min(newest[index][0] for index in having)
         for then in shards
         if (having := [index for index, rank in enumerate(then) if rank in here and index in newest])
@@ -188,30 +189,30 @@ def _uneven(
     if newest and not whole:
         apart = (f"shard {index} at {at}: {','.join(map(str, then))}" for index, (at, then) in sorted(newest.items()))
         raise UsageError(
-            f"the newest checkpoints of its shards are of different servers ({'; '.join(apart)}), and do not go"
-            " together: remove its shard-* directories to go on from the workers' models alone",
+            f"the newest checkpoints of the shards belong to different servers ({'; '.join(apart)}), and cannot be"
+            " combined: remove the shard-* directories to resume from the workers' models alone",
             path,
         )
     then = max(whole, key=whole.__getitem__, default=servers)
     held = {index: newest[index][0] for index, rank in enumerate(then) if rank in here and index in newest}
-    told = [f"worker {rank}: {max(found)}" for rank, found in sorted(trained.items())]
-    told += [f"shard {index}: {at}" for index, at in sorted(held.items())]
-    log.warning("no iteration has a checkpoint of all, so that each goes on from its newest (%s)", ", ".join(told))
-    _tell_new([index for index, rank in enumerate(then) if rank in here and index not in held])
+    newest_of = [f"worker {rank}: {max(found)}" for rank, found in sorted(trained.items())]
+    newest_of += [f"shard {index}: {at}" for index, at in sorted(held.items())]
+    log.warning("no iteration has checkpoints of all: each resumes from its newest (%s)", ", ".join(newest_of))
+    _warn_new([index for index, rank in enumerate(then) if rank in here and index not in held])
     return [max(found) for found in trained.values()], None, then
 
 
-def _tell_new(shards: Sequence[int]) -> None:
+def _warn_new(shards: Sequence[int]) -> None:
     for index in shards:
-        log.warning("shard %d has no checkpoint: it begins with its holder's model, and the optimizer anew", index)
+        log.warning("shard %d has no checkpoint: it starts from its server's model, with a new optimizer state", index)
 
 
-def _shards(path: Path, servers: tuple[int, ...]) -> dict[tuple[int, ...], Kept]:
-    """What there is of shards, by the servers of then."""
-    shards: dict[tuple[int, ...], Kept] = {servers: {}}
+def _shards(path: Path, servers: tuple[int, ...]) -> dict[tuple[int, ...], Checkpoints]:
+    """Return the checkpoints of the shards, by the servers of that time."""
+    shards: dict[tuple[int, ...], Checkpoints] = {servers: {}}
     for index in range(len(read_hosts(path / HOSTS_FILE))):
         store = store_of_shard(path, index)
-        trained_at = store.whole(told=True) - {0}  # that of clock 0 is there for its journal alone
+        trained_at = store.whole(told=True) - {0}  # the checkpoint of clock 0 only anchors the journal
         for iteration in trained_at:
             then = servers_of(store, iteration) or servers
             shards.setdefault(then, {}).setdefault(index, set()).add(iteration)

@@ -1,5 +1,5 @@
-"""What ``gossipx run`` has settled before it starts peers: settings, who they are, which of them are its own, and where
-the run is written."""
+"""Everything that ``gossipx run`` decides before it starts peers: the settings, all peers, the peers of this machine,
+and the run's directory."""
 
 from __future__ import annotations
 
@@ -24,39 +24,41 @@ from gossipx.metrics.summary import Summary
 
 
 class Directory(Protocol):
-    """Where a run is written: :class:`gossipx.launch.directory.RunDirectory`, or one that others write into, too."""
+    """The directory of a run: :class:`gossipx.launch.directory.RunDirectory`, or one that several processes share."""
 
     path: Path
 
     @property
     def config(self) -> Path:
-        """The file of its settings."""
+        """Return the path of the settings file."""
 
     def keep(self) -> None:
-        """The run trains."""
+        """Keep the directory, as the run trains."""
 
     def give_up(self) -> None:
-        """Nothing was trained."""
+        """Remove the directory, as nothing was trained."""
 
     def release(self) -> None:
-        """The run has ended."""
+        """Release the lock, as the run has ended."""
 
     def conclude(self, summary: Summary) -> bool:
-        """Write the run's summary; False: another process has one that lacks no more."""
+        """Write the run's summary; return False if another process wrote one that is at least as complete."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """See the module.
+    """Everything needed to start the peers of this machine.
 
     Attributes:
-        settings: presets filled in, with a name.
-        directory: made, and this run's.
-        peers: all, by rank; ``here``: the ranks of those to start.
-        resumes: whether they go on from checkpoints; ``resumes_at``: of which iteration, None: each from its newest.
-        notice: what the user should know first; None: nothing.
-        shared: other processes on this terminal are peers of the run, too.
-        held: keeps a port free, until it is closed.
+        settings: settings of the run, with a name and presets filled in.
+        directory: the run's directory, already created.
+        peers: all peers, by rank.
+        here: ranks of the peers to start.
+        resumes: whether they resume from checkpoints.
+        resumes_at: iteration of the checkpoints; None: each from its newest.
+        notice: message to show first; None: none.
+        shared: whether other processes on this terminal are peers of the run too.
+        reserved: socket that keeps a port free for the peer until it is closed.
     """
 
     settings: RunConfig
@@ -67,35 +69,36 @@ class Start:
     resumes_at: int | None = None
     notice: str | None = None
     shared: bool = False
-    held: socket.socket | None = None
+    reserved: socket.socket | None = None
 
 
 def from_hosts(given: RunConfig, hosts: Path, script: list[str], resumes: bool) -> Start:
-    """The peers of this machine in a hosts file.
+    """Return the start of this machine's peers in a hosts file.
 
     Raises:
-        UsageError: settings, hosts file or script are not right, or the name is in use.
+        UsageError: settings, hosts file or script are invalid, or the name is in use.
     """
     checked = check(given, hosts, script)
     settings, peers, here = checked.settings, checked.peers, checked.here
     names = [peer.name for peer in peers]
     at: int | None = None
     if resumes:
-        from gossipx.launch import resume  # and torch, which reads checkpoints
+        from gossipx.launch import resume  # imports torch, to read checkpoints
 
         at, settings = resume.check(settings, names, here, bool(script))
-    directory = RunDirectory(settings, hosts.read_bytes(), script, goes_on=resumes)
+    directory = RunDirectory(settings, hosts.read_bytes(), script, resumes)
     return Start(settings, directory, peers, here, resumes, at, checked.notice)
 
 
 @dataclass(frozen=True)
 class Checked:
-    """A run that may be started.
+    """The checked settings and peers of a run that may be started.
 
     Attributes:
-        settings: with presets filled in, and a name.
-        peers: all of them, by rank; ``here``: the ranks of this machine.
-        notice: what a user should be told first; None: nothing.
+        settings: settings with a name and presets filled in.
+        peers: all peers, by rank.
+        here: ranks of the peers on this machine.
+        notice: message to show first; None: none.
     """
 
     settings: RunConfig
@@ -105,7 +108,7 @@ class Checked:
 
 
 def check(given: RunConfig, hosts: Path, script: list[str]) -> Checked:
-    """See that settings, hosts file and script are right; nothing is started or written.
+    """Check settings, hosts file and script; nothing is started or written.
 
     Args:
         given: settings, presets not yet filled in.
@@ -113,7 +116,7 @@ def check(given: RunConfig, hosts: Path, script: list[str]) -> Checked:
         script: a user's script and its arguments; empty: the built-in task.
 
     Raises:
-        UsageError: the first that is not right.
+        UsageError: the first error found.
     """
     peers = read_hosts(hosts)
     settings = presets(given, len(peers), script, hosts)
@@ -125,18 +128,18 @@ def check(given: RunConfig, hosts: Path, script: list[str]) -> Checked:
 
 
 def presets(given: RunConfig, size: int, script: Sequence[str], hosts: Path | None) -> RunConfig:
-    """The settings with presets filled in.
+    """Return the settings with presets filled in.
 
     Raises:
-        UsageError: some do not go together.
+        UsageError: settings contradict each other.
     """
     if given.sync.min_peers > size:
-        raise UsageError(f"--min-peers {given.sync.min_peers} is more than the {size} peers here", hosts)
+        raise UsageError(f"--min-peers {given.sync.min_peers} is more than the {size} peers of the run", hosts)
     return effective_config(given, size, bool(script))
 
 
 def check_names(settings: RunConfig, peers: Sequence[PeerLine]) -> None:
-    """See that the hub and the servers are among the peers.
+    """Check that the hub and the servers are among the peers.
 
     Raises:
         UsageError: they are not.
@@ -147,16 +150,17 @@ def check_names(settings: RunConfig, peers: Sequence[PeerLine]) -> None:
 
 
 def check_here(settings: RunConfig, own: Sequence[PeerLine], script: list[str], hosts: Path | None) -> str | None:
-    """See that this machine has what its peers want.
+    """Check that this machine has the devices, files and addresses that its peers need.
 
     Args:
-        own: its peers; ``hosts``: the file that they stand in, for messages.
+        own: the peers of this machine.
+        hosts: the hosts file, for messages.
 
     Returns:
-        What the user should know of the bytes of models that others could get at; None: nothing.
+        A warning about model bytes that others could read or change; None: no risk.
 
     Raises:
-        UsageError: it has not, or there is no such script.
+        UsageError: something is missing, or the script does not exist.
     """
     uncovered = None
     for peer in own:
@@ -173,17 +177,18 @@ def check_here(settings: RunConfig, own: Sequence[PeerLine], script: list[str], 
 
 
 def check_script(script: list[str]) -> None:
-    """See that the script is there, if one is given.
+    """Check that the script exists, if one is given.
 
     Raises:
-        UsageError: it is not.
+        UsageError: it does not.
     """
     if not script_exists(script):
-        raise UsageError("no such script", file=script[0])
+        raise UsageError("script not found", file=script[0])
 
 
 def named(settings: RunConfig) -> RunConfig:
-    """A name for a run that was given none: its policy's, or sync model's, with the first number that is free."""
+    """Return the settings with a name: if none is given, that of the policy or sync model, with the
+    first free number."""
     if settings.run.name is not None:
         return settings
     stem = re.split(r"\W", goes_by(settings))[0]
@@ -195,10 +200,10 @@ def named(settings: RunConfig) -> RunConfig:
 
 
 def goes_by(settings: RunConfig) -> str:
-    """The policy; or with servers the sync model."""
+    """Return the policy, or with servers the sync model."""
     return settings.server.sync if by_servers(settings) else settings.sync.policy
 
 
 def by_servers(settings: RunConfig) -> bool:
-    """Whether the run has a parameter server."""
+    """Return whether the run has a parameter server."""
     return settings.server.servers is not None or settings.sync.mode == "server"

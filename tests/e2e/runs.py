@@ -1,4 +1,4 @@
-"""Runs of gossipx in real processes, for the tests: started, followed and ended within bounds."""
+"""Runs of gossipx in real processes, for tests: started, watched and ended within time limits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ import torch
 from forks import client as forks
 from safetensors.torch import load_file
 
-LONG = 240.0  # seconds: ends a test that hangs; a run takes a few, on a machine with nothing else to do
+LONG = 240.0  # seconds, after which a hanging test fails; a run takes a few on an idle machine
 
 PRELUDE = """
 import json
@@ -64,7 +64,7 @@ def all_have(peer, what, done, ranks, most=200_000):
     return peer.iteration >= most or all((FOLDER / f"{rank}-{what}").exists() for rank in ranks)
 
 """
-"""What the tests' training scripts begin with; their first argument is the folder that they tell figures in."""
+"""The start of the tests' training scripts; their first argument is the folder into which ``tell`` writes."""
 
 
 @dataclass(frozen=True)
@@ -77,16 +77,16 @@ class Ended:
 
     @property
     def shown(self) -> str:
-        """Everything it printed, for messages."""
+        """All output, for messages."""
         return f"exit code {self.code}\n--- stdout\n{self.output}\n--- stderr\n{self.errors}"
 
 
 class Process:
-    """A process whose output can be waited for, line by line.
+    """A process whose output can be awaited line by line.
 
     Args:
-        command: what ``python`` is to run.
-        fresh: start an interpreter, where imports or the environment are the subject; else fork one that has loaded
+        command: arguments of ``python``.
+        fresh: start a new interpreter, for tests of imports or the environment; else fork a process that has loaded
             gossipx.
 
     Attributes:
@@ -138,7 +138,7 @@ class Process:
             self._lines.put(None)
 
     def line(self, pattern: str, within: float = LONG) -> str:
-        """The next line of its standard output in which ``pattern`` is found."""
+        """Return the next line of standard output that contains ``pattern``."""
         by = time.monotonic() + within
         with contextlib.suppress(queue.Empty):
             while (line := self._lines.get(timeout=max(by - time.monotonic(), 0))) is not None:
@@ -152,14 +152,14 @@ class Process:
         self._process.send_signal(number)
 
     def kill(self) -> None:
-        """Kill it, and the peers that it started."""
+        """Kill it and the peers that it started."""
         for pid in children(self.pid).values():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self._process.kill()
 
     def end(self, within: float = LONG) -> Ended:
-        """Wait for its end, which is to come by itself."""
+        """Wait until it ends on its own."""
         try:
             code = self._process.wait(within)
         except subprocess.TimeoutExpired:
@@ -175,7 +175,7 @@ class Process:
         return Ended(code, "".join(self.output), "".join(self._errors))
 
     def close(self) -> None:
-        """Nothing of it is left after this."""
+        """Kill it and its peers if they are still running."""
         if self._process.poll() is None:
             self.kill()
             self._process.wait()
@@ -184,12 +184,12 @@ class Process:
 
 
 class Folder:
-    """A test's folder: hosts file, scripts and runs in it.
+    """The folder of a test, with its hosts file, scripts and runs.
 
     Attributes:
-        path: of the folder.
-        hosts: its hosts file, of peers on ports that were free.
-        names: of the peers, by rank.
+        path: path of the folder.
+        hosts: its hosts file, with peers on free ports.
+        names: names of the peers, by rank.
     """
 
     def __init__(self, path: Path, peers: int):
@@ -206,19 +206,19 @@ class Folder:
         return process
 
     def start_run(self, *options: str | Path, name: str = "x", fresh: bool = False) -> Process:
-        """Start ``gossipx run`` with ``options``, whose last may be a script with its arguments."""
+        """Start ``gossipx run`` with ``options``; the last ones may be a script with its arguments."""
         start = ("-m", "gossipx", "run", "--peers", self.hosts, "--logdir", self.path, "--name", name)
         return self.start(*start, *options, fresh=fresh)
 
     def run(self, *options: str | Path, name: str = "x", tracebacks: int = 0, fresh: bool = False) -> Run:
-        """Run ``gossipx run`` to its end, which is to be exit code 0."""
+        """Run ``gossipx run`` to its end, and check that the exit code is 0."""
         ended = self.start_run(*options, name=name, fresh=fresh).end()
         assert ended.code == 0, ended.shown
         assert (ended.output + ended.errors).count("Traceback") == tracebacks, ended.shown
         return Run(self.path / name, ended)
 
     def refused(self, *options: str | Path, name: str = "x") -> str:
-        """The one line with which ``gossipx run`` ends with exit code 2."""
+        """Return the only line printed by a ``gossipx run`` that ends with exit code 2."""
         ended = self.start_run(*options, name=name).end()
         return one_line(ended, 2)
 
@@ -229,36 +229,36 @@ class Folder:
         return path
 
     def told(self, rank: int | str) -> Any:
-        """What a script told by ``tell``."""
+        """Return the value that a script wrote with ``tell``."""
         return json.loads((self.path / f"{rank}.json").read_text())
 
     def close(self) -> None:
-        """End all that still runs."""
+        """End all processes that are still running."""
         for process in self._processes:
             process.close()
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run that has ended well."""
+    """A run that ended successfully."""
 
     directory: Path
     ended: Ended
 
     @property
     def summary(self) -> dict[str, Any]:
-        """Its summary.json."""
+        """Return its summary.json."""
         found: dict[str, Any] = json.loads((self.directory / "summary.json").read_text())
         return found
 
     def model(self, rank: int) -> dict[str, torch.Tensor]:
-        """The model that a peer left."""
+        """Return the model that a peer saved."""
         return load_file(self.directory / f"peer-{rank:02d}" / "model.safetensors")
 
 
 @contextlib.contextmanager
 def folder(path: Path, peers: int) -> Iterator[Folder]:
-    """A folder whose processes do not outlive the test."""
+    """Yield a folder whose processes end with the test."""
     made = Folder(path, peers)
     try:
         yield made
@@ -267,7 +267,7 @@ def folder(path: Path, peers: int) -> Iterator[Folder]:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of loopback on which nothing listens."""
+    """Return loopback ports on which no process listens."""
     probes = [socket.socket() for _ in range(count)]
     for probe in probes:
         probe.bind(("127.0.0.1", 0))
@@ -279,7 +279,7 @@ def free_ports(count: int) -> list[int]:
 
 @contextlib.contextmanager
 def open_files(wanted: int) -> Iterator[None]:
-    """This process may have so many files open meanwhile; skips the test where it may not."""
+    """Allow this process a number of open files; skip the test if the system refuses."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < wanted:
         pytest.skip(f"this machine allows {hard} open files a process")
@@ -291,7 +291,7 @@ def open_files(wanted: int) -> Iterator[None]:
 
 
 def children(parent: int) -> dict[int, int]:
-    """Process numbers of the peers that ``parent`` has started, by rank."""
+    """Return process ids of the peers that ``parent`` has started, by rank."""
     found = {}
     for directory in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -307,12 +307,12 @@ def children(parent: int) -> dict[int, int]:
 
 
 def stat_fields(directory: Path) -> list[str]:
-    """State, parent and what follows in ``/proc/PID/stat``; the name before them may hold anything."""
+    """Return the fields of ``/proc/PID/stat`` from the state on; the name before them may contain any character."""
     return (directory / "stat").read_text().rpartition(")")[2].split()
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process is there and no zombie."""
+    """Return whether a process exists and is not a zombie."""
     try:
         return stat_fields(Path(f"/proc/{pid}"))[0] not in "ZX"
     except OSError:
@@ -320,7 +320,7 @@ def is_running(pid: int) -> bool:
 
 
 def one_line(ended: Ended, code: int) -> str:
-    """What a process that ended with ``code`` has to say, in one line."""
+    """Return the only line of output of a process that ended with ``code``."""
     assert ended.code == code, ended.shown
     assert ended.errors.count("\n") == 1, ended.shown
     assert "Traceback" not in ended.output, ended.shown
@@ -328,6 +328,6 @@ def one_line(ended: Ended, code: int) -> str:
 
 
 def differences(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> dict[str, float]:
-    """The largest difference in each tensor of two models of the same names; counters aside."""
+    """Return the largest difference in each tensor of two models with the same names, except counters."""
     assert one.keys() == other.keys()
     return {name: float((one[name] - other[name]).abs().max()) for name in one if one[name].is_floating_point()}

@@ -1,6 +1,6 @@
-"""``gossipx.attach``: solvers of others, and gossipx's own, as peers in real processes.
+"""``gossipx.attach``: foreign solvers and gossipx's own as peers in real processes.
 
-Each of two peers has images of one half of the classes, so that neither learns the other half alone.
+Each of two peers has images of one half of the classes, so that no peer can learn the other half alone.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ with gossipx.attach(solver, optimizer=optimizer, evaluate=judge) as peer:
     )
     two.run("--servers", "0", "--peer-timeout", "20", script, two.path)
     told = [two.told(rank) for rank in (0, 1)]
-    assert told[0]["weights"] == told[1]["weights"]  # the table's, not each solver's own update
+    assert told[0]["weights"] == told[1]["weights"]  # the table's values, not the results of each solver's own update
     assert min(one["accuracy"] for one in told) > 0.9 and max(one["alone"] for one in told) < 0.55
 
 
@@ -146,7 +146,7 @@ def test_a_real_pycaffe_solver_gossips(two: Folder) -> None:
     told = [two.told(rank) for rank in (0, 1)]
     for one in told:
         assert one["iterations"] == 60 and one["mixes"] > 5
-        assert one["accuracy"] > 0.8  # of four classes, of which it has seen two
+        assert one["accuracy"] > 0.8  # four classes, of which its own data has two
     np.testing.assert_allclose(told[0]["weights"][0], told[1]["weights"][0], atol=1e-5)
 
 
@@ -182,12 +182,12 @@ def test_gossipxs_own_solver_gossips_and_snapshots_by_itself(two: Folder) -> Non
     assert "Iteration 30, loss = " in run.ended.output
 
 
-def test_gossipxs_own_solver_goes_on_from_a_checkpoint(two: Folder) -> None:
+def test_gossipxs_own_solver_resumes_from_a_checkpoint(two: Folder) -> None:
     script = two.script(OWN)
     whole = two.run(*RUN, script, two.path, name="whole")
     again = two.script(OWN.replace("max_iter: 40", "max_iter: 20"), "half.py")
     two.run(*RUN, "--checkpoint-every", "20", again, two.path, name="half")
-    (two.path / "half.py").write_text(script.read_text())  # for longer, now
+    (two.path / "half.py").write_text(script.read_text())  # with more iterations
     resumed = two.start("-m", "gossipx", "run", "--resume", two.path / "half").end()
     assert resumed.code == 0, resumed.shown
     told = two.told(0)
@@ -196,8 +196,8 @@ def test_gossipxs_own_solver_goes_on_from_a_checkpoint(two: Folder) -> None:
 
 
 @pytest.mark.parametrize("type_", ["SGD", "Adam"])
-def test_gossipxs_own_solver_brings_its_formulas_to_the_servers(two: Folder, type_: str) -> None:
-    """One worker and its server do what the solver does alone: the step is Caffe's there, too."""
+def test_the_servers_use_the_update_rule_of_gossipxs_own_solver(two: Folder, type_: str) -> None:
+    """One worker and its server compute what the solver computes alone: the server applies Caffe's update rule."""
     text = f'type: "{type_}"'
     alone = two.script(
         """
@@ -222,10 +222,13 @@ os.environ["GOSSIPX_RANK"] = "0"
     assert max(differences(run.model(0), whole).values()) < 1e-6
 
 
-def test_what_cannot_be_attached_is_told(two: Folder) -> None:
+def test_invalid_uses_of_attach_are_refused(two: Folder) -> None:
     for line, told in (
-        ("gossipx.attach(object())", "object is no solver: attach looks for its net.params"),
-        ("gossipx.attach(solver, optimizer=torch.optim.SGD)", "a run without servers has none: leave optimizer= out"),
+        ("gossipx.attach(object())", "object is not a solver: attach needs its net.params"),
+        (
+            "gossipx.attach(solver, optimizer=torch.optim.SGD)",
+            "optimizer= is for a run with a parameter server: leave it out",
+        ),
         ("solver.net.params['score'][0]._data = [1.0]; gossipx.attach(solver)", "blob score[0]: its data is list"),
         ("solver.net.params['score'][1]._data.flags.writeable = False; gossipx.attach(solver)", "cannot be written"),
         ("solver.net.params = {}; gossipx.attach(solver)", "holds no blobs"),
@@ -241,11 +244,11 @@ gossipx.get_solver(FOLDER / "typo.prototxt", net=nn.Linear(4, 2), loss=nn.functi
 
 
 def test_a_typo_in_a_scripts_solver_file_is_one_line_under_a_run(two: Folder) -> None:
-    """With its line and column, and exit code 2; a script by itself raises it."""
+    """With line and column, and exit code 2; without ``gossipx run`` the script raises the error."""
     script = two.script(TYPO)
     told = f"{two.path}/typo.prototxt:2:3: unknown field 'lr_polycy' (did you mean 'lr_policy'?)"
     assert two.refused(*RUN, script, two.path) == told
     ended = two.start(script, two.path).end()
     assert ended.code == 1, ended.shown
     assert ended.errors.splitlines()[-1] == f"gossipx.errors.UsageError: {told}"
-    assert ended.errors.count("Traceback") == 1, ended.shown  # and nothing of protobuf's own error
+    assert ended.errors.count("Traceback") == 1, ended.shown  # without protobuf's own error

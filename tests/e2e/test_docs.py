@@ -1,4 +1,4 @@
-"""Every example of the documentation is run, page by page, as CONTRIBUTING.md ("Documentation") says."""
+"""Execution of every example in the documentation, page by page, by the rules in CONTRIBUTING.md ("Documentation")."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ import pytest
 from forks import client as forks
 from pages import HOUSE, PAGES, Example, examples
 
-LONG = 150.0  # seconds an example: ends one that hangs; they take up to ten
-PORTS = 16  # a page has so many peers at most
-# Pages that take longest, and what they show other tests hold, too; README.md has the commands of getting-started.
+LONG = 150.0  # seconds, after which a hanging example fails; examples take up to ten
+PORTS = 16  # maximum number of peers on a page
+# The slowest pages, whose content other tests cover too; README.md has the commands of getting-started.
 SLOW = {"checkpoints", "codecs", "getting-started", "hub", "integrations"}
 
 _LOCAL = re.compile(r"\b(localhost|127\.0\.0\.1)(?::294(\d\d))?(?![\w.:-])")
@@ -29,12 +29,12 @@ _LOCAL = re.compile(r"\b(localhost|127\.0\.0\.1)(?::294(\d\d))?(?![\w.:-])")
 
 @contextlib.contextmanager
 def ports() -> Iterator[int]:
-    """The first of some ports in a row that no other page has: pages are run beside each other."""
-    places = list(range(20_000, 32_000, 20))  # below those that systems give away
+    """Yield the first of a range of ports that no other page uses, since pages run in parallel."""
+    places = list(range(20_000, 32_000, 20))  # below the ephemeral ports
     random.SystemRandom().shuffle(places)
     for first in places:
         with contextlib.ExitStack() as probes:
-            held = socket.socket()  # kept while the page is run, so that other pages leave these ports alone
+            held = socket.socket()  # reserves the range while the page runs
             try:
                 for number in range(PORTS):
                     probe = probes.enter_context(socket.socket())
@@ -50,14 +50,14 @@ def ports() -> Iterator[int]:
 
 
 def environment() -> dict[str, str]:
-    """``gossipx`` and ``python`` are those that run this test, with the tree that it stands in."""
+    """Return an environment whose ``gossipx`` and ``python`` are those of this test and its source tree."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("GOSSIPX_")}
     path = os.pathsep.join([str(forks.commands()), str(Path(sys.executable).parent), kept.get("PATH", "")])
     return kept | {"PATH": path, "PYTHONPATH": str(HOUSE), "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
 
 
 def run(example: Example, first_port: int, folder: Path) -> None:
-    """Runs it, or writes it to the file that it is; what it leaves in the background ends with it."""
+    """Run an example, or write it to the file that it shows; processes that it leaves in the background are ended."""
     text = _LOCAL.sub(lambda found: f"{found[1]}:{first_port + int(found[2] or 0)}", example.text)
     if example.file is not None:
         (folder / example.file).write_text(text, encoding="utf-8")
@@ -88,7 +88,7 @@ def run(example: Example, first_port: int, folder: Path) -> None:
 
 
 def pages() -> list[object]:
-    """Those with something to run."""
+    """Return the pages that have examples to run."""
     slow = pytest.mark.slow
     return [
         pytest.param(page, id=page.stem, marks=[slow] if page.stem in SLOW else [])
@@ -98,7 +98,7 @@ def pages() -> list[object]:
 
 
 def is_run(example: Example) -> bool:
-    """Whether there is something to do about it; text without a name is what a command has said."""
+    """Return whether an example is run or written; a text fence without a file name shows output."""
     return example.reason is None and (example.language in ("bash", "python") or example.file is not None)
 
 
@@ -121,7 +121,7 @@ def test_the_examples_of_a_page_run(page: Path, tmp_path: Path) -> None:
     ],
     ids=["bash", "python"],
 )
-def test_an_example_that_fails_is_shown_with_what_it_said(language: str, text: str, said: str, tmp_path: Path) -> None:
+def test_an_example_that_fails_is_shown_with_its_output(language: str, text: str, said: str, tmp_path: Path) -> None:
     with pytest.raises(pytest.fail.Exception) as failed:
         run(Example(HOUSE / "README.md", 7, language, text), 20_000, tmp_path)
     shown = str(failed.value)
@@ -140,7 +140,7 @@ def test_peers_of_this_machine_get_ports_of_their_own_and_nothing_stays_behind(t
         "127.0.0.1:20003",
         "10.0.0.1:29400",
     ]
-    with contextlib.suppress(ProcessLookupError):  # it has gone already
+    with contextlib.suppress(ProcessLookupError):  # it has already ended
         left = os.pidfd_open(int((tmp_path / "pid").read_text()))
         with os.fdopen(left):
             assert select.select([left], [], [], 30.0)[0], "it is still there"

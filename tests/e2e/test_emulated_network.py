@@ -1,4 +1,4 @@
-"""The emulated network itself: it gives the rate, delay and loss that it says, and leaves nothing behind."""
+"""The emulated network itself: it provides the given rate, delay and loss, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from runs import LONG, is_running
 
 @pytest.fixture
 def here() -> None:
-    """Emulated networks are possible on this system."""
+    """Skip the test if this system cannot emulate networks."""
     if (reason := lacking()) is not None:
         pytest.skip(reason)
 
@@ -50,7 +50,8 @@ def test_tcp_gets_the_links_rate(rate: str, count: int) -> None:
 @needs_network
 @pytest.mark.slow
 def test_the_switch_in_user_space_gives_a_gigabit_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As it is used where there is no netem. It is a program among others, and needs a core for itself meanwhile."""
+    """The switch replaces netem where it is missing. It is an ordinary process and needs a core for
+    itself meanwhile."""
     monkeypatch.setattr("emulated.network.works", lambda *command, given="": False)
     with EmulatedNetwork(2, "1gbit", delay_ms=1) as net:
         assert net.ways.has_switch
@@ -95,7 +96,7 @@ def test_the_counters_have_every_frame_of_a_transfer() -> None:
 def test_a_peer_reaches_other_peers_and_nothing_else() -> None:
     devices = socket.if_nameindex()
     with EmulatedNetwork(2, "1gbit") as net, socket.create_server(("127.0.0.1", 0)) as outside:
-        assert socket.if_nameindex() == devices  # not one of the machine's own
+        assert socket.if_nameindex() == devices  # devices of this machine are unchanged
         with python(
             net.hosts[1],
             """
@@ -128,7 +129,7 @@ def test_a_peer_reaches_other_peers_and_nothing_else() -> None:
 
 
 @needs_network
-def test_a_delay_holds_every_frame_back_and_changes_none() -> None:
+def test_a_delay_delays_every_frame_and_changes_none() -> None:
     with EmulatedNetwork(2, "1gbit", delay_ms=15) as net:
         assert f"delay 15 ms by {'netem' if net.ways.delay == 'netem' else 'a switch in user space'}" in net.describe()
         one, other = net.hosts
@@ -151,7 +152,7 @@ def test_a_delay_holds_every_frame_back_and_changes_none() -> None:
         )
         assert min(trips) >= 2 * 0.015
     with EmulatedNetwork(2, "1gbit", delay_ms=1) as net:
-        count = 5_000_000  # in segments that stay together, most of them
+        count = 5_000_000  # mostly sent as large segments
         told = transfer(net.hosts[0], net.hosts[1:], count)
         assert told["digest"] == hashlib.sha256(random.Random(0).randbytes(count)).hexdigest()
         if net.ways.has_switch:
@@ -196,7 +197,7 @@ def test_a_share_of_the_frames_is_lost_and_counted(tools: str, monkeypatch: pyte
         assert ask(receiver)
         result(python(net.hosts[1], UDP_SENDER, net.hosts[0].address, sent, ends))
         received, lost = result(receiver), net.lost()
-        # Some of the last datagrams, and questions for addresses, are lost, too.
+        # Some of the last datagrams and of the ARP requests are lost too.
         assert sent <= received + lost <= sent + ends + 5
         assert received < sent
         deviation = (sent * loss * (1 - loss)) ** 0.5
@@ -205,7 +206,7 @@ def test_a_share_of_the_frames_is_lost_and_counted(tools: str, monkeypatch: pyte
 
 @needs_network
 def test_segments_of_tcp_are_lost_one_by_one() -> None:
-    """And not in the packets of up to 64 KB that the kernel makes of them."""
+    """Not in packets of up to 64 KB, into which the kernel combines them."""
     count, loss = 6_000_000, 0.02
     with EmulatedNetwork(2, "100mbit", loss=loss) as net:
         transfer(net.hosts[0], net.hosts[1:], count)
@@ -213,7 +214,7 @@ def test_segments_of_tcp_are_lost_one_by_one() -> None:
 
 
 @needs_network
-def test_without_loss_none_is_lost() -> None:
+def test_without_loss_no_frame_is_lost() -> None:
     with EmulatedNetwork(2, "100mbit") as net:
         receiver = python(net.hosts[0], UDP_RECEIVER)
         assert ask(receiver)
@@ -239,7 +240,7 @@ OWNER = """
 
 @contextlib.contextmanager
 def owner() -> Any:
-    """A process that holds a network; yields it, the first namespace's name, and the processes in it."""
+    """Start a process that owns a network; yield it, the name of the first namespace, and the processes in it."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", textwrap.dedent(OWNER)]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
@@ -252,14 +253,14 @@ def owner() -> Any:
 
 
 def of_this_process() -> list[str]:
-    """Namespaces that this process has made."""
+    """Return the namespaces that this process created."""
     return [name for name in names() if name.startswith(f"gossipx-{os.getpid()}-")]
 
 
 @needs_network
-def test_all_is_gone_after_an_error_and_what_ran_there_too() -> None:
+def test_an_error_removes_everything_including_running_processes() -> None:
     with pytest.raises(ZeroDivisionError), EmulatedNetwork(2, "10mbit", delay_ms=1) as net:
-        assert len(of_this_process()) == 3  # two peers, and what is between them
+        assert len(of_this_process()) == 3  # two peers and the switch
         command = ["sh", "-c", "sleep 1000 & echo $!; wait"]
         started = net.hosts[1].popen(command, stdout=subprocess.PIPE, text=True)
         grandchild = ask(started)
@@ -311,7 +312,7 @@ def test_all_is_gone_after_sigterm_or_ctrl_c(number: signal.Signals, code: int) 
 
 
 @needs_network
-def test_what_a_killed_process_left_is_swept_and_nothing_else() -> None:
+def test_only_the_leftovers_of_a_killed_process_are_swept() -> None:
     with EmulatedNetwork(1, "10mbit") as net, owner() as (process, name, pids):
         sweep()
         assert name in names()
@@ -327,7 +328,7 @@ def test_what_a_killed_process_left_is_swept_and_nothing_else() -> None:
 # --- what it needs ----------------------------------------------------------------------------------
 
 
-def test_without_its_tools_it_says_what_it_needs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_its_tools_the_message_names_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     reason = lacking.__wrapped__()
     assert reason == "an emulated network needs root on Linux, with ip and tc (Debian's iproute2): ip and tc not found"
@@ -336,7 +337,7 @@ def test_without_its_tools_it_says_what_it_needs(monkeypatch: pytest.MonkeyPatch
         pass
 
 
-def test_without_root_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_root_the_message_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda tool: f"/sbin/{tool}")
     monkeypatch.setattr("os.geteuid", lambda: 1000)
     reason = lacking.__wrapped__()
@@ -356,7 +357,7 @@ def test_gossipx_runs_on_several_machines(tmp_path: Path) -> None:
         received = [host.counters().received for host in net.hosts]
     assert one.lost == other.lost == []
     assert one.retrievals == other.retrievals == [8, 8]
-    assert one.test_accuracy[0] == one.test_accuracy[1]  # after the finish all hold the same model
+    assert one.test_accuracy[0] == one.test_accuracy[1]  # after the finish all have the same model
     for told, counted in zip(one.bytes_received, received, strict=True):
         assert told is not None
         assert 8 * 4 * 102_882 < told < counted

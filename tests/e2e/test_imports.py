@@ -1,4 +1,4 @@
-"""What the processes of a run import, in new interpreters: each import costs every run that much."""
+"""The imports of a run's processes, in new interpreters: each import slows down every run."""
 
 from __future__ import annotations
 

@@ -645,7 +645,7 @@ def test_a_training_in_a_thread_goes_on_after_the_main_thread(two: Folder) -> No
             "under gossipx run a script joins once",
         ),
         ("gossipx.join(optimizer, model)", "join takes the model first, then the optimizer"),
-        ("gossipx.join(model, 0.1)", "float is no torch optimizer"),
+        ("gossipx.join(model, 0.1)", "float is not a torch optimizer"),
         ("gossipx.join(nn.Linear(2, 2), optimizer)", "the optimizer trains none of the model's parameters"),
         ("gossipx.join(model, optimizer, iteration=7)", "unknown setting 'iteration' (did you mean 'iterations'?)"),
     ],

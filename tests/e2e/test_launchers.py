@@ -1,4 +1,4 @@
-"""Peers that torchrun, a SLURM of one machine, and mpirun start: the real ones, where they are installed."""
+"""Peers started by torchrun, a SLURM cluster of one machine, and mpirun: the real programs, if they are installed."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ with peer:
 tell(peer, rank=peer.rank, size=peer.size, sum=float(sum(p.detach().double().sum() for p in model.parameters())))
 """
 )
-"""A user's script: nothing in it knows of launchers."""
+"""A user's script, which does not depend on the launcher."""
 
 
 @pytest.fixture(scope="module")
 def bin_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With gossipx and python as commands."""
+    """A directory with gossipx and python as commands."""
     folder = tmp_path_factory.mktemp("bin")
     for name, command in (("gossipx", "-m gossipx "), ("python", "")):
         file = folder / name
@@ -52,7 +52,7 @@ def bin_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory, bin_directory: Path) -> Iterator[slurm.Slurm]:
-    """A SLURM of this machine."""
+    """A SLURM cluster of this machine."""
     if (reason := slurm.lacking()) is not None:
         pytest.skip(reason)
     with slurm.one_machine(tmp_path_factory.mktemp("slurm"), bin_directory) as made:
@@ -86,7 +86,7 @@ def mpirun(*arguments: str | Path) -> list[str | Path]:
 
 
 def check_joined(folder: Path, ended: subprocess.CompletedProcess[str]) -> None:
-    """Two peers have trained, and agreed at the end."""
+    """Check that two peers have trained and agree at the end."""
     assert ended.returncode == 0, ended.stdout + ended.stderr
     told = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
     assert [(one["rank"], one["size"]) for one in told] == [(0, 2), (1, 2)]
@@ -94,7 +94,7 @@ def check_joined(folder: Path, ended: subprocess.CompletedProcess[str]) -> None:
 
 
 def check_run(folder: Path, ended: subprocess.CompletedProcess[str]) -> None:
-    """One run of two peers, in one directory."""
+    """Check that there is one run of two peers, in one directory."""
     directory = folder / "runs" / "x"
     check_joined(folder, ended)
     found = summary.read(directory)
@@ -129,8 +129,8 @@ def test_torchrun_starts_gossipx_run(tmp_path: Path, bin_directory: Path) -> Non
 
 @pytest.mark.slow
 def test_torchrun_ends_all_when_one_fails_and_begins_anew(tmp_path: Path, bin_directory: Path) -> None:
-    """That is torchrun's way, and why another launch keeps a run alive. Its second attempt meets without taking what
-    the first has left."""
+    """torchrun restarts all processes, so other launchers are better at keeping a run alive. The second attempt finds
+    its peers without using keys that the first one left in the store."""
     script = tmp_path / "train.py"
     script.write_text(
         SCRIPT.replace(
@@ -164,17 +164,17 @@ def test_srun_starts_gossipx_run(tmp_path: Path, cluster: slurm.Slurm) -> None:
     check_run(tmp_path, cluster.run(["srun", "-n2", *gossipx_run(tmp_path)], tmp_path))
 
 
-def test_a_job_script_that_forgets_srun_is_told_so_at_once(tmp_path: Path, cluster: slurm.Slurm) -> None:
-    """SLURM tells it that it is the first of two."""
+def test_a_job_script_without_srun_fails_at_once(tmp_path: Path, cluster: slurm.Slurm) -> None:
+    """SLURM's variables identify the script as the first of two tasks."""
     job = tmp_path / "job.sh"
     job.write_text("#!/bin/bash\n#SBATCH --ntasks=2\nexec gossipx run\n")
     ended = cluster.run(["sbatch", "--wait", "--output", tmp_path / "job.txt", job], tmp_path)
     told = (tmp_path / "job.txt").read_text()
-    assert ended.returncode == 2 and "in a SLURM job, 'srun' starts one process a peer" in told, told
+    assert ended.returncode == 2 and "in a SLURM job, 'srun' starts one process per peer" in told, told
 
 
 def test_the_printed_job_keeps_the_others_when_one_dies(tmp_path: Path, cluster: slurm.Slurm) -> None:
-    """On a cluster that ends all tasks for one unless it is told otherwise."""
+    """On a cluster that by default ends all tasks when one fails."""
     script = tmp_path / "train.py"
     dies = "for process in (os.getppid(), os.getpid()):\n            os.kill(process, signal.SIGKILL)"
     first = f"    if peer.rank == 0:\n        train(peer, model, optimizer, 10)\n        {dies}\n"
@@ -203,8 +203,8 @@ def test_mpirun_starts_gossipx_run(tmp_path: Path, bin_directory: Path) -> None:
 
 
 def test_machines_that_share_nothing_but_a_network(tmp_path: Path) -> None:
-    """Each tells the address by which it reached rank 0, and has the run in a directory of its own. A bind to all
-    addresses wants a secret."""
+    """Each machine publishes the address by which it reached rank 0, and has its own directory of the run. Binding to
+    all addresses requires a secret."""
     if (reason := no_network()) is not None:
         pytest.skip(reason)
     secret = {"GOSSIPX_SECRET": secrets.token_hex(16)}
@@ -249,7 +249,7 @@ def start(host: Host, rank: int, net: EmulatedNetwork, folder: Path, secret: dic
 
 @pytest.mark.slow
 def test_a_rank_that_is_interrupted_while_it_waits_ends_the_others(tmp_path: Path, bin_directory: Path) -> None:
-    """Ctrl-C, before all have come."""
+    """Ctrl-C before all processes have arrived."""
     script = written(tmp_path)
     body = f"""
 import os, signal, subprocess, sys, time
@@ -267,12 +267,12 @@ other.communicate(timeout={LONG})
 sys.exit(one.returncode)
 """
     ended = run([sys.executable, "-c", body], tmp_path, bin_directory)
-    assert "rank 1 gave up: KeyboardInterrupt" in ended.stdout and ended.returncode == 1, ended.stdout + ended.stderr
+    assert "rank 1 aborted: KeyboardInterrupt" in ended.stdout and ended.returncode == 1, ended.stdout + ended.stderr
 
 
 @pytest.mark.parametrize("wrong", [0, 1])
-def test_what_one_rank_refuses_ends_all(tmp_path: Path, wrong: int) -> None:
-    """Each is told why, whoever it is; processes that say by options which peers they are."""
+def test_an_error_of_one_rank_ends_all(tmp_path: Path, wrong: int) -> None:
+    """Every process reports the reason, for either rank; the ranks are given by options."""
     (tmp_path / "there.py").write_text("")
     (port,) = free_ports(1)
     starts = []
@@ -283,6 +283,6 @@ def test_what_one_rank_refuses_ends_all(tmp_path: Path, wrong: int) -> None:
         starts.append(subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True))
     told = [one.communicate(timeout=LONG)[1] for one in starts]
     assert [one.returncode for one in starts] == [2, 2], told
-    assert "nowhere.py: no such script" in told[wrong]
-    assert f"rank {wrong} gave up: nowhere.py: no such script" in told[1 - wrong]
+    assert "nowhere.py: script not found" in told[wrong]
+    assert f"rank {wrong} aborted: nowhere.py: script not found" in told[1 - wrong]
     assert not (tmp_path / "runs").exists()

@@ -199,11 +199,11 @@ Use = Callable[[ParameterServer], object]
         (lambda ps: ps.sync(0), "from start to the end of the with block"),
         (lambda ps: ps.clock(), "from start to the end of the with block"),
         (lambda ps: ps.peer, "from start to the end of the with block"),
-        (lambda ps: ps.optimizer, "the optimizer is made by start"),
-        (lambda ps: ps.create_table([2], "w"), "'w' is no name for a table, or in use"),
-        (lambda ps: ps.create_table([2], "a.b"), "'a.b' is no name for a table, or in use"),
+        (lambda ps: ps.optimizer, "the optimizer is available after start"),
+        (lambda ps: ps.create_table([2], "w"), "'w' is in use or not a name for a table"),
+        (lambda ps: ps.create_table([2], "a.b"), "'a.b' is in use or not a name for a table"),
         (lambda ps: ps.create_table(torch.zeros(2, dtype=torch.int64)), "floating-point numbers"),
-        (lambda ps: ps.values(1), "there is no table 1: create_table gave 0 to 0"),
+        (lambda ps: ps.values(1), "unknown table 1: tables are numbered 0 to 0"),
     ],
 )
 def test_misuse_before_the_start(initialize: Callable[..., ParameterServer], use: Use, told: str) -> None:
@@ -218,13 +218,13 @@ def test_misuse_before_the_start(initialize: Callable[..., ParameterServer], use
     ("use", "told"),
     [
         (lambda ps: [ps.update(0, torch.zeros(2, 3)) for _ in range(2)], "table 'w' has two updates in one iteration"),
-        (lambda ps: ps.update(1, torch.zeros(2, 3)), "there is no table 1: create_table gave 0 to 0"),
+        (lambda ps: ps.update(1, torch.zeros(2, 3)), "unknown table 1: tables are numbered 0 to 0"),
         (lambda ps: ps.sync(-1), "there is no table -1"),
         (lambda ps: ps.sync("w"), "there is no table 'w'"),
         (lambda ps: ps.update(0, torch.zeros(3, 2)), r"gradient of table 'w' is \[3, 2\], and the table \[2, 3\]"),
         (lambda ps: ps.update(0, 1.0), r"gradient of table 'w' is float, and the table \[2, 3\]"),
-        (lambda ps: ps.create_table([2]), "create_table comes before start"),
-        (lambda ps: ps.start(), "start begins the training once"),
+        (lambda ps: ps.create_table([2]), "call create_table before start"),
+        (lambda ps: ps.start(), "start may be called only once"),
     ],
 )
 def test_misuse_after_the_start(initialize: Callable[..., ParameterServer], use: Use, told: str) -> None:
@@ -234,9 +234,9 @@ def test_misuse_after_the_start(initialize: Callable[..., ParameterServer], use:
 
 
 def test_misuse_of_initialize(initialize: Callable[..., ParameterServer]) -> None:
-    with pytest.raises(UsageError, match="there is no table to start with"):
+    with pytest.raises(UsageError, match="no table exists"):
         initialize().start()
-    with pytest.raises(UsageError, match="no parameter server: name the peers that hold it by --servers"):
+    with pytest.raises(UsageError, match="no parameter server: name its servers by --servers"):
         initialize(mode="pull")
     with pytest.raises(UsageError, match="did you mean 'servers'"):
         initialize(server="0")
@@ -244,7 +244,7 @@ def test_misuse_of_initialize(initialize: Callable[..., ParameterServer]) -> Non
 
 def test_a_run_without_servers_is_told_so(two: Folder) -> None:
     told = two.refused("--policy", "never", EXAMPLES / "program.py")
-    assert told.endswith("this run has no parameter server: name the peers that hold it by --servers")
+    assert told.endswith("this run has no parameter server: name its servers by --servers")
 
 
 # --- parts that fail --------------------------------------------------------------------------------------------

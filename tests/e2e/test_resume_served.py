@@ -169,7 +169,7 @@ def test_bsp_goes_on_bit_for_bit_from_checkpoints_by_the_clock_on_the_wall(tmp_p
         at = min(max(store_of(here.path / "cut", rank).whole()) for rank in range(3))
         until = str(at + 60)
         again = here.start("-m", "gossipx", "run", "--resume", here.path / "cut", "--iterations", until).end()
-        assert again.code == 0 and "no iteration has a checkpoint of all" not in again.shown, again.shown
+        assert again.code == 0 and "no iteration has checkpoints of all" not in again.shown, again.shown
         whole = here.run(*options, "--iterations", until, name="whole")
         cut = Run(here.path / "cut", again)
     for rank in range(3):
@@ -217,7 +217,7 @@ def test_nothing_to_go_on_from(tmp_path: Path) -> None:
     with folder(tmp_path, 2) as here:
         here.run("--servers", "0", "--iterations", "5", "--eval-interval", "0", name="cut")
         again = here.start("-m", "gossipx", "run", "--resume", here.path / "cut").end()
-        assert "no peer has a whole checkpoint to go on from" in one_line(again, 2)
+        assert "no peer has a complete checkpoint to resume from" in one_line(again, 2)
 
 
 def hub_of(store: Store) -> dict[str, Any]:

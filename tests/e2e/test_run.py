@@ -48,7 +48,7 @@ TAGS = {
 
 @pytest.fixture
 def place(tmp_path: Path) -> Iterator[Callable[[int], Folder]]:
-    """Makes the test's folder for so many peers."""
+    """Return a function that creates the test's folder for a number of peers."""
     made: list[Folder] = []
 
     def make(peers: int) -> Folder:
@@ -62,7 +62,7 @@ def place(tmp_path: Path) -> Iterator[Callable[[int], Folder]]:
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Folder, Run]]:
-    """A run of four peers that ended well."""
+    """A run of four peers that ended successfully."""
     with folder(tmp_path_factory.mktemp("four"), 4) as here:
         options = ("--policy", "tau:5", "--iterations", "40", "--eval-interval", "20", "--distance-interval", "20")
         yield here, here.run(*options)
@@ -82,7 +82,7 @@ def test_the_summary_has_the_keys_that_are_relied_on(four: tuple[Folder, Run]) -
 
 
 def test_retrievals_are_those_that_the_policy_asks_for(four: tuple[Folder, Run]) -> None:
-    """tau:5 decides 8 times in 40 iterations; the last pull may still be under way when training ends."""
+    """tau:5 fires 8 times in 40 iterations; the last pull may be incomplete when training ends."""
     summary = four[1].summary
     counts = zip(summary["retrievals"], summary["skipped"], summary["failed"], strict=True)
     open_pulls = [8 - sum(of_one) for of_one in counts]
@@ -129,7 +129,7 @@ def test_progress_shows_every_peer(four: tuple[Folder, Run]) -> None:
 
 def test_a_name_in_use_is_refused(four: tuple[Folder, Run]) -> None:
     here, _ = four
-    assert "a run 'x' is there already: give another --name, or --overwrite" in here.refused(*BRIEF)
+    assert "a run 'x' already exists: give another --name, or --overwrite" in here.refused(*BRIEF)
     assert (here.path / "x" / "summary.json").exists()
 
 
@@ -175,7 +175,7 @@ def test_settings_from_a_file_and_the_command_line_wins(place: Any) -> None:
 
 
 def training(here: Folder, *options: str) -> tuple[Any, dict[int, int]]:
-    """A long run under way, and its peers' processes by rank."""
+    """A long run in progress, and its peers' processes by rank."""
     run = here.start_run("--policy", "tau:5", "--eval-interval", "0", *options)
     run.line(".*".join(rf"{name} train \d+/" for name in here.names))
     return run, children(run.pid)
@@ -196,7 +196,7 @@ def test_a_peer_killed_in_mid_run_is_named_and_the_others_finish(place: Any) -> 
     assert max(differences(run.model(0), run.model(2)).values()) <= 1e-6
 
 
-def test_a_peer_asked_to_leave_keeps_its_model_and_the_others_finish(place: Any) -> None:
+def test_a_peer_that_leaves_keeps_its_model_and_the_others_finish(place: Any) -> None:
     """[4]"""
     here = place(3)
     run, peers = training(here, "--iterations", "800")
@@ -211,7 +211,7 @@ def test_a_peer_asked_to_leave_keeps_its_model_and_the_others_finish(place: Any)
     assert run.summary["consensus_accuracy"] == run.summary["test_accuracy"][1]
 
 
-def test_ctrl_c_stops_all_at_once_and_says_nothing(place: Any) -> None:
+def test_ctrl_c_stops_all_at_once_and_prints_nothing(place: Any) -> None:
     here = place(2)
     run, peers = training(here, "--iterations", "100000")
     run.signal(signal.SIGINT)
@@ -242,7 +242,7 @@ def test_sigterm_to_the_run_asks_all_to_leave(place: Any) -> None:
     ],
 )
 def test_no_peer_outlives_a_run_that_is_killed(place: Any, deaf: str) -> None:
-    """Whatever its script makes of an interruption, and whatever it waits for."""
+    """Even if its script ignores interrupts, and while it waits."""
     here = place(2)
     script = f"""
 import queue
@@ -262,7 +262,7 @@ with gossipx.join(model, optimizer) as peer:
     ends = [os.pidfd_open(pid) for pid in peers.values()]
     os.kill(run.pid, signal.SIGKILL)
     for end in ends:
-        assert select.select([end], [], [], LONG)[0], "a peer goes on without its run"
+        assert select.select([end], [], [], LONG)[0], "a peer outlives its run"
         os.close(end)
 
 
@@ -299,7 +299,7 @@ def test_bad_settings_are_refused_in_one_line(place: Any, options: tuple[str, ..
 @pytest.mark.parametrize(
     ("content", "told"),
     [
-        (None, "hosts.txt: no such hosts file"),
+        (None, "hosts.txt: hosts file not found"),
         ("# nobody\n", "hosts.txt:1: no peers"),
         ("127.0.0.1:29500\n127.0.0.1:29500\n", "hosts.txt:2: "),
         ("127.0.0.1:29500 slot=2\n", "hosts.txt:1: 'slot=2'"),
@@ -357,7 +357,7 @@ def test_a_thousand_idle_connections_cost_training_no_step_and_no_model(tmp_path
         told = ended.output + ended.errors
         assert told.count("connections are open: closing those without a finished handshake") >= 1, ended.shown
         for idle in connections:
-            with contextlib.suppress(ConnectionResetError):  # the run has ended before it came to accept this one
+            with contextlib.suppress(ConnectionResetError):  # the run ended before it accepted this connection
                 assert idle.recv(1) == b""
         summary = Run(tmp_path / "x", ended).summary
         assert summary["lost"] == []

@@ -1,5 +1,5 @@
-"""`gossipx run` with a secret or certificates: several of them on one machine, each with a loopback address of its own
-as if it were another machine.
+"""``gossipx run`` with a secret or certificates: several on one machine, each with its own loopback address as if on a
+separate machine.
 
 Numbers in brackets are rows of the project's fault list.
 """
@@ -39,7 +39,7 @@ def secret(here: Folder, name: str, value: str) -> Path:
 
 
 def start(here: Folder, host: int, *options: str | Path) -> Process:
-    """What is typed on one of the hosts, from 1."""
+    """Start ``gossipx run`` as on one of the hosts, from 1."""
     return here.start_run(*BRIEF, "--advertise", f"127.0.0.{host}", *options, name=f"host{host}")
 
 
@@ -78,7 +78,7 @@ def test_the_one_whose_settings_differ_ends_by_exit_code_2_and_the_others_train(
     runs = {host: start(place, host) for host in (2, 3)}
     for run in runs.values():
         run.line("joining")
-    wrong = start(place, 1, "--mode", "push").end()  # rank 0, from which others would begin
+    wrong = start(place, 1, "--mode", "push").end()  # rank 0, whose weights the others would start from
     told = one_line(wrong, 2)
     assert "refused: --mode is push at " in told and "; give every peer the same" in told
     agreed(place, {host: run.end() for host, run in runs.items()})
@@ -97,13 +97,13 @@ with gossipx.join(model, optimizer) as peer:
     runs = {host: start(place, host, script, place.path) for host in (2, 3)}
     for run in runs.values():
         run.line("joining")
-    told = one_line(start(place, 1, script, place.path).end(), 2)  # rank 0, from which others would begin
+    told = one_line(start(place, 1, script, place.path).end(), 2)  # rank 0, whose weights the others would start from
     assert "its model differs: tensor 0 is '0.weight float32 8x4 " in told and "'0.weight float32 4x4 " in told
     agreed(place, {host: run.end() for host, run in runs.items()})
 
 
 def certified(here: Folder, what: str) -> tuple[Identity, Identity, str]:
-    """Certificates of two hosts, the second a bad one, and what its owner is told."""
+    """Certificates of two hosts, of which the second is invalid, and the expected message."""
     authority = Authority(here.path / "ca")
     good = authority.issue("127.0.0.1")
     if what == "expired":

@@ -1,4 +1,5 @@
-"""Every codec from the command line, alone and squeezed: of models with peers and around a hub, and with servers."""
+"""Every codec by command line, alone and combined with its compression: between peers, around a hub,
+and with servers."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from gossipx import codecs
 from runs import folder, one_line
 
 GIVEN = {"threshold": "threshold:value=0.001", "moniqua": "moniqua:theta=0.5"}
-"""Specs of codecs that a name alone does not make, or not of use for models so far apart."""
+"""Specs of codecs that need parameters, or parameters that suit models as different as these."""
 CODECS = [GIVEN.get(name, name) for name in codecs.BUILT_IN if name != "none"]
 BRIEF = ("--iterations", "40", "--eval-interval", "0")
 
@@ -24,7 +25,8 @@ def options(way: str, spec: str) -> tuple[str, ...]:
 
 
 def is_refused(way: str, spec: str) -> bool:
-    """What is for gradients alone is for no models; what is decoded near one's own is for peers alone."""
+    """Return whether a combination is refused: codecs of gradients do not encode models, and codecs relative to the
+    receiver's model work between peers only."""
     codec = codecs.parse(spec)
     return codec.near if way == "server" else codec.gradients_only or (codec.near and way == "hub")
 
@@ -44,7 +46,7 @@ def test_every_codec(tmp_path: Path, plain: str, way: str, squeezed: str) -> Non
     assert codecs.describe(codecs.parse(spec)) in summary["codec"]
     assert (summary["lost"], sum(summary["failed"]), sum(summary["poisoned"])) == ([], 0, 0)
     model = sum(tensor.nbytes for tensor in run.model(0).values())
-    # Models that have travelled: a peer's pulls; a worker's there and back; gradients there and values back.
+    # Transfers: a peer's pulls; a worker's model and the centre; gradients and table values.
     travelled = {"gossip": sum(summary["retrievals"]), "hub": 2 * sum(summary["retrievals"][1:]), "server": 2 * 2 * 40}
     received = sum(summary["bytes_received"])
     assert 0 < received < 0.8 * travelled[way] * model + 60_000

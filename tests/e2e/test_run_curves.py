@@ -1,4 +1,4 @@
-"""What a run by gossip, one around a hub and one by servers leave to be compared: their curves, and one table."""
+"""The curves of a gossip run, a run with a hub and a run with servers, and their comparison in one table."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from runs import Run, folder
 EVERY_FIFTH = ("--policy", "tau:5")
 BRIEF = ("--iterations", "60", "--eval-interval", "0", "--log-interval", "5")
 AROUND = ("hub/", "server/", "sync/elastic_distance", "time/tables_fraction")
-"""Tags that begin so are of runs around a hub or servers."""
+"""Prefixes of tags that only runs with a hub or servers have."""
 
 Curve = list[tuple[int, float]]
 
 
 def curves(run: Run, rank: int) -> dict[str, Curve]:
-    """By tag, those of AROUND that a peer has recorded."""
+    """Return the curves of a peer whose tags start with one of AROUND, by tag."""
     events = EventAccumulator(str(run.directory / f"peer-{rank:02d}"), size_guidance={"scalars": 0})
     events.Reload()
     tags = [tag for tag in events.Tags()["scalars"] if tag.startswith(AROUND)]
@@ -24,13 +24,13 @@ def curves(run: Run, rank: int) -> dict[str, Curve]:
 
 
 def grows(curve: Curve) -> bool:
-    """Whether neither its iterations nor its values ever fall."""
+    """Return whether neither its iterations nor its values ever decrease."""
     return curve == sorted(curve) and [value for _, value in curve] == sorted(value for _, value in curve)
 
 
 @pytest.fixture(scope="module")
 def three(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
-    """One run of each kind; two workers, and in two of them a third peer that only serves."""
+    """One run of each kind, with two workers; in two of them a third peer only serves."""
     path = tmp_path_factory.mktemp("three")
     options = {
         "gossip": EVERY_FIFTH,
@@ -53,7 +53,7 @@ def test_curves_of_a_hub(three: dict[str, Run]) -> None:
     for rank, worker in enumerate(workers, start=1):
         assert list(worker) == ["sync/elastic_distance"]
         distances = [value for _, value in worker["sync/elastic_distance"]]
-        # A point an exchange, and each above 0: both move towards each other, and do not meet (alpha < 1).
+        # One point per exchange, all above 0: worker and centre approach each other but do not meet (alpha < 1).
         assert len(distances) == run.summary["retrievals"][rank] > 0 and min(distances) > 0
 
 

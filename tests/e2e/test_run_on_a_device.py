@@ -1,6 +1,6 @@
-"""Two peers whose models are on one device, as ``gossipx run`` starts them: one GPU is enough to move models with.
+"""Two peers with their models on one device, started by ``gossipx run``: one GPU suffices to test transfers.
 
-On a CPU the same runs show that nothing but the device can be at fault; ``bin/gpu-check`` runs those on a GPU.
+The same runs on a CPU show that a failure is due to the device; ``bin/gpu-check`` runs those on a GPU.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ tell(
 )
 """
 )
-"""Peers that begin at their rank and do not train: all that changes them is mixing."""
+"""Peers whose weights equal their rank and that do not train, so that only mixing changes them."""
 MODES = {
     "pull": (),
     "push": ("--mode", "push", "--transport", "tcp"),
@@ -58,7 +58,7 @@ CASES = [
 
 @pytest.mark.parametrize(("device", "mode"), CASES)
 def test_two_peers_on_one_device_exchange_and_agree(tmp_path: Path, device: str, mode: str) -> None:
-    """Models of several pieces; the finish is a wave."""
+    """Models consist of several pieces; the finish is a wave."""
     with folder(tmp_path, 2) as here:
         here.hosts.write_text("".join(f"{name} device={device}\n" for name in here.names))
         options = (*MODES[mode], "--policy", "tau:3", "--init", "own", "--peer-timeout", "20")

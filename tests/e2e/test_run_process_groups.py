@@ -1,4 +1,4 @@
-"""``gossipx run --transport gloo|nccl``: real peers, whose models go by process groups."""
+"""``gossipx run --transport gloo|nccl``: real peers whose models are sent through torch.distributed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ with gossipx.join(model, optimizer) as peer:
     train(peer, model, optimizer, 200)
 tell(peer, came=came)
 """
-MODEL = 1088  # bytes: 4 · 50 + 50 values, and what aligns the parts
+MODEL = 1088  # bytes: 4 · 50 + 50 values, with alignment
 
 
 @pytest.mark.parametrize("victim", [-1, 2])
@@ -60,8 +60,8 @@ with gossipx.join(model, optimizer) as peer:
 """
 
 
-def test_what_gloo_leaves_open_off_loopback_is_said_once(tmp_path: Path) -> None:
-    """By the process that starts the peers, and not by each of them."""
+def test_the_warning_about_gloo_off_loopback_is_shown_once(tmp_path: Path) -> None:
+    """By the process that starts the peers, not by each peer."""
     with folder(tmp_path, 2) as here:
         secret = tmp_path / "secret"
         secret.write_text("the secret of this run, which is long\n")
@@ -69,8 +69,10 @@ def test_what_gloo_leaves_open_off_loopback_is_said_once(tmp_path: Path) -> None
         options = ("--transport", "gloo", "--bind", "0.0.0.0", "--secret-file", secret)
         run = here.run(*options, "--policy", "tau:5", "--blocking", here.script(PLAIN), tmp_path)
         told = run.ended.output + run.ended.errors
-        assert told.count("--transport gloo has neither authentication nor encryption of its own") == 1, told
-        assert "a MAC of it is checked" in told and "over sockets" not in told
+        assert (
+            told.count("--transport gloo has neither authentication nor encryption: models are sent in plain text") == 1
+        ), told
+        assert "its MAC is checked" in told and "over sockets" not in told
         assert run.summary["lost"] == [] and min(run.summary["retrievals"]) > 0
         assert max(differences(run.model(0), run.model(1)).values()) <= 1e-5
 
@@ -93,7 +95,7 @@ def test_peers_exchange_by_nccl_to_the_end(tmp_path: Path) -> None:
 @pytest.mark.skipif(
     torch.distributed.is_nccl_available() and torch.cuda.is_available(), reason="only where there is no NCCL"
 )
-def test_nccl_where_there_is_none_is_refused_before_anything_starts(tmp_path: Path) -> None:
+def test_nccl_without_a_gpu_is_refused_before_anything_starts(tmp_path: Path) -> None:
     with folder(tmp_path, 2) as here:
         assert here.refused("--transport", "nccl").startswith("--transport nccl: this ")
         assert not (tmp_path / "x").exists()

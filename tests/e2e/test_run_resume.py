@@ -1,4 +1,4 @@
-"""Checkpoints and ``gossipx run --resume``: real processes that are killed, and go on.
+"""Checkpoints and ``gossipx run --resume``: real processes that are killed and resume.
 
 Numbers in brackets are rows of the project's fault list.
 """
@@ -7,29 +7,22 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from click.testing import CliRunner
+from resuming import BRIEF, equal, kill, manifests, resumed, store, wait_for
 
-from gossipx.checkpoint import Store
 from gossipx.checkpoint.store import MANIFEST
-from gossipx.cli import main
-from runs import LONG, Ended, Folder, Process, Run, differences, one_line
-
-BRIEF = ("--eval-interval", "0", "--peer-timeout", "20")
+from runs import Folder, differences
 
 
 @pytest.fixture
 def place(tmp_path: Path) -> Iterator[Callable[[int], Folder]]:
-    """Makes the test's folder for so many peers."""
+    """Return a function that creates the test's folder for a number of peers."""
     with contextlib.ExitStack() as undo:
 
         def make(peers: int) -> Folder:
@@ -40,53 +33,16 @@ def place(tmp_path: Path) -> Iterator[Callable[[int], Folder]]:
         yield make
 
 
-def store(here: Folder, rank: int, name: str = "x") -> Store:
-    return Store(here.path / name / f"peer-{rank:02d}" / "checkpoints")
-
-
-def wait_for(here: Folder, iteration: int, run: Process) -> None:
-    """Until all peers have a checkpoint of this iteration or a later one."""
-    by = time.monotonic() + LONG
-    ranks = range(len(here.names))
-    while not all(any(int(p.parent.name) >= iteration for p in manifests(here, rank)) for rank in ranks):
-        assert time.monotonic() < by, run.end(0).shown
-        os.sched_yield()
-
-
-def manifests(here: Folder, rank: int) -> list[Path]:
-    return list(store(here, rank).directory.glob(f"*/{MANIFEST}"))
-
-
-def kill(run: Process) -> None:
-    """[29] SIGKILL to the run and to all of its peers, at once."""
-    run.kill()
-    run.end()
-
-
-def resume(here: Folder, *options: str | Path, name: str | Path = "x") -> Process:
-    return here.start("-m", "gossipx", "run", "--logdir", here.path, "--resume", name, *options)
-
-
-def resumed(here: Folder, *options: str | Path, name: str | Path = "x") -> Run:
-    ended = resume(here, *options, name=name).end()
-    assert ended.code == 0 and "Traceback" not in ended.output + ended.errors, ended.shown
-    return Run(here.path / "x", ended)
-
-
-def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
 # --- bit for bit --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("finish", ["none", pytest.param("consensus", marks=pytest.mark.slow)])
 def test_with_never_a_run_that_was_killed_ends_bit_for_bit_as_one_that_was_not(place: Any, finish: str) -> None:
-    """[29] Data order across epochs, the rate's steps, momenta: all as if nothing had been. Figures are the run's."""
+    """[29] Data order across epochs, learning rate steps and momenta are restored. Results cover the whole run."""
     here = place(2)
     # 12,000 images for two peers in batches of 200: an epoch is 30 iterations.
     options = ("--policy", "never", "--finish", finish, "--iterations", "150", "--batch-size", "200", *BRIEF)
-    # One that comes late begins with another's model: on a machine that is short of time, wait for it.
+    # A late peer would start with another's model, so wait for it on a slow machine.
     options = (*options, "--lr-steps", "0.3,0.6", "--peer-timeout", "100")
     straight = here.run(*options, name="straight")
     run = here.start_run(*options, "--checkpoint-every", "20")
@@ -105,8 +61,8 @@ def test_with_never_a_run_that_was_killed_ends_bit_for_bit_as_one_that_was_not(p
         assert ours[key] == theirs[key], key
 
 
-def test_dropout_and_a_checkpoint_by_seconds_go_on_bit_for_bit(place: Any) -> None:
-    """Random numbers of torch, numpy and Python; a model with BatchNorm, whose counter nobody exchanges."""
+def test_dropout_and_a_checkpoint_by_seconds_resume_bit_for_bit(place: Any) -> None:
+    """Random numbers of torch, numpy and Python; a model with BatchNorm, whose counter is not exchanged."""
     here = place(1)
     script = here.script(
         """
@@ -188,7 +144,7 @@ tell(peer, begun=begun, seen=order.seen, rate=scheduler.get_last_lr())
 """
 
 
-def test_parts_of_a_scripts_own_go_on_and_the_script_need_not_be_named_again(place: Any) -> None:
+def test_a_scripts_own_parts_resume_and_the_script_need_not_be_named_again(place: Any) -> None:
     here = place(1)
     script = here.script(OWN_PARTS)
     straight = here.run("--policy", "never", script, here.path, "whole", name="straight")
@@ -206,7 +162,7 @@ def test_parts_of_a_scripts_own_go_on_and_the_script_need_not_be_named_again(pla
 
 @pytest.mark.parametrize("damage", [pytest.param("cut short", marks=pytest.mark.slow), "altered"])
 def test_a_checkpoint_that_is_cut_short_or_altered_is_named_and_the_one_before_is_used(place: Any, damage: str) -> None:
-    """[29, 30] As a peer that is killed while it writes leaves it; or a disk that has lost a bit."""
+    """[29, 30] As left by a peer that is killed while it writes, or by a disk with a bit error."""
     here = place(2)
     run = here.start_run("--policy", "never", "--iterations", "100000", "--checkpoint-every", "10", *BRIEF)
     wait_for(here, 30, run)
@@ -231,8 +187,8 @@ def test_a_checkpoint_that_is_cut_short_or_altered_is_named_and_the_one_before_i
     assert all((path / MANIFEST).exists() for path in store(here, 0).directory.iterdir())
 
 
-def test_killed_while_it_writes_it_goes_on_from_the_one_before(place: Any) -> None:
-    """[29] The process dies in the midst of the files of its third checkpoint."""
+def test_a_peer_killed_while_it_writes_resumes_from_the_previous_checkpoint(place: Any) -> None:
+    """[29] The process dies while it writes the files of its third checkpoint."""
     here = place(1)
     script = here.script(
         """
@@ -271,7 +227,7 @@ tell(peer, begun=begun)
 
 
 def test_a_full_disk_costs_a_line_and_no_step(place: Any) -> None:
-    """[28] The old ones stay, training goes on; and a last one that cannot be written ends with exit code 1."""
+    """[28] Older checkpoints stay and training continues; if the last one cannot be written, the exit code is 1."""
     here = place(1)
     script = here.script(
         """
@@ -315,11 +271,12 @@ tell(peer, refused=refused)
     assert ended.code == 1 and "finished, but its process ended: exit code 1" in ended.output, ended.shown
 
 
-# --- going on -----------------------------------------------------------------------------------------
+# --- resuming -----------------------------------------------------------------------------------------
 
 
 def test_sigterm_writes_one_and_figures_add_up(place: Any) -> None:
-    """[4, 36] Though none are taken at intervals. Names are the same, and no ghost of the first lives is in the way."""
+    """[4, 36] Even without checkpoints at intervals. The peers' names are the same, and no state of their previous
+    processes disturbs them."""
     here = place(3)
     run = here.start_run("--policy", "tau:5", "--iterations", "100000", *BRIEF)
     run.line(".*".join(rf"{name} train \d+/" for name in here.names))
@@ -353,7 +310,7 @@ def test_sigterm_writes_one_and_figures_add_up(place: Any) -> None:
 
 
 def test_a_peer_without_a_checkpoint_takes_a_model_of_those_that_have_one(place: Any) -> None:
-    """[37] Rank 0, too, which begins a new run with its own model."""
+    """[37] Also rank 0, whose own model starts a new run."""
     here = place(3)
     run = here.start_run("--policy", "tau:5", "--iterations", "100000", "--checkpoint-every", "10", *BRIEF)
     wait_for(here, 20, run)
@@ -375,7 +332,7 @@ def test_a_peer_without_a_checkpoint_takes_a_model_of_those_that_have_one(place:
     "mode",
     ["push-sum", pytest.param("waves", marks=pytest.mark.slow), pytest.param("blocking", marks=pytest.mark.slow)],
 )
-def test_other_modes_go_on(place: Any, mode: str) -> None:
+def test_other_modes_resume(place: Any, mode: str) -> None:
     here = place(3)
     modes = {
         "push-sum": ("--mode", "push", "--weights", "push-sum", "--policy", "tau:3"),
@@ -393,96 +350,3 @@ def test_other_modes_go_on(place: Any, mode: str) -> None:
         and sum(again.summary["failed"]) <= sum(one.parts["peer"].state["sync"]["counts"][2] for one in kept) + 3
     )
     assert all(max(differences(again.model(0), again.model(rank)).values()) <= 1e-5 for rank in (1, 2))
-
-
-# --- wrong uses ---------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def stopped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Folder]:
-    """A run of two peers that SIGTERM has ended."""
-    here = Folder(tmp_path_factory.mktemp("stopped"), 2)
-    options = ("--policy", "tau:5", "--iterations", "100000", "--checkpoint-every", "10", "--seed", "3", *BRIEF)
-    run = here.start_run(*options)
-    wait_for(here, 20, run)
-    run.signal(signal.SIGTERM)
-    run.end()
-    yield here
-    here.close()
-
-
-def refused_at_once(here: Folder, *options: str | Path, name: str | Path = "x") -> str:
-    """As :func:`refused`, before any process is started."""
-    command = ["run", "--logdir", here.path, "--resume", name, *options]
-    result = CliRunner().invoke(main, list(map(str, command)))
-    assert result.exit_code == 2 and result.stdout == "" and result.stderr.count("\n") == 1, result.output
-    return result.stderr.strip()
-
-
-def refused(here: Folder, *options: str | Path, name: str | Path = "x") -> str:
-    ended: Ended = resume(here, *options, name=name).end()
-    return one_line(ended, 2)
-
-
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        (("--model", "resnet20"), "--model cannot change in a run that goes on, where it is lenet"),
-        (("--seed", "4"), "--seed cannot change in a run that goes on, where it is 3"),
-        (("--policy", "adaptive"), "--policy cannot change in a run that goes on, where it is tau:5"),
-        (("--batch-size", "64"), "--batch-size cannot change"),
-        (("--partition", "dirichlet:alpha=1"), "--partition cannot change"),
-        (("--mode", "push"), "--mode cannot change"),
-        (("--name", "y"), "--name cannot change"),
-        (("--overwrite",), "--overwrite cannot change in a run that goes on, where it is false"),
-        (("--iterations", "5"), "--iterations 5, and its checkpoints have done"),
-        (("--config", "x/config.toml"), "--config is for a new run"),
-        (("--checkpoint-every", "5m"), "'5m' is no interval: use iterations such as 500, seconds such as 60s"),
-        (("--keep-checkpoints", "0"), "--keep-checkpoints is 0: at least 1"),
-    ],
-)
-def test_what_cannot_change_is_refused_by_its_option(stopped: Folder, options: tuple[str, ...], told: str) -> None:
-    before = (stopped.path / "x" / "config.toml").read_bytes()
-    assert told in refused_at_once(stopped, *options)
-    assert (stopped.path / "x" / "config.toml").read_bytes() == before
-
-
-def test_another_number_of_peers_is_refused(stopped: Folder) -> None:
-    hosts = stopped.path / "three.txt"
-    hosts.write_text("localhost slots=3\n")
-    assert "--peers names 3 peers, and the run that is to go on has 2" in refused_at_once(stopped, "--peers", hosts)
-
-
-def test_what_is_no_run_is_refused(stopped: Folder) -> None:
-    assert "nothing: no run to go on with is there" in refused_at_once(stopped, name="nothing")
-
-
-def test_a_script_with_another_model_is_refused(stopped: Folder) -> None:
-    script = stopped.script("with gossipx.join(nn.Linear(4, 1)): pass")
-    before = {file: file.read_bytes() for file in (stopped.path / "x").iterdir() if file.is_file()}
-    line = refused(stopped, script, stopped.path)
-    assert {file: file.read_bytes() for file in (stopped.path / "x").iterdir() if file.is_file()} == before
-    assert "the checkpoint is of another model: it has '" in line and "weight float32 1x4" in line
-
-
-def test_without_a_whole_checkpoint_it_is_refused(place: Any) -> None:
-    """[30] And so for a run that has written none."""
-    here = place(1)
-    here.run("--policy", "never", "--iterations", "5", *BRIEF)
-    told = "no peer has a whole checkpoint to go on from: a run writes them with --checkpoint-every"
-    assert told in refused_at_once(here)
-    store(here, 0).save(5, {})
-    (manifests(here, 0)[0]).write_text("{}")
-    assert told in refused_at_once(here)
-    assert (here.path / "x" / "summary.json").exists(), "nothing of the run is lost by that"
-
-
-def test_with_changes_that_may_be_made_it_goes_on_by_its_directory(stopped: Folder) -> None:
-    """A hosts file of other ports, as many peers; another value of the policy; the settings are the run's now."""
-    done = max(store(stopped, rank).find() or 0 for rank in range(2))
-    others = Folder(stopped.path, 2)  # writes its hosts file over the first's
-    options = ("--peers", others.hosts, "--policy", "tau:7", "--iterations", str(done + 10))
-    run = resumed(stopped, *options, name=stopped.path / "x")
-    assert run.summary["policy"] == "tau:7" and run.summary["iterations"] == done + 10
-    assert 'policy = "tau:7"' in (stopped.path / "x" / "config.toml").read_text()
-    assert (stopped.path / "x" / "hosts.txt").read_bytes() == others.hosts.read_bytes()

@@ -87,7 +87,7 @@ def test_the_sync_model_is_set_from_the_command_line(tmp_path: Path) -> None:
         process = here.start_run("--servers", "0,1", "--iterations", "100000", "--eval-interval", "0")
         process.line(rf"{here.names[0]} train \d+/")
         told = here.start("-m", "gossipx", "server", "set-sync", here.path / "x", "ssp:staleness=2").end()
-        assert (told.code, told.output) == (0, "all shards go by ssp:staleness=2 now\n"), told.shown
+        assert (told.code, told.output) == (0, "all shards now use ssp:staleness=2\n"), told.shown
         first = process.line(r"shard [01] goes from bsp to ssp:staleness=2 at clock \d+")
         second = process.line(r"shard [01] goes from bsp to ssp:staleness=2 at clock \d+")
         assert first.partition(" goes")[0] != second.partition(" goes")[0]

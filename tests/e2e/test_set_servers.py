@@ -82,9 +82,9 @@ def test_servers_are_set_from_the_command_line(tmp_path: Path) -> None:
     with folder(tmp_path, 3) as here:
         process = here.start_run("--servers", "0", here.script(COMMANDED), tmp_path)
         trains(here, process)
-        assert set_servers(here, "0,1,2") == "the servers are 0,1,2 now\n"
+        assert set_servers(here, "0,1,2") == "the servers are now 0,1,2\n"
         process.line(r"the servers are 0,1,2 now, at epoch 1")
-        assert set_servers(here, "2,1") == "the servers are 2,1 now\n"
+        assert set_servers(here, "2,1") == "the servers are now 2,1\n"
         (tmp_path / "changed").touch()
         ended = process.end()
         assert ended.code == 0, ended.shown
@@ -124,9 +124,9 @@ def test_peers_that_were_started_by_hand_take_commands(tmp_path: Path) -> None:
             process.line("trains")
         command, given = ("-m", "gossipx", "server"), ("--logdir", tmp_path / "runs", "hand")
         ended = here.start(*command, "set-servers", *given, "first, second").end()
-        assert (ended.code, ended.output) == (0, "the servers are first,second now\n"), ended.shown
+        assert (ended.code, ended.output) == (0, "the servers are now first,second\n"), ended.shown
         ended = here.start(*command, "set-sync", *given, "asp").end()
-        assert (ended.code, ended.output) == (0, "all shards go by asp now\n"), ended.shown
+        assert (ended.code, ended.output) == (0, "all shards now use asp\n"), ended.shown
         wrong = here.start(*command, "set-servers", *given, "frist").end()
         assert "server 'frist' is no peer: a number from 0 to 2, or a name (did you mean 'first'?)" in one_line(
             wrong, 2
@@ -139,7 +139,7 @@ def test_peers_that_were_started_by_hand_take_commands(tmp_path: Path) -> None:
         assert told[0]["refused"] == "server 'nobody' is no peer: a number from 0 to 2, or a name"
         assert told[0]["values"] == told[1]["values"] == told[2]["values"]
         none = here.start(*command, "set-sync", tmp_path, "asp").end()
-        assert "no run here: name one by its directory" in one_line(none, 2)
+        assert "no run found: give its directory" in one_line(none, 2)
 
 
 def test_a_server_that_is_asked_to_leave_hands_its_shard_over(tmp_path: Path) -> None:
@@ -165,8 +165,8 @@ def test_wrong_servers_are_refused_in_a_line(tmp_path: Path) -> None:
             ("1,1", "the servers 1,1 name a peer twice"),
             ("0", "the servers are 0 already"),
             ("0,x", "server 'x' is no peer: a number from 0 to 1, or a name"),
-            ("0,", "SERVERS '0,' are numbers or names of peers with commas between them, as in 0,1,2"),
-            ("", "SERVERS '' are numbers or names of peers with commas between them, as in 0,1,2"),
+            ("0,", "SERVERS '0,': give numbers or names of peers separated by commas, as in 0,1,2"),
+            ("", "SERVERS '': give numbers or names of peers separated by commas, as in 0,1,2"),
         ):
             wrong = here.start("-m", "gossipx", "server", "set-servers", here.path / "x", servers).end()
             assert told in one_line(wrong, 2)

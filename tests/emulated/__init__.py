@@ -1,6 +1,6 @@
-"""Emulated networks for tests and benchmarks: a namespace a peer, shaped links, real processes and sockets.
+"""Emulated networks for tests and benchmarks: a namespace per peer, shaped links, real processes and sockets.
 
-Nothing in it is simulated but the wire's length: packets are the kernel's, programs run as they are. See
+Only rate, delay and loss of the links are emulated: the kernel processes real packets, and programs run unchanged. See
 :class:`EmulatedNetwork`.
 """
 

@@ -1,4 +1,4 @@
-"""Network namespaces of this machine: named after the process that made them, so that none is left for good."""
+"""Network namespaces of this machine, named after the process that created them, so that leftovers can be removed."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from pathlib import Path
 
 TOOLS = ("ip", "tc")
 NAME = re.compile(r"gossipx-(?P<pid>\d+)-(?P<began>\d+)-\d+-\w+")
-"""The process that made it, when that began, and its how manieth network; then what it is in that."""
+"""A namespace's name: process id, start time of the process, number of the network, and the part of the network."""
 GONE_WITHIN = 10.0
-"""Seconds that a killed process may take to go."""
+"""Seconds that a killed process may take to end."""
 _serial = itertools.count()
 
 
 class NetworkUnavailableError(Exception):
-    """There can be no emulated network here; the message says what it needs."""
+    """Raised if this system cannot emulate a network; the message names the missing prerequisite."""
 
 
 @functools.cache
 def lacking() -> str | None:
-    """What an emulated network needs and this system does not have, in a sentence; None: nothing."""
+    """Return what an emulated network needs and this system lacks, in a sentence; None: nothing."""
     needs = "an emulated network needs root on Linux, with ip and tc (Debian's iproute2)"
     if sys.platform != "linux":
         return f"{needs}: this is {sys.platform}"
@@ -68,20 +68,20 @@ def lacking() -> str | None:
 
 
 def unique_prefix() -> str:
-    """What the names of one network's namespaces begin with."""
+    """Return the common prefix of the names of one network's namespaces."""
     return f"gossipx-{os.getpid()}-{_began(os.getpid())}-{next(_serial)}"
 
 
 def names() -> list[str]:
-    """Of all namespaces that have one, anybody's."""
+    """Return the names of all named namespaces on this machine."""
     return [line.split()[0] for line in run("ip", "netns", "list").splitlines() if line.strip()]
 
 
 def sweep() -> list[str]:
-    """Remove the namespaces of processes that are dead, and kill what still runs in them.
+    """Remove the namespaces of dead processes, and kill the processes that still run in them.
 
     Returns:
-        Their names.
+        The names of the removed namespaces.
     """
     left = []
     for name in names():
@@ -93,7 +93,8 @@ def sweep() -> list[str]:
 
 
 def remove(those: Iterable[str]) -> None:
-    """Kill all that runs in these namespaces, and remove them with their devices; what fails is told at the end."""
+    """Kill all processes in these namespaces, and remove the namespaces with their devices; errors are raised at the
+    end."""
     with contextlib.ExitStack() as each:
         for name in list(those):
             each.callback(_remove, name)
@@ -104,13 +105,13 @@ def _remove(name: str) -> None:
         _empty(name)
         run("ip", "netns", "del", name)
     except NetworkUnavailableError:
-        if name in names():  # and was not swept by another process just now
+        if name in names():  # unless another process has just swept it
             raise
 
 
 def _empty(name: str) -> None:
     by = time.monotonic() + GONE_WITHIN
-    while pids := run("ip", "netns", "pids", name).split():  # again: one may have been started meanwhile
+    while pids := run("ip", "netns", "pids", name).split():  # repeat: a process may have been started meanwhile
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(pid), signal.SIGKILL)
@@ -119,7 +120,7 @@ def _empty(name: str) -> None:
 
 
 def _began(pid: int) -> int:
-    """When a process began, in ticks since the machine did: with its number, it is that process and no later one."""
+    """Return the start time of a process in clock ticks since boot; with the process id it identifies the process."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     except OSError:
@@ -127,10 +128,10 @@ def _began(pid: int) -> int:
 
 
 def run(*command: str, given: str = "") -> str:
-    """The output of a command.
+    """Return the output of a command.
 
     Raises:
-        NetworkUnavailableError: it failed; with what it told.
+        NetworkUnavailableError: the command failed; has its output.
     """
     done = subprocess.run(command, input=given, capture_output=True, text=True, timeout=60)
     if done.returncode:
@@ -139,7 +140,7 @@ def run(*command: str, given: str = "") -> str:
 
 
 def works(*command: str, given: str = "") -> bool:
-    """Whether a command is there and does not fail."""
+    """Return whether a command exists and succeeds."""
     try:
         run(*command, given=given)
     except (NetworkUnavailableError, FileNotFoundError):

@@ -1,4 +1,4 @@
-"""A small network of this machine's own namespaces, made when it is needed and gone afterwards."""
+"""A small network of namespaces on this machine, created on demand and removed afterwards."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from emulated.namespaces import GONE_WITHIN, NetworkUnavailableError, lacking, r
 from emulated.shaping import TokenBucket, Ways, netem, nft_rules
 
 SUBNET = "198.18.0"
-"""Set aside for measuring networks (RFC 2544): nobody's real address, even if a packet escaped."""
+"""Reserved for measurements of networks (RFC 2544), so that a stray packet reaches nobody."""
 MOST_PEERS = 64
 
 
 @dataclass(frozen=True)
 class Counters:
-    """What has passed one peer's link: Ethernet frames with their headers, as its token buckets count them.
+    """The traffic of one peer's link: Ethernet frames with headers, as counted by its token buckets.
 
     Attributes:
         sent: bytes from the peer.
-        received: bytes to the peer, before any were lost on purpose.
-        dropped: frames that a full queue had no room for, in both directions.
+        received: bytes to the peer, including frames that were then dropped to emulate loss.
+        dropped: frames dropped because a queue was full, in both directions.
     """
 
     sent: int
@@ -39,12 +39,13 @@ class Counters:
 
 
 class Host:
-    """One peer's place in the network.
+    """One peer's host in the network.
 
     Attributes:
-        address: IPv4, the same in every network: a namespace has its own.
-        namespace: its name, for ``ip netns exec``.
-        lan: the namespace of the switch, and ``port`` the device there that its link ends in.
+        address: IPv4 address, the same in every network, since namespaces are separate.
+        namespace: name of its namespace, for ``ip netns exec``.
+        lan: namespace of the switch.
+        port: device of the switch to which its link is connected.
     """
 
     def __init__(self, namespace: str, port: str, lan: str, number: int):
@@ -55,19 +56,25 @@ class Host:
         self._processes: list[subprocess.Popen[Any]] = []
 
     def popen(self, command: Sequence[str | Path], **options: Any) -> subprocess.Popen[Any]:
-        """Start a command there. What still runs when the network goes is killed, with all that it has started.
+        """Start a command on the host. It and its child processes are killed when the network is removed.
 
         Args:
-            command: and its arguments.
-            options: of :class:`subprocess.Popen`.
+            command: program and arguments.
+            options: options of :class:`subprocess.Popen`.
         """
-        inside = ["ip", "netns", "exec", self.namespace, *map(str, command)]  # execs: the process is the command's
+        inside = [
+            "ip",
+            "netns",
+            "exec",
+            self.namespace,
+            *map(str, command),
+        ]  # 'ip' execs, so this process becomes the command
         process = subprocess.Popen(inside, **options)
         self._processes.append(process)
         return process
 
     def counters(self) -> Counters:
-        """The link's, so far."""
+        """Return the traffic of the link so far."""
         up, down = _queue(self.namespace, "eth0", "tbf"), _queue(self.lan, self.port, "tbf")
         return Counters(up["bytes"], down["bytes"], up["drops"] + down["drops"])
 
@@ -81,27 +88,26 @@ class Host:
 
 
 class EmulatedNetwork:
-    """Peers on one switch, each by a link of a given rate, cut off from this machine's network.
+    """Peers on one switch, each with a link of a given rate, isolated from this machine's network.
 
-    A namespace a peer with a veth pair to a bridge in a namespace between them, and a token bucket at both ends of each
-    pair: what leaves a peer is shaped, and what reaches it. There is no route to this machine. Leaving the ``with``
-    block removes all of it, whatever the reason; a process that was killed leaves namespaces, which the next network
-    (:func:`sweep`) removes.
+    Each peer has a namespace, with a veth pair to a bridge in a namespace between them, and a token bucket at both ends
+    of the pair, which shape both directions. There is no route to this machine. Leaving the ``with`` block removes
+    everything, even after an error; namespaces of a killed process are removed by the next network (:func:`sweep`).
 
     Args:
-        peers: how many.
-        rate: of each link, each way, as tc writes rates: ``100mbit``.
-        delay_ms: from one peer to another, one way; a round trip takes twice that.
-        loss: share of frames that are lost on their way to each peer, 0 to 1.
+        peers: number of peers.
+        rate: rate of each link in each direction, in tc's notation: ``100mbit``.
+        delay_ms: one-way delay between two peers; a round trip takes twice that.
+        loss: fraction of frames lost on the way to each peer, 0 to 1.
 
     Attributes:
-        hosts: by number, from 0.
-        bucket: that shapes the links.
-        ways: who makes delay and loss; :meth:`describe` puts it in words.
+        hosts: hosts by number, from 0.
+        bucket: token bucket that shapes the links.
+        ways: mechanisms of delay and loss; :meth:`describe` puts them in words.
 
     Raises:
-        NetworkUnavailableError: not on this system; when the block is entered.
-        ValueError: arguments that make no network.
+        NetworkUnavailableError: this system cannot emulate a network; raised when the block is entered.
+        ValueError: invalid arguments.
     """
 
     def __init__(self, peers: int, rate: str, delay_ms: float = 0.0, loss: float = 0.0):
@@ -136,7 +142,7 @@ class EmulatedNetwork:
         self._undo.close()
 
     def describe(self) -> str:
-        """Rate, delay and loss, and what makes them."""
+        """Return rate, delay and loss, and their mechanisms, in words."""
         tools = {
             "netem": "netem",
             "nft": "nftables' numgen",
@@ -151,7 +157,7 @@ class EmulatedNetwork:
         return ", ".join(parts)
 
     def lost(self) -> int:
-        """Frames lost on purpose, so far."""
+        """Return the number of frames lost on purpose so far."""
         if self.ways.loss == "nft":
             return sum(_lost_by_nft(host.namespace) for host in self.hosts)
         if self.ways.loss == "netem":
@@ -159,7 +165,7 @@ class EmulatedNetwork:
         return self.switch_counts()["lost"] if self.ways.loss else 0
 
     def switch_counts(self) -> dict[str, int]:
-        """Frames ``passed``, ``lost`` and ``overflowed`` in the switch in user space, where there is one."""
+        """Return the frames ``passed``, ``lost`` and ``overflowed`` in the switch in user space, if there is one."""
         assert self._switch is not None and self._switch.stdin is not None and self._switch.stdout is not None
         self._switch.stdin.write("\n")
         self._switch.stdin.flush()
@@ -198,7 +204,7 @@ class EmulatedNetwork:
             place = ["parent", "1:1", "handle", "2:"]
         run("tc", "-n", self._lan, "qdisc", "add", "dev", host.port, *place, *self.bucket.arguments())
         if self.ways.loss:
-            # Segments that the kernel keeps together would be lost together: they part before they are drawn for.
+            # Split segments that the kernel keeps together, else they would be lost together.
             parting = (*between, "link", "set", "dev", host.port)
             if self.ways.loss != "nft":
                 parting = (*inside, "link", "set", "dev", "eth0")
@@ -218,10 +224,10 @@ class EmulatedNetwork:
         command = ["ip", "netns", "exec", self._lan, sys.executable, str(program), str(delay), str(loss)]
         ports = [host.port for host in self.hosts]
         self._switch = subprocess.Popen([*command, *ports], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.switch_counts()  # it answers once it serves
+        self.switch_counts()  # returns once the switch is serving
 
     def _remove(self) -> None:
-        """Remove all of it; what fails keeps nothing else from being removed."""
+        """Remove everything; an error in one step does not stop the others."""
         with _signals_wait(), contextlib.ExitStack() as last_first:
             for host in self.hosts:
                 last_first.callback(host.reap)
@@ -253,13 +259,13 @@ def _lost_by_nft(namespace: str) -> int:
 
 @contextlib.contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the program as an exception does, where they would have ended it without one."""
+    """Let SIGTERM and SIGHUP end the program by an exception, if they would have ended it without one."""
 
     def ended(number: int, frame: FrameType | None) -> None:
         sys.exit(128 + number)
 
     ours = []
-    with contextlib.suppress(ValueError):  # not the main thread, which alone may
+    with contextlib.suppress(ValueError):  # only the main thread may set handlers
         for number in (signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) is signal.SIG_DFL:
                 signal.signal(number, ended)
@@ -273,7 +279,7 @@ def _ended_by_signals() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _signals_wait() -> Iterator[None]:
-    """A second Ctrl-C does not cut the removal short."""
+    """Block signals during the removal, so that a second Ctrl-C does not interrupt it."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
     try:
         yield

@@ -12,23 +12,23 @@ from gossipx.metrics import summary
 from gossipx.metrics.summary import Summary
 
 LONGEST = 600.0
-"""Seconds that a run may take."""
+"""Maximum seconds of a run."""
 
 
 def train(net: EmulatedNetwork, folder: Path, name: str, *options: str | Path) -> list[Summary]:
-    """``gossipx run`` on every host, as on so many machines: the same hosts file and options, a folder each.
+    """Run ``gossipx run`` on every host as on separate machines: same hosts file and options, separate folders.
 
     Args:
-        net: its hosts.
-        folder: where each writes its part, ``host-0/NAME``.
-        name: of the run.
-        options: of ``gossipx run``; the last may be a script with its arguments.
+        net: the network.
+        folder: folder in which each host writes its part, ``host-0/NAME``.
+        name: name of the run.
+        options: options of ``gossipx run``; the last ones may be a script with its arguments.
 
     Returns:
-        What each host has summed up.
+        The summary of each host.
 
     Raises:
-        RuntimeError: one has failed; with what it printed.
+        RuntimeError: a host has failed; has its output.
     """
     folder.mkdir(parents=True, exist_ok=True)
     hosts = folder / "hosts.txt"

@@ -1,4 +1,4 @@
-"""What ``tc`` and ``nft`` are told: token buckets for a rate, and who makes delay and loss."""
+"""Arguments of ``tc`` and ``nft``: token buckets for a rate, and the choice of mechanisms for delay and loss."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 
 MEASURED = ((10e6, 32, 50), (100e6, 128, 50), (1e9, 256, 20))
-"""Rate in bit/s, burst in KiB, longest wait in ms of buckets that give 98 to 100 % of the rate.
+"""Rate in bit/s, burst in KiB and maximum wait in ms of buckets that yield 98 to 100 % of the rate.
 
-Smaller bursts give less (64 KiB at 1 Gbit/s: 60 to 82 %), larger ones let a short transfer through unshaped.
+Smaller bursts yield less (64 KiB at 1 Gbit/s: 60 to 82 %), larger ones let short transfers pass unshaped.
 """
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 MTU = 1500
@@ -19,12 +19,12 @@ MTU = 1500
 
 @dataclass(frozen=True)
 class TokenBucket:
-    """Shapes what leaves a device.
+    """Shapes the outgoing traffic of a device.
 
     Attributes:
-        rate: bit/s, of whole Ethernet frames: TCP's payload is 95.6 % of them.
+        rate: bit/s of whole Ethernet frames; TCP's payload is 95.6 % of them.
         burst: bytes that may pass at once.
-        latency: milliseconds that a frame may wait for its turn; what would wait longer is dropped.
+        latency: maximum milliseconds that a frame may wait; frames that would wait longer are dropped.
     """
 
     rate: int
@@ -33,10 +33,10 @@ class TokenBucket:
 
     @classmethod
     def of(cls, rate: str) -> TokenBucket:
-        """The bucket for ``10mbit``, ``2.5gbit``, as tc writes rates.
+        """Return the bucket for a rate such as ``10mbit`` or ``2.5gbit``, in tc's notation.
 
-        Burst and latency lie between those measured, on a logarithmic scale; above 1 Gbit/s the burst grows with the
-        rate.
+        Burst and latency are interpolated between the measured ones, on a logarithmic scale; above 1 Gbit/s the burst
+        grows with the rate.
 
         Raises:
             ValueError: not such a rate.
@@ -51,7 +51,7 @@ class TokenBucket:
         return cls(round(bits), round(burst), round(float(np.interp(at, places, latencies)), 1))
 
     def arguments(self) -> list[str]:
-        """For ``tc qdisc add ...``."""
+        """Return the arguments for ``tc qdisc add ...``."""
         return ["tbf", "rate", f"{self.rate}bit", "burst", f"{self.burst}b", "latency", f"{self.latency}ms"]
 
     def __str__(self) -> str:
@@ -60,11 +60,11 @@ class TokenBucket:
 
 @dataclass(frozen=True)
 class Ways:
-    """Who delays frames and who loses them.
+    """The mechanisms that delay and lose frames.
 
     Attributes:
-        delay: ``netem``, ``switch``, or None: nobody.
-        loss: ``nft``, ``netem``, ``switch``, or None.
+        delay: ``netem`` or ``switch``; None: no delay.
+        loss: ``nft``, ``netem`` or ``switch``; None: no loss.
     """
 
     delay: str | None
@@ -72,13 +72,14 @@ class Ways:
 
     @classmethod
     def choose(cls, delay: float, loss: float, has_netem: bool, has_nft: bool) -> Ways:
-        """netem delays where the kernel has it. nftables loses where it is there, else what delays or could."""
+        """Choose mechanisms: netem for delay if the kernel has it; nftables for loss if available, else the one that
+        can delay."""
         line = "netem" if has_netem else "switch"
         return cls(line if delay else None, ("nft" if has_nft else line) if loss else None)
 
     @property
     def has_switch(self) -> bool:
-        """Whether frames go through the switch in user space, and not through a bridge."""
+        """Whether frames pass through the switch in user space instead of a bridge."""
         return "switch" in (self.delay, self.loss)
 
     @property
@@ -88,7 +89,7 @@ class Ways:
 
 
 def netem(ways: Ways, bucket: TokenBucket, delay_ms: float, loss: float) -> list[str]:
-    """For ``tc qdisc add ...``: room for all that is on its way at the bucket's rate, and half as much again."""
+    """Return arguments for ``tc qdisc add ...``, with room for 1.5 times the frames in flight at the bucket's rate."""
     under_way = bucket.rate / 8 * delay_ms / 1e3 / MTU
     arguments = ["netem", "limit", str(1000 + round(1.5 * under_way))]
     if ways.delay == "netem":
@@ -99,6 +100,6 @@ def netem(ways: Ways, bucket: TokenBucket, delay_ms: float, loss: float) -> list
 
 
 def nft_rules(loss: float) -> str:
-    """A ruleset that drops and counts a share of the frames that come in by eth0."""
+    """Return a ruleset that drops and counts a fraction of the frames received on eth0."""
     drop = f"numgen random mod 1000000 < {round(loss * 1e6)} counter drop"
     return f'table inet emulated {{ chain input {{ type filter hook input priority 0; iifname "eth0" {drop}; }}; }}\n'

@@ -1,13 +1,13 @@
 """A switch in user space that delays frames and loses some, for kernels without netem.
 
-It takes the bridge's place: a packet socket on each port, in the namespace where the ports are. The token buckets stay
-where they are, on the ports and at the peers' ends, so that a frame is shaped, delayed, and shaped again, as on a long
-line between two short ones. Packet sockets and not TAP devices, so that the same veth pairs carry the frames with a
-delay and without. Segments that the kernel keeps together (up to 64 KB) pass as one frame, with the header that says
-so, which is what makes 1 Gbit/s possible: a frame costs the same, whatever its size.
+It replaces the bridge: it opens a packet socket on each port, in the ports' namespace. The token buckets stay on the
+ports and at the peers' ends, so a frame is shaped, delayed, and shaped again, as on a long line between two short ones.
+It uses packet sockets instead of TAP devices, so that the same veth pairs are used with and without a delay. Segments
+that the kernel keeps together (up to 64 KB) pass as one frame, marked in its header; this makes 1 Gbit/s possible,
+since the cost per frame does not depend on its size.
 
-Run as ``switch.py SECONDS LOSS PORT...``. A line on standard input asks for the counts so far, answered by one line of
-JSON; its end ends the switch.
+Usage: ``switch.py SECONDS LOSS PORT...``. For each line on standard input it prints the counts so far as a line of
+JSON; it ends at the end of standard input.
 """
 
 from __future__ import annotations
@@ -24,38 +24,38 @@ from collections import deque
 SOL_PACKET, PACKET_VNET_HDR, PACKET_IGNORE_OUTGOING = 263, 15, 23  # linux/if_packet.h
 SO_SNDBUFFORCE, SO_RCVBUFFORCE = 32, 33  # asm-generic/socket.h
 ANY_PROTOCOL = 0x0003  # linux/if_ether.h
-VNET_HEADER = 10  # bytes of struct virtio_net_hdr before each frame: checksum and segmentation that are left to do
+VNET_HEADER = 10  # bytes of struct virtio_net_hdr before each frame: checksum and segmentation still to be done
 LARGEST = VNET_HEADER + 14 + 65536
 QUEUE = 64 << 20  # bytes of a port's queues in the kernel: half a second at 1 Gbit/s
-BURST = 64  # frames taken from one port before the others have their turn
+BURST = 64  # frames read from one port before the next port
 
 
 class Switch:
-    """Ports, and the frames on their way between them.
+    """The ports, and the frames on their way between them.
 
     Args:
-        ports: names of devices. A frame for an address not seen yet goes to all but its own.
+        ports: names of devices. A frame to an unknown address is sent to all other ports.
         delay: seconds from one port to another.
-        loss: share of frames, 0 to 1.
+        loss: fraction of frames lost, 0 to 1.
 
     Attributes:
-        counts: of frames: given on, lost on purpose, and dropped because a port's queue was full.
+        counts: frames passed, lost on purpose, and dropped because a port's queue was full.
     """
 
     def __init__(self, ports: list[str], delay: float, loss: float):
         self._ports = [_open(name) for name in ports]
         self._delay = delay
         self._loss = loss
-        self._port_of: dict[bytes, socket.socket] = {}  # by the address that was seen there
-        self._on_their_way: deque[tuple[float, socket.socket, bytes]] = deque()  # one delay: first in, first out
+        self._port_of: dict[bytes, socket.socket] = {}  # by MAC address of the frames received there
+        self._in_flight: deque[tuple[float, socket.socket, bytes]] = deque()  # constant delay, so first in, first out
         self.counts = {"passed": 0, "lost": 0, "overflowed": 0}
 
     def serve(self) -> None:
         """Pass frames on until standard input ends."""
         readable = [sys.stdin, *self._ports]
         while True:
-            wait = max(0.0, self._on_their_way[0][0] - time.monotonic()) if self._on_their_way else None
-            ready, _, _ = select.select(readable, [], [], wait)  # its timeout is exact; epoll's are milliseconds
+            wait = max(0.0, self._in_flight[0][0] - time.monotonic()) if self._in_flight else None
+            ready, _, _ = select.select(readable, [], [], wait)  # epoll's timeout has a resolution of milliseconds only
             for one in ready:
                 if isinstance(one, socket.socket):
                     self._take(one)
@@ -79,12 +79,12 @@ class Switch:
                     if self._loss and random.random() < self._loss:
                         self.counts["lost"] += 1
                     else:
-                        self._on_their_way.append((due, other, frame))
+                        self._in_flight.append((due, other, frame))
 
     def _deliver(self) -> None:
         now = time.monotonic()
-        while self._on_their_way and self._on_their_way[0][0] <= now:
-            _, port, frame = self._on_their_way.popleft()
+        while self._in_flight and self._in_flight[0][0] <= now:
+            _, port, frame = self._in_flight.popleft()
             try:
                 port.send(frame)
                 self.counts["passed"] += 1

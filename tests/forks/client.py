@@ -1,4 +1,4 @@
-"""Processes that the fork server starts, as their user sees them."""
+"""The client of the fork server: starts processes and watches them like :class:`subprocess.Popen`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TESTS = Path(__file__).parents[1]
 
 @functools.cache
 def place() -> str:
-    """Return the socket of this process's server, which is started by the first call and ends with the process."""
+    """Return the socket of this process's server. The first call starts the server, which ends with this process."""
     folder = tempfile.mkdtemp(prefix="forks-")
     where = f"{folder}/socket"
     paths = [str(TESTS), str(TESTS.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -57,7 +57,7 @@ def commands() -> Path:
     python = shlex.quote(sys.executable)
     scripts = {
         "gossipx": f'exec {forked} -m gossipx "$@"',
-        # An interpreter's own options are for a new one.
+        # Options of the interpreter need a new interpreter.
         "python": f'case "${{1--}}" in -m | -c | [!-]*) exec {forked} "$@" ;; *) exec {python} "$@" ;; esac',
     }
     for name, text in scripts.items():
@@ -67,15 +67,15 @@ def commands() -> Path:
 
 
 class Process:
-    """A process that the server at a socket has forked, with what is used of :class:`subprocess.Popen`.
+    """A process forked by the server at a socket, with the needed part of the interface of :class:`subprocess.Popen`.
 
     Args:
-        command: of this interpreter: ``[sys.executable, "-m", ...]``, ``"-c"`` or a script, and arguments.
+        command: ``[sys.executable, "-m", ...]``, or ``"-c"`` or a script in place of ``"-m"``, with arguments.
         files: its standard input, output and error.
 
     Attributes:
-        pid: of the process.
-        returncode: its exit code, or minus the signal that ended it; None: it runs.
+        pid: process id.
+        returncode: exit code, or the negative number of the signal that ended it; None: it is running.
     """
 
     def __init__(
@@ -88,36 +88,36 @@ class Process:
         asked = json.dumps({"command": list(command), "cwd": str(cwd), "env": dict(env)}).encode() + b"\n"
         sent = socket.send_fds(self._connection, [asked], list(files))
         self._connection.sendall(asked[sent:])
-        self.pid = int(self._told(None)["pid"])
+        self.pid = int(self._receive(None)["pid"])
 
     def poll(self) -> int | None:
-        """Return the exit code, or None if it runs."""
+        """Return the exit code, or None if it is running."""
         try:
             return self.wait(0)
         except subprocess.TimeoutExpired:
             return None
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end.
+        """Wait for its end, and return the exit code.
 
         Raises:
-            subprocess.TimeoutExpired: it runs still.
+            subprocess.TimeoutExpired: it is still running.
         """
         if self.returncode is None:
-            self.returncode = int(self._told(timeout)["code"])
+            self.returncode = int(self._receive(timeout)["code"])
             self._connection.close()
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        """Send it a signal, if it runs."""
+        """Send it a signal if it is running."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """Kill it, if it runs."""
+        """Kill it if it is running."""
         self.send_signal(signal.SIGKILL)
 
-    def _told(self, timeout: float | None) -> dict[str, int]:
+    def _receive(self, timeout: float | None) -> dict[str, int]:
         while b"\n" not in self._rest:
             if not select.select([self._connection], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired("a forked process", timeout or 0)

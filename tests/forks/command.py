@@ -1,4 +1,5 @@
-"""``gossipx`` and ``python`` in a shell, run by a fork server: ``python -I -S command.py SOCKET COMMAND...``."""
+"""The program behind ``gossipx`` and ``python`` in a shell, run by a fork server: ``python -I -S command.py SOCKET
+COMMAND...``."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from forks.client import Process
 
 
 def main() -> None:
-    """Run the command here, as far as signals, streams, folder, environment and exit code go."""
+    """Run the command; pass on signals, streams, folder, environment and exit code."""
     process = Process(sys.argv[1], sys.argv[2:], Path.cwd(), os.environ, (0, 1, 2))
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, frame: process.send_signal(number))

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 _ARGUMENTS = list(inspect.signature(subprocess.Popen._execute_child).parameters)[1:]
 _KEPT: list[Any] = []
-"""What the child takes over and must not close: the numbers of these files are those of others there."""
+"""File objects that the child must not finalize: their descriptor numbers belong to other files there."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGALRM)
 
 
@@ -32,7 +32,8 @@ def is_python(command: Sequence[str]) -> bool:
 
 
 class Forked(subprocess.Popen[Any]):
-    """``python -m MODULE``, ``python -c CODE`` or ``python SCRIPT`` as a fork of this process, which has no threads."""
+    """``python -m MODULE``, ``python -c CODE`` or ``python SCRIPT`` as a fork of this process, which must have no
+    threads."""
 
     def _execute_child(self, *given: Any, **named: Any) -> None:
         call = {**dict(zip(_ARGUMENTS, given, strict=False)), **named}
@@ -43,7 +44,7 @@ class Forked(subprocess.Popen[Any]):
             try:
                 _become(call, files)
             finally:
-                os._exit(70)  # unreachable but for an error in this file, which was printed
+                os._exit(70)  # reached only after an error in this file, which was printed
         self.pid = pid
         self._child_created = True
         pipes = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
@@ -51,7 +52,7 @@ class Forked(subprocess.Popen[Any]):
 
 
 def _become(call: Mapping[str, Any], files: Sequence[int]) -> NoReturn:
-    """Turn this fork into the process that was asked for, and end with it."""
+    """Run the requested program in this fork, and end the process with it."""
     for number in SIGNALS:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     signal.set_wakeup_fd(-1)
@@ -67,7 +68,7 @@ def _become(call: Mapping[str, Any], files: Sequence[int]) -> NoReturn:
     environment = os.environ if call["env"] is None else dict(call["env"])
     os.environ.clear()
     os.environ.update(environment)
-    gc.freeze()  # what the parent has left is not collected here: its files' numbers are those of others now
+    gc.freeze()  # do not collect the parent's objects: the descriptors of its files have been reused
     _streams()
     logging.root.handlers.clear()
     _name_it()
@@ -108,7 +109,7 @@ def _streams() -> None:
 
 
 def _name_it() -> None:
-    """Have ``/proc/PID/comm`` say which peer it is: ``/proc/PID/environ`` stays as the server was started."""
+    """Set ``/proc/PID/comm`` to the peer's role, since ``/proc/PID/environ`` still shows the server's environment."""
     rank = os.environ.get("GOSSIPX_RANK")
     with contextlib.suppress(OSError):
         Path("/proc/self/comm").write_text("python" if rank is None else f"peer {rank}")
@@ -133,14 +134,14 @@ def _run(arguments: Sequence[str]) -> int:
     except BaseException as error:
         code = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
-        # Without the frames of this file.
+        # Omit the frames of this file.
         sys.excepthook(type(error), error, error.__traceback__ and error.__traceback__.tb_next)
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
-    if code == -signal.SIGINT:  # as the interpreter ends of an interrupt that nobody has caught
+    if code == -signal.SIGINT:  # like the interpreter after an uncaught KeyboardInterrupt
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
     return code & 0xFF
@@ -171,7 +172,7 @@ def _code(arguments: Sequence[str], main: types.ModuleType) -> types.CodeType:
 
 
 def _add_path() -> None:
-    """The folders of PYTHONPATH, behind that of the script, as a new interpreter has them."""
+    """Add the folders of PYTHONPATH after that of the script, like a new interpreter."""
     given = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
     sys.path[1:1] = [part for part in given if part not in sys.path]
 

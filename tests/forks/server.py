@@ -1,10 +1,10 @@
 """The process that forks others: ``python -m forks.server SOCKET``.
 
-A connection is a process. Its first message is a JSON object, ``{"command", "cwd", "env"}``, with the descriptors of
-standard input, output and error; ``{"pid"}`` is the answer, and ``{"code"}`` follows when the process has ended. The
-process is killed when its connection is closed. The server ends with the process that started it.
+Each connection stands for a process. Its first message is a JSON object, ``{"command", "cwd", "env"}``, with the
+descriptors of standard input, output and error; the server responds ``{"pid"}``, and ``{"code"}`` when the process has
+ended. The process is killed when its connection is closed. The server ends with the process that started it.
 
-It has no threads and starts none, so that a fork has all that it has.
+It has no threads and starts none, since a fork copies only the calling thread.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ LOADED = (
     "torch.utils.data",
     "torch.utils.tensorboard",
 )
-"""What peers import, at once or later."""
+"""Modules that peers import, at once or later."""
 NOT_LOADED = ("gossipx.integrations", "gossipx.__main__")
 LONGEST = 1 << 20
 
 
 def load() -> None:
-    """Import all of gossipx and what it uses."""
+    """Import all of gossipx and the modules that it uses."""
     import gossipx
     from gossipx.config.settings import TaskSettings
 
@@ -60,12 +60,12 @@ def load() -> None:
     from gossipx.launch.loops import train
 
     train.load = functools.cache(train.load)
-    train.load(TaskSettings().task, None)  # the built-in data, which a peer needs a quarter of a second to unpack
+    train.load(TaskSettings().task, None)  # unpacking the built-in data takes a quarter of a second
     local.launch = functools.partial(local.launch, spawn=Forked)  # type: ignore[assignment]
 
 
 class Server:
-    """Serves one process of tests."""
+    """The fork server of one test process."""
 
     def __init__(self, place: str) -> None:
         self._selector = selectors.DefaultSelector()
@@ -114,7 +114,7 @@ class Server:
         self._processes[connection] = process
         self._selector.modify(connection, selectors.EVENT_READ, functools.partial(self._close, connection))
         connection.sendall(json.dumps({"pid": process.pid}).encode() + b"\n")
-        self._reap(None)  # it may have ended before its signal was listened for
+        self._reap(None)  # it may have ended before SIGCHLD was handled
 
     def _reap(self, woken: socket.socket | None) -> None:
         if woken is not None:
@@ -136,7 +136,7 @@ class Server:
 
 
 def main() -> None:
-    """Load, then serve."""
+    """Load the modules, then serve."""
     warnings.simplefilter("ignore")
     load()
     warnings.resetwarnings()

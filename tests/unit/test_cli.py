@@ -1,4 +1,4 @@
-"""The commands: what they say, and what they exit with."""
+"""The commands: their output and exit codes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from gossipx.metrics.summary import FILE
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory to work in, with a hosts file."""
+    """A working directory with a hosts file."""
     (tmp_path / "hosts.txt").write_text("localhost slots=2\n", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -35,7 +35,7 @@ def gossipx(*arguments: str) -> Result:
 
 
 def one_line(result: Result, code: int = 2) -> str:
-    """The one line that a refused command tells; it starts no run."""
+    """Return the only line that a refused command prints; it starts no run."""
     assert result.exit_code == code, result.output
     assert result.stdout == ""
     assert result.stderr.endswith("\n") and result.stderr.count("\n") == 1, result.stderr
@@ -44,7 +44,7 @@ def one_line(result: Result, code: int = 2) -> str:
 
 
 def summary(name: str, retrievals: float, **others: object) -> Summary:
-    """Two peers, the second of them lost."""
+    """Return the summary of two peers, the second of which is lost."""
     values = {field.name: [1.0, None] for field in dataclasses.fields(Summary) if field.type == "Figures"}
     return Summary(
         **{
@@ -105,7 +105,7 @@ def test_every_setting_is_an_option_of_run() -> None:
     assert {"--logdir", "--name", "--overwrite", "--seed", "--iterations", "--bind", "--peer-timeout"} <= options
 
 
-def test_the_help_of_run_shows_the_common_options_alone_under_their_headings() -> None:
+def test_the_help_of_run_shows_only_the_common_options_under_their_headings() -> None:
     result = gossipx("run", "--help")
     shown = {
         heading: re.findall(r"^  (?:-h, )?(--[\w-]+)", text, re.MULTILINE)
@@ -149,7 +149,7 @@ def test_an_error_names_the_help_that_shows_its_option(place: Path, arguments: l
         (["compare", "--jsno", "x"], "--json"),
     ],
 )
-def test_wrong_words_exit_2_and_are_named(place: Path, arguments: list[str], told: str) -> None:
+def test_wrong_arguments_exit_2_and_are_named(place: Path, arguments: list[str], told: str) -> None:
     assert told in one_line(gossipx(*arguments))
 
 
@@ -182,14 +182,14 @@ def test_wrong_words_exit_2_and_are_named(place: Path, arguments: list[str], tol
         (["--iterations", "0"], ["--iterations is 0: at least 1"]),
         (["--peer-timeout", "nan"], ["--peer-timeout is nan: at least 0.1"]),
         (["--lr-steps", "half"], ["--lr-steps is not a number: 'half'"]),
-        (["--name", "../up"], ["--name '../up': letters, digits"]),
-        (["--name", ".hidden"], ["--name '.hidden': letters, digits"]),
+        (["--name", "../up"], ["--name '../up': a name consists of letters, digits"]),
+        (["--name", ".hidden"], ["--name '.hidden': a name consists of letters, digits"]),
         (["--advertise", "elsewhere"], ["hosts.txt: no line has the host 'elsewhere' that --advertise names"]),
-        (["none.py", "--epochs", "3"], ["none.py: no such script"]),
+        (["none.py", "--epochs", "3"], ["none.py: script not found"]),
         (["--config", "none.toml"], ["none.toml: cannot read the configuration"]),
     ],
 )
-def test_what_is_wrong_with_a_run_is_told_in_one_line(place: Path, arguments: list[str], parts: list[str]) -> None:
+def test_an_error_of_a_run_is_reported_in_one_line(place: Path, arguments: list[str], parts: list[str]) -> None:
     told = one_line(gossipx("run", "--peers", "hosts.txt", *arguments))
     for part in parts:
         assert part in told
@@ -198,24 +198,24 @@ def test_what_is_wrong_with_a_run_is_told_in_one_line(place: Path, arguments: li
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("# none\n", "bad.txt:1: no peers in it"),
+        ("# none\n", "bad.txt:1: no peers in the file"),
         ("localhost\nlocalhost slots=none\n", "bad.txt:2: slots 'none' is not an integer"),
-        ("localhost\n\nlocalhost\n", "bad.txt:3: address 'localhost:29400' is on line 1 already"),
+        ("localhost\n\nlocalhost\n", "bad.txt:3: address 'localhost:29400' is already on line 1"),
         ("127.0.0.1\n203.0.113.1\n", "bad.txt:1: '127.0.0.1' is loopback"),
     ],
 )
-def test_a_bad_hosts_file_is_told_in_one_line(place: Path, text: str, told: str) -> None:
+def test_a_bad_hosts_file_is_reported_in_one_line(place: Path, text: str, told: str) -> None:
     """Faults 34 and 35."""
     (place / "bad.txt").write_text(text, encoding="utf-8")
     assert one_line(gossipx("run", "--peers", "bad.txt")).startswith(told)
 
 
 def test_a_missing_hosts_file_is_one_line_of_the_real_command(place: Path) -> None:
-    """Fault 34, in a process: no traceback, nothing else."""
+    """Fault 34, in a process: no traceback and no other output."""
     command = [sys.executable, "-m", "gossipx", "run", "--peers", "none.txt", "--policy", "never"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr == "none.txt: no such hosts file: one line a host, such as 'localhost slots=4'\n"
+    assert done.stderr == "none.txt: hosts file not found: write one line per host, such as 'localhost slots=4'\n"
 
 
 def test_a_line_of_the_configuration_is_named(place: Path) -> None:
@@ -231,7 +231,7 @@ def test_a_policy_from_the_file_is_checked_too(place: Path) -> None:
 
 def test_the_peers_may_be_named_in_the_file(place: Path) -> None:
     (place / "mine.toml").write_text("[run]\npeers = 'none.txt'\n", encoding="utf-8")
-    assert one_line(gossipx("run", "--config", "mine.toml")).startswith("none.txt: no such hosts file")
+    assert one_line(gossipx("run", "--config", "mine.toml")).startswith("none.txt: hosts file not found")
 
 
 @pytest.mark.parametrize(
@@ -244,7 +244,7 @@ def test_the_peers_may_be_named_in_the_file(place: Path) -> None:
         ("--logdir", "", "--logdir is empty"),
         ("--data-dir", "", "--data-dir is empty"),
         ("--lr-steps", "0.9,0.1", "--lr-steps must be in ascending order: 0.9, 0.1"),
-        ("--bind", "999.1.1.1", "--bind '999.1.1.1' is no address"),
+        ("--bind", "999.1.1.1", "--bind '999.1.1.1' is not an address"),
     ],
 )
 def test_values_that_no_run_can_have(place: Path, option: str, value: str, told: str) -> None:
@@ -263,14 +263,14 @@ def test_values_that_no_run_can_have(place: Path, option: str, value: str, told:
         ("[run]\niterations = '20'", "run.toml:2: iterations is not an integer: '20'"),
     ],
 )
-def test_what_is_wrong_in_the_file_is_told_with_its_place(place: Path, line: str, told: str) -> None:
+def test_an_error_in_the_file_is_reported_with_its_place(place: Path, line: str, told: str) -> None:
     (place / "run.toml").write_text(line + "\n", encoding="utf-8")
     assert told in one_line(gossipx("run", "--peers", "hosts.txt", "--config", "run.toml"))
 
 
 def test_more_peers_asked_for_than_there_are(place: Path) -> None:
     told = one_line(gossipx("run", "--peers", "hosts.txt", "--min-peers", "3"))
-    assert told == "hosts.txt: --min-peers 3 is more than the 2 peers here"
+    assert told == "hosts.txt: --min-peers 3 is more than the 2 peers of the run"
 
 
 @pytest.mark.parametrize("arguments", [["--debug", "run"], ["run", "--debug"]])
@@ -288,7 +288,7 @@ def test_debug_shows_where_an_error_comes_from(
 
 
 def cells(text: str) -> dict[str, list[str]]:
-    """A printed table's rows, by their first cell."""
+    """Return the rows of a printed table, by their first cell."""
     rows = [[cell.strip() for cell in re.split("[│┃]", line)[1:-1]] for line in text.splitlines()]
     return {row[0]: row[1:] for row in rows if row}
 
@@ -301,10 +301,10 @@ def test_compare_prints_a_table(tmp_path: Path) -> None:
     assert table[""] == ["tau", "travel"]
     assert table["policy"] == ["tau:period=10", "travel:distance=2.0"]
     assert table["codec"] == ["none", "efsignsgd"]
-    assert table["retrievals a peer"] == ["300.0", "30.0"]
+    assert table["retrievals per peer"] == ["300.0", "30.0"]
     assert table["reduction"] == ["0.0%", "90.0%"]
     assert table["delayed pulls (DPRs)"] == ["7", "7"]
-    assert table["MB received a peer"] == ["2.0", "2.0"]
+    assert table["MB received per peer"] == ["2.0", "2.0"]
     assert table["MB in the finish"] == ["0.25", "0.25"]
     assert table["accuracy, mean"] == table["accuracy, worst peer"] == ["0.7500", "0.7500"]
     assert table["averaged model"] == ["0.8125", "0.8125"]
@@ -322,10 +322,10 @@ def test_compare_into_a_pipe_cuts_nothing(tmp_path: Path) -> None:
     assert "…" not in result.stdout
 
 
-def test_compare_shows_a_dash_for_what_a_run_does_not_have(tmp_path: Path) -> None:
+def test_compare_shows_a_dash_for_missing_figures(tmp_path: Path) -> None:
     result = gossipx("compare", *write(tmp_path, summary("own", 0.0, test_accuracy=[None, None])))
     table = cells(result.stdout)
-    assert table["reduction"] == ["–"] and table["accuracy, mean"] == ["–"] and table["retrievals a peer"] == ["0.0"]
+    assert table["reduction"] == ["–"] and table["accuracy, mean"] == ["–"] and table["retrievals per peer"] == ["0.0"]
 
 
 def test_a_run_may_be_compared_by_its_name(tmp_path: Path) -> None:
@@ -334,7 +334,7 @@ def test_a_run_may_be_compared_by_its_name(tmp_path: Path) -> None:
     assert [row["name"] for row in json.loads(result.stdout)] == ["tau"]
 
 
-def test_compare_for_programs(tmp_path: Path) -> None:
+def test_compare_as_json(tmp_path: Path) -> None:
     runs = write(tmp_path, summary("tau", 300.0), summary("travel", 30.0, test_accuracy=[None, None]))
     result = gossipx("compare", "--json", runs[0], str(tmp_path / "travel" / FILE))
     assert result.exit_code == 0 and result.stderr == ""

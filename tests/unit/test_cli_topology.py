@@ -36,7 +36,7 @@ def refused(*arguments: str) -> str:
     return result.stderr.rstrip("\n")
 
 
-def test_the_commands_are_told() -> None:
+def test_the_commands_are_listed() -> None:
     told = gossipx("topology", "--help")
     assert told.exit_code == 0 and all(name in told.stdout for name in ("list", "show", "check"))
     assert "topology" in gossipx("--help").stdout
@@ -71,7 +71,7 @@ def test_show() -> None:
     assert gossipx("topology", "show", "slow-link-6").stdout.splitlines()[2:4] == ["2: 0 1 3×0.5", "3: 2×0.5 4 5"]
 
 
-def test_show_for_programs() -> None:
+def test_show_as_json() -> None:
     found = json.loads(gossipx("topology", "show", "slow-link-6", "--json").stdout)
     assert found["neighbours"][2] == [0, 1, 3] and found["sites"] == [0, 0, 0, 3, 3, 3]
     assert sorted(found["weights"]) == [[2, 3, 0.5], [3, 2, 0.5]] and not found["directed"]
@@ -100,7 +100,7 @@ def test_check_prints_a_table_and_warns() -> None:
     assert gossipx("topology", "check", "exponential", "--size", "8", "--schedule", "one-peer").stderr == ""
 
 
-def test_check_for_programs() -> None:
+def test_check_as_json() -> None:
     arguments = ("check", "star", "--size", "5", "--weights", "metropolis", "--slots", "2", "--tolerance", "0.1")
     result = gossipx("topology", *arguments, "--json")
     found = json.loads(result.stdout)
@@ -113,7 +113,7 @@ def test_check_for_programs() -> None:
     assert 0 < found["rounds_to_consensus"] < strict["rounds_to_consensus"]
 
 
-def test_check_fails_for_what_a_run_would_refuse(place: Path) -> None:
+def test_check_fails_for_a_graph_that_a_run_would_refuse(place: Path) -> None:
     (place / "parts.edges").write_text("0 1\n2 3\n")
     result = gossipx("topology", "check", "parts.edges")
     assert result.exit_code == 1
@@ -146,7 +146,7 @@ def test_every_shipped_file_can_be_shown_and_checked(name: str) -> None:
         (("check", "ring", "--size", "4", "--tolerance", "nan"), "'--tolerance': nan is not in the range 0<x<1"),
     ],
 )
-def test_wrong_usage_is_told_in_one_line(arguments: tuple[str, ...], told: str) -> None:
+def test_wrong_usage_is_reported_in_one_line(arguments: tuple[str, ...], told: str) -> None:
     assert told in refused("topology", *arguments)
 
 

@@ -1,4 +1,4 @@
-"""Shell completion, in the shells themselves where they are installed; and examples in the help of every command."""
+"""Shell completion, in the installed shells; and the examples in the help of every command."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SECONDS = 60.0
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    """A directory with a hosts file, runs of which one has ended, and a gossipx to be found on PATH."""
+    """A directory with a hosts file, two runs of which one has ended, and a ``gossipx`` for PATH."""
     (tmp_path / "hosts.txt").write_text("localhost\n", encoding="utf-8")
     for name, files in {"adaptive": ["config.toml", "summary.json"], "tau": ["config.toml"]}.items():
         (tmp_path / "runs" / name).mkdir(parents=True)
@@ -61,7 +61,7 @@ def run(place: Path, *command: str, **environment: str) -> str:
 
 
 def asked(place: Path, line: str, after: str = "") -> set[str]:
-    """What bash would offer for a line, by what its script calls; ``after``: Python that is run then."""
+    """Return what bash would offer for a line, through its script's protocol; ``after``: Python code to run then."""
     typed = shlex.split(line) + ([""] if line.endswith(" ") else [])
     code = f"from gossipx.cli import main\ntry:\n    main(prog_name='gossipx')\nfinally:\n    {after or 'pass'}"
     environment = {VARIABLE: "bash_complete", "COMP_WORDS": "\n".join(typed), "COMP_CWORD": str(len(typed) - 1)}
@@ -77,8 +77,8 @@ def asked(place: Path, line: str, after: str = "") -> set[str]:
         ("gossipx comp", {"plain,compare", "plain,completion"}),
         ("gossipx run --poli", {"plain,--policy"}),
         ("gossipx run --policy t", {"plain,tau", "plain,travel"}),
-        ("gossipx run --policy = ad", {"plain,adaptive"}),  # as bash cuts --policy=ad
-        ("gossipx run --policy tau :", set()),  # as it cuts --policy tau:, where no file is meant
+        ("gossipx run --policy = ad", {"plain,adaptive"}),  # bash splits --policy=ad so
+        ("gossipx run --policy tau :", set()),  # bash splits --policy tau: so; it must not offer files
         ("gossipx run --policy tau : 1", set()),
         ("gossipx run --policy tau : 10 --codec 3", {"plain,3lc"}),
         ("gossipx run --mode pu", {"plain,pull", "plain,push", "plain,pushpull"}),
@@ -87,7 +87,7 @@ def asked(place: Path, line: str, after: str = "") -> set[str]:
         ("gossipx run --peers hosts.txt tr", {"file,tr"}),
         ("gossipx run --resume ", {"plain,adaptive", "plain,tau"}),
         ("gossipx run --logdir elsewhere --resume ", {"dir,"}),
-        ("gossipx compare ", {"plain,adaptive"}),  # the other has no summary
+        ("gossipx compare ", {"plain,adaptive"}),  # the other run has no summary
         ("gossipx compare runs/a", {"dir,runs/a"}),
         ("gossipx topology show h", {"plain,hypercube", "plain,hierarchical"}),
         ("gossipx topology check ring --schedule one", {"plain,one-peer"}),
@@ -108,8 +108,8 @@ def test_a_key_press_loads_nothing_large(place: Path, line: str) -> None:
     assert "large:" in asked(place, line, look)
 
 
-def test_words_are_those_of_the_tables() -> None:
-    """They stand apart so that completing imports no torch."""
+def test_words_match_the_tables() -> None:
+    """They are repeated so that completion does not import torch."""
     assert tuple(codecs.BUILT_IN) == words.CODECS and words.CODEC_PACKAGES == codecs.ENTRY_POINT_GROUP
     assert tuple(GENERATORS) == words.TOPOLOGIES and tuple(SCHEDULES) == words.SCHEDULES
     assert tuple(partition.PARTITIONS) == words.PARTITIONS and tuple(TASKS) == words.TASKS
@@ -117,8 +117,8 @@ def test_words_are_those_of_the_tables() -> None:
 
 
 @pytest.mark.parametrize("key", [key for key in KEYS.values() if key.check], ids=lambda key: key.name)
-def test_what_is_a_spec_is_completed(key: Key) -> None:
-    """But for numbers with units, and plans."""
+def test_settings_that_are_specs_are_completed(key: Key) -> None:
+    """Except for numbers with units, and plans."""
     complete = words.of_setting(key)
     if key.name in ("checkpoint_every", "sync_plan", "max_rate"):
         assert complete is None
@@ -141,7 +141,7 @@ IN_SHELL = {
     "fish": "source ./script; complete -C 'gossipx run --policy ad'",
 }
 PLAIN = {"bash": ("--norc", "-c"), "zsh": ("-f", "-c"), "fish": ("--no-config", "-c")}
-"""Without what a user's own files set."""
+"""Options that make shells ignore the user's own files."""
 
 
 @pytest.mark.parametrize("shell", SHELLS)

@@ -22,7 +22,7 @@ def written(tmp_path: Path, text: str) -> Path:
 
 
 def refusal(tmp_path: Path, text: str) -> tuple[str, str]:
-    """Where a configuration is refused, the file's directory aside, and the message."""
+    """Return place and message of the refusal of a configuration, without the file's directory."""
     file = written(tmp_path, text)
     with pytest.raises(UsageError) as caught:
         load(file)
@@ -43,7 +43,7 @@ def test_an_interval_may_be_given_as_a_number_where_that_has_a_type(tmp_path: Pa
 
 
 @pytest.mark.parametrize("given", [True, 1.5, "often", "5m", -3])
-def test_what_is_no_interval_is_refused(given: Any) -> None:
+def test_an_invalid_interval_is_refused(given: Any) -> None:
     with pytest.raises(UsageError, match=r"checkpoint-every is not text|is no interval"):
         resolve({"checkpoint_every": given})
 
@@ -83,7 +83,7 @@ def test_peers_are_named_by_text_numbers_or_lists_alike(
         ("servers", [0, ""], "--servers is empty"),
     ],
 )
-def test_what_names_no_peers_is_refused(name: str, given: Any, told: str) -> None:
+def test_values_that_name_no_peers_are_refused(name: str, given: Any, told: str) -> None:
     with pytest.raises(UsageError, match=f"^{told}$"):
         resolve({name: given})
 
@@ -110,7 +110,7 @@ def test_every_key_is_loaded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", [CONFIG_TOML, ""], ids=["every key", "defaults"])
-def test_what_is_written_is_read_back_as_it_was(tmp_path: Path, text: str) -> None:
+def test_written_settings_are_read_back_unchanged(tmp_path: Path, text: str) -> None:
     config = resolve(load(written(tmp_path, text)))
     again = resolve(load(written(tmp_path, dump(config))))
     assert again == config
@@ -127,7 +127,7 @@ def test_nothing_given_is_the_defaults() -> None:
     assert resolve() == resolve({}, {}) == resolve({"seed": None, "policy": None}) == RunConfig()
 
 
-def test_what_is_none_is_not_written() -> None:
+def test_settings_that_are_none_are_not_written() -> None:
     assert "name" not in dump(RunConfig()) and "lr_steps" not in dump(RunConfig())
     assert "policy" in dump(RunConfig())
 
@@ -162,7 +162,7 @@ def test_an_integer_does_for_a_number(tmp_path: Path) -> None:
 # --- which value counts -------------------------------------------------------------------------------
 
 
-def test_the_command_line_comes_before_the_file_and_the_file_before_the_default(tmp_path: Path) -> None:
+def test_the_command_line_overrides_the_file_and_the_file_overrides_the_default(tmp_path: Path) -> None:
     file = load(written(tmp_path, '[run]\nseed = 1\niterations = 5\n[sync]\npolicy = "tau:10"\n[task]\nlr_steps=[0.1]'))
     config = resolve(file, {"seed": 2, "iterations": None, "lr_steps": "0.9"})
     assert config.run.seed == 2
@@ -172,7 +172,7 @@ def test_the_command_line_comes_before_the_file_and_the_file_before_the_default(
     assert config.exchange.peer_timeout == KEYS["peer_timeout"].default
 
 
-def test_what_is_given_counts_even_if_it_is_the_default_or_false(tmp_path: Path) -> None:
+def test_a_given_value_applies_even_if_it_is_the_default_or_false(tmp_path: Path) -> None:
     file = load(written(tmp_path, "[run]\nseed = 1\n[sync]\nblocking = true"))
     config = resolve(file, {"seed": 0, "blocking": False})
     assert config.run.seed == 0 and config.sync.blocking is False
@@ -223,7 +223,7 @@ def test_what_is_given_counts_even_if_it_is_the_default_or_false(tmp_path: Path)
         ("[task]\nlr_steps = [0.5, 7]\n", "2", ["lr_steps is 7.0: at most 1"]),
         (f"# mine\n[run]\niterations = 1{'0' * 5000}\n", "3", ["a number of thousands of digits"]),
         (f"x = '{'0' * 5000}'\ny = [1,\n{'1_0' * 5000}]\n", "3", ["a number of thousands of digits"]),
-        # A table written above all tables.
+        # A table written before the first header.
         ("# mine\n\nrun.seed = 'x'\n", "3", ["seed is not an integer"]),
         ("# mine\nrun.iterations = 3\nrun . seed = 'x'\n", "3", ["seed is not an integer"]),
         ("# mine\nrun = {iterations = 3, seed = 'x'}\n", "2", ["seed is not an integer"]),
@@ -235,9 +235,7 @@ def test_what_is_given_counts_even_if_it_is_the_default_or_false(tmp_path: Path)
         ("[run]\n[sync]\n[run]\n", "3", ["not TOML"]),
     ],
 )
-def test_what_is_wrong_in_the_file_is_told_with_its_line(
-    tmp_path: Path, text: str, line: str, parts: list[str]
-) -> None:
+def test_an_error_in_the_file_is_reported_with_its_line(tmp_path: Path, text: str, line: str, parts: list[str]) -> None:
     at, message = refusal(tmp_path, text)
     assert at == line, message
     for part in parts:
@@ -245,7 +243,7 @@ def test_what_is_wrong_in_the_file_is_told_with_its_line(
 
 
 def test_the_line_is_the_one_in_its_own_table(tmp_path: Path) -> None:
-    """The same word elsewhere, in another table or in a comment, is not taken for it."""
+    """The same word in another table or in a comment is not mistaken for it."""
     text = "[task]\ndata_dir = 'seed = -1'\n# seed = -1\n[ run ] # seed = -1\nseeds_are = 1\nseed = -1\n"
     with_stranger = text.replace("seeds_are = 1\n", "")
     assert refusal(tmp_path, with_stranger) == ("5", "seed is -1: at least 0")
@@ -274,7 +272,7 @@ def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
         ({"name": 5}, ["--name is not text: 5"]),
     ],
 )
-def test_what_is_wrong_on_the_command_line_is_told_by_its_option(given: dict[str, Any], parts: list[str]) -> None:
+def test_an_error_on_the_command_line_names_its_option(given: dict[str, Any], parts: list[str]) -> None:
     with pytest.raises(UsageError) as caught:
         resolve({}, given)
     for part in parts:
@@ -282,8 +280,8 @@ def test_what_is_wrong_on_the_command_line_is_told_by_its_option(given: dict[str
 
 
 @pytest.mark.parametrize("number", ["9" * 30, "9" * 330, "9" * 5000, "1e999"])
-def test_no_setting_takes_a_number_that_nothing_could_count(number: str) -> None:
-    """Peers would fail over it, each by itself, long after the command line was read."""
+def test_no_setting_accepts_an_unreasonably_large_number(number: str) -> None:
+    """Each peer would fail because of it, long after the command line was read."""
     numbers = [key for key in KEYS.values() if key.kind in (int, float)]
     assert len(numbers) > 15
     for key in numbers:
@@ -307,7 +305,7 @@ def test_no_setting_takes_a_number_that_nothing_could_count(number: str) -> None
         {"partition": "dirichlet:alpha=1e999"},
     ],
 )
-def test_a_spec_takes_no_number_that_is_none(given: dict[str, str]) -> None:
+def test_a_spec_accepts_no_nan_or_infinity(given: dict[str, str]) -> None:
     with pytest.raises(UsageError) as caught:
         resolve(given)
     assert "\n" not in str(caught.value)

@@ -269,13 +269,13 @@ def test_runs_of_the_same_kind_are_what_an_estimate_rests_on(place: Path) -> Non
     ("arguments", "told"),
     [
         (["--policy", "adptive"], "unknown policy 'adptive' (did you mean 'adaptive'?)"),
-        (["--min-peers", "9"], "hosts.txt: --min-peers 9 is more than the 4 peers here"),
-        (["--name", "taken"], "a run 'taken' is there already"),
+        (["--min-peers", "9"], "hosts.txt: --min-peers 9 is more than the 4 peers of the run"),
+        (["--name", "taken"], "a run 'taken' already exists"),
         (["--name", "a/b"], "letters, digits"),
         (["--link", "fast"], "--link 'fast': not a rate from 8kbit"),
-        (["--resume", "taken"], "--dry-run shows what a new run would be"),
+        (["--resume", "taken"], "--dry-run shows a new run"),
         (["--model", "googlnet"], "unknown model 'googlnet' (did you mean 'googlenet'?)"),
-        (["missing.py"], "missing.py: no such script"),
+        (["missing.py"], "missing.py: script not found"),
         (["--task", "cifar10", "--data-dir", "nowhere"], "nowhere: no cifar-10-binary.tar.gz"),
         (["--logdir", "hosts.txt/runs"], "cannot write the run"),
     ],
@@ -290,13 +290,13 @@ def test_a_wrong_setting_is_told_as_the_run_would(place: Path, arguments: list[s
 @pytest.mark.parametrize("option", [["--link", "1gbit"], ["--model-size", "1MB"], ["--json"]])
 def test_what_is_of_a_dry_run_alone(place: Path, option: list[str]) -> None:
     result = CliRunner().invoke(main, ["run", "--peers", "hosts.txt", *option], prog_name="gossipx")
-    assert result.exit_code == 2 and f"{option[0]} is of --dry-run" in result.stderr
+    assert result.exit_code == 2 and f"{option[0]} requires --dry-run" in result.stderr
 
 
 def test_for_programs_and_for_people(place: Path) -> None:
     told = json.loads(gossipx("--peers", "hosts.txt", "--policy", "tau:10", "--iterations", "100", "--json").stdout)
     assert told["traffic"][0]["exchanges"] == [10, 10] and told["topology"]["size"] == 4
     shown = gossipx("--peers", "hosts.txt", "--policy", "tau:10", "--iterations", "100", "--codec", "3lc").stdout
-    for word in ("Nothing was started", "localhost:29403", "spectral gap", "tau:10", "s of 1gbit", "at most"):
+    for word in ("Nothing was started", "localhost:29403", "spectral gap", "tau:10", "s at 1gbit", "at most"):
         assert word in shown
     assert not (place / "runs").exists()

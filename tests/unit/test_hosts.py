@@ -1,4 +1,4 @@
-"""The hosts file: who takes part, where, and which of them this machine is.
+"""The hosts file: the peers, their addresses, and which of them are on this machine.
 
 Numbers in brackets are rows of the project's fault list.
 """
@@ -16,9 +16,9 @@ from gossipx.errors import UsageError
 from gossipx.launch.hosts import DEFAULT_PORT, PeerLine, bind_host, local_ranks, peers_digest, read_hosts
 
 ELSEWHERE = "203.0.113.1"
-"""An address that no machine has (RFC 5737, TEST-NET-3; the first of its three networks is a common sandbox's)."""
+"""An address that no machine has (RFC 5737, TEST-NET-3; sandboxes commonly use the first of its three networks)."""
 NO_SUCH_NAME = "no-such-host.invalid"
-"""A name that resolves nowhere (RFC 2606)."""
+"""A name that never resolves (RFC 2606)."""
 
 
 def hosts(tmp_path: Path, text: str) -> Path:
@@ -37,7 +37,7 @@ def where(peers: list[PeerLine]) -> list[tuple[str, int]]:
 
 @pytest.fixture(autouse=True)
 def no_name_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a name server would say, without asking one: some take seconds, some know every name."""
+    """Simulates a name server: real ones may take seconds, or resolve every name."""
     really = socket.getaddrinfo
 
     def resolve(host: str, *arguments: object, **options: object) -> object:
@@ -85,7 +85,7 @@ def test_the_name_of_several_slots_gets_their_number(tmp_path: Path) -> None:
 
 
 def test_comments_and_blank_lines_count_as_lines_and_nothing_else(tmp_path: Path) -> None:
-    text = "# who takes part\n\n   \na slots=2 # two\n\t# none\nb:7 name=last#comment\n\n"
+    text = "# the peers\n\n   \na slots=2 # two\n\t# none\nb:7 name=last#comment\n\n"
     peers = read(tmp_path, text)
     assert [(peer.rank, peer.host, peer.line, peer.name) for peer in peers] == [
         (0, "a", 4, f"a:{DEFAULT_PORT}"),
@@ -100,7 +100,7 @@ def test_lines_may_end_as_on_windows_or_not_at_all(tmp_path: Path) -> None:
     assert [peer.name for peer in read_hosts(file)] == ["x", "y"]
 
 
-def test_one_host_may_stand_on_several_lines_with_other_ports(tmp_path: Path) -> None:
+def test_one_host_may_have_several_lines_with_different_ports(tmp_path: Path) -> None:
     assert where(read(tmp_path, "a:5000 slots=2\na:5002\nb:5000")) == [
         ("a", 5000),
         ("a", 5001),
@@ -123,25 +123,25 @@ def test_one_host_may_stand_on_several_lines_with_other_ports(tmp_path: Path) ->
         ("a:-1", "port '-1' is not an integer"),
         ("a:http", "port 'http' is not an integer"),
         ("a:²", "port '²' is not an integer"),
-        ("::1", "an IPv6 address stands in brackets"),
-        ("2001:db8::7", "an IPv6 address stands in brackets"),
-        ("a:80:90", "an IPv6 address stands in brackets"),
-        ("[::1", "an IPv6 address stands in brackets"),
-        ("::1]", "an IPv6 address stands in brackets"),
-        ("[::1]80", "an IPv6 address stands in brackets"),
+        ("::1", "write an IPv6 address in brackets"),
+        ("2001:db8::7", "write an IPv6 address in brackets"),
+        ("a:80:90", "write an IPv6 address in brackets"),
+        ("[::1", "write an IPv6 address in brackets"),
+        ("::1]", "write an IPv6 address in brackets"),
+        ("[::1]80", "write an IPv6 address in brackets"),
         ("[::1]:", "port '' is not an integer"),
         ("[]", "'[]' is not an IPv6 address"),
         ("[1.2.3.4]", "'[1.2.3.4]' is not an IPv6 address"),
         ("[node1]", "'[node1]' is not an IPv6 address"),
         # Keys.
         ("a:" + "9" * 5000, "is not an integer from 1 to 65535"),
-        ("a slot=2", "'slot=2' is none of slots=N, device=cuda:0, name=TEXT (did you mean 'slots'?)"),
-        ("a slots", "'slots' is none of"),
-        ("a slots=", "'slots=' is none of"),
-        ("a slots = 2", "'slots' is none of"),
-        ("a b", "'b' is none of"),
-        ("a name=", "'name=' is none of"),
-        ("a =x", "'=x' is none of"),
+        ("a slot=2", "'slot=2' is not one of slots=N, device=cuda:0, name=TEXT (did you mean 'slots'?)"),
+        ("a slots", "'slots' is not one of"),
+        ("a slots=", "'slots=' is not one of"),
+        ("a slots = 2", "'slots' is not one of"),
+        ("a b", "'b' is not one of"),
+        ("a name=", "'name=' is not one of"),
+        ("a =x", "'=x' is not one of"),
         ("a slots=2 slots=3", "'slots' is given twice"),
         ("a name=x name=x", "'name' is given twice"),
         # Numbers of slots.
@@ -149,19 +149,19 @@ def test_one_host_may_stand_on_several_lines_with_other_ports(tmp_path: Path) ->
         ("a slots=-2", "slots '-2' is not an integer from 1"),
         ("a slots=two", "slots 'two' is not an integer from 1"),
         ("a slots=1.5", "slots '1.5' is not an integer from 1"),
-        ("a:65535 slots=2", "2 slots from port 65535 on need ports above 65535"),
+        ("a:65535 slots=2", "2 slots starting at port 65535 need ports above 65535"),
         ("a name=\u200b", "not one printable line"),
         (f"a name={'x' * 600}", "not one printable line of at most 500 characters"),
-        # Twice the same.
-        ("first:5000", "address 'first:5000' is on line 2 already"),
-        ("first:4999 slots=2", "address 'first:5000' is on line 2 already"),
-        ("[::7]:1", "address '[::7]:1' is on line 3 already"),
-        ("b name=anna", "name 'anna' is on line 4 already"),
-        ("b name=berta-1", "name 'berta-1' is on line 5 already"),
-        ("b name=first:5000", "name 'first:5000' is on line 2 already"),
+        # Duplicates.
+        ("first:5000", "address 'first:5000' is already on line 2"),
+        ("first:4999 slots=2", "address 'first:5000' is already on line 2"),
+        ("[::7]:1", "address '[::7]:1' is already on line 3"),
+        ("b name=anna", "name 'anna' is already on line 4"),
+        ("b name=berta-1", "name 'berta-1' is already on line 5"),
+        ("b name=first:5000", "name 'first:5000' is already on line 2"),
     ],
 )
-def test_a_malformed_line_is_told_with_file_and_line(tmp_path: Path, line: str, told: str) -> None:
+def test_a_malformed_line_is_reported_with_file_and_line(tmp_path: Path, line: str, told: str) -> None:
     """[34]"""
     before = "# hosts\nfirst:5000\n[::7]:1\nsecond name=anna\nthird name=berta slots=2\n"
     file = hosts(tmp_path, f"{before}{line}\nlast:1\n")
@@ -179,13 +179,13 @@ def test_an_empty_file_is_refused(tmp_path: Path, text: str) -> None:
     file = hosts(tmp_path, text)
     with pytest.raises(UsageError) as caught:
         read_hosts(file)
-    assert str(caught.value) == f"{file}:1: no peers in it: one line a host, such as 'localhost slots=4'"
+    assert str(caught.value) == f"{file}:1: no peers in the file: write one line per host, such as 'localhost slots=4'"
 
 
 def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
     """[34]"""
     missing = tmp_path / "none.txt"
-    with pytest.raises(UsageError, match="no such hosts file") as caught:
+    with pytest.raises(UsageError, match="hosts file not found") as caught:
         read_hosts(missing)
     assert str(caught.value).startswith(f"{missing}: ") and caught.value.exit_code == 2
     with pytest.raises(UsageError, match="cannot read the hosts file"):
@@ -209,28 +209,29 @@ def test_loopback_is_this_machine(tmp_path: Path, host: str) -> None:
 def test_another_machine_is_not_this_one(tmp_path: Path) -> None:
     """[35]"""
     file = hosts(tmp_path, f"{ELSEWHERE} slots=2\n203.0.113.2\n")
-    with pytest.raises(UsageError, match="no line is this machine: add one, or say which by --advertise HOST"):
+    with pytest.raises(UsageError, match="no line is this machine: add one, or name its host by --advertise HOST"):
         local_ranks(read_hosts(file), None, file)
 
 
 def test_only_this_machines_lines_are_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An address is this machine's if it can be bound to; whether this test's machine has one is not known."""
+    """An address belongs to this machine if a socket can bind to it; the machine of the test may lack
+    such an address."""
     monkeypatch.setattr("gossipx.launch.hosts.is_here", lambda address: str(address) == "203.0.113.2")
     file = hosts(tmp_path, f"{ELSEWHERE} slots=2\n203.0.113.2 slots=2\n203.0.113.3\n")
     assert local_ranks(read_hosts(file), None, file) == [2, 3]
 
 
 @pytest.mark.parametrize("text", ["# two\n127.0.0.1\n203.0.113.1", "# two\nlocalhost\n203.0.113.1"])
-def test_loopback_beside_other_machines_is_refused(tmp_path: Path, text: str) -> None:
-    """[35] Others would take it for themselves."""
+def test_loopback_mixed_with_other_machines_is_refused(tmp_path: Path, text: str) -> None:
+    """[35] Each machine would take the line for itself."""
     file = hosts(tmp_path, text)
     with pytest.raises(UsageError, match="is loopback, which other machines cannot reach") as caught:
         local_ranks(read_hosts(file), None, file)
     assert str(caught.value).startswith(f"{file}:2: ")
 
 
-def test_advertise_says_which_lines_are_here(tmp_path: Path) -> None:
-    """Without looking any name up: behind NAT, none of the addresses is this machine's."""
+def test_advertise_selects_the_lines_of_this_machine(tmp_path: Path) -> None:
+    """Names are not resolved: behind NAT, no address of the file belongs to this machine."""
     file = hosts(tmp_path, f"{ELSEWHERE} slots=2\n{NO_SUCH_NAME}\n[2001:db8::7]\n{ELSEWHERE}:7\n")
     peers = read_hosts(file)
     assert local_ranks(peers, ELSEWHERE, file) == [0, 1, 4]
@@ -262,8 +263,8 @@ def test_two_words_for_one_address_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [NO_SUCH_NAME, "two..dots", f"{'long' * 20}.example"])
-def test_a_name_that_does_not_resolve_is_told_with_its_line(tmp_path: Path, name: str) -> None:
-    """[35] Also one that no name server is asked for, because it can be nobody's."""
+def test_a_name_that_does_not_resolve_is_reported_with_its_line(tmp_path: Path, name: str) -> None:
+    """[35] Also a name that is invalid, so that no name server is asked."""
     file = hosts(tmp_path, f"# hosts\n\n{name}\n")
     with pytest.raises(UsageError) as caught:
         local_ranks(read_hosts(file), None, file)
@@ -295,7 +296,7 @@ def test_where_a_peer_listens(tmp_path: Path, host: str, bind: str, expected: st
 
 @pytest.mark.parametrize("host", [ELSEWHERE, "[2001:db8::7]"])
 @pytest.mark.parametrize("bind", ["127.0.0.1", "::1"])
-def test_a_peer_off_loopback_must_be_told_to_listen_there(tmp_path: Path, host: str, bind: str) -> None:
+def test_a_peer_off_loopback_needs_bind(tmp_path: Path, host: str, bind: str) -> None:
     file = hosts(tmp_path, f"# one\n{host}\n")
     with pytest.raises(UsageError, match=r"give --bind 0\.0\.0\.0 .* --secret-file FILE or --tls-cert") as caught:
         bind_host(read_hosts(file)[0], bind, file)
@@ -305,20 +306,20 @@ def test_a_peer_off_loopback_must_be_told_to_listen_there(tmp_path: Path, host: 
 @pytest.mark.parametrize("bind", [ELSEWHERE, "2001:db8::7"])
 def test_a_peer_on_loopback_is_not_found_at_another_address(tmp_path: Path, bind: str) -> None:
     file = hosts(tmp_path, "# one\nlocalhost slots=2\n")
-    with pytest.raises(UsageError, match=f"'localhost' is loopback, where peers that listen on {bind}") as caught:
+    with pytest.raises(UsageError, match=f"'localhost' is loopback, but peers listen on {bind}") as caught:
         bind_host(read_hosts(file)[0], bind, file)
     assert str(caught.value).startswith(f"{file}:2: ")
 
 
 @pytest.mark.parametrize("bind", ["999.1.1.1", "no such host", NO_SUCH_NAME])
-def test_a_place_to_listen_that_is_none(tmp_path: Path, bind: str) -> None:
+def test_an_invalid_address_to_bind(tmp_path: Path, bind: str) -> None:
     file = hosts(tmp_path, "localhost")
-    with pytest.raises(UsageError, match=f"--bind '{re.escape(bind)}' is no address"):
+    with pytest.raises(UsageError, match=f"--bind '{re.escape(bind)}' is not an address"):
         bind_host(read_hosts(file)[0], bind, file)
 
 
-def test_a_byte_order_mark_is_no_part_of_the_first_name(tmp_path: Path) -> None:
-    """Windows' editors write one, and end lines by two characters."""
+def test_a_byte_order_mark_is_not_part_of_the_first_name(tmp_path: Path) -> None:
+    """Windows editors write one, and end lines with two characters."""
     file = tmp_path / "hosts.txt"
     file.write_bytes(b"\xef\xbb\xbflocalhost slots=2\r\n")
     assert [peer.host for peer in read_hosts(file)] == ["localhost"] * 2
@@ -327,13 +328,13 @@ def test_a_byte_order_mark_is_no_part_of_the_first_name(tmp_path: Path) -> None:
 # --- agreeing on the list -----------------------------------------------------------------------------
 
 
-def test_the_digest_tells_lists_apart(tmp_path: Path) -> None:
+def test_different_lists_have_different_digests(tmp_path: Path) -> None:
     texts = ["a\nb", "b\na", "a", "a\nb:1", "a name=x\nb", "a slots=2\nb", "a\nc"]
     assert len({peers_digest(read(tmp_path, text)) for text in texts}) == len(texts)
 
 
-def test_the_digest_is_of_who_and_where_alone(tmp_path: Path) -> None:
-    """What machines may differ in: comments, layout, and what each trains on."""
+def test_the_digest_covers_names_and_addresses_only(tmp_path: Path) -> None:
+    """Comments, layout and devices may differ between machines."""
     plain = peers_digest(read(tmp_path, "a slots=2"))
     assert plain == peers_digest(read(tmp_path, f"# mine\n\na:{DEFAULT_PORT} slots=2 device=cuda:0  # here\n"))
     assert plain == peers_digest(read(tmp_path, f"a\na:{DEFAULT_PORT + 1}"))

@@ -1,4 +1,4 @@
-"""Processes that meet: threads in the place of processes, at a real TCPStore."""
+"""The rendezvous: threads in place of processes, at a real TCPStore."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gossipx.config.settings import ExchangeSettings
 from gossipx.errors import GossipxError, UsageError
 from gossipx.launch.cluster import membership, multi_process, rendezvous
 from gossipx.launch.cluster.membership import PeerInfo, check_reach, lines_of, peer_info_of, text_of
-from gossipx.launch.cluster.multi_process import SharedDirectory, maker_of
+from gossipx.launch.cluster.multi_process import SharedDirectory, creator_of
 from gossipx.launch.cluster.rendezvous import RemoteAbortError, Rendezvous
 from gossipx.launch.cluster.world import World
 from gossipx.launch.directory import RunDirectory
@@ -30,20 +30,20 @@ from gossipx.metrics.summary import Summary
 
 @pytest.fixture(autouse=True)
 def _one_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads are processes here, each of which joins for the first time."""
+    """Give all threads the same key prefix: each stands for a process that joins for the first time."""
     monkeypatch.setattr(rendezvous, "_joins", iter(lambda: 0, 1))
 
 
 @pytest.fixture
 def world() -> World:
-    """Of three, on this machine."""
+    """Return the world of a rank of three, on this machine."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     return World(0, 3, 0, True, "127.0.0.1", port, False, "test", "srun", "SLURM_NODELIST")
 
 
 def each(world: World, ranks: Sequence[int], act: Callable[[int], Any]) -> list[Any]:
-    """What ``act`` gives, or raises, for each rank at a time."""
+    """Call ``act`` for each rank in its own thread; return the results or exceptions."""
 
     def one(rank: int) -> Any:
         try:
@@ -69,22 +69,24 @@ def test_all_make_the_same_list(world: World) -> None:
     assert [line.name.rpartition("-")[2] for line in lines] == ["0", "1", "2"]
     assert [line.device for line in lines] == ["cuda:0", "cuda:1", "cuda:2"]
     with socket.create_server(("127.0.0.1", world.port)):
-        pass  # rank 0's port is free again: a second join meets there
+        pass  # rank 0's port is free again for a second join
 
 
-def test_who_does_not_come_is_named(world: World) -> None:
+def test_a_missing_rank_is_named(world: World) -> None:
     def act(rank: int) -> None:
         with Rendezvous(replace(world, rank=rank), 1.0) as meeting:
-            meeting.tell("card", rank)
-            meeting.all("card")
+            meeting.publish("peer", rank)
+            meeting.gather("peer")
 
     for error in each(world, [0, 2], act):
         told = str(error)
-        assert "rank 1 of 3 did not come" in told or re.match(r"rank \d gave up: rank 1 of 3 did not come", told), told
+        assert "rank 1 of 3 did not reach" in told or re.match(r"rank \d aborted: rank 1 of 3 did not reach", told), (
+            told
+        )
         assert error.exit_code == 1
 
 
-def test_rank_0_that_is_nowhere_is_told_with_address_variable_and_knob(world: World) -> None:
+def test_an_unreachable_rank_0_is_reported_with_address_variable_and_option(world: World) -> None:
     with pytest.raises(GossipxError) as caught, Rendezvous(replace(world, rank=1), 0.5):
         pass
     told = str(caught.value)
@@ -92,8 +94,8 @@ def test_rank_0_that_is_nowhere_is_told_with_address_variable_and_knob(world: Wo
     assert "GOSSIPX_MASTER=host[:port]" in told and "--rendezvous-timeout" in told and "\n" not in told
 
 
-def test_nobody_says_where_rank_0_is(world: World) -> None:
-    with pytest.raises(UsageError, match=r"mpirun does not say on which host rank 0 is.*mpirun -x MASTER_ADDR"):
+def test_the_host_of_rank_0_is_unknown(world: World) -> None:
+    with pytest.raises(UsageError, match=r"mpirun does not define the host of rank 0.*mpirun -x MASTER_ADDR"):
         Rendezvous(replace(world, master=None, source="mpirun"), 5)
 
 
@@ -103,64 +105,68 @@ def test_a_port_in_use_is_named(world: World) -> None:
     assert f"cannot listen on port {world.port}" in str(caught.value) and "GOSSIPX_MASTER" in str(caught.value)
 
 
-def test_two_of_one_rank(world: World) -> None:
+def test_two_processes_with_the_same_rank(world: World) -> None:
     def act(number: int) -> None:
         with Rendezvous(replace(world, rank=min(number, 1)), 30) as meeting:
-            meeting.of("all here", 2)
+            meeting.get("all here", 2)
 
     errors = each(world, range(3), act)
     (double,) = (error for error in errors if not isinstance(error, RemoteAbortError))
-    assert isinstance(double, UsageError) and "two processes say that they are rank 1 of srun" in str(double)
+    assert isinstance(double, UsageError) and "two processes have rank 1 of srun" in str(double)
 
 
-def test_what_one_refuses_ends_all_with_its_exit_code(world: World) -> None:
+def test_an_error_of_one_rank_ends_all_with_its_exit_code(world: World) -> None:
     def act(rank: int) -> None:
         with Rendezvous(replace(world, rank=rank), 60) as meeting:
             if rank == 0:
                 raise UsageError("no such policy")
-            meeting.of("never")
+            meeting.get("never")
 
     own, *others = each(world, range(3), act)
     assert str(own) == "no such policy"
-    assert [(str(error), error.exit_code) for error in others] == [("rank 0 gave up: no such policy", 2)] * 2
+    assert [(str(error), error.exit_code) for error in others] == [("rank 0 aborted: no such policy", 2)] * 2
 
 
-def test_something_else_listens_there(world: World) -> None:
-    """A web server, say, that never answers what it does not understand."""
+def test_another_program_listens_on_the_port(world: World) -> None:
+    """For example, a web server that never answers a request that it does not understand."""
     with socket.create_server(("127.0.0.1", world.port)), pytest.raises(GossipxError) as caught:
         Rendezvous(replace(world, rank=1, hosted=True, source="torchrun"), 1.0)
-    assert "is no store of torch's" in str(caught.value) and "--master-port" in str(caught.value)
+    assert "is not a torch store" in str(caught.value) and "--master-port" in str(caught.value)
 
 
-def test_alone_no_store_is_needed_and_that_is_told(world: World, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_single_process_needs_no_store_and_is_warned(world: World, caplog: pytest.LogCaptureFixture) -> None:
     with Rendezvous(replace(world, size=1, master=None), 1) as meeting:
         text, held = membership.agree(meeting, ExchangeSettings())
         held.close()
     assert len(lines_of(text)) == 1 and "srun started one process: this is a run of one peer" in caplog.text
 
 
-# --- cards --------------------------------------------------------------------------------------------
+# --- infos --------------------------------------------------------------------------------------------
 
 
-def card(host: str, reached: str, port: int = 5000, advertised: bool = False) -> PeerInfo:
+def peer_info(host: str, reached: str, port: int = 5000, advertised: bool = False) -> PeerInfo:
     return PeerInfo(host, advertised, reached, "box", port, None)
 
 
-def test_who_reached_rank_0_over_loopback_is_where_others_reached_it() -> None:
-    """As where /etc/hosts has a machine's own name as 127.0.1.1."""
-    cards = [card("127.0.0.1", "127.0.1.1", 1), card("127.0.0.1", "127.0.1.1", 2), card("10.0.0.2", "10.0.0.1", 3)]
-    assert [(line.host, line.port) for line in lines_of(text_of(cards))] == [
+def test_a_process_on_rank_0s_machine_has_the_address_by_which_others_reached_rank_0() -> None:
+    """For example, if /etc/hosts maps a machine's own name to 127.0.1.1."""
+    infos = [
+        peer_info("127.0.0.1", "127.0.1.1", 1),
+        peer_info("127.0.0.1", "127.0.1.1", 2),
+        peer_info("10.0.0.2", "10.0.0.1", 3),
+    ]
+    assert [(line.host, line.port) for line in lines_of(text_of(infos))] == [
         ("10.0.0.1", 1),
         ("10.0.0.1", 2),
         ("10.0.0.2", 3),
     ]
     there = [
-        card("fd00::1", "fd00::1"),
-        card("fd00::2", "fd00::1"),
-        card("nat.example.org", "fd00::1", advertised=True),
+        peer_info("fd00::1", "fd00::1"),
+        peer_info("fd00::2", "fd00::1"),
+        peer_info("nat.example.org", "fd00::1", advertised=True),
     ]
     assert [line.host for line in lines_of(text_of(there))] == ["fd00::1", "fd00::2", "nat.example.org"]
-    here = [card("127.0.0.1", "127.0.0.1", 1), card("127.0.0.1", "127.0.0.1", 2)]
+    here = [peer_info("127.0.0.1", "127.0.0.1", 1), peer_info("127.0.0.1", "127.0.0.1", 2)]
     assert {line.host for line in lines_of(text_of(here))} == {"127.0.0.1"}
     assert len(peers_digest(lines_of(text_of(here)))) == 64
 
@@ -177,21 +183,21 @@ def test_who_reached_rank_0_over_loopback_is_where_others_reached_it() -> None:
         {"more": 1},
     ],
 )
-def test_a_card_that_is_none(change: dict[str, Any]) -> None:
-    """It came over a network from whoever reached the store, and is written into a file."""
+def test_invalid_peer_information(change: dict[str, Any]) -> None:
+    """The value came over the network from any process that can reach the store, and is written to a file."""
     good = {"host": "a", "advertised": False, "reached": "b", "hostname": "c", "port": 1, "device": None}
     assert peer_info_of(good, 0).host == "a"
-    with pytest.raises(GossipxError, match="what rank 1 tells of itself"):
+    with pytest.raises(GossipxError, match="rank 1 published invalid peer information"):
         peer_info_of({**good, **change}, 1)
     with pytest.raises(GossipxError):
         peer_info_of([good], 1)
 
 
-def test_several_machines_want_a_bind_and_a_secret(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_machines_need_bind_and_a_secret(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GOSSIPX_SECRET", raising=False)
     check_reach(world, ExchangeSettings())
     apart = replace(world, one_host=False)
-    with pytest.raises(UsageError, match=r"listen on loopback alone: give --bind 0\.0\.0\.0"):
+    with pytest.raises(UsageError, match=r"listen on loopback only: give --bind 0\.0\.0\.0"):
         check_reach(apart, ExchangeSettings())
     with pytest.raises(UsageError, match="--secret-file"):
         check_reach(apart, ExchangeSettings(bind="0.0.0.0"))
@@ -208,22 +214,22 @@ def barrier(world: World, rank: int) -> Iterator[Rendezvous]:
         yield meeting
 
 
-def test_settings_that_differ_are_named_and_what_is_a_machines_own_may(world: World) -> None:
+def test_settings_that_differ_are_named_and_settings_of_a_machine_may_differ(world: World) -> None:
     def act(rank: int) -> Any:
         given = files.resolve({"name": "x", "advertise": f"host-{rank}", "policy": "tau:5" if rank < 2 else "tau:6"})
         with barrier(world, rank) as meeting:
             agreed = multi_process._one_run(meeting, given, has_script=False)
             if rank < 2:
-                meeting.of("never")  # the third ends it
+                meeting.get("never")  # the third rank aborts it
             return agreed
 
     told = [str(error) for error in each(world, range(3), act)]
-    cause = "--policy is tau:6 for rank 2, and tau:5 for rank 0: all processes of a run are given the same"
-    assert told == [f"rank 2 gave up: {cause}"] * 2 + [cause]
+    cause = "--policy is tau:6 for rank 2, but tau:5 for rank 0: give all processes of a run the same"
+    assert told == [f"rank 2 aborted: {cause}"] * 2 + [cause]
 
 
 def starts(world: World, folders: Sequence[Path], **settings: Any) -> list[Any]:
-    """What each rank has settled, where rank r's --logdir is ``folders[r]``."""
+    """Return what each rank starts with, where rank r's --logdir is ``folders[r]``."""
 
     def act(rank: int) -> Any:
         given = files.resolve({"logdir": str(folders[rank]), "iterations": 5, **settings})
@@ -232,7 +238,7 @@ def starts(world: World, folders: Sequence[Path], **settings: Any) -> list[Any]:
     made = each(world, range(world.size), act)
     for one in made:
         if not isinstance(one, GossipxError):
-            one.held.close()
+            one.reserved.close()
             one.directory.release()
     return made
 
@@ -247,12 +253,12 @@ def test_one_directory_on_a_shared_file_system(world: World, tmp_path: Path) -> 
     again = starts(world, [tmp_path] * 3)
     assert {one.settings.run.name for one in again} == {"adaptive-2"}
     refused = starts(world, [tmp_path] * 3, name="adaptive")
-    assert "is there already: give another --name, or --overwrite" in str(refused[0])
-    assert all(str(one) == f"rank 0 gave up: {refused[0]}" and one.exit_code == 2 for one in refused[1:])
+    assert "already exists: give another --name, or --overwrite" in str(refused[0])
+    assert all(str(one) == f"rank 0 aborted: {refused[0]}" and one.exit_code == 2 for one in refused[1:])
 
 
 def test_a_directory_on_each_machine(world: World, tmp_path: Path) -> None:
-    """Rank 0 is on one machine, ranks 1 and 2 are on another: the first of these makes it there."""
+    """Rank 0 is on one machine, ranks 1 and 2 are on another: rank 1 creates the directory there."""
     for folder in ("one", "other"):
         (tmp_path / folder).mkdir()
     made = starts(world, [tmp_path / "one", tmp_path / "other", tmp_path / "other"], name="x")
@@ -261,8 +267,8 @@ def test_a_directory_on_each_machine(world: World, tmp_path: Path) -> None:
     assert len(hosts) == 1
 
 
-def test_a_list_that_is_given_comes_first(world: World, tmp_path: Path) -> None:
-    """Where rank 0 is is then where the list has it, if nobody else says so."""
+def test_a_given_list_has_precedence(world: World, tmp_path: Path) -> None:
+    """Rank 0 is then where the list says, unless a variable says otherwise."""
     hosts = tmp_path / "hosts.txt"
     hosts.write_text(f"127.0.0.1:{world.port + 1} name=one\n127.0.0.1:{world.port + 2} name=other\n")
     given = files.resolve({"logdir": str(tmp_path), "name": "x"})
@@ -276,30 +282,30 @@ def test_a_list_that_is_given_comes_first(world: World, tmp_path: Path) -> None:
     assert [one.here for one in made] == [[0], [1]]
     for one in made:
         one.directory.release()
-    with pytest.raises(UsageError, match=r"hosts\.txt: names 2 peers, and srun started 3 processes"):
+    with pytest.raises(UsageError, match=r"hosts\.txt: names 2 peers, but srun started 3 processes"):
         multi_process.from_world(given, world, hosts, [], resumes=False)
 
 
-def test_who_makes_the_directory() -> None:
+def test_the_rank_that_creates_the_directory() -> None:
     told = [["a", True], ["a", True], ["b", False], ["b", False], ["c", True]]
-    assert [maker_of(rank, told) for rank in range(5)] == [None, None, 2, 2, None]
+    assert [creator_of(rank, told) for rank in range(5)] == [None, None, 2, 2, None]
 
 
 def test_a_name_that_leads_elsewhere_is_not_followed(world: World, tmp_path: Path) -> None:
-    """Who can write to the store must not choose where others write."""
+    """A process that can write to the store must not choose where others write files."""
 
     def act(rank: int) -> Any:
         with barrier(replace(world, size=2), rank) as meeting:
             if rank == 0:
-                own = {**multi_process._plain(files.resolve({})), "a script": False}
-                meeting.tell("run", {"settings": own, "name": "../../etc", "token": "x"})
-                return meeting.of("never", 1)
+                own = {**multi_process._common(files.resolve({})), "a script": False}
+                meeting.publish("run", {"settings": own, "name": "../../etc", "token": "x"})
+                return meeting.get("never", 1)
             return multi_process._one_run(meeting, files.resolve({}), has_script=False)
 
     assert "--name '../../etc'" in str(each(world, range(2), act)[1])
 
 
-def test_processes_whose_machines_differ_have_settings_of_their_own(world: World, tmp_path: Path) -> None:
+def test_processes_on_different_machines_record_their_own_settings(world: World, tmp_path: Path) -> None:
     settings = files.resolve({"name": "x", "logdir": str(tmp_path)})
     made = RunDirectory(settings, b"127.0.0.1\n")
     own = files.resolve({"name": "x", "logdir": str(tmp_path), "advertise": "elsewhere"})
@@ -313,10 +319,10 @@ def test_processes_whose_machines_differ_have_settings_of_their_own(world: World
     made.release()
 
 
-def test_the_summary_that_lacks_fewest_peers_stays(world: World, tmp_path: Path) -> None:
+def test_the_most_complete_summary_is_kept(world: World, tmp_path: Path) -> None:
     settings = files.resolve({"name": "x", "logdir": str(tmp_path)})
     made = RunDirectory(settings, b"127.0.0.1\n")
-    figures(["a"]).write(made.path)  # of the run before, that goes on
+    figures(["a"]).write(made.path)  # by the run before it was resumed
     first, second, third = (SharedDirectory(made.path, None, rank, settings) for rank in range(3))
     assert first.conclude(figures(["a", "b"])) and second.conclude(figures([]))
     assert not third.conclude(figures([])) and not third.conclude(figures(["a"]))

@@ -48,7 +48,7 @@ def test_the_newest_iteration_that_all_have(tmp_path: Path) -> None:
 
 def test_that_of_clock_0_is_none(tmp_path: Path) -> None:
     then = (0, 1)
-    with pytest.raises(UsageError, match="no peer has a whole checkpoint"):
+    with pytest.raises(UsageError, match="no peer has a complete checkpoint"):
         check(tmp_path, {}, {0: [(0, then)], 1: [(0, then)]})
 
 
@@ -86,7 +86,7 @@ def test_a_shard_without_any_begins_anew_beside_one_that_is_uneven_with_the_work
     caplog.set_level(logging.WARNING, "gossipx")
     assert check(tmp_path, {0: [51], 1: [51], 2: [51]}, {0: [(50, (0, 1))]}) == (None, "0,1")
     assert "(worker 0: 51, worker 1: 51, worker 2: 51, shard 0: 50)" in caplog.text
-    assert "shard 1 has no checkpoint: it begins with its holder's model" in caplog.text
+    assert "shard 1 has no checkpoint: it starts from its server's model" in caplog.text
 
 
 @pytest.mark.parametrize(("newest", "at"), [(90, 90), (91, None)])
@@ -96,4 +96,4 @@ def test_a_shard_that_has_none_is_told(
     caplog.set_level(logging.WARNING, "gossipx")
     assert check(tmp_path, {0: [90], 1: [90], 2: [newest]}, {}) == (at, "0,1")
     for index in (0, 1):
-        assert f"shard {index} has no checkpoint: it begins with its holder's model" in caplog.text
+        assert f"shard {index} has no checkpoint: it starts from its server's model" in caplog.text

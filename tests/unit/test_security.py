@@ -1,4 +1,5 @@
-"""Who may talk: the rule, the secret's file, and the certificates that `gossipx certs new` makes."""
+"""Access control: which addresses require authentication, the secret's file, and the certificates of ``gossipx certs
+new``."""
 
 from __future__ import annotations
 
@@ -58,16 +59,18 @@ def test_any_other_address_needs_a_secret_or_tls(bind: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("transport", ["gloo", "nccl"])
-def test_what_gloo_and_nccl_leave_open_is_said_off_loopback_in_one_line(transport: str) -> None:
+def test_gloo_and_nccl_off_loopback_give_a_warning_of_one_line(transport: str) -> None:
     exchange = ExchangeSettings(transport=transport, secret_file="secret")
     assert uncovered(exchange, "127.0.0.1") is None
     assert uncovered(ExchangeSettings(secret_file="secret"), "192.0.2.1") is None
     told = uncovered(exchange, "192.0.2.1")
     assert told is not None and "\n" not in told
-    assert told.startswith(f"--transport {transport} has neither authentication nor encryption of its own")
-    assert "a MAC of it is checked" in told
+    assert told.startswith(
+        f"--transport {transport} has neither authentication nor encryption: models are sent in plain text"
+    )
+    assert "its MAC is checked" in told
     over_tls = uncovered(ExchangeSettings(transport=transport, tls_cert="cert"), "192.0.2.1")
-    assert over_tls is not None and "its digest goes over TLS" in over_tls
+    assert over_tls is not None and "its digest is sent over TLS" in over_tls
 
 
 @pytest.mark.parametrize(("transport", "shares"), [("auto", True), ("shm", True), ("tcp", False), ("gloo", False)])
@@ -83,14 +86,14 @@ def test_a_name_is_loopback_only_if_all_its_addresses_are(monkeypatch: pytest.Mo
     assert is_loopback("both")
 
 
-def test_tls_needs_all_three_and_no_secret_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tls_needs_all_three_files_and_excludes_a_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="belong together: --tls-key is missing"):
         grant(ExchangeSettings(tls_cert="a", tls_ca="b"), "127.0.0.1")
     tls = ExchangeSettings(tls_cert="a", tls_key="b", tls_ca="c")
-    with pytest.raises(UsageError, match="--secret-file and --tls-cert are two ways"):
+    with pytest.raises(UsageError, match="--secret-file and --tls-cert exclude each other"):
         grant(dataclasses.replace(tls, secret_file=secret_file(tmp_path)), "127.0.0.1")
     monkeypatch.setenv(SECRET_VARIABLE, SECRET)
-    with pytest.raises(UsageError, match="GOSSIPX_SECRET and --tls-cert are two ways"):
+    with pytest.raises(UsageError, match="GOSSIPX_SECRET and --tls-cert exclude each other"):
         grant(tls, "127.0.0.1")
 
 
@@ -105,7 +108,7 @@ def test_a_secret_is_the_file_without_the_end_of_its_line(end: str, tmp_path: Pa
     assert SECRET not in repr(granted)
 
 
-def test_a_secret_from_the_environment_and_the_file_comes_first(
+def test_a_secret_from_the_environment_is_overridden_by_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(SECRET_VARIABLE, "sixteen bytes of it")
@@ -125,7 +128,7 @@ def test_a_secret_from_the_environment_and_the_file_comes_first(
         ("a" * 5000, "another file"),
     ],
 )
-def test_what_is_no_secret_is_refused_and_not_shown(content: str, told: str, tmp_path: Path) -> None:
+def test_an_invalid_secret_is_refused_and_not_shown(content: str, told: str, tmp_path: Path) -> None:
     file = secret_file(tmp_path, content)
     with pytest.raises(UsageError, match=told) as refused:
         grant(ExchangeSettings(secret_file=file), "127.0.0.1")
@@ -141,7 +144,7 @@ def test_a_short_secret_of_the_environment_is_refused(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o777])
-def test_a_secret_that_others_can_read_is_refused_with_what_to_type(mode: int, tmp_path: Path) -> None:
+def test_a_secret_that_others_can_read_is_refused_with_the_command_to_fix_it(mode: int, tmp_path: Path) -> None:
     file = secret_file(tmp_path, mode=mode)
     with pytest.raises(UsageError, match=f"others can read --secret-file: chmod 600 {file}$"):
         grant(ExchangeSettings(secret_file=file), "127.0.0.1")
@@ -150,14 +153,14 @@ def test_a_secret_that_others_can_read_is_refused_with_what_to_type(mode: int, t
 def test_a_secret_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot read --secret-file: No such file"):
         grant(ExchangeSettings(secret_file=str(tmp_path / "none")), "127.0.0.1")
-    with pytest.raises(UsageError, match="no regular file"):
+    with pytest.raises(UsageError, match="not a regular file"):
         grant(ExchangeSettings(secret_file=str(tmp_path)), "127.0.0.1")
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(UsageError, match="no regular file"):
+    with pytest.raises(UsageError, match="not a regular file"):
         grant(ExchangeSettings(secret_file=str(tmp_path / "pipe")), "127.0.0.1")
 
 
-def test_files_are_named_so_that_processes_in_other_directories_find_them(
+def test_file_names_are_absolute_for_processes_in_other_directories(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -170,7 +173,7 @@ def test_files_are_named_so_that_processes_in_other_directories_find_them(
 # --- TLS files ----------------------------------------------------------------------------------
 
 
-def test_tls_files_that_are_not_what_they_should_be_are_named(tmp_path: Path) -> None:
+def test_invalid_tls_files_are_named(tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     good, other = authority.issue(), authority.issue()
     nothing, junk = tmp_path / "none", tmp_path / "junk"
@@ -229,7 +232,7 @@ def made(folder: Path, hosts: str) -> Path:
     return folder / "certs"
 
 
-def test_hosts_get_certificates_with_which_they_talk(tmp_path: Path) -> None:
+def test_hosts_connect_with_their_certificates(tmp_path: Path) -> None:
     directory = made(tmp_path, "localhost slots=2 name=ada\n127.0.0.1:7000\n[::1]:7000\nlocalhost:9000\n")
     folders = sorted(path.name for path in directory.iterdir())
     assert folders == ["ca.key", "ca.pem", "host---1", "host-127.0.0.1", "host-localhost"]
@@ -254,7 +257,7 @@ def test_hosts_get_certificates_with_which_they_talk(tmp_path: Path) -> None:
     listening.close()
 
 
-def test_nobody_else_can_read_what_was_made(tmp_path: Path) -> None:
+def test_created_files_are_readable_by_their_owner_only(tmp_path: Path) -> None:
     directory = made(tmp_path, "ada\nbob\n")
     for path in [directory, *directory.rglob("*")]:
         assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600)
@@ -275,13 +278,13 @@ def test_hosts_cannot_lead_out_of_the_directory(tmp_path: Path) -> None:
         made(tmp_path / "certs", "a/b\na,b\n")
 
 
-def test_a_host_that_no_certificate_can_name_is_told_with_its_line(tmp_path: Path) -> None:
+def test_a_host_that_no_certificate_can_name_is_reported_with_its_line(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"hosts\.txt:2: no certificate can be made for 'bü"):
         made(tmp_path, "ada\nbücher\n")
     assert not (tmp_path / "certs").exists()
 
 
-def test_without_the_package_it_is_told_what_to_install(
+def test_without_the_package_the_message_names_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "cryptography", None)

@@ -1,4 +1,4 @@
-"""What the emulated network tells tc and nft."""
+"""The arguments that the emulated network passes to tc and nft."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_above_1_gbit_the_burst_grows_with_the_rate() -> None:
 
 
 @pytest.mark.parametrize("rate", ["", "100", "fast", "10mbits", "-1mbit", "0mbit", "1e3kbit", "10 mbit"])
-def test_what_is_no_rate_is_told(rate: str) -> None:
+def test_an_invalid_rate_is_refused(rate: str) -> None:
     with pytest.raises(ValueError, match="is not a rate such as"):
         TokenBucket.of(rate)
 
@@ -51,7 +51,9 @@ def test_what_is_no_rate_is_told(rate: str) -> None:
         (5, 0.1, False, False, Ways("switch", "switch")),
     ],
 )
-def test_who_delays_and_who_loses(delay: float, loss: float, has_netem: bool, has_nft: bool, ways: Ways) -> None:
+def test_the_mechanisms_of_delay_and_loss(
+    delay: float, loss: float, has_netem: bool, has_nft: bool, ways: Ways
+) -> None:
     assert Ways.choose(delay, loss, has_netem, has_nft) == ways
     assert ways.has_switch == (not has_netem and bool(delay or (loss and not has_nft)))
 
@@ -64,5 +66,5 @@ def test_netem_has_room_for_all_that_is_on_its_way() -> None:
     assert netem(Ways(None, "netem"), bucket, 0.0, 0.5)[3:] == ["loss", "50.000000%"]
 
 
-def test_nftables_drops_a_share_of_what_comes_in() -> None:
+def test_nftables_drops_a_share_of_received_frames() -> None:
     assert 'iifname "eth0" numgen random mod 1000000 < 12500 counter drop;' in nft_rules(0.0125)

@@ -41,9 +41,9 @@ def test_each_blob_has_a_name_and_a_place_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("part", "value", "told"),
     [
-        ("data", np.zeros(1), "blob fit[0]: its data is of shape [1], and its data was of shape [2] when it was"),
-        ("data", [0.0, 0.0], "blob fit[0]: its data is list, and its data was of shape [2]"),
-        ("diff", np.zeros((2, 1)), "blob fit[0]: its diff is of shape [2, 1], and its data was of shape [2]"),
+        ("data", np.zeros(1), "blob fit[0]: its data is of shape [1], but its data had shape [2] when it was"),
+        ("data", [0.0, 0.0], "blob fit[0]: its data is list, but its data had shape [2]"),
+        ("diff", np.zeros((2, 1)), "blob fit[0]: its diff is of shape [2, 1], but its data had shape [2]"),
     ],
 )
 @pytest.mark.parametrize("head", [Head.AT_SOLVER, Head.AT_ARENA])

@@ -1,4 +1,4 @@
-"""Rank, size and addresses from the environment, in the order of who tells."""
+"""Rank, size and addresses from environment variables, in their order of precedence."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ def test_torchrun_at_its_agents_store() -> None:
 
 
 def test_the_variables_of_torchs_env_without_torchrun() -> None:
-    """Rank 0 hosts the store then, where ``env://`` would."""
+    """Rank 0 then hosts the store, as with ``env://``."""
     world = find(without(TORCHRUN, "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE", "MASTER_PORT"))
     assert world is not None and not world.hosted and (world.master, world.port) == ("head", DEFAULT_PORT)
 
 
 def test_a_task_of_a_slurm_step() -> None:
-    """The step's tasks and nodes, not the job's."""
+    """The step's numbers of tasks and nodes apply, not the job's."""
     world = find(SLURM)
     assert world is not None
     assert (world.rank, world.size, world.local_rank, world.source) == (5, 8, 1, "srun")
@@ -99,13 +99,13 @@ BODY = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0", "SLURM_J
     ],
     ids=["script", "salloc", "batch step", "shell as a step", "nothing", "empty", "a line's rank", "a peer's child"],
 )
-def test_not_one_of_several(environ: dict[str, str]) -> None:
-    """A job's script has SLURM_PROCID 0 and the job's SLURM_NTASKS: who believed them would wait for tasks that srun
-    has not started."""
+def test_a_process_that_is_not_one_of_several(environ: dict[str, str]) -> None:
+    """A job's script has SLURM_PROCID 0 and the job's SLURM_NTASKS, but srun has not started the other tasks: using
+    these variables would mean waiting for them."""
     assert find(environ) is None
 
 
-def test_open_mpi_says_not_where_rank_0_is() -> None:
+def test_open_mpi_does_not_define_the_host_of_rank_0() -> None:
     world = find(OPEN_MPI)
     assert world is not None and (world.rank, world.size, world.local_rank, world.master) == (2, 4, 0, None)
     alone = find({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4"})
@@ -114,19 +114,19 @@ def test_open_mpi_says_not_where_rank_0_is() -> None:
     assert said is not None and (said.master, said.port, said.source) == ("head", 5, "mpirun")
 
 
-def test_who_tells_comes_in_order() -> None:
+def test_the_order_of_precedence() -> None:
     layers = [("gossipx", OWN), ("torchrun", TORCHRUN), ("srun", SLURM), ("mpirun", OPEN_MPI)]
     for some in product([False, True], repeat=4):
         there = [layer for layer, chosen in zip(layers, some, strict=True) if chosen]
         if some[2:] == (True, True):
-            there.remove(layers[2])  # mpirun in a job: SLURM's tasks are mpirun's own daemons
+            there.remove(layers[2])  # in a job, SLURM's tasks are mpirun's daemons
         world = find({name: value for _, variables in there for name, value in variables.items()})
         expected = {"gossipx": "GOSSIPX_RANK and GOSSIPX_SIZE"}
         source = None if not there else expected.get(there[0][0], there[0][0])
         assert (world and world.source) == source
 
 
-def test_gossipx_master_comes_before_all_others() -> None:
+def test_gossipx_master_has_precedence() -> None:
     for variables in (TORCHRUN, SLURM, OPEN_MPI):
         world = find({**variables, "GOSSIPX_MASTER": "here:9"})
         assert world is not None and (world.master, world.port, world.hosted) == ("here", 9, False)
@@ -152,35 +152,38 @@ def test_master_addr(given: str, host: str) -> None:
         assert world is not None and world.master == host
 
 
-def test_on_one_machine_all_meet_on_its_loopback() -> None:
-    """And a message does not blame a variable that is not asked."""
+def test_on_one_machine_the_rendezvous_is_on_loopback() -> None:
+    """And a message does not blame a variable that is not used."""
     world = find({**SLURM, "SLURM_STEP_NUM_NODES": "1", "MASTER_ADDR": "elsewhere"})
-    assert world is not None and (world.master, world.master_from) == ("127.0.0.1", "all are on this machine")
+    assert world is not None and (world.master, world.master_from) == ("127.0.0.1", "all processes are on this machine")
 
 
 @pytest.mark.parametrize(
     ("environ", "told"),
     [
-        ({"RANK": "0"}, "RANK is set and WORLD_SIZE is not"),
-        ({"WORLD_SIZE": "2"}, "WORLD_SIZE is set and RANK is not"),
-        ({"GOSSIPX_SIZE": "2"}, "GOSSIPX_SIZE is set and GOSSIPX_RANK is not"),
-        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK is 2, and with WORLD_SIZE 2 ranks are 0 to 1"),
+        ({"RANK": "0"}, "RANK is set but WORLD_SIZE is not"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE is set but RANK is not"),
+        ({"GOSSIPX_SIZE": "2"}, "GOSSIPX_SIZE is set but GOSSIPX_RANK is not"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK is 2, but with WORLD_SIZE 2 ranks are 0 to 1"),
         ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK is '-1'"),
-        ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK is 'one', and not an integer from 0"),
-        ({"RANK": "0", "WORLD_SIZE": "0"}, "WORLD_SIZE is '0', and not an integer from 1"),
+        ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK is 'one', not an integer from 0"),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, "WORLD_SIZE is '0', not an integer from 1"),
         ({"RANK": "²", "WORLD_SIZE": "2"}, "RANK is '²'"),
         ({**TORCHRUN, "MASTER_PORT": "70000"}, "MASTER_PORT is '70000'"),
         ({**TORCHRUN, "LOCAL_RANK": "x"}, "LOCAL_RANK is 'x'"),
-        ({**TORCHRUN, "MASTER_ADDR": "http://n1:29500"}, "MASTER_ADDR is 'http://n1:29500', and not a host alone"),
-        ({**TORCHRUN, "MASTER_ADDR": "n1:29500"}, "its port is MASTER_PORT"),
-        ({**TORCHRUN, "GOSSIPX_RANK": "1"}, "GOSSIPX_RANK is '1', and by torchrun this process is rank 3"),
-        ({**SLURM, "SLURM_STEP_NODELIST": "node["}, "SLURM_STEP_NODELIST: 'node[' is no list of hosts"),
+        (
+            {**TORCHRUN, "MASTER_ADDR": "http://n1:29500"},
+            "MASTER_ADDR is 'http://n1:29500', not a host name or address",
+        ),
+        ({**TORCHRUN, "MASTER_ADDR": "n1:29500"}, "the port is MASTER_PORT"),
+        ({**TORCHRUN, "GOSSIPX_RANK": "1"}, "GOSSIPX_RANK is '1', but by torchrun this process is rank 3"),
+        ({**SLURM, "SLURM_STEP_NODELIST": "node["}, "SLURM_STEP_NODELIST: 'node[' is not a list of hosts"),
         ({**SLURM, "SLURM_STEP_NODELIST": "node["}, "or set GOSSIPX_MASTER=host[:port]"),
-        ({**OWN, "GOSSIPX_MASTER": "a:b:c"}, "GOSSIPX_MASTER is 'a:b:c', and not host[:port]"),
+        ({**OWN, "GOSSIPX_MASTER": "a:b:c"}, "GOSSIPX_MASTER is 'a:b:c', not host[:port]"),
         ({**OWN, "GOSSIPX_MASTER": "a:0"}, "GOSSIPX_MASTER is 'a:0'"),
     ],
 )
-def test_what_does_not_go_together_is_told_by_name(environ: dict[str, str], told: str) -> None:
+def test_contradicting_variables_are_named(environ: dict[str, str], told: str) -> None:
     with pytest.raises(UsageError) as caught:
         find(environ)
     assert told in str(caught.value) and "\n" not in str(caught.value)
@@ -189,7 +192,7 @@ def test_what_does_not_go_together_is_told_by_name(environ: dict[str, str], told
 Options = tuple[int | None, int | None, str | None]
 
 
-def test_options_come_first() -> None:
+def test_options_have_precedence() -> None:
     world = find(with_options(OWN, 0, None, "head:9"))
     assert world is not None and (world.rank, world.size, world.master, world.port) == (0, 2, "head", 9)
     assert find(with_options({}, None, None, None)) is None
@@ -198,30 +201,28 @@ def test_options_come_first() -> None:
 @pytest.mark.parametrize(
     ("environ", "options", "told"),
     [
-        ({}, (1, None, None), "--rank is set and --size is not"),
-        (TORCHRUN, (None, 2, None), "--size is set and --rank is not"),
-        ({}, (2, 2, None), "--rank is 2, and with --size 2 ranks are 0 to 1"),
-        (OWN, (2, None, None), "--rank is 2, and with GOSSIPX_SIZE 2 ranks are 0 to 1"),
-        (OWN, (None, 1, None), "GOSSIPX_RANK is 1, and with --size 1 ranks are 0 to 0"),
-        ({}, (0, 70_000, None), "--size is '70000', and not an integer from 1"),
-        ({}, (0, 2, "x:99999"), "--master is 'x:99999', and not host[:port]"),
+        ({}, (1, None, None), "--rank is set but --size is not"),
+        (TORCHRUN, (None, 2, None), "--size is set but --rank is not"),
+        ({}, (2, 2, None), "--rank is 2, but with --size 2 ranks are 0 to 1"),
+        (OWN, (2, None, None), "--rank is 2, but with GOSSIPX_SIZE 2 ranks are 0 to 1"),
+        (OWN, (None, 1, None), "GOSSIPX_RANK is 1, but with --size 1 ranks are 0 to 0"),
+        ({}, (0, 70_000, None), "--size is '70000', not an integer from 1"),
+        ({}, (0, 2, "x:99999"), "--master is 'x:99999', not host[:port]"),
     ],
 )
-def test_options_that_do_not_go_together_are_told_as_options(
-    environ: dict[str, str], options: Options, told: str
-) -> None:
+def test_contradicting_options_are_named(environ: dict[str, str], options: Options, told: str) -> None:
     with pytest.raises(UsageError) as caught:
         with_options(environ, *options)
     assert told in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_the_place_in_a_list_that_was_given() -> None:
+def test_the_rank_in_a_given_list() -> None:
     assert rank_among(TORCHRUN, 8, Path("hosts.txt")) == 3
     assert rank_among({}, 8, Path("hosts.txt")) is None
     assert rank_among({"RANK": "0", "WORLD_SIZE": "1"}, 8, Path("hosts.txt")) is None, (
         "one process says nothing of peers"
     )
-    with pytest.raises(UsageError, match=r"hosts.txt: names 4 peers, and torchrun started 8 processes"):
+    with pytest.raises(UsageError, match=r"hosts.txt: names 4 peers, but torchrun started 8 processes"):
         rank_among(TORCHRUN, 4, Path("hosts.txt"))
 
 
@@ -248,8 +249,8 @@ def test_a_node_list(nodelist: str, hosts: list[str]) -> None:
 @pytest.mark.parametrize(
     "nodelist", ["", ",", "a,", "n[1-2", "n1-2]", "n[]", "n[a-b]", "n[3-1]", "n[1[2]]", "n[1,]", "a b"]
 )
-def test_what_is_no_node_list(nodelist: str) -> None:
-    with pytest.raises(UsageError, match="is no list of hosts"):
+def test_an_invalid_node_list(nodelist: str) -> None:
+    with pytest.raises(UsageError, match="is not a list of hosts"):
         list(hostnames(nodelist))
 
 
@@ -276,7 +277,7 @@ def written(entry: tuple[str, list[tuple[list[tuple[str, int]], str]]]) -> str:
 
 
 def expanded(entry: tuple[str, list[tuple[list[tuple[str, int]], str]]]) -> list[str]:
-    """One bracket after the other, from the left."""
+    """Return the hosts of an entry, expanding one bracket after the other, from the left."""
     names, tail = [entry[0]], entry[1]
     for part, word in tail:
         numbers = [str(number).zfill(len(a)) for a, b in part for number in range(int(a), b + 1)]

@@ -1,4 +1,5 @@
-"""Who the peers are, where each process tells of itself alone, by a card. All make the same list of the cards."""
+"""The list of peers when there is no hosts file. Each process publishes its own :class:`PeerInfo`; all build the same
+list."""
 
 from __future__ import annotations
 
@@ -28,15 +29,15 @@ _DEVICE = r"[\w:.]{1,32}"
 
 @dataclass(frozen=True)
 class PeerInfo:
-    """What one process tells of itself.
+    """The information that a process publishes about its peer.
 
     Attributes:
-        host: where others reach it: as the user says (``advertised``), or its address on the way to rank 0.
-        advertised: whether the user said so.
-        reached: rank 0's address as this process reached it.
-        hostname: of its machine, for people.
-        port: where it will listen.
-        device: what it trains on; None: what the run's settings say.
+        host: where others reach it: --advertise, or its own address on the connection to rank 0.
+        advertised: whether ``host`` comes from --advertise.
+        reached: address of rank 0 as seen from this process.
+        hostname: name of its machine, for messages.
+        port: TCP port on which it will listen.
+        device: device to train on; None: the one in the run's settings.
     """
 
     host: str
@@ -48,106 +49,110 @@ class PeerInfo:
 
 
 def check_reach(world: World, exchange: ExchangeSettings) -> None:
-    """See that peers on several machines will listen where others reach them, and ask these who they are.
+    """Check that peers on several machines will listen where others reach them, and will authenticate them.
 
     Raises:
         UsageError: they will not.
     """
     if not world.one_host and is_loopback(exchange.bind):
         raise UsageError(
-            f"{world.source} starts peers on several machines, and they listen on loopback alone: give --bind 0.0.0.0"
+            f"{world.source} starts peers on several machines, but they listen on loopback only: give --bind 0.0.0.0"
             " (or one address), and --secret-file FILE or --tls-cert, --tls-key and --tls-ca"
         )
     grant(exchange, exchange.bind)
 
 
 def agree(meeting: Rendezvous, exchange: ExchangeSettings, device: str | None = None) -> tuple[str, socket.socket]:
-    """Tell the others where this process will listen, and hear where they do.
+    """Publish where this process will listen, and collect the same from all others.
 
     Args:
-        device: what it trains on; None: what the run's settings say.
+        device: device to train on; None: the one in the run's settings.
 
     Returns:
-        The list of all peers as the text of a hosts file, the same for all; and a socket that keeps the port free for
-        this peer, until it listens there.
+        The list of all peers as the text of a hosts file, the same for all; and a socket that keeps the port free until
+        the peer listens on it.
 
     Raises:
-        GossipxError: some do not come in time, or what they tell is no card.
+        GossipxError: some did not arrive in time, or published invalid information.
     """
     world = meeting.world
     if world.size == 1:
-        log.warning("%s started one process: this is a run of one peer, which exchanges with nobody", world.source)
+        log.warning("%s started one process: this is a run of one peer, without any exchange", world.source)
     reserved = reserve(exchange.bind)
     own = LOOPBACK if world.one_host else meeting.own
     host = (exchange.advertise or own).strip("[]")
     hostname = re.sub(r"[^\w.-]", "-", socket.gethostname().partition(".")[0])[:64] or "host"
     port = reserved.getsockname()[1]
-    card = PeerInfo(host, exchange.advertise is not None, meeting.reached, hostname, port, device)
-    meeting.tell("card", dataclasses.asdict(card))
-    cards = [peer_info_of(told, rank) for rank, told in enumerate(meeting.all("card"))]
-    return text_of(cards), reserved
+    info = PeerInfo(host, exchange.advertise is not None, meeting.reached, hostname, port, device)
+    meeting.publish("peer", dataclasses.asdict(info))
+    infos = [peer_info_of(received, rank) for rank, received in enumerate(meeting.gather("peer"))]
+    return text_of(infos), reserved
 
 
 def lines_of(text: str) -> list[PeerLine]:
-    """The list of :func:`agree` as peers."""
+    """Return the peers in the text that :func:`agree` returns."""
     return parse_hosts(text, None)
 
 
-def text_of(cards: Sequence[PeerInfo]) -> str:
-    """The hosts file of these peers, by rank.
+def text_of(infos: Sequence[PeerInfo]) -> str:
+    """Return the hosts file of these peers, by rank.
 
-    Who reached rank 0 over loopback is on its machine, and is where the others reached that. If all did, all are on one
-    machine.
+    A process that reached rank 0 over loopback is on rank 0's machine, so its host is the address at which the others
+    reached rank 0. If all did, all are on one machine.
     """
-    outside = next((card.reached for card in cards if not worlds.is_loopback(card.reached)), LOOPBACK)
+    outside = next((info.reached for info in infos if not worlds.is_loopback(info.reached)), LOOPBACK)
     lines = []
-    for rank, card in enumerate(cards):
-        host = outside if worlds.is_loopback(card.host) and not card.advertised else card.host
-        lines.append(line_of(host, card.port, f"{card.hostname}-{rank}", card.device))
+    for rank, info in enumerate(infos):
+        host = outside if worlds.is_loopback(info.host) and not info.advertised else info.host
+        lines.append(line_of(host, info.port, f"{info.hostname}-{rank}", info.device))
     return "".join(line + "\n" for line in lines)
 
 
-def peer_info_of(told: Any, rank: int) -> PeerInfo:
-    """A card that came over the network.
+def peer_info_of(received: Any, rank: int) -> PeerInfo:
+    """Return the peer information in a value received over the network.
 
     Raises:
-        GossipxError: it is none.
+        GossipxError: the value is not valid peer information.
     """
     kinds = {"host": str, "advertised": bool, "reached": str, "hostname": str, "port": int, "device": str | None}
     forms = {"host": _HOST, "reached": _HOST, "hostname": _NAME, "device": _DEVICE}
     if (
-        not isinstance(told, dict)
-        or told.keys() != kinds.keys()
-        or not all(isinstance(told[name], kind) for name, kind in kinds.items())
-        or not all(re.fullmatch(form, told[name]) for name, form in forms.items() if told[name] is not None)
-        or not 1 <= told["port"] <= 65_535
+        not isinstance(received, dict)
+        or received.keys() != kinds.keys()
+        or not all(isinstance(received[name], kind) for name, kind in kinds.items())
+        or not all(re.fullmatch(form, received[name]) for name, form in forms.items() if received[name] is not None)
+        or not 1 <= received["port"] <= 65_535
     ):
-        raise GossipxError(f"what rank {rank} tells of itself is not gossipx's, or another version's: {told!r:.200}")
-    return PeerInfo(**told)
+        raise GossipxError(
+            f"rank {rank} published invalid peer information, perhaps from another version: {received!r:.200}"
+        )
+    return PeerInfo(**received)
 
 
 def reserve(bind: str) -> socket.socket:
-    """A port that the system gives nobody else as long as the socket is open, while a peer can listen on it.
+    """Return a socket that reserves a free port: no other process gets the port, but a peer can listen on it.
 
-    It is bound and does not listen, and both have SO_REUSEADDR.
+    The socket is bound and does not listen; it and the peer's socket have SO_REUSEADDR.
 
     Raises:
-        UsageError: ``bind`` is no address of this machine.
+        UsageError: ``bind`` is not an address of this machine.
     """
     try:
         found = socket.getaddrinfo(
             LOOPBACK if is_loopback(bind) else bind, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
         family, kind, protocol, _, place = found[0]
-        held = socket.socket(family, kind, protocol)
+        sock = socket.socket(family, kind, protocol)
     except (OSError, UnicodeError) as error:
-        raise UsageError(f"--bind '{bind}' is no address: give this machine's, or 0.0.0.0 for all") from error
-    try:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind(place)
-    except OSError as error:
-        held.close()
         raise UsageError(
-            f"--bind '{bind}' is not this machine's ({error.strerror}): give one that is, or 0.0.0.0 for all"
+            f"--bind '{bind}' is not an address: give an address of this machine, or 0.0.0.0 for all"
         ) from error
-    return held
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(place)
+    except OSError as error:
+        sock.close()
+        raise UsageError(
+            f"--bind '{bind}' is not an address of this machine ({error.strerror}): give one, or 0.0.0.0 for all"
+        ) from error
+    return sock

@@ -1,8 +1,8 @@
-"""``gossipx run`` as one process a peer, started by torchrun, SLURM or Open MPI: all agree to be one run.
+"""``gossipx run`` as one process per peer, started by torchrun, SLURM or Open MPI: the processes agree to be one run.
 
-Rank 0 gives the run its name and makes its directory. Where others see that directory, on a file system that they
-share, they write into it; else the first rank of each machine makes one there. From then on no process needs another
-one: one that dies is a lost peer, and each can write the summary.
+Rank 0 names the run and creates its directory. Processes that see this directory, on a shared file system, write into
+it; on each other machine the first rank creates one there. After that no process depends on another: a process that
+dies is a lost peer, and any process can write the summary.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ from gossipx.metrics import summary
 from gossipx.metrics.summary import Summary
 from gossipx.runtime.models import directory_of
 
-EACH_ITS_OWN = {
+PER_PROCESS = {
     *("peers", "name", "logdir", "overwrite", "threads", "device", "data_dir"),
     *("bind", "advertise", "secret_file", "tls_cert", "tls_key", "tls_ca", "rendezvous_timeout"),
 }
-"""Settings that may differ between processes of one run: where things are on their machines."""
+"""Settings that may differ between the processes of a run, as they describe the machine."""
 
 
 def from_world(given: RunConfig, world: World, hosts: Path | None, script: list[str], resumes: bool) -> Start:
-    """This process's peer.
+    """Return the start of this process's peer.
 
     Args:
-        hosts: the peers, if they are listed; None: where each is told is told at the rendezvous.
+        hosts: hosts file with all peers; None: the processes publish their addresses at the rendezvous.
 
     Raises:
-        UsageError: settings, hosts file or script are not right, the name is in use, or ranks differ in what they say.
-        GossipxError: not all came in time, or one has given up.
+        UsageError: settings, hosts file or script are invalid, the name is in use, or the ranks' settings differ.
+        GossipxError: some ranks did not arrive in time, or one has aborted.
     """
     listed, world = (None, world) if hosts is None else _listed(hosts, world)
     with contextlib.ExitStack() as undo:
-        # What this process refuses, it refuses where the others hear it: they would wait for it.
+        # Checks run inside the rendezvous, so that an error here aborts the other ranks instead of letting them wait.
         with Rendezvous(world, given.exchange.rendezvous_timeout) as meeting:
             settings = presets(given, world.size, script, hosts)
             check_script(script)
@@ -60,27 +60,27 @@ def from_world(given: RunConfig, world: World, hosts: Path | None, script: list[
                 membership.check_reach(world, settings.exchange)
             device = _device(settings.run.device, world)
             settings, token = _one_run(meeting, settings, bool(script))
-            held = None
+            reserved = None
             if listed is None or hosts is None:
-                text, held = membership.agree(meeting, settings.exchange, device)
-                undo.callback(held.close)
+                text, reserved = membership.agree(meeting, settings.exchange, device)
+                undo.callback(reserved.close)
             else:
                 text = hosts.read_text(encoding="utf-8-sig")
             peers = listed or membership.lines_of(text)
             check_names(settings, peers)
             notice = check_here(settings, [peers[world.rank]], script, hosts)
             settings = replace(settings, exchange=security.absolute(settings.exchange))
-            names, seen = [peer.name for peer in peers], _seen(settings, world)
-            at, settings = resume.check(settings, names, seen, bool(script)) if resumes else (None, settings)
+            names, visible = [peer.name for peer in peers], _visible_ranks(settings, world)
+            at, settings = resume.check(settings, names, visible, bool(script)) if resumes else (None, settings)
             content = f"{text.rstrip()}\n# {world.source}, {token}\n".encode()
             directory = _share(meeting, settings, content, script, resumes, undo)
         undo.pop_all()
     directory.begin()
-    return Start(settings, directory, peers, [world.rank], resumes, at, notice, shared=True, held=held)
+    return Start(settings, directory, peers, [world.rank], resumes, at, notice, shared=True, reserved=reserved)
 
 
 def _listed(hosts: Path, world: World) -> tuple[list[PeerLine], World]:
-    """The peers of a hosts file, and what that says of the world."""
+    """Return the peers of a hosts file, and the world with what the file says about rank 0."""
     peers = read_hosts(hosts)
     check_size(world, len(peers), hosts)
     if world.master is None:
@@ -91,44 +91,45 @@ def _listed(hosts: Path, world: World) -> tuple[list[PeerLine], World]:
 
 
 def _device(name: str, world: World) -> str | None:
-    """``cuda`` without a number is one GPU a process of this machine, in turn; None: what the settings say holds."""
+    """Return this process's GPU for ``cuda`` without a number: one per process of a machine, in turn; None: use the
+    settings."""
     if name != "cuda" or world.local_rank is None or not torch.cuda.device_count():
         return None
     return f"cuda:{world.local_rank % torch.cuda.device_count()}"
 
 
 def _one_run(meeting: Rendezvous, settings: RunConfig, has_script: bool) -> tuple[RunConfig, str]:
-    """Rank 0's name for the run, and a word that no other run has; settings are compared."""
+    """Return the settings with rank 0's name for the run, and a token that identifies the run; compare the settings."""
     rank = meeting.world.rank
-    own = {**_plain(settings), "a script": has_script}
+    own = {**_common(settings), "a script": has_script}
     if rank == 0:
         settings = named(settings)
-        meeting.tell("run", {"settings": own, "name": settings.run.name, "token": secrets.token_hex(8)})
-    first = meeting.of("run")
+        meeting.publish("run", {"settings": own, "name": settings.run.name, "token": secrets.token_hex(8)})
+    first = meeting.get("run")
     for key, value in own.items():
         if first["settings"].get(key) != value:
             option = KEYS[key].option if key in KEYS else key
             raise UsageError(
-                f"{option} is {_shown(value)} for rank {rank}, and {_shown(first['settings'].get(key))} for rank 0: all"
-                " processes of a run are given the same"
+                f"{option} is {_shown(value)} for rank {rank}, but {_shown(first['settings'].get(key))} for rank 0:"
+                " give all processes of a run the same"
             )
     name = checked_name(str(first["name"]))
     return replace(settings, run=replace(settings.run, name=name)), str(first["token"])
 
 
-def _plain(settings: RunConfig) -> dict[str, Any]:
-    """What all have alike, as JSON gives it back."""
+def _common(settings: RunConfig) -> dict[str, Any]:
+    """Return the settings that all processes must share, as they look after a round trip through JSON."""
     values = {name: getattr(getattr(settings, key.table), name) for name, key in KEYS.items()}
-    alike: dict[str, Any] = json.loads(json.dumps({n: v for n, v in values.items() if n not in EACH_ITS_OWN}))
-    return alike
+    common: dict[str, Any] = json.loads(json.dumps({n: v for n, v in values.items() if n not in PER_PROCESS}))
+    return common
 
 
 def _shown(value: object) -> str:
     return "not given" if value is None else json.dumps(value).strip('"')
 
 
-def _seen(settings: RunConfig, world: World) -> list[int]:
-    """The ranks whose checkpoints can be looked at from here: its own, and those whose directories are here."""
+def _visible_ranks(settings: RunConfig, world: World) -> list[int]:
+    """Return the ranks whose checkpoints are visible here: this process's, and those whose directories exist here."""
     assert settings.run.name is not None
     path = Path(settings.run.logdir) / settings.run.name
     return [rank for rank in range(world.size) if rank == world.rank or directory_of(path, rank).is_dir()]
@@ -138,47 +139,47 @@ def _seen(settings: RunConfig, world: World) -> list[int]:
 
 
 class SharedDirectory:
-    """The directory of a run that other processes may write into, too; :class:`gossipx.launch.start.Directory`.
+    """The directory of a run into which several processes write; implements :class:`gossipx.launch.start.Directory`.
 
     Args:
-        path: of the run.
-        made: this process has made it; None: another one has.
-        rank: of its peer.
-        settings: of this process, which may differ from those that the directory has.
+        path: the run's directory.
+        created: its lock and cleanup, if this process created it; None: another process did.
+        rank: rank of this process's peer.
+        settings: settings of this process, which may differ from those recorded in the directory.
     """
 
-    def __init__(self, path: Path, made: RunDirectory | None, rank: int, settings: RunConfig):
+    def __init__(self, path: Path, created: RunDirectory | None, rank: int, settings: RunConfig):
         self.path = path
-        self._made = made
+        self._created = created
         self._rank = rank
-        self._summary_before = self._summary()  # of a run that goes on
+        self._summary_before = self._summary()  # present if the run resumes
         own = path / f"config-{rank:02d}.toml"
-        mine, all_have = files.dump(settings).encode(), path / CONFIG_FILE
-        if mine == all_have.read_bytes():
-            own.unlink(missing_ok=True)  # of a run before that goes on
-            self.config = all_have
+        content, common = files.dump(settings).encode(), path / CONFIG_FILE
+        if content == common.read_bytes():
+            own.unlink(missing_ok=True)  # left over if the run resumes
+            self.config = common
         else:
-            replace_file(own, mine)
+            replace_file(own, content)
             self.config = own
 
     def begin(self) -> None:
-        """All have met. From now on others may train here, and what was overwritten is gone."""
-        if self._made is not None:
-            self._made.keep()
+        """Keep the directory once all have met: others may train here now, so an overwritten run is removed."""
+        if self._created is not None:
+            self._created.keep()
 
     def keep(self) -> None:
-        """It is kept already."""
+        """Do nothing: :meth:`begin` has kept it."""
 
     def give_up(self) -> None:
-        """Others may train here."""
+        """Do nothing: other processes may train here."""
 
     def release(self) -> None:
-        """This process's part of the run has ended."""
-        if self._made is not None:
-            self._made.release()
+        """Release the lock, if this process has it."""
+        if self._created is not None:
+            self._created.release()
 
     def conclude(self, figures: Summary) -> bool:
-        """Write the summary, if none is there that lacks as few peers: any may end first, or be lost."""
+        """Write the summary, unless there is one that lacks no more peers: any process may end first, or be lost."""
         if self._summary() != self._summary_before:
             with contextlib.suppress(UsageError):
                 if len(summary.read(self.path).lost) <= len(figures.lost):
@@ -200,12 +201,12 @@ def _share(
     resumes: bool,
     undo: contextlib.ExitStack,
 ) -> SharedDirectory:
-    """The directory: rank 0's, where this process sees it, else its machine's own."""
+    """Return the directory: rank 0's if this process sees it, else one for this machine."""
     assert settings.run.name is not None
-    rank, path, made = meeting.world.rank, Path(settings.run.logdir) / settings.run.name, None
+    rank, path, created = meeting.world.rank, Path(settings.run.logdir) / settings.run.name, None
 
-    def make() -> RunDirectory:
-        directory = RunDirectory(settings, hosts, script, goes_on=resumes)
+    def create() -> RunDirectory:
+        directory = RunDirectory(settings, hosts, script, resumes)
         undo.callback(directory.give_up)
         return directory
 
@@ -215,26 +216,26 @@ def _share(
         return False
 
     if rank == 0:
-        made = make()
-        meeting.tell("made", True)
-    meeting.of("made")
-    meeting.tell("sees", [socket.gethostname(), sees()])
-    maker = maker_of(rank, meeting.all("sees"))
-    if maker == rank and rank != 0:
-        made = make()
-    if maker is not None:
-        meeting.tell("made-here", True)
-        meeting.of("made-here", maker)
-    if not sees():  # machines, or containers, of one name
-        made = make()
-    return SharedDirectory(path, made, rank, settings)
+        created = create()
+        meeting.publish("created", True)
+    meeting.get("created")
+    meeting.publish("sees", [socket.gethostname(), sees()])
+    creator = creator_of(rank, meeting.gather("sees"))
+    if creator == rank and rank != 0:
+        created = create()
+    if creator is not None:
+        meeting.publish("created-here", True)
+        meeting.get("created-here", creator)
+    if not sees():  # several machines or containers have the same host name
+        created = create()
+    return SharedDirectory(path, created, rank, settings)
 
 
-def maker_of(rank: int, told: Sequence[Any]) -> int | None:
-    """Who makes the directory on this rank's machine, if it does not see rank 0's; None: it does.
+def creator_of(rank: int, reports: Sequence[Any]) -> int | None:
+    """Return the rank that creates the directory on this rank's machine; None: this rank sees rank 0's directory.
 
     Args:
-        told: by rank, the machine's name and whether it sees the directory.
+        reports: by rank, the host name and whether the rank sees the directory.
     """
-    host, sees = told[rank]
-    return None if sees else next(other for other, one in enumerate(told) if one == [host, False])
+    host, sees = reports[rank]
+    return None if sees else next(other for other, report in enumerate(reports) if report == [host, False])

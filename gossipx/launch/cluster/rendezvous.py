@@ -1,8 +1,8 @@
-"""The processes of one run meet at torch's TCPStore, to tell each other where they listen and what they agree on.
+"""The rendezvous: the processes of a run exchange addresses and settings through torch's TCPStore before training.
 
-Under torchrun that is its agent's store, as for torch.distributed's ``env://``; elsewhere rank 0 hosts one until all
-have met. The store asks nobody who they are: what goes through it is addresses, names and settings as JSON, which are
-looked at before they are used, and no model. Who may exchange models is for the peers' secret or certificates to say.
+Under torchrun it is the store of torchrun's agent, as for torch.distributed's ``env://``; elsewhere rank 0 hosts a
+store until all have met. The store has no authentication: only addresses, names and settings pass through it, as JSON
+that is checked before use, and no models. The peers themselves authenticate each other by a secret or certificates.
 """
 
 from __future__ import annotations
@@ -33,20 +33,21 @@ T = TypeVar("T")
 log = logging.getLogger("gossipx")
 
 TELL_AFTER = 10.0
-"""Seconds of waiting after which a line says for whom."""
+"""Seconds of waiting after which a warning names the missing ranks."""
 LINGER = 10.0
-"""Seconds that rank 0 stays after its start has failed, so that the others hear why: they may come a little later."""
+"""Seconds that rank 0 keeps its store open after its start has failed, so that late ranks read the reason."""
 POLLS = (0.01, 0.5)
-"""Seconds between two looks at the store, the first and the longest: a thousand ranks ask it 4,000 times a second."""
+"""Seconds between two polls of the store, shortest and longest; 1000 ranks then send about 4,000
+requests per second."""
 MOST_TEXT = 1 << 20
-"""Characters of what one rank tells."""
+"""Maximum bytes of a value that a rank publishes."""
 _CONNECT = 5.0
 _SHOWN = 500
 _joins = itertools.count()
 
 
 class RemoteAbortError(GossipxError):
-    """Another rank has given up, and so does this one, with the same exit code."""
+    """Raised when another rank has aborted; this rank exits with the same code."""
 
     def __init__(self, message: str, exit_code: int):
         super().__init__(message)
@@ -54,19 +55,20 @@ class RemoteAbortError(GossipxError):
 
 
 class Rendezvous:
-    """All ranks at one store, from the first's coming until all have what they need; a context manager.
+    """A store through which all ranks exchange values, until each has what it needs; a context manager.
 
-    An error that leaves the block ends it for all ranks, each of which then raises it.
+    An exception that leaves the block aborts the rendezvous: every other rank raises it as a RemoteAbortError.
 
     Attributes:
-        own: this machine's address on the way to rank 0; ``reached``: that of rank 0, as it was reached from here.
+        own: address of this machine on the connection to rank 0.
+        reached: address of rank 0 on that connection.
 
     Args:
-        world: of this process.
-        timeout: seconds from now to the end of it all.
+        world: rank and size of this process, and where rank 0 listens.
+        timeout: seconds for the whole rendezvous.
 
     Raises:
-        UsageError: nobody says where rank 0 is, or two processes have one rank.
+        UsageError: rank 0's host is unknown, or two processes have the same rank.
         GossipxError: rank 0 cannot be reached in time, or its port is in use.
     """
 
@@ -78,40 +80,40 @@ class Rendezvous:
         self._hosts = world.size > 1 and not world.hosted and world.rank == 0
         self.own = self.reached = "127.0.0.1"
         self._store: Store | None = self._open(f"gossipx/{world.run}/{next(_joins)}/")
-        mine = secrets.token_hex(8)
-        taken = self._do(lambda store: store.compare_set(f"here/{world.rank}", "", mine))
-        if taken != mine.encode():
+        token = secrets.token_hex(8)
+        first = self._do(lambda store: store.compare_set(f"here/{world.rank}", "", token))
+        if first != token.encode():
             error = UsageError(
-                f"two processes say that they are rank {world.rank} of {world.source}, or those of another run meet at"
-                f" {self._place}, too: give each its own rank, and each run a port of its own, {_port_knob(world)}"
+                f"two processes have rank {world.rank} of {world.source}, or another run uses {self._place} too: give"
+                f" each process its own rank, and each run its own port, {_port_knob(world)}"
             )
             self._give_up(error)
             raise error
 
-    # --- telling and asking -------------------------------------------------------------------------
+    # --- values -------------------------------------------------------------------------------------
 
-    def tell(self, key: str, value: Any) -> None:
-        """Tell all others; ``value`` can be written as JSON."""
+    def publish(self, key: str, value: Any) -> None:
+        """Publish a value of this rank; ``value`` must be serializable as JSON."""
         self._do(lambda store: store.set(f"{key}/{self.world.rank}", json.dumps(value)))
 
-    def of(self, key: str, rank: int = 0) -> Any:
-        """What one rank tells, once it does.
+    def get(self, key: str, rank: int = 0) -> Any:
+        """Wait for the value that ``rank`` publishes, and return it.
 
         Raises:
-            GossipxError: it does not come in time, or has given up.
+            GossipxError: it did not arrive in time, or a rank has aborted.
         """
         return self._wait(key, [rank])[0]
 
-    def all(self, key: str) -> list[Any]:
-        """What each rank tells, by rank.
+    def gather(self, key: str) -> list[Any]:
+        """Wait for the values that all ranks publish, and return them by rank.
 
         Raises:
-            GossipxError: names those that did not come in time; or one has given up.
+            GossipxError: some did not arrive in time (names the ranks), or a rank has aborted.
         """
         return self._wait(key, range(self.world.size))
 
     def first(self, key: str) -> bool:
-        """Whether this rank is the first to ask for ``key``."""
+        """Return whether this rank is the first to call this with ``key``."""
         return bool(self._do(lambda store: store.add(f"first/{key}", 1)) == 1)
 
     def __enter__(self) -> Rendezvous:
@@ -126,26 +128,26 @@ class Rendezvous:
             elif not isinstance(error, RemoteAbortError):
                 self._give_up(error)
         finally:
-            self._store = None  # where it is rank 0's, its port is free again
+            self._store = None  # frees the port, if this is rank 0's store
 
     # --- the end ------------------------------------------------------------------------------------
 
     def _leave(self) -> None:
-        """Rank 0, whose store it may be, stays until all others have what they need."""
+        """Leave; rank 0, if it hosts the store, first waits until all others have what they need."""
         with contextlib.suppress(GossipxError):
-            self.tell("done", True)
+            self.publish("done", True)
             if self._hosts:
-                self.all("done")
+                self.gather("done")
 
     def _give_up(self, error: BaseException) -> None:
         text = str(error) if isinstance(error, GossipxError) else type(error).__name__
         code = error.exit_code if isinstance(error, GossipxError) else 130 if _interrupts(error) else 1
-        told = json.dumps({"rank": self.world.rank, "text": text, "exit": code})
+        failure = json.dumps({"rank": self.world.rank, "text": text, "exit": code})
         with contextlib.suppress(GossipxError):
-            self._do(lambda store: store.set("failed", told))
+            self._do(lambda store: store.set("failed", failure))
             self._do(lambda store: store.set(f"heard/{self.world.rank}", "1"))
             if self._hosts and not _interrupts(error):
-                late = self._left() < 0  # who has not come by now is not waited for
+                late = self._left() < 0  # then do not wait for ranks that never arrived
                 others = [rank for rank in range(1, self.world.size) if not late or self._has(f"here/{rank}")]
                 self._deadline = time.monotonic() + LINGER
                 self._until(lambda store: all(store.check([f"heard/{rank}"]) for rank in others))
@@ -153,12 +155,12 @@ class Rendezvous:
     def _check_failed(self) -> None:
         if not self._has("failed"):
             return
-        told = _json(self._get("failed"))
+        failure = _json(self._read("failed"))
         self._do(lambda store: store.set(f"heard/{self.world.rank}", "1"))
-        if not isinstance(told, dict) or not isinstance(told.get("exit"), int):
-            told = {}
-        text = "".join(char for char in str(told.get("text", "an error")) if char.isprintable())[:_SHOWN]
-        raise RemoteAbortError(f"rank {told.get('rank', '?')} gave up: {text}", told.get("exit", 1) % 256 or 1)
+        if not isinstance(failure, dict) or not isinstance(failure.get("exit"), int):
+            failure = {}
+        text = "".join(char for char in str(failure.get("text", "an error")) if char.isprintable())[:_SHOWN]
+        raise RemoteAbortError(f"rank {failure.get('rank', '?')} aborted: {text}", failure.get("exit", 1) % 256 or 1)
 
     # --- the store ----------------------------------------------------------------------------------
 
@@ -170,28 +172,29 @@ class Rendezvous:
             shown = ", ".join(map(str, lacking[:10])) + (" and others" if len(lacking) > 10 else "")
             return f"{'rank' if len(lacking) == 1 else 'ranks'} {shown} of {self.world.size}"
 
-        tell_at = time.monotonic() + TELL_AFTER
+        warn_at = time.monotonic() + TELL_AFTER
 
-        def there(store: Store) -> bool:
-            nonlocal tell_at
+        def are_present(store: Store) -> bool:
+            nonlocal warn_at
             self._check_failed()
             if store.check(keys):
                 return True
-            if time.monotonic() > tell_at:
-                tell_at = math.inf
+            if time.monotonic() > warn_at:
+                warn_at = math.inf
                 log.warning("waiting for %s", missing())
             return False
 
-        if not self._until(there):
+        if not self._until(are_present):
             raise GossipxError(
-                f"{missing()} did not come to {self._place} within {self._timeout:g} s: look at what they print, or"
-                " give more by --rendezvous-timeout"
+                f"{missing()} did not reach {self._place} within {self._timeout:g} s: check their output, or"
+                " increase --rendezvous-timeout"
             )
-        return [_json(self._get(name)) for name in keys]
+        return [_json(self._read(name)) for name in keys]
 
-    def _until(self, there: Callable[[Store], bool]) -> bool:
+    def _until(self, condition: Callable[[Store], bool]) -> bool:
+        """Poll the store until the condition is true; return False at the deadline."""
         pause, longest = POLLS
-        while not self._do(there):
+        while not self._do(condition):
             if time.monotonic() > self._deadline:
                 return False
             time.sleep(pause)
@@ -201,31 +204,31 @@ class Rendezvous:
     def _has(self, key: str) -> bool:
         return self._do(lambda store: bool(store.check([key])))
 
-    def _get(self, key: str) -> bytes:
+    def _read(self, key: str) -> bytes:
         return self._do(lambda store: bytes(store.get(key)))
 
-    def _do(self, ask: Callable[[Any], T]) -> T:
-        """Ask the store something; it may have gone."""
+    def _do(self, request: Callable[[Any], T]) -> T:
+        """Send the store a request; raise GossipxError if the store is gone."""
         store = self._store
         assert store is not None
         try:
-            return ask(store)
+            return request(store)
         except RuntimeError as error:
             raise GossipxError(
-                f"lost rank 0's store at {self._place} while the peers met: {_line(error)}; look at what rank 0 prints"
+                f"lost the connection to rank 0's store at {self._place}: {_line(error)}; check the output of rank 0"
             ) from error
 
     def _open(self, prefix: str) -> Store:
         try:
             from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
         except ImportError:
-            raise UsageError("this torch was built without torch.distributed: give the peers in a hosts file") from None
+            raise UsageError("this torch was built without torch.distributed: list the peers in a hosts file") from None
         if self.world.size == 1:
             return PrefixStore(prefix, HashStore())
         world = self.world
         if world.master is None:
             raise UsageError(
-                f"{world.source} does not say on which host rank 0 is: set {ENV_MASTER}=host[:port] or MASTER_ADDR for"
+                f"{world.source} does not define the host of rank 0: set {ENV_MASTER}=host[:port] or MASTER_ADDR for"
                 " all processes, as in mpirun -x MASTER_ADDR=host"
             )
         host, port = world.master, world.port
@@ -238,7 +241,7 @@ class Rendezvous:
         served = store(_listen(world).detach()) if self._hosts else None
         self.own, self.reached = self._reach(host, port)
         otherwise = (
-            f"what listens at {self._place} is no store of torch's: another program, or of another version; give"
+            f"{self._place} is not a torch store: another program listens there, or another version of torch; give"
             f" another port, {_port_knob(world)}"
         )
         return PrefixStore(prefix, served or _within(self._deadline, store, otherwise))
@@ -247,17 +250,17 @@ class Rendezvous:
         return self._deadline - time.monotonic()
 
     def _reach(self, host: str, port: int) -> tuple[str, str]:
-        """Connect to rank 0's port as soon as somebody listens there: the addresses of the two ends.
+        """Connect to rank 0's port as soon as it is open, and return the addresses of this end and of the other end.
 
-        Rank 0 does so, too: that its own host is what others are told is seen at once.
+        Rank 0 does so too, which shows at once whether the host name given to the others is its own.
         """
         world = self.world
-        pause, tell_at = 0.1, time.monotonic() + TELL_AFTER
+        pause, warn_at = 0.1, time.monotonic() + TELL_AFTER
         while True:
             try:
-                with socket.create_connection((host, port), max(0.1, min(_CONNECT, self._left()))) as way:
-                    ends = way.getsockname(), way.getpeername()
-                if ends[0] != ends[1]:  # not connected to itself, as happens where nobody listens
+                with socket.create_connection((host, port), max(0.1, min(_CONNECT, self._left()))) as probe:
+                    ends = probe.getsockname(), probe.getpeername()
+                if ends[0] != ends[1]:  # TCP may connect a socket to itself if its ephemeral port is the target
                     return ends[0][0].partition("%")[0], ends[1][0].partition("%")[0]
                 cause = "connection refused"
             except (OSError, UnicodeError) as error:
@@ -265,18 +268,19 @@ class Rendezvous:
             if self._left() < 0:
                 raise GossipxError(
                     f"rank {world.rank} cannot reach rank 0 at {self._place} ({world.master_from}) within"
-                    f" {self._timeout:g} s: {cause}; set {ENV_MASTER}=host[:port] if that is not where rank 0 is, or"
-                    " give more by --rendezvous-timeout"
+                    f" {self._timeout:g} s: {cause}; set {ENV_MASTER}=host[:port] if rank 0 is elsewhere, or"
+                    " increase --rendezvous-timeout"
                 )
-            if time.monotonic() > tell_at:
-                tell_at = math.inf
+            if time.monotonic() > warn_at:
+                warn_at = math.inf
                 log.warning("waiting for rank 0 at %s (%s): %s", self._place, world.master_from, cause)
             time.sleep(pause)
             pause = min(2 * pause, 2.0)
 
 
 def _listen(world: World) -> socket.socket:
-    """A socket at rank 0's port: on loopback where all processes are on one machine, else on all addresses."""
+    """Return a socket that listens on rank 0's port: on loopback if all processes are on one machine, else on all
+    addresses."""
     assert world.master is not None
     if world.one_host:
         family, host = (socket.AF_INET6, "::1") if world.master == "::1" else (socket.AF_INET, "127.0.0.1")
@@ -293,8 +297,8 @@ def _listen(world: World) -> socket.socket:
     except OSError as error:
         listening.close()
         raise GossipxError(
-            f"rank 0 cannot listen on port {world.port}, where the peers are to meet: {error.strerror}; give another"
-            f" one, {_port_knob(world)}"
+            f"rank 0 cannot listen on port {world.port} for the rendezvous: {error.strerror}; give another port,"
+            f" {_port_knob(world)}"
         ) from error
     return listening
 
@@ -306,28 +310,28 @@ def _port_knob(world: World) -> str:
     return f"by {ENV_MASTER}={host}:PORT for all processes"
 
 
-def _within(deadline: float, ask: Callable[[], T], otherwise: str) -> T:
-    """What ``ask`` gives, in a thread: it may know no deadline.
+def _within(deadline: float, call: Callable[[], T], otherwise: str) -> T:
+    """Return the result of ``call``, which runs in a thread because it may ignore the deadline.
 
     Raises:
-        GossipxError: ``otherwise``; it fails, or takes longer.
+        GossipxError: with the message ``otherwise``, if it fails or takes longer.
     """
-    answer: queue.SimpleQueue[T | RuntimeError] = queue.SimpleQueue()
+    results: queue.SimpleQueue[T | RuntimeError] = queue.SimpleQueue()
 
-    def into() -> None:
+    def run() -> None:
         try:
-            answer.put(ask())
+            results.put(call())
         except RuntimeError as error:
-            answer.put(error)
+            results.put(error)
 
-    threading.Thread(target=into, name="gossipx-store", daemon=True).start()
+    threading.Thread(target=run, name="gossipx-store", daemon=True).start()
     try:
-        got = answer.get(timeout=max(1.0, deadline - time.monotonic()))
+        result = results.get(timeout=max(1.0, deadline - time.monotonic()))
     except queue.Empty:
         raise GossipxError(otherwise) from None
-    if isinstance(got, RuntimeError):
-        raise GossipxError(otherwise) from got
-    return got
+    if isinstance(result, RuntimeError):
+        raise GossipxError(otherwise) from result
+    return result
 
 
 def _json(data: bytes) -> Any:
@@ -336,7 +340,7 @@ def _json(data: bytes) -> Any:
             return json.loads(data)
     except ValueError:
         pass
-    raise GossipxError("what was told at the rendezvous is not gossipx's: does another program use this port?")
+    raise GossipxError("invalid data at the rendezvous: does another program use this port?")
 
 
 def _line(error: Exception) -> str:

@@ -1,6 +1,6 @@
-"""The processes of one run, as torchrun, SLURM or Open MPI tell each of them in its environment: a process is one peer.
+"""The processes of a run, as torchrun, SLURM or Open MPI describe them in environment variables: one process per peer.
 
-Only read here is a mapping of variables; :mod:`gossipx.launch.cluster.rendezvous` brings the processes together.
+This module only reads a mapping of variables; :mod:`gossipx.launch.cluster.rendezvous` connects the processes.
 """
 
 from __future__ import annotations
@@ -24,30 +24,32 @@ from gossipx.launch.environment import (
 )
 
 DEFAULT_PORT = 29500
-"""Where peer 0 is met if nothing says more: torchrun's."""
+"""Default port of rank 0, the same as torchrun's."""
 PORTS = range(20_000, 30_000)
-"""One of these is a job's, by its number: above the registered services that are common, below what systems give away,
-and another one for jobs that share a machine."""
+"""Ports of which a job uses one, by its number, so that jobs that share a machine use different ones: above commonly
+used registered ports, below ephemeral ports."""
 MOST = 65_536
-"""Processes of a run."""
+"""Maximum number of processes of a run."""
 _LOOPBACK = "127.0.0.1"
 _NO_TASKS_STEP = 0xFFFFFFF0
-"""SLURM's numbers from here on are of steps that hold no tasks: the job's script, its shell, what it borrows."""
+"""SLURM's step numbers from here on are steps without tasks: the job's script, its shell, external steps."""
 
 
 @dataclass(frozen=True)
 class World:
-    """Where a process stands among those that were started with it.
+    """The position of a process among those that were started together.
 
     Attributes:
-        rank: from 0; ``size``: how many there are.
-        local_rank: its place among those of its machine, if that is known.
-        one_host: whether all of them are on this machine. Where nobody says so, not.
-        master: the host where rank 0 listens; None: nobody says.
-        port: where it does.
-        hosted: torchrun's agent listens there, so that no process has to.
-        run: tells this run's processes from those of another, or of an earlier attempt.
-        source: who says so, for messages; ``master_from``: who says where rank 0 is.
+        rank: rank of the process, from 0.
+        size: number of processes.
+        local_rank: rank among the processes of its machine; None: unknown.
+        one_host: whether all processes are known to be on this machine.
+        master: host on which rank 0 listens; None: unknown.
+        port: port on which rank 0 listens.
+        hosted: torchrun's agent listens there, so rank 0 need not.
+        run: identifies the run, and the attempt, among others that use the same store.
+        source: launcher or variables that define all this, for messages.
+        master_from: what defines the host of rank 0, for messages.
     """
 
     rank: int
@@ -63,16 +65,17 @@ class World:
 
 
 def find(environ: Mapping[str, str]) -> World | None:
-    """The world of the process that has these variables; None: nobody started it as one of several.
+    """Return the world of the process with these environment variables; None: it was not started as one of several.
 
-    GOSSIPX_SIZE and its like come first, then what torchrun sets, then SLURM for the tasks of a step, then Open MPI.
-    mpirun inside of a SLURM job starts its own daemons as tasks: SLURM's variables count those, and Open MPI's hold.
+    GOSSIPX_SIZE and its like take precedence, then torchrun's variables, then SLURM's for the tasks of a step, then
+    Open MPI's. In a SLURM job mpirun starts its own daemons as tasks: SLURM's variables count those, so Open MPI's
+    apply.
 
     Raises:
-        UsageError: variables that do not go together, by name.
+        UsageError: variables contradict each other; names them.
     """
     if environ.get(ENV_CONFIG):
-        return None  # a peer of 'gossipx run', and what it starts: all is said already
+        return None  # a peer of 'gossipx run', or its child process: GOSSIPX_CONFIG and GOSSIPX_RANK define it
     given = {name: value for name, value in environ.items() if value}
     for layer in (_gossipx, _torchrun, _slurm, _open_mpi):
         found = layer(given)
@@ -83,19 +86,19 @@ def find(environ: Mapping[str, str]) -> World | None:
 
 
 def _check_own_rank(given: Mapping[str, str], found: World) -> None:
-    """GOSSIPX_RANK alone is a line of a hosts file, and no other one than the launcher's number of this process."""
+    """Check GOSSIPX_RANK, which without GOSSIPX_SIZE is a line of a hosts file, against the launcher's rank."""
     if found.size > 1 and given.get(ENV_RANK, str(found.rank)) != str(found.rank):
         raise UsageError(
-            f"{ENV_RANK} is {given[ENV_RANK][:50]!r}, and by {found.source} this process is rank {found.rank}: set"
-            f" {ENV_SIZE}, too, or unset it"
+            f"{ENV_RANK} is {given[ENV_RANK][:50]!r}, but by {found.source} this process is rank {found.rank}: also"
+            f" set {ENV_SIZE}, or unset {ENV_RANK}"
         )
 
 
 def with_options(environ: Mapping[str, str], rank: int | None, size: int | None, master: str | None) -> dict[str, str]:
-    """The environment with what the command line says in its place: ``--rank``, ``--size``, ``--master``.
+    """Return the environment with ``--rank``, ``--size`` and ``--master`` in place of their variables.
 
     Raises:
-        UsageError: they do not go together, or with what the environment says; names the option.
+        UsageError: they contradict each other or the environment; names the option.
     """
     options = {ENV_RANK: ("--rank", rank), ENV_SIZE: ("--size", size), ENV_MASTER: ("--master", master)}
     merged = {**environ, **{name: str(value) for name, (_, value) in options.items() if value is not None}}
@@ -104,30 +107,30 @@ def with_options(environ: Mapping[str, str], rank: int | None, size: int | None,
             name if options[name][1] is None and environ.get(name) else options[name][0]
             for name in (ENV_RANK, ENV_SIZE)
         )
-        said = {rank_from: merged.get(ENV_RANK), size_from: merged.get(ENV_SIZE)}
-        _rank_of_size({name: value for name, value in said.items() if value}, rank_from, size_from)
+        values = {rank_from: merged.get(ENV_RANK), size_from: merged.get(ENV_SIZE)}
+        _rank_of_size({name: value for name, value in values.items() if value}, rank_from, size_from)
     if master is not None:
         _host_and_port(master, "--master")
     return merged
 
 
 def why_none(environ: Mapping[str, str]) -> str:
-    """What a user who expected a world should do, as the end of a message; empty: nothing hints at one."""
+    """Return advice for a user who expected a world, as the end of a message; empty: nothing suggests that one was
+    expected."""
     if environ.get("SLURM_JOB_ID"):
-        return "; in a SLURM job, 'srun' starts one process a peer"
+        return "; in a SLURM job, 'srun' starts one process per peer"
     return ""
 
 
 def rank_among(environ: Mapping[str, str], size: int, hosts: Path) -> int | None:
-    """This process's place in a list of peers that was given; None: nobody says.
-
-    Who started one process alone says nothing of peers.
+    """Return this process's rank in a given list of peers; None: the environment defines none, or only one process.
 
     Args:
-        size: peers in the list; ``hosts``: its file.
+        size: number of peers in the list.
+        hosts: file of the list, for messages.
 
     Raises:
-        UsageError: as :func:`find`; or there are more or fewer processes than peers.
+        UsageError: as :func:`find`; or the numbers of processes and peers differ.
     """
     world = find(environ)
     if world is None or world.size == 1:
@@ -137,28 +140,28 @@ def rank_among(environ: Mapping[str, str], size: int, hosts: Path) -> int | None
 
 
 def check_size(world: World, size: int, hosts: Path) -> None:
-    """See that a hosts file of ``size`` peers has one for each process.
+    """Check that a hosts file of ``size`` peers has one for each process.
 
     Raises:
-        UsageError: it has not.
+        UsageError: it does not.
     """
     if world.size != size:
         raise UsageError(
-            f"names {size} peers, and {world.source} started {world.size} processes, each of which is one: start as"
+            f"names {size} peers, but {world.source} started {world.size} processes, one per peer: start as"
             " many, or leave the list out",
             hosts,
         )
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host is this machine for everybody, as it is written; no name is looked up."""
+    """Return whether a host, as written, is a loopback address or localhost; no name is resolved."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host.lower() == "localhost"
 
 
-# --- who tells ----------------------------------------------------------------------------------------
+# --- launchers ----------------------------------------------------------------------------------------
 
 
 def _gossipx(given: Mapping[str, str]) -> World | None:
@@ -175,7 +178,7 @@ def _torchrun(given: Mapping[str, str]) -> World | None:
     rank, size = _rank_of_size(given, "RANK", "WORLD_SIZE")
     local = _number(given, "LOCAL_WORLD_SIZE", 1, size)
     is_torchrun = "TORCHELASTIC_RUN_ID" in given
-    # After a restart, keys of the attempt before may be in the agent's store.
+    # After a restart, the agent's store may contain keys of the previous attempt.
     run = f"{given.get('TORCHELASTIC_RUN_ID', 'torch')}/{given.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     source = "torchrun" if is_torchrun else "RANK and WORLD_SIZE"
     agent = given.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -185,7 +188,7 @@ def _torchrun(given: Mapping[str, str]) -> World | None:
 def _slurm(given: Mapping[str, str]) -> World | None:
     if "SLURM_PROCID" not in given or "OMPI_COMM_WORLD_RANK" in given or not _is_task(given):
         return None
-    # A step's own number of tasks first: the job's may be another.
+    # The step's number of tasks takes precedence, since the job's may differ.
     size_from = next(
         (n for n in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS") if n in given), "SLURM_NTASKS"
     )
@@ -196,7 +199,8 @@ def _slurm(given: Mapping[str, str]) -> World | None:
 
 
 def _is_task(given: Mapping[str, str]) -> bool:
-    """Not the script of a job, which has SLURM_PROCID 0 and the job's SLURM_NTASKS, nor a shell in one."""
+    """Return whether the process is a task of a step, and not the job's script or a shell, which also have SLURM_PROCID
+    0."""
     step = _step(given)
     if step is None:
         return "SLURM_JOB_ID" not in given
@@ -204,7 +208,7 @@ def _is_task(given: Mapping[str, str]) -> bool:
 
 
 def _step(given: Mapping[str, str]) -> str | None:
-    """The step's number by its name of now, or that of SLURM before 14.11."""
+    """Return the step's number from its current variable, or from that of SLURM before 14.11."""
     return given.get("SLURM_STEP_ID", given.get("SLURM_STEPID"))
 
 
@@ -214,7 +218,7 @@ def _open_mpi(given: Mapping[str, str]) -> World | None:
         return None
     rank, size = _rank_of_size(given, rank_from, size_from)
     local = _number(given, "OMPI_COMM_WORLD_LOCAL_SIZE", 1, size)
-    # Open MPI says nowhere on which host rank 0 is. In a SLURM job mpirun begins with the first node.
+    # Open MPI does not define the host of rank 0. In a SLURM job mpirun starts rank 0 on the first node.
     run = given.get("PMIX_NAMESPACE", "mpi")
     return _world(given, rank, size, "OMPI_COMM_WORLD_LOCAL_RANK", local == size, run, "mpirun")
 
@@ -229,7 +233,7 @@ def _world(
     source: str,
     agent: bool = False,
 ) -> World:
-    """What all have in common: where rank 0 is."""
+    """Return the world, with the host and port of rank 0, by the rules that all launchers share."""
     one_host = one_host or size == 1
     job = source in ("srun", "mpirun")
     port = PORTS[zlib.crc32(run.encode()) % len(PORTS)] if job else DEFAULT_PORT
@@ -237,12 +241,12 @@ def _world(
     master, master_from = None, ENV_MASTER
     if ENV_MASTER in given:
         master, own_port = _host_and_port(given[ENV_MASTER], ENV_MASTER)
-        port = own_port or (None if agent else their_port) or port  # the agent listens at its own
+        port = own_port or (None if agent else their_port) or port  # MASTER_PORT is the agent's own
         agent = False
     else:
         port = their_port or port
         if one_host and not agent:
-            master, master_from = _LOOPBACK, "all are on this machine"
+            master, master_from = _LOOPBACK, "all processes are on this machine"
         elif "MASTER_ADDR" in given:
             master, master_from = _host(given["MASTER_ADDR"]), "MASTER_ADDR"
         elif job:
@@ -253,15 +257,15 @@ def _world(
 
 
 def _rank_of_size(given: Mapping[str, str], rank_from: str, size_from: str) -> tuple[int, int]:
-    for there, missing in ((rank_from, size_from), (size_from, rank_from)):
+    for present, missing in ((rank_from, size_from), (size_from, rank_from)):
         if missing not in given:
-            raise UsageError(f"{there} is set and {missing} is not: set both, or neither")
+            raise UsageError(f"{present} is set but {missing} is not: set both, or neither")
     size = _number(given, size_from, 1, MOST)
     assert size is not None
     rank = _number(given, rank_from, 0, MOST - 1)
     assert rank is not None
     if rank >= size:
-        raise UsageError(f"{rank_from} is {rank}, and with {size_from} {size} ranks are 0 to {size - 1}")
+        raise UsageError(f"{rank_from} is {rank}, but with {size_from} {size} ranks are 0 to {size - 1}")
     return rank, size
 
 
@@ -270,25 +274,27 @@ def _number(given: Mapping[str, str], name: str, least: int, most: int) -> int |
     if text is None:
         return None
     if not text.isascii() or not text.isdigit() or len(text) > 9 or not least <= int(text) <= most:
-        raise UsageError(f"{name} is {text[:50]!r}, and not an integer from {least} to {most}")
+        raise UsageError(f"{name} is {text[:50]!r}, not an integer from {least} to {most}")
     return int(text)
 
 
 def _host_and_port(text: str, name: str) -> tuple[str, int | None]:
     match = re.fullmatch(r"(\[[^\]\s]+\]|[^:\[\]\s]+)(?::(\d{1,5}))?", text)
     if match is None or (match[2] and not 1 <= int(match[2]) <= 65_535):
-        raise UsageError(f"{name} is {text[:50]!r}, and not host[:port] (an IPv6 address stands in brackets)")
+        raise UsageError(f"{name} is {text[:50]!r}, not host[:port] (write an IPv6 address in brackets)")
     return match[1].strip("[]"), int(match[2]) if match[2] else None
 
 
 def _host(text: str) -> str:
-    """Of MASTER_ADDR, which has no port, so that an IPv6 address may stand there as it is."""
+    """Return the host in MASTER_ADDR, which has no port, so an IPv6 address needs no brackets."""
     host = text.strip("[]")
     try:
         ipaddress.ip_address(host)
     except ValueError:
         if not re.fullmatch(r"[^\s:/\[\]]+", host):
-            raise UsageError(f"MASTER_ADDR is {text[:50]!r}, and not a host alone: its port is MASTER_PORT") from None
+            raise UsageError(
+                f"MASTER_ADDR is {text[:50]!r}, not a host name or address; the port is MASTER_PORT"
+            ) from None
     return host
 
 
@@ -296,7 +302,7 @@ def _host(text: str) -> str:
 
 
 def _first_node(given: Mapping[str, str]) -> tuple[str | None, str]:
-    """The first node of a job, and the variable that says so; None: none does."""
+    """Return the first node of a job and the variable that names it; None and GOSSIPX_MASTER if none does."""
     for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"):
         if name in given:
             try:
@@ -307,14 +313,14 @@ def _first_node(given: Mapping[str, str]) -> tuple[str | None, str]:
 
 
 def hostnames(nodelist: str) -> Iterator[str]:
-    """The hosts of a list as SLURM writes it, in its order: ``node[01-03,7],gpu[1-2]x`` has ``node01`` first.
+    """Yield the hosts of a list in SLURM's notation, in order: ``node[01-03,7],gpu[1-2]x`` starts with ``node01``.
 
-    A number keeps the zeros of its range's beginning. A name may have several brackets; the last one runs fastest.
+    Numbers are padded like the start of their range. A name may have several brackets; the last one varies fastest.
 
     Raises:
-        UsageError: it is no such list.
+        UsageError: it is not such a list.
     """
-    wrong = UsageError(f"{nodelist[:50]!r} is no list of hosts such as node[01-03,7],login")
+    wrong = UsageError(f"{nodelist[:50]!r} is not a list of hosts such as node[01-03,7],login")
     if not re.fullmatch(r"(?:[^\s,\[\]]|\[[^\s\[\]]+\])+(?:,(?:[^\s,\[\]]|\[[^\s\[\]]+\])+)*", nodelist):
         raise wrong
     for entry in re.findall(r"(?:[^,\[\]]|\[[^\]]*\])+", nodelist):

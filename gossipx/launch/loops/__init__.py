@@ -1,1 +1,1 @@
-"""Training loops around a peer: ``gossipx.join``, ``attach``, ``initialize``, and the built-in ones."""
+"""Training loops of a peer: ``gossipx.join``, ``attach``, ``initialize``, and the built-in loops."""

@@ -1,9 +1,9 @@
-"""``gossipx.get_solver``: Caffe's solver by its file; ``gossipx.attach``: makes a solver a peer, whoever wrote it.
+"""``gossipx.attach``, which makes a Caffe-style solver a peer, and ``gossipx.get_solver``, which loads a solver file.
 
-What is asked of a solver is ``net.params``, layers' names with lists of blobs, whose ``data`` and ``diff`` are arrays
-of numpy's: pycaffe's solvers have it, and so may a loop that is written by hand. Models are exchanged between two
-iterations, in ``on_start`` where there is ``add_callback``, else in :meth:`AttachedPeer.step`; with a parameter server
-gradients leave in ``on_gradients_ready``, and its tables come in before the next pass.
+A solver needs ``net.params``: layer names with lists of blobs, whose ``data`` and ``diff`` are numpy arrays. pycaffe's
+solvers have it, and a handwritten loop may. Models are exchanged between two iterations: in ``on_start`` if the solver
+has ``add_callback``, else in :meth:`AttachedPeer.step`. With a parameter server, gradients are sent in
+``on_gradients_ready``, and the tables are received before the next pass.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ from gossipx.solver.solver import Solver
 
 
 class Blob(Protocol):
-    """Values and their gradients."""
+    """Values and their gradients, as numpy arrays."""
 
     @property
     def data(self) -> NDArray[Any]:
-        """Written in place when another model has come in."""
+        """The values; written in place when another model has been mixed in."""
 
     @property
     def diff(self) -> NDArray[Any]:
-        """In the same shape."""
+        """The gradients, in the same shape."""
 
 
 class Net(Protocol):
-    """What is trained."""
+    """A network with trainable blobs."""
 
     @property
     def params(self) -> Mapping[str, Sequence[Blob]]:
-        """Blobs by layer."""
+        """Blobs by layer name."""
 
 
 class HasNet(Protocol):
-    """A solver."""
+    """A solver with a training net."""
 
     @property
     def net(self) -> Net:
@@ -60,7 +60,7 @@ class HasNet(Protocol):
 
 
 class Head(enum.Enum):
-    """Which side has the newer values; Caffe's SyncedMemory keeps the same of its two."""
+    """Which copy of the values is newer, as in Caffe's SyncedMemory."""
 
     AT_SOLVER = enum.auto()
     AT_ARENA = enum.auto()
@@ -68,16 +68,16 @@ class Head(enum.Enum):
 
 
 class Blobs(nn.Module):
-    """A net's blobs as a module's parameters, which have memory of their own: values move when the other side is newer.
+    """A net's blobs as the parameters of a module. Parameters have their own memory; values are copied on demand.
 
     Args:
-        net: whose blobs.
+        net: the net.
 
     Attributes:
-        head: which side is newer.
+        head: which copy is newer.
 
     Raises:
-        UsageError: a blob that cannot be written, or holds no floating-point numbers.
+        UsageError: a blob is read-only, or its values are not floating-point numbers.
     """
 
     def __init__(self, net: Net):
@@ -103,10 +103,10 @@ class Blobs(nn.Module):
                 yield layer, number, blob
 
     def to_arena(self) -> None:
-        """Have the arena hold the solver's values, if these are newer.
+        """Copy the solver's values to the arena if they are newer.
 
         Raises:
-            UsageError: a blob that has another shape by now; so do the others here.
+            UsageError: the shape of a blob has changed; the same in the other methods.
         """
         if self.head is Head.AT_SOLVER:
             for layer, number, parameter in self._pairs:
@@ -114,82 +114,83 @@ class Blobs(nn.Module):
             self.head = Head.SYNCED
 
     def to_solver(self) -> None:
-        """Have the solver hold the arena's values, if these are newer."""
+        """Copy the arena's values to the solver if they are newer."""
         if self.head is Head.AT_ARENA:
             for layer, number, parameter in self._pairs:
                 np.copyto(self._part("data", layer, number, parameter), parameter.detach().numpy())
             self.head = Head.SYNCED
 
     def gradients(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """What the blobs have as ``diff``, by the number of the table."""
+        """Yield the ``diff`` of each blob, with the number of its table."""
         for table, (layer, number, parameter) in enumerate(self._pairs):
             diff = self._part("diff", layer, number, parameter)
             yield table, torch.from_numpy(np.ascontiguousarray(diff))
 
     def _part(self, part: str, layer: str, number: int, parameter: nn.Parameter) -> NDArray[Any]:
-        """A blob's ``data`` or ``diff``, which the solver may have put anew; numpy would stretch a smaller one."""
+        """Return a blob's ``data`` or ``diff``. The solver may have replaced it; numpy would broadcast
+        a smaller array."""
         array: Any = getattr(self._net.params[layer][number], part)
         if not isinstance(array, np.ndarray) or array.shape != parameter.shape:
             given = f"of shape {list(array.shape)}" if isinstance(array, np.ndarray) else type(array).__name__
             raise UsageError(
-                f"blob {layer}[{number}]: its {part} is {given}, and its data was of shape {list(parameter.shape)}"
-                " when it was attached: write into the array that is there"
+                f"blob {layer}[{number}]: its {part} is {given}, but its data had shape {list(parameter.shape)}"
+                " when it was attached: write into the existing array"
             )
         return array
 
 
 def _name(layer: str, number: int) -> str:
-    """A blob's among a module's parameters, whose names hold no dots: each blob has one of its own."""
+    """Return a unique parameter name for a blob; names of parameters contain no dots."""
     return f"{layer}[{number}]".replace("%", "%25").replace(".", "%2E")
 
 
 def _checked(values: object, called: str) -> NDArray[Any]:
     if not isinstance(values, np.ndarray) or values.dtype not in (np.float16, np.float32, np.float64):
         given = str(values.dtype) if isinstance(values, np.ndarray) else type(values).__name__
-        raise UsageError(f"blob {called}: its data is {given}, and is to be a numpy array of floating-point numbers")
+        raise UsageError(f"blob {called}: its data is {given}, but must be a numpy array of floating-point numbers")
     if not values.flags.writeable:
-        raise UsageError(f"blob {called}: its data cannot be written, and other models are to come in there")
+        raise UsageError(f"blob {called}: its data is read-only, but received models must be written there")
     return values
 
 
 class AttachedPeer:
-    """A solver as a peer; made by :func:`gossipx.attach`. Use it as a context manager, as :class:`gossipx.Peer`.
+    """A solver as a peer; created by :func:`gossipx.attach`. Use it as a context manager, like :class:`gossipx.Peer`.
 
     Args:
         peer: the peer.
-        exchange: tells the peer of an update, and brings what has come of it to the solver.
-        settle: has the solver's net hold what the peer ends with.
+        exchange: reports an update to the peer and copies the resulting model to the solver.
+        settle: copies the peer's final model to the solver's net.
 
     Attributes:
-        peer: its rank, size and iteration, its curves, its part of the data.
+        peer: the peer, with its rank, size, iteration, curves and part of the data.
     """
 
     def __init__(self, peer: Peer, exchange: Callable[[], None], settle: Callable[[], None]):
         self.peer = peer
         self._exchange = exchange
         self._settle = settle
-        self._updates = False  # of the iteration that goes on, or has just ended
+        self._updates = False  # whether the current iteration updates the values
 
     def step(self) -> None:
-        """The solver has made an update: one iteration is done. A solver with ``add_callback`` has this called.
+        """Report an update of the solver, which ends an iteration. A solver with ``add_callback`` calls this itself.
 
         Raises:
-            GossipxError: training cannot go on (too few peers left, models that differ).
+            GossipxError: training cannot continue (too few peers are left, or models differ).
         """
         self._updates = False
         self._exchange()
 
     def on_start(self) -> None:
-        """An iteration begins: the update of the one before is done, which a solver has no callback for."""
+        """Handle the start of an iteration. The previous update is complete; solvers have no callback for that."""
         if self._updates:
             self.step()
 
     def on_gradients_ready(self) -> None:
-        """The update comes next."""
+        """Note that an update follows."""
         self._updates = True
 
     def finish(self) -> None:
-        """Training is over: agree with the others, and have the solver's net hold that."""
+        """End the training: agree on the final model and copy it to the solver's net."""
         self.on_start()
         self.peer.finish()
         self._settle()
@@ -207,16 +208,16 @@ class AttachedPeer:
 
 
 def get_solver(path: str | Path, *, net: nn.Module, loss: Objective, train: Iterable[Any], **options: Any) -> Solver:
-    """A solver by its ``solver.prototxt``.
+    """Return a solver from its ``solver.prototxt``.
 
     Args:
-        path: a text file of Caffe's SolverParameter. What has no meaning here, such as its net, is warned about.
+        path: text file with Caffe's SolverParameter. A warning lists fields that have no effect here, such as the net.
         net, loss, train, options: as for :class:`gossipx.Solver`.
 
     Raises:
-        UsageError: as :class:`gossipx.Solver`; or a file that cannot be read, by line and column.
+        UsageError: as :class:`gossipx.Solver`; or the file cannot be read (names line and column).
     """
-    progress()  # from here on, under a run, an error is one line
+    progress()  # under 'gossipx run', errors from here on are reported in one line
     return Solver(prototxt.read(Path(path)), net=net, loss=loss, train=train, **options)
 
 
@@ -233,54 +234,57 @@ def attach(
 ) -> AttachedPeer:
     """Make this process a peer whose model is a solver's net: each update of the solver is an iteration of the run.
 
-    The net takes the values of the peer that began. A solver with ``add_callback`` (pycaffe's, :class:`gossipx.Solver`)
-    goes on as ever; a loop of one's own calls :meth:`gossipx.launch.loops.attach.AttachedPeer.step` after each update.
+    The net takes the initial values of the run. A solver with ``add_callback`` (pycaffe's, :class:`gossipx.Solver`)
+    needs no other change; your own loop calls :meth:`gossipx.launch.loops.attach.AttachedPeer.step` after each update.
 
-    With a parameter server (``--servers``) the servers make the updates, and the solver's own has no effect: a
-    :class:`gossipx.Solver` brings its formulas along; of others gradients leave as they are in ``diff``, before any
-    clipping, scaling and decay of the solver's.
+    With a parameter server (``--servers``) the servers make the updates and the solver's own update has no effect. A
+    :class:`gossipx.Solver` passes its update rule to the servers. Of other solvers the ``diff`` is sent unchanged,
+    before the solver's clipping, scaling and weight decay.
 
     Args:
-        solver: with ``net.params``: layers' names, each with blobs that have ``data`` and ``diff``.
+        solver: a solver with ``net.params``: layer names, each with blobs that have ``data`` and ``diff``.
         peers, policy, rank, config_file, settings: as for :func:`gossipx.join`.
-        optimizer: with a parameter server, of solvers that are not gossipx's: makes the servers' optimizer of the
-            tables, ``functools.partial(torch.optim.SGD, lr=0.01)``, say.
-        evaluate: gives the accuracy of the net of the solver that it is given, from 0 to 1.
+        optimizer: with a parameter server and a solver that is not gossipx's: makes the servers' optimizer from the
+            tables, such as ``functools.partial(torch.optim.SGD, lr=0.01)``.
+        evaluate: returns the accuracy of the net of the given solver, from 0 to 1.
 
     Raises:
-        UsageError: as :func:`gossipx.join`; no net, blobs that cannot be exchanged, or an add_callback that is not
+        UsageError: as :func:`gossipx.join`; there is no net, its blobs cannot be exchanged, or add_callback is not
             pycaffe's.
         GossipxError: as :func:`gossipx.join`.
     """
-    progress()  # from here on, under a run, an error is one line
+    progress()  # under 'gossipx run', errors from here on are reported in one line
     run = settings_of(config_file, settings)
     served = run.sync.mode == "server" or run.server.servers is not None
     options = {"peers": peers, "policy": policy, "rank": rank, "config_file": config_file, **settings}
     if isinstance(solver, Solver):
         if optimizer is not None:
             raise UsageError(
-                "optimizer= is for solvers that are not gossipx's: the solver file says how this one updates"
+                "optimizer= is for solvers that are not gossipx's: the solver file defines the update of this one"
             )
         return _attach_own(solver, served, evaluate, options)
     if not isinstance(getattr(getattr(solver, "net", None), "params", None), Mapping):
-        raise UsageError(f"{type(solver).__name__} is no solver: attach looks for its net.params, blobs by layer")
+        raise UsageError(f"{type(solver).__name__} is not a solver: attach needs its net.params, blobs by layer")
     if served != (optimizer is not None):
-        told = "needs optimizer=, which makes them" if served else "has none: leave optimizer= out"
-        raise UsageError(f"a run whose servers make the updates {told}" if served else f"a run without servers {told}")
+        raise UsageError(
+            "with a parameter server, give optimizer=, with which the servers make the updates"
+            if served
+            else "optimizer= is for a run with a parameter server: leave it out"
+        )
     return _attach_blobs(solver, optimizer, evaluate, options)
 
 
 def _attach_own(
     solver: Solver, served: bool, evaluate: Callable[[Any], float] | None, options: dict[str, Any]
 ) -> AttachedPeer:
-    """Its module is joined as it is: there is nothing to move."""
+    """Attach a gossipx solver: its module is joined directly, so no values need to be copied."""
     judge = None if evaluate is None else lambda module: evaluate(solver)
     peer = join(solver.net.module, solver.optimizer if served else None, evaluate=judge, **options)
     if peer.size > 1:
         solver.snapshot_prefix = solver.snapshot_prefix.with_name(f"{solver.snapshot_prefix.name}_peer-{peer.rank:02d}")
     peer.checkpoint_part("solver", state_dict=solver.state_dict, load_state_dict=solver.load_state_dict)
-    solver.iter = max(solver.iter, peer.iteration)  # one that joins a run under way begins where the others are
-    if served:  # its optimizer tells of updates
+    solver.iter = max(solver.iter, peer.iteration)  # a late peer starts at the others' iteration
+    if served:  # the optimizer's hooks report updates
         solver.settle = peer.sync
         return AttachedPeer(peer, _nothing, _nothing)
     attached = AttachedPeer(peer, peer.step, _nothing)
@@ -316,7 +320,7 @@ def _attach_blobs(
         assert made is not None
         for table, gradient in blobs.gradients():
             peer.update(table, gradient)
-        made.step()  # finds no gradients; what hangs on it ends the iteration
+        made.step()  # there are no gradients; its hooks end the iteration
 
     def pull() -> None:
         peer.sync()
@@ -337,21 +341,21 @@ def _attach_blobs(
 
 
 def _add_callback(solver: HasNet) -> Callable[[Callable[[], None], Callable[[], None]], object] | None:
-    """What takes callbacks, if anything does; it is called once the others are there, and looked at before that."""
+    """Return the solver's ``add_callback``, or None if it has none. Its signature is checked here, before joining."""
     found: Any = getattr(solver, "add_callback", None)
     if found is None:
         return None
     try:
         inspect.signature(found).bind(_nothing, _nothing)
-    except ValueError:  # pycaffe's is compiled, and tells nothing of its arguments
+    except ValueError:  # pycaffe's is compiled and has no signature
         pass
     except TypeError:
         raise UsageError(
             f"{type(solver).__name__}.add_callback is not pycaffe's add_callback(on_start, on_gradients_ready):"
-            " have it take both, or rename it and call step() after each update"
+            " let it accept both, or rename it and call step() after each update"
         ) from None
     return cast("Callable[[Callable[[], None], Callable[[], None]], object]", found)
 
 
 def _nothing() -> None:
-    """There is nothing to do."""
+    """Do nothing."""

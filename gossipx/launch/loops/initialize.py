@@ -1,8 +1,9 @@
-"""A parameter server by the names of Modularized Parameter Server's Table 4.1, for a loop that has no torch module.
+"""``gossipx.initialize``: the parameter server API of Modularized Parameter Server (Table 4.1), for loops without a
+module.
 
-``gossipx.initialize`` is the paper's Initialize; the other five are methods of what it gives: ``create_table``,
-``start``, ``update``, ``clock`` and ``sync``. It is :func:`gossipx.join` on a module that holds nothing but the tables:
-the same settings, the same :class:`~gossipx.assembly.server.Parts`, the same peer.
+``gossipx.initialize`` is the paper's Initialize; the other operations are methods of its result: ``create_table``,
+``start``, ``update``, ``clock`` and ``sync``. It calls :func:`gossipx.join` with a module that contains only the
+tables, so settings, :class:`~gossipx.assembly.server.Parts` and peer are the same.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ from gossipx.launch.loops.join import join, settings_of
 from gossipx.runtime.peer import Peer
 
 OptimizerOf = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-"""Makes an optimizer of the tables; servers make one each of those that lie there."""
+"""Makes an optimizer from tables; each server makes one for the tables that it stores."""
 PAPERS_SGD: OptimizerOf = functools.partial(torch.optim.SGD, lr=0.1)
-"""Canonical SGD with learning rate 0.1, as all of the paper's measurements (chapter 5)."""
+"""Plain SGD with learning rate 0.1, as in all measurements of the paper (chapter 5)."""
 
 
 class ParameterServer:
-    """One worker's view of a parameter server; made by :func:`gossipx.initialize`.
+    """A worker's view of a parameter server; created by :func:`gossipx.initialize`.
 
-    Use it as a context manager. Leaving the block ends the training: every table then holds what the servers have.
+    Use it as a context manager. Leaving the block ends the training; every table then has the servers' final values.
     """
 
     def __init__(self, optimizer: OptimizerOf, join_by: Callable[[nn.Module, torch.optim.Optimizer], Peer]):
@@ -49,28 +50,29 @@ class ParameterServer:
     # --- before the start -------------------------------------------------------------------------
 
     def create_table(self, values: Tensor | Sequence[int], name: str | None = None) -> int:
-        """Create a table (Table 4.1, CreateTable). All peers create the same ones in the same order.
+        """Create a table (Table 4.1, CreateTable). All peers create the same tables in the same order.
 
         Args:
-            values: to begin with, copied, on the device where they are to be used; or a shape, for zeros in float32.
-            name: for people, without a dot; None: ``table-`` and its number.
+            values: initial values, copied, on the device on which they will be used; or a shape, for zeros in float32.
+            name: name in messages, without a dot; None: ``table-`` and its number.
 
         Returns:
             Its number, from 0.
 
         Raises:
-            UsageError: after the start, a name that is none or in use, or values that cannot be trained.
+            UsageError: training has started, the name is invalid or in use, or the values are not floating-point
+                numbers.
         """
         if self._peer is not None or self._over:
-            raise UsageError("create_table comes before start, which tells all peers what tables there are")
+            raise UsageError("call create_table before start, which fixes the list of tables")
         number = len(self._parameters)
         name = f"table-{number}" if name is None else name
         if not re.fullmatch(r"[\w/-]+", name) or name in self._names or hasattr(self._tables, name):
-            raise UsageError(f"'{name}' is no name for a table, or in use: letters, digits and _ - / without a dot")
+            raise UsageError(f"'{name}' is in use or not a name for a table: letters, digits and _ - / without a dot")
         if not isinstance(values, Tensor):
             values = torch.zeros(*values) if len(values) else torch.zeros(())
         if not values.is_floating_point():
-            raise UsageError(f"table '{name}' is of {values.dtype}: a table's values are floating-point numbers")
+            raise UsageError(f"table '{name}' has {values.dtype}: a table's values must be floating-point numbers")
         parameter = nn.Parameter(values.detach().clone(memory_format=torch.contiguous_format))
         self._tables.register_parameter(name, parameter)
         self._parameters.append(parameter)
@@ -78,18 +80,18 @@ class ParameterServer:
         return number
 
     def start(self) -> None:
-        """Begin (Table 4.1, Start): agree on who holds what, and take the values that the servers begin with.
+        """Start (Table 4.1, Start): agree on which server stores which table, and take the servers' initial values.
 
-        A server that does not train (``servers_only``) serves the others here until their training is over, and exits.
+        On a server that does not train (``servers_only``), serve the workers until their training is over, then exit.
 
         Raises:
-            UsageError: it has begun already, there is no table, or as :func:`gossipx.join`.
+            UsageError: training has already started, there is no table, or as :func:`gossipx.join`.
             GossipxError: as :func:`gossipx.join`.
         """
         if self._peer is not None or self._over:
-            raise UsageError("start begins the training once")
+            raise UsageError("start may be called only once")
         if not self._parameters:
-            raise UsageError("there is no table to start with: call create_table")
+            raise UsageError("no table exists: call create_table before start")
         self._optimizer = self._optimizer_of(self._parameters)
         self._peer = self._join_by(self._tables, self._optimizer)
 
@@ -97,82 +99,88 @@ class ParameterServer:
 
     @property
     def peer(self) -> Peer:
-        """This process as a peer (its rank, the iteration, its part of the data, its curves), once it has started."""
+        """This process's peer (rank, iteration, part of the data, curves); available from start to the end of the
+        block."""
         if self._peer is None or self._over:
-            raise UsageError("this is for the time from start to the end of the with block")
+            raise UsageError("available only from start to the end of the with block")
         return self._peer
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """Whose settings the servers' steps follow, for a schedule of the learning rate, once it has started."""
+        """The optimizer whose hyperparameters the servers follow, for learning rate schedules;
+        available after start."""
         if self._optimizer is None:
-            raise UsageError("the optimizer is made by start")
+            raise UsageError("the optimizer is available after start")
         return self._optimizer
 
     def sync(self, table: int) -> Tensor:
-        """A table's values to compute with in this iteration (Table 4.1, Sync); waits as the sync model says.
+        """Return a table's values for this iteration (Table 4.1, Sync); waits as the sync model requires.
 
         Args:
-            table: its number.
+            table: number of the table.
 
         Returns:
-            In the table's shape, on its device. The tensor is the same each time, and changes in the first ``sync`` or
-            ``update`` of a later iteration and at the end: clone it to keep it.
+            The values, in the table's shape and on its device. It is the same tensor each time and changes in the first
+            ``sync`` or ``update`` of a later iteration and at the end; clone it to keep the values.
 
         Raises:
-            UsageError: no such table, or it has not started.
-            GossipxError: training cannot go on.
+            UsageError: the table does not exist, or training has not started.
+            GossipxError: training cannot continue.
         """
         peer, number = self.peer, self._number(table)
         peer.sync([number])
         return self._parameters[number].detach()
 
     def update(self, table: int, gradient: Tensor) -> None:
-        """Give a table's gradient of this iteration (Table 4.1, Update); it is copied and leaves at once.
+        """Send a table's gradient of this iteration (Table 4.1, Update); it is copied and sent at once.
 
-        A table that was not synced in this iteration is synced first. One without an update has a gradient of zeros.
+        A table that was not synced in this iteration is synced first. A table without an update has a gradient of
+        zeros.
 
         Args:
-            table: its number.
-            gradient: in the table's shape.
+            table: number of the table.
+            gradient: gradient in the table's shape.
 
         Raises:
-            UsageError: no such table, another shape, a second one in an iteration, or it has not started.
-            GossipxError: training cannot go on.
+            UsageError: the table does not exist, the shape differs, it is the second update in this iteration, or
+                training has not started.
+            GossipxError: training cannot continue.
         """
         peer, number = self.peer, self._number(table)
         name, parameter = self._names[number], self._parameters[number]
         if not isinstance(gradient, Tensor) or gradient.shape != parameter.shape:
             given = list(gradient.shape) if isinstance(gradient, Tensor) else type(gradient).__name__
-            raise UsageError(f"the gradient of table '{name}' is {given}, and the table {list(parameter.shape)}")
+            raise UsageError(f"the gradient of table '{name}' is {given}, but the table is {list(parameter.shape)}")
         if number in self._updated:
-            raise UsageError(f"table '{name}' has two updates in one iteration: add them up, or call clock between")
+            raise UsageError(
+                f"table '{name}' has two updates in one iteration: add them up, or call clock between them"
+            )
         self._updated.add(number)
         peer.update(number, gradient)
 
     def clock(self) -> None:
-        """This iteration is over (Table 4.1, Clock).
+        """End this iteration (Table 4.1, Clock).
 
         Raises:
-            UsageError: it has not started.
-            GossipxError: training cannot go on.
+            UsageError: training has not started.
+            GossipxError: training cannot continue.
         """
         assert self.peer and self._optimizer is not None
         self._updated.clear()
-        self._optimizer.step()  # finds no gradients; what hangs on it ends the iteration
+        self._optimizer.step()  # there are no gradients; its hooks end the iteration
 
     def _number(self, table: int) -> int:
         if isinstance(table, bool) or not isinstance(table, int) or not 0 <= table < len(self._parameters):
-            raise UsageError(f"there is no table {table!r}: create_table gave 0 to {len(self._parameters) - 1}")
+            raise UsageError(f"unknown table {table!r}: tables are numbered 0 to {len(self._parameters) - 1}")
         return table
 
     # --- the end ----------------------------------------------------------------------------------
 
     def values(self, table: int) -> Tensor:
-        """A table's values as they are here: before the start those it was made with, after the end the final ones.
+        """Return a table's local values: before the start the initial ones, after the end the final ones.
 
         Raises:
-            UsageError: no such table.
+            UsageError: the table does not exist.
         """
         return self._parameters[self._number(table)].detach()
 
@@ -196,22 +204,22 @@ def initialize(
     parts: Parts | None = None,
     **settings: Any,
 ) -> ParameterServer:
-    """Set a parameter server up (Modularized Parameter Server, Table 4.1, Initialize); start connects it.
+    """Set up a parameter server (Modularized Parameter Server, Table 4.1, Initialize); ``start`` connects it.
 
     Args:
         peers, rank, config_file, parts: as for :func:`gossipx.join`.
-        optimizer: makes the optimizer from the tables, ``functools.partial(torch.optim.Adam, lr=0.001)``, say.
+        optimizer: makes the optimizer from the tables, such as ``functools.partial(torch.optim.Adam, lr=0.001)``.
         settings: any setting of ``gossipx run`` by its name: ``servers="0,1"``, ``sync="ssp:staleness=3"``. Under
-            ``gossipx run`` the run's hold, and it is to have a parameter server (``--servers``).
+            ``gossipx run`` the run's settings apply, and must include a parameter server (``--servers``).
 
     Raises:
-        UsageError: settings that do not fit, or of a run without a parameter server.
+        UsageError: settings are invalid, or the run has no parameter server.
     """
-    progress()  # from here on, under a run, an error is one line
+    progress()  # under 'gossipx run', errors from here on are reported in one line
     settings.setdefault("mode", "server")
     run = settings_of(config_file, settings)
     if run.sync.mode != "server" and run.server.servers is None:
-        raise UsageError("this run has no parameter server: name the peers that hold it by --servers")
+        raise UsageError("this run has no parameter server: name its servers by --servers")
 
     def join_by(tables: nn.Module, made: torch.optim.Optimizer) -> Peer:
         return join(tables, made, peers=peers, rank=rank, config_file=config_file, parts=parts, **settings)

@@ -1,4 +1,4 @@
-"""``gossipx.join``: one line that makes a training script a peer."""
+"""``gossipx.join``: the call that makes a training script a peer."""
 
 from __future__ import annotations
 
@@ -51,48 +51,50 @@ def join(
     parts: Parts | None = None,
     **settings: Any,
 ) -> Peer:
-    """Make this process a peer: from here on, each step of ``optimizer`` is an iteration of the run.
+    """Make this process a peer: from now on, each step of ``optimizer`` is an iteration of the run.
 
-    The model's parameters become views of one flat buffer (the Parameter objects stay the same), and take the values of
-    the peer that began. Returns once the other peers are there too, or ``peer_timeout`` has passed; a peer that only
-    serves the others (``hub_only``) does that here until their training is over, and exits.
+    The model's parameters become views of one flat buffer (the Parameter objects stay the same) and take the initial
+    values of the run. Returns when the other peers are connected or ``peer_timeout`` has passed. A peer that only
+    serves the others (``hub_only``, ``servers_only``) serves here until their training is over, and exits.
 
-    Under ``gossipx run`` nothing but the model and the optimizer is needed: rank, peers and all settings are the run's,
-    whatever is given here. A policy that is an object or a function, which no command line can name, is taken.
+    Under ``gossipx run`` rank, peers and all settings are the run's, and override the arguments. Only a policy that is
+    an object or a function, which no command line can name, is used.
 
     Args:
         model: any module whose parameters are dense, on one device.
-        optimizer: None for a loop without one; it then calls :meth:`Peer.step` after each update.
-        peers: the hosts file. None under torchrun, srun or mpirun: each process they start is one peer, and the
-            processes tell each other where they are.
+        optimizer: the optimizer; None: the loop calls :meth:`Peer.step` after each update.
+        peers: the hosts file. None under torchrun, srun or mpirun: each process that they start is one peer, and the
+            processes exchange their addresses.
         policy: a spec such as ``adaptive:threshold=0.02``, a policy, or a function of an observation.
-        rank: which line of the hosts file this process is, from 0; needed where several lines are this machine,
-            and nothing in the environment says it.
-        evaluate: gives a model's accuracy from 0 to 1, for the figures before and after the finish.
-        config_file: a TOML file of settings.
-        parts: of a parameter server, those that are your own.
-        settings: any other setting of ``gossipx run`` by its name, ``seed=1``, ``peer_timeout=10``.
+        rank: line of the hosts file of this process, from 0; required if several lines are this machine and the
+            environment does not define the rank.
+        evaluate: returns a model's accuracy from 0 to 1, to be reported before and after the finish.
+        config_file: TOML file with settings.
+        parts: replacements for parts of the parameter server.
+        settings: any other setting of ``gossipx run`` by its name: ``seed=1``, ``peer_timeout=10``.
 
     Raises:
-        UsageError: settings that do not fit, an optimizer that trains none of the model's parameters, a parameter that
-            cannot be joined (by its name), or peers whose models differ (the first tensor that does).
-        GossipxError: no peer gave a model to begin with, the port is in use, or the processes did not meet.
+        UsageError: settings are invalid, the optimizer trains none of the model's parameters, a parameter cannot be
+            joined (names it), or the peers' models differ (names the first tensor that does).
+        GossipxError: no peer sent an initial model, the port is in use, or the processes did not find each other.
     """
-    told = progress()
+    channel = progress()
     _check(model, optimizer)
     under_run = ENV_CONFIG in os.environ
-    exit_hooks.check_unregistered(under_run)  # before this model is laid out, which may be that of the first
+    exit_hooks.check_unregistered(
+        under_run
+    )  # first: building a peer changes the model, which may belong to another peer
     own = None if policy is None or isinstance(policy, str) else policies.parse(policy)
     if isinstance(policy, str):
         settings["policy"] = policy
     run = settings_of(config_file, settings)
     if own is not None and not under_run and (run.server.servers is not None or run.sync.mode == "server"):
-        raise UsageError("policy= is of peers that exchange with each other, and servers go by sync=: leave it out")
+        raise UsageError("a parameter server uses sync= instead of policy=: leave policy= out")
     if os.environ.get(ENV_DESCRIBE):
-        told.tell(manifest="\n".join(ParameterArena(model, mix_buffers=run.sync.buffers == "mix").manifest))
+        channel.tell(manifest="\n".join(ParameterArena(model, mix_buffers=run.sync.buffers == "mix").manifest))
         raise SystemExit(0)
     with contextlib.ExitStack() as until_started:
-        place = _place(run, peers, rank, told, under_run, until_started)
+        place = _place(run, peers, rank, channel, under_run, until_started)
         peer = build_peer(model, optimizer, run, place, own, evaluate, parts)
         peer.start()
     if not peer.trains:
@@ -102,10 +104,10 @@ def join(
 
 
 def settings_of(config_file: str | Path | None, settings: Mapping[str, Any]) -> RunConfig:
-    """The settings that hold here: under ``gossipx run`` the run's, else what is given.
+    """Return the settings of this process: under ``gossipx run`` the run's, else the given ones.
 
     Raises:
-        UsageError: a setting that is misspelt or wrong, also where the run's hold.
+        UsageError: a given setting is unknown or invalid, even if the run's apply.
     """
     given = files.load(Path(config_file)) if config_file else {}
     own = files.resolve(given, settings)
@@ -113,12 +115,12 @@ def settings_of(config_file: str | Path | None, settings: Mapping[str, Any]) -> 
 
 
 def rank_and_size(run: RunConfig, peers: str | Path | None = None, rank: int | None = None) -> tuple[int, int]:
-    """The rank of the peer that this process is or belongs to, and the number of peers, without joining.
+    """Return the rank of the peer to which this process belongs, and the number of peers, without joining.
 
-    With a hosts file it is this machine's: processes that torchrun starts here may be one peer together.
+    With a hosts file it is the peer of this machine: processes that torchrun starts here may together be one peer.
 
     Raises:
-        UsageError: a rank that is none of the peers' or cannot be told, or nothing says who they are.
+        UsageError: the rank is out of range or unknown, or the peers are unknown.
     """
     hosts = os.environ.get(ENV_PEERS) if ENV_CONFIG in os.environ else peers or os.environ.get(ENV_PEERS)
     if hosts is None:
@@ -133,28 +135,30 @@ def rank_and_size(run: RunConfig, peers: str | Path | None = None, rank: int | N
 
 def _check(model: object, optimizer: object) -> None:
     if not isinstance(model, nn.Module):
-        raise UsageError(f"join takes the model first, then the optimizer: {type(model).__name__} is no torch module")
+        raise UsageError(
+            f"join takes the model first, then the optimizer: {type(model).__name__} is not a torch module"
+        )
     if optimizer is None:
         return
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise UsageError(f"{type(optimizer).__name__} is no torch optimizer: leave it out, and call peer.step()")
+        raise UsageError(f"{type(optimizer).__name__} is not a torch optimizer: leave it out, and call peer.step()")
     own = {id(parameter) for parameter in model.parameters()}
     if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
-        raise UsageError("the optimizer trains none of the model's parameters: join the model that it was made for")
+        raise UsageError("the optimizer trains none of the model's parameters: join the model for which it was created")
 
 
 def _place(
     run: RunConfig,
     peers: str | Path | None,
     rank: int | None,
-    told: Progress,
+    channel: Progress,
     under_run: bool,
     until_started: contextlib.ExitStack,
 ) -> Place:
-    """Where this process stands: by a hosts file, or else by what torchrun and its like tell.
+    """Return rank and addresses of this process's peer, from a hosts file or else from torchrun and its like.
 
     Args:
-        until_started: what is to last until the peer listens.
+        until_started: receives resources that must last until the peer listens.
     """
     hosts = os.environ.get(ENV_PEERS) if under_run else peers or os.environ.get(ENV_PEERS)
     if hosts is None:
@@ -172,7 +176,7 @@ def _place(
         bind=Address(bind_host(lines[rank], run.exchange.bind, file), lines[rank].port),
         digest=peers_digest(lines),
         directory=Path(os.environ[ENV_CONFIG]).parent if under_run else directory,
-        progress=told,
+        progress=channel,
         under_run=under_run,
         resumes=bool(os.environ.get(ENV_RESUME)),
         resumes_at=int(at) if (at := os.environ.get(ENV_RESUME_AT)) else None,
@@ -180,15 +184,15 @@ def _place(
 
 
 def _by_world(run: RunConfig, rank: int | None, until_started: contextlib.ExitStack) -> tuple[list[PeerLine], int]:
-    """All processes that were started together meet, and tell each other where they are."""
+    """Exchange addresses with all processes that were started together; return all peers and this rank."""
     world = _world()
     if rank is not None:
         _check_rank(rank, world.size, None)
         world = replace(world, rank=rank)
     with Rendezvous(world, run.exchange.rendezvous_timeout) as meeting:
         check_reach(world, run.exchange)
-        text, held = agree(meeting, run.exchange)
-        until_started.callback(held.close)
+        text, reserved = agree(meeting, run.exchange)
+        until_started.callback(reserved.close)
     return lines_of(text), world.rank
 
 
@@ -196,26 +200,27 @@ def _world() -> World:
     world = find(os.environ)
     if world is None:
         raise UsageError(
-            "join needs to know the other peers: start the script by 'gossipx run --peers hosts.txt SCRIPT', by"
-            f" torchrun, srun or mpirun, or give peers='hosts.txt'{why_none(os.environ)}"
+            "the peers are unknown: start the script by 'gossipx run --peers hosts.txt SCRIPT', torchrun, srun or"
+            f" mpirun, or give peers='hosts.txt'{why_none(os.environ)}"
         )
     return world
 
 
 def _by_run(size: int) -> int:
-    """The rank that ``gossipx run`` has given this process."""
+    """Return the rank that ``gossipx run`` assigned to this process."""
     rank = int(os.environ[ENV_RANK])
     _check_rank(rank, size, None)
     return rank
 
 
 def _by_hosts(run: RunConfig, hosts: Path, lines: list[PeerLine], rank: int | None, started: Mapping[str, str]) -> int:
-    """The rank that is given, or that GOSSIPX_RANK says, or who has ``started`` the process; or the only one here."""
+    """Return the first of: the given rank, GOSSIPX_RANK, the launcher's rank in ``started``, the only line of this
+    machine."""
     here = local_ranks(lines, run.exchange.advertise, hosts)
-    if rank is None and (told := os.environ.get(ENV_RANK)):
-        if not told.isdecimal():
-            raise UsageError(f"{ENV_RANK} is {told[:50]!r}, and not a line of the hosts file, from 0")
-        rank = int(told)
+    if rank is None and (value := os.environ.get(ENV_RANK)):
+        if not value.isdecimal():
+            raise UsageError(f"{ENV_RANK} is {value[:50]!r}, not a line of the hosts file, from 0")
+        rank = int(value)
     if rank is None:
         rank = rank_among(started, len(lines), hosts)
     if rank is None:
@@ -227,7 +232,7 @@ def _by_hosts(run: RunConfig, hosts: Path, lines: list[PeerLine], rank: int | No
 def _check_rank(rank: int, size: int, hosts: Path | None) -> None:
     if not 0 <= rank < size:
         where = "" if hosts is None else " in the hosts file"
-        raise UsageError(f"rank {rank} is none of the {size} peers{where} (0 to {size - 1})", hosts)
+        raise UsageError(f"rank {rank} is out of range for the {size} peers{where} (0 to {size - 1})", hosts)
 
 
 def _only_one(here: list[int], lines: list[PeerLine], hosts: Path) -> int:

@@ -1,4 +1,4 @@
-"""The built-in task trained by a Caffe solver file: ``gossipx run --solver``."""
+"""The built-in task trained with a Caffe solver file: ``gossipx run --solver``."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from gossipx.tasks.data import Batches, Dataset
 from gossipx.tasks.partition import parse
 
 TEST_BATCH = 100
-"""Images a test iteration, as Caffe's examples for small images have: a test_iter of 100 goes through 10,000."""
+"""Images per test iteration, as in Caffe's examples for small images: a test_iter of 100 covers 10,000."""
 LOG_FILE = "caffe.log"
-"""In the peer's directory, beside its snapshots."""
+"""Name of the log in the peer's directory, next to its snapshots."""
 
 
 class _LazyBatches:
-    """Batches that are known once the peer has joined."""
+    """An iterable of batches that is filled once the peer has joined."""
 
     def __init__(self) -> None:
         self.batches: Iterator[tuple[Tensor, Tensor]] = iter(())
@@ -47,15 +47,16 @@ def train(
     """Train the built-in model as peer ``rank``, to the end.
 
     Args:
-        run: with a solver file.
-        directory: the run's; lines and snapshots go to the peer's own in it.
-        model: on its device, which is the run's to say and not the file's.
+        run: settings of the run, with a solver file.
+        directory: the run's directory; log and snapshots go to the peer's directory in it.
+        rank: rank of the peer.
+        model: the model, on its device; the run's device overrides the solver file's.
         everything: the training images of all peers.
         test: the test images.
-        evaluate: gives a model's accuracy on all of them.
+        evaluate: returns a model's accuracy on all test images.
     """
     assert run.task.solver is not None and run.task.batch_size is not None
-    # To the run's processes it asks for a snapshot: outside of training there is none to take, and nothing to end.
+    # SIGHUP requests a snapshot. Outside of training it must not end the process.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     own = directory_of(directory, rank)
     own.mkdir(exist_ok=True)
@@ -68,7 +69,7 @@ def train(
         snapshot_prefix=str(prefix),
         solver_mode="CPU",
         random_seed=-1,
-        # The command has said what says nothing; to it ``net`` may name the model.
+        # Do not warn about fields without effect: the command has shown them, and uses ``net`` as the model's name.
         places={name: place for name, place in given.places.items() if name not in prototxt.WITHOUT_MEANING},
     )
     data = _LazyBatches()
@@ -83,7 +84,7 @@ def train(
             stream=stream,
         )
         with attach(solver, evaluate=lambda one: evaluate(one.net.module)) as attached:
-            solver.snapshot_prefix = prefix  # the directory is the peer's own
+            solver.snapshot_prefix = prefix  # each peer already has its own directory
             peer = attached.peer
             parts = parse(run.task.partition).split(everything.labels.numpy(), peer.size, run.run.seed)
             mine = everything.take(parts[peer.rank])
@@ -100,7 +101,7 @@ def _test_batches(test: Dataset) -> list[tuple[Tensor, Tensor]]:
 
 
 def _log(attached: AttachedPeer, solver: Solver, every: int) -> None:
-    """Curves: the loss every few iterations, the accuracy when the solver has tested."""
+    """Log curves: the loss every few iterations, the accuracy after each test of the solver."""
     peer = attached.peer
 
     def on_start() -> None:

@@ -1,6 +1,6 @@
-"""The built-in task as one peer: what ``gossipx run`` starts when it is given no script.
+"""The built-in task as one peer: the program that ``gossipx run`` starts if no script is given.
 
-It is a training loop like any user's, on the same public interface.
+It is a training loop like a user's, and uses only the public interface.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from gossipx.tasks.partition import parse
 from gossipx.tasks.presets import learning_rate
 
 TEST_BATCH = 500
-"""Images evaluated at once: large enough for full speed, small enough to stay in cache."""
+"""Images evaluated at once: large enough for full speed, small enough for the cache."""
 LIVE_IMAGES = 2000
-"""Images of the test set that an accuracy while training is measured on; the final ones use all."""
+"""Test images used for an accuracy during training; the final accuracies use all."""
 
 
 @dataclass(frozen=True)
 class Steps:
-    """The learning rate's course: see :func:`gossipx.tasks.presets.learning_rate`."""
+    """Learning rate schedule; see :func:`gossipx.tasks.presets.learning_rate`."""
 
     base_lr: float
     gamma: float
@@ -41,7 +41,7 @@ class Steps:
 
 
 def main() -> None:
-    """Train one peer; told by the environment which (see :mod:`gossipx.launch.loops.join`)."""
+    """Train one peer, as defined by environment variables (see :mod:`gossipx.launch.loops.join`)."""
     progress()
     run = files.resolve(files.load(Path(os.environ[ENV_CONFIG])))
     try:
@@ -57,7 +57,7 @@ def train(run: RunConfig, rank: int) -> None:
     task = run.task
     everything, test = load(task.task, None if task.data_dir is None else Path(task.data_dir))
     spec = TASKS[task.task]
-    # Peers begin with one peer's weights; a seed of their own each matters with --init own alone.
+    # All peers start from one peer's weights; the seed per rank matters only with --init own.
     torch.manual_seed(run.run.seed * 1000 + rank)
     model = build_model(task.model, classes=spec.classes, channels=spec.channels, pixels=spec.pixels).to(device)
 
@@ -83,7 +83,7 @@ def train(run: RunConfig, rank: int) -> None:
 def loop(
     peer: Peer, model: nn.Module, optimizer: torch.optim.Optimizer, own: Dataset, test: Dataset, run: RunConfig
 ) -> None:
-    """The training loop: batches of this peer's own images, SGD, and now and then a look at the test set."""
+    """Train: batches of this peer's own images, SGD, and an evaluation from time to time."""
     settings = run.run
     device = next(model.parameters()).device
     task = run.task
@@ -109,7 +109,7 @@ def loop(
 
 @torch.no_grad()
 def accuracy(model: nn.Module, data: Dataset, device: torch.device) -> float:
-    """Share of images that are classified right, from 0 to 1."""
+    """Return the fraction of images that are classified correctly, from 0 to 1."""
     training = model.training
     model.eval()
     right = 0

@@ -57,7 +57,7 @@ def _manifest(command: list[str], environment: dict[str, str]) -> bytes:
     """Return the description of the model, one line per tensor; GossipxError if there is none."""
     told: dict[str, Any] = {}
     printed = [""]
-    child = Child(command, environment, ENV_PROGRESS, on_line=printed.append, on_word=told.update)
+    child = Child(command, environment, ENV_PROGRESS, on_line=printed.append, on_event=told.update)
     until = time.monotonic() + WITHIN
     with selectors.DefaultSelector() as selector:
         try:

@@ -1,0 +1,111 @@
+"""Uses of ``gossipx run --resume`` that are refused, and changes that are allowed.
+
+Numbers in brackets are rows of the project's fault list.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from resuming import BRIEF, manifests, resume, resumed, store, wait_for
+
+from gossipx.cli import main
+from runs import Ended, Folder, one_line
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Folder]:
+    """A run of two peers that SIGTERM ended."""
+    here = Folder(tmp_path_factory.mktemp("stopped"), 2)
+    options = ("--policy", "tau:5", "--iterations", "100000", "--checkpoint-every", "10", "--seed", "3", *BRIEF)
+    run = here.start_run(*options)
+    wait_for(here, 20, run)
+    run.signal(signal.SIGTERM)
+    run.end()
+    yield here
+    here.close()
+
+
+def refused_at_once(here: Folder, *options: str | Path, name: str | Path = "x") -> str:
+    """Like :func:`refused`, for refusals before any process is started."""
+    command = ["run", "--logdir", here.path, "--resume", name, *options]
+    result = CliRunner().invoke(main, list(map(str, command)))
+    assert result.exit_code == 2 and result.stdout == "" and result.stderr.count("\n") == 1, result.output
+    return result.stderr.strip()
+
+
+def refused(here: Folder, *options: str | Path, name: str | Path = "x") -> str:
+    ended: Ended = resume(here, *options, name=name).end()
+    return one_line(ended, 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("--model", "resnet20"), "--model cannot change when a run resumes; it is lenet"),
+        (("--seed", "4"), "--seed cannot change when a run resumes; it is 3"),
+        (("--policy", "adaptive"), "--policy cannot change when a run resumes; it is tau:5"),
+        (("--batch-size", "64"), "--batch-size cannot change"),
+        (("--partition", "dirichlet:alpha=1"), "--partition cannot change"),
+        (("--mode", "push"), "--mode cannot change"),
+        (("--name", "y"), "--name cannot change"),
+        (("--overwrite",), "--overwrite cannot change when a run resumes; it is false"),
+        (("--iterations", "5"), "--iterations 5, but its checkpoints already have"),
+        (("--config", "x/config.toml"), "--config is for a new run"),
+        (("--checkpoint-every", "5m"), "'5m' is no interval: use iterations such as 500, seconds such as 60s"),
+        (("--keep-checkpoints", "0"), "--keep-checkpoints is 0: at least 1"),
+    ],
+)
+def test_a_setting_that_cannot_change_is_refused_by_its_option(
+    stopped: Folder, options: tuple[str, ...], told: str
+) -> None:
+    before = (stopped.path / "x" / "config.toml").read_bytes()
+    assert told in refused_at_once(stopped, *options)
+    assert (stopped.path / "x" / "config.toml").read_bytes() == before
+
+
+def test_another_number_of_peers_is_refused(stopped: Folder) -> None:
+    hosts = stopped.path / "three.txt"
+    hosts.write_text("localhost slots=3\n")
+    assert "--peers names 3 peers, but the run to resume has 2" in refused_at_once(stopped, "--peers", hosts)
+
+
+def test_a_directory_without_a_run_is_refused(stopped: Folder) -> None:
+    assert "nothing: no run to resume found" in refused_at_once(stopped, name="nothing")
+
+
+def test_a_script_with_another_model_is_refused(stopped: Folder) -> None:
+    script = stopped.script("with gossipx.join(nn.Linear(4, 1)): pass")
+    before = {file: file.read_bytes() for file in (stopped.path / "x").iterdir() if file.is_file()}
+    line = refused(stopped, script, stopped.path)
+    assert {file: file.read_bytes() for file in (stopped.path / "x").iterdir() if file.is_file()} == before
+    assert "the checkpoint is of another model: it has '" in line and "weight float32 1x4" in line
+
+
+def test_without_a_whole_checkpoint_it_is_refused(place: Any) -> None:
+    """[30] Also for a run that never wrote one."""
+    here = place(1)
+    here.run("--policy", "never", "--iterations", "5", *BRIEF)
+    told = "no peer has a complete checkpoint to resume from: a run writes them with --checkpoint-every"
+    assert told in refused_at_once(here)
+    store(here, 0).save(5, {})
+    (manifests(here, 0)[0]).write_text("{}")
+    assert told in refused_at_once(here)
+    assert (here.path / "x" / "summary.json").exists(), "nothing of the run is lost by that"
+
+
+def test_allowed_changes_apply_when_a_run_resumes_by_its_directory(stopped: Folder) -> None:
+    """A hosts file with other ports and as many peers, and another parameter of the policy; the new settings are
+    recorded."""
+    done = max(store(stopped, rank).find() or 0 for rank in range(2))
+    others = Folder(stopped.path, 2)  # overwrites the first hosts file
+    options = ("--peers", others.hosts, "--policy", "tau:7", "--iterations", str(done + 10))
+    run = resumed(stopped, *options, name=stopped.path / "x")
+    assert run.summary["policy"] == "tau:7" and run.summary["iterations"] == done + 10
+    assert 'policy = "tau:7"' in (stopped.path / "x" / "config.toml").read_text()
+    assert (stopped.path / "x" / "hosts.txt").read_bytes() == others.hosts.read_bytes()

@@ -1,0 +1,78 @@
+"""Runs of small scripts in place of peers, without torch and sockets, for the tests of ``gossipx run``'s parent."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+from gossipx.config import files as config_files
+from gossipx.launch.local import launch
+
+Run = Callable[..., int]
+
+NAMES = [f"localhost:{29400 + rank}" for rank in range(4)]
+DEADLINE = 120.0
+"""Seconds after which a process that should have ended long ago fails the test."""
+
+PRELUDE = f"""\
+import json, os, signal, sys
+from pathlib import Path
+
+signal.alarm({DEADLINE:.0f})  # ends a process that outlives a failed test
+here = Path(__file__).parent
+rank = int(os.environ["GOSSIPX_RANK"])
+told = int(os.environ["GOSSIPX_PROGRESS_FD"])
+
+def tell(**word):
+    os.write(told, json.dumps(word).encode() + b"\\n")
+
+def train(step=5):
+    tell(state="train", step=step, iterations=10, loss=0.5, accuracy=None, retrievals=rank, bytes=100 * rank)
+
+def report(rank):
+    return {{
+        "retrievals": 10 + rank, "bytes_received": 1000 * rank, "finish_bytes": 7, "test_accuracy": 0.5 + rank / 8,
+        "test_accuracy_before_finish": 0.25, "consensus_distance": 1.5, "train_seconds": 4.0, "blocked_seconds": 1.0,
+        "overhead_seconds": 0.5, "skipped": 2, "failed": 1, "poisoned": 0,
+    }}
+
+def finish(**reports):
+    tell(result={{
+        "report": report(rank), "reports": {{name.strip("_"): value for name, value in reports.items()}},
+        "missing": [], "consensus_accuracy": 0.875,
+    }})
+"""
+"""The start of a script in place of a peer: it reports progress by the protocol of ``gossipx.runtime.progress``."""
+
+
+def script(directory: Path, body: str) -> Path:
+    file = directory / "child.py"
+    file.write_text(PRELUDE + dedent(body), encoding="utf-8")
+    return file
+
+
+def hosts(directory: Path, text: str) -> Path:
+    file = directory / "hosts.txt"
+    file.write_text(text + "\n", encoding="utf-8")
+    return file
+
+
+def launcher(directory: Path) -> Run:
+    """Return a function that launches a script as every peer of the run ``mine``, and returns the exit code."""
+
+    def launched(body: str, *arguments: str, peers: str = "localhost slots=3", **settings: Any) -> int:
+        given = config_files.resolve({"logdir": str(directory / "runs"), "name": "mine", **settings})
+        return launch(given, hosts(directory, peers), [str(script(directory, body)), *arguments], {})
+
+    return launched
+
+
+def gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False

@@ -1,0 +1,225 @@
+"""The name and directory of a run: names in use, ``--overwrite``, and restoring the overwritten run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+from launches import DEADLINE, Run, hosts, launcher, script
+
+from gossipx.config import files as config_files
+from gossipx.errors import UsageError
+from gossipx.launch import local
+from gossipx.launch.directory import RunDirectory
+from gossipx.launch.local import launch
+from gossipx.metrics.summary import FILE, read
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """Launches a script as every peer of the run ``mine``, in this process; returns the exit code."""
+    return launcher(tmp_path)
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> Path:
+    """The directory of the run ``mine``."""
+    return tmp_path / "runs" / "mine"
+
+
+# --- names and directories ----------------------------------------------------------------------------
+
+
+def test_a_name_in_use_is_refused(run: Run, tmp_path: Path, mine: Path) -> None:
+    assert run("(here / f'ran-{rank}').touch(); finish()") == 0
+    before = (mine / FILE).read_bytes()
+    for file in tmp_path.glob("ran-*"):
+        file.unlink()
+    with pytest.raises(UsageError, match=r"a run 'mine' already exists: give another --name, or --overwrite"):
+        run("(here / f'ran-{rank}').touch(); finish()")
+    assert (mine / FILE).read_bytes() == before
+    assert not list(tmp_path.glob("ran-*"))
+
+
+def test_overwrite_leaves_nothing_of_the_previous_run(run: Run, mine: Path) -> None:
+    assert run("finish()", seed=1) == 0
+    (mine / "peer-00").mkdir()
+    (mine / "peer-00" / "model.safetensors").touch()
+    assert run("finish()", seed=2, overwrite=True) == 0
+    assert read(mine).seed == 2
+    assert sorted(file.name for file in mine.iterdir()) == ["config.toml", "hosts.txt", "script.json", FILE]
+
+
+def test_overwrite_keeps_what_no_run_has_written(run: Run, mine: Path) -> None:
+    assert run("finish()") == 0
+    (mine / "notes.txt").write_text("seed 0 looked odd", encoding="utf-8")
+    assert run("finish()", overwrite=True) == 0
+    assert (mine / "notes.txt").read_text(encoding="utf-8") == "seed 0 looked odd"
+
+
+@pytest.mark.parametrize(
+    "body", ["sys.exit(1)", "tell(error='wrong', exit=2)", "os.kill(os.getppid(), signal.SIGINT); signal.pause()"]
+)
+def test_a_failed_overwrite_leaves_the_previous_run(run: Run, mine: Path, body: str) -> None:
+    assert run("finish()", seed=1) == 0
+    (mine / "peer-00").mkdir()
+    (mine / "peer-00" / "model.safetensors").write_text("weights", encoding="utf-8")
+    before = {file: file.read_bytes() for file in mine.rglob("*") if file.is_file()}
+    assert run(body, seed=2, overwrite=True) != 0
+    assert {file: file.read_bytes() for file in mine.rglob("*") if file.is_file()} == before
+    assert run("train(); finish()", seed=3, overwrite=True) == 0
+    assert read(mine).seed == 3
+    assert sorted(file.name for file in mine.iterdir()) == ["config.toml", "hosts.txt", "script.json", FILE]
+
+
+class Killed(BaseException):
+    """Simulates SIGKILL: nothing is cleaned up after it."""
+
+
+def content(directory: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(directory)): file.read_bytes() for file in directory.rglob("*") if file.is_file()}
+
+
+@pytest.mark.parametrize("error", [Killed(), OSError(28, "No space left on device")])
+@pytest.mark.parametrize("method", ["rename", "mkdir", "replace", "write_bytes", "go"])
+def test_an_overwrite_that_is_cut_off_anywhere_loses_nothing(
+    run: Run, mine: Path, monkeypatch: pytest.MonkeyPatch, method: str, error: BaseException
+) -> None:
+    assert run("finish()", seed=1) == 0
+    (mine / "peer-00").mkdir()
+    (mine / "peer-00" / "model.safetensors").write_text("weights", encoding="utf-8")
+    (mine / "notes.txt").write_text("seed 1 looked odd", encoding="utf-8")
+    before = content(mine)
+
+    def cut(*_: object, **__: object) -> None:
+        raise error
+
+    with monkeypatch.context() as patched, pytest.raises((Killed, OSError, UsageError)):
+        patched.setattr(*((local._Run, "go") if method == "go" else (Path, method)), cut)
+        if isinstance(error, Killed):
+            patched.setattr(RunDirectory, "give_up", RunDirectory.release)  # a killed process only loses its lock
+        run("finish()", seed=2, overwrite=True)
+    assert run("sys.exit(1)", seed=3, overwrite=True) == 1
+    assert content(mine) == before
+    assert run("train(); finish()", seed=4, overwrite=True) == 0
+    assert read(mine).seed == 4
+    assert sorted(file.name for file in mine.iterdir()) == [
+        "config.toml",
+        "hosts.txt",
+        "notes.txt",
+        "script.json",
+        FILE,
+    ]
+    assert sorted(file.name for file in mine.parent.iterdir()) == ["mine"]
+
+
+def test_a_run_in_progress_is_not_overwritten(run: Run, mine: Path, tmp_path: Path) -> None:
+    body = """
+        train()
+        command = [sys.executable, "-m", "gossipx", "run", "--peers", here / "hosts.txt", "--logdir", here / "runs"]
+        again = subprocess.run([*command, "--name", "mine", "--overwrite", __file__], capture_output=True, text=True)
+        (here / "told").write_text(f"{again.returncode} {again.stderr}")
+        finish()
+    """
+    assert run("import subprocess\n" + dedent(body), peers="localhost") == 0
+    told = (tmp_path / "told").read_text(encoding="utf-8")
+    assert told.startswith("2 ") and "a run 'mine' is in progress: give another --name" in told
+    assert read(mine).lost == []
+
+
+def test_a_name_that_no_file_can_have(run: Run) -> None:
+    with pytest.raises(UsageError, match=r"cannot write the run: .*give another .*--name"):
+        run("finish()", name="x" * 300)
+
+
+@pytest.mark.parametrize(
+    "shut",
+    [
+        True,
+        pytest.param(
+            False,
+            marks=pytest.mark.skipif(
+                not Path("/dev/full").exists(), reason="/dev/full is the kernel's, on Linux alone"
+            ),
+        ),
+    ],
+)
+def test_a_run_continues_without_a_reader_of_its_output(tmp_path: Path, shut: bool) -> None:
+    file = script(tmp_path, "print('hello'); train(); print('more'); finish()")
+    start = [sys.executable, "-m", "gossipx", "run", "--peers", str(hosts(tmp_path, "localhost slots=2"))]
+    command = [*start, "--logdir", str(tmp_path / "runs"), "--name", "mine", str(file)]
+    if shut:
+        reading, writing = os.pipe()
+        os.close(reading)
+    else:
+        writing = os.open("/dev/full", os.O_WRONLY)
+    ended = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, timeout=DEADLINE, check=False)
+    os.close(writing)
+    assert ended.returncode == 0 and ended.stderr == b""
+    assert read(tmp_path / "runs" / "mine").lost == []
+
+
+def test_the_directory_of_another_program_is_not_a_run(run: Run, mine: Path) -> None:
+    mine.mkdir(parents=True)
+    (mine / "config.toml").write_text("title = 'mine'\n", encoding="utf-8")
+    with pytest.raises(UsageError, match="not the directory of a run, so it is not overwritten"):
+        run("finish()", overwrite=True)
+    assert (mine / "config.toml").read_text(encoding="utf-8") == "title = 'mine'\n"
+
+
+def test_a_run_that_failed_can_be_overwritten(run: Run, mine: Path) -> None:
+    assert run("tell(error='no', exit=2)") == 2
+    assert run("finish()", overwrite=True) == 0
+
+
+@pytest.mark.parametrize("precious", ["file", "directory"])
+def test_overwrite_refuses_a_directory_that_is_not_a_run(run: Run, tmp_path: Path, mine: Path, precious: str) -> None:
+    kept = mine if precious == "file" else mine / "thesis.tex"
+    kept.parent.mkdir(parents=True)
+    kept.write_text("years of work", encoding="utf-8")
+    with pytest.raises(UsageError, match="not the directory of a run, so it is not overwritten"):
+        run("(here / 'ran').touch()", overwrite=True)
+    assert kept.read_text(encoding="utf-8") == "years of work"
+    assert not (tmp_path / "ran").exists()
+
+
+def test_an_empty_directory_can_be_overwritten(run: Run, mine: Path) -> None:
+    mine.mkdir(parents=True)
+    assert run("finish()", overwrite=True) == 0
+
+
+def test_the_hosts_file_of_a_run_can_be_used_to_run_it_again(tmp_path: Path, run: Run, mine: Path) -> None:
+    assert run("finish()", peers="localhost slots=2") == 0
+    given = config_files.resolve({"logdir": str(mine.parent), "name": "mine", "overwrite": True})
+    assert launch(given, mine / "hosts.txt", [str(tmp_path / "child.py")], {}) == 0
+    assert read(mine).peers == 2
+
+
+def test_a_logdir_that_is_a_file_is_refused(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "runs").touch()
+    with pytest.raises(UsageError, match=r"cannot write the run: .*; give another --logdir"):
+        run("finish()")
+
+
+def test_a_run_without_a_name_is_named_after_its_policy(run: Run, mine: Path) -> None:
+    for policy in ("tau:10", "tau:period=5", "never", "tau:10"):
+        assert run("finish()", name=None, policy=policy, peers="localhost") == 0
+    assert {file.name: read(file).policy for file in mine.parent.iterdir()} == {
+        "tau": "tau:10",
+        "tau-2": "tau:period=5",
+        "never": "never",
+        "tau-3": "tau:10",
+    }
+
+
+def test_with_servers_it_is_named_after_its_sync_model(run: Run, mine: Path) -> None:
+    assert run("finish()", name=None, servers="0", sync="ssp:staleness=2") == 0
+    assert run("finish()", name=None, mode="server") == 0
+    assert {file.name: read(file).policy for file in mine.parent.iterdir()} == {
+        "ssp": "ssp:staleness=2",
+        "bsp": "bsp",
+    }
