@@ -1,4 +1,4 @@
-"""``gossipx doctor``: which hosts are reached, how fast, and which disagree on the model."""
+"""``gossipx doctor``: diagnosis of the machines of a run."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def _settings(command: Any) -> Any:
 @debug
 @click.argument("script", nargs=-1, type=click.UNPROCESSED, metavar="[SCRIPT [ARGS]...]")
 def doctor(wait: float, config_file: Path | None, as_json: bool, script: tuple[str, ...], **settings: Any) -> None:
-    """Look at the machines of a run: names, ports, versions, clocks, devices, which hosts are reached and how fast.
+    """Diagnose the machines of a run: names, ports, versions, clocks, devices, reachability, latency and rates.
 
     Start the same command on each host, with the hosts file and the --bind, --secret-file or --tls-... of the run. Each
-    waits for the others, and reports what it sees. Exit code 0: nothing fails; 1: something does; 5: not authorised.
+    waits for the others, and reports what it sees. Exit code 0: no check fails; 1: a check fails; 5: not authorised.
 
     \b
     gossipx doctor --peers hosts.txt
@@ -55,18 +55,17 @@ def doctor(wait: float, config_file: Path | None, as_json: bool, script: tuple[s
     given = files.load(config_file) if config_file else {}
     resolved = files.resolve(given, settings)
     if resolved.run.peers is None:
-        raise UsageError("who the peers are is not given: --peers hosts.txt, or peers = in [run] of the --config file")
-    looks_at_model = bool(script) or config_file is not None or any(settings[name] for name in ("model", "task"))
-    asked = list(script) if looks_at_model else None
-    found = examine(resolved, Path(resolved.run.peers), asked, wait, lambda line: print(line, file=sys.stderr))
-    said = verdicts(found)
-    code = max((verdict.exit_code for verdict in said if verdict.level == "fail"), default=0)
+        raise UsageError("no hosts file: give --peers hosts.txt, or peers = in [run] of the --config file")
+    trained = list(script) if script or config_file or settings["model"] or settings["task"] else None
+    found = examine(resolved, Path(resolved.run.peers), trained, wait, lambda line: print(line, file=sys.stderr))
+    report = verdicts(found)
+    code = max((verdict.exit_code for verdict in report if verdict.level == "fail"), default=0)
     if as_json:
-        plain = {"findings": found, "verdicts": said, "exit_code": code}
-        print(json.dumps(plain, indent=2, default=lambda one: sorted(one) if isinstance(one, set) else vars(one)))
+        plain = {"findings": found, "verdicts": report, "exit_code": code}
+        print(json.dumps(plain, indent=2, default=lambda item: sorted(item) if isinstance(item, set) else vars(item)))
     else:
         show(_table(found))
-        for verdict in said:
+        for verdict in report:
             level = click.style(f"{verdict.level:4}", _COLOURS[verdict.level], bold=verdict.level == "fail")
             text = f"{verdict.text}: {verdict.advice}" if verdict.advice else verdict.text
             click.echo(f"{level}  {verdict.about:9}  {text}")
@@ -74,16 +73,16 @@ def doctor(wait: float, config_file: Path | None, as_json: bool, script: tuple[s
 
 
 def _table(found: Findings) -> Table:
-    """Hosts, as this one sees them. The verdicts come last: they stay in sight."""
+    """Return the table of hosts as this one sees them. It is printed before the verdicts, which stay in sight."""
     table = Table("host", "peers reached", "round trip", "rate to here", "gossipx", "torch", "python")
     for host in found.hosts:
-        seen, way = found.seen(host), found.ways.get(host.number)
-        facts = next((one.facts for one in seen if one.facts), {} if host in found.others else found.facts)
+        seen, pair = found.seen(host), found.ways.get(host.number)
+        facts = next((line.facts for line in seen if line.facts), {} if host in found.others else found.facts)
         table.add_row(
             host.name,
-            f"{sum(one.state == 'ok' for one in seen)} of {len(host.peers)}" if seen else "–",
-            "–" if way is None or way.latency is None else f"{way.latency * 1e3:.3g} ms",
-            "–" if way is None or way.rate is None else f"{way.rate * 8 / 1e6:.0f} Mbit/s",
-            *(facts.get(what, "–") for what in ("gossipx", "torch", "python")),
+            f"{sum(line.state == 'ok' for line in seen)} of {len(host.peers)}" if seen else "–",
+            "–" if pair is None or pair.latency is None else f"{pair.latency * 1e3:.3g} ms",
+            "–" if pair is None or pair.rate is None else f"{pair.rate * 8 / 1e6:.0f} Mbit/s",
+            *(facts.get(fact, "–") for fact in ("gossipx", "torch", "python")),
         )
     return table
