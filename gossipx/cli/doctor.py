@@ -1,4 +1,4 @@
-"""``gossipx doctor``: checks of the machines of a run and of the connections between them."""
+"""``gossipx doctor``: diagnosis of the machines of a run."""
 
 from __future__ import annotations
 
@@ -19,33 +19,29 @@ from gossipx.errors import UsageError
 if TYPE_CHECKING:
     from gossipx.tools.doctor.findings import Findings
 
-_SETTINGS = ("model", "task", "data_dir", "device", "bind", "advertise", "secret_file", "tls_cert", "tls_key", "tls_ca")
+_ASKED = ("model", "task", "data_dir", "device", "bind", "advertise", "secret_file", "tls_cert", "tls_key", "tls_ca")
 _COLOURS = {"ok": "green", "note": "cyan", "warn": "yellow", "fail": "red"}
 
 
 def _settings(command: Any) -> Any:
-    for name in reversed(_SETTINGS):
+    for name in reversed(_ASKED):
         command = option(KEYS[name])(command)
     return command
 
 
 @click.command("doctor", context_settings={"allow_interspersed_args": False})
-@click.option("--peers", type=click.Path(), help="Hosts file. Required here or in the --config file.")
-@click.option(
-    "--wait", type=FloatRange(0, 3600), default=15.0, show_default=True, help="Seconds to wait for other hosts."
-)
-@click.option(
-    "--config", "config_file", type=click.Path(path_type=Path), help="TOML file with the settings of the run."
-)
+@click.option("--peers", type=click.Path(), help="The hosts file. Needed here or in the --config file.")
+@click.option("--wait", type=FloatRange(0, 3600), default=15.0, show_default=True, help="Seconds for other hosts.")
+@click.option("--config", "config_file", type=click.Path(path_type=Path), help="A TOML file of a run's settings.")
 @_settings
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--json", "as_json", is_flag=True, help="For programs.")
 @debug
 @click.argument("script", nargs=-1, type=click.UNPROCESSED, metavar="[SCRIPT [ARGS]...]")
 def doctor(wait: float, config_file: Path | None, as_json: bool, script: tuple[str, ...], **settings: Any) -> None:
-    """Check the machines of a run: names, ports, versions, clocks, devices, reachable hosts and their bandwidth.
+    """Diagnose the machines of a run: names, ports, versions, clocks, devices, reachability, latency and rates.
 
     Start the same command on each host, with the hosts file and the --bind, --secret-file or --tls-... of the run. Each
-    waits for the others and reports its own view. Exit code 0: no check failed; 1: one did; 5: not authorised.
+    waits for the others, and reports what it sees. Exit code 0: no check fails; 1: a check fails; 5: not authorised.
 
     \b
     gossipx doctor --peers hosts.txt
@@ -59,18 +55,17 @@ def doctor(wait: float, config_file: Path | None, as_json: bool, script: tuple[s
     given = files.load(config_file) if config_file else {}
     resolved = files.resolve(given, settings)
     if resolved.run.peers is None:
-        raise UsageError("no peers given: use --peers hosts.txt, or peers = in [run] of the --config file")
-    checks_model = bool(script) or config_file is not None or any(settings[name] for name in ("model", "task"))
-    model_of = list(script) if checks_model else None
-    found = examine(resolved, Path(resolved.run.peers), model_of, wait, lambda line: print(line, file=sys.stderr))
-    said = verdicts(found)
-    code = max((verdict.exit_code for verdict in said if verdict.level == "fail"), default=0)
+        raise UsageError("no hosts file: give --peers hosts.txt, or peers = in [run] of the --config file")
+    trained = list(script) if script or config_file or settings["model"] or settings["task"] else None
+    found = examine(resolved, Path(resolved.run.peers), trained, wait, lambda line: print(line, file=sys.stderr))
+    report = verdicts(found)
+    code = max((verdict.exit_code for verdict in report if verdict.level == "fail"), default=0)
     if as_json:
-        plain = {"findings": found, "verdicts": said, "exit_code": code}
-        print(json.dumps(plain, indent=2, default=lambda one: sorted(one) if isinstance(one, set) else vars(one)))
+        plain = {"findings": found, "verdicts": report, "exit_code": code}
+        print(json.dumps(plain, indent=2, default=lambda item: sorted(item) if isinstance(item, set) else vars(item)))
     else:
         show(_table(found))
-        for verdict in said:
+        for verdict in report:
             level = click.style(f"{verdict.level:4}", _COLOURS[verdict.level], bold=verdict.level == "fail")
             text = f"{verdict.text}: {verdict.advice}" if verdict.advice else verdict.text
             click.echo(f"{level}  {verdict.about:9}  {text}")
@@ -78,16 +73,16 @@ def doctor(wait: float, config_file: Path | None, as_json: bool, script: tuple[s
 
 
 def _table(found: Findings) -> Table:
-    """Return a row per host, as seen from this one. Verdicts are printed below it, so that they stay visible."""
+    """Return the table of hosts as this one sees them. It is printed before the verdicts, which stay in sight."""
     table = Table("host", "peers reached", "round trip", "rate to here", "gossipx", "torch", "python")
     for host in found.hosts:
-        seen, way = found.seen(host), found.ways.get(host.number)
-        facts = next((one.facts for one in seen if one.facts), {} if host in found.others else found.facts)
+        seen, pair = found.seen(host), found.ways.get(host.number)
+        facts = next((line.facts for line in seen if line.facts), {} if host in found.others else found.facts)
         table.add_row(
             host.name,
-            f"{sum(one.state == 'ok' for one in seen)} of {len(host.peers)}" if seen else "–",
-            "–" if way is None or way.latency is None else f"{way.latency * 1e3:.3g} ms",
-            "–" if way is None or way.rate is None else f"{way.rate * 8 / 1e6:.0f} Mbit/s",
-            *(facts.get(what, "–") for what in ("gossipx", "torch", "python")),
+            f"{sum(line.state == 'ok' for line in seen)} of {len(host.peers)}" if seen else "–",
+            "–" if pair is None or pair.latency is None else f"{pair.latency * 1e3:.3g} ms",
+            "–" if pair is None or pair.rate is None else f"{pair.rate * 8 / 1e6:.0f} Mbit/s",
+            *(facts.get(fact, "–") for fact in ("gossipx", "torch", "python")),
         )
     return table

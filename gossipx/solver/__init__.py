@@ -1,1 +1,1 @@
-"""Caffe's solver: its files, formulas, order of a step, lines and snapshots, over a torch module."""
+"""Caffe's solver for torch modules: its files, formulas, order of a step, log lines and snapshots."""

@@ -1,4 +1,4 @@
-"""What a solver's parameters must be for training to begin; Caffe looks at much of it only when it gets there."""
+"""Checks of a solver's parameters before training starts. Caffe makes many of them only when it uses a value."""
 
 from __future__ import annotations
 
@@ -24,48 +24,48 @@ LEAST: dict[str, float] = {
     "average_loss": 1,
     "iter_size": 1,
 }
-"""The least that a field may be."""
+"""The minimum of each field."""
 
 
 def check(param: SolverParameter, tests: int, of: str = "the run") -> None:
-    """See that training can begin.
+    """Check that training can start.
 
     Args:
         param: the parameters.
-        tests: how many sets of test batches there are.
-        of: what has them, for messages.
+        tests: number of sets of test batches.
+        of: the owner of the test batches, for messages.
 
     Raises:
-        UsageError: the first field that it cannot begin with: the file, line and column, and what would be right.
+        UsageError: the first invalid field, with file, line and column.
     """
-    for field, told in _mistakes(param, tests, of):
-        raise param.error(field, told)
+    for field, mistake in _mistakes(param, tests, of):
+        raise param.error(field, mistake)
 
 
 def check_length(param: SolverParameter) -> None:
-    """See that training without a run, whose length would be the solver's, has the length that its rates need.
+    """Check that ``max_iter`` is given if the rate depends on it. In a run the run's length would replace it.
 
     Raises:
-        UsageError: it has none.
+        UsageError: ``max_iter`` is missing.
     """
     if param.lr_policy == "poly" and "max_iter" not in param.given:
-        raise param.error("max_iter", _lacking(param))
+        raise param.error("max_iter", _missing(param))
 
 
-def _lacking(param: SolverParameter) -> str:
+def _missing(param: SolverParameter) -> str:
     return f'it is missing, and lr_policy: "{param.lr_policy}" needs it'
 
 
 def _mistakes(param: SolverParameter, tests: int, of: str) -> Iterator[tuple[str, str]]:
     yield from _names(param)
     for field, least in LEAST.items():
-        if not getattr(param, field) >= least:  # NaN is no number either
+        if not getattr(param, field) >= least:  # also true for NaN
             yield field, f"{getattr(param, field):g} is less than {least:g}"
     yield from _rate(param)
     yield from _of_type(param)
     yield from _tests(param, tests, of)
     for name in param.weight_files:
-        if not Path(name).is_file():  # the empty name is no file, either
+        if not Path(name).is_file():
             yield "weights", f"there is no file '{name}'"
 
 
@@ -89,11 +89,11 @@ def _rate(param: SolverParameter) -> Iterator[tuple[str, str]]:
         yield "base_lr", "it is missing"
     for field in NEEDS[param.lr_policy]:
         if field not in param.given:
-            yield field, _lacking(param)
+            yield field, _missing(param)
     if "stepsize" in NEEDS[param.lr_policy] and param.stepsize < 1:
         yield "stepsize", f"{param.stepsize} is less than 1"
     if list(param.stepvalue) != sorted(set(param.stepvalue)):
-        yield "stepvalue", f"they do not ascend: {', '.join(map(str, param.stepvalue))}"
+        yield "stepvalue", f"must be in ascending order: {', '.join(map(str, param.stepvalue))}"
     if param.lr_policy == "poly":
         if not param.power >= 0:
             yield "power", f'{param.power:g} is less than 0, and lr_policy: "poly" raises 0 to it at max_iter'
@@ -103,19 +103,19 @@ def _rate(param: SolverParameter) -> Iterator[tuple[str, str]]:
 
 def _of_type(param: SolverParameter) -> Iterator[tuple[str, str]]:
     if param.type in ("AdaGrad", "RMSProp") and param.momentum:
-        yield "momentum", f"{param.type} has none: leave it out"
+        yield "momentum", f"{param.type} does not use it: leave it out"
     if param.type in ("Adam", "AdaDelta") and not param.momentum < 1:
-        yield "momentum", f"of {param.type} it is less than 1"
+        yield "momentum", f"must be less than 1 with {param.type}"
     if param.type == "RMSProp" and not 0 <= param.rms_decay < 1:
-        yield "rms_decay", f"{param.rms_decay:g} is not from 0 to below 1"
+        yield "rms_decay", f"{param.rms_decay:g} is not in [0, 1)"
     if param.type == "Adam" and not 0 <= param.momentum2 < 1:
-        yield "momentum2", f"{param.momentum2:g} is not from 0 to below 1"
+        yield "momentum2", f"{param.momentum2:g} is not in [0, 1)"
 
 
 def _tests(param: SolverParameter, tests: int, of: str) -> Iterator[tuple[str, str]]:
     if len(param.test_iter) != tests:
-        yield "test_iter", f"it is given {len(param.test_iter)} times, once a test net, and {of} has {tests} of them"
+        yield "test_iter", f"it is given {len(param.test_iter)} times, once per test net, and {of} has {tests} of them"
     if tests and not param.test_interval:
-        yield "test_interval", "it is missing, and there is a net to test"
+        yield "test_interval", "it is missing, and a net is to be tested"
     if any(count < 1 for count in param.test_iter):
         yield "test_iter", f"{min(param.test_iter)} is less than 1"

@@ -1,4 +1,4 @@
-"""Lines as Caffe writes them, in glog's form, which its log parser and its plotting tools read."""
+"""Log lines in Caffe's format, that of glog, so that Caffe's log parser and plotting tools can read them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class _Glog(logging.Formatter):
 
 
 def to_stream(stream: TextIO) -> logging.Logger:
-    """A log of its own that writes to ``stream``: ``I0210 13:39:22.381027 25210 solver.py:204] Iteration 100, ...``."""
+    """Return a new logger to ``stream``, with lines ``I0210 13:39:22.381027 25210 solver.py:204] Iteration 100``."""
     log = logging.Logger("gossipx.solver")
     handler = logging.StreamHandler(stream)
     handler.setFormatter(_Glog())

@@ -1,8 +1,9 @@
-"""Caffe's six solver types as torch optimizers: a step changes the weights by Caffe's formulas, not by torch's.
+"""Caffe's six solver types as torch optimizers, which update the weights by Caffe's formulas instead of torch's.
 
-They differ in what they keep: Caffe's momentum buffer holds rates, V ← μV + α∇, so that a new rate leaves old steps as
-they were; δ stands outside the root; Adam's correction is of the rate. In the formulas g is the gradient after decay, α
-the iteration's rate times ``lr_mult``, μ ``momentum``, δ ``delta``, W the weights; all are of elements.
+The formulas differ: Caffe's momentum buffer includes the rate, V ← μV + α∇, so that a change of rate leaves earlier
+steps unchanged; δ is added outside the root; Adam's bias correction applies to the rate. In the formulas g is the
+gradient after decay, α the iteration's rate times ``lr_mult``, μ ``momentum``, δ ``delta`` and W the weights. All
+operations are elementwise.
 """
 
 from __future__ import annotations
@@ -27,30 +28,30 @@ DEFAULTS: dict[str, float] = {
     "decay_mult": 1.0,
     "iteration": 0.0,
 }
-"""Settings of a parameter group, under Caffe's names with Caffe's defaults, all of them numbers: a parameter server is
-told them with each gradient. ``lr`` is the iteration's rate, ``l1`` whether decay is by the sign of the weights."""
+"""Settings of a parameter group, with Caffe's names and defaults. All are numbers, because a worker sends them to the
+parameter server with each gradient. ``lr`` is the iteration's rate; ``l1`` is nonzero for L1 decay."""
 
 
 class CaffeOptimizer(torch.optim.Optimizer):
     """One of Caffe's solver types.
 
     Args:
-        params: tensors, or groups of them.
-        settings: of groups that have none of their own: ``lr``, ``lr_mult``, ``momentum``, ``weight_decay`` and others
-            of a solver file; ``l1``: decay by sign; ``iteration``: from 0, of Adam.
+        params: tensors, or groups of tensors.
+        settings: defaults for groups without their own: ``lr``, ``lr_mult``, ``momentum``, ``weight_decay`` and others
+            of a solver file; ``l1``: L1 decay; ``iteration``: for Adam, from 0.
 
     Raises:
-        TypeError: a setting that there is none of.
+        TypeError: unknown settings.
     """
 
     def __init__(self, params: Iterable[Any], **settings: float):
         if unknown := sorted(settings.keys() - DEFAULTS.keys()):
-            raise TypeError(f"no settings of Caffe's solvers: {', '.join(unknown)}")
+            raise TypeError(f"unknown settings of Caffe's solvers: {', '.join(unknown)}")
         super().__init__(params, {**DEFAULTS, **settings})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Regularize each gradient, and update by it. Gradients stay as they are; what has none is left alone."""
+        """Update each parameter that has a gradient. Regularization does not change the gradient itself."""
         for group in self.param_groups:
             rate = group["lr"] * group["lr_mult"]
             for parameter in group["params"]:
@@ -62,7 +63,7 @@ class CaffeOptimizer(torch.optim.Optimizer):
     def _update(
         self, group: dict[str, float], rate: float, weights: Tensor, gradient: Tensor, state: dict[str, Tensor]
     ) -> None:
-        """Change the weights, and the histories in ``state``, which begin with zeros."""
+        """Update the weights, and the histories in ``state``, which start as zeros."""
 
 
 def _regularized(group: dict[str, float], weights: Tensor, gradient: Tensor) -> Tensor:
@@ -88,7 +89,7 @@ class SGD(CaffeOptimizer):
 
 
 class Nesterov(CaffeOptimizer):
-    """V' ← μV + αg; W ← W − ((1 + μ)V' − μV): a step back, and over."""
+    """V' ← μV + αg; W ← W − ((1 + μ)V' − μV)."""
 
     def _update(
         self, group: dict[str, float], rate: float, weights: Tensor, gradient: Tensor, state: dict[str, Tensor]
@@ -110,7 +111,7 @@ class AdaGrad(CaffeOptimizer):
 
 
 class RMSProp(CaffeOptimizer):
-    """H ← ρH + (1 − ρ)g², ρ being ``rms_decay``; W ← W − αg / (√H + δ)."""
+    """H ← ρH + (1 − ρ)g², where ρ is ``rms_decay``; W ← W − αg / (√H + δ)."""
 
     def _update(
         self, group: dict[str, float], rate: float, weights: Tensor, gradient: Tensor, state: dict[str, Tensor]
@@ -138,7 +139,7 @@ class AdaDelta(CaffeOptimizer):
 class Adam(CaffeOptimizer):
     """m ← β₁m + (1 − β₁)g; v ← β₂v + (1 − β₂)g²; W ← W − α·√(1 − β₂ᵗ)/(1 − β₁ᵗ) · m / (√v + δ).
 
-    β₁ is ``momentum``, β₂ ``momentum2``, t the iteration's number, from 1.
+    β₁ is ``momentum``, β₂ is ``momentum2``, and t is the iteration's number, from 1.
     """
 
     def _update(
@@ -154,4 +155,4 @@ class Adam(CaffeOptimizer):
 TYPES: dict[str, type[CaffeOptimizer]] = {
     one.__name__: one for one in (SGD, Nesterov, AdaGrad, RMSProp, AdaDelta, Adam)
 }
-"""By the ``type`` of a solver file."""
+"""Optimizers by the ``type`` of a solver file."""

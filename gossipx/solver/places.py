@@ -1,6 +1,6 @@
-"""Where the fields of a text stand, and what is wrong with one that protobuf refuses.
+"""Positions of the fields in a prototxt, and clear errors for a text that protobuf rejects.
 
-protobuf's reader keeps no places and speaks of its own types; this goes over the same tokens beside it.
+protobuf's parser keeps no positions, and its messages are about its own types. This module walks the same tokens.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from gossipx.specs import suggest
 
 _QUOTES = ("'", '"')
 _LONGEST = 60
-"""Characters of a wrong value that a message shows."""
-_TAKEN = {
+"""Maximum number of characters of a wrong value that a message shows."""
+_EXPECTED = {
     "bool": "true or false",
     "double": "a number",
     "float": "a number",
@@ -30,14 +30,14 @@ _TAKEN = {
 
 
 class Place(NamedTuple):
-    """Where a field is named.
+    """The position of a field.
 
     Attributes:
-        line: from 1.
-        column: of its first character, from 1.
-        name: of the field, as written.
-        message: of the schema, in which it was looked for.
-        outer: the field whose braces it stands in; None: none.
+        line: line, from 1.
+        column: column of the first character, from 1.
+        name: the field's name, as written.
+        message: the schema's message that should have the field.
+        outer: the field that encloses this one; None at the top level.
     """
 
     line: int
@@ -48,25 +48,25 @@ class Place(NamedTuple):
 
     @property
     def known(self) -> Field | None:
-        """What the schema says of it; None: there is no such field."""
+        """The field in the schema; None if the name is unknown."""
         return MESSAGES[self.message].get(self.name)
 
     @property
     def path(self) -> str:
-        """Its name, with those of the fields around it: ``net_param.layer.name``."""
+        """The name with those of the enclosing fields, such as ``net_param.layer.name``."""
         return f"{self.outer.path}.{self.name}" if self.outer else self.name
 
 
 class Walk:
-    """One pass over a text, as far as it is right; what comes after a mistake may be off, but ends.
+    """One pass over a text. Positions are exact up to the first mistake; the pass ends for any text.
 
     Args:
-        text: in protobuf's text format.
-        message: of the schema, that it is one of.
+        text: a text in protobuf's text format.
+        message: the schema's message that the text describes.
 
     Attributes:
         found: the fields, in order.
-        open: those whose braces the text does not close, outermost first.
+        open: fields whose braces the text does not close, outermost first.
     """
 
     def __init__(self, text: str, message: str):
@@ -83,7 +83,7 @@ class Walk:
                 return
             name = tokens.token
             tokens.NextToken()
-            at = tokens.ParseErrorPreviousToken("")  # the one public way to a token's place
+            at = tokens.ParseErrorPreviousToken("")  # the only public access to a token's position
             place = Place(at.GetLine(), at.GetColumn(), name, message, self.open[-1] if self.open else None)
             self.found.append(place)
             tokens.TryConsume(":")
@@ -105,19 +105,19 @@ class Walk:
                 return self._fields(place.known.kind, end)
         was_text = tokens.token.startswith(_QUOTES)
         tokens.NextToken()
-        while was_text and tokens.token.startswith(_QUOTES):  # adjacent strings are one
+        while was_text and tokens.token.startswith(_QUOTES):  # adjacent strings are concatenated
             tokens.NextToken()
         return None
 
 
 def fault(error: text_format.ParseError, text: str, message: str, path: Path | None) -> UsageError:
-    """What protobuf's error means for whoever wrote the text.
+    """Translate an error of protobuf's parser into a message for the author of the text.
 
     Args:
-        error: what ``text_format.Parse`` raised.
-        text: what it was given.
-        message: of the schema, that the text is one of.
-        path: where the text comes from; None: from no file.
+        error: the error that ``text_format.Parse`` raised.
+        text: the parsed text.
+        message: the schema's message that the text describes.
+        path: the text's file; None: no file.
     """
     line, column = error.GetLine(), error.GetColumn()
     content = text.split("\n")[line - 1]
@@ -127,12 +127,12 @@ def fault(error: text_format.ParseError, text: str, message: str, path: Path | N
     reached = [place for place in walk.found if (place.line, place.column) <= (line, column)]
     wanted = re.fullmatch(r'Expected "(.)"\.', said)
     unknown = next((place for place in reached if place.known is None), None)
-    if unknown and not wanted:  # it stops at the first name that it does not know
+    if unknown and not wanted:  # protobuf stops at the first unknown name
         return UsageError(_unknown(unknown), path, unknown.line, unknown.column)
     last = next(place for place in reversed(reached) if (place.line, place.column) < (line, column))
     if wanted and wanted[1] in "}>":
         last = walk.open[-1]
-        return UsageError(f"{last.path}: what it opens is not closed with '{wanted[1]}'", path, last.line, last.column)
+        return UsageError(f"{last.path}: the closing '{wanted[1]}' is missing", path, last.line, last.column)
     if wanted and wanted[1] == ",":
         return UsageError(f"',' or ']' is missing before {_shown(token)}", path, line, column)
     if wanted:
@@ -140,8 +140,8 @@ def fault(error: text_format.ParseError, text: str, message: str, path: Path | N
     if said.startswith("Message type "):
         first = next(place for place in reached if (place.outer, place.name) == (last.outer, last.name))
         return UsageError(f"{last.path} is given twice, first on line {first.line}", path, last.line, last.column)
-    if said.startswith("Couldn't parse string"):  # told at the token after it
-        return UsageError(f"{last.path}: its escapes make no UTF-8", path, last.line, last.column)
+    if said.startswith("Couldn't parse string"):  # reported at the next token
+        return UsageError(f"{last.path}: its escapes are not UTF-8", path, last.line, last.column)
     if not token:
         return UsageError(f"{last.path}: its value is missing", path, last.line, last.column)
     return UsageError(f"{last.path}: {_refused(last, token)}", path, line, column)
@@ -159,12 +159,12 @@ def _refused(place: Place, token: str) -> str:
     if kind in ENUMS:
         return f"{_shown(token)} is not one of {', '.join(ENUMS[kind])}{suggest(token.upper(), ENUMS[kind])}"
     if kind == "string" and token.startswith(_QUOTES) and token[0] == token[-1:] and len(token) > 1:
-        return f"{_shown(token)} has a wrong escape: a backslash itself is written \\\\"
-    return f"{_shown(token)} is not {_TAKEN[kind]}"
+        return f"{_shown(token)} has a wrong escape: write a backslash as \\\\"
+    return f"{_shown(token)} is not {_EXPECTED[kind]}"
 
 
 def _shown(token: str) -> str:
-    """A token in a message of one line."""
+    """Return a token as shown in a one-line message."""
     if not token:
         return "the end of the file"
     return repr(token if len(token) <= _LONGEST else token[:_LONGEST] + "...")

@@ -1,6 +1,6 @@
-"""solver.prototxt: what a Caffe solver is told, in protobuf's text format.
+"""Parser of solver.prototxt, the settings of a Caffe solver in protobuf's text format.
 
-protobuf reads the text, against the messages of :mod:`gossipx.solver.schema`; a typo in an inline net is found, too.
+protobuf parses the text against the messages of :mod:`gossipx.solver.schema`. It also finds typos in an inline net.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from gossipx.errors import UsageError
 from gossipx.solver import schema
 from gossipx.solver.places import Walk, fault
 
-_MODULES = "gossipx trains the PyTorch module that it is given"
+_MODULES = "gossipx trains a PyTorch module"
 _FORMAT = "weights and state are written as safetensors"
 WITHOUT_MEANING: Mapping[str, str] = {
     "net": _MODULES,
@@ -25,14 +25,14 @@ WITHOUT_MEANING: Mapping[str, str] = {
     "train_net_param": _MODULES,
     "test_net": _MODULES,
     "test_net_param": _MODULES,
-    "train_state": f"{_MODULES}, which has no phases, levels and stages to choose layers by",
-    "test_state": f"{_MODULES}, which has no phases, levels and stages to choose layers by",
+    "train_state": f"{_MODULES}, which has no phases, levels or stages that select layers",
+    "test_state": f"{_MODULES}, which has no phases, levels or stages that select layers",
     "snapshot_format": _FORMAT,
     "snapshot_diff": f"{_FORMAT}, without the gradients",
     "debug_info": "sizes of activations and gradients are not printed",
-    "layer_wise_reduce": "it is about Caffe's own data parallelism, and peers exchange whole models",
+    "layer_wise_reduce": "it belongs to Caffe's own data parallelism; peers exchange whole models",
 }
-"""Fields that Caffe's files hold and that change nothing here → why."""
+"""Fields of Caffe's files that have no effect here, with the reason."""
 _TYPE_OF = {
     "SGD": "SGD",
     "NESTEROV": "Nesterov",
@@ -41,12 +41,12 @@ _TYPE_OF = {
     "ADADELTA": "AdaDelta",
     "ADAM": "Adam",
 }
-"""What was a number in ``solver_type`` is a word in ``type``."""
+"""The ``type`` for each value of the older field ``solver_type``."""
 
 
 @dataclass(frozen=True)
 class NetState:
-    """Which layers of a net are chosen (Caffe's NetState)."""
+    """The selection of layers of a net (Caffe's NetState)."""
 
     phase: str = "TEST"
     level: int = 0
@@ -57,14 +57,13 @@ class NetState:
 class SolverParameter:
     """Caffe's SolverParameter: its fields, names and defaults.
 
-    A field that has no default in Caffe has protobuf's, 0 or nothing; ``given`` tells whether it was set. Enums are
-    the names of their values. An inline net is its text. ``solver_type`` was replaced in Caffe and is read into
-    ``type``. Only the form of values has been checked, not what they mean.
+    A field without a default in Caffe has protobuf's default, 0 or empty. An enum is the name of its value. An inline
+    net is its text. The older ``solver_type`` is read into ``type``. Values are well-formed, but not otherwise checked.
 
     Attributes:
-        given: names of the fields that the text sets, be it to their default.
-        places: line and column, both from 1, of each of these, of the first where it is repeated.
-        path: where the text comes from.
+        given: names of the fields that the text sets, even if to their default.
+        places: line and column, both from 1, of the first occurrence of each given field.
+        path: the text's file; None: no file.
     """
 
     net: str = ""
@@ -114,28 +113,28 @@ class SolverParameter:
 
     @property
     def weight_files(self) -> tuple[str, ...]:
-        """What ``weights`` names, each of which may be a list with commas."""
+        """The files in ``weights``, whose values may be lists separated by commas."""
         return tuple(name.strip() for listed in self.weights for name in listed.split(","))
 
     def error(self, name: str, message: str) -> UsageError:
-        """An error about a field, to raise: with its line and column if the text sets it, else of the file alone."""
+        """Return an error about a field, with its line and column if the text sets it."""
         line, column = self.places.get(name, (None, None))
         return UsageError(f"{name}: {message}", self.path, line, column)
 
     def warnings(self, ignored: Mapping[str, str] = WITHOUT_MEANING) -> list[str]:
-        """A line for each field that is given and is among ``ignored`` (name → why), in their order in the text."""
+        """Return a line for each given field that is in ``ignored`` (reason by name), in the order of the text."""
         given = sorted((place, name) for name, place in self.places.items() if name in ignored)
-        return [str(self.error(name, f"has no meaning here: {ignored[name]}")) for _, name in given]
+        return [str(self.error(name, f"has no effect: {ignored[name]}")) for _, name in given]
 
 
 def read(path: Path) -> SolverParameter:
-    """The settings in a solver.prototxt.
+    """Read a solver.prototxt.
 
     Raises:
-        UsageError: it cannot be read, or something in it is wrong; with line and column.
+        UsageError: it cannot be read, or is invalid, with line and column.
     """
     try:
-        text = path.read_text(encoding="utf-8-sig")  # Windows' editors put a byte order mark first
+        text = path.read_text(encoding="utf-8-sig")  # Windows editors write a byte order mark
     except FileNotFoundError:
         raise UsageError("no such solver file", path) from None
     except (OSError, UnicodeDecodeError) as error:
@@ -145,19 +144,19 @@ def read(path: Path) -> SolverParameter:
 
 
 def parse(text: str, path: Path | None = None) -> SolverParameter:
-    """The settings in ``text``; ``path``, if it is a file's, is for messages.
+    """Parse the text of a solver.prototxt; ``path`` is its file, for messages.
 
     Raises:
-        UsageError: something in it is wrong; with line and column.
+        UsageError: the text is invalid, with line and column.
     """
-    if "\0" in text:  # a comment would hide it from protobuf
-        raise UsageError("not a text: it has bytes of zero", path, text.count("\n", 0, text.index("\0")) + 1)
+    if "\0" in text:  # protobuf does not see it in a comment
+        raise UsageError("not a text file: it has zero bytes", path, text.count("\n", 0, text.index("\0")) + 1)
     message = schema.message_class("SolverParameter")()
     try:
         text_format.Parse(text, message)
     except text_format.ParseError as error:
-        raise fault(error, text, "SolverParameter", path) from None  # protobuf's own words say no more
-    where = _where(text)
+        raise fault(error, text, "SolverParameter", path) from None  # protobuf's message adds nothing
+    where = _positions(text)
     for missing in message.FindInitializationErrors():
         raise UsageError(f"{missing} is missing", path, *where[missing.split(".")[0].split("[")[0]])
     values = {name: _value(getattr(message, name), schema.MESSAGES["SolverParameter"][name]) for name in where}
@@ -169,8 +168,8 @@ def parse(text: str, path: Path | None = None) -> SolverParameter:
     return SolverParameter(**values, given=frozenset(where), places=where, path=path)
 
 
-def _where(text: str) -> dict[str, tuple[int, int]]:
-    """Where each field of the solver itself is first named."""
+def _positions(text: str) -> dict[str, tuple[int, int]]:
+    """Return line and column of the first occurrence of each top-level field."""
     found: dict[str, tuple[int, int]] = {}
     for place in Walk(text, "SolverParameter").found:
         if place.outer is None:
@@ -178,11 +177,11 @@ def _where(text: str) -> dict[str, tuple[int, int]]:
     return found
 
 
-def _value(value: Any, what: schema.Field) -> Any:
-    """protobuf's value of a field as ours."""
-    if what.label == "*":
-        return tuple(_one(each, what.kind) for each in value)
-    return _one(value, what.kind)
+def _value(value: Any, field: schema.Field) -> Any:
+    """Convert protobuf's value of a field."""
+    if field.label == "*":
+        return tuple(_one(each, field.kind) for each in value)
+    return _one(value, field.kind)
 
 
 def _one(value: Any, kind: str) -> Any:

@@ -1,4 +1,4 @@
-"""Learning-rate policies: the rate of an iteration, by the formulas of Caffe's ``lr_policy``."""
+"""Learning-rate schedules by the formulas of Caffe's ``lr_policy``."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Callable
 from gossipx.solver.prototxt import SolverParameter
 
 Policy = Callable[[SolverParameter, int], float]
-"""The rate of an iteration, from 0, by a solver's parameters."""
+"""Returns the rate of an iteration, counted from 0, for a solver's parameters."""
 
 
 def steps_passed(param: SolverParameter, iteration: int) -> int:
-    """How often the rate has stepped before an iteration: ``step`` every stepsize, ``multistep`` at each stepvalue."""
+    """Return the number of rate steps up to an iteration, for ``step`` (every stepsize) and ``multistep``."""
     if param.lr_policy == "step":
         return iteration // param.stepsize
     return sum(iteration >= value for value in param.stepvalue)
@@ -23,13 +23,13 @@ def _stepped(param: SolverParameter, iteration: int) -> float:
 
 
 def _poly(param: SolverParameter, iteration: int) -> float:
-    # Past its end, where the formula has no value, training goes on as at the end.
+    # After max_iter, where the formula is undefined, the rate stays as at max_iter.
     return param.base_lr * math.pow(max(0.0, 1 - iteration / param.max_iter), param.power)
 
 
 def _sigmoid(param: SolverParameter, iteration: int) -> float:
     exponent = -param.gamma * (iteration - param.stepsize)
-    return param.base_lr / (1 + math.exp(exponent)) if exponent < 700 else 0.0  # where exp overflows
+    return param.base_lr / (1 + math.exp(exponent)) if exponent < 700 else 0.0  # exp would overflow
 
 
 POLICIES: dict[str, Policy] = {
@@ -41,7 +41,7 @@ POLICIES: dict[str, Policy] = {
     "poly": _poly,
     "sigmoid": _sigmoid,
 }
-"""By ``lr_policy``."""
+"""Schedules by ``lr_policy``."""
 NEEDS: dict[str, tuple[str, ...]] = {
     "fixed": (),
     "step": ("gamma", "stepsize"),
@@ -51,19 +51,21 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "poly": ("power",),
     "sigmoid": ("gamma", "stepsize"),
 }
-"""Fields that a policy cannot do without; ``poly`` also needs a length, which may be the run's."""
+"""Required fields by ``lr_policy``. ``poly`` also needs a length, which may be the run's."""
 
 
 def learning_rate(param: SolverParameter, iteration: int) -> float:
-    """The rate of one iteration.
+    """Return the rate of one iteration.
+
+    With the iteration i, base = base_lr and γ = gamma: ``fixed`` is base, ``step`` base·γ^⌊i/stepsize⌋, ``exp``
+    base·γ^i, ``inv`` base·(1+γi)^−power, ``multistep`` base·γ^(stepvalues reached), ``poly`` base·(1−i/max_iter)^power,
+    ``sigmoid`` base/(1+e^(−γ(i−stepsize))).
 
     Args:
-        param: checked parameters; with i the iteration, base the base_lr and γ gamma, ``fixed`` is base, ``step``
-            base·γ^⌊i/stepsize⌋, ``exp`` base·γ^i, ``inv`` base·(1+γi)^−power, ``multistep`` base·γ^(stepvalues
-            reached), ``poly`` base·(1−i/max_iter)^power, ``sigmoid`` base/(1+e^(−γ(i−stepsize))).
-        iteration: updates made before this one, from 0.
+        param: checked parameters.
+        iteration: number of updates before this one.
     """
     try:
         return POLICIES[param.lr_policy](param, iteration)
-    except OverflowError:  # a gamma above 1, and many iterations
+    except OverflowError:  # gamma is above 1, and there are many iterations
         return math.inf

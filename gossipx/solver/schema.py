@@ -1,8 +1,8 @@
-"""Caffe's messages, as far as a solver.prototxt can hold them, built at run time: no generated file, no protoc.
+"""The schema of solver.prototxt: Caffe's protobuf messages, built at run time without generated files or protoc.
 
-The tables below hold names, numbers and kinds of ``caffe.proto``, of BVLC Caffe 1.0 and what its master added since.
-Defaults are left out, as text has no use for them: those of a solver stand in
-:class:`gossipx.solver.prototxt.SolverParameter`, and inline nets are checked, not built.
+The tables list the names, numbers and kinds of fields in ``caffe.proto`` of BVLC Caffe 1.0 and its later master.
+Defaults are omitted: those of a solver are in :class:`gossipx.solver.prototxt.SolverParameter`, and inline nets are
+checked but not built.
 """
 
 from __future__ import annotations
@@ -166,16 +166,16 @@ LayerType: NONE 0, ABSVAL 35, ACCURACY 1, ARGMAX 30, BNLL 2, CONCAT 3, CONTRASTI
     SIGMOID_CROSS_ENTROPY_LOSS 27, SILENCE 36, SOFTMAX 20, SOFTMAX_LOSS 21, SPLIT 22, SLICE 33, TANH 23,
     WINDOW_DATA 24, THRESHOLD 31
 """
-"""``Enum: NAME number, ...``; those that Caffe has several times, word for word, stand here once."""
+"""``Enum: NAME number, ...``; enums that Caffe declares several times appear once."""
 
 
 class Field(NamedTuple):
     """A field of a message.
 
     Attributes:
-        number: its number in the binary form.
-        kind: ``float``, ``int32`` and so on, or the name of a message or an enum.
-        label: ``*`` if repeated, ``!`` if required, else nothing.
+        number: the field's number in the binary format.
+        kind: a scalar type such as ``float``, or the name of a message or an enum.
+        label: ``*`` if repeated, ``!`` if required, else empty.
     """
 
     number: int
@@ -196,17 +196,17 @@ def _field(number: str, kind: str) -> Field:
 MESSAGES: Mapping[str, Mapping[str, Field]] = {
     message: {name: _field(number, kind) for name, number, kind in rows} for message, rows in _rows(_MESSAGES).items()
 }
-"""Message → field → what it is."""
+"""Fields by message and name."""
 ENUMS: Mapping[str, Mapping[str, int]] = {
     enum: {name: int(number) for name, number in rows} for enum, rows in _rows(_ENUMS).items()
 }
-"""Enum → name → number."""
+"""Numbers by enum and name."""
 
 _PROTO = descriptor_pb2.FieldDescriptorProto
 _SCALARS = {
     "bool": _PROTO.TYPE_BOOL,
     "double": _PROTO.TYPE_DOUBLE,
-    # Caffe's float would make 0.1 of a file 0.10000000149; a rate is multiplied as it was written.
+    # As a 32-bit float, 0.1 would become 0.10000000149.
     "float": _PROTO.TYPE_DOUBLE,
     "int32": _PROTO.TYPE_INT32,
     "int64": _PROTO.TYPE_INT64,
@@ -218,16 +218,16 @@ _LABELS = {"": _PROTO.LABEL_OPTIONAL, "*": _PROTO.LABEL_REPEATED, "!": _PROTO.LA
 
 @cache
 def message_class(name: str) -> Any:
-    """protobuf's class of a message of :data:`MESSAGES`."""
+    """Return protobuf's class for a message of :data:`MESSAGES`."""
     return message_factory.GetMessageClass(_pool().FindMessageTypeByName(name))
 
 
 @cache
 def _pool() -> Any:
-    """All messages, in a pool of their own: Caffe itself may be in this process, with its classes in the shared one."""
+    """Return a separate pool with all messages, as Caffe may have registered its classes in the shared pool."""
     file = descriptor_pb2.FileDescriptorProto(name="gossipx/solver.proto")
     for enum, values in ENUMS.items():
-        # protobuf wants names of values unique in what encloses an enum, and SUM and MAX are in several.
+        # protobuf requires unique value names within the scope of an enum, and several enums have SUM and MAX.
         declared = file.message_type.add(name=enum).enum_type.add(name="Value")
         for name, number in values.items():
             declared.value.add(name=name, number=number)

@@ -1,4 +1,4 @@
-"""Caffe's habits with signals: SIGINT stops after the iteration and a snapshot, SIGHUP has one taken."""
+"""Caffe's signal handling: SIGINT stops training after the iteration and a snapshot, SIGHUP requests a snapshot."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from types import FrameType
 
 
 class Requests:
-    """What signals have asked for and nobody has done yet.
+    """Pending requests by signal.
 
     Attributes:
-        stop: SIGINT has come. A second one ends the process's work at once, as ever.
+        stop: whether SIGINT was received. A second SIGINT raises KeyboardInterrupt at once.
     """
 
     def __init__(self) -> None:
@@ -22,16 +22,16 @@ class Requests:
         self._catching = False
 
     def snapshot(self) -> bool:
-        """Whether SIGHUP has come since the last time this was asked."""
-        asked, self._snapshot = self._snapshot, False
-        return asked
+        """Return whether SIGHUP was received since the last call."""
+        requested, self._snapshot = self._snapshot, False
+        return requested
 
     @contextlib.contextmanager
     def caught(self) -> Iterator[None]:
-        """While this lasts signals are requests. On other threads than the main one none can be caught.
+        """Turn signals into requests within this context. Has no effect outside the main thread.
 
         Raises:
-            KeyboardInterrupt: SIGINT came when nobody looked at requests any more.
+            KeyboardInterrupt: SIGINT was received after the last check of the requests.
         """
         if self._catching or threading.current_thread() is not threading.main_thread():
             yield

@@ -1,7 +1,7 @@
-"""Files of a solver: the weights, ``{prefix}_iter_{N}.safetensors``, and beside them ``{prefix}_iter_{N}.solverstate``.
+"""Snapshots of a solver: the weights ``{prefix}_iter_{N}.safetensors`` and the state ``{prefix}_iter_{N}.solverstate``.
 
-Both are safetensors files. The state holds the optimizer's histories, ``PARAMETER/HISTORY``, and in its metadata the
-iteration, the solver's type and the name of the file with the weights, which lies in the same directory.
+Both are safetensors files in the same directory. The state has the optimizer's histories, ``PARAMETER/HISTORY``, and
+its metadata has the iteration, the solver's type and the name of the weights' file.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ KNOB = "see the solver file's snapshot_prefix"
 
 
 def prefix_of(given: str, file: Path | None) -> Path:
-    """Where snapshots lie, and how their names begin, as Caffe has it.
+    """Return the path prefix of snapshots, by Caffe's rules.
 
-    A directory is augmented by the solver file's name without its suffix; none given is the file's without its suffix.
+    If ``given`` is a directory, the prefix is the solver file's name within it. If it is empty, the prefix is the path
+    of the solver file. Both are without the file's suffix.
 
     Args:
-        given: the solver file's ``snapshot_prefix``; empty: none.
-        file: the solver file; None: there is none.
+        given: the solver file's ``snapshot_prefix``; may be empty.
+        file: the solver file; None: no file.
     """
     stem = "solver" if file is None else file.stem
     if not given:
@@ -39,24 +40,24 @@ def prefix_of(given: str, file: Path | None) -> Path:
 
 
 def probe(prefix: Path) -> None:
-    """See that snapshots can be written, before hours of training.
+    """Check that snapshots can be written, to fail before hours of training.
 
     Raises:
-        OSError: they cannot.
+        OSError: they cannot be written.
     """
-    # Other peers of the script may try the same prefix at the same moment: each has a file of its own.
+    # The file name is unique, because other peers of the script may probe the same prefix at the same time.
     with tempfile.NamedTemporaryFile(dir=prefix.parent, prefix=f"{prefix.name}_", suffix=".tempfile"):
         pass
 
 
 def save(prefix: Path, iteration: int, module: nn.Module, optimizer: CaffeOptimizer) -> tuple[Path, Path]:
-    """Write a snapshot: the weights first, so that a state never names what is not there.
+    """Write a snapshot: the weights first, so that a state never names a missing file.
 
     Returns:
         The files of the weights and of the state.
 
     Raises:
-        GossipxError: it cannot be written; no half of a file is left.
+        GossipxError: a file cannot be written; no partial file is left.
     """
     stem = f"{prefix.name}_iter_{iteration}"
     weights, state = prefix.with_name(stem + WEIGHTS), prefix.with_name(stem + STATE)
@@ -66,22 +67,22 @@ def save(prefix: Path, iteration: int, module: nn.Module, optimizer: CaffeOptimi
         for name, parameter in _parameters(module).items()
         for kind, history in optimizer.state.get(parameter, {}).items()
     }
-    told = {"iteration": str(iteration), "type": type(optimizer).__name__, "learned_net": weights.name}
-    safetensors_file.write(state, histories, KNOB, told)
+    metadata = {"iteration": str(iteration), "type": type(optimizer).__name__, "learned_net": weights.name}
+    safetensors_file.write(state, histories, KNOB, metadata)
     return weights, state
 
 
 def load_weights(file: Path, module: nn.Module) -> None:
-    """Take the weights of a file, by name, as Caffe does: what the file or the module has alone is left as it is.
+    """Load weights by name, as Caffe does. Tensors that only the file or only the module has are ignored.
 
     Raises:
-        UsageError: it cannot be read, no name is the module's, or a shape is not; nothing was changed then.
+        UsageError: the file cannot be read, no name matches, or a shape differs. The module is unchanged then.
     """
     found, _ = _read(file)
     own = safetensors_file.tensors_of(module)
     shared = own.keys() & found.keys()
     if not shared:
-        raise UsageError(f"none of its tensors is of this net, which has {next(iter(own))} and others", file)
+        raise UsageError(f"none of its tensors belongs to this net, which has {next(iter(own))} and others", file)
     for name in sorted(shared):
         if found[name].shape != own[name].shape:
             raise UsageError(f"'{name}' is {list(found[name].shape)} there, and {list(own[name].shape)} here", file)
@@ -92,7 +93,7 @@ def load_weights(file: Path, module: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class State:
-    """What a solver goes on from: iterations done, the histories by parameter and kind, and the file of the weights."""
+    """The state to resume a solver from: iterations done, histories by parameter and kind, and the weights' file."""
 
     iteration: int
     histories: dict[nn.Parameter, dict[str, Tensor]]
@@ -100,27 +101,27 @@ class State:
 
 
 def load_state(file: Path, module: nn.Module, optimizer: CaffeOptimizer) -> State:
-    """Read the state of a snapshot; nothing is changed.
+    """Read the state of a snapshot without changing the module or the optimizer.
 
     Raises:
-        UsageError: it cannot be read, or is of another net or another type of solver.
+        UsageError: the file cannot be read, or belongs to another net or another type of solver.
     """
-    tensors, told = _read(file)
-    if not {"iteration", "type", "learned_net"} <= told.keys() or not told["iteration"].isdigit():
-        raise UsageError(f"this is no solver's state, the {STATE} file of a snapshot", file)
-    mine = type(optimizer).__name__
-    if told["type"] != mine:
-        raise UsageError(f"it is of a solver of type {told['type']}, and this one is {mine}: set type in it", file)
+    tensors, metadata = _read(file)
+    if not {"iteration", "type", "learned_net"} <= metadata.keys() or not metadata["iteration"].isdigit():
+        raise UsageError(f"not the state of a solver: give the {STATE} file of a snapshot", file)
+    mine, theirs = type(optimizer).__name__, metadata["type"]
+    if theirs != mine:
+        raise UsageError(f"it belongs to a solver of type {theirs}, and this one is {mine}: set its type", file)
     parameters = _parameters(module)
     histories: dict[nn.Parameter, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         name, _, kind = key.rpartition("/")
         parameter = parameters.get(name)
         if parameter is None or parameter.shape != tensor.shape:
-            here = "not" if parameter is None else str(list(parameter.shape))
-            raise UsageError(f"it has '{name}' of {list(tensor.shape)}, and this net has it {here}", file)
+            here = "no such parameter" if parameter is None else f"one of {list(parameter.shape)}"
+            raise UsageError(f"it has '{name}' of {list(tensor.shape)}, and this net has {here}", file)
         histories.setdefault(parameter, {})[kind] = tensor.to(parameter.device)
-    return State(int(told["iteration"]), histories, file.with_name(Path(told["learned_net"]).name))
+    return State(int(metadata["iteration"]), histories, file.with_name(Path(metadata["learned_net"]).name))
 
 
 def _read(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -130,8 +131,8 @@ def _read(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     except OSError as error:
         raise UsageError(f"it cannot be read ({error.strerror or error})", file) from None
     except SafetensorError as error:
-        told = "Caffe's own binary files are not read" if file.suffix in (".caffemodel", STATE, ".h5") else "damaged?"
-        raise UsageError(f"this is no safetensors file ({error}): {told}", file) from None
+        why = "Caffe's binary files are not supported" if file.suffix in (".caffemodel", STATE, ".h5") else "damaged?"
+        raise UsageError(f"not a safetensors file ({error}): {why}", file) from None
 
 
 def _parameters(module: nn.Module) -> dict[str, nn.Parameter]:

@@ -1,8 +1,8 @@
-"""Caffe's solver over a torch module: pycaffe's surface, Caffe's order of a step, its formulas, files and lines.
+"""Caffe's solver for a torch module, with pycaffe's interface and Caffe's formulas, files and log lines.
 
-A step (one iteration): gradients are cleared; test nets are tested if that is due; ``on_start`` of all callbacks;
-``iter_size`` forward and backward passes, whose gradients add up; display; ``on_gradients_ready`` of all callbacks; the
-update, after which ``iter`` is one more; a snapshot if that is due.
+The order of a step (one iteration) is Caffe's: clear the gradients; run the test nets if due; call ``on_start`` of all
+callbacks; run ``iter_size`` forward and backward passes, which add up gradients; display; call ``on_gradients_ready``
+of all callbacks; update the weights and increment ``iter``; write a snapshot if due.
 """
 
 from __future__ import annotations
@@ -31,32 +31,32 @@ Callback = Callable[[], object]
 
 
 class Solver:
-    """Trains a module as a solver file says; see :func:`gossipx.get_solver`.
+    """A trainer of a module by a solver file; see :func:`gossipx.get_solver`.
 
     Args:
         param: the solver file's parameters.
-        net: the model. With ``solver_mode: GPU``, Caffe's default, it is moved to the GPU ``device_id``; where there is
-            none, a warning says so and it stays.
+        net: the model. With ``solver_mode: GPU``, Caffe's default, it is moved to the GPU ``device_id``; without a GPU
+            it stays where it is, with a warning.
         loss: the objective is ``loss(net(x), y)``, a tensor of one number.
-        train: batches (x, y), begun again when they end.
-        test: of one test net; or of several, as a mapping whose values are these, in the order of the file's test_iter.
-        scores: further outputs of the test nets by name, each a function of ``net(x)`` and y; their means are told.
-        lr_mult, decay_mult: factors of single parameters' rate and decay, 1 where there is none, by a pattern that
-            matches parameters' names: ``{"*.bias": 2}`` with ``{"*.bias": 0}`` is what Caffe's nets often have.
-        stream: where lines go; None: standard error, as Caffe's.
+        train: batches (x, y), which are iterated again at their end.
+        test: batches of one test net, or a mapping with those of several, in the order of the file's test_iter.
+        scores: further outputs of the test nets by name, each a function of ``net(x)`` and y; their means are logged.
+        lr_mult, decay_mult: factors for the rate and decay of single parameters, 1 by default, by patterns of
+            parameter names. Caffe's nets often have ``{"*.bias": 2}`` and ``{"*.bias": 0}``.
+        stream: destination of log lines; None: standard error, as in Caffe.
 
     Attributes:
-        param: as it was given.
+        param: the parameters, as given.
         net: the training net.
-        test_nets: in the order of test_iter.
+        test_nets: the test nets, in the order of test_iter.
         iter: iterations done.
-        optimizer: makes the updates; its state is the solver's history.
-        snapshot_prefix: how names of snapshots begin.
-        results: of the last :meth:`test`, at which iteration it was.
-        settle: called before the weights are read for a snapshot: with a parameter server some may be under way.
+        optimizer: the optimizer, whose state is the solver's history.
+        snapshot_prefix: the path prefix of snapshots.
+        results: iteration and results of the last :meth:`test`.
+        settle: called before a snapshot reads the weights, to wait for pulls from a parameter server.
 
     Raises:
-        UsageError: parameters that cannot be, by file, line and column; or arguments that do not go with them.
+        UsageError: invalid parameters, with file, line and column, or arguments that conflict with them.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Solver:
         self.iter = 0
         self.snapshot_prefix = snapshots.prefix_of(param.snapshot_prefix, param.path)
         self._log = log.to_stream(sys.stderr if stream is None else stream)
-        data, *test_data = [Batches(one, called) for called, one in [("train=", train), *tests]]
+        data, *test_data = [Batches(one, name) for name, one in [("train=", train), *tests]]
         for warning in [*param.warnings(), *(line for one in (data, *test_data) for line in one.warnings())]:
             self._log.warning(warning)
         if param.random_seed >= 0:
@@ -105,10 +105,10 @@ class Solver:
             return
         if torch.cuda.is_available():
             if not 0 <= self.param.device_id < torch.cuda.device_count():
-                raise self.param.error("device_id", f"there are {torch.cuda.device_count()} GPUs")
+                raise self.param.error("device_id", f"this machine has {torch.cuda.device_count()} GPUs")
             net.to(f"cuda:{self.param.device_id}")
         else:
-            self._log.warning("solver_mode: GPU: there is no CUDA device; training where the net is")
+            self._log.warning("solver_mode: GPU: no CUDA device found; training on the net's device")
 
     def _make_optimizer(
         self, net: nn.Module, lr_mult: Mapping[str, float], decay_mult: Mapping[str, float]
@@ -118,43 +118,44 @@ class Solver:
         for name, parameter in names.items():
             factors = _factor(lr_mult, name), _factor(decay_mult, name)
             groups.setdefault(factors, []).append(parameter)
-        for called, given in (("lr_mult", lr_mult), ("decay_mult", decay_mult)):
+        for argument, given in (("lr_mult", lr_mult), ("decay_mult", decay_mult)):
             for pattern in given:
                 if not any(fnmatchcase(name, pattern) for name in names):
-                    raise UsageError(f"{called}: '{pattern}' matches none of the parameters: {', '.join(names)}")
+                    raise UsageError(f"{argument}: '{pattern}' matches none of the parameters: {', '.join(names)}")
         settings = {name: float(getattr(self.param, name)) for name in DEFAULTS if hasattr(self.param, name)}
         settings["l1"] = float(self.param.regularization_type == "L1")
-        made = [{"params": own, "lr_mult": lr, "decay_mult": decay} for (lr, decay), own in groups.items()]
-        return TYPES[self.param.type](made, **settings)
+        params = [{"params": own, "lr_mult": lr, "decay_mult": decay} for (lr, decay), own in groups.items()]
+        return TYPES[self.param.type](params, **settings)
 
     def _probe(self) -> None:
-        """See before hours of training that snapshots can be written."""
+        """Check that snapshots can be written, to fail before hours of training."""
         try:
             snapshots.probe(self.snapshot_prefix)
         except OSError as error:
-            told = f"snapshots cannot be written to {self.snapshot_prefix} ({error.strerror})"
-            raise self.param.error("snapshot_prefix", told) from None
+            cause = f"snapshots cannot be written to {self.snapshot_prefix} ({error.strerror})"
+            raise self.param.error("snapshot_prefix", cause) from None
 
-    # --- pycaffe's surface --------------------------------------------------------------------------
+    # --- pycaffe's interface ------------------------------------------------------------------------
 
     @property
     def lr(self) -> float:
-        """The rate of the iteration that comes next."""
+        """The rate of the next iteration."""
         return learning_rate(self.param, self.iter)
 
     def add_callback(self, on_start: Callback, on_gradients_ready: Callback) -> None:
-        """Have these called in each iteration, without arguments; see the order of a step."""
+        """Register functions to call without arguments in each iteration; see the order of a step."""
         self._callbacks.append((on_start, on_gradients_ready))
 
     def solve(self, resume: str | Path | None = None) -> None:
         """Train until ``max_iter``, then snapshot and test.
 
         Args:
-            resume: a ``.solverstate`` file to go on from.
+            resume: a ``.solverstate`` file to resume from.
 
         Raises:
-            KeyboardInterrupt: after SIGINT, and the snapshot that it asks for.
-            UsageError: no ``max_iter``, snapshots that cannot be written; or as :meth:`restore` and :meth:`step`.
+            KeyboardInterrupt: after SIGINT and its snapshot.
+            UsageError: ``max_iter`` is missing, snapshots cannot be written, or as for :meth:`restore` and
+                :meth:`step`.
         """
         if "max_iter" not in self.param.given:
             raise self.param.error("max_iter", "it is missing, and solve trains until it is reached")
@@ -178,12 +179,12 @@ class Solver:
         self._log.info("Optimization Done.")
 
     def step(self, iterations: int) -> None:
-        """Make so many iterations.
+        """Run a number of iterations.
 
         Raises:
             KeyboardInterrupt: after SIGINT, at the end of the iteration, and a snapshot unless ``snapshot_after_train``
                 is false.
-            UsageError: batches that cannot be had, or a loss that is none.
+            UsageError: the source gives no batches, or the loss is invalid.
         """
         start, self._losses = self.iter, []
         with self._requests.caught():
@@ -193,7 +194,7 @@ class Solver:
                     self.test()
                 for on_start, _ in self._callbacks:
                     on_start()
-                self._set_rate()  # a parameter server takes gradients as they are made, and the rate with them
+                self._set_rate()  # gradients go to a parameter server during backward, with the rate
                 self._smooth(self._forward_backward(), start)
                 if self.param.display and self.iter % self.param.display == 0:
                     self._show()
@@ -207,16 +208,16 @@ class Solver:
                     self._stop(self._wants_last_snapshot)
 
     def apply_update(self) -> None:
-        """Update by the gradients that are there, at the rate of this iteration; ``iter`` is one more then.
+        """Update the weights by the current gradients at this iteration's rate, and increment ``iter``.
 
-        They are clipped as a sum, then divided by ``iter_size``; decay and the type's formula are the optimizer's.
+        The sum of gradients is clipped, then divided by ``iter_size``. The optimizer applies decay and its formula.
         """
         if self.param.lr_policy == "multistep" and self.iter in self.param.stepvalue:
             passed = steps_passed(self.param, self.iter)
             self._log.info(f"MultiStep Status: Iteration {self.iter}, step = {passed}")
         if self.param.display and self.iter % self.param.display == 0:
             self._log.info(f"Iteration {self.iter}, lr = {self.lr:g}")
-        self.net.bring()
+        self.net.flush()
         gradients = self._gradients()
         self._clip(gradients)
         if self.param.iter_size > 1:
@@ -227,10 +228,10 @@ class Solver:
         self.iter += 1
 
     def test(self) -> list[dict[str, float]]:
-        """Test all test nets, ``test_iter`` batches each.
+        """Run all test nets on ``test_iter`` batches each.
 
         Returns:
-            For each net the means of its outputs by name.
+            For each net, the means of its outputs by name.
 
         Raises:
             KeyboardInterrupt: after SIGINT.
@@ -242,23 +243,23 @@ class Solver:
         """Write the weights and the state.
 
         Returns:
-            The ``.solverstate`` file, for :meth:`restore`; the weights lie beside it.
+            The ``.solverstate`` file, for :meth:`restore`; the weights are in the same directory.
 
         Raises:
-            GossipxError: they cannot be written.
+            GossipxError: the files cannot be written.
         """
         self.settle()
-        self.net.bring()
+        self.net.flush()
         weights, state = snapshots.save(self.snapshot_prefix, self.iter, self.net.module, self.optimizer)
         self._log.info(f"Snapshotting to safetensors file {weights}")
         self._log.info(f"Snapshotting solver state to safetensors file {state}")
         return state
 
     def restore(self, file: str | Path) -> None:
-        """Go on from a snapshot: iterations done, the optimizer's history, and the weights beside the file.
+        """Resume from a snapshot: iterations done, the optimizer's history and the weights.
 
         Raises:
-            UsageError: it cannot be read, or is of another net or type of solver; nothing was changed then.
+            UsageError: it cannot be read, or belongs to another net or type of solver. Nothing is changed then.
         """
         self._log.info(f"Restoring previous solver status from {file}")
         state = snapshots.load_state(Path(file), self.net.module, self.optimizer)
@@ -269,11 +270,11 @@ class Solver:
         self.iter = state.iteration
 
     def state_dict(self) -> dict[str, Any]:
-        """Iterations done and the optimizer's state, for whoever keeps the weights elsewhere, as checkpoints do."""
+        """Return iterations done and the optimizer's state, without the weights, which checkpoints store separately."""
         return {"iter": self.iter, "optimizer": self.optimizer.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` gave."""
+        """Resume from a result of :meth:`state_dict`."""
         self.iter = int(state["iter"])
         self.optimizer.load_state_dict(state["optimizer"])
 
@@ -285,7 +286,7 @@ class Solver:
         return bool(due) and (self.iter > 0 or param.test_initialization)
 
     def _forward_backward(self) -> float:
-        """``iter_size`` passes; the mean of their losses."""
+        """Run ``iter_size`` passes, and return the mean of their losses."""
         total = 0.0
         for _ in range(self.param.iter_size):
             total += float(self.net.forward()["loss"])
@@ -297,26 +298,26 @@ class Solver:
             group["lr"], group["iteration"] = self.lr, float(self.iter)
 
     def _smooth(self, loss: float, start: int) -> None:
-        """The mean of the last ``average_loss`` losses of this :meth:`step`."""
-        most = self.param.average_loss
-        if len(self._losses) < most:
+        """Add a loss to the ring buffer of the last ``average_loss`` losses of this :meth:`step`."""
+        size = self.param.average_loss
+        if len(self._losses) < size:
             self._losses.append(loss)
         else:
-            self._losses[(self.iter - start) % most] = loss
+            self._losses[(self.iter - start) % size] = loss
 
     @property
     def smoothed_loss(self) -> float:
-        """The mean of the last ``average_loss`` losses, which display shows; NaN before the first."""
+        """The mean of the last ``average_loss`` losses, as displayed; NaN before the first."""
         return sum(self._losses) / len(self._losses) if self._losses else math.nan
 
     def _show(self) -> None:
         self._log.info(f"Iteration {self.iter}, loss = {self.smoothed_loss:g}")
         for number, name in enumerate(self.net.outputs):
             value = float(self.net.blobs[name].data)
-            self._log.info(f"    Train net output #{number}: {_told(name, value)}")
+            self._log.info(f"    Train net output #{number}: {_shown(name, value)}")
 
     def _gradients(self) -> list[torch.Tensor]:
-        """Of all parameters that are trained: one that no pass has used has a gradient of zeros, as Caffe's."""
+        """Return the gradients of all trained parameters; as in Caffe, zeros for parameters that no pass has used."""
         parameters = [one for group in self.optimizer.param_groups for one in group["params"]]
         for parameter in parameters:
             if parameter.grad is None:
@@ -324,14 +325,14 @@ class Solver:
         return [parameter.grad for parameter in parameters]
 
     def _clip(self, gradients: list[torch.Tensor]) -> None:
-        most = self.param.clip_gradients
-        if most < 0:
+        limit = self.param.clip_gradients
+        if limit < 0:
             return
         norm = float(torch.linalg.vector_norm(torch.stack([one.norm().double() for one in gradients])))
-        if norm > most:
-            scale = most / norm
+        if norm > limit:
+            scale = limit / norm
             self._log.info(
-                f"Gradient clipping: scaling down gradients (L2 norm {norm:g} > {most:g}) by scale factor {scale:g}"
+                f"Gradient clipping: scaling down gradients (L2 norm {norm:g} > {limit:g}) by scale factor {scale:g}"
             )
             for gradient in gradients:
                 gradient.mul_(scale)
@@ -352,14 +353,14 @@ class Solver:
         if self.param.test_compute_loss:
             self._log.info(f"Test loss: {means['loss']:g}")
         for place, (name, mean) in enumerate(means.items()):
-            self._log.info(f"    Test net output #{place}: {_told(name, mean)}")
+            self._log.info(f"    Test net output #{place}: {_shown(name, mean)}")
         return means
 
     # --- the end ------------------------------------------------------------------------------------
 
     @property
     def _wants_last_snapshot(self) -> bool:
-        """Of what training ends with, unless there is one already."""
+        """Whether to write a snapshot at the end of training, unless the last iteration has just written one."""
         snapshot = self.param.snapshot
         return self.param.snapshot_after_train and not (snapshot and self.iter and self.iter % snapshot == 0)
 
@@ -371,7 +372,7 @@ class Solver:
 
 
 def _tests(test: Iterable[Any] | Mapping[str, Iterable[Any]] | None) -> list[tuple[str, Iterable[Any]]]:
-    """The data of each test net, and how messages call them."""
+    """Return the data of each test net, with its name in messages."""
     if test is None:
         return []
     if isinstance(test, Mapping):
@@ -381,17 +382,17 @@ def _tests(test: Iterable[Any] | Mapping[str, Iterable[Any]] | None) -> list[tup
 
 def _check_arguments(net: object, scores: Mapping[str, Score] | None) -> None:
     if not isinstance(net, nn.Module):
-        raise UsageError(f"net= is of type {type(net).__name__}, and is to be a torch module")
+        raise UsageError(f"net= is of type {type(net).__name__}, and must be a torch module")
     if not any(one.requires_grad for one in net.parameters()):
-        raise UsageError("net= has no parameters that are trained: none requires_grad")
+        raise UsageError("net= has no trained parameters: set requires_grad on some")
     if "loss" in (scores or {}):
-        raise UsageError("scores= names one 'loss', as the objective is called: give it another name")
+        raise UsageError("scores= has a score 'loss', which is the objective's name: rename the score")
 
 
 def _factor(given: Mapping[str, float], name: str) -> float:
     return next((float(value) for pattern, value in given.items() if fnmatchcase(name, pattern)), 1.0)
 
 
-def _told(name: str, value: float) -> str:
-    """As Caffe tells an output: of the loss also its part in the objective, of which it is all."""
+def _shown(name: str, value: float) -> str:
+    """Format an output as Caffe does; for the loss add its weighted part in the objective, whose weight is 1."""
     return f"{name} = {value:g}" + (f" (* 1 = {value:g} loss)" if name == "loss" else "")

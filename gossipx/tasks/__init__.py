@@ -1,4 +1,4 @@
-"""Tasks: the built-in data sets, how they are dealt out to peers, models, and the settings these are trained with.
+"""Built-in tasks: data sets, their partition among peers, models, and training settings.
 
-``presets`` and ``partition`` import no torch, so that a command line that only reads settings starts at once.
+``presets`` and ``partition`` do not import torch, so that commands that only read settings start quickly.
 """

@@ -1,6 +1,6 @@
-"""Data sets: whole in memory as normalised tensors, in shuffled batches, read from the files as published.
+"""Data sets: read from the published files, normalised, held in memory and served in shuffled batches.
 
-Shapes: N images, C channels, H×W pixels, B images a batch.
+Shapes: N images, C channels, H×W pixels, B images per batch.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class Dataset:
-    """Labelled images, whole in memory.
+    """Labelled images in memory.
 
     Attributes:
-        images: (N, C, H, W) float32, normalised channel by channel by the mean and standard deviation of the task.
+        images: (N, C, H, W) float32, normalised by the task's mean and standard deviation per channel.
         labels: (N,) int64, each below ``classes``.
-        classes: how many classes the task has.
+        classes: number of classes of the task.
     """
 
     images: Tensor
@@ -51,32 +51,31 @@ class Dataset:
         return len(self.labels)
 
     def take(self, indices: npt.NDArray[np.int64] | Tensor) -> Dataset:
-        """A copy of the samples at ``indices`` alone, for example a peer's part of a partition."""
+        """Return a copy of the samples at ``indices``, for example a peer's part of a partition."""
         index = torch.as_tensor(indices)
         return Dataset(self.images.index_select(0, index), self.labels.index_select(0, index), self.classes)
 
 
 class Batches:
-    """Shuffled batches without end: ``images (B, C, H, W), labels (B,)``, each batch of exactly ``batch_size``.
+    """An endless iterator over shuffled batches ``images (B, C, H, W), labels (B,)`` of exactly ``batch_size``.
 
-    The samples come as one stream, a fresh shuffle of the whole set after another, cut every ``batch_size``. So a batch
-    may hold the end of one epoch and the start of the next, no sample is ever left out, and a set smaller than a batch
-    is gone through several times for one.
+    Each epoch is a new shuffle of the whole set. The epochs form one stream, which is cut every ``batch_size`` samples.
+    So a batch may span two epochs, no sample is left out, and a batch larger than the set spans several epochs.
 
     Args:
-        dataset: at least one sample.
+        dataset: a data set with at least one sample.
         batch_size: B, from 1.
-        generator_seed: fixes the order of all batches.
+        generator_seed: determines the order of all batches.
 
     Raises:
-        UsageError: no samples, or a batch size below 1.
+        UsageError: the data set is empty, or the batch size is below 1.
     """
 
     def __init__(self, dataset: Dataset, batch_size: int, generator_seed: int):
         if not len(dataset):
-            raise UsageError("no training images for this peer: take fewer peers or more data")
+            raise UsageError("no training images for this peer: use fewer peers or more data")
         if batch_size < 1:
-            raise UsageError(f"a batch has at least one image, not {batch_size}")
+            raise UsageError(f"a batch needs at least one image, not {batch_size}")
         self._dataset, self._size, self._seed = dataset, batch_size, generator_seed
         self.seek(0)
 
@@ -96,7 +95,7 @@ class Batches:
         return self._dataset.images.index_select(0, index), self._dataset.labels.index_select(0, index)
 
     def seek(self, batch: int) -> None:
-        """Let batch number ``batch``, from 0, be the next: a resumed run goes on with the batches it would have had."""
+        """Continue with batch number ``batch``, from 0, so that a resumed run sees the same batches."""
         epoch, at = divmod(batch * self._size, len(self._dataset))
         self._open(epoch)
         self._at = at
@@ -108,17 +107,17 @@ class Batches:
 
 @dataclass(frozen=True)
 class Task:
-    """A built-in task: where its data come from and what a model of it has to fit.
+    """A built-in task: the source of its data and the dimensions that a model must fit.
 
     Attributes:
         classes: number of classes.
         channels: C.
         pixels: H = W.
-        mean: of the full training set, for each channel, with pixels from 0 to 1.
-        std: its standard deviation, alike.
-        model: the model to train if none is named.
-        source: what to get, and where, in a user's words.
-        files: a name in ``--data-dir`` to the md5 sums that it may have.
+        mean: mean of each channel over the full training set, for pixels from 0 to 1.
+        std: standard deviation of each channel, for the same pixels.
+        model: the default model.
+        source: the files to download and their location, for messages.
+        files: accepted md5 sums by the name of a file in ``--data-dir``.
     """
 
     classes: int
@@ -142,7 +141,7 @@ CIFAR10_ARCHIVE = "cifar-10-binary.tar.gz"
 CIFAR10_FOLDER = "cifar-10-batches-bin"
 CIFAR10_FILES = (*(f"data_batch_{number}.bin" for number in range(1, 6)), "test_batch.bin")
 CIFAR10_RECORDS = 10_000
-"""In each file: a label byte, then 32×32 red, green and blue bytes."""
+"""Records in each file: a label byte, then 32×32 red, green and blue bytes."""
 
 TASKS: dict[str, Task] = {
     "fashion-mnist": Task(
@@ -154,8 +153,8 @@ TASKS: dict[str, Task] = {
         model="lenet",
         source=f"{_FOUR_FILES} of https://github.com/zalandoresearch/fashion-mnist "
         "(on Debian: apt install dataset-fashion-mnist; they are in /usr/share/datasets/fashion-mnist)",
-        # First the sums that the project states, then those of Debian's dataset-fashion-mnist: the same compressed
-        # streams, without the name and time in gzip's header.
+        # First the project's sums, then those of Debian's dataset-fashion-mnist, which has the same compressed streams
+        # without the name and time in gzip's header.
         files={
             IDX_FILES[0]: ("8d4fb7e6c68d591d4c3dfef9ec88bf0d", "cf8536b0aa1a6ac5fa3f23001093305c"),
             IDX_FILES[1]: ("25c81989df183df01b3e8a0aad5dffbe", "10bea18fdb374794d4bb42e356e600c9"),
@@ -193,17 +192,17 @@ TASKS: dict[str, Task] = {
 
 
 def load(task_name: str, data_dir: Path | None = None) -> tuple[Dataset, Dataset]:
-    """The training and the test set of a built-in task.
+    """Return the training set and the test set of a built-in task.
 
     Args:
         task_name: a key of ``TASKS``.
-        data_dir: where the published files lie: the four ``.gz`` files of ``fashion-mnist`` or ``mnist``, whose md5 is
-            checked; for ``cifar10`` the archive of the binary version (md5 checked too), or else, unpacked, its folder,
-            of which only the files' sizes can be checked. None: ``fashion-mnist``'s embedded subset, 12,000 training
-            images and all test images.
+        data_dir: the directory of the published files: the four ``.gz`` files of ``fashion-mnist`` or ``mnist``; for
+            ``cifar10`` the archive of the binary version, or its unpacked folder. The md5 sums are checked, or the
+            sizes of unpacked files. None: the embedded subset of ``fashion-mnist``, with 12,000 training images and
+            all test images.
 
     Raises:
-        UsageError: an unknown task, or a file that is missing, damaged or not the published one; the message names it.
+        UsageError: the task is unknown, or a file is missing, damaged or not the published one.
     """
     if task_name not in TASKS:
         raise UsageError(f"unknown task '{task_name}'{suggest(task_name, TASKS)}: one of {', '.join(sorted(TASKS))}")
@@ -212,20 +211,20 @@ def load(task_name: str, data_dir: Path | None = None) -> tuple[Dataset, Dataset
         return _load_cifar10(task, data_dir) if task_name == "cifar10" else _load_idx(task, data_dir)
     if task_name != "fashion-mnist":
         raise UsageError(
-            f"task '{task_name}' is not shipped with gossipx: get {task.source}, and name their directory by --data-dir"
+            f"task '{task_name}' is not included in gossipx: get {task.source}, and give their directory as --data-dir"
         )
     with importlib.resources.as_file(importlib.resources.files("gossipx.tasks") / "embedded") as folder:
         return _read_idx_sets(task, folder)
 
 
 def read_idx(path: Path) -> Bytes:
-    """The bytes in an IDX file, plain or gzipped, in the shape that its header states (at most four dimensions).
+    """Return the bytes of an IDX file, plain or gzipped, in the shape of its header (at most four dimensions).
 
-    The format is described at http://yann.lecun.com/exdb/mnist. Nothing is allocated for a size that the file cannot
-    hold.
+    The format is described at http://yann.lecun.com/exdb/mnist. A header that states more than the file can contain is
+    refused before memory is allocated.
 
     Raises:
-        UsageError: the file cannot be read, is not IDX of unsigned bytes, or is longer or shorter than it states.
+        UsageError: the file cannot be read, is not IDX of unsigned bytes, or its length does not match its header.
     """
     with _reading(path), path.open("rb") as raw:
         packed = raw.read(2) == b"\x1f\x8b"
@@ -233,30 +232,30 @@ def read_idx(path: Path) -> Bytes:
         stream = gzip.GzipFile(fileobj=raw) if packed else raw
         head = stream.read(4)
         if len(head) < 4 or head[:3] != b"\0\0\x08" or not 1 <= head[3] <= 4:
-            raise UsageError("is not an IDX file of unsigned bytes: get it again", file=path)
+            raise UsageError("not an IDX file of unsigned bytes: get it again", file=path)
         sizes = stream.read(4 * head[3])
         shape = tuple(int.from_bytes(sizes[at : at + 4], "big") for at in range(0, len(sizes), 4))
         expected = math.prod(shape)
-        # Deflate packs 1032:1 at best, so that a header cannot ask for more than that.
+        # Deflate compresses 1032:1 at most.
         largest = os.fstat(raw.fileno()).st_size * (1032 if packed else 1)
         if len(sizes) < 4 * head[3] or not 0 < expected <= largest:
-            raise UsageError(f"states {'×'.join(map(str, shape))} bytes but cannot hold them: get it again", file=path)
-        content = stream.read(expected + 1)  # the byte too many also lets gzip come to its checksum
+            raise UsageError(f"states {'×'.join(map(str, shape))} bytes but is too small: get it again", file=path)
+        content = stream.read(expected + 1)  # the extra byte makes gzip verify its checksum
         if len(content) != expected:
-            how = "ends early" if len(content) < expected else "goes on after its last item"
+            how = "ends early" if len(content) < expected else "continues after its last item"
             raise UsageError(f"states {'×'.join(map(str, shape))} bytes but {how}: get it again", file=path)
     return np.frombuffer(content, np.uint8).reshape(shape)
 
 
 @contextmanager
 def _reading(path: Path, source: str = "it again") -> Iterator[None]:
-    """Say in one line what went wrong with ``path``, whichever library found it, and what to get."""
+    """Convert errors of the libraries that read ``path`` to a UsageError that says what to download."""
     try:
         yield
     except FileNotFoundError as error:
         raise UsageError(f"no such file: get {source}", file=path) from error
     except PermissionError as error:
-        raise UsageError("may not be read: see its permissions", file=path) from error
+        raise UsageError("permission denied: check its permissions", file=path) from error
     except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
         raise UsageError(f"cannot be read ({error}): get {source}", file=path) from error
 
@@ -275,10 +274,10 @@ def _read_idx_sets(task: Task, folder: Path) -> tuple[Dataset, Dataset]:
 def _read_idx_set(task: Task, images_path: Path, labels_path: Path) -> Dataset:
     images, labels = read_idx(images_path), read_idx(labels_path)
     if images.shape[1:] != (task.pixels, task.pixels):
-        raise UsageError(f"holds no images of {task.pixels}×{task.pixels} pixels: get it again", file=images_path)
+        raise UsageError(f"has no images of {task.pixels}×{task.pixels} pixels: get it again", file=images_path)
     if labels.shape != images.shape[:1] or labels.max() >= task.classes:
         raise UsageError(
-            f"holds no {len(images)} labels from 0 to {task.classes - 1}: get it and {images_path.name} again",
+            f"must have {len(images)} labels from 0 to {task.classes - 1}: get it and {images_path.name} again",
             file=labels_path,
         )
     values = torch.from_numpy(images[:, np.newaxis].astype(np.float32))
@@ -291,7 +290,7 @@ def _load_cifar10(task: Task, folder: Path) -> tuple[Dataset, Dataset]:
     for path, content in _cifar10_files(task, folder):
         records = np.frombuffer(content, np.uint8).reshape(CIFAR10_RECORDS, -1)
         if records[:, 0].max() >= task.classes:
-            raise UsageError(f"holds a label above {task.classes - 1}: get {task.source} again", file=path)
+            raise UsageError(f"has a label above {task.classes - 1}: get {task.source} again", file=path)
         start = CIFAR10_FILES.index(path.name) * CIFAR10_RECORDS
         place = slice(start, start + CIFAR10_RECORDS)
         values[place].numpy()[:] = records[:, 1:].reshape(-1, *values.shape[1:])
@@ -302,21 +301,21 @@ def _load_cifar10(task: Task, folder: Path) -> tuple[Dataset, Dataset]:
 
 
 def _cifar10_files(task: Task, folder: Path) -> Iterator[tuple[Path, bytes]]:
-    """Each of ``CIFAR10_FILES`` once, with its content, of the right size."""
+    """Yield each of ``CIFAR10_FILES`` with its content, after a check of its size."""
     size = CIFAR10_RECORDS * (1 + task.channels * task.pixels**2)
     archive, unpacked = folder / CIFAR10_ARCHIVE, folder / CIFAR10_FOLDER
     if not archive.exists() and not unpacked.exists():
-        raise UsageError(f"no {CIFAR10_ARCHIVE} and no {CIFAR10_FOLDER} there: get {task.source}", file=folder)
+        raise UsageError(f"neither {CIFAR10_ARCHIVE} nor {CIFAR10_FOLDER} found: get {task.source}", file=folder)
     if not archive.exists():
         for path in (unpacked / name for name in CIFAR10_FILES):
             with _reading(path, task.source):
                 if path.stat().st_size != size:
-                    raise UsageError(f"is not of {size} bytes: get {task.source} again", file=path)
+                    raise UsageError(f"does not have {size} bytes: get {task.source} again", file=path)
                 yield path, path.read_bytes()
         return
     _check_md5(archive, task.files[CIFAR10_ARCHIVE], task.source)
     with _reading(archive, task.source), tarfile.open(archive, "r:gz") as tar:
-        # In the archive's order: a member before the last one read costs unpacking it all from the start.
+        # Read in the archive's order, because a step back would decompress from the start.
         for member in tar:
             content = tar.extractfile(member) if Path(member.name).name in CIFAR10_FILES else None
             if content is not None:
@@ -324,13 +323,13 @@ def _cifar10_files(task: Task, folder: Path) -> Iterator[tuple[Path, bytes]]:
 
 
 def _normalise(values: Tensor, task: Task) -> Tensor:
-    """Bytes as float32 (N, C, H, W) to zero mean and unit deviation, in place."""
+    """Normalise bytes given as float32 (N, C, H, W) to zero mean and unit deviation, in place."""
     mean, std = (torch.tensor(numbers).mul_(255).view(1, -1, 1, 1) for numbers in (task.mean, task.std))
     return values.sub_(mean).div_(std)
 
 
 def _check_md5(path: Path, known: tuple[str, ...], source: str) -> None:
-    found = hashlib.md5(usedforsecurity=False)  # the published sums are md5; they guard against damage, not malice
+    found = hashlib.md5(usedforsecurity=False)  # the published sums are md5: they detect damage, not tampering
     with _reading(path, source), path.open("rb") as file:
         while block := file.read(1 << 20):
             found.update(block)

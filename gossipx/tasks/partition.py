@@ -1,7 +1,7 @@
-"""Partitions: which samples belong to which peer.
+"""Partitions of a data set among peers.
 
-A split depends on the labels, the number of parts and the seed alone, so that every peer computes the same one and
-takes its own part, without a message.
+A split depends only on the labels, the number of parts and the seed. So each peer computes the same split and takes its
+part without communication.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from gossipx.tasks.seeds import seeded
 Indices = npt.NDArray[np.int64]
 
 SMALLEST_ALPHA = 1e-6
-"""Below it nothing differs any more: each class lies whole on one peer."""
+"""The minimum of alpha: at smaller values, too, each class belongs to a single peer."""
 
 
 @dataclass(frozen=True)
 class Partition(abc.ABC):
-    """Deals samples out to parts.
+    """A rule that distributes samples over parts.
 
     Attributes:
-        by_label: whether the labels matter, or only how many there are.
+        by_label: whether the split depends on the labels, or only on their number.
     """
 
     by_label: ClassVar[bool] = False
 
     @abc.abstractmethod
     def split(self, labels: npt.NDArray[np.integer[Any]], parts: int, seed: int) -> list[Indices]:
-        """The parts: disjoint, together every sample.
+        """Split the samples into disjoint parts that cover all of them.
 
         Args:
             labels: (N,), each sample's class.
-            parts: how many, from 1.
-            seed: fixes the split.
+            parts: number of parts, from 1.
+            seed: determines the split.
 
         Returns:
-            One ascending vector of indices into ``labels`` for each part. None is empty if N ≥ parts.
+            One ascending vector of indices into ``labels`` per part. No part is empty if N ≥ parts.
 
         Raises:
             UsageError: ``parts`` is below 1.
@@ -54,7 +54,7 @@ class Partition(abc.ABC):
 @final
 @dataclass(frozen=True)
 class IID(Partition):
-    """Shuffle and deal out evenly: sizes differ by one at most."""
+    """A random split into parts of equal size, give or take one."""
 
     def split(self, labels: npt.NDArray[np.integer[Any]], parts: int, seed: int) -> list[Indices]:
         _check_parts(parts)
@@ -64,17 +64,16 @@ class IID(Partition):
 @final
 @dataclass(frozen=True)
 class Dirichlet(Partition):
-    """Skewed classes: each class is dealt out by proportions of its own, drawn from a symmetric Dirichlet distribution.
+    """A split with skewed classes: the proportions of each class are drawn from a symmetric Dirichlet distribution.
 
     The split is that of Yurochkin et al., "Bayesian Nonparametric Federated Learning of Neural Networks" (2019),
-    section 4: p_k ~ Dir(α) over the parts for each class k. α reads as in Hsu et al., "Measuring the Effects of
-    Non-Identical Data Distribution" (2019), who draw class proportions for each part instead and keep the parts equal
-    in size; here their sizes differ too. A part that came out empty gets one sample of the part that is largest by
-    then.
+    section 4: p_k ~ Dir(α) over the parts for each class k. α has the same meaning as in Hsu et al., "Measuring the
+    Effects of Non-Identical Data Distribution" (2019), who draw class proportions for each part instead and keep the
+    parts equal in size; here sizes differ, too. An empty part receives one sample of the part that is largest then.
 
     Attributes:
-        alpha: concentration; towards 0 each class lies on one peer, towards infinity all peers have all alike. 0.3 is
-            skewed clearly, and still gives most peers several classes.
+        alpha: concentration; near 0 each class belongs to one peer, and for large values all peers have the same
+            proportions. The default 0.3 is clearly skewed, and still gives most peers several classes.
     """
 
     by_label: ClassVar[bool] = True
@@ -82,7 +81,7 @@ class Dirichlet(Partition):
 
     def __post_init__(self) -> None:
         if not SMALLEST_ALPHA <= self.alpha < math.inf:
-            raise ValueError(f"alpha is a finite number above 0 (at least {SMALLEST_ALPHA:g})")
+            raise ValueError(f"alpha must be a finite number above 0 (at least {SMALLEST_ALPHA:g})")
 
     def split(self, labels: npt.NDArray[np.integer[Any]], parts: int, seed: int) -> list[Indices]:
         _check_parts(parts)
@@ -91,7 +90,7 @@ class Dirichlet(Partition):
         for label in np.unique(labels):
             members = generator.permutation(np.flatnonzero(labels == label))
             shares = _dirichlet(generator, self.alpha, parts)
-            # Cuts of the running sum and not of each share: rounding then neither loses nor doubles a sample.
+            # Round the running sum instead of each share, so that no sample is lost or duplicated.
             cuts = np.round(np.cumsum(shares)[:-1] * len(members)).astype(np.int64)
             for part, piece in zip(owned, np.split(members, cuts), strict=True):
                 part.append(piece)
@@ -102,19 +101,19 @@ PARTITIONS: dict[str, type[Partition]] = {"iid": IID, "dirichlet": Dirichlet}
 
 
 def parse(spec: str) -> Partition:
-    """The partition that ``spec`` means: ``iid`` or ``dirichlet:alpha=0.3``.
+    """Parse a spec such as ``iid`` or ``dirichlet:alpha=0.3``.
 
     Raises:
-        UsageError: naming what would have been right.
+        UsageError: the spec is invalid; the message lists valid ones.
     """
     return specs.build(spec, PARTITIONS, "partition")
 
 
 def _dirichlet(generator: np.random.RandomState, alpha: float, parts: int) -> npt.NDArray[np.float64]:
-    """One draw of Dir(α, ..., α), (parts,).
+    """Draw from Dir(α, ..., α), shape (parts,).
 
-    By logarithms of gamma variates, log G(α) = log G(α + 1) + log(U)/α (Marsaglia and Tsang 2000, section 6): the
-    variates themselves are all 0 for a small α, and numpy's own ``dirichlet`` divides by their sum.
+    It uses logarithms of gamma variates, log G(α) = log G(α + 1) + log(U)/α (Marsaglia and Tsang 2000, section 6),
+    because for a small α the variates themselves are all 0, and numpy's ``dirichlet`` divides by their sum.
     """
     logs = np.log(generator.standard_gamma(alpha + 1.0, parts)) + np.log1p(-generator.random_sample(parts)) / alpha
     weights = np.exp(logs - logs.max())

@@ -1,8 +1,8 @@
-"""Presets: the settings that each built-in model is trained with unless others are given.
+"""Presets: the default training settings of each built-in model.
 
-The paper is Adaptive Communication; its Table I has the base rate, gamma, momentum and weight decay of three models and
-their thresholds. The step sizes that it leaves out are those of Caffe's examples, as fractions of the run: Caffe's last
-for other numbers of iterations than the paper's 50,000, and the shape of the schedule is what carries over.
+The paper is Adaptive Communication. Its Table I has the base rate, gamma, momentum, weight decay and thresholds of
+three models. It omits the step sizes, which are taken from Caffe's examples as fractions of the run, because those have
+other lengths than the paper's 50,000 iterations.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Protocol
 
 
 class Schedule(Protocol):
-    """What :func:`learning_rate` looks at."""
+    """The fields that :func:`learning_rate` uses."""
 
     @property
     def base_lr(self) -> float:
@@ -21,25 +21,25 @@ class Schedule(Protocol):
 
     @property
     def gamma(self) -> float:
-        """What the rate is multiplied with at each step."""
+        """The factor of the rate at each step."""
 
     @property
     def lr_steps(self) -> tuple[float, ...]:
-        """Where the steps are, as fractions of the run, ascending."""
+        """The steps as fractions of the run, ascending."""
 
 
 @dataclass(frozen=True)
 class Preset:
-    """SGD's settings and the policies' arguments for one model.
+    """The settings of SGD and of the policies for one model.
 
     Attributes:
         base_lr: learning rate at the start.
-        gamma: the learning rate is multiplied with it at each step.
-        momentum: of SGD, 0 to 1.
+        gamma: factor of the learning rate at each step.
+        momentum: SGD's momentum, 0 to 1.
         weight_decay: L2 penalty.
-        lr_steps: where the learning rate steps, as fractions of the run, ascending.
-        batch_size: images a batch and peer.
-        policies: a policy's name to its spec with this model's arguments.
+        lr_steps: steps of the learning rate as fractions of the run, ascending.
+        batch_size: images per batch on each peer.
+        policies: spec with this model's arguments by policy name.
     """
 
     base_lr: float
@@ -52,24 +52,24 @@ class Preset:
 
 
 def learning_rate(schedule: Schedule, step: int, iterations: int) -> float:
-    """The rate of one iteration: base_lr · gamma^(number of steps passed), Caffe's "step" and "multistep".
+    """Return the rate of one iteration: base_lr · gamma^(number of steps passed), as Caffe's "step" and "multistep".
 
     Args:
         schedule: a preset, or settings with the same fields.
-        step: iterations done before this one, from 0.
-        iterations: the run's length.
+        step: number of iterations before this one.
+        iterations: length of the run.
     """
-    # The slack is for fractions such as 2/9 that have no exact product: it must not move a step by an iteration.
+    # The tolerance absorbs rounding of fractions such as 2/9, which would delay a step by an iteration.
     passed = sum(step >= fraction * iterations - 1e-6 for fraction in schedule.lr_steps)
     return schedule.base_lr * schedule.gamma**passed
 
 
 def _policies(threshold: float) -> Mapping[str, str]:
-    """The specs for a model whose threshold for the difference of delta is ``threshold``.
+    """Return the policies' specs for a model with this threshold for the difference of delta.
 
-    Only ``adaptive`` and ``tau`` are the paper's (section VI). ``random`` pulls as often as ``tau`` on average.
-    ``travel`` and ``drift`` get 100 and 50 thresholds: steps of ``lenet`` are about two thresholds long, so that
-    ``travel`` pulls about every 50 steps of its run.
+    Only ``adaptive`` and ``tau`` are the paper's (section VI). ``random`` pulls as often as ``tau`` on average. The
+    distances of ``travel`` and ``drift`` are 100 and 50 thresholds: a step of ``lenet`` is about two thresholds long,
+    so that ``travel`` pulls about every 50 steps.
     """
     return {
         "never": "never",
@@ -82,29 +82,29 @@ def _policies(threshold: float) -> Mapping[str, str]:
 
 
 def _every(fraction: float) -> tuple[float, ...]:
-    """Steps at each multiple of ``fraction`` below 1: Caffe's policy "step"."""
+    """Return the steps of Caffe's policy "step": each multiple of ``fraction`` below 1."""
     count = int(1 / fraction - 1e-9)
     return tuple(number * fraction for number in range(1, count + 1))
 
 
 def _resnet() -> Preset:
-    """He et al. 2015, section 4.2: 64,000 iterations with steps at 32,000 and 48,000, batches of 128."""
+    """Return the settings of He et al. 2015, section 4.2: 64,000 iterations, steps at 32,000 and 48,000, batch 128."""
     return Preset(0.1, 0.1, 0.9, 1e-4, (0.5, 0.75), 128, _policies(0.02))
 
 
 PRESETS: dict[str, Preset] = {
-    # Caffe's examples/mnist base rate, momentum and weight decay. One step, late: enough to settle a short run. The
-    # batch is half of Caffe's 64, so that a run of a few thousand iterations takes seconds.
-    # 0.025: the smallest threshold that needs 90 % fewer retrievals than tau:10 (bin/bench policies).
+    # The base rate, momentum and weight decay are those of Caffe's examples/mnist. A single late step suffices for a
+    # short run. The batch is half of Caffe's 64, so that a run of a few thousand iterations takes seconds. 0.025 is the
+    # smallest threshold that needs 90 % fewer retrievals than tau:10 (bin/bench policies).
     "lenet": Preset(0.01, 0.1, 0.9, 5e-4, (0.7,), 32, _policies(0.025)),
     # Table I; Caffe's examples/cifar10 (cifar10_full): steps at 60,000 and 65,000 of 70,000, batches of 100.
     "convnet": Preset(0.001, 0.1, 0.9, 0.004, (60 / 70, 65 / 70), 100, _policies(0.01)),
     "resnet20": _resnet(),
     "resnet56": _resnet(),
     "resnet110": _resnet(),
-    # Table I; Caffe's models/bvlc_alexnet: a step every 100,000 of 450,000, batches of 256.
+    # Table I; Caffe's models/bvlc_alexnet: steps every 100,000 of 450,000 iterations, batches of 256.
     "alexnet": Preset(0.01, 0.1, 0.9, 5e-4, _every(100 / 450), 256, _policies(0.025)),
-    # Table I; Caffe's models/bvlc_googlenet: a step every 320,000 of 10,000,000, batches of 32.
+    # Table I; Caffe's models/bvlc_googlenet: steps every 320,000 of 10,000,000 iterations, batches of 32.
     "googlenet": Preset(0.01, 0.96, 0.9, 2e-4, _every(0.032), 32, _policies(0.02)),
 }
-"""Keyed like ``gossipx.tasks.models.MODELS``."""
+"""Presets by model name, with the keys of ``gossipx.tasks.models.MODELS``."""

@@ -1,4 +1,4 @@
-"""Random generators that draw the same numbers on every peer, whatever its version of numpy."""
+"""Random generators with the same numbers on every peer, independent of the version of numpy."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import numpy as np
 
 
 def seeded(*numbers: int) -> np.random.RandomState:
-    """A generator fixed by ``numbers`` (each taken modulo 2^64).
+    """Return a generator seeded by ``numbers`` (each modulo 2^64).
 
-    ``RandomState`` and not ``Generator``: numpy keeps the streams of the first as they are for good (NEP 19), while
-    those of the second may change with its version, and two peers would then disagree on who owns which sample.
+    It is a ``RandomState``, whose streams numpy guarantees to keep (NEP 19). Those of ``Generator`` may change between
+    versions, and peers would then disagree on the partition of the samples.
     """
     words = [(number >> shift) & 0xFFFFFFFF for number in numbers for shift in (0, 32)]
     return np.random.RandomState(words)

@@ -1,1 +1,1 @@
-"""Commands that help around a run: doctor, dry run, export, plots, job scripts, certificates."""
+"""Commands around a run: doctor, dry run, export, plots, job scripts, certificates."""

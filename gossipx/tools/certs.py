@@ -1,4 +1,4 @@
-"""``gossipx certs new``: a private CA and a certificate for each host, for those who have none."""
+"""``gossipx certs new``: a private CA and one certificate per host, for users without a CA of their own."""
 
 from __future__ import annotations
 
@@ -19,43 +19,45 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
 
 CA_DAYS = 3650
-"""Days that the CA is in force."""
+"""Validity of the CA, in days."""
 HOST_DAYS = 730
-"""Days that a host's certificate is in force: longer than any run."""
+"""Validity of a host's certificate, in days: longer than any run."""
 EARLY = datetime.timedelta(days=1)
-"""They begin so much earlier than now: clocks differ."""
+"""Time by which the validity starts before now, because clocks differ."""
 
 
 def new(directory: Path, hosts: Path) -> list[str]:
-    """Make ``directory`` with ``ca.pem``, ``ca.key`` and for each host of a hosts file a directory of what it needs.
+    """Create ``directory`` with ``ca.pem``, ``ca.key``, and a subdirectory for each host of a hosts file.
 
-    That is ``cert.pem``, ``key.pem`` and a copy of ``ca.pem``. The certificate is for the host as the hosts file has
-    it, a name or an address, which is what other peers connect to. All lines of one host share it. All files are
-    readable by their owner alone.
+    A host's directory contains ``cert.pem``, ``key.pem`` and a copy of ``ca.pem``. Its certificate is for the name or
+    address in the hosts file, which is what other peers connect to. All lines of one host share it. Only the owner can
+    read the files.
 
     Returns:
-        Lines that tell what to do with them.
+        Instructions for the user, one per line.
 
     Raises:
-        UsageError: the package ``cryptography`` is not there, the hosts file is not right, or the directory is in use.
+        UsageError: the package ``cryptography`` is missing, the hosts file is invalid, or the directory is not empty.
     """
     try:
         import cryptography  # noqa: F401
     except ImportError as error:
-        raise UsageError("making certificates needs a package that is not here: pip install cryptography") from error
+        raise UsageError(
+            "creating certificates needs a package that is not installed: pip install cryptography"
+        ) from error
     lines = read_hosts(hosts)
     first: dict[str, PeerLine] = {}
     for peer in lines:
         first.setdefault(peer.host, peer)
     folders = {folder_of(host): host for host in first}
     if len(folders) < len(first):
-        raise UsageError("two hosts differ in signs alone that no file name has: give one of them another name", hosts)
-    made = _make([first[host] for host in folders.values()], hosts)
+        raise UsageError("two host names give the same directory name: rename one of the hosts", hosts)
+    files = _create([first[host] for host in folders.values()], hosts)
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         if any(directory.iterdir()):
             raise UsageError("not empty, and no certificate is overwritten: give another directory", directory)
-        for name, content in made.items():
+        for name, content in files.items():
             _write(directory / name, content)
     except OSError as error:
         raise UsageError(f"cannot write the certificates: {error.strerror}", directory) from error
@@ -63,22 +65,22 @@ def new(directory: Path, hosts: Path) -> list[str]:
         *(f"copy {directory / folder}/ to {host}, as gossipx-certs/" for folder, host in folders.items()),
         "then, on each: gossipx run --peers hosts.txt --bind 0.0.0.0 --tls-cert gossipx-certs/cert.pem"
         " --tls-key gossipx-certs/key.pem --tls-ca gossipx-certs/ca.pem",
-        f"keep {directory / 'ca.key'} here: who has it can make peers of this run; no host needs it",
-        f"the certificates are in force until {datetime.date.today() + datetime.timedelta(HOST_DAYS)}",
+        f"keep {directory / 'ca.key'} secret: it can issue certificates for peers of this run; no host needs it",
+        f"the certificates are valid until {datetime.date.today() + datetime.timedelta(HOST_DAYS)}",
     ]
 
 
 def folder_of(host: str) -> str:
-    """The name of a host's directory."""
+    """Return the name of a host's directory."""
     return "host-" + re.sub(r"[^\w.-]", "-", host)
 
 
-def _make(peers: Sequence[PeerLine], hosts: Path) -> dict[str, bytes]:
-    """All files by name."""
+def _create(peers: Sequence[PeerLine], hosts: Path) -> dict[str, bytes]:
+    """Return the contents of all files by name."""
     from cryptography.hazmat.primitives.asymmetric import ec
 
     key = ec.generate_private_key(ec.SECP256R1())
-    # A name of its own: OpenSSL looks for a CA by its name first.
+    # The name is unique, because OpenSSL looks up a CA by its name first.
     authority = _authority(key, f"gossipx CA {secrets.token_hex(4)}")
     files = {"ca.pem": _pem(authority), "ca.key": _key_pem(key)}
     for peer in peers:
@@ -116,7 +118,7 @@ def _certificate(
     both = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH])
     identifier = x509.SubjectKeyIdentifier.from_public_key(own.public_key())
     issued_by = x509.AuthorityKeyIdentifier.from_issuer_public_key(key.public_key())
-    # X.509 allows no longer name, and nobody reads it: what counts is the alternative name.
+    # X.509 limits the common name to 64 characters. Peers check the alternative name instead.
     builder = _builder(peer.host[:64], issuer, HOST_DAYS).public_key(own.public_key())
     builder = builder.add_extension(_alternative_name(peer, hosts), critical=False)
     builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
@@ -180,7 +182,7 @@ def _key_pem(key: EllipticCurvePrivateKey) -> bytes:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """A new file that its owner alone can read, also while it is written."""
+    """Write a new file that only its owner can read, from its creation on."""
     path.parent.mkdir(mode=0o700, exist_ok=True)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(content)

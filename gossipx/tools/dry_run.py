@@ -1,4 +1,4 @@
-"""``gossipx run --dry-run``: who would take part in a run, and what it would send. Nothing is started or written."""
+"""``gossipx run --dry-run``: the peers of a run and its expected traffic. It starts and writes nothing."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ from gossipx.topology.analysis import LARGEST, Analysis, analyse
 from gossipx.topology.weights import Matrix
 from gossipx.transports.pace import parse_rate
 
-BESIDE = "tau:10"
-"""What every policy is held against: the paper's own reference."""
+REFERENCE = "tau:10"
+"""The policy that others are compared with: the paper's reference."""
 LINK = "1gbit"
-"""Of most machines' network."""
+"""The default link rate, that of most machines' network."""
 ASSUMED = 1_000_000
-"""Bytes of a model whose size nobody has said: figures are then for each MB of it."""
+"""Assumed size of a model of unknown size, in bytes: its figures are then per MB."""
 SAMPLED = 2**26
-"""Elements of the largest model that is encoded to see what its codec makes of it: a second's work, 256 MB."""
+"""Maximum number of elements of a model that is encoded to measure its codec: this takes a second and 256 MB."""
 FLOAT32 = 4
-"""Bytes an element."""
+"""Bytes per element."""
 _UNITS = {"kb": 10**3, "mb": 10**6, "gb": 10**9}
 
 
 @dataclass(frozen=True)
 class PeerPlan:
-    """One peer. ``here``: this command would start it; ``part``: what it does in the run."""
+    """One peer; ``here``: whether this command would start it; ``part``: its role in the run."""
 
     rank: int
     name: str
@@ -57,15 +57,16 @@ class PeerPlan:
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """What is exchanged.
+    """The model that peers exchange.
 
     Attributes:
-        name: the built-in model's, or the script's.
-        is_known: whether its size is; else all figures are for 1 MB of it.
-        exchanged_bytes: of one as it is.
-        codec: how it travels; ``encoded_bytes``: by that, of values that are drawn from a normal distribution;
-            ``encoded_at_most``: of any values, None: the codec has no bound of use.
-        whole_bytes: of one with all that only a joining peer is given.
+        name: name of the built-in model or of the script.
+        is_known: whether the size is known; else all figures are per MB of model.
+        exchanged_bytes: size without a codec.
+        codec: the codec's spec.
+        encoded_bytes: encoded size of normally distributed values.
+        encoded_at_most: largest encoded size; None: the codec has no useful bound.
+        whole_bytes: size of the full model that a joining peer receives.
     """
 
     name: str
@@ -79,15 +80,15 @@ class ModelPlan:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one policy would send while training; pairs are least and most.
+    """Traffic of one policy during training; each pair is (least, most).
 
     Attributes:
-        policy: or sync model.
-        known: where the numbers come from.
-        exchanges: decisions of the policy a peer.
-        received_bytes: a peer, mean.
-        busiest_bytes: received or sent by the peer that does most of it.
-        link_seconds: that the busiest machine's link is taken up.
+        policy: the policy or sync model.
+        known: the source of the numbers, in words.
+        exchanges: exchanges per peer.
+        received_bytes: bytes received per peer, mean.
+        busiest_bytes: bytes received or sent by the busiest peer.
+        link_seconds: seconds for which the busiest machine's link is occupied.
     """
 
     policy: str
@@ -100,19 +101,26 @@ class Traffic:
 
 @dataclass(frozen=True)
 class DryRun:
-    """All of it.
+    """The result of a dry run.
 
     Attributes:
-        name: the run's.
-        iterations: that the figures are for.
-        is_length_known: False: a script has a length of its own.
-        topology: None: it has no part in such a run, or is too large to look at.
-        how: in words, with whom models are exchanged.
-        link: as it was given; ``between_machines``: peers of one machine use it together, and not among each other;
-            else all are on one machine, and each is taken to have such a link.
-        exchange_seconds: that one model takes by itself, at ``exchange_rate``: the link's, or a slower ``--max-rate``.
-        finish_bytes: received by a peer in the finish, mean; None: by servers it depends on what was under way.
-        start_bytes: taken by each peer but the first before training.
+        name: the run's name.
+        peers: the peers by rank.
+        iterations: number of iterations that the figures are for.
+        is_length_known: False: a script determines its own length.
+        how: the kind of exchange, in words.
+        topology: analysis of the graph; None: this kind of run has no graph, or it is too large to analyse.
+        model: the exchanged model.
+        link: rate of the link, as given.
+        between_machines: True: peers of one machine share a link to the others. False: all peers are on one machine,
+            and the figures assume one link per peer.
+        exchange_seconds: seconds that one model takes alone, at ``exchange_rate``.
+        exchange_rate: the link's rate, or a lower ``--max-rate``.
+        traffic: traffic by policy.
+        start_bytes: bytes that each peer but the first receives before training.
+        finish_bytes: bytes received per peer in the finish, mean; None: unknown with servers, where it depends on
+            the exchanges in progress.
+        notice: a notice of ``gossipx run`` about the settings; None: no notice.
     """
 
     name: str
@@ -140,19 +148,19 @@ def dry_run(
     model_size: str | None = None,
     world: World | None = None,
 ) -> DryRun:
-    """What a run would be.
+    """Return the plan of a run.
 
     Args:
-        given, hosts, script: as for :func:`gossipx.launch.local.launch`, and checked alike.
-        link: how fast machines are connected, ``100mbit``; None: by :data:`LINK`.
-        model_size: of a script's model, ``45MB``; None: it is not known.
-        world: the processes of a launcher that this one is among.
+        given, hosts, script: as for :func:`gossipx.launch.local.launch`, with the same checks.
+        link: rate of the machines' links, such as ``100mbit``; None: :data:`LINK`.
+        model_size: size of a script's model, such as ``45MB``; None: unknown.
+        world: the group of processes that an external launcher started; None: no such launcher.
 
     Raises:
-        UsageError: what would end the run before it began.
+        UsageError: the run would end with this error before it started.
     """
     if model_size is not None and not script:
-        raise UsageError(f"--model-size {model_size} is of a script's model, and that of the built-in task is known")
+        raise UsageError(f"--model-size {model_size} applies only to a script: the built-in task's model is known")
     checked = check(given, hosts, script)
     if world is not None:
         check_size(world, len(checked.peers), hosts)
@@ -193,7 +201,7 @@ def dry_run(
 def _rounds(
     checked: Checked, script: list[str], module: nn.Module | None, model: ModelPlan
 ) -> tuple[Matrix, list[tuple[str, Count]]]:
-    """Bytes from peer to peer when all have fired once, and how often they do so, by policy."""
+    """Return the bytes sent when each peer fires once, [receiver, sender], and the counts by policy."""
     settings, size = checked.settings, len(checked.peers)
     names = [peer.name for peer in checked.peers]
     iterations = settings.run.iterations
@@ -208,8 +216,8 @@ def _rounds(
     of = None if module is None else settings.task.model
     counted = []
     own = policies.parse(settings.sync.policy)
-    beside = [BESIDE] if own != policies.parse(BESIDE) else []  # it may be written tau:period=10
-    for spec in (*beside, settings.sync.policy):
+    reference = [REFERENCE] if own != policies.parse(REFERENCE) else []  # the same policy has several spellings
+    for spec in (*reference, settings.sync.policy):
         policy = policies.parse(spec)
         found = traffic.counts(policy, iterations, of, earlier.seen(settings, script, policy))
         counted += [(spec, count) for count in found]
@@ -244,7 +252,7 @@ def _traffic(policy: str, count: Count, per_round: Matrix, seconds: float) -> Tr
 
 
 def _finish(settings: RunConfig, names: Sequence[str], nbytes: int) -> float | None:
-    """Bytes that a peer receives in the finish, mean; None: that depends on what was under way."""
+    """Return the mean bytes received per peer in the finish; None with servers, where it is not known before."""
     if by_servers(settings):
         return None
     if settings.sync.finish == "none":
@@ -258,7 +266,7 @@ def _finish(settings: RunConfig, names: Sequence[str], nbytes: int) -> float | N
 
 
 def _module(settings: RunConfig) -> nn.Module:
-    """The built-in task's model; its values are none, so that a large one takes no memory and no time."""
+    """Return the built-in task's model with uninitialised values, so that a large one costs no memory and no time."""
     spec = TASKS[settings.task.task]
     with torch.device("meta"):
         module = build_model(settings.task.model, classes=spec.classes, channels=spec.channels, pixels=spec.pixels)
@@ -285,22 +293,18 @@ def _model(settings: RunConfig, script: list[str], module: nn.Module | None, siz
 
 
 def parse_size(text: str) -> int:
-    """Bytes, of ``500kB``, ``45MB`` or ``1.2GB``.
-
-    Raises:
-        UsageError: it is none.
-    """
+    """Return the bytes of a size such as ``500kB``, ``45MB`` or ``1.2GB``, or raise UsageError."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(kb|mb|gb)", text.strip().lower())
     size = round(float(found[1]) * _UNITS[found[2]]) if found else 0
     if not FLOAT32 <= size <= 10**13:
-        raise UsageError(f"--model-size '{text}': bytes with their unit, as 500kB, 45MB or 1.2GB")
+        raise UsageError(f"--model-size '{text}': give bytes with a unit, such as 500kB, 45MB or 1.2GB")
     return size
 
 
 def _encoded(codec: codecs.Codec, module: nn.Module | None, exchanged: int) -> tuple[int, int | None]:
-    """Bytes of a model by a codec, its values drawn from a normal distribution, and of any values.
+    """Return the encoded size of a model with normally distributed values, and the bound for any values, in bytes.
 
-    Buffers travel as they are. Of a model that is not known all values are taken for one tensor.
+    Buffers are not encoded. An unknown model is treated as one tensor.
     """
     if codec == codecs.NoCodec():
         return exchanged, exchanged
@@ -322,7 +326,7 @@ def _encoded(codec: codecs.Codec, module: nn.Module | None, exchanged: int) -> t
     return len(frame) + others, at_most + others if at_most < tensors.nbytes else None
 
 
-# --- what is around it ----------------------------------------------------------------------------
+# --- peers and exchanges --------------------------------------------------------------------------
 
 
 def _peers(checked: Checked) -> list[PeerPlan]:
@@ -352,7 +356,7 @@ def _peers(checked: Checked) -> list[PeerPlan]:
 
 
 def _machines(checked: Checked) -> list[int]:
-    """By rank, the number of the machine that a peer is on."""
+    """Return the machine's number of each peer, by rank."""
     hosts = ["" if peer.rank in checked.here else peer.host for peer in checked.peers]
     return [hosts.index(host) for host in hosts]
 
@@ -362,15 +366,15 @@ def _how(settings: RunConfig, names: Sequence[str]) -> str:
     servers = server_ranks(settings, names)
     sync = settings.sync
     if servers is not None:
-        return f"servers {', '.join(names[rank] for rank in servers)}: pushed to and pulled from in each iteration"
+        return f"servers {', '.join(names[rank] for rank in servers)}: each worker pushes and pulls in each iteration"
     if hub is not None:
-        return f"hub {names[hub.rank]}: is brought a model, and gives its centre"
+        return f"hub {names[hub.rank]}: receives a model and sends its centre"
     if sync.exchange == "waves":
-        return "waves: one that fires has all average their models"
+        return "waves: a peer that fires makes all peers average their models"
     return {
-        "pull": "pulls: one that fires fetches the model of a neighbour",
-        "push": "pushes: one that fires has a neighbour fetch its model",
-        "pushpull": "pairs: one that fires and a neighbour average their models; at most, a peer is in one at a time",
+        "pull": "pulls: a peer that fires fetches the model of a neighbour",
+        "push": "pushes: a peer that fires makes a neighbour fetch its model",
+        "pushpull": "pairs: a peer that fires and a neighbour average their models; a peer is in one pair at a time",
     }[sync.mode]
 
 

@@ -1,4 +1,4 @@
-"""What runs in ``--logdir`` have done, for who wants to know what another one like them will do."""
+"""Earlier runs in ``--logdir`` with the same task and policy, whose retrieval counts predict those of the next run."""
 
 from __future__ import annotations
 
@@ -17,40 +17,40 @@ from gossipx.tools.traffic import ObservedRetrievals
 
 
 def seen(settings: RunConfig, script: list[str], policy: policies.Policy) -> ObservedRetrievals | None:
-    """What runs in ``logdir`` that trained the same under the same policy have needed."""
-    often: dict[str, float] = {}
+    """Return the retrievals of runs in ``logdir`` with the same training and policy, or None without such runs."""
+    rates: dict[str, float] = {}
     for file in sorted(Path(settings.run.logdir).glob(f"*/{summary.FILE}")):
         try:
             found = summary.read(file)
             same = policies.parse(found.policy) == policy
-        except UsageError:  # of another version, or under a policy that is not installed any more
+        except UsageError:  # written by another version, or its policy is not installed any more
             continue
         done = [count for count in found.retrievals if count is not None]
         if same and done and found.iterations and _is_alike(found, file.parent, settings, script):
             other = "" if found.iterations == settings.run.iterations else f" of {found.iterations:,} iterations"
-            often[f"{found.name}{other}"] = sum(done) / len(done) / found.iterations
-    return ObservedRetrievals(tuple(often), min(often.values()), max(often.values())) if often else None
+            rates[f"{found.name}{other}"] = sum(done) / len(done) / found.iterations
+    return ObservedRetrievals(tuple(rates), min(rates.values()), max(rates.values())) if rates else None
 
 
 def _is_alike(found: Summary, directory: Path, settings: RunConfig, script: list[str]) -> bool:
-    """Whether a run trained what this one would, and exchanged as it would."""
+    """Return whether a run had the same training and kind of exchange as this one."""
     try:
         then = files.resolve(files.load(directory / CONFIG_FILE))
-    except UsageError:  # of another version, say
+    except UsageError:  # for example, written by another version
         return False
     if not script:
-        task = replace(then.task, data_dir=settings.task.data_dir)  # wherever the data lay
+        task = replace(then.task, data_dir=settings.task.data_dir)  # the location of the data does not matter
         return found.task is not None and (task, _exchange(then)) == (settings.task, _exchange(settings))
     if _exchange(then) != _exchange(settings):
         return False
     try:
-        noted = json.loads((directory / SCRIPT_FILE).read_bytes())
-    except (OSError, ValueError):  # it had none, or somebody has put something else there
+        command = json.loads((directory / SCRIPT_FILE).read_bytes())
+    except (OSError, ValueError):  # it had no script, or the file is not ours
         return False
-    return isinstance(noted, list) and noted[:1] == [str(Path(script[0]).absolute())]
+    return isinstance(command, list) and command[:1] == [str(Path(script[0]).absolute())]
 
 
 def _exchange(settings: RunConfig) -> tuple[object, ...]:
-    """What the settings say of who exchanges with whom, and in which way."""
+    """Return the settings that determine the kind of exchange."""
     sync = settings.sync
     return sync.mode, sync.exchange, sync.blocking, settings.hub.hub, settings.server.servers

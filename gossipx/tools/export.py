@@ -1,4 +1,4 @@
-"""``gossipx export``: what a run has learned as one safetensors file."""
+"""``gossipx export``: the trained model of a run as one safetensors file."""
 
 from __future__ import annotations
 
@@ -21,34 +21,34 @@ SUFFIX = ".safetensors"
 def export(run: str, target: Path, logdir: Path, peer: str | None = None, overwrite: bool = False) -> str:
     """Write the average of the peers' models to a file.
 
-    It is of the final models of the peers that finished. Of a run that has left none, or has gone on since, it is of
-    the newest checkpoint that all peers have, else of each peer's newest.
+    The average is over the final models of the peers that finished. If the run left no final models, or was resumed
+    since, it is over the newest checkpoint that all peers have, or else over each peer's newest checkpoint.
 
     Args:
-        run: its directory, or its name in ``logdir``.
-        target: the file.
-        peer: by name or number, whose own model is written instead.
-        overwrite: whether a file that is there is replaced.
+        run: the run's directory, or its name in ``logdir``.
+        target: the file to write.
+        peer: name or number of a peer, whose own model is written instead of the average.
+        overwrite: whether to replace an existing file.
 
     Returns:
-        What was written, in a line.
+        One line that describes the file.
 
     Raises:
-        UsageError: no such run, no model in it, a peer that there is none of, models that cannot be read, or a target
-            that is there, is no safetensors file, or has no directory.
-        GossipxError: it cannot be written.
+        UsageError: the run, its models or the peer do not exist, the models cannot be read, or the target exists, is
+            no safetensors file, or has no directory.
+        GossipxError: the file cannot be written.
     """
     path = run_directory(run, logdir)
     if not (path / CONFIG_FILE).is_file():
         near = suggest(run, dict.fromkeys(one.name for one in logdir.glob("*") if (one / CONFIG_FILE).is_file()))
-        raise UsageError(f"no run is there{near}: name one in --logdir, or its directory", path)
+        raise UsageError(f"no such run{near}: give the name of a run in --logdir, or its directory", path)
     _check_target(target, overwrite)
     names = [line.name for line in read_hosts(path / HOSTS_FILE)]
     ranks = range(len(names)) if peer is None else [rank_of(peer, "--peer", names)]
     files, of = _models(path, ranks, () if peer is not None else _lost(path, names))
     sound = [file for file in files if models.is_sound(file)]
     if not sound:
-        raise UsageError("all models of this run hold NaN: it has diverged", path)
+        raise UsageError("all models of this run contain NaN: it has diverged", path)
     settings = config_files.resolve(config_files.load(path / CONFIG_FILE))
     about = {
         "gossipx.run": path.resolve().name,
@@ -59,22 +59,22 @@ def export(run: str, target: Path, logdir: Path, peer: str | None = None, overwr
     safetensors_file.write(
         target, dict(models.average(sound)), "give another --to", {**safetensors_file.TORCH, **about}
     )
-    left_out = f", {len(files) - len(sound)} left out as they hold NaN" if len(files) > len(sound) else ""
+    left_out = f", {len(files) - len(sound)} left out because they contain NaN" if len(files) > len(sound) else ""
     what = f"peer {names[ranks[0]]}'s model" if peer is not None else f"the average of {len(sound)} models{left_out}"
     return f"{target} is {what}, {of}"
 
 
 def _check_target(target: Path, overwrite: bool) -> None:
     if target.suffix != SUFFIX:
-        raise UsageError(f"--to names a safetensors file: end it with {SUFFIX}", target)
+        raise UsageError(f"--to must name a safetensors file, which ends with {SUFFIX}", target)
     if target.is_dir() or not target.parent.is_dir():
-        raise UsageError("--to names a file in a directory that is there", target)
+        raise UsageError("--to must name a file in an existing directory", target)
     if target.exists() and not overwrite:
-        raise UsageError("it is there already: give --overwrite, or another --to", target)
+        raise UsageError("the file exists: give --overwrite, or another --to", target)
 
 
 def _lost(path: Path, names: Sequence[str]) -> Collection[int]:
-    """Ranks that did not finish, as far as the run has told."""
+    """Return the ranks that did not finish according to the run's summary."""
     if not (path / summary.FILE).is_file():
         return ()
     lost = summary.read(path).lost
@@ -82,23 +82,23 @@ def _lost(path: Path, names: Sequence[str]) -> Collection[int]:
 
 
 def _models(path: Path, ranks: Sequence[int], lost: Collection[int]) -> tuple[list[Path], str]:
-    """The models of these peers, and of when they are."""
+    """Return the model files of these peers, and the iterations they are from, in words."""
     stores = {rank: store_of(path, rank) for rank in ranks}
     whole = {rank: store.whole() for rank, store in stores.items()}
     final: Mapping[int, Path] = {rank: models.file_of(path, rank) for rank in ranks if rank not in lost}
     there = [
         file
         for rank, file in final.items()
-        # A model that is older than a checkpoint is of an end from which the run has gone on.
+        # A final model older than a checkpoint precedes a resume of the run.
         if file.is_file() and models.iteration_of(file) >= max(whole[rank], default=0)
     ]
     if there:
         return there, "as of the end"
     lacking = [str(rank) for rank, found in whole.items() if not found]
     if lacking:
-        told = f"no final models, and peers {', '.join(lacking)} have no checkpoints"
-        raise UsageError(f"{told}: runs leave models at their end, or by --checkpoint-every", path)
-    # Peers that were stopped at the same moment have not done the same iterations.
+        cause = f"no final models, and peers {', '.join(lacking)} have no checkpoints"
+        raise UsageError(f"{cause}: a run saves models at its end, and with --checkpoint-every", path)
+    # Peers that are stopped at the same moment may be at different iterations.
     common = set.intersection(*whole.values())
     at = {rank: max(common or found) for rank, found in whole.items()}
     least, most = min(at.values()), max(at.values())

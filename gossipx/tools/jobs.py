@@ -1,6 +1,7 @@
-"""``gossipx launch``: a SLURM job script, or a Kubernetes manifest, that runs one independent process a peer.
+"""``gossipx launch``: a SLURM job script or a Kubernetes manifest that runs one process per peer.
 
-Independent: one that fails does not end the others, as torchrun would. Only text is made, and nothing is submitted.
+The processes are independent: unlike with torchrun, the failure of one does not end the others. The functions return
+text and submit nothing.
 """
 
 from __future__ import annotations
@@ -18,27 +19,29 @@ from gossipx.launch.cluster.world import DEFAULT_PORT, MOST
 from gossipx.launch.environment import ENV_MASTER, ENV_RANK, ENV_SIZE
 
 INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
-"""Where Kubernetes notes which pod of an Indexed Job a pod is."""
+"""The annotation with a pod's index in an Indexed Job."""
 ANYWHERE = ("0.0.0.0", "::", "[::]")
-"""What --bind says of all of a machine's addresses."""
+"""Values of --bind that mean all addresses of a machine."""
 RUNS = "/runs"
-"""Where a claim is mounted in a pod."""
+"""The default mount path of a claim in a pod."""
 _LONGEST_LABEL = 63
-"""Characters of a pod's hostname (RFC 1123)."""
+"""Maximum length of a pod's hostname, in characters (RFC 1123)."""
 _SUBDOMAIN = r"[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*"
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is asked for.
+    """A job to be described.
 
     Attributes:
-        name: of the job.
-        nodes: machines; ``peers_per_node``: on each.
-        gpus_per_peer: 0: none.
-        settings: of the run, as far as they are known here; ``given``: the names of those that are.
-        arguments: of ``gossipx run``, its script and that one's arguments included.
-        has_script: whether they name a script.
+        name: the job's name.
+        nodes: number of machines.
+        peers_per_node: peers on each machine.
+        gpus_per_peer: GPUs for each peer; 0 means none.
+        settings: the run's settings that are known here.
+        given: names of the settings that the user gave.
+        arguments: arguments of ``gossipx run``, including the script and its arguments.
+        has_script: whether the arguments name a script.
     """
 
     name: str
@@ -52,23 +55,26 @@ class Job:
 
     def __post_init__(self) -> None:
         if self.peers > MOST:
-            raise UsageError(f"{self.nodes} nodes of {self.peers_per_node} peers are {self.peers}: at most {MOST}")
+            raise UsageError(
+                f"{self.nodes} nodes of {self.peers_per_node} peers are {self.peers} peers: at most {MOST}"
+            )
 
     @property
     def peers(self) -> int:
-        """How many there are."""
+        """The total number of peers."""
         return self.nodes * self.peers_per_node
 
 
 def slurm(job: Job, time: str | None = None, partition: str | None = None) -> str:
-    """A script for ``sbatch``.
+    """Return a script for ``sbatch``.
 
     Args:
-        time: the job's limit as SLURM writes it, ``2:00:00``; None: the partition's.
-        partition: None: the default one.
+        job: the job.
+        time: the job's time limit in SLURM's format, ``2:00:00``; None: the partition's limit.
+        partition: the partition; None: the default one.
 
     Raises:
-        UsageError: what is asked for does not go together, or is not written so.
+        UsageError: options conflict, or a value is malformed.
     """
     _check(job, several=job.nodes > 1)
     if time is not None and not re.fullmatch(r"\d+(-\d+)?(:\d+){0,2}", time, re.ASCII):
@@ -90,12 +96,12 @@ def slurm(job: Job, time: str | None = None, partition: str | None = None) -> st
     lines += ["#SBATCH --no-kill", "", "# A task is a peer: gossipx run takes rank, size and addresses from SLURM."]
     if job.nodes > 1 and not _knows_peers(job):
         lines += [
-            "# Peers know each other by a secret of this job, which srun hands on.",
+            "# Peers authenticate by a secret of this job, which srun passes on.",
             f"{SECRET_VARIABLE}=$(head -c 32 /dev/urandom | od -An -v -tx1 | tr -d ' \\n')",
             f"export {SECRET_VARIABLE}",
         ]
     lines += [
-        "# A task that fails, or a node, does not end the others; nor does the end of the first.",
+        "# A failing task or node does not end the others, nor does the first task that ends.",
         f"exec srun --export=ALL --kill-on-bad-exit=0 --no-kill --wait=0 --cpus-per-task={threads} \\",
         f"    {shlex.join(_command(job, several=job.nodes > 1))}",
     ]
@@ -103,27 +109,31 @@ def slurm(job: Job, time: str | None = None, partition: str | None = None) -> st
 
 
 def kubernetes(job: Job, image: str, claim: str | None = None) -> str:
-    """A manifest for ``kubectl apply``: an Indexed Job, and a headless Service by which its pods find the first one.
+    """Return a manifest for ``kubectl apply``: an Indexed Job, and a headless Service that resolves the first pod.
 
     Args:
-        image: of the container, with gossipx in it.
-        claim: a PersistentVolumeClaim that all pods can write to, for the run's directory; None: it goes with the pods.
+        job: the job.
+        image: the container image, with gossipx installed.
+        claim: a PersistentVolumeClaim for the run's directory that all pods can write to; None: the directory is lost
+            with the pods.
 
     Raises:
-        UsageError: as :func:`slurm`.
+        UsageError: as for :func:`slurm`.
     """
     _check(job, several=True)
     longest = _LONGEST_LABEL - len(f"-{job.peers - 1}")
     if not re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", job.name) or len(job.name) > longest:
-        raise UsageError(f"--name {job.name!r}: at most {longest} small letters, digits and -, beginning with a letter")
+        raise UsageError(
+            f"--name {job.name!r}: at most {longest} lowercase letters, digits and -, starting with a letter"
+        )
     if not re.fullmatch(r"[!-~]+", image):
-        raise UsageError(f"--image {image!r}: the name of a container's image, as in example.org/train:1")
+        raise UsageError(f"--image {image!r}: not a container image such as example.org/train:1")
     if claim is not None and (len(claim) > 253 or not re.fullmatch(_SUBDOMAIN, claim)):
-        raise UsageError(f"--claim {claim!r}: small letters, digits, - and ., as claims are named")
+        raise UsageError(f"--claim {claim!r}: claim names have lowercase letters, digits, - and .")
     runs, added = _runs(job, claim)
-    command = [one.replace("$", "$$") for one in _command(job, several=True, added=added)]  # $ is Kubernetes' own
+    command = [one.replace("$", "$$") for one in _command(job, several=True, added=added)]  # Kubernetes expands $
     text = _KUBERNETES.format(
-        name=json.dumps(job.name),  # 'on' would be a truth value
+        name=json.dumps(job.name),  # YAML reads an unquoted 'on' as a boolean
         peers=job.peers,
         image=json.dumps(image),
         command="".join(f"\n            - {json.dumps(one, ensure_ascii=False)}" for one in command),
@@ -135,32 +145,32 @@ def kubernetes(job: Job, image: str, claim: str | None = None) -> str:
     if _knows_peers(job):
         return text
     return (
-        "# Once, before: the secret by which peers know each other.\n"
+        "# Run this once before, to create the secret by which peers authenticate:\n"
         f"#   kubectl create secret generic {job.name} --from-literal=secret=$(openssl rand -hex 32)\n"
     ) + text
 
 
 def _check(job: Job, several: bool) -> None:
-    """``several``: whether peers are on several machines, or in containers of their own."""
+    """Check the options; ``several``: whether peers are on several machines, or in containers of their own."""
     if job.settings.run.peers is not None:
-        raise UsageError("--peers lists peers, and here their number says who they are: leave it out")
+        raise UsageError("--peers does not apply: the job's number of peers determines them; leave it out")
     bind, advertise = job.settings.exchange.bind, job.settings.exchange.advertise
     if several and "bind" in job.given and is_loopback(bind):
-        raise UsageError(f"--bind {bind} is each machine alone, and peers are on several: leave it out")
-    one = advertise if advertise is not None else bind if "bind" in job.given and bind not in ANYWHERE else None
-    if several and one is not None:
-        option = "--advertise" if one is advertise else "--bind"
-        raise UsageError(f"{option} {one} is one machine's, and peers are on several: leave it out")
+        raise UsageError(f"--bind {bind} is not reachable from other machines, and peers are on several: leave it out")
+    address = advertise if advertise is not None else bind if "bind" in job.given and bind not in ANYWHERE else None
+    if several and address is not None:
+        option = "--advertise" if address is advertise else "--bind"
+        raise UsageError(f"{option} {address} is one machine's address, and peers are on several: leave it out")
 
 
 def _runs(job: Job, claim: str | None) -> tuple[str, list[str]]:
-    """Where a claim is mounted, and what says so to gossipx run: the run's directory is to be on it."""
+    """Return the mount path of a claim, and the arguments by which ``gossipx run`` writes the run's directory there."""
     if claim is None or "logdir" not in job.given:
         return RUNS, [] if claim is None else ["--logdir", RUNS]
     logdir = job.settings.run.logdir
     if not logdir.startswith("/"):
         raise UsageError(
-            f"--logdir {logdir}: with --claim, which is mounted there, a path from the root; or leave it out"
+            f"--logdir {logdir}: must be an absolute path with --claim, which is mounted there; or leave it out"
         )
     return logdir, []
 
@@ -171,7 +181,7 @@ def _knows_peers(job: Job) -> bool:
 
 
 def _command(job: Job, several: bool, added: Sequence[str] = ()) -> list[str]:
-    """``gossipx run`` with what the arguments leave open."""
+    """Return the command ``gossipx run``, with defaults for options that the arguments do not set."""
     command = ["gossipx", "run", *added]
     if several and is_loopback(job.settings.exchange.bind):
         command += ["--bind", "0.0.0.0"]
@@ -183,7 +193,7 @@ def _command(job: Job, several: bool, added: Sequence[str] = ()) -> list[str]:
 def _env(job: Job) -> str:
     first = f"{job.name}-0.{job.name}:{DEFAULT_PORT}"
     env = _ENV.format(rank=ENV_RANK, index=INDEX, size=ENV_SIZE, peers=job.peers, master=ENV_MASTER, first=first)
-    # By the environment: a mounted secret is its owner's or its group's, and a container's user is often neither.
+    # The secret is passed in the environment, because a container's user often may not read a mounted one.
     return env if _knows_peers(job) else env + _SECRET.format(variable=SECRET_VARIABLE, name=json.dumps(job.name))
 
 
@@ -193,7 +203,7 @@ kind: Service
 metadata:
   name: {name}
 spec:
-  clusterIP: None # headless: a name for each pod
+  clusterIP: None # headless: each pod has a DNS name
   publishNotReadyAddresses: true
   selector:
     gossipx-run: {name}
@@ -206,7 +216,7 @@ spec:
   completionMode: Indexed
   completions: {peers}
   parallelism: {peers} # all at once: peers wait for each other
-  backoffLimitPerIndex: 0 # a peer that fails is lost, and the others go on; Kubernetes 1.29
+  backoffLimitPerIndex: 0 # a peer that fails is lost, and the others continue; Kubernetes 1.29
   template:
     metadata:
       labels:

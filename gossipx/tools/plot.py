@@ -1,4 +1,4 @@
-"""``gossipx compare --plot``: what is drawn of runs, from their directories."""
+"""``gossipx compare --plot``: curves and communication graphs of runs, read from their directories."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ log = logging.getLogger("gossipx")
 
 
 def draw(runs: Sequence[tuple[Path, Summary]], target: Path) -> None:
-    """Draw runs into a picture.
+    """Plot runs to an image file.
 
     Args:
-        runs: their directories and summaries.
-        target: png or svg.
+        runs: the runs' directories and summaries.
+        target: a png or svg file.
 
     Raises:
-        UsageError: a run that has no curves, a target that is no picture, or matplotlib is not installed.
-        GossipxError: the picture cannot be written.
+        UsageError: a run has no curves, the target is no image file, or matplotlib is not installed.
+        GossipxError: the image cannot be written.
     """
     plot.check_target(target)
     plot.draw([_drawn(path, summary) for path, summary in runs], target)
@@ -39,24 +39,24 @@ def draw(runs: Sequence[tuple[Path, Summary]], target: Path) -> None:
 def _drawn(path: Path, summary: Summary) -> Drawn:
     directory = path if path.is_dir() else path.parent
     if not (directory / CONFIG_FILE).is_file():
-        raise UsageError("nothing to plot: no run is there, with its curves", directory)
+        raise UsageError("nothing to plot: the directory has no run", directory)
     settings = files.resolve(files.load(directory / CONFIG_FILE))
     names = tuple(line.name for line in read_hosts(directory / HOSTS_FILE))
     return Drawn(summary.name, summary.policy, curves.read(directory), graph_of(settings, names))
 
 
 def graph_of(settings: RunConfig, names: tuple[str, ...]) -> Graph:
-    """Who exchanges with whom in a run.
+    """Return the communication graph of a run.
 
     Args:
-        settings: the run's.
-        names: of its peers, by rank.
+        settings: the run's settings.
+        names: the peers' names by rank.
     """
     ranks = range(len(names))
-    around = server_ranks(settings, names)
-    if around is not None:
-        edges = tuple((one, other) for other in around for one in ranks if one != other)
-        return Graph("parameter server", names, _once(edges), centres=around)
+    servers = server_ranks(settings, names)
+    if servers is not None:
+        edges = tuple((one, other) for other in servers for one in ranks if one != other)
+        return Graph("parameter server", names, _once(edges), centres=servers)
     hub = elastic_settings(settings, names)
     if hub is not None:
         return Graph("hub", names, tuple((one, hub.rank) for one in ranks if one != hub.rank), centres=(hub.rank,))
@@ -64,13 +64,14 @@ def graph_of(settings: RunConfig, names: tuple[str, ...]) -> Graph:
         return Graph("waves", names, tuple((one, other) for one in ranks for other in ranks if one < other))
     title = Path(settings.sync.topology).name
     try:
-        made = topology.load(settings.sync.topology, len(names), settings.run.seed)
-    except UsageError as error:  # the run had its file, which need not be where this is called
-        log.warning("%s: the picture has no edges of it", error)
+        graph = topology.load(settings.sync.topology, len(names), settings.run.seed)
+    except UsageError as error:  # the run's topology file may not exist on this machine
+        log.warning("%s: the plot shows no edges", error)
         return Graph(f"{title} (not found)", names, ())
-    edges = tuple((one, other) for one in ranks for other in made.neighbours[one])
-    return Graph(title, names, edges if made.directed else _once(edges), made.directed)
+    edges = tuple((one, other) for one in ranks for other in graph.neighbours[one])
+    return Graph(title, names, edges if graph.directed else _once(edges), graph.directed)
 
 
 def _once(edges: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
+    """Return undirected edges without duplicates."""
     return tuple(sorted({(min(edge), max(edge)) for edge in edges}))

@@ -1,7 +1,6 @@
-"""What a run is expected to send: how often its policy fires, and what goes where then. Pure arithmetic.
+"""Expected traffic of a run: how often its policy fires, and which peers send models to which. Pure arithmetic.
 
-Models are counted as a matrix [receiver, sender]: how many go from peer to peer when the policy of each has fired
-once, in the mean.
+Traffic is a matrix [receiver, sender]: the mean number of models that travel when each peer's policy fires once.
 """
 
 from __future__ import annotations
@@ -22,19 +21,20 @@ from gossipx.topology.weights import Matrix
 
 PAPERS_PERIOD, PAPERS_TAU = 10, 5000
 PAPERS_ADAPTIVE = {"alexnet": 365, "googlenet": 532, "convnet": 250}
-"""Adaptive Communication, Table II: retrievals by model, where tau:10 has 5,000; at the thresholds of section VI."""
+"""Adaptive Communication, Table II: retrievals by model (tau:10 makes 5,000), at the thresholds of section VI."""
 
 PAPERS_THRESHOLDS = (0.025, 0.02, 0.01)
-"""... which are these. Of others the paper says nothing."""
+"""The thresholds of section VI. The paper has no counts for others."""
 
 
 @dataclass(frozen=True)
 class Count:
-    """How often a policy fires at one peer.
+    """The number of times that a policy fires at one peer.
 
     Attributes:
-        known: what that is known from.
-        least, most: the same where it is known.
+        known: the source of the numbers, in words.
+        least: lower bound.
+        most: upper bound; equal to ``least`` if the number is known.
     """
 
     known: str
@@ -44,11 +44,11 @@ class Count:
 
 @dataclass(frozen=True)
 class ObservedRetrievals:
-    """What runs of the same task under the same policy have done.
+    """Retrievals of earlier runs with the same task and policy.
 
     Attributes:
-        runs: their names.
-        least, most: retrievals an iteration, means of peers.
+        runs: the runs' names.
+        least, most: range over runs of the retrievals per iteration, mean over peers.
     """
 
     runs: tuple[str, ...]
@@ -57,13 +57,15 @@ class ObservedRetrievals:
 
 
 def counts(policy: Policy, iterations: int, model: str | None, seen: ObservedRetrievals | None) -> list[Count]:
-    """How often a policy fires: one count where that is settled before a run, else all that may be said of it.
+    """Return how often a policy fires: one count if it is known before the run, else estimates and bounds.
 
-    Each is a decision: one that falls while an exchange is still under way is skipped.
+    Counts are decisions. A decision made while an exchange is still in progress is skipped at run time.
 
     Args:
-        model: the built-in one that is trained; None: a user's.
-        seen: of runs that have ended; None: there is none.
+        policy: the policy.
+        iterations: iterations of the run.
+        model: the built-in model; None: a user's model.
+        seen: retrievals of earlier runs; None: no such runs.
     """
     warmup, silence = min(policy.warmup, iterations), policy.max_silence
     after = iterations - warmup
@@ -81,14 +83,14 @@ def counts(policy: Policy, iterations: int, model: str | None, seen: ObservedRet
     elif isinstance(policy, Adaptive) and policy.threshold in PAPERS_THRESHOLDS and not policy.relative:
         papers = [PAPERS_ADAPTIVE[model]] if model in PAPERS_ADAPTIVE else sorted(PAPERS_ADAPTIVE.values())
         share = iterations / PAPERS_PERIOD / PAPERS_TAU
-        told = " to ".join(str(papers[place]) for place in sorted({0, len(papers) - 1}))
-        known = f"Table II, {told} of {PAPERS_TAU}"
+        shown = " to ".join(str(papers[place]) for place in sorted({0, len(papers) - 1}))
+        known = f"Table II, {shown} of {PAPERS_TAU}"
         found.append(_within(known, papers[0] * share, papers[-1] * share, forced, after))
     return [*found, Count("at least, at most", forced, after)]
 
 
 def _within(known: str, least: float, most: float, forced: float, after: float) -> Count:
-    """What is expected, kept to what is sure."""
+    """Return an estimate, clamped to its bounds."""
     return Count(known, min(max(least, forced), after), min(max(most, forced), after))
 
 
@@ -100,14 +102,15 @@ def _settled(policy: Policy, iterations: int, warmup: int) -> tuple[str, float] 
             return "exact", float(iterations // period - warmup // period)
         case Random(p=p):
             return "expected", p * (iterations - warmup)
-    return None  # it looks at the weights, or is a user's own
+    return None  # depends on the weights, or is a custom policy
 
 
 def gossip(settings: RunConfig, hosts: Sequence[str]) -> Matrix:
-    """Models that go from peer (column) to peer (row) when each has fired once: [size, size].
+    """Return the models sent when each peer fires once: [receiver, sender].
 
     Args:
-        hosts: by rank.
+        settings: the run's settings.
+        hosts: host names by rank.
     """
     sync, size = settings.sync, len(hosts)
     if sync.exchange == "waves":
@@ -117,7 +120,7 @@ def gossip(settings: RunConfig, hosts: Sequence[str]) -> Matrix:
 
 
 def agreement(size: int) -> Matrix:
-    """Models of one agreement of all peers, as a wave and the finish are: [size, size]."""
+    """Return the models sent in one agreement of all peers, such as a wave or the finish: [receiver, sender]."""
     models = np.zeros((size, size))
     for rank in range(size):
         for number in range(agreement_rounds(size)):
@@ -128,7 +131,7 @@ def agreement(size: int) -> Matrix:
 
 
 def around_hub(hub: int, size: int) -> Matrix:
-    """Each other peer brings its model, and is given the centre: [size, size]."""
+    """Return the models sent when each other peer sends its model to the hub and receives the centre."""
     models = np.zeros((size, size))
     models[hub, :] = models[:, hub] = 1
     models[hub, hub] = 0
@@ -138,12 +141,14 @@ def around_hub(hub: int, size: int) -> Matrix:
 def by_servers(
     settings: RunConfig, servers: Sequence[int], tables: Sequence[Table], size: int, pushed: float, pulled: float
 ) -> Matrix:
-    """Each worker pushes all gradients and pulls all tables, but for those that it holds: [size, size].
+    """Return the models sent when each worker pushes all gradients and pulls all tables, except those of its own shard.
 
     Args:
-        servers: ranks, by shard.
-        tables: of the model; none: they are not known, and taken to lie evenly.
-        pushed, pulled: what the codecs leave of gradients and of tables, as a factor.
+        settings: the run's settings.
+        servers: ranks by shard.
+        tables: the model's tables; empty: unknown, assumed to be spread evenly.
+        size: number of peers.
+        pushed, pulled: encoded size of gradients and of tables, as a fraction of the plain size.
     """
     loads = [1.0] * len(servers)
     if tables:
@@ -159,13 +164,13 @@ def by_servers(
 
 
 def link_seconds(sent: Matrix, machines: Sequence[int], link: float, max_rate: float | None) -> float:
-    """How long the machine is busy that takes longest, in the busier direction of its link.
+    """Return the seconds for which the busiest machine's link is occupied, in its busier direction.
 
     Args:
         sent: bytes, [receiver, sender].
-        machines: by rank; what stays on one does not need the link.
-        link: bytes a second of a machine.
-        max_rate: the same of a peer that sends; None: as fast as the link.
+        machines: machine by rank; traffic within a machine does not use its link.
+        link: rate of a machine's link, in bytes per second.
+        max_rate: limit on a peer's sending rate, in bytes per second; None: no limit.
     """
     of = np.array(machines)
     crossing = np.where(of[:, None] != of[None, :], sent, 0.0)

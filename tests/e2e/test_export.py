@@ -1,4 +1,4 @@
-"""``gossipx export``: the averaged model of real runs, as a file that others' tools read."""
+"""``gossipx export``: the averaged model of real runs, as a file that other tools can read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from runs import Ended, Folder, folder, one_line
 
 @pytest.fixture
 def two(tmp_path: Path) -> Iterator[Folder]:
-    """A folder for two peers."""
+    """Provide a folder for two peers."""
     with folder(tmp_path, 2) as made:
         yield made
 
@@ -43,7 +43,7 @@ def test_the_averaged_model_is_what_the_run_says_it_is(two: Folder) -> None:
     for name, tensor in model.state_dict().items():
         torch.testing.assert_close(tensor, (run.model(0)[name] + run.model(1)[name]) / 2)
     with safe_open(two.path / "model.safetensors", "pt") as file:
-        assert file.metadata()["format"] == "pt"  # what transformers' loader asks for
+        assert file.metadata()["format"] == "pt"  # required by the loader of transformers
         assert file.metadata()["gossipx.run"] == "x" and file.metadata()["gossipx.models_averaged"] == "2"
 
 
@@ -54,10 +54,10 @@ def test_one_peers_own_model_and_what_is_refused(two: Folder) -> None:
     own = load_file(two.path / "own.safetensors")
     assert all(torch.equal(own[name], tensor) for name, tensor in run.model(1).items())
     for options, told in (
-        (("x", "--to", "own.safetensors"), "it is there already: give --overwrite, or another --to"),
-        (("xx", "--to", "m.safetensors"), "no run is there (did you mean 'x'?)"),
-        (("x", "--to", "m.pt"), "--to names a safetensors file"),
-        (("x", "--to", "none/m.safetensors"), "--to names a file in a directory that is there"),
+        (("x", "--to", "own.safetensors"), "the file exists: give --overwrite, or another --to"),
+        (("xx", "--to", "m.safetensors"), "no such run (did you mean 'x'?)"),
+        (("x", "--to", "m.pt"), "--to must name a safetensors file"),
+        (("x", "--to", "none/m.safetensors"), "--to must name a file in an existing directory"),
         (("x", "--to", "m.safetensors", "--peer", "5"), "--peer"),
     ):
         assert told in one_line(export(two, *options), 2)
@@ -69,7 +69,7 @@ def test_one_peers_own_model_and_what_is_refused(two: Folder) -> None:
     diverged = {name: tensor * float("nan") for name, tensor in run.model(1).items()}
     save_file(diverged, run.directory / "peer-00" / "model.safetensors")
     ended = export(two, "x", "--to", "own.safetensors", "--overwrite")
-    assert "the average of 1 models, 1 left out as they hold NaN" in ended.output
+    assert "the average of 1 models, 1 left out because they contain NaN" in ended.output
     assert all(torch.equal(load_file(two.path / "own.safetensors")[name], one) for name, one in run.model(1).items())
 
 
@@ -90,8 +90,8 @@ def test_a_run_that_was_stopped_gives_the_average_of_its_newest_checkpoints(two:
         torch.testing.assert_close(mean, (kept[0][name] + kept[1][name]) / 2)
 
 
-def test_what_a_run_has_gone_on_from_is_not_its_end(two: Folder) -> None:
-    """Peers end at 10 and go on, and one of them is killed: what it has left is of before."""
+def test_models_from_before_a_resume_are_not_final(two: Folder) -> None:
+    """Peers end at 10 and resume, and one of them is killed: its saved model is from before the resume."""
     script = """
 model = nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -117,8 +117,8 @@ with gossipx.join(model, optimizer) as peer:
     assert "as of iteration 15" in ended.output, ended.shown
 
 
-def test_a_run_without_any_model_says_how_there_is_one(two: Folder) -> None:
+def test_a_run_without_any_model_says_how_models_are_saved(two: Folder) -> None:
     two.run("--iterations", "5", "--no-save-model")
-    assert "have no checkpoints: runs leave models at their end, or by --checkpoint-every" in one_line(
+    assert "have no checkpoints: a run saves models at its end, and with --checkpoint-every" in one_line(
         export(two, "x", "--to", "m.safetensors"), 2
     )

@@ -1,4 +1,4 @@
-"""``gossipx doctor`` in real processes: on loopback, where 127.0.0.1 to .3 pass for machines, and in namespaces."""
+"""``gossipx doctor`` in real processes: on loopback, where 127.0.0.1 to .3 stand for machines, and in namespaces."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from emulated.namespaces import run
 from gossipx.launch.hosts import DEFAULT_PORT
 from runs import LONG, Ended, Folder, Process, folder, free_ports, is_running
 
-SHORT = "3"  # seconds for hosts that do not come
+SHORT = "3"  # seconds to wait for missing hosts
 
 
 @pytest.fixture
@@ -56,17 +56,17 @@ def failures(found: dict[str, Any]) -> list[str]:
 
 
 def ways(found: dict[str, Any]) -> dict[int, dict[str, Any]]:
-    """What was measured, by host."""
-    return {int(number): way for number, way in found["findings"]["ways"].items()}
+    """Return the measurements by host."""
+    return {int(number): pair for number, pair in found["findings"]["ways"].items()}
 
 
 def machines(place: Folder, count: int, slots: int = 1) -> None:
-    """A hosts file of addresses of loopback; with ``--advertise`` each is a machine."""
+    """Write a hosts file of loopback addresses; with ``--advertise`` each address stands for a machine."""
     (port,) = free_ports(1)
     place.hosts.write_text("".join(f"127.0.0.{n + 1}:{port} slots={slots}\n" for n in range(count)))
 
 
-def test_each_of_three_processes_tells_what_it_sees(place: Folder) -> None:
+def test_each_of_three_processes_reports_what_it_sees(place: Folder) -> None:
     machines(place, 3, slots=2)
     started = [start(place, "--advertise", f"127.0.0.{n + 1}") for n in range(3)]
     for number, found in enumerate(findings(process.end(), 0) for process in started):
@@ -76,7 +76,7 @@ def test_each_of_three_processes_tells_what_it_sees(place: Folder) -> None:
         assert all(way["rate"] > 0 and way["latency"] > 0 for way in ways(found).values())
 
 
-def test_who_is_not_there_is_told_and_what_to_do(place: Folder) -> None:
+def test_a_missing_host_is_reported_with_advice(place: Folder) -> None:
     machines(place, 2)
     found = findings(start(place, "--advertise", "127.0.0.1", "--wait", SHORT).end(), 1)
     (line,) = lines(found, "fail", "reach")
@@ -84,7 +84,7 @@ def test_who_is_not_there_is_told_and_what_to_do(place: Folder) -> None:
     assert ways(found) == {}
 
 
-def test_another_program_on_the_port_is_told_by_both_sides(place: Folder) -> None:
+def test_another_program_on_the_port_is_reported_by_both_sides(place: Folder) -> None:
     machines(place, 2)
     port = int(place.hosts.read_text().split(":")[1].split()[0])
     with socket.create_server(("127.0.0.2", port)) as server:
@@ -103,9 +103,9 @@ def greet_as_ssh(server: socket.socket) -> None:
             server.accept()[0].sendall(b"SSH-2.0-other\r\n" * 10)
 
 
-def test_a_run_that_goes_on_is_asked_for_its_model_and_left_alone(place: Folder) -> None:
-    going = place.start_run(place.script(JOINS_AND_WAITS), place.path)
-    going.line("ready")
+def test_a_run_at_work_reports_its_model_and_receives_no_load(place: Folder) -> None:
+    running = place.start_run(place.script(JOINS_AND_WAITS), place.path)
+    running.line("ready")
     found = findings(start(place, place.script(JOINS, "other.py"), "5").end(), 1)
     (line,) = lines(found, "fail", "model")
     assert "127.0.0.1 (a run)" in line
@@ -113,26 +113,26 @@ def test_a_run_that_goes_on_is_asked_for_its_model_and_left_alone(place: Folder)
     assert "a run is at work there" in note
     assert all(way["rate"] is None and way["latency"] > 0 for way in ways(found).values()), "no load for a run"
     (place.path / "go").touch()
-    assert going.end().code == 0
+    assert running.end().code == 0
 
 
 @pytest.mark.parametrize("has_secret", [True, False], ids=["its secret is not known here", "it has none"])
 def test_a_run_of_another_secret_is_not_to_be_stopped(place: Folder, has_secret: bool) -> None:
     secret = ("--secret-file", a_secret(place.path / "secret"))
-    going = place.start_run(*(secret if has_secret else ()), place.script(JOINS_AND_WAITS), place.path)
-    going.line("ready")
+    running = place.start_run(*(secret if has_secret else ()), place.script(JOINS_AND_WAITS), place.path)
+    running.line("ready")
     found = findings(start(place, "--wait", SHORT, *(() if has_secret else secret)).end(), 5)
     (line,) = lines(found, "fail", "ports")
     assert "not authorised: " in line and "give all hosts and runs the same --secret-file" in line
     assert len(failures(found)) == 1 and "stop" not in line and "another port" not in line
     (place.path / "go").touch()
-    assert going.end().code == 0
+    assert running.end().code == 0
 
 
 JOINS = """
 model = nn.Linear(int(sys.argv[1]), 1)
 with gossipx.join(model, torch.optim.SGD(model.parameters(), 0.1)) as peer:
-    raise AssertionError("a doctor's script goes no further than join")
+    raise AssertionError("a doctor's script must stop in join")
 """
 JOINS_AND_WAITS = """
 import time
@@ -148,7 +148,7 @@ with gossipx.join(model, optimizer) as peer:
 """
 
 
-def test_scripts_whose_models_differ_are_told_by_the_first_tensor(place: Folder) -> None:
+def test_scripts_whose_models_differ_are_reported_with_the_first_tensor(place: Folder) -> None:
     machines(place, 2)
     script = place.script(JOINS)
     started = [start(place, "--advertise", f"127.0.0.{n + 1}", script, str(n + 3)) for n in range(2)]
@@ -158,9 +158,9 @@ def test_scripts_whose_models_differ_are_told_by_the_first_tensor(place: Folder)
 
 
 @pytest.mark.parametrize(
-    ("theirs", "told"), [("other", "the secrets differ"), (None, "this run has a secret|this peer has no secret")]
+    ("theirs", "causes"), [("other", "the secrets differ"), (None, "this run has a secret|this peer has no secret")]
 )
-def test_another_secret_ends_with_5_on_both_sides(place: Folder, theirs: str | None, told: str) -> None:
+def test_another_secret_ends_with_5_on_both_sides(place: Folder, theirs: str | None, causes: str) -> None:
     machines(place, 2)
     started = []
     for number, secret in enumerate(("one", theirs)):
@@ -168,7 +168,7 @@ def test_another_secret_ends_with_5_on_both_sides(place: Folder, theirs: str | N
         started.append(start(place, "--advertise", f"127.0.0.{number + 1}", "--wait", SHORT, *options))
     for process in started:
         (line,) = lines(findings(process.end(), 5), "fail", "reach")
-        assert any(cause in line for cause in told.split("|")) and "--secret-file" in line
+        assert any(cause in line for cause in causes.split("|")) and "--secret-file" in line
 
 
 def a_secret(file: Path) -> Path:
@@ -177,7 +177,7 @@ def a_secret(file: Path) -> Path:
     return file
 
 
-def test_other_hosts_files_are_told(place: Folder) -> None:
+def test_a_different_hosts_file_is_reported_with_the_first_line_that_differs(place: Folder) -> None:
     machines(place, 2)
     other = place.path / "other.txt"
     other.write_text(place.hosts.read_text() + "127.0.0.3\n")
@@ -186,7 +186,9 @@ def test_other_hosts_files_are_told(place: Folder) -> None:
     for process in (one, two):
         found = findings(process.end(), 1)
         here, there = (2, 3) if process is one else (3, 2)
-        assert any(f"the hosts files differ: {here} peers here and {there} there" in text for text in failures(found))
+        (text,) = [text for text in failures(found) if "the hosts files differ" in text]
+        assert f"the hosts files differ: {here} peers here and {there} there; peer 2 is " in text
+        assert "127.0.0.3" in text and "missing" in text
 
 
 def test_ctrl_c_ends_it_at_once_and_leaves_nothing(place: Folder) -> None:
@@ -212,7 +214,7 @@ def listens(port: int) -> bool:
 
 @pytest.fixture
 def network() -> None:
-    """Emulated networks are possible on this system."""
+    """Skip the test where the system allows no emulated networks."""
     if (reason := lacking()) is not None:
         pytest.skip(reason)
 
@@ -245,7 +247,7 @@ def prepare(net: EmulatedNetwork, path: Path) -> None:
 
 @pytest.mark.usefixtures("network")
 def test_what_is_measured_is_what_was_shaped(tmp_path: Path) -> None:
-    """In one of three tries: the machine may have other work. More than there is must never be measured."""
+    """One of three tries must succeed, as the machine may be busy. No try may measure more than the link's rate."""
     with EmulatedNetwork(2, "40mbit", delay_ms=10) as net:
         prepare(net, tmp_path)
 
@@ -261,8 +263,8 @@ def test_what_is_measured_is_what_was_shaped(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("network")
-def test_a_direction_that_is_cut_and_a_host_that_is_missing_are_told(tmp_path: Path) -> None:
-    """What the second answers to connections of the first is lost; its own connections to the first are not."""
+def test_a_path_that_is_cut_one_way_and_a_missing_host_are_reported(tmp_path: Path) -> None:
+    """The second host's replies on the first host's connections are lost; its own connections to the first work."""
     with EmulatedNetwork(3, "100mbit") as net:
         prepare(net, tmp_path)
         first, second, third = net.hosts
@@ -276,20 +278,20 @@ def test_a_direction_that_is_cut_and_a_host_that_is_missing_are_told(tmp_path: P
         assert "(the other way works)" in cut and f"TCP port {DEFAULT_PORT}" in cut
         assert f"{first.address} → {third.address}" in missing and "the other way" not in missing
         assert ways(one) == {} and ways(other)[0]["rate"] > 0
-        assert "no probe has come" in lines(other, "warn", "reach")[0]
+        assert "no probe has arrived" in lines(other, "warn", "reach")[0]
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("network")
-def test_a_way_that_loses_packets_of_full_size_is_told_where_they_do_not_arrive(tmp_path: Path) -> None:
-    """As a tunnel does whose MTU nobody knows: small messages pass."""
+def test_a_path_that_loses_full_size_packets_is_reported_by_the_receiver(tmp_path: Path) -> None:
+    """Small messages pass, as in a tunnel whose MTU is unknown to the hosts."""
     with EmulatedNetwork(2, "100mbit") as net:
         prepare(net, tmp_path)
-        for host in net.hosts:  # the kernel would carry several packets as one, whose length nobody looks at
+        for host in net.hosts:  # else the kernel joins several packets, and no length is checked
             run("ip", "-n", host.namespace, "link", "set", "dev", "eth0", "gso_max_size", "1500")
         run("ip", "-n", net.hosts[1].lan, "link", "set", "dev", net.hosts[1].port, "mtu", "1300")
         started = [start_on(host, tmp_path, "--wait", "8") for host in net.hosts]
         one, two = (end(process, code) for process, code in zip(started, (1, 0), strict=True))
         (line,) = lines(one, "fail", "bandwidth")
-        assert "64 KiB do not get through" in line and "MTU" in line
+        assert "small messages arrive in time, 64 KiB do not" in line and "MTU" in line
         assert not failures(two), "packets of full size reach it"

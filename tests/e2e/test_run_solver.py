@@ -35,7 +35,7 @@ def test_the_built_in_task_by_a_solver_file(two: Folder) -> None:
     assert summary["model"] == "lenet" and summary["iterations"] == 60  # the file's
     assert summary["consensus_accuracy"] > 0.5 and min(summary["retrievals"]) > 5
     (warning,) = [line for line in run.ended.errors.splitlines() if "no meaning" in line]
-    assert "solver_mode: has no meaning here: --device" in warning  # net has one: the built-in model
+    assert "solver_mode: has no effect: --device" in warning  # net has one: the built-in model
     for rank in (0, 1):
         own = run.directory / f"peer-{rank:02d}"
         log = (own / "caffe.log").read_text()
@@ -84,7 +84,7 @@ def test_iterations_are_the_length_of_a_file_without_one(two: Folder) -> None:
     [
         (
             "test_iter: [1, 2] test_interval: 1",
-            "3:1: test_iter: it is given 2 times, once a test net, and the run has 1",
+            "3:1: test_iter: it is given 2 times, once per test net, and the run has 1",
         ),
         ('weights: "gone.safetensors"', "3:1: weights: there is no file 'gone.safetensors'"),
         ('weights: ""', "3:1: weights: there is no file ''"),

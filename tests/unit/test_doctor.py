@@ -1,4 +1,4 @@
-"""``gossipx doctor``: findings in, verdicts out; the facts of one machine; and what a run tells a doctor."""
+"""``gossipx doctor``: verdicts from findings, the facts of one machine, and the replies of a run to a doctor."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ import pytest
 from click.testing import CliRunner
 
 from gossipx.cli import main
+from gossipx.config import security
 from gossipx.config.settings import ExchangeSettings, RunConfig
-from gossipx.errors import NotAuthorisedError, ProtocolError, UsageError
+from gossipx.errors import NotAuthorisedError, PeerTimeoutError, ProtocolError, UsageError
 from gossipx.launch.hosts import PeerLine
 from gossipx.tools.doctor import examine, machine
-from gossipx.tools.doctor.findings import Findings, Host, Line, Name, Way, hosts_of
-from gossipx.tools.doctor.probe import ENOUGH, PIECE, EnoughError, Load
+from gossipx.tools.doctor.findings import Findings, Host, Line, Measurement, Name, hosts_of
+from gossipx.tools.doctor.listener import Listener
+from gossipx.tools.doctor.probe import ENOUGH, PIECE, Load, Prober, probing
 from gossipx.tools.doctor.verdicts import REACH, verdicts
 from gossipx.transports import Address, checkup, handshake, tcp
 from gossipx.transports.links import Links
@@ -30,7 +32,7 @@ FACTS = {"role": "doctor", "gossipx": "1.0", "torch": "2.13.0+cpu", "python": "3
 
 
 def well(count: int = 2, slots: int = 1, **changed: Any) -> Findings:
-    """What host a sees where all is well: hosts a, b, c of so many lines each, from port 29400 on."""
+    """Findings of host a without a fault: ``count`` hosts a, b, c with ``slots`` lines each, from port 29400 up."""
     hosts = hosts_of(
         [
             PeerLine(number * slots + slot, "abc"[number], 29400 + slot, None, f"{'abc'[number]}-{slot}", number + 1)
@@ -43,7 +45,7 @@ def well(count: int = 2, slots: int = 1, **changed: Any) -> Findings:
     found.names = [Name(host.number, (f"10.0.0.{host.number + 1}",)) for host in hosts]
     found.ports = [Line(peer.rank, "open") for peer in hosts[0].peers]
     found.reached = {peer.rank: Line(peer.rank, "ok", "", FACTS) for host in probed for peer in host.peers}
-    found.ways = {host.number: Way(1e-3, 0.0, 1e8) for host in probed}
+    found.ways = {host.number: Measurement(1e-3, 0.0, 1e8) for host in probed}
     found.heard = {host.number for host in hosts[1:]}
     for name, value in changed.items():
         assert hasattr(found, name)
@@ -57,13 +59,13 @@ def failed(rank: int, state: str, text: str = "", count: int = 2, slots: int = 1
     return found
 
 
-def told(found: Findings, about: str) -> list[tuple[str, str]]:
+def shown(found: Findings, about: str) -> list[tuple[str, str]]:
     return [(one.level, f"{one.text}: {one.advice}") for one in verdicts(found) if one.about == about]
 
 
 def the_one(found: Findings, level: str, about: str, *words: str) -> None:
-    """One verdict about that is told, of that level, with these words in it."""
-    ((seen, text),) = told(found, about)
+    """Assert that there is exactly one verdict on a topic, with this level and these words."""
+    ((seen, text),) = shown(found, about)
     assert seen == level and all(word in text for word in words), text
 
 
@@ -75,7 +77,7 @@ def codes(found: Findings) -> set[int]:
 
 
 @pytest.mark.parametrize(("count", "slots"), [(1, 2), (2, 1), (3, 4)])
-def test_where_all_is_well_each_rule_says_so_in_a_line(count: int, slots: int) -> None:
+def test_without_a_fault_each_rule_gives_one_ok_line(count: int, slots: int) -> None:
     said = verdicts(well(count, slots))
     assert {one.level for one in said} <= {"ok", "note"}
     abouts = [one.about for one in said]
@@ -83,10 +85,10 @@ def test_where_all_is_well_each_rule_says_so_in_a_line(count: int, slots: int) -
     assert all(one.text.isprintable() and one.advice.isprintable() for one in said)
 
 
-def test_a_name_that_does_not_resolve_is_told_once() -> None:
+def test_a_name_that_does_not_resolve_is_reported_once() -> None:
     found = failed(1, "name", names=[Name(0, ("10.0.0.1",)), Name(1, (), "Name or service not known")])
     the_one(found, "fail", "names", "b does not resolve on a (Name or service not known)")
-    assert told(found, "reach") == []
+    assert shown(found, "reach") == []
 
 
 def test_a_name_that_is_loopback_beside_other_machines() -> None:
@@ -113,7 +115,7 @@ def test_a_port_that_is_not_free(port: Line, code: int, words: tuple[str, ...]) 
 
 def test_a_run_of_another_secret_is_not_to_be_stopped() -> None:
     found = well(ports=[Line(0, "authorised", "this run has a secret")])
-    assert all("stop" not in text for _, text in told(found, "ports"))
+    assert all("stop" not in text for _, text in shown(found, "ports"))
 
 
 def test_a_port_that_a_run_holds_is_no_failure() -> None:
@@ -126,10 +128,10 @@ def test_a_port_that_a_run_holds_is_no_failure() -> None:
     ("state", "words"),
     [
         ("refused", ("a → b:29400", "start the same command there", "--bind")),
-        ("timeout", ("let TCP port 29400 in", "--advertise")),
+        ("timeout", ("allow TCP port 29400", "--advertise")),
         ("no route", ("ip route get",)),
-        ("silent", ("something listens and does not answer", "ss -ltnp")),
-        ("closed", ("hangs up", "the same secret")),
+        ("silent", ("a program listens and does not answer", "ss -ltnp")),
+        ("closed", ("closes the connection", "the same secret")),
         ("foreign", ("no gossipx listens there",)),
         ("authorised", ("not authorised", "--secret-file")),
         ("version", ("install the same gossipx",)),
@@ -142,7 +144,7 @@ def test_a_port_that_a_run_holds_is_no_failure() -> None:
 def test_a_line_that_is_not_reached(state: str, heard: bool, words: tuple[str, ...]) -> None:
     found = failed(1, state, "what was seen", heard={1} if heard else set())
     the_one(found, "fail", "reach", "what was seen", *words)
-    assert ("the other way works" in told(found, "reach")[0][1]) == heard
+    assert ("the other way works" in shown(found, "reach")[0][1]) == heard
     assert codes(found) == {5 if state == "authorised" else 1} and state in REACH
 
 
@@ -154,7 +156,7 @@ def test_lines_of_one_host_that_fail_alike_are_one_verdict() -> None:
 
 
 def test_a_doctor_that_answers_and_has_not_probed_this_host() -> None:
-    the_one(well(heard=set()), "warn", "reach", "b → a: no probe has come")
+    the_one(well(heard=set()), "warn", "reach", "b → a: no probe has arrived")
     the_one(well(heard=set(), ports=[Line(0, "run")]), "ok", "reach")
 
 
@@ -171,40 +173,52 @@ def test_versions(changed: dict[str, Any], level: str, words: tuple[str, ...]) -
 
 
 def test_a_clock_that_is_off() -> None:
-    the_one(well(ways={1: Way(1e-3, -300.0)}), "warn", "clock", "the clock of b is 300.0 s behind a's", "curves")
-    the_one(well(ways={1: Way(1e-3, -300.0)}, tls=True), "warn", "clock", "certificates")
-    the_one(well(ways={1: Way(3.0, 2.0)}), "ok", "clock")
-    the_one(well(ways={1: Way(1e-3, 2.0)}), "warn", "clock", "2.0 s ahead of a's")
+    the_one(
+        well(ways={1: Measurement(1e-3, -300.0)}), "warn", "clock", "the clock of b is 300.0 s behind a's", "curves"
+    )
+    the_one(well(ways={1: Measurement(1e-3, -300.0)}, tls=True), "warn", "clock", "certificates")
+    the_one(well(ways={1: Measurement(3.0, 2.0)}), "ok", "clock")
+    the_one(well(ways={1: Measurement(1e-3, 2.0)}), "warn", "clock", "2.0 s ahead of a's")
 
 
 def test_latency() -> None:
-    the_one(well(ways={1: Way(1e-3), 2: Way(4e-3)}, count=3), "ok", "latency", "1 ms to 4 ms per round trip")
+    the_one(
+        well(ways={1: Measurement(1e-3), 2: Measurement(4e-3)}, count=3), "ok", "latency", "1 ms to 4 ms per round trip"
+    )
 
 
 def test_rates() -> None:
     the_one(well(), "ok", "bandwidth", "800 Mbit/s to a")
-    found = well(3, ways={1: Way(1e-3, 0.0, 1e7), 2: Way(1e-3, 0.0, 1e8)})
+    found = well(3, ways={1: Measurement(1e-3, 0.0, 1e7), 2: Measurement(1e-3, 0.0, 1e8)})
     the_one(found, "ok", "bandwidth", "80 Mbit/s to 800 Mbit/s")
     found.hosts = well(3).hosts
-    found.ways[0] = Way(1e-3, 0.0, 1e8)  # of no account: it is this machine
+    found.ways[0] = Measurement(1e-3, 0.0, 1e8)  # ignored: it is this machine
     the_one(found, "ok", "bandwidth", "80 Mbit/s to 800 Mbit/s")
 
 
 def test_a_rate_that_is_odd() -> None:
     found = well(3)
     found.hosts = [*found.hosts, Host(3, "d", ())]
-    found.ways[3] = Way(1e-3, 0.0, 1e7)
-    the_one(found, "warn", "bandwidth", "d → a: 80 Mbit/s, where 800 Mbit/s are usual")
+    found.ways[3] = Measurement(1e-3, 0.0, 1e7)
+    the_one(found, "warn", "bandwidth", "d → a: 80 Mbit/s, the median is 800 Mbit/s")
 
 
 def test_small_messages_that_pass_where_a_load_does_not() -> None:
-    the_one(well(ways={1: Way(1e-3, 0.0, 0.0)}), "fail", "bandwidth", "b → a: 64 KiB do not get through", "MTU")
+    the_one(
+        well(ways={1: Measurement(1e-3, 0.0, 0.0)}),
+        "fail",
+        "bandwidth",
+        "b → a: small messages arrive in time, 64 KiB",
+        "MTU",
+    )
 
 
 def test_no_measurement() -> None:
-    the_one(well(ways={1: Way(why="it has hung up")}), "warn", "bandwidth", "it has hung up", "try again")
-    the_one(well(ways={1: Way(1e-3, why="it was busy with other hosts")}), "warn", "bandwidth", "it was busy")
-    the_one(well(ways={1: Way(1e-3, why="a run is at work there")}), "note", "bandwidth", "a run is at work there")
+    the_one(well(ways={1: Measurement(why="it has hung up")}), "warn", "bandwidth", "it has hung up", "try again")
+    the_one(well(ways={1: Measurement(1e-3, why="it was busy with other hosts")}), "warn", "bandwidth", "it was busy")
+    the_one(
+        well(ways={1: Measurement(1e-3, why="a run is at work there")}), "note", "bandwidth", "a run is at work there"
+    )
 
 
 def test_models() -> None:
@@ -225,7 +239,7 @@ def test_models() -> None:
 def test_a_load_is_cut_short_once_its_rate_is_known() -> None:
     load = Load(time.monotonic() - 2 * ENOUGH)
     assert load.rate == 0 and len(load.room(0)) == PIECE
-    with pytest.raises(EnoughError):
+    with pytest.raises(PeerTimeoutError):
         load.filled(0)
     assert 0.5 < load.rate / (PIECE / (2 * ENOUGH)) <= 1
 
@@ -238,24 +252,47 @@ def test_facts_that_are_not_whole_are_refused() -> None:
             checkup.read(whole | {name: None})
 
 
+def test_a_probe_counts_for_every_host_name_of_a_machine() -> None:
+    """Hosts b and c are one machine. Its load to host a must count as a probe by both, or a waits for c in vain."""
+    peers = [PeerLine(rank, name, 0, None, f"{name}-0", rank + 1) for rank, name in enumerate("abc")]
+    access = security.grant(ExchangeSettings(), "127.0.0.1")
+
+    def prober(rank: int, aliases: list[str]) -> Prober:
+        me = Hello(rank, peers[rank].name, 3, "digest", "")
+        return Prober(me, aliases, peers, b"one\nother", b"", access, Links("doctor", 0, 10.0), threading.Lock())
+
+    answering, asking = prober(0, []), prober(1, ["c-0"])
+    listener = Listener(peers[:1], {0: "127.0.0.1"}, answering)
+    try:
+        with probing(asking, peers[0], tcp.connect(listener._listening[0].address, time_limit())) as probe:
+            assert probe.read("peers") == b"one\nother"
+            assert (probe.measure().rate or 0) > 0
+        with listener.news:
+            assert listener.news.wait_for(lambda: listener.probed == {"b-0", "c-0"}, 10)
+    finally:
+        listener.close()
+        for links in (answering.links, asking.links):
+            links.abort()
+
+
 # --- this machine -----------------------------------------------------------------------------------
 
 
 def test_names_are_looked_up_and_those_that_fail_say_why() -> None:
-    found = machine.look_up([Host(0, "127.0.0.1", ()), Host(1, "two..dots", ())])
+    found = machine.resolve([Host(0, "127.0.0.1", ()), Host(1, "two..dots", ())])
     assert [name.addresses for name in found] == [("127.0.0.1",), ()] and found[1].error
 
 
-def test_a_device_that_is_not_here_is_told_by_where_it_was_named() -> None:
+def test_a_missing_device_is_reported_with_the_option_that_named_it() -> None:
     lines = [PeerLine(rank, "a", 29400 + rank, device, "", 1) for rank, device in enumerate((None, "cuda:98", None))]
     default, named = machine.devices("a", lines, "cuda:99")
-    assert default.level == named.level == "fail", "what lines share is told once"
+    assert default.level == named.level == "fail", "a device that lines share is reported once"
     assert default.text.startswith("a: --device 'cuda:99'") and default.advice == "correct --device there"
     assert named.text.startswith("a: device= 'cuda:98'") and named.advice == "correct device= in the hosts file"
 
 
-def test_another_version_of_the_protocol_is_told_once(tmp_path: Path) -> None:
-    """By the port that it holds here, and by the way to where it listens."""
+def test_another_version_of_the_protocol_is_reported_once(tmp_path: Path) -> None:
+    """Another program holds a port here, and listens on a host there."""
     with contextlib.ExitStack() as stack:
         here = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         port = here.getsockname()[1]
@@ -265,7 +302,7 @@ def test_another_version_of_the_protocol_is_told_once(tmp_path: Path) -> None:
         file = tmp_path / "hosts.txt"
         file.write_text(f"127.0.0.1:{port}\n127.0.0.2:{port}\n")
         found = examine(RunConfig(exchange=ExchangeSettings(advertise="127.0.0.1")), file, None, 0.0, print)
-    seen = "the other side uses version 3 of the protocol, this side version 4: install the same gossipx on both"
+    seen = "the other side speaks version 3 of the protocol, this side version 4: install the same gossipx on both"
     the_one(found, "fail", "reach", f"127.0.0.1 → 127.0.0.2:{port}: {seen}")
     the_one(found, "fail", "ports", f"port {port} of 127.0.0.1 is not free: {seen}")
     assert codes(found) == {1}
@@ -286,7 +323,7 @@ def speak_another_version(server: socket.socket) -> None:
         ("192.0.2.1\n", "b", "no line has the host 'b'"),
     ],
 )
-def test_what_a_run_would_refuse_is_refused(tmp_path: Path, text: str, advertise: str | None, cause: str) -> None:
+def test_the_errors_of_a_run_are_raised(tmp_path: Path, text: str, advertise: str | None, cause: str) -> None:
     (tmp_path / "hosts.txt").write_text(text)
     settings = RunConfig(exchange=ExchangeSettings(advertise=advertise))
     with pytest.raises(UsageError, match=cause):
@@ -301,13 +338,13 @@ def test_the_hosts_file_is_named_by_option_or_in_the_config_file(tmp_path: Path)
     for command, cause in (
         (by_file, f"{tmp_path}/one.txt: no line is this machine"),
         ([*by_file, "--peers", f"{tmp_path}/other.txt"], f"{tmp_path}/other.txt: no line is this machine"),
-        (["doctor"], "no peers given: use --peers hosts.txt"),
+        (["doctor"], "no hosts file: give --peers hosts.txt"),
     ):
         ended = CliRunner().invoke(main, command)
         assert ended.exit_code == 2 and ended.stderr.startswith(cause), ended.output
 
 
-def test_the_command_prints_a_verdict_a_line_and_json_for_programs(tmp_path: Path) -> None:
+def test_the_command_prints_one_verdict_per_line_and_json_for_programs(tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -323,11 +360,11 @@ def test_the_command_prints_a_verdict_a_line_and_json_for_programs(tmp_path: Pat
     assert all(way["rate"] > 0 and way["latency"] > 0 for way in plain["findings"]["ways"].values())
 
 
-# --- a run that is asked ----------------------------------------------------------------------------
+# --- requests to a run ------------------------------------------------------------------------------
 
 
 def asked(first: CheckupRequest, secret: Secret | None = None) -> tuple[Any, BaseException | None]:
-    """What a peer of a run answers to the first question on a connection; and how that ends for it."""
+    """Return the reply of a run's peer to the first request on a connection, and the error that the peer raised."""
     me, other = (Hello(rank, name, 2, "digest", "model") for rank, name in enumerate("ab"))
     links = Links("a", 2, 10.0)
     ended: list[BaseException | None] = []
@@ -353,7 +390,7 @@ def asked(first: CheckupRequest, secret: Secret | None = None) -> tuple[Any, Bas
         if secret is not None:
             handshake.prove(link, secret, other, "a", time_limit())
         answer = link.ask(first, 0, time_limit()).message
-        link.ask(other, 0, time_limit())  # and then it may join, as ever
+        link.ask(other, 0, time_limit())  # afterwards it may still join
     except Exception as error:
         answer = error
     finally:
@@ -368,7 +405,7 @@ def time_limit() -> float:
 
 
 @pytest.mark.parametrize("secret", [None, Secret(b"0123456789abcdef")])
-def test_a_peer_of_a_run_tells_its_facts_and_nothing_else(secret: Secret | None) -> None:
+def test_a_peer_of_a_run_reveals_its_facts_and_nothing_else(secret: Secret | None) -> None:
     answer, ended = asked(CheckupRequest("b", "facts"), secret)
     assert ended is None, "the connection is still good for a peer's Hello"
     assert answer.report["role"] == "run" and answer.report["model"] == "model" and answer.report["protocol"] == 4
@@ -377,7 +414,7 @@ def test_a_peer_of_a_run_tells_its_facts_and_nothing_else(secret: Secret | None)
         assert isinstance(answer, Exception) and isinstance(ended, ProtocolError), part
 
 
-def test_a_stranger_is_told_nothing() -> None:
+def test_a_stranger_learns_nothing() -> None:
     links = Links("a", 2, 10.0)
     listener = tcp.listen(Address("127.0.0.1", 0))
     refused: list[BaseException] = []
@@ -403,7 +440,7 @@ def test_a_stranger_is_told_nothing() -> None:
 
 
 @pytest.mark.cuda
-def test_cuda_devices_are_described_and_a_shared_one_and_one_too_many_are_told() -> None:
+def test_cuda_devices_are_described_and_shared_or_missing_ones_are_reported() -> None:
     import torch
 
     beyond = torch.cuda.device_count()

@@ -1,4 +1,4 @@
-"""run --dry-run: what is told of a run that is not started."""
+"""``gossipx run --dry-run``: the plan and expected traffic of a run that is not started."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LENET = 411_648
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory to work in, with hosts files."""
+    """Provide a working directory with hosts files."""
     (tmp_path / "hosts.txt").write_text("localhost slots=4\n", encoding="utf-8")
     (tmp_path / "two.txt").write_text("10.0.0.1 slots=2 name=a\n10.0.0.2 slots=2 name=b\n", encoding="utf-8")
     (tmp_path / "train.py").write_text("", encoding="utf-8")
@@ -44,7 +44,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def look(
     *script: str, hosts: str = "hosts.txt", link: str | None = None, size: str | None = None, **given: Any
 ) -> DryRun:
-    """With the settings ``given``; nothing may be written by it."""
+    """Dry-run with the settings ``given``, and assert that nothing was written."""
     before = sorted(Path().rglob("*"))
     found = dry_run(files.resolve(given), Path(hosts), list(script), link, size)
     assert sorted(Path().rglob("*")) == before
@@ -55,11 +55,11 @@ def gossipx(*arguments: str) -> Result:
     return CliRunner().invoke(main, ["run", "--dry-run", *arguments], prog_name="gossipx")
 
 
-# --- how often ------------------------------------------------------------------------------------
+# --- counts ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("spec", ["never", "tau:10", "tau:7", "tau:10,warmup=25", "tau:1,warmup=400"])
-def test_what_does_not_look_at_weights_is_counted_as_the_sync_manager_decides(spec: str) -> None:
+def test_policies_without_weights_have_the_sync_managers_counts(spec: str) -> None:
     sync = SyncManager(policies.parse(spec))
     fired = sum(sync.step(step, 1.0) for step in range(1, 301))
     (count,) = traffic.counts(policies.parse(spec), 300, None, None)
@@ -79,13 +79,13 @@ def test_a_longest_silence_gives_bounds(spec: str) -> None:
     assert 0 < count.least <= fired <= count.most
 
 
-def test_a_coin_is_expected_by_its_probability() -> None:
+def test_a_random_policy_has_its_expected_count() -> None:
     (count,) = traffic.counts(policies.parse("random:p=0.1,warmup=100"), 1100, None, None)
     assert (count.known, count.least, count.most) == ("expected", 100.0, 100.0)
 
 
-def test_what_looks_at_weights_is_told_by_the_paper_by_runs_and_by_bounds() -> None:
-    """Adaptive Communication, Table II: AlexNet's 365 of 5,000 in 50,000 iterations."""
+def test_policies_on_weights_are_estimated_by_the_paper_by_runs_and_by_bounds() -> None:
+    """Adaptive Communication, Table II: AlexNet makes 365 of 5,000 retrievals in 50,000 iterations."""
     adaptive = policies.parse("adaptive")
     paper, bounds = traffic.counts(adaptive, 5000, "alexnet", None)
     assert (paper.least, paper.most) == (36.5, 36.5) and "365 of 5000" in paper.known
@@ -104,11 +104,11 @@ def test_what_looks_at_weights_is_told_by_the_paper_by_runs_and_by_bounds() -> N
     assert (travel.least, travel.most) == (50, 5000)
 
 
-# --- what goes where ------------------------------------------------------------------------------
+# --- traffic --------------------------------------------------------------------------------------
 
 
-def test_models_go_where_the_mode_has_them_go() -> None:
-    """Over a star: all turn to rank 0, which turns to each of the others now and then."""
+def test_traffic_follows_the_mode() -> None:
+    """In a star all peers exchange with rank 0, which exchanges with each of the others in turn."""
     pulled = traffic.gossip(files.resolve({"topology": "star"}), ["h"] * 4)
     third = 1 / 3
     expected = np.array([[0, third, third, third], [1, 0, 0, 0], [1, 0, 0, 0], [1, 0, 0, 0]])
@@ -126,21 +126,21 @@ def test_a_wave_is_an_agreement(size: int, received: list[int]) -> None:
     assert traffic.agreement(size).sum(1).tolist() == received
 
 
-def test_servers_are_pushed_to_and_pulled_from_by_those_that_do_not_hold_a_table() -> None:
+def test_workers_push_to_and_pull_from_the_servers_of_other_peers() -> None:
     tables = [Table("a", 30), Table("b", 10)]
     settings = files.resolve({"servers": "0,1", "placement": "round-robin"})
     models = traffic.by_servers(settings, (0, 1), tables, 3, pushed=0.5, pulled=1.0)
-    # Gradients come at half their size; table a lies on rank 0, table b on rank 1.
+    # Gradients are encoded to half their size; table a is on rank 0, table b on rank 1.
     assert np.allclose(models, [[0, 0.375 + 0.25, 0.375], [0.75 + 0.125, 0, 0.125], [0.75, 0.25, 0]])
     alone = files.resolve({"servers": "0,1", "placement": "round-robin", "servers_only": True})
     assert traffic.by_servers(alone, (0, 1), tables, 3, 1.0, 1.0)[0, 1] == 0
 
 
-def test_a_link_carries_what_crosses_between_machines_in_the_busier_direction() -> None:
+def test_link_seconds_count_traffic_between_machines_in_the_busier_direction() -> None:
     models = np.array([[0, 5, 1, 0], [5, 0, 0, 2], [4, 0, 0, 9], [0, 4, 9, 0]], float)
-    assert traffic.link_seconds(models, [0, 0, 1, 1], 2.0, None) == 4  # 3 come to the first machine, 8 leave it
+    assert traffic.link_seconds(models, [0, 0, 1, 1], 2.0, None) == 4  # the first machine receives 3 and sends 8
     assert traffic.link_seconds(models, [0, 1, 2, 3], 1.0, None) == 13  # rank 2 and rank 3 each receive 13
-    # Of those 8 each of its peers has sent 4.
+    # Each of its two peers sends 4 of the 8.
     assert traffic.link_seconds(models, [0, 0, 1, 1], 2.0, 0.5) == 8
 
 
@@ -152,21 +152,21 @@ def test_a_link_carries_what_crosses_between_machines_in_the_busier_direction() 
 def test_bytes_are_those_that_an_arena_has(name: str, mixed: bool) -> None:
     facts = MODELS[name].facts
     module = build_model(name, classes=facts.classes, channels=facts.channels, pixels=facts.pixels)
-    told = nbytes(module, mixed)
+    found = nbytes(module, mixed)
     arena = ParameterArena(module, mix_buffers=mixed)
-    assert told == (arena.nbytes(), arena.nbytes(whole=True))
+    assert found == (arena.nbytes(), arena.nbytes(whole=True))
 
 
-def test_of_a_codec_the_bound_and_what_it_makes_of_a_normal_distribution(place: Path) -> None:
+def test_a_codec_has_a_bound_and_a_size_for_normally_distributed_values(place: Path) -> None:
     fixed = look(codec="int8").model
     assert fixed.encoded_at_most is not None and 0 <= fixed.encoded_at_most - fixed.encoded_bytes < 100
     assert fixed.exchanged_bytes / fixed.encoded_bytes == pytest.approx(4, rel=0.02)
     ternary = look(codec="3lc").model
-    # 3LC, section 3.2: at most 1.6 bits a value.
+    # 3LC, section 3.2: at most 1.6 bits per value.
     assert ternary.encoded_at_most is not None and ternary.encoded_at_most * 8 / 102_882 == pytest.approx(1.6, rel=0.02)
     assert ternary.encoded_bytes < ternary.encoded_at_most
     sparse = look(codec="topk:ratio=0.01").model
-    assert sparse.encoded_at_most is None  # a tensor may have to be sent whole: its bound says nothing
+    assert sparse.encoded_at_most is None  # a tensor may have to be sent dense, so that the bound is of no use
     assert sparse.encoded_bytes < 0.05 * LENET
 
 
@@ -176,8 +176,8 @@ def test_sizes(text: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["45", "MB", "-1MB", "0MB", "1e9GB", "infMB"])
-def test_what_is_no_size(text: str) -> None:
-    with pytest.raises(UsageError, match=r"--model-size '.*': bytes with their unit"):
+def test_invalid_sizes_are_refused(text: str) -> None:
+    with pytest.raises(UsageError, match=r"--model-size '.*': give bytes with a unit"):
         parse_size(text)
 
 
@@ -197,25 +197,25 @@ def test_peers_of_this_machine_and_of_others(place: Path) -> None:
     ]
     (row,) = found.traffic
     assert row.exchanges == (100, 100) and row.received_bytes == (100 * LENET, 100 * LENET)
-    # Each of a machine's two peers turns to the other machine every second time: one model a round each way.
+    # Each of a machine's two peers pulls from the other machine every second time: one model per round each way.
     assert row.link_seconds[0] == pytest.approx(100 * LENET / 12.5e6) and found.between_machines
     assert found.topology is not None and found.topology.degree_max == 2
     slower = look(hosts="two.txt", link="1gbit", policy="tau:10", iterations=1000, max_rate="25mbit", **settings)
     assert (slower.exchange_rate, slower.exchange_seconds) == ("25mbit", LENET / 3.125e6)
-    # Each peer sends half a model a round to the other machine, at a quarter of the speed.
+    # Each peer sends half a model per round to the other machine, at a quarter of the rate.
     assert slower.traffic[0].link_seconds[0] == pytest.approx(2 * row.link_seconds[0])
 
 
-def test_a_script_is_told_by_the_megabyte_or_by_what_is_said_of_it(place: Path) -> None:
+def test_figures_of_a_script_are_per_megabyte_or_for_the_given_model_size(place: Path) -> None:
     unknown = look("train.py", policy="tau:10", iterations=1000)
     assert not unknown.model.is_known and unknown.traffic[0].received_bytes == (100 * ASSUMED, 100 * ASSUMED)
     known = look("train.py", size="45MB", policy="tau:10", iterations=1000)
     assert known.model.is_known and known.traffic[0].received_bytes[0] == 4.5e9
-    with pytest.raises(UsageError, match="that of the built-in task is known"):
+    with pytest.raises(UsageError, match="applies only to a script: the built-in task's model is known"):
         look(size="45MB")
 
 
-def test_beside_the_reference_unless_it_is_that(place: Path) -> None:
+def test_a_policy_is_compared_with_the_reference(place: Path) -> None:
     assert [row.policy for row in look(policy="tau:period=10").traffic] == ["tau:period=10"]
     assert [row.policy for row in look(policy="never").traffic] == ["tau:10", "never"]
     assert [row.policy for row in look(servers="0").traffic] == ["bsp"]
@@ -238,7 +238,7 @@ def test_the_finish_is_an_agreement_or_the_centre(place: Path, settings: dict[st
     assert found.start_bytes == LENET
 
 
-def test_runs_of_the_same_kind_are_what_an_estimate_rests_on(place: Path) -> None:
+def test_an_estimate_uses_earlier_runs_of_the_same_kind(place: Path) -> None:
     figures = {field.name: [1.0, 1.0] for field in dataclasses.fields(Summary) if field.type == "Figures"}
     plain = {"codec": "none", "seed": 0, "peers": 2, "task": "fashion-mnist", "partition": "iid", "lost": []}
     default = "adaptive:threshold=0.025"
@@ -253,9 +253,9 @@ def test_runs_of_the_same_kind_are_what_an_estimate_rests_on(place: Path) -> Non
     ):
         model = given.get("model", "lenet")
         kept = {**figures, **plain, "name": name, "model": model, "policy": policy, "iterations": iterations}
-        told = {"retrievals": retrievals, "consensus_accuracy": None, "wall_seconds": 1.0}
+        results = {"retrievals": retrievals, "consensus_accuracy": None, "wall_seconds": 1.0}
         (place / "runs" / name).mkdir(parents=True)
-        Summary(**{**kept, **told}).write(place / "runs" / name)
+        Summary(**{**kept, **results}).write(place / "runs" / name)
         run = effective_config(files.resolve({"policy": policy, **given}), 4, has_script=False)
         (place / "runs" / name / "config.toml").write_text(files.dump(run))
     (place / "runs" / "broken").mkdir()
@@ -266,7 +266,7 @@ def test_runs_of_the_same_kind_are_what_an_estimate_rests_on(place: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "cause"),
     [
         (["--policy", "adptive"], "unknown policy 'adptive' (did you mean 'adaptive'?)"),
         (["--min-peers", "9"], "hosts.txt: --min-peers 9 is more than the 4 peers of the run"),
@@ -280,22 +280,22 @@ def test_runs_of_the_same_kind_are_what_an_estimate_rests_on(place: Path) -> Non
         (["--logdir", "hosts.txt/runs"], "cannot write the run"),
     ],
 )
-def test_a_wrong_setting_is_told_as_the_run_would(place: Path, arguments: list[str], told: str) -> None:
+def test_a_wrong_setting_gives_the_error_of_a_run(place: Path, arguments: list[str], cause: str) -> None:
     (place / "runs" / "taken").mkdir(parents=True)
     result = gossipx("--peers", "hosts.txt", *arguments)
-    assert result.exit_code == 2 and result.stderr.count("\n") == 1 and told in result.stderr
+    assert result.exit_code == 2 and result.stderr.count("\n") == 1 and cause in result.stderr
     assert result.stdout == ""
 
 
 @pytest.mark.parametrize("option", [["--link", "1gbit"], ["--model-size", "1MB"], ["--json"]])
-def test_what_is_of_a_dry_run_alone(place: Path, option: list[str]) -> None:
+def test_options_that_need_dry_run(place: Path, option: list[str]) -> None:
     result = CliRunner().invoke(main, ["run", "--peers", "hosts.txt", *option], prog_name="gossipx")
     assert result.exit_code == 2 and f"{option[0]} requires --dry-run" in result.stderr
 
 
-def test_for_programs_and_for_people(place: Path) -> None:
-    told = json.loads(gossipx("--peers", "hosts.txt", "--policy", "tau:10", "--iterations", "100", "--json").stdout)
-    assert told["traffic"][0]["exchanges"] == [10, 10] and told["topology"]["size"] == 4
+def test_json_and_text_output(place: Path) -> None:
+    plain = json.loads(gossipx("--peers", "hosts.txt", "--policy", "tau:10", "--iterations", "100", "--json").stdout)
+    assert plain["traffic"][0]["exchanges"] == [10, 10] and plain["topology"]["size"] == 4
     shown = gossipx("--peers", "hosts.txt", "--policy", "tau:10", "--iterations", "100", "--codec", "3lc").stdout
     for word in ("Nothing was started", "localhost:29403", "spectral gap", "tau:10", "s at 1gbit", "at most"):
         assert word in shown

@@ -1,4 +1,4 @@
-"""``gossipx launch``: what it prints, and what it refuses before a scheduler's queue would."""
+"""``gossipx launch``: its job scripts and manifests, and the options it refuses before a job is queued."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def launch(*arguments: str) -> Result:
 
 
 def manifest(*arguments: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The Service and the Job that are printed."""
+    """Return the printed Service and Job."""
     yaml = pytest.importorskip("yaml", reason="manifests are read with the package PyYAML")
     done = launch("kubernetes", *arguments)
     assert done.exit_code == 0, done.output
@@ -54,21 +54,21 @@ def test_a_slurm_script() -> None:
     assert re.fullmatch(r"[0-9a-f]{64}\n", made)
 
 
-def test_on_one_node_loopback_will_do_and_a_given_secret_holds() -> None:
+def test_one_node_uses_loopback_and_a_given_secret_is_kept() -> None:
     alone = launch("slurm", "--peers-per-node", "4").stdout
     assert "GOSSIPX_SECRET" not in alone and "--bind" not in alone
     given = launch("slurm", "--nodes", "2", "--", "--secret-file", "secret", "--bind", "10.0.0.1").stdout
     assert "GOSSIPX_SECRET" not in given and "0.0.0.0" not in given
 
 
-def test_a_gpu_that_is_asked_for_is_trained_on() -> None:
-    """By the built-in task; a script says itself."""
+def test_the_built_in_task_trains_on_the_requested_gpu() -> None:
+    """A script chooses its device itself."""
     assert "--device cuda" in launch("slurm", "--gpus-per-peer", "1").stdout
     assert "--device" not in launch("slurm", "--gpus-per-peer", "1", "--", "train.py").stdout
 
 
 def test_a_kubernetes_manifest() -> None:
-    """Fields by the API's reference, batch/v1 and v1."""
+    """The fields are those of the API reference, batch/v1 and v1."""
     service, job = manifest("--peers", "4", "--image", "example.org/train:1", "--gpus-per-peer", "2", "--", "a $(X).py")
     assert [service["apiVersion"], service["kind"]] == ["v1", "Service"]
     assert [job["apiVersion"], job["kind"]] == ["batch/v1", "Job"]
@@ -113,10 +113,10 @@ def test_a_claim_is_mounted_where_the_run_is_written() -> None:
 
 @pytest.mark.parametrize("text", ["a$$b", "$(GOSSIPX_SIZE)", "$$(X)", "$", "é 😀 ' \"\\"])
 def test_arguments_come_to_the_container_as_they_are(text: str) -> None:
-    """Kubernetes replaces $(NAME), and makes one $ of two."""
+    """Kubernetes expands $(NAME), and replaces $$ by $."""
     _, job = manifest("--peers", "2", "--image", "x", "--", "train.py", text)
-    told = job["spec"]["template"]["spec"]["containers"][0]["command"][-1]
-    assert re.sub(r"\$(\$|\(\w+\))", lambda found: "$" if found[1] == "$" else "replaced", told) == text
+    given = job["spec"]["template"]["spec"]["containers"][0]["command"][-1]
+    assert re.sub(r"\$(\$|\(\w+\))", lambda found: "$" if found[1] == "$" else "replaced", given) == text
 
 
 def test_settings_that_are_given_hold() -> None:
@@ -125,34 +125,40 @@ def test_settings_that_are_given_hold() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "cause"),
     [
         (["slurm", "--", "--polcy", "tau:5"], "No such option '--polcy'"),
         (["slurm", "--", "--policy", "tauu:5"], "tauu"),
-        (["slurm", "--", "--peers", "hosts.txt"], "--peers lists peers, and here their number says who they are"),
+        (["slurm", "--", "--peers", "hosts.txt"], "--peers does not apply: the job's number of peers"),
         (["slurm", "--time", "1\n#SBATCH -A x"], "--time"),
         (["slurm", "--partition", "a b"], "--partition 'a b'"),
         (["slurm", "--nodes", "0"], "--nodes"),
-        (["slurm", "--nodes", "60000", "--peers-per-node", "1024"], "are 61440000: at most 65536"),
+        (["slurm", "--nodes", "60000", "--peers-per-node", "1024"], "are 61440000 peers: at most 65536"),
         (["slurm", "--time", "١٢"], "--time"),
         (["slurm", "--name", "é"], "--name 'é'"),
-        (["slurm", "--nodes", "2", "--", "--bind", "127.0.0.1"], "--bind 127.0.0.1 is each machine alone"),
-        (["slurm", "--nodes", "2", "--", "--bind", "10.0.0.1"], "--bind 10.0.0.1 is one machine's"),
-        (["slurm", "--nodes", "2", "--", "--advertise", "n1"], "--advertise n1 is one machine's"),
-        (["kubernetes", "--peers", "2", "--image", "x", "--", "--advertise", "n1"], "--advertise n1 is one machine's"),
-        (["slurm", "--", "--dry-run"], "--dry-run has no use in a job"),
-        (["slurm", "--", "--rank", "0"], "--rank has no use in a job"),
+        (
+            ["slurm", "--nodes", "2", "--", "--bind", "127.0.0.1"],
+            "--bind 127.0.0.1 is not reachable from other machines",
+        ),
+        (["slurm", "--nodes", "2", "--", "--bind", "10.0.0.1"], "--bind 10.0.0.1 is one machine's address"),
+        (["slurm", "--nodes", "2", "--", "--advertise", "n1"], "--advertise n1 is one machine's address"),
+        (
+            ["kubernetes", "--peers", "2", "--image", "x", "--", "--advertise", "n1"],
+            "--advertise n1 is one machine's address",
+        ),
+        (["slurm", "--", "--dry-run"], "--dry-run is not for a job"),
+        (["slurm", "--", "--rank", "0"], "--rank is not for a job"),
         (["slurm", "--nodes", "2", "--", "--min-peers", "9"], "--min-peers 9 is more than the 2 peers"),
         (["kubernetes", "--peers", "2", "--image", "x y"], "--image 'x y'"),
         (["kubernetes", "--peers", "2", "--image", ""], "--image ''"),
         (["kubernetes", "--peers", "2", "--image", "x", "--claim", "Bad!"], "--claim 'Bad!'"),
         (["kubernetes", "--peers", "2", "--image", "x", "--claim", "c", "--", "--logdir", "here"], "--logdir here"),
         (["kubernetes", "--image", "x"], "--peers"),
-        (["kubernetes", "--peers", "2", "--image", "x", "--name", "A_b"], "--name 'A_b': at most 61 small letters"),
+        (["kubernetes", "--peers", "2", "--image", "x", "--name", "A_b"], "--name 'A_b': at most 61 lowercase letters"),
         (["kubernetes", "--peers", "2", "--image", "x", "--name", "a" * 62], "--name"),
     ],
 )
-def test_what_is_refused(arguments: list[str], told: str) -> None:
+def test_invalid_options_are_refused(arguments: list[str], cause: str) -> None:
     done = launch(*arguments)
     assert done.exit_code == 2 and done.stdout == ""
-    assert told in done.stderr and done.stderr.count("\n") == 1
+    assert cause in done.stderr and done.stderr.count("\n") == 1

@@ -274,7 +274,7 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
 def test_hosts_cannot_lead_out_of_the_directory(tmp_path: Path) -> None:
     directory = made(tmp_path, "../../ada\n..\n")
     assert sorted(path.name for path in directory.iterdir()) == ["ca.key", "ca.pem", "host-..", "host-..-..-ada"]
-    with pytest.raises(UsageError, match="two hosts differ in signs"):
+    with pytest.raises(UsageError, match="two host names give the same directory name"):
         made(tmp_path / "certs", "a/b\na,b\n")
 
 
@@ -292,4 +292,7 @@ def test_without_the_package_the_message_names_it(
     with pytest.raises(SystemExit) as ended:
         main(["certs", "new", str(tmp_path / "certs"), str(tmp_path / "hosts.txt")])
     assert ended.value.code == 2
-    assert capsys.readouterr().err == "making certificates needs a package that is not here: pip install cryptography\n"
+    assert (
+        capsys.readouterr().err
+        == "creating certificates needs a package that is not installed: pip install cryptography\n"
+    )

@@ -261,7 +261,7 @@ def test_the_old_solver_type_becomes_a_type(old: str, new: str) -> None:
         ("lr_policy: step", "1:12", "lr_policy: 'step' is not text in quotes"),
         ('lr_policy: "step\n', "1:12", "lr_policy: '\"step' is not text in quotes"),
         (r'lr_policy: "\xzz"', "1:12", r"""lr_policy: '"\\xzz"' has a wrong escape"""),
-        ('lr_policy: "\\xff"\nbase_lr: 1', "1:1", "lr_policy: its escapes make no UTF-8"),
+        ('lr_policy: "\\xff"\nbase_lr: 1', "1:1", "lr_policy: its escapes are not UTF-8"),
         ('base_lr: "Couldn\'t parse string"', "1:10", "is not a number"),
         ("solver_mode: gpu", "1:14", "solver_mode: 'gpu' is not one of CPU, GPU (did you mean 'GPU'?)"),
         ("solver_mode: 2", "1:14", "solver_mode: '2' is not one of CPU, GPU"),
@@ -274,8 +274,8 @@ def test_the_old_solver_type_becomes_a_type(old: str, new: str) -> None:
         ("base_lr: # 0.1\n", "1:1", "base_lr: its value is missing"),
         ("net_param: 5", "1:12", "net_param: '{' is missing before '5'"),
         ("test_iter: [1 2]", "1:15", "',' or ']' is missing before '2'"),
-        ("net_param {\n  state { level: 1 } # }\n", "1:1", "net_param: what it opens is not closed with '}'"),
-        ("net_param {\n  state < level: 1\n", "2:3", "net_param.state: what it opens is not closed with '>'"),
+        ("net_param {\n  state { level: 1 } # }\n", "1:1", "net_param: the closing '}' is missing"),
+        ("net_param {\n  state < level: 1\n", "2:3", "net_param.state: the closing '>' is missing"),
         ("\nnet_param { layer { clip_param { min: 1 } } }", "2:1", "net_param.layer[0].clip_param.max is missing"),
         ("type: 'SGD'\nsolver_type: ADAM", "2:1", "solver_type: 'type' is given as well"),
     ],
@@ -315,8 +315,8 @@ def test_an_error_of_whoever_uses_a_value_names_its_place() -> None:
 def test_fields_without_meaning_are_warned_about_in_their_order() -> None:
     parameter = parse("base_lr: 1\nsnapshot_diff: false solver_mode: GPU\nnet: 'a'\n", PATH)
     assert parameter.warnings() == [
-        f"{PATH}:2:1: snapshot_diff: has no meaning here: {WITHOUT_MEANING['snapshot_diff']}",
-        f"{PATH}:3:1: net: has no meaning here: {WITHOUT_MEANING['net']}",
+        f"{PATH}:2:1: snapshot_diff: has no effect: {WITHOUT_MEANING['snapshot_diff']}",
+        f"{PATH}:3:1: net: has no effect: {WITHOUT_MEANING['net']}",
     ]
     assert {line.split(": ")[1] for line in parse(EVERY_FIELD, PATH).warnings()} == WITHOUT_MEANING.keys()
 
@@ -326,7 +326,7 @@ def test_fields_without_meaning_are_warned_about_in_their_order() -> None:
     [
         (None, ": no such solver file"),
         (b"base_lr: 1 # \xe9", ": cannot read the solver: not UTF-8 text"),
-        (b"base_lr: 1\n# \0", ":2: not a text: it has bytes of zero"),
+        (b"base_lr: 1\n# \0", ":2: not a text file: it has zero bytes"),
         (b"\x89PNG\r\n\x1a\n\0\0", ": cannot read the solver: not UTF-8 text"),
     ],
 )

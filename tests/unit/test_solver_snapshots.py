@@ -47,11 +47,11 @@ def test_what_cannot_be_restored_changes_nothing(tmp_path: Path):
     (tmp_path / "junk.solverstate").write_bytes(b"\x0a\x03junk")
     weight_file = state.with_suffix(".safetensors")
     for solver, file, told in (
-        (other, state, "it is of a solver of type SGD, and this one is Adam"),
-        (wider, state, "none of its tensors is of this net"),
+        (other, state, "it belongs to a solver of type SGD, and this one is Adam"),
+        (wider, state, "none of its tensors belongs to this net"),
         (other, tmp_path / "none.solverstate", "it cannot be read"),
-        (other, tmp_path / "junk.solverstate", "Caffe's own binary files are not read"),
-        (other, weight_file, "this is no solver's state"),
+        (other, tmp_path / "junk.solverstate", "Caffe's binary files are not supported"),
+        (other, weight_file, "not the state of a solver"),
     ):
         with pytest.raises(UsageError, match=f"^{re.escape(str(file))}: .*{re.escape(told)}|{re.escape(told)}"):
             solver.restore(file)
@@ -190,10 +190,10 @@ def test_sighup_has_a_snapshot_taken_and_training_goes_on(tmp_path: Path):
         ("iter_size: 0", "5:1: iter_size: 0 is less than 1"),
         ("momentum: -0.5", "5:1: momentum: -0.5 is less than 0"),
         ("momentum: nan", "5:1: momentum: nan is less than 0"),
-        ('type: "AdaGrad" momentum: 0.9', "5:17: momentum: AdaGrad has none: leave it out"),
-        ('type: "RMSProp" rms_decay: 1', "5:17: rms_decay: 1 is not from 0 to below 1"),
+        ('type: "AdaGrad" momentum: 0.9', "5:17: momentum: AdaGrad does not use it: leave it out"),
+        ('type: "RMSProp" rms_decay: 1', "5:17: rms_decay: 1 is not in [0, 1)"),
         ('regularization_type: "L3"', "5:1: regularization_type: unknown regularization_type 'L3'"),
-        ("test_iter: 5 test_interval: 1", "5:1: test_iter: it is given 1 times, once a test net, and test= has 0"),
+        ("test_iter: 5 test_interval: 1", "5:1: test_iter: it is given 1 times, once per test net, and test= has 0"),
         ('weights: "none.safetensors"', "5:1: weights: there is no file 'none.safetensors'"),
         ('weights: ""', "5:1: weights: there is no file ''"),
     ],
@@ -210,7 +210,7 @@ def test_parameters_that_cannot_be_are_told_by_place(tmp_path: Path, text: str, 
         ('max_iter: 5 lr_policy: "fixed"', "base_lr: it is missing"),
         ('base_lr: 1 max_iter: 5 lr_policy: "step" gamma: 0.1', 'stepsize: it is missing, and lr_policy: "step" needs'),
         ('base_lr: 1 lr_policy: "step" gamma: 0.1 stepsize: 0', "stepsize: 0 is less than 1"),
-        ('base_lr: 1 lr_policy: "multistep" gamma: 1 stepvalue: [5, 3]', "stepvalue: they do not ascend: 5, 3"),
+        ('base_lr: 1 lr_policy: "multistep" gamma: 1 stepvalue: [5, 3]', "stepvalue: must be in ascending order: 5, 3"),
         ('base_lr: 1 lr_policy: "poly" power: 1', 'max_iter: it is missing, and lr_policy: "poly" needs it'),
         ('base_lr: 1 lr_policy: "poly" power: 1 max_iter: 0', ":1:39: max_iter: 0 is less than 1"),
         ('base_lr: 1 lr_policy: "poly" power: -2 max_iter: 5', ":1:30: power: -2 is less than 0"),
@@ -223,25 +223,25 @@ def test_rates_that_cannot_be_are_told(tmp_path: Path, text: str, told: str):
 
 
 def test_arguments_that_cannot_be_are_told(tmp_path: Path):
-    with pytest.raises(UsageError, match="test= holds no batch, or cannot be begun again"):
+    with pytest.raises(UsageError, match="test= has no batch, or cannot be iterated again"):
         Made(tmp_path, "test_iter: 1\ntest_interval: 1", test=iter(())).solver.test()
-    with pytest.raises(UsageError, match="train= holds no batch, or cannot be begun again"):
+    with pytest.raises(UsageError, match="train= has no batch, or cannot be iterated again"):
         Made(tmp_path, train=iter(batches())).solver.step(5)
     with pytest.raises(UsageError, match=r"train= gives Tensor, and a batch is a pair \(x, y\)"):
         Made(tmp_path, train=[torch.zeros(4, 3)]).solver.step(1)
-    with pytest.raises(UsageError, match=r"the loss is \[8\], and is to be a tensor of one number"):
+    with pytest.raises(UsageError, match=r"the loss is \[8\], and must be a tensor of one number"):
         Made(tmp_path, loss=lambda output, y: output[:, 0]).solver.step(1)
     with pytest.raises(UsageError, match=r"lr_mult: '\*.bais' matches none of the parameters: 0.weight, 0.bias"):
         Made(tmp_path, lr_mult={"*.bais": 2})
-    with pytest.raises(UsageError, match="train= is of type int, and is to be batches"):
+    with pytest.raises(UsageError, match="train= is of type int, and must be batches"):
         Made(tmp_path, train=5)
-    with pytest.raises(UsageError, match="net= has no parameters that are trained"):
+    with pytest.raises(UsageError, match="net= has no trained parameters"):
         Made(tmp_path, net=module().requires_grad_(False))
-    with pytest.raises(UsageError, match="net= is of type str, and is to be a torch module"):
+    with pytest.raises(UsageError, match="net= is of type str, and must be a torch module"):
         Made(tmp_path, net="lenet")
-    with pytest.raises(UsageError, match=r"loss= gives a tensor that has no gradient: it is made of module\(x\)"):
+    with pytest.raises(UsageError, match=r"loss= gives a tensor without a gradient: compute it from module\(x\)"):
         Made(tmp_path, loss=lambda output, y: output.detach().sum()).solver.step(1)
-    with pytest.raises(UsageError, match="scores= names one 'loss'"):
+    with pytest.raises(UsageError, match="scores= has a score 'loss'"):
         Made(tmp_path, scores={"loss": right})
 
 
@@ -265,7 +265,7 @@ def test_what_has_two_parts_and_is_no_pair_is_told(tmp_path: Path, batch: object
 )
 def test_a_score_that_is_not_one_number_is_told(tmp_path: Path, score: Callable[..., object], given: str):
     made = Made(tmp_path, "test_iter: 1\ntest_interval: 1", test=batches(), scores={"mine": score})
-    with pytest.raises(UsageError, match=rf"scores\['mine'\] gives {given}, and is to give one number"):
+    with pytest.raises(UsageError, match=rf"scores\['mine'\] gives {given}, and must give one number"):
         made.solver.test()
 
 
@@ -274,7 +274,7 @@ def test_batches_that_can_be_had_only_once_are_warned_about(tmp_path: Path):
     both = {"easy": batches(), "hard": iter(batches())}
     made = Made(tmp_path, "test_iter: [1, 1]\ntest_interval: 3", train=(one for one in batches() * 9), test=both)
     made.solver.solve()
-    told = [line.split(" can be")[0] for line in made.lines if "can be gone through only once" in line]
+    told = [line.split(" can be")[0] for line in made.lines if "can be iterated only once" in line]
     assert told == ["train=", "test={'hard'}"]
     assert made.solver.iter == 6
 
@@ -302,7 +302,7 @@ def test_without_a_gpu_the_solver_says_that_it_trains_without(tmp_path: Path):
     gossipx.get_solver(
         tmp_path / "s.prototxt", net=module(), loss=nn.functional.cross_entropy, train=batches(), stream=stream
     )
-    assert re.match(r"W\d{4} .*\] solver_mode: GPU: there is no CUDA device", stream.getvalue())
+    assert re.match(r"W\d{4} .*\] solver_mode: GPU: no CUDA device found", stream.getvalue())
 
 
 @pytest.mark.cuda

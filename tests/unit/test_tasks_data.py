@@ -235,9 +235,9 @@ def test_gzip_that_is_cut_or_damaged_is_refused_or_reads_the_same(
         (b"\0\0\x0d\x01\0\0\0\x01" + bytes(4), "not an IDX file of unsigned bytes"),  # floats
         (b"\0\0\x08\x00" + bytes(4), "not an IDX file"),
         (b"\0\0\x08\x05" + b"\0\0\0\x01" * 5 + b"!", "not an IDX file"),
-        (b"\0\0\x08\x02\0\0\0\x01", "cannot hold them"),  # a dimension is missing
-        (b"\0\0\x08\x01\0\0\0\0", "cannot hold them"),
-        (WHOLE + b"!", "goes on after its last item"),
+        (b"\0\0\x08\x02\0\0\0\x01", "is too small"),  # a dimension is missing
+        (b"\0\0\x08\x01\0\0\0\0", "is too small"),
+        (WHOLE + b"!", "continues after its last item"),
     ],
 )
 @pytest.mark.parametrize("packed", [False, True])
@@ -255,7 +255,7 @@ def test_huge_dimensions_are_refused_before_anything_is_allocated(packed: bool, 
     )  # 2^128 bytes: an attempt would raise MemoryError or OverflowError
     path = tmp_path / "huge"
     path.write_bytes(gzip.compress(huge) if packed else huge)
-    with pytest.raises(UsageError, match="cannot hold them"):
+    with pytest.raises(UsageError, match="is too small"):
         read_idx(path)
 
 
@@ -322,10 +322,10 @@ def test_cifar10_file_of_another_size_or_with_an_unknown_label_is_named(cifar10:
     path = cifar10 / data.CIFAR10_FOLDER / "data_batch_3.bin"
     whole = path.read_bytes()
     path.write_bytes(whole[:-1])
-    with pytest.raises(UsageError, match=r"data_batch_3\.bin: is not of 12292 bytes: get .*https"):
+    with pytest.raises(UsageError, match=r"data_batch_3\.bin: does not have 12292 bytes: get .*https"):
         load("cifar10", cifar10)
     path.write_bytes(b"\x0a" + whole[1:])
-    with pytest.raises(UsageError, match=r"data_batch_3\.bin: holds a label above 9"):
+    with pytest.raises(UsageError, match=r"data_batch_3\.bin: has a label above 9"):
         load("cifar10", cifar10)
     path.unlink()
     with pytest.raises(UsageError, match=r"data_batch_3\.bin: no such file: get .*https"):

@@ -114,10 +114,10 @@ def test_specs() -> None:
 @pytest.mark.parametrize(
     ("spec", "says"),
     [
-        ("dirichlet:alpha=0", "alpha is a finite number above 0"),
-        ("dirichlet:alpha=-1", "alpha is a finite number above 0"),
-        ("dirichlet:alpha=nan", "alpha is a finite number above 0"),
-        ("dirichlet:alpha=inf", "alpha is a finite number above 0"),
+        ("dirichlet:alpha=0", "alpha must be a finite number above 0"),
+        ("dirichlet:alpha=-1", "alpha must be a finite number above 0"),
+        ("dirichlet:alpha=nan", "alpha must be a finite number above 0"),
+        ("dirichlet:alpha=inf", "alpha must be a finite number above 0"),
         ("dirichlet:alpha=x", "is not NUMBER"),
         ("dirichlet:beta=1", "unknown key 'beta'"),
         ("iid:alpha=1", "takes no keys"),

@@ -1,6 +1,6 @@
-"""Built-in models, in plain torch, each with its parameter count beside the one that the paper states.
+"""Built-in models in plain torch, with their parameter counts.
 
-Initial weights come from torch's global generator, so that ``torch.manual_seed`` fixes them.
+Initial weights are drawn from torch's global generator, so that ``torch.manual_seed`` determines them.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from gossipx.tasks.models.resnet import ResNet
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of a built-in model.
+    """Properties of a built-in model.
 
     Attributes:
-        parameters: how many it has, at the published input that the next three state.
-        classes: of the published input.
-        channels: of the published input.
-        pixels: of the published input, a side.
-        smallest: the smallest side that the model can take.
-        paper: about how many parameters Adaptive Communication (section VI) says that it has, if it names the model.
-        source: the publication that it follows.
+        parameters: number of parameters at the published input, which the next three attributes describe.
+        classes: number of classes.
+        channels: number of channels.
+        pixels: height and width.
+        smallest: minimum height and width of an input.
+        paper: approximate number of parameters according to Adaptive Communication (section VI); None: not mentioned.
+        source: the publication that defines the model.
     """
 
     parameters: int
@@ -48,7 +48,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Model:
-    """An entry of ``MODELS``: ``make(classes, channels, pixels)`` and the facts."""
+    """An entry of ``MODELS``: a constructor ``make(classes, channels, pixels)`` and the model's properties."""
 
     make: Callable[[int, int, int], nn.Module]
     facts: Facts
@@ -68,30 +68,30 @@ MODELS: dict[str, Model] = {
         Facts(6_998_552, 1000, 3, 224, 31, 11_000_000, "Szegedy et al. 2014, without auxiliary heads; bvlc_googlenet"),
     ),
 }
-"""What ``run`` trains; each has a preset."""
+"""Models that ``gossipx run`` can train; each has a preset."""
 
 UNTRAINED: dict[str, Model] = {
     "inception-v4": Model(InceptionV4, Facts(42_648_232, 1000, 3, 299, 75, None, "Szegedy et al. 2016; TF-slim")),
 }
-"""Models without a preset: the size of their tensors is what they are here for."""
+"""Models without a preset, of which only the sizes of the tensors are used."""
 
 
 def build_model(name: str, *, classes: int, channels: int, pixels: int) -> nn.Module:
-    """A fresh model that maps images (N, ``channels``, ``pixels``, ``pixels``) to logits (N, ``classes``).
+    """Return a new model that maps images (N, ``channels``, ``pixels``, ``pixels``) to logits (N, ``classes``).
 
-    Images that are too small for it are scaled up to the smallest that it takes.
+    Images below the model's minimum size are scaled up to it.
 
     Raises:
-        UsageError: an unknown name.
+        UsageError: the name is unknown.
     """
     if name not in MODELS:
         raise UsageError(f"unknown model '{name}'{suggest(name, MODELS)}: one of {', '.join(sorted(MODELS))}")
     model = MODELS[name]
     smallest = model.facts.smallest
-    made = model.make(classes, channels, max(pixels, smallest))
+    module = model.make(classes, channels, max(pixels, smallest))
     if pixels < smallest:
-        made.register_forward_pre_hook(partial(_scale, smallest))  # its tensors' names stay as they are
-    return made
+        module.register_forward_pre_hook(partial(_scale, smallest))  # unlike a wrapper, keeps the tensors' names
+    return module
 
 
 def _scale(pixels: int, module: nn.Module, given: tuple[Tensor]) -> Tensor:
@@ -99,13 +99,13 @@ def _scale(pixels: int, module: nn.Module, given: tuple[Tensor]) -> Tensor:
 
 
 def published_sizes(name: str) -> list[tuple[str, int]]:
-    """Names and elements of a model's parameters, in its order, at the published input. Allocates none of them.
+    """Return names and numbers of elements of a model's parameters at the published input, without allocating them.
 
     Args:
-        name: of ``MODELS`` or ``UNTRAINED``.
+        name: a key of ``MODELS`` or ``UNTRAINED``.
 
     Raises:
-        UsageError: an unknown name.
+        UsageError: the name is unknown.
     """
     known = MODELS | UNTRAINED
     known_word("model", name, known)

@@ -8,11 +8,12 @@ from torch import Tensor, nn
 class AlexNet(nn.Module):
     """Krizhevsky et al., "ImageNet Classification with Deep Convolutional Neural Networks" (2012), section 3.
 
-    As in Caffe's ``models/bvlc_alexnet/train_val.prototxt``, which the paper's system trained: two groups where the
-    publication splits the maps between two GPUs, normalisation before pooling, its initial weights. Adaptive pooling
-    before the first linear layer changes nothing at the published 227 pixels and lets other sizes in.
+    It follows Caffe's ``models/bvlc_alexnet/train_val.prototxt``, which the paper's system trained: two groups where
+    the publication splits the maps between two GPUs, normalisation before pooling, and Caffe's initial weights.
+    Adaptive pooling before the first linear layer allows other sizes than the published 227 pixels, where it has no
+    effect.
 
-    Input (N, C, H, W), H = W of at least 39 (the third pooling has nothing left of smaller ones); output (N, classes).
+    Input (N, C, H, W), H = W of at least 39 (the third pooling has no output for smaller ones); output (N, classes).
     """
 
     def __init__(self, classes: int, channels: int, pixels: int):

@@ -11,7 +11,7 @@ from gossipx.tasks.models.layout import channels_last_on_cpu
 class LocalResponseNorm(nn.Module):
     """x · (1 + α · mean of x² over the 3×3 pixels around)^(−β) within each map: Caffe's WITHIN_CHANNEL.
 
-    Torch has only the kind that looks across the maps.
+    Torch has only normalisation across the maps.
     """
 
     def forward(self, maps: Tensor) -> Tensor:
@@ -20,11 +20,11 @@ class LocalResponseNorm(nn.Module):
 
 
 class ConvNet(nn.Module):
-    """Krizhevsky's net for CIFAR-10 as in Caffe's ``examples/cifar10/cifar10_full_train_test.prototxt``.
+    """Krizhevsky's net for CIFAR-10, after Caffe's ``examples/cifar10/cifar10_full_train_test.prototxt``.
 
     Three 5×5 convolutions of 32, 32 and 64 maps, each pooled 3×3 with stride 2 (the first by maximum, the others by
-    average), and one fully connected layer. Initial weights are torch's: Caffe's example draws the first layer's with a
-    deviation of 0.0001, for pixels from 0 to 255, and at unit deviation of the input it does not leave its plateau.
+    average), and one fully connected layer. Initial weights are torch's: Caffe's example initialises the first layer
+    with a deviation of 0.0001, for pixels from 0 to 255; for normalised input, training would not leave its plateau.
 
     Input (N, C, H, W), H = W of at least 8; output (N, classes).
     """
@@ -33,9 +33,7 @@ class ConvNet(nn.Module):
         super().__init__()
         side = pixels
         for _ in range(3):
-            side //= (
-                2  # what a 3×3 window with stride 2 leaves of a side, the last one cut off at the border as in Caffe
-            )
+            side //= 2  # as a 3×3 window with stride 2, with the last window clipped at the border as in Caffe
         self.maps = nn.Sequential(
             nn.Conv2d(channels, 32, 5, padding=2),
             nn.MaxPool2d(3, 2, ceil_mode=True),

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 
 class Inception(nn.Module):
-    """1×1, 3×3 and 5×5 convolutions and a pooling side by side, their maps joined (the publication's Figure 2b)."""
+    """Parallel 1×1, 3×3 and 5×5 convolutions and a pooling, with concatenated maps (the publication's Figure 2b)."""
 
     def __init__(self, before: int, one: int, reduce3: int, three: int, reduce5: int, five: int, pooled: int):
         super().__init__()
@@ -27,10 +27,10 @@ class Inception(nn.Module):
 class GoogLeNet(nn.Module):
     """Szegedy et al., "Going Deeper with Convolutions" (2014), Table 1, with local response normalisation as published.
 
-    As in Caffe's ``models/bvlc_googlenet/train_val.prototxt``, but without the two auxiliary classifiers: they serve
-    training only, and a model that is pulled from peer to peer is better off without their 6.4 million parameters.
+    It follows Caffe's ``models/bvlc_googlenet/train_val.prototxt``, without the two auxiliary classifiers: these are
+    used only in training, and their 6.4 million parameters would be pulled with each model.
 
-    Input (N, C, H, W), H = W of at least 31 (the fourth pooling has nothing left of smaller ones); output (N, classes).
+    Input (N, C, H, W), H = W of at least 31 (the fourth pooling has no output for smaller ones); output (N, classes).
     """
 
     def __init__(self, classes: int, channels: int, pixels: int):

@@ -7,9 +7,9 @@ from torch import Tensor, nn
 
 
 class Shift(nn.BatchNorm2d):
-    """Batch normalisation that adds a learned number a map and multiplies with none.
+    """Batch normalisation with a learned shift per map and no scale.
 
-    The convolution behind the ReLU can learn the factor as well. TF-slim leaves it out for that reason.
+    TF-slim omits the scale, because the convolution after the ReLU can learn it.
     """
 
     def __init__(self, maps: int):
@@ -18,7 +18,7 @@ class Shift(nn.BatchNorm2d):
 
 
 class Parallel(nn.Module):
-    """Branches over the same maps, what they make joined."""
+    """Branches over the same maps, with concatenated outputs."""
 
     def __init__(self, *branches: nn.Module):
         super().__init__()
@@ -32,12 +32,12 @@ class InceptionV4(nn.Module):
     """Szegedy et al., "Inception-v4, Inception-ResNet and the Impact of Residual Connections on Learning" (2016).
 
     Figure 9 with the blocks of Figures 3 to 8. At 1000 classes it has 42,648,232 parameters, the 42.65 million of Table
-    1.1 of *Modularized Parameter Server*. It matches in TF-slim's conventions: without the auxiliary classifier (with
-    it there were 46.0 million), convolutions without a bias, and batch normalisation with a shift and no scale (with
-    both there were 42,679,816, or 42.68 million). A convolution's weights stand before its shift, branches in the order
-    of TF-slim, which is what placements that go by the order see.
+    1.1 of *Modularized Parameter Server*. The count matches with TF-slim's conventions: no auxiliary classifier (46.0
+    million with it), convolutions without a bias, and batch normalisation with a shift and no scale (42,679,816 with
+    both). A convolution's weights precede its shift, and branches have TF-slim's order, because some placements depend
+    on the order of tensors.
 
-    Input (N, C, H, W), H = W of at least 75 (of smaller ones the last reduction leaves nothing), published at 299;
+    Input (N, C, H, W), H = W of at least 75 (the last reduction has no output for smaller ones), published at 299;
     output (N, classes).
     """
 
@@ -68,7 +68,7 @@ class InceptionV4(nn.Module):
 
 
 def _stem(channels: int) -> list[nn.Module]:
-    """Figure 3: 299×299 images to 35×35 maps."""
+    """Return the stem of Figure 3, from 299×299 images to 35×35 maps."""
     return [
         _cut(channels, 32, 2),
         _cut(32, 32),
@@ -83,7 +83,7 @@ def _stem(channels: int) -> list[nn.Module]:
 
 
 def _block_a() -> nn.Module:
-    """Figure 4, on 35×35 maps."""
+    """Return the block of Figure 4, on 35×35 maps."""
     return Parallel(
         _chain(384, (96, 1, 1)),
         _chain(384, (64, 1, 1), (96, 3, 3)),
@@ -93,7 +93,7 @@ def _block_a() -> nn.Module:
 
 
 def _block_b() -> nn.Module:
-    """Figure 5, on 17×17 maps."""
+    """Return the block of Figure 5, on 17×17 maps."""
     return Parallel(
         _chain(1024, (384, 1, 1)),
         _chain(1024, (192, 1, 1), (224, 1, 7), (256, 7, 1)),
@@ -103,7 +103,7 @@ def _block_b() -> nn.Module:
 
 
 def _block_c() -> nn.Module:
-    """Figure 6, on 8×8 maps."""
+    """Return the block of Figure 6, on 8×8 maps."""
     return Parallel(
         _chain(1536, (256, 1, 1)),
         nn.Sequential(_chain(1536, (384, 1, 1)), _both_ways(384)),
@@ -117,7 +117,7 @@ def _both_ways(before: int) -> Parallel:
 
 
 def _chain(before: int, *layers: tuple[int, int, int]) -> nn.Sequential:
-    """Convolutions, (maps, height, width) each, that keep the pixels."""
+    """Return padded convolutions, each given as (maps, height, width), that keep the size of the maps."""
     made: list[nn.Module] = []
     for maps, height, width in layers:
         padding = (height // 2, width // 2)
@@ -127,7 +127,7 @@ def _chain(before: int, *layers: tuple[int, int, int]) -> nn.Sequential:
 
 
 def _cut(before: int, maps: int, stride: int = 1) -> nn.Sequential:
-    """A 3×3 convolution that stays inside: "V" in the figures."""
+    """Return a 3×3 convolution without padding: "V" in the figures."""
     return nn.Sequential(nn.Conv2d(before, maps, 3, stride, bias=False), Shift(maps), nn.ReLU())
 
 

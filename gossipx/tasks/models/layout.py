@@ -1,4 +1,4 @@
-"""Memory layout of images on their way through a model."""
+"""The memory layout of images in a model."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from torch import Tensor
 
 
 def channels_last_on_cpu(images: Tensor) -> Tensor:
-    """The same images (N, C, H, W), on a processor in the layout that torch pools in vector instructions.
+    """Convert images (N, C, H, W) on a CPU to the channels-last layout, for which torch's pooling is vectorised.
 
-    It follows through the layers and makes a step of the nets that mostly pool 1.3 to 1.8 times as fast. Elsewhere the
-    images stay as they are.
+    The layers keep the layout, which makes a step of pooling-heavy nets 1.3 to 1.8 times as fast. Images on other
+    devices are returned unchanged.
     """
     return images.to(memory_format=torch.channels_last) if images.device.type == "cpu" else images

@@ -1,4 +1,4 @@
-"""LeNet: small and fast, for runs on processors and for tests."""
+"""LeNet: a small and fast model for runs on CPUs and for tests."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ class LeNet(nn.Module):
     """LeNet-5's structure, convolution and pooling twice before fully connected layers, with ReLU.
 
     LeCun et al., "Gradient-Based Learning Applied to Document Recognition" (1998), section II-B, has 6 and 16 maps.
-    Here they are 8 and 32, before one hidden layer of 184 units. Caffe's ``examples/mnist/lenet.prototxt`` has one too,
-    after 20 and 50 maps, and 431,080 parameters: a quarter of that lets short runs on processors end soon. Pooling
-    comes before ReLU: the result is the same, with a quarter of the work.
+    Here they are 8 and 32, before one hidden layer of 184 units. Caffe's ``examples/mnist/lenet.prototxt`` also has one
+    hidden layer, after 20 and 50 maps, and 431,080 parameters. A quarter of that keeps short runs on CPUs fast. Pooling
+    precedes ReLU: the result is the same, with a quarter of the work.
 
     Input (N, C, H, W), H = W of at least 16; output (N, classes).
     """

@@ -9,8 +9,8 @@ from torch.nn import functional
 class Block(nn.Module):
     """Two 3×3 convolutions with batch normalisation, added to the input.
 
-    Where the maps change, the shortcut takes every second pixel and pads the new maps with zeros: option A, without
-    parameters.
+    Where the number of maps changes, the shortcut takes every second pixel and pads the new maps with zeros (option A,
+    which has no parameters).
     """
 
     def __init__(self, before: int, maps: int):
@@ -33,7 +33,7 @@ class ResNet(nn.Module):
     """A net of 6n + 2 layers: three stages of n blocks of 16, 32 and 64 maps, global average pooling, a linear layer.
 
     Input (N, C, H, W), H = W of at least 8: the last stage then has 2×2 pixels, so that batch normalisation sees more
-    than one value a map even in a batch of one. Output (N, classes).
+    than one value per map even in a batch of one. Output (N, classes).
     """
 
     def __init__(self, depth: int, classes: int, channels: int, pixels: int):

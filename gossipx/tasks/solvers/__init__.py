@@ -1,6 +1,6 @@
-"""Solver files that come with gossipx: the settings of Table I (Adaptive Communication, section VI) for Caffe's solver.
+"""Built-in solver files: the settings of Table I (Adaptive Communication, section VI) for Caffe's solver.
 
-The step sizes, which the table leaves out, are those of Caffe's examples as shares of their iterations; see
+The table omits the step sizes, which are those of Caffe's examples as fractions of their length; see
 :mod:`gossipx.tasks.presets`. ``net`` names the built-in model.
 """
 
@@ -15,15 +15,15 @@ HERE = Path(__file__).parent
 
 
 def names() -> list[str]:
-    """Of the files that are here."""
+    """Return the names of the built-in solver files."""
     return sorted(file.stem for file in HERE.glob("*.prototxt"))
 
 
 def find(given: str) -> Path:
-    """A solver file, by its path or by the name of one that is here.
+    """Return the path of a solver file, given as a path or as the name of a built-in one.
 
     Raises:
-        UsageError: there is none.
+        UsageError: no such file.
     """
     if given in names():
         return HERE / f"{given}.prototxt"
@@ -34,5 +34,5 @@ def find(given: str) -> Path:
 
 
 def told(given: str) -> str:
-    """The same for processes in other directories: a name as it is, a path from the root."""
+    """Return the name of a built-in file, or the absolute path, for processes in other directories."""
     return given if given in names() else str(Path(given).absolute())

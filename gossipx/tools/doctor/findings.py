@@ -1,11 +1,10 @@
-"""What one host's doctor finds out, as plain data: probes fill it in, and the rules in ``verdicts.py`` read it.
+"""The findings of one host's doctor, as plain data: the probes write them, the rules in ``verdicts.py`` read them.
 
-A host is a name in the hosts file, with all its lines. Hosts are numbered in the file's order.
+A host is a host name in the hosts file together with all its lines. Hosts are numbered in the file's order.
 """
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +14,7 @@ from gossipx.launch.hosts import PeerLine
 
 @dataclass(frozen=True)
 class Host:
-    """One host of the hosts file: its number, its name as the file has it, and its lines."""
+    """One host of the hosts file: its number, its name in the file, and its lines."""
 
     number: int
     name: str
@@ -23,19 +22,14 @@ class Host:
 
 
 def hosts_of(peers: Sequence[PeerLine]) -> list[Host]:
-    """Return the hosts of a hosts file, in its order."""
+    """Return the hosts of a hosts file, in the file's order."""
     names = list(dict.fromkeys(peer.host for peer in peers))
     return [Host(n, name, tuple(peer for peer in peers if peer.host == name)) for n, name in enumerate(names)]
 
 
-def plain(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """Return an address without its interface."""
-    return ipaddress.ip_address(address.partition("%")[0])
-
-
 @dataclass(frozen=True)
 class Name:
-    """The addresses that a host's name resolves to here, or why there are none."""
+    """The addresses that a host's name resolves to on this machine, without interface, or the resolver's error."""
 
     host: int
     addresses: tuple[str, ...]
@@ -44,21 +38,21 @@ class Name:
 
 @dataclass(frozen=True)
 class Verdict:
-    """One line."""
+    """One line of the doctor's report."""
 
-    level: str  # "ok"; "note": not looked at; "warn": a run would start; "fail": it would not, or not with all peers
+    level: str  # "ok"; "note": not examined; "warn": a run would start; "fail": it would not, or not with all peers
     about: str
     text: str
     advice: str = ""
-    exit_code: int = 1  # of the command, if this fails
+    exit_code: int = 1  # of the command, if the level is "fail"
 
 
 @dataclass(frozen=True)
 class Line:
-    """The result for the line of peer ``rank``; ``facts`` are those of the process that answered there.
+    """The result for the line of peer ``rank``, and the ``facts`` that the process there reported.
 
-    Its state is "ok", or a key of ``verdicts.REACH``. Of a port of this host: "open" if the doctor listens there, "run"
-    if a peer of a run does, else why the doctor cannot.
+    The state is "ok" or a key of ``verdicts.REACH``. For a port of this host it is "open" if the doctor listens there,
+    "run" if a peer of a run does, else the reason why the doctor cannot listen.
     """
 
     rank: int
@@ -68,37 +62,37 @@ class Line:
 
     @property
     def role(self) -> str:
-        """Return "run" or "doctor" if a peer of this hosts file answered; else nothing."""
+        """The role of the peer that answered, "run" or "doctor"; empty if no peer of this hosts file did."""
         return str(self.facts["role"]) if self.state == "ok" and self.facts else ""
 
 
 @dataclass(frozen=True)
-class Way:
-    """Measurements between this host and another."""
+class Measurement:
+    """Latency, clock offset and rate between this host and another."""
 
-    latency: float | None = None  # seconds of a round trip
+    latency: float | None = None  # seconds per round trip
     offset: float = 0.0  # seconds by which the other clock is ahead, give or take half a round trip
-    rate: float | None = None  # bytes per second that come from there; 0: they did not arrive in time
-    why: str = ""  # the latency, or the rate, was not measured
+    rate: float | None = None  # bytes per second received from there; 0: the load did not arrive in time
+    why: str = ""  # the reason why latency or rate is missing
 
 
 @dataclass
 class Findings:
-    """Everything that this host sees."""
+    """All observations of this host."""
 
     hosts: Sequence[Host]
-    here: Sequence[int]  # numbers of those that are this machine
+    here: Sequence[int]  # numbers of the hosts that are this machine
     facts: dict[str, Any]  # of this doctor
     names: Sequence[Name] = ()
     devices: Sequence[Verdict] = ()
     tls: bool = False
-    model: str = ""  # of which the facts have the fingerprint, in words
-    fault: str = ""  # why there is no model
-    differing: str = ""  # the first tensor that is another on another host
+    model: str = ""  # a title of the model whose fingerprint is in the facts
+    fault: str = ""  # the reason why there is no model
+    differing: str = ""  # the first tensor that differs on another host
     ports: Sequence[Line] = ()
     reached: dict[int, Line] = field(default_factory=dict)  # by rank
-    ways: dict[int, Way] = field(default_factory=dict)  # by host
-    heard: set[int] = field(default_factory=set)  # other hosts whose doctors have probed this one
+    ways: dict[int, Measurement] = field(default_factory=dict)  # by host
+    heard: set[int] = field(default_factory=set)  # other hosts whose doctors have probed this host
 
     @property
     def own(self) -> str:
@@ -116,7 +110,7 @@ class Findings:
         return {host.number for host in self.others if any(line.role == "doctor" for line in self.seen(host))}
 
     def names_of(self, hosts: Iterable[int]) -> str:
-        """Return names of hosts, in the file's order."""
+        """Return the names of hosts, in the file's order."""
         return ", ".join(self.hosts[number].name for number in sorted(hosts))
 
     def seen(self, host: Host) -> list[Line]:

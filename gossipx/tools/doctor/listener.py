@@ -1,4 +1,4 @@
-"""The answering side of the doctor: listens where this host's peers would, and answers the probes of others."""
+"""The answering side of the doctor: it listens on the ports of this host's peers, and answers the probes of others."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from gossipx.errors import GossipxError, ProtocolError
+from gossipx.errors import GossipxError
 from gossipx.launch.hosts import PeerLine
 from gossipx.memory import Source
 from gossipx.protocol.messages import BusyReply
@@ -18,21 +18,20 @@ from gossipx.tools.doctor.probe import LOAD, Prober, fit, reach
 from gossipx.transports import Address, Stream, checkup, handshake
 from gossipx.transports import Listener as Listening
 from gossipx.transports.link import Link
-from gossipx.wire import MAX_LOAD, CheckupReply, CheckupRequest, Hello, frames
+from gossipx.wire import MAX_LOAD, CheckupReply, CheckupRequest, Hello, Message, frames
 
-_SILENT = 15.0  # seconds that a connection may be silent
-_MOST = 64  # threads of this process, beside four per peer: each connection is one
-_ZEROS = memoryview(bytes(MAX_LOAD))  # the system gives no memory for them until they are read
+_SILENT = 15.0  # seconds after which a silent connection is closed
+_MAX_THREADS = 64  # of this process, plus four per peer: each connection has its own thread
+_ZEROS = memoryview(bytes(MAX_LOAD))  # the system allocates these pages when they are first read
 
 
 class Listener:
-    """Listens on the ports of this host's ``lines``, as the same host as the prober; ``binds`` says by rank where."""
+    """The listening sockets of this host's ``lines``; ``binds`` has the address to bind to by rank."""
 
-    def __init__(self, lines: Sequence[PeerLine], binds: Mapping[int, str], prober: Prober, manifest: bytes):
-        self.news = threading.Condition()  # held to read or change the findings, and this:
-        self.probed: set[str] = set()  # first peers of the hosts that have been sent a load, with which a probe ends
+    def __init__(self, lines: Sequence[PeerLine], binds: Mapping[int, str], prober: Prober):
+        self.news = threading.Condition()  # guards the findings, and this:
+        self.probed: set[str] = set()  # names of peers that have received a load, the last step of a probe
         self._prober = prober
-        self._manifest = manifest
         self._listening: list[Listening] = []
         self.ports = [self._open(peer, Address(binds[peer.rank], peer.port)) for peer in lines]
 
@@ -60,54 +59,46 @@ class Listener:
             try:
                 stream = listening.accept()
             except GossipxError:
-                links.closed.wait(0.05)  # the system lacks something
+                links.closed.wait(0.05)  # the system lacks a resource, such as file descriptors
                 continue
-            if threading.active_count() < _MOST + 4 * len(self._prober.peers):
-                links.spawn("answer", self._connected, stream, me)
+            if threading.active_count() < _MAX_THREADS + 4 * len(self._prober.peers):
+                links.spawn("answer", self._serve, stream, me)
             else:
                 stream.abort()
 
-    def _connected(self, stream: Stream, me: Hello) -> None:
-        with contextlib.suppress(GossipxError):  # the prober ends the connection, and tells its user why
-            link = self._prober.links.add(stream)
-            try:
-                self._serve(link, me)
-            finally:
-                self._prober.links.drop(link)
+    def _serve(self, stream: Stream, me: Hello) -> None:
+        """Answer the requests on one connection until the other side closes it and reports the error, if any."""
+        prober, deadline = self._prober, time.monotonic() + _SILENT
+        with contextlib.suppress(GossipxError), contextlib.ExitStack() as stack:
+            link = prober.links.add(stream)
+            stack.callback(prober.links.drop, link)
+            if prober.access.secret is not None:
+                handshake.challenge(link, prober.access.secret, me, deadline)
+            names, hosts = [peer.name for peer in prober.peers], [peer.host for peer in prober.peers]
+            request: Message = handshake.visited(link, names, hosts, deadline)
+            while isinstance(request, CheckupRequest):
+                self._answer(link, me, request)
+                request = link.receive(time.monotonic() + _SILENT).message
 
-    def _serve(self, link: Link, me: Hello) -> None:
-        """Answer all questions on one connection, until its other side ends it."""
-        deadline = time.monotonic() + _SILENT
-        prober = self._prober
-        if prober.access.secret is not None:
-            handshake.challenge(link, prober.access.secret, me, deadline)
-        names, hosts = [peer.name for peer in prober.peers], [peer.host for peer in prober.peers]
-        asked: CheckupRequest = handshake.visited(link, names, hosts, deadline)
-        while True:
-            self._answer(link, me, asked)
-            message = link.receive(time.monotonic() + _SILENT).message
-            if not isinstance(message, CheckupRequest):
-                raise ProtocolError(f"it asked by {type(message).__name__}")
-            asked = message
-
-    def _answer(self, link: Link, me: Hello, asked: CheckupRequest) -> None:
-        if asked.part == "facts":
-            self._send(link, CheckupReply(checkup.facts(me, "doctor")))
-        elif asked.part == "model":
-            self._send(link, CheckupReply(size=len(self._manifest)), memoryview(self._manifest))
+    def _answer(self, link: Link, me: Hello, request: CheckupRequest) -> None:
+        if request.part == "facts":
+            self._send(link, b"", CheckupReply(checkup.facts(me, "doctor")))
+        elif request.part != "load":
+            self._send(link, self._prober.manifest if request.part == "model" else self._prober.listing)
         # One load at a time, and none while this host measures a round trip: each would slow the other down.
         elif not self._prober.sending.acquire(blocking=False):
-            self._send(link, BusyReply())
+            self._send(link, b"", BusyReply())
         else:
             try:
-                self._send(link, CheckupReply(size=asked.back), _ZEROS[: asked.back])
+                self._send(link, _ZEROS[: request.back])
             finally:
                 self._prober.sending.release()
                 with self.news:
-                    self.probed.add(asked.name)
+                    self.probed.add(request.name)
                     self.news.notify_all()
 
-    def _send(self, link: Link, reply: CheckupReply | BusyReply, payload: memoryview | None = None) -> None:
+    def _send(self, link: Link, payload: bytes | memoryview, reply: CheckupReply | BusyReply | None = None) -> None:
         link.stream.tune()
-        source = Source(payload) if payload else None
+        source = Source(memoryview(payload)) if payload else None
+        reply = reply or CheckupReply(size=len(payload))
         link.send(frames.encode(reply, 0, source, link.checks), time.monotonic() + LOAD)

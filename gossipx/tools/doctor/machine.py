@@ -1,35 +1,48 @@
-"""Facts of this machine alone: what names resolve to, which hosts are here, and which devices there are."""
+"""Facts about this machine: how it resolves host names, its hosts, its devices, and the model that it would train."""
 
 from __future__ import annotations
 
 import collections
 import os
+import selectors
+import signal
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
+from ipaddress import ip_address
 from pathlib import Path
+from typing import Any
 
-from gossipx.errors import UsageError
+from gossipx.config import files, security
+from gossipx.config.settings import RunConfig
+from gossipx.errors import GossipxError, UsageError
+from gossipx.launch.children import Child, command_of, script_exists
+from gossipx.launch.environment import ENV_CONFIG, ENV_DESCRIBE, ENV_DEVICE, ENV_PEERS, ENV_PROGRESS, ENV_RANK
 from gossipx.launch.hosts import PeerLine, is_here
-from gossipx.tools.doctor.findings import Host, Name, Verdict, plain
+from gossipx.tools.doctor.findings import Host, Name, Verdict
+from gossipx.tools.doctor.probe import fit
 
-_LOOK_UP = 5.0  # seconds for all names at once: a resolver that does not answer takes as long, and often longer
+_RESOLVE = 5.0  # seconds for all names together, because an unresponsive resolver takes that long or longer
+_JOIN = 120.0  # seconds in which a script must reach gossipx.join: it may read data first
 
 
-def look_up(hosts: Sequence[Host]) -> list[Name]:
-    """Return what the names of all hosts resolve to here."""
-    found = {host.number: Name(host.number, (), f"no answer within {_LOOK_UP:g} s") for host in hosts}
+def resolve(hosts: Sequence[Host]) -> list[Name]:
+    """Resolve the names of all hosts in parallel."""
+    found = {host.number: Name(host.number, (), f"no answer within {_RESOLVE:g} s") for host in hosts}
 
-    def one(host: Host) -> None:
+    def resolve_one(host: Host) -> None:
         try:
             entries = socket.getaddrinfo(host.name, None, type=socket.SOCK_STREAM)
-            found[host.number] = Name(host.number, tuple(dict.fromkeys(str(entry[4][0]) for entry in entries)))
-        except (OSError, UnicodeError) as error:  # UnicodeError: what no name can be
+            addresses = dict.fromkeys(str(entry[4][0]).partition("%")[0] for entry in entries)
+            found[host.number] = Name(host.number, tuple(addresses))
+        except (OSError, UnicodeError) as error:  # UnicodeError: not a valid host name
             found[host.number] = Name(host.number, (), str(getattr(error, "strerror", None) or error))
 
-    until = time.monotonic() + _LOOK_UP
-    threads = [threading.Thread(target=one, args=(host,), daemon=True) for host in hosts]
+    until = time.monotonic() + _RESOLVE
+    threads = [threading.Thread(target=resolve_one, args=(host,), daemon=True) for host in hosts]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -38,27 +51,27 @@ def look_up(hosts: Sequence[Host]) -> list[Name]:
 
 
 def hosts_here(hosts: Sequence[Host], names: Sequence[Name], advertise: str | None, file: Path) -> list[Host]:
-    """Return the hosts that are this machine; UsageError if none is. Unlike for a run, others need not resolve."""
+    """Return the hosts that are this machine, or raise UsageError. Unlike in a run, other names may be unresolved."""
     if advertise is not None:
         if here := [host for host in hosts if host.name == advertise.strip("[]")]:
             return here
-        raise UsageError(f"no line has the host '{advertise}' that --advertise names", file)
-    own = {name.host for name in names if any(is_here(plain(address)) for address in name.addresses)}
+        raise UsageError(f"no line has the host '{advertise}' given by --advertise", file)
+    own = {name.host for name in names if any(is_here(ip_address(address)) for address in name.addresses)}
     if not own:
         unknown = next((name for name in names if not name.addresses), None)
         why = f" ({hosts[unknown.host].name} does not resolve: {unknown.error})" if unknown else ""
-        raise UsageError(f"no line is this machine{why}: add one, or say which by --advertise HOST", file)
+        raise UsageError(f"no line is this machine{why}: add one, or name one with --advertise HOST", file)
     return [host for host in hosts if host.number in own]
 
 
 def devices(host: str, peers: Sequence[PeerLine], default: str) -> list[Verdict]:
-    """Return verdicts on the devices of a host's lines: each is there, and not shared."""
+    """Return verdicts on the devices of a host's lines: each must exist and not be shared."""
     lines = collections.Counter(peer.device or default for peer in peers)
     return [_device(host, name, lines[name], any(peer.device == name for peer in peers)) for name in lines]
 
 
 def _device(host: str, name: str, lines: int, in_file: bool) -> Verdict:
-    if name == "cpu":  # torch, which takes seconds to import, is not needed
+    if name == "cpu":  # avoids importing torch, which takes seconds
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         return Verdict("ok", "devices", f"cpu ({cores} cores) on {host}")
     import torch
@@ -75,3 +88,59 @@ def _device(host: str, name: str, lines: int, in_file: bool) -> Verdict:
     if lines > 1:
         return Verdict("warn", "devices", f"{text} is shared by {lines} lines", "give each line a device of its own")
     return Verdict("ok", "devices", text)
+
+
+def model(
+    settings: RunConfig, peers: int, file: Path, first: PeerLine, script: list[str] | None
+) -> tuple[str, bytes, str]:
+    """Return a title of the model that peer ``first`` would train, its description, and the error if it is missing."""
+    if script is None:
+        return "", b"", ""
+    from gossipx.assembly.settings import effective_config
+
+    complete = effective_config(settings, peers, bool(script))
+    complete = replace(complete, exchange=security.absolute(complete.exchange))
+    title = script[0] if script else f"{complete.task.model} for {complete.task.task}"
+    if not script_exists(script):
+        raise UsageError("no such script", file=script[0])
+    with tempfile.NamedTemporaryFile("w", suffix=".toml") as options:
+        options.write(files.dump(complete))
+        options.flush()
+        environment = {
+            "OMP_NUM_THREADS": str(settings.run.threads),
+            **os.environ,
+            ENV_CONFIG: options.name,
+            ENV_PEERS: str(file.resolve()),
+            ENV_RANK: str(first.rank),
+            ENV_DEVICE: first.device or settings.run.device,
+            ENV_DESCRIBE: "1",
+        }
+        try:
+            return title, _description(command_of(script), environment), ""
+        except GossipxError as error:
+            return title, b"", fit(f"{title} {error}")
+
+
+def _description(command: list[str], environment: dict[str, str]) -> bytes:
+    """Return the description of the model, one line per tensor, or raise GossipxError."""
+    reported: dict[str, Any] = {}
+    printed = [""]
+    child = Child(command, environment, ENV_PROGRESS, on_line=printed.append, on_word=reported.update)
+    until = time.monotonic() + _JOIN
+    with selectors.DefaultSelector() as selector:
+        try:
+            child.register(selector)
+            while child.process.poll() is None and time.monotonic() < until:
+                for key, _ in selector.select(0.1):
+                    if key.fd in selector.get_map():
+                        key.data()
+            child.drain(selector)
+        finally:
+            child.signal(signal.SIGKILL)
+            child.process.wait()
+    if "manifest" in reported:
+        return str(reported["manifest"]).encode()
+    if child.process.returncode == -signal.SIGKILL:
+        raise GossipxError(f"did not reach gossipx.join within {_JOIN:g} s")
+    last = reported.get("error", printed[-1].strip())
+    raise GossipxError(f"ended without gossipx.join ({child.how_it_ended()}): {last}")

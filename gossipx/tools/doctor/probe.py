@@ -1,6 +1,6 @@
-"""Probes of other hosts: does a peer's line answer, what is it, how far away is it, and how fast.
+"""Probes of other hosts: whether a line of the hosts file answers, its facts, round-trip time and rate.
 
-A probe goes one way: this host asks, and the other's ``listener.py``, or a peer of a run, answers.
+This host sends the requests. The doctor there (``listener.py``) or a peer of a run replies.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any
 
 from gossipx import errors
@@ -19,131 +20,130 @@ from gossipx.config.security import Access
 from gossipx.launch.hosts import PeerLine
 from gossipx.protocol.fields import MAX_TEXT
 from gossipx.protocol.messages import BusyReply
-from gossipx.tools.doctor.findings import Line, Way
+from gossipx.tools.doctor.findings import Line, Measurement
 from gossipx.transports import Address, Stream, checkup, handshake
 from gossipx.transports.link import Link
 from gossipx.transports.links import Links
 from gossipx.wire import MAX_LOAD, Bytes, CheckupReply, CheckupRequest, Hello, frames
 
 # Seconds:
-CONNECT = 3.0  # for a connection, and for an answer on it: ten times what a path around the world takes
-LOAD = 8.0  # for the first piece of a load: that is 66 kbit/s, too slow to train over
-ENOUGH = 1.0  # after which a load is cut short, as TCP has found the path's rate
-BUSY = 30.0  # for a host to find time for this one's load, and for this one to find time for its own round trips
-AGAIN = 0.3  # between two attempts at a host that does not answer, or is busy
+CONNECT = 3.0  # for a connection, and for a reply on it: ten times a round trip around the world
+LOAD = 8.0  # for the first piece of a load: 66 kbit/s, too slow to train over
+ENOUGH = 1.0  # after which a load is cut short, because TCP has reached the path's rate
+BUSY = 30.0  # to wait for the other host's turn to send a load, and for a quiet moment to measure round trips
+RETRY = 0.3  # between two attempts at a host that does not answer or is busy
 
-LOOKS = 9  # round trips, of which the fastest is the latency
-PIECE = 64 * 2**10  # bytes of a load between two looks at the time
+ROUND_TRIPS = 9  # of which the fastest is the latency
+PIECE = 64 * 2**10  # bytes of a load between two readings of the clock
 
 
 class Load:
-    """Takes a load in, and keeps its rate alone, in bytes per second; a :class:`gossipx.wire.Sink`."""
+    """A :class:`gossipx.wire.Sink` that discards a load and measures its rate, in bytes per second."""
 
     nbytes = MAX_LOAD
 
     def __init__(self, began: float):
         self.rate = 0.0
-        self._began = began  # when the first byte could have come
-        self._room = memoryview(bytearray(PIECE))
+        self._began = began  # the earliest time at which the first byte can arrive
+        self._buffer = memoryview(bytearray(PIECE))
 
     def room(self, start: int) -> memoryview:
-        """Return room for a piece."""
-        return self._room[: self.nbytes - start]
+        """Return the buffer for the next piece."""
+        return self._buffer[: self.nbytes - start]
 
     def filled(self, start: int) -> None:
-        """Take the time; raises EnoughError once the rate is known."""
+        """Update the rate; raise PeerTimeoutError once it is known well enough."""
         took = max(time.monotonic() - self._began, 1e-6)
         self.rate = (start + len(self.room(start))) / took
         if took > ENOUGH:
-            raise EnoughError
+            raise errors.PeerTimeoutError("the rest of the load is not needed")
 
     def take(self, start: int, view: memoryview) -> None:
-        """Take the time."""
         self.filled(start)
-
-
-class EnoughError(Exception):
-    """A load is cut short."""
 
 
 @dataclass(frozen=True)
 class Prober:
-    """What probes share."""
+    """The state that all probes of this host share."""
 
-    me: Hello  # this host's first peer, and the model that it would train
-    peers: Sequence[PeerLine]  # all lines
+    me: Hello  # this host's first peer, and the digest of its model
+    aliases: Sequence[str]  # the first peer of each further host name of this machine
+    peers: Sequence[PeerLine]  # all lines of the hosts file
+    listing: bytes  # the same as text, one line per peer
+    manifest: bytes  # the description of this host's model
     access: Access
     links: Links
-    sending: threading.Lock  # held while this host sends a load, or must not, since it measures a round trip
+    sending: threading.Lock  # held while this host sends a load, or measures a round trip that a load would disturb
 
 
 class Probe:
-    """A connection to a line at which a doctor or a run has answered; ``facts`` are of that process."""
+    """A connection to a line at which a doctor or a run has answered; ``facts`` are that process's."""
 
-    def __init__(self, link: Link, me: Hello):
+    def __init__(self, link: Link, prober: Prober):
         self._link = link
-        self._me = me
-        _, _, self.facts = self._look()
+        self._prober = prober
+        _, _, self.facts = self._round_trip()
         link.admitted()
 
-    def _ask(self, part: str, seconds: float, load: Load | None = None) -> frames.Frame:
-        asked = CheckupRequest(self._me.name, part, load.nbytes if load else 0)
-        return self._link.ask(asked, 0, time.monotonic() + seconds, load)
+    def _ask(self, part: str, seconds: float, load: Load | None = None, name: str | None = None) -> frames.Frame:
+        request = CheckupRequest(name or self._prober.me.name, part, load.nbytes if load else 0)
+        return self._link.ask(request, 0, time.monotonic() + seconds, load)
 
-    def _look(self) -> tuple[float, float, dict[str, Any]]:
-        """Ask for the facts; return the seconds that it took, how far the other clock is ahead, and the facts."""
+    def _round_trip(self) -> tuple[float, float, dict[str, Any]]:
+        """Request the facts; return the seconds it took, the seconds the other clock is ahead, and the facts."""
         began, clock = time.monotonic(), time.time()
-        answer = self._ask("facts", CONNECT).message
+        reply = self._ask("facts", CONNECT).message
         took = time.monotonic() - began
-        facts = checkup.read(answer.report if isinstance(answer, CheckupReply) else {})
+        facts = checkup.read(reply.report if isinstance(reply, CheckupReply) else {})
         return took, facts["clock"] - (clock + took / 2), facts
 
-    def manifest(self) -> bytes:
-        """Return the description of its model."""
-        payload = self._ask("model", LOAD).payload
+    def read(self, part: str) -> bytes:
+        """Return a doctor's description of its "model", or its "peers", one line per item."""
+        payload = self._ask(part, LOAD).payload
         return bytes(payload.view) if isinstance(payload, Bytes) else b""
 
-    def measure(self, sending: threading.Lock) -> Way:
-        """Measure the round trip, the clock and, with a doctor, the rate."""
-        quiet = sending.acquire(timeout=BUSY)  # if not in time, a figure that is too high is better than none
+    def measure(self) -> Measurement:
+        """Measure the round trip, the clock's offset and, with a doctor, the rate."""
+        quiet = self._prober.sending.acquire(timeout=BUSY)  # without it the latency may be measured too high
         try:
-            latency, offset = min(self._look()[:2] for _ in range(LOOKS))
+            latency, offset = min(self._round_trip()[:2] for _ in range(ROUND_TRIPS))
         finally:
             if quiet:
-                sending.release()
-        way = Way(latency, offset)
+                self._prober.sending.release()
+        measured = Measurement(latency, offset)
         if self.facts["role"] != "doctor":
-            return replace(way, why="a run is at work there")
-        by = time.monotonic() + BUSY
-        while time.monotonic() < by:
+            return replace(measured, why="a run is at work there")
+        until = time.monotonic() + BUSY
+        while time.monotonic() < until:
             load = Load(time.monotonic() + latency)
-            with contextlib.suppress(EnoughError, errors.PeerTimeoutError):
-                if isinstance(self._ask("load", LOAD, load).message, BusyReply):
-                    time.sleep(AGAIN)
+            with contextlib.suppress(errors.PeerTimeoutError):
+                # An empty load for each alias tells the other doctor that these hosts, too, have probed it.
+                empty = (self._ask("load", LOAD, name=name) for name in self._prober.aliases)
+                if any(isinstance(reply.message, BusyReply) for reply in (*empty, self._ask("load", LOAD, load))):
+                    time.sleep(RETRY)
                     continue
-            return replace(way, rate=load.rate)
-        return replace(way, why=f"it was busy with other hosts for {BUSY:g} s")
+            return replace(measured, rate=load.rate)
+        return replace(measured, why=f"it was busy with other hosts for {BUSY:g} s")
 
 
 def connect(prober: Prober, to: PeerLine) -> Stream:
-    """Connect to a peer's line, as a peer of a run does."""
+    """Connect to the address of a line, as a peer of a run does."""
     return prober.access.transport.connect(Address(to.host, to.port), time.monotonic() + CONNECT)
 
 
 @contextlib.contextmanager
 def probing(prober: Prober, to: PeerLine, stream: Stream) -> Iterator[Probe]:
-    """Prove who this is, and ask for the facts; PeerFaultError if these do not come."""
+    """Authenticate and request the facts; raise PeerFaultError if they do not arrive."""
     link = prober.links.add(stream)
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(prober.links.drop, link)
         if prober.access.secret is not None:
             handshake.prove(link, prober.access.secret, prober.me, to.name, time.monotonic() + CONNECT)
-        yield Probe(link, prober.me)
-    finally:
-        prober.links.drop(link)
+        yield Probe(link, prober)
 
 
 def reach(prober: Prober, to: PeerLine) -> Line:
-    """Find out how far a connection to a peer's line gets."""
+    """Try to connect to a line, and return how far the connection got."""
     try:
         stream = connect(prober, to)
     except errors.PeerTimeoutError:
@@ -156,13 +156,15 @@ def reach(prober: Prober, to: PeerLine) -> Line:
         with probing(prober, to, stream) as probe:
             me, they = prober.me, probe.facts
             if (they["peers"], they["size"]) != (me.peers, me.size):
-                return Line(to.rank, "peers", f"{me.size} peers here and {they['size']} there", they)
+                # A run does not send its list of peers.
+                more = _difference(prober.listing, probe.read("peers")) if they["role"] == "doctor" else ""
+                return Line(to.rank, "peers", f"{me.size} peers here and {they['size']} there{more}", they)
             if they["name"] != to.name:
                 return Line(to.rank, "other", f"{fit(they['name'])} answers there", they)
             return Line(to.rank, "ok", "", they)
     except errors.PeerFaultError as error:
         state = next((state for kind, state in _STATES if isinstance(error, kind)), "foreign")
-        # What follows a semicolon is advice, as a run would give it; of another version, what follows a colon.
+        # Drop the advice of a run: it follows a semicolon, or, if the version differs, a colon.
         cause = str(error).removeprefix("refused: ").removeprefix("not authorised: ")
         return Line(to.rank, state, fit(cause.partition(":" if state == "version" else ";")[0]))
 
@@ -170,7 +172,7 @@ def reach(prober: Prober, to: PeerLine) -> Line:
 _STATES = (
     (errors.NotAuthorisedError | errors.StrangerError, "authorised"),
     (frames.VersionError, "version"),
-    (errors.RefusedError, "peers"),  # the secret was proven, and the rest was not alike
+    (errors.RefusedError, "peers"),  # the secret is right, but the hosts file or another setting differs
     (errors.ProtocolError, "foreign"),
     (errors.PeerTimeoutError, "silent"),
     (errors.LocalFaultError, "local"),
@@ -178,6 +180,13 @@ _STATES = (
 )
 
 
+def _difference(here: bytes, there: bytes) -> str:
+    """Describe the first line in which two listings differ."""
+    lines = (text.decode(errors="replace").split("\n") for text in (here, there))
+    pairs = enumerate(zip_longest(*lines, fillvalue="missing"))
+    return next((f"; peer {n} is {fit(a)} here and {fit(b)} there" for n, (a, b) in pairs if a != b), "")
+
+
 def fit(text: str) -> str:
-    """Return text of others as one printable line: it is shown on a terminal."""
+    """Return a peer's text as one printable line, which is safe to show on a terminal."""
     return "".join(c if c.isprintable() else "?" for c in text[:MAX_TEXT])
