@@ -125,7 +125,7 @@ def _description(command: list[str], environment: dict[str, str]) -> bytes:
     """Return the description of the model, one line per tensor, or raise GossipxError."""
     reported: dict[str, Any] = {}
     printed = [""]
-    child = Child(command, environment, ENV_PROGRESS, on_line=printed.append, on_word=reported.update)
+    child = Child(command, environment, ENV_PROGRESS, on_line=printed.append, on_event=reported.update)
     until = time.monotonic() + _JOIN
     with selectors.DefaultSelector() as selector:
         try:
