@@ -9,6 +9,17 @@ import pytest
 from managers import WAYS, Host, certify, runs, settings_of, shares_memory
 
 MARKS = {"shm": shares_memory, "nccl": pytest.mark.cuda}
+PAIR = ("tcp, secret", "shm")
+"""What tests run over by default that are not about the path of the data: a network with a secret, and shared memory."""
+
+
+@pytest.hookimpl(tryfirst=True)  # before tests are selected by their marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave tests of other ways to ``bin/test --all``, unless they are marked ``every_way``."""
+    for item in items:
+        way = getattr(item, "callspec", None) and item.callspec.params.get("way")
+        if way in WAYS and way not in PAIR and item.get_closest_marker("every_way") is None:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(

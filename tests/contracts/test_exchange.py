@@ -10,8 +10,6 @@ import os
 import queue
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from forks.client import Piped
 from managers import LONG, SHORT, WAYS, Host, ended, shares_memory, soon
 from responder import model
 
@@ -34,21 +33,14 @@ PAST_ALL_32_BITS = 2**31 + 100 * PIECE + 12
 
 
 @pytest.fixture
-def sender(way: str, tmp_path: Path) -> Iterator[Callable[..., tuple[subprocess.Popen[str], int]]]:
+def sender(way: str, tmp_path: Path) -> Iterator[Callable[..., tuple[Piped, int]]]:
     """Yield a function that starts a process which serves ``model(MODEL)``, and returns it and its port."""
     with contextlib.ExitStack() as undo:
 
-        def started(port: int = 0) -> tuple[subprocess.Popen[str], int]:
-            script = str(Path(__file__).parents[1] / "responder.py")
-            command = [sys.executable, script, way, str(tmp_path), str(MODEL), str(port)]
-            path = os.pathsep.join(sys.path)
-            environment = {**os.environ, "PYTHONPATH": path}
-            given = undo.enter_context(
-                subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
-            )
-            undo.callback(given.kill)
-            assert given.stdout is not None
-            return given, int(given.stdout.readline())
+        def started(port: int = 0) -> tuple[Piped, int]:
+            script = Path(__file__).parents[1] / "responder.py"
+            process = undo.enter_context(Piped(script, way, tmp_path, str(MODEL), str(port)))
+            return process, int(process.stdout.readline())
 
         yield started
 
@@ -91,6 +83,7 @@ def pulled(host: Host, to: int, size: int) -> bytes:
 # --- what arrives -------------------------------------------------------------------------------
 
 
+@pytest.mark.every_way
 @pytest.mark.parametrize("size", [0, 4, 9 * PIECE + 12])
 def test_models_arrive_unchanged_and_are_counted(start: Callable[[int], list[Host]], size: int) -> None:
     a, b = start(2)
@@ -105,6 +98,7 @@ def test_models_arrive_unchanged_and_are_counted(start: Callable[[int], list[Hos
     assert a.comm.bytes_sent == b.comm.bytes_received < 10_000
 
 
+@pytest.mark.every_way
 def test_models_and_messages_alternate_on_one_connection(
     start: Callable[[int], list[Host]],
 ) -> None:
@@ -174,6 +168,7 @@ def test_a_model_of_more_than_2_gb(start: Callable[[int], list[Host]]) -> None:
 # --- concurrency --------------------------------------------------------------------------------
 
 
+@pytest.mark.every_way
 def test_mutual_and_circular_pulls_do_not_deadlock(start: Callable[[int], list[Host]]) -> None:
     """A pulls B while B pulls A, and a ring of four, concurrently. [27]"""
     hosts = start(4)
@@ -191,6 +186,7 @@ def test_mutual_and_circular_pulls_do_not_deadlock(start: Callable[[int], list[H
         assert room == models[to]
 
 
+@pytest.mark.every_way
 def test_two_peers_pull_from_each_other_repeatedly(start: Callable[[int], list[Host]]) -> None:  # [27]
     hosts = start(2)
     models = [os.urandom(3_000_000) for _ in hosts]
@@ -388,7 +384,7 @@ def test_a_sender_that_stops_before_passing_its_memory_has_a_deadline(  # [3] [7
 
 
 def test_a_sender_that_stops_within_a_model_has_a_deadline(  # [3]
-    start: Callable[[int], list[Host]], way: str, sender: Callable[..., tuple[subprocess.Popen[str], int]]
+    start: Callable[[int], list[Host]], way: str, sender: Callable[..., tuple[Piped, int]]
 ) -> None:
     process, port = sender()
     host = start_with(start, port)
@@ -410,7 +406,7 @@ def test_a_sender_that_stops_within_a_model_has_a_deadline(  # [3]
 
 
 def test_a_sender_that_dies_within_a_model_can_be_asked_again_after_a_restart(  # [1]
-    start: Callable[[int], list[Host]], way: str, sender: Callable[..., tuple[subprocess.Popen[str], int]]
+    start: Callable[[int], list[Host]], way: str, sender: Callable[..., tuple[Piped, int]]
 ) -> None:
     process, port = sender()
     host = start_with(start, port)

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import os
 import queue
-import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from forks.client import Piped
 from managers import LONG, SHORT, Host, Model, Taken, ended, runs, settings_of, soon
 from responder import model
 
@@ -43,6 +41,7 @@ def answers(host: Host, gives: bytes | None) -> None:
     host.react = react
 
 
+@pytest.mark.every_way
 @pytest.mark.parametrize("size", [0, 4, 9 * PIECE + 12])
 def test_a_model_goes_each_way_in_one_round_trip(start: Callable[[int], list[Host]], size: int) -> None:
     a, b = start(2)
@@ -60,6 +59,7 @@ def test_a_model_goes_each_way_in_one_round_trip(start: Callable[[int], list[Hos
     assert b.comm.bytes_sent == a.comm.bytes_received >= 3 * size
 
 
+@pytest.mark.every_way
 def test_an_upload_may_be_answered_without_a_model(start: Callable[[int], list[Host]]) -> None:
     a, b = start(2)
     b.room = PIECE
@@ -169,13 +169,11 @@ def test_a_sender_that_dies_within_an_upload_leaves_nothing(way: str, tmp_path: 
 
         dead = threading.Event()
         host.comm._listener._room_for = lambda sender, request: Counting(memoryview(bytearray(LARGE)))
-        script = str(Path(__file__).parents[1] / "uploader.py")
-        command = [sys.executable, script, way, str(tmp_path), str(LARGE), str(host.comm.address.port)]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-        with subprocess.Popen(command, env=environment) as bringer:
+        script = Path(__file__).parents[1] / "uploader.py"
+        with Piped(script, way, tmp_path, str(LARGE), str(host.comm.address.port)) as uploader:
             assert begun.wait(LONG)
-            bringer.send_signal(signal.SIGKILL)
-            bringer.wait(LONG)
+            uploader.kill()
+            uploader.wait(LONG)
         dead.set()
         if "shm" not in way:  # with shared memory the payload outlives its sender
             assert released.wait(LONG)

@@ -128,3 +128,28 @@ class Process:
         line, _, self._rest = self._rest.partition(b"\n")
         told: dict[str, int] = json.loads(line)
         return told
+
+
+class Piped(Process):
+    """A forked process with pipes, as a context that kills it.
+
+    Attributes:
+        stdin, stdout: text.
+    """
+
+    def __init__(self, *command: str | Path):
+        (theirs, ours), (output, written) = os.pipe(), os.pipe()
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        super().__init__(place(), [sys.executable, *map(str, command)], Path.cwd(), environment, (theirs, written, 2))
+        os.close(theirs)
+        os.close(written)
+        self.stdin, self.stdout = os.fdopen(ours, "w"), os.fdopen(output)
+
+    def __enter__(self) -> Piped:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+        self.wait()
+        self.stdin.close()
+        self.stdout.close()
