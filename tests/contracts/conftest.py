@@ -10,7 +10,7 @@ from managers import WAYS, Host, certify, runs, settings_of, shares_memory
 
 MARKS = {"shm": shares_memory, "nccl": pytest.mark.cuda}
 PAIR = ("tcp, secret", "shm")
-"""What tests run over by default that are not about the path of the data: a network with a secret, and shared memory."""
+"""Ways of tests that are not about the path of the data, by default: a network with a secret, and shared memory."""
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are selected by their marks
