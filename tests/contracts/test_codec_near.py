@@ -32,7 +32,7 @@ def test_without_values_near_nothing_is_decoded_and_nothing_changed(spec: str) -
     for attempt in (lambda: decode(frame), lambda: decode_into(frame, out)):
         with pytest.raises(ProtocolError, match="none are known that they are near"):
             attempt()
-    with pytest.raises(UsageError, match=r"values near \(30, 40\) have its shape, not \(1200,\)"):
+    with pytest.raises(UsageError, match=r"near must have the shape \(30, 40\), not \(1200,\)"):
         decode_into(frame, out, near=tensor.view(-1))
     assert bool((out == 1).all())
 

@@ -280,7 +280,7 @@ def test_near_values_that_are_not_contiguous() -> None:
 def test_more_values_than_are_worked_on_at_a_time() -> None:
     """The hash goes over all, and a wrap in the last piece is found."""
     codec = Moniqua(8, 0.1)
-    values = normal(2 * modulo._TOGETHER + 5)
+    values = normal(2 * modulo._CHUNK + 5)
     near = values + 0.05
     assert float((recovered(codec, values, near) - values).abs().max()) < 0.0004
     near[-1] += 1

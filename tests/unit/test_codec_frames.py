@@ -111,7 +111,7 @@ def test_a_bitmap_with_bits_behind_the_last_value_is_refused() -> None:
     last = len(frame) - len(opened.body) + int(opened.offsets[0]) + 8 + (5121 + 7) // 8 - 1
     frame[last] |= 0xFE
     for given in (None, near):
-        with pytest.raises(ProtocolError, match="is no few values of its size"):
+        with pytest.raises(ProtocolError, match="is not a sparse tensor of its size"):
             decode_into(sealed(frame), out, near=given)
         assert bool((guarded == 1).all())
 
@@ -196,9 +196,9 @@ def test_every_bit_is_covered_by_the_checksum() -> None:
 @pytest.mark.parametrize(
     ("place", "value", "message"),
     [
-        (0, 0x50, "what should be a codec's frame is none"),
+        (0, 0x50, "not a codec's frame"),
         (2, 2, "has version 2, this peer reads version 1"),
-        (3, 250, "is of codec 250, which this peer does not know"),
+        (3, 250, "has codec number 250, which this peer does not know"),
         (4, 99, "a dtype or flags that this version does not know"),
         (5, 0x80, "a dtype or flags that this version does not know"),
         (10, 255, "ends before its shapes"),
@@ -224,7 +224,7 @@ def test_a_bomb_is_not_unpacked(by: str) -> None:
     (size,) = struct.unpack_from("<I", whole, 10)
     shapes = whole[14 : 14 + size]
     packed = zlib.compress(bomb) if by == "zlib" else frames.zstandard().ZstdCompressor().compress(bomb)
-    with pytest.raises(ProtocolError, match=r"another size than it tells|squeezed from"):
+    with pytest.raises(ProtocolError, match=r"another size than declared|decompresses to"):
         decode(sealed(whole[:14] + shapes + packed))
     honest = shapes[:-1] + b"\x80\x80\x80\x80\x01"
     struct.pack_into("<I", whole, 10, len(honest))
@@ -236,7 +236,7 @@ def shapes(numbers: list[int]) -> bytes:
     """As varints."""
     made = bytearray()
     for number in numbers:
-        frames._put(number, made)
+        frames._put_varint(number, made)
     return bytes(made)
 
 
@@ -284,7 +284,7 @@ def test_a_frame_that_a_package_is_missing_for_is_refused(monkeypatch: pytest.Mo
     """By whoever takes it in, as any other that it cannot read."""
     frame = a_frame("3lc+zstd", 5000)
     monkeypatch.setitem(sys.modules, "zstandard", None)
-    with pytest.raises(ProtocolError, match=r"cannot be unsqueezed: \+zstd needs the package zstandard"):
+    with pytest.raises(ProtocolError, match=r"cannot be decompressed: \+zstd needs the package zstandard"):
         decode(frame)
 
 
@@ -351,10 +351,10 @@ def test_small_tensors_and_normalisation_are_left_as_they_are() -> None:
 
 
 def test_a_tensor_larger_than_what_is_left_for_it() -> None:
-    with pytest.raises(ProtocolError, match="is expected"):
+    with pytest.raises(ProtocolError, match=", expected "):
         decode_into(a_frame("3lc", 40), torch.zeros(41))
     tensors = Tensors.of(normal(20), normal(20))
-    with pytest.raises(ProtocolError, match="is expected"):
+    with pytest.raises(ProtocolError, match=", expected "):
         decode_into(a_frame("3lc", 40), torch.zeros(40), tensors=tensors)
 
 
