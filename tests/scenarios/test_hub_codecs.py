@@ -185,7 +185,7 @@ def test_a_change_of_what_is_not_here_is_refused_and_changes_nothing() -> None:
     ):
         with pytest.raises(ProtocolError, match="does not fit"):
             two.arrive(wrong, content)
-    assert not two.hub._brought
+    assert not two.hub._copies
 
 
 def test_a_model_that_was_not_finite_does_no_lasting_harm() -> None:

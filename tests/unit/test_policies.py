@@ -56,8 +56,8 @@ def test_what_a_spec_means(spec: str, expected: Policy):
         ("tau:5,warmup=-1", "not negative"),
         ("random:p=1.5", "from 0 to 1"),
         ("random:p=nan", "from 0 to 1"),
-        ("adaptive:threshold=-1", "a finite number from 0"),
-        ("travel:distance=inf", "a finite number from 0"),
+        ("adaptive:threshold=-1", "a finite number of at least 0"),
+        ("travel:distance=inf", "a finite number of at least 0"),
         ("nothing-like-it", "one of adaptive, drift, never, random, tau, travel"),
     ],
 )
