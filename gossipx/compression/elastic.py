@@ -133,7 +133,7 @@ class ElasticCodec:
             ProtocolError: its sizes do not fit this run's model.
         """
         if not self._sections.fit(request.sizes, request.bases):
-            raise ProtocolError(f"peer {sender} uploads a model of a wrong size")
+            raise ProtocolError(f"peer {sender} uploads a model that does not fit this run's layout")
         return UploadedModelSink(self, sender, request, incoming, self._sections.nbytes(request.sizes))
 
     def uploaded(self, sender: int, request: ElasticRequest, content: memoryview) -> list[memoryview]:

@@ -37,7 +37,7 @@ class ModelSink:
     def fit(self, reply: CarryingReply) -> Sink:
         """Return the sink of the reply's payload. Raises ProtocolError if it does not fit this run's model."""
         if not isinstance(reply, ModelReply) or not self._sections.fit(reply.sizes, reply.bases):
-            raise ProtocolError("it replied with a model of a wrong size")
+            raise ProtocolError("it replied with a model that does not fit this run's layout")
         self._reply = reply
         self._content = memoryview(bytearray(self._sections.nbytes(reply.sizes)))
         return Bytes(self._content)
