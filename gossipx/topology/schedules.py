@@ -220,8 +220,8 @@ def told(spec: str | None, made: Schedule) -> str:
 def _matchings(topology: Topology) -> tuple[tuple[int | None, ...], ...]:
     """Divide the edges into rounds with at most one pull per peer; return the partners by rank and round.
 
-    Each round is a maximal matching of the remaining edges; a directed edge matches a puller with a source. There are at
-    most 2d − 1 rounds for degree d. Because nearer ranks are first, a hypercube of 2^k peers has one round per
+    Each round is a maximal matching of the remaining edges; a directed edge matches a puller with a source. There are
+    at most 2d − 1 rounds for degree d. Because nearer ranks are first, a hypercube of 2^k peers has one round per
     dimension, and an exponential graph of any size one per hop distance: the one-peer exponential graph (Ying et al.
     2021, Eq. 7).
     """

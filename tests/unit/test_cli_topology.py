@@ -117,7 +117,7 @@ def test_check_fails_for_what_a_run_would_refuse(place: Path) -> None:
     (place / "parts.edges").write_text("0 1\n2 3\n")
     result = gossipx("topology", "check", "parts.edges")
     assert result.exit_code == 1
-    assert "not strongly connected, in 2 parts" in result.stderr
+    assert "not strongly connected: 2 parts" in result.stderr
 
 
 @pytest.mark.parametrize("name", sorted(shipped()))

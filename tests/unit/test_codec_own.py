@@ -1,4 +1,4 @@
-"""Codecs of one's own, and what specs of codecs may be."""
+"""Custom codecs, and the specs of codecs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from gossipx.specs import plugins
 @final
 @dataclass(frozen=True)
 class Rounded(PerTensor):
-    """Whole numbers, a byte each."""
+    """A custom codec: integers of one byte."""
 
     step: float = 1.0
     number: ClassVar[int] = 200

@@ -1,4 +1,4 @@
-"""Spec strings: what they mean, and what a wrong one is told."""
+"""Spec strings: parsing, and the messages for wrong ones."""
 
 from __future__ import annotations
 

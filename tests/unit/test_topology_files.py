@@ -1,4 +1,4 @@
-"""Topologies from files."""
+"""Topology files: parsing, and the messages for malformed ones."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def read(place: Path, name: str, text: str, size: int | None = 4) -> Topology:
 
 
 def refused(place: Path, name: str, text: str, size: int | None = 4) -> str:
-    """What a file's reader is told, without its directory."""
+    """Return the error message for a file, without its directory."""
     with pytest.raises(UsageError) as raised:
         read(place, name, text, size)
     told = str(raised.value)
@@ -31,7 +31,7 @@ def refused(place: Path, name: str, text: str, size: int | None = 4) -> str:
     return told.removeprefix(f"{place}/")
 
 
-# --- what is read ---------------------------------------------------------------------------------
+# --- well-formed files ----------------------------------------------------------------------------
 
 
 def test_an_edge_list(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_node_link_data_of_older_networkx(tmp_path: Path) -> None:
     assert read(tmp_path, "graph.json", text).neighbours == LINE
 
 
-# --- what is refused ------------------------------------------------------------------------------
+# --- malformed files ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_node_link_data_of_older_networkx(tmp_path: Path) -> None:
         ("0 1\n2 3\n", "peers [0, 1] have no path to the other peers"),
         ("0 1\n1 2\n", "peers [3] have no path to the other peers"),
         ("0 1 0\n1 2\n2 3\n", "edge 0 1: weight 0.0 must be above 0 and at most 1"),
-        ("0 1 nan\n1 2\n2 3\n", "weight nan is no share"),
+        ("0 1 nan\n1 2\n2 3\n", "weight nan must be above 0"),
         ("", "the graph has no edges"),
     ],
 )
@@ -165,7 +165,7 @@ def test_what_wrong_toml_is_told(tmp_path: Path, text: str, told: str) -> None:
         (
             "x.json",
             '{"nodes": [], "edges": [{"source": 0, "target": 1, "weight": "1"}]}',
-            "x.json: edge 0 1: weight '1' is no share",
+            "x.json: edge 0 1: weight '1' must be above 0",
         ),
         ("x.json", f'{{"nodes": [{{"id": {"9" * 5000}}}], "edges": []}}', "x.json: not a graph: node-link JSON is"),
     ],
@@ -204,7 +204,7 @@ def test_a_graph_in_parts_may_be_looked_at(tmp_path: Path) -> None:
     assert load(str(tmp_path / "x.edges"), 4, connected=False).islands() == [[0, 1], [2, 3]]
 
 
-# --- what comes with gossipx ------------------------------------------------------------------------
+# --- files that come with gossipx ------------------------------------------------------------------
 
 
 def test_shipped_files_are_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,7 +223,7 @@ def test_files_of_ones_own_come_first(tmp_path: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("name", sorted(shipped()))
 def test_every_shipped_file_makes_peers_agree(name: str) -> None:
-    """At the size that it is for, or at several, under its own schedule; the README tells of it."""
+    """Each file loads at its size, or at several, with its own schedule, and is listed in the README."""
     assert f"`{shipped()[name].name}`" in (HOUSE / "README.md").read_text(encoding="utf-8")
     sizes = [int(name.rpartition("-")[2])] if name[-1].isdigit() else [1, 2, 7, 8]
     for size in sizes:
