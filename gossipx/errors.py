@@ -65,7 +65,7 @@ class LocalFaultError(PeerFaultError):
 
 
 class NoCarrierError(PeerFaultError):
-    """A connection's separate channel for models could not be set up; a connection without one may still work."""
+    """A data channel (shared memory, process group) could not be set up; a plain connection may still work."""
 
 
 class ProtocolError(PeerFaultError):

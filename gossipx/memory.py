@@ -24,7 +24,7 @@ ByteObserver: TypeAlias = Callable[[memoryview], None]
 
 STAGED = 2**22
 """Bytes received before they are mixed. The work around each piece starts with a cold cache and takes about 70 µs: with
-pieces of 1 MB a pull took a third longer, with 16 MB as long."""
+pieces of 1 MB, pulls took a third longer, with 16 MB as long."""
 
 if sys.platform == "linux":
     # A sender that truncates the file would kill a receiver that maps it.

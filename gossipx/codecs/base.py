@@ -210,7 +210,7 @@ class Codec(abc.ABC):
         This is the only check between bytes from a peer and compiled loops without bounds checks.
 
         Args:
-            near: for each encoded tensor, flat float32 reference values; None: there are none.
+            near: for each encoded tensor, flat float32 reference values; None: not available.
 
         Raises:
             ProtocolError: a tensor is malformed, or needs reference values and has none.

@@ -67,7 +67,7 @@ class Changes:
         most: most receivers to keep bases for; the least recently served one then gets full values. 0: no limit.
 
     Attributes:
-        begun: checksum of the initial values that every receiver has; :data:`FULL`: there are none.
+        begun: checksum of the initial values that every receiver has; :data:`FULL`: no common initial values.
     """
 
     def __init__(self, codec: Codec, tensors: Tensors, seed: int, most: int = 0):
@@ -81,7 +81,7 @@ class Changes:
         self._checks: dict[int, set[int]] = {}  # checksums of the bases of each receiver, least recent first
 
     def common(self, values: Tensor | None) -> None:
-        """Set the initial values, which every receiver has and nobody may modify; None: there are none."""
+        """Set the initial values, which every receiver has and nobody may modify; None: not available."""
         self._bases.pop(self.begun, None)
         self.begun = FULL
         if values is not None:

@@ -18,12 +18,7 @@ LARGEST_STEP = np.nextafter(np.finfo(np.float32).max / np.float32(127), np.float
 def levels(
     x: Array, left: Array | None, starts: Array, counts: Array, block: int, out: Array, end: int, sizes: Array
 ) -> int:
-    """Encode tensors in the layout of :class:`gossipx.codecs.levels.Int8` and return the new end of ``out``.
-
-    Args:
-        block: number of values that share a scale; 0: one scale per tensor.
-        sizes: output: the bytes that each tensor takes; unchanged for empty or non-finite ones.
-    """
+    """Encode tensors in the layout of :class:`gossipx.codecs.levels.Int8` and return the new end of ``out``."""
     for number in range(len(starts)):
         start, count = starts[number], counts[number]
         one = block if block else max(1, count)

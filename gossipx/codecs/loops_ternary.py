@@ -89,7 +89,7 @@ def _run(zeros: int, out: Array, end: int) -> int:
         out[np.uintp(end)] = 255
         end += 1
         zeros -= LONGEST
-    out[np.uintp(end)] = _RUN_CODES[np.uintp(zeros)]  # overwritten by what follows if there are none
+    out[np.uintp(end)] = _RUN_CODES[np.uintp(zeros)]  # overwritten by the next byte if zeros == 0
     return end + int(zeros > 0)
 
 

@@ -96,7 +96,7 @@ class Sections:
             number: index of the section.
             part: the encoded values.
             base: checksum of the base that ``part`` changes, :data:`FULL` or :data:`ALONE`.
-            held: the base on this side; None: there is none.
+            held: this side's base; None: not available.
             near: reference values for codecs that need them.
 
         Raises:

@@ -95,7 +95,7 @@ def rank_of(given: str, option: str, names: Sequence[str]) -> int:
         names: names of all peers, by rank.
 
     Raises:
-        UsageError: there is no such peer.
+        UsageError: no peer has that name or rank.
     """
     if given in names:
         return names.index(given)

@@ -45,7 +45,7 @@ class Schedule(abc.ABC):
             rates: measured models per second received from (pushes: sent to) each rank; ranks may be missing.
 
         Returns:
-            One of ``candidates``, or None if there is none or the peer is idle in this round.
+            One of ``candidates``, or None if they are empty or the peer is idle in this round.
         """
 
     @abc.abstractmethod
