@@ -73,11 +73,7 @@ class ErrorFeedback:
 
 
 def rescale(error: Tensor, ratio: float) -> None:
-    """Scale the accumulated error of gradients after the learning rate has changed.
-
-    Args:
-        error: modified in place.
-        ratio: the old learning rate divided by the new one.
+    """Scale the accumulated error of gradients by ``ratio``, the old learning rate divided by the new one.
 
     Raises:
         ValueError: the ratio is not a positive finite number.

@@ -1,7 +1,5 @@
-"""Compiled loops of sparse codecs, which send few values and their indices.
-
-:mod:`gossipx.codecs.loops` explains the common arguments. Magnitudes are compared as the integers of their bits.
-"""
+"""Compiled loops of sparse codecs, which send few values and their indices; :mod:`gossipx.codecs.loops` explains their
+arguments. Magnitudes are compared as the integers of their bits."""
 
 from __future__ import annotations
 
@@ -90,10 +88,7 @@ def reaching(
 
 @loop
 def _sample(x: Array, left: Array | None, start: int, count: int, key: Any, some: Array) -> None:
-    """Fill ``some`` with values at random positions, one from each of ``len(some)`` equal parts of the tensor.
-
-    The positions within the parts are a golden-ratio sequence from a start that ``key`` seeds.
-    """
+    """Fill ``some`` with one value from each of as many equal parts, at positions of a golden-ratio sequence."""
     first = (key ^ (key >> np.uint64(31))) * _GOLDEN
     first = (first ^ (first >> np.uint64(29))) * _GOLDEN
     step = count / len(some)
@@ -106,12 +101,9 @@ def _sample(x: Array, left: Array | None, start: int, count: int, key: Any, some
 
 @loop
 def _threshold(x: Array, left: Array | None, start: int, count: int, many: int, highest: Any) -> tuple[Any, int]:
-    """Find the threshold that selects exactly ``many`` values.
+    """Find the threshold (bits as int32) that selects ``many`` values, and how many of those equal to it may be sent.
 
     The search counts the values above a candidate: downwards from ``highest`` in doubling steps, then by bisection.
-
-    Returns:
-        The threshold (bits as int32), and how many of the values equal to it may be sent.
     """
     low, high, above, stride = np.int32(0), np.int32(highest + 1), 0, _STRIDE
     while high - low > 1:
@@ -141,11 +133,8 @@ def _reached(x: Array, left: Array | None, least: Any) -> Any:
 
 @loop
 def room_for(counts: Array, looked: Array) -> tuple[Array, Array, Array, Array]:
-    """Allocate work space for all tensors.
-
-    Returns:
-        Buffers for the marks of a chunk, for the non-empty groups of eight marks, for indices of values (as many as may
-        be sent as packed indices, and one chunk more), and for the sampled values of tensors that are not read whole.
+    """Allocate work space: the marks of a chunk, the non-empty groups of eight marks, indices of values (as many as may
+    be sent as packed indices, and one chunk more), and the sampled values of tensors that are not read whole.
     """
     most = 0
     for count in counts:
@@ -236,12 +225,9 @@ def _unmark(x: Array, left: Array | None, least: Any, spare: int, marks: Array) 
 
 @loop
 def _list(marks: Array, eights: Array, filled: Array, first: int, places: Array, out: Array, where: int) -> int:
-    """Write the positions of marks as a bit mask to ``out`` and as indices, from ``first`` on, to ``places``.
+    """Write the positions of marks as a bit mask to ``out`` and as indices to ``places``; return their number.
 
     Groups of eight with any mark are listed first, without a branch, which would often be mispredicted.
-
-    Returns:
-        The number of marks.
     """
     for eight in range(len(eights)):
         out[np.uintp(where + eight)] = np.uint8((eights[np.uintp(eight)] * _GATHER) >> np.uint64(56))

@@ -1,4 +1,4 @@
-"""PowerSGD, a low-rank codec: it approximates a matrix by the product of two thin ones."""
+"""PowerSGD, a codec that approximates a matrix by the product of two thin ones."""
 
 from __future__ import annotations
 
@@ -21,10 +21,8 @@ from gossipx.errors import ProtocolError
 class PowerSGD(PerTensor):
     """``powersgd``: M ≈ P Qᵀ by one step of power iteration, starting from the last frame's Q (PowerSGD, Algorithm 1).
 
-    A tensor is reshaped to a matrix, its first dimension by all others.
-
-    Frame layout per tensor: the rank (2 bytes), the number of rows (8), P, and Q. Tensors that would not get smaller,
-    such as vectors, have rank 0 and their float32 values.
+    A tensor is reshaped to a matrix, its first dimension by all others. Frame layout per tensor: rank (2 bytes), the
+    number of rows (8), P, and Q. Tensors that would not shrink, such as vectors, have rank 0 and their float32 values.
 
     Attributes:
         rank: columns of P and Q.
@@ -78,9 +76,8 @@ class PowerSGD(PerTensor):
             return values
         p, q = values[: rank * rows].view(rows, rank), values[rank * rows :].view(columns, rank)
         product = torch.zeros(rows, columns, dtype=torch.float32, device=device)
-        for number in range(
-            rank
-        ):  # the order of sums, and so the rounding, of a matrix product depends on the processor
+        # The order of sums, and so the rounding, of a matrix product would depend on the processor.
+        for number in range(rank):
             product += p[:, number, None] * q[:, number]
         return product.view(-1)
 

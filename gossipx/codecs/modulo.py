@@ -1,7 +1,5 @@
-"""Moniqua, a codec of whole models: values are sent modulo a range and recovered with the help of the receiver's model.
-
-Peers that train together have similar models, so the receiver's own values resolve the ambiguity of the modulo. Neither
-end has to keep a reference copy of the other's model.
+"""Moniqua, a codec of whole models: values are sent modulo a range, and the receiver's own, similar model resolves the
+ambiguity. So neither end has to keep a reference copy of the other's model.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Bit packing, trit packing and zero-run encoding of small numbers, by torch on any device.
-
-Bits of tensors in host memory are packed by numpy, which is faster. Trits are the values −1, 0 and 1.
-"""
+"""Bit packing, and packing and zero-run encoding of trits (the values −1, 0 and 1), by torch on any device."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ LONGEST = 14
 
 
 def as_bytes(values: Tensor) -> npt.NDArray[Any]:
-    """Return a tensor's values as bytes in host memory, without a copy if possible."""
+    """Return a tensor's values as bytes in host memory."""
     flat: npt.NDArray[Any] = values.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy()
     return flat
 
@@ -42,7 +39,7 @@ def pack_bits(numbers: Tensor, width: int) -> Tensor:
     """
     if not numbers.is_cpu:
         return pack_bits_on_device(numbers, width)
-    few = numbers.numpy().astype(_unsigned(width))
+    few = numbers.numpy().astype(_unsigned(width))  # numpy is faster than torch in host memory
     planes = [np.packbits(few & few.dtype.type(1 << bit) != 0, bitorder="little") for bit in range(width)]
     return torch.from_numpy(np.concatenate(planes))
 

@@ -1,7 +1,4 @@
-"""The base class of codecs that encode one tensor at a time by torch, and helpers for them.
-
-A custom codec that derives from :class:`PerTensor` only turns one tensor into bytes and back.
-"""
+"""The base class of codecs that encode one tensor at a time by torch, and helpers for them."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ from gossipx.errors import ProtocolError
 
 
 class PerTensor(Codec):
-    """A codec that encodes one tensor at a time, on any device."""
+    """A codec that encodes one tensor at a time, on any device; most custom codecs derive from it."""
 
     @abc.abstractmethod
     def _bytes(self, values: Tensor, shape: tuple[int, ...], state: State, number: int) -> Sequence[Tensor | bytes]:

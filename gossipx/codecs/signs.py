@@ -18,10 +18,7 @@ from gossipx.codecs.state import State
 
 
 class _Signs(PerTensor):
-    """Base class of sign codecs.
-
-    Frame layout per tensor: the values that bit 0 and bit 1 decode to, and the bits: 1 for values of at least zero.
-    """
+    """Base class of sign codecs. A tensor in a frame: what bits 0 and 1 decode to, and the bits, 1 for values ≥ 0."""
 
     def _most(self, count: int, shape: tuple[int, ...]) -> int:
         return 8 + packing.bits_bytes(count, 1)

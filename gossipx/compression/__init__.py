@@ -1,8 +1,4 @@
-"""Compression: encoded models on the wire, between two peers and between a worker and the hub.
-
-Compressed models are differences to references that both ends keep. Payloads are received into sinks, which decode a
-model once it is complete.
-"""
+"""Compression of models on the wire: encoded differences to references that both ends of an exchange keep."""
 
 from __future__ import annotations
 
@@ -61,7 +57,7 @@ class Coded:
                 return self.elastic.model_sink(incoming)
         return None
 
-    def asked(self, to: int, request: Request, model: Sequence[Tensor]) -> tuple[Request, Source | None]:
+    def prepared(self, to: int, request: Request, model: Sequence[Tensor]) -> tuple[Request, Source | None]:
         """Complete a request that is about to be sent; return it and its payload, if it has one.
 
         Args:
@@ -70,9 +66,9 @@ class Coded:
         if isinstance(request, ElasticRequest):
             assert self.elastic is not None
             return self.elastic.bring(request, model)
-        return self.models.asked(to, request), None
+        return self.models.prepared(to, request), None
 
-    def room(self, sender: int, request: ElasticRequest, incoming: Incoming) -> UploadedModelSink | None:
+    def upload_sink(self, sender: int, request: ElasticRequest, incoming: Incoming) -> UploadedModelSink | None:
         """Return the sink of a model that a worker uploads; None: the model arrives uncompressed.
 
         Raises:
@@ -80,4 +76,4 @@ class Coded:
         """
         if self.elastic is None or not request.sizes:
             return None
-        return self.elastic.room(sender, request, incoming)
+        return self.elastic.upload_sink(sender, request, incoming)

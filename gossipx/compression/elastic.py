@@ -126,7 +126,7 @@ class ElasticCodec:
 
     # --- the hub ----------------------------------------------------------------------------------
 
-    def room(self, sender: int, request: ElasticRequest, incoming: Incoming) -> UploadedModelSink:
+    def upload_sink(self, sender: int, request: ElasticRequest, incoming: Incoming) -> UploadedModelSink:
         """Return the sink of a worker's upload.
 
         Raises:

@@ -133,7 +133,7 @@ class ModelCodec:
             reference = self._reference(sender)
             return (FULL,) * len(self._sections.tensors) if reference is None else tuple(map(checksum, reference.taken))
 
-    def asked(self, sender: int, request: Request) -> Request:
+    def prepared(self, sender: int, request: Request) -> Request:
         """Return a request for a model, completed by the checksums of this peer's references."""
         assert isinstance(request, PullRequest | TakeRequest)
         return dataclasses.replace(request, bases=self.bases(sender))

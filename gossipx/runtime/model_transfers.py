@@ -101,7 +101,7 @@ class Transfers:
     ) -> Prepared:
         if self.codec is None or model_sink is None:
             return send.request, payload, None if brought is None else brought.source
-        request, source = self.codec.asked(send.to, send.request, brought.buffer.vectors if brought else [])
+        request, source = self.codec.prepared(send.to, send.request, brought.buffer.vectors if brought else [])
         return request, model_sink, source
 
     def _arrived(self, ticket: int, reply: Reply) -> Fault | None:

@@ -69,7 +69,7 @@ class Uploads:
             placed = _UploadPlace(self._arena, self._places.release)
             codec = self._transfers.codec
             try:
-                room = None if codec is None else codec.room(sender, request, placed)
+                room = None if codec is None else codec.upload_sink(sender, request, placed)
             except ProtocolError:
                 placed.release()
                 raise

@@ -129,7 +129,7 @@ class SimRequests(abc.ABC):
             if self.codec is not None:
                 model_sink = self.codec.model_sink(send.to, send.request, incoming)
             if self.codec is not None and model_sink is not None:
-                told, source = self.codec.asked(send.to, send.request, [] if base is None else base.buffer.vectors)
+                told, source = self.codec.prepared(send.to, send.request, [] if base is None else base.buffer.vectors)
                 send = dataclasses.replace(send, request=told)
                 if source is not None:
                     brought[:] = source.view
@@ -236,7 +236,9 @@ class SimRequests(abc.ABC):
                 self.bytes_received += len(brought) if sender is not self else 0
                 came = dataclasses.replace(send, to=sender.rank)
                 assert isinstance(send.request, ElasticRequest)
-                upload_sink = None if self.codec is None else self.codec.room(sender.rank, send.request, incoming)
+                upload_sink = (
+                    None if self.codec is None else self.codec.upload_sink(sender.rank, send.request, incoming)
+                )
                 (upload_sink or incoming).take(0, memoryview(brought))
                 now, step = self._world.now, send.request.step
                 exchange = Exchange(

@@ -149,11 +149,7 @@ def analyse(
 
 
 def check_size(size: int, what: str) -> None:
-    """Refuse a graph whose analysis would take minutes or longer.
-
-    Args:
-        size: number of peers.
-        what: begin of the message, which names the graph and its size.
+    """Refuse a graph whose analysis would take minutes or longer; ``what`` begins the message and names the graph.
 
     Raises:
         UsageError: there are more than :data:`LARGEST` peers.
@@ -211,11 +207,7 @@ def rounds_to_consensus(
 
 
 def _push(masses: Matrix, partners: Sequence[int | None], scratch: Matrix) -> None:
-    """Simulate a push round on the masses [size, values]: each peer sends half of its mass to its partner.
-
-    Args:
-        scratch: work space of the same shape.
-    """
+    """Simulate a push round on the masses [size, values]: each peer sends half of its mass to its partner."""
     halves = np.divide(masses, 2, out=scratch)
     for source, partner in enumerate(partners):
         if partner is not None:
@@ -224,11 +216,7 @@ def _push(masses: Matrix, partners: Sequence[int | None], scratch: Matrix) -> No
 
 
 def _pull(models: Matrix, partners: Sequence[int | None], factors: Sequence[dict[int, float]], scratch: Matrix) -> None:
-    """Simulate a pull round on the models [size, values]: each peer mixes in a share of its partner's model.
-
-    Args:
-        scratch: work space of the same shape.
-    """
+    """Simulate a pull round on the models [size, values]: each peer mixes in a share of its partner's model."""
     sources = [rank if partner is None else partner for rank, partner in enumerate(partners)]
     share = [0.0 if partner is None else BETA * factors[rank][partner] for rank, partner in enumerate(partners)]
     change = np.take(models, sources, 0, out=scratch, mode="clip")  # "raise" would make another copy

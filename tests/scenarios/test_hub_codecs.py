@@ -117,7 +117,7 @@ class Two:
         return request, bytearray(source.view)
 
     def arrive(self, request: ElasticRequest, content: bytearray) -> tuple[Incoming, ModelReply, bytearray]:
-        room = self.hub.room(1, request, Incoming(self.arenas[0], None))
+        room = self.hub.upload_sink(1, request, Incoming(self.arenas[0], None))
         room.take(0, memoryview(content))
         room.decode()
         reply, source = room.answered(self.arenas[0].snapshot().buffer.vectors, ModelReply(1))
